@@ -4,7 +4,7 @@
     own.matrix({"num_bm25": pa.array([2.5, None]), "cat_city": pa.array(["Oslo", "Rome"])}, 2)   # (2, 2) float32
 
 jobs.prepare learns their description from the training window alone
-(`pipelines/data/sequences/own_features.py`). Tables hold values as the log has them;
+(`pipelines/data/sequences/custom_features.py`). Tables hold values as the log has them;
 training, evaluation and serving read them with this module.
 
 Shapes: `n` values, `X` numbers, `G` categories, `O` columns that a layer reads.

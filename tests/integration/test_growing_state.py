@@ -35,7 +35,7 @@ from models.warm_start import (
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
-from pipelines.data.sequences import own_features
+from pipelines.data.sequences import custom_features
 from pipelines.data.settings import read_config
 
 pytestmark = pytest.mark.exhaustive
@@ -339,7 +339,7 @@ def test_new_values_begin_as_the_unknown_one(tmp_path: Path) -> None:
 def test_a_category_that_gets_too_many_values_to_list_keeps_its_vectors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_features, "MAX_VALUES", 5)
+    monkeypatch.setattr(custom_features, "MAX_VALUES", 5)
     growing = Growing(tmp_path, SEARCH, SEARCH_SETTINGS)
     first_days(growing)
     catalogue = SearchCatalogue.load(growing.tables.tables, None)
@@ -368,7 +368,7 @@ def test_users_attributes_that_get_too_many_values_are_refused_in_a_line(
     growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
     first_days(growing)
     growing.train("first", ATTN)
-    monkeypatch.setattr(own_features, "MAX_VALUES", 1)
+    monkeypatch.setattr(custom_features, "MAX_VALUES", 1)
     growing.add(4, dict)
     growing.prepare()
     with pytest.raises(OtherTablesError, match="train a model anew"):

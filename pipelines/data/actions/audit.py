@@ -35,7 +35,7 @@ VECTORS = ["tasks", "actions", "features"]
 
 
 def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
-    """Check the rows of `sequences`.
+    """Check behaviours, splits, tasks, actions and features of `sequences`.
 
     Returns:
         The users (`user_id`) that `sequences` must contain.

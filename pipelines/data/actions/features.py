@@ -63,7 +63,7 @@ class ActionsCounter(KeyCounter):
 
     @property
     def keys(self) -> list[str]:
-        """Names of the keys."""
+        """Names of the counted keys: `item`, and attributes of items."""
         return [name for name in self.config.counts.keys if name != USER]
 
     @property

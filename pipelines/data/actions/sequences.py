@@ -50,7 +50,7 @@ from pipelines.data.sequences.builder import (
     to_vectors,
 )
 from pipelines.data.sequences.counts import Columns, KeyCounter
-from pipelines.data.sequences.own_features import (
+from pipelines.data.sequences.custom_features import (
     CATEGORY,
     TrainingValues,
     describe_features,
@@ -93,10 +93,10 @@ class ActionsBuilder(SequenceBuilder):
         return [name for name in self.schema.names if name.startswith(CATEGORY)]
 
     @property
-    def own(self) -> list[str]:
+    def custom_columns(self) -> list[str]:
         """Columns of custom features and of hashed viewer-side categories."""
         listed = {*self.categories} - {*self.hashed}
-        return [name for name in super().own if name not in listed]
+        return [name for name in super().custom_columns if name not in listed]
 
     @property
     def counter(self) -> ActionsCounter:
@@ -159,9 +159,12 @@ class ActionsBuilder(SequenceBuilder):
         tasks = tasks.reshape(len(draft.row), len(self.actions.tasks))
         values = draft.features[draft.row][is_train].astype(np.float64)
         train = draft.row[is_train]
-        own = {name: take_rows(draft.part.table, name, train) for name in self.own}
+        custom = {
+            name: take_rows(draft.part.table, name, train)
+            for name in self.custom_columns
+        }
         return TrainingStats(
-            TrainingValues.from_columns(own),
+            TrainingValues.from_columns(custom),
             tasks[is_train].sum(axis=0, dtype=np.int64),
             np.array([values.sum(axis=0), (values**2).sum(axis=0)]),
         )

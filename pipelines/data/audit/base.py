@@ -18,7 +18,9 @@ from models.storage.tables import Manifest, UserError, join, read_manifest, read
 MAX_EXAMPLES = 3
 """Maximum number of violations that are described per rule."""
 
-DAY_MS, HOUR_MS, MINUTE_MS = 86_400_000, 3_600_000, 60_000
+MINUTE_MS = 60_000
+HOUR_MS = 60 * MINUTE_MS
+DAY_MS = 24 * HOUR_MS
 
 EVENT_ORDER = ["timestamp_ms", "request_id", "position", "item_id"]
 SPLITS = ["train", "val", "test"]

@@ -179,8 +179,8 @@ def compare_rows(
         pl.col(name).ne_missing(pl.col(f"{name}_events"))
         for name in ("user_id", *columns)
     )
-    wrong = joined.filter(differs).sort(keys)
-    for row in wrong.head(MAX_EXAMPLES).iter_rows(named=True):
+    violating = joined.filter(differs).sort(keys)
+    for row in violating.head(MAX_EXAMPLES).iter_rows(named=True):
         details = "; ".join(
             f"{name} is {row[name]}, events give {row[f'{name}_events']}"
             for name in columns
@@ -188,7 +188,7 @@ def compare_rows(
         )
         user = row["user_id"] or row["user_id_events"]
         rule.add_violation(f"user {user}, {noun} {row['place']}: {details}")
-    rule.violations += max(0, wrong.height - MAX_EXAMPLES)
+    rule.violations += max(0, violating.height - MAX_EXAMPLES)
 
 
 def check_history(
@@ -215,9 +215,9 @@ def check_history(
         expected = sums_before(points, counted, ["row"], 0, "time")
     history_end = pl.col("history_end").cast(pl.Int64)
     is_wrong = history_end.ne_missing(pl.col("expected"))
-    wrong = timed.with_columns(expected).filter(is_wrong)
+    violating = timed.with_columns(expected).filter(is_wrong)
     rule.add_rows(
-        wrong.sort("row", "place"),
+        violating.sort("row", "place"),
         REQUEST + " at {timestamp_ms}: history_end is {history_end}, {expected} "
         "behaviours are known earlier",
     )
@@ -251,9 +251,9 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
     requests = requests.with_columns(
         expected=expected.then(pl.lit("val")).otherwise(pl.lit("test"))
     )
-    wrong = requests.filter(pl.col("split").ne_missing(pl.col("expected")))
+    violating = requests.filter(pl.col("split").ne_missing(pl.col("expected")))
     rule.add_rows(
-        wrong.sort("row", "place"),
+        violating.sort("row", "place"),
         REQUEST + " at {timestamp_ms}: in {split}, belongs to {expected}",
     )
     return count_per_split(requests)

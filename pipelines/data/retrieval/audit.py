@@ -17,7 +17,7 @@ from pipelines.data.audit.sequences import (
 
 
 def check_retrieval_tables(tables: Tables, rules: dict[str, Rule]) -> None:
-    """Check the rows of `sequences`."""
+    """Check behaviours, histories, targets, splits and counts of `sequences`."""
     rows = unfold(tables, rules)
     expected = expected_behaviours(tables, tables.users_events)
     check_behaviours(rows.users, rows.behaviours, expected, rules["behaviours"])
@@ -34,10 +34,10 @@ def check_retrieval_tables(tables: Tables, rules: dict[str, Rule]) -> None:
 
 
 def _count_truncated(tables: Tables) -> dict[str, int | dict[str, int]]:
-    """Recompute how many users and behaviours are over `max_events`."""
+    """Count users with more than `max_events` behaviours, and dropped behaviours."""
     behaviours = tables.filter_behaviours(tables.users_events)
-    inside = behaviours.join(tables.catalogue, on="item_id", how="semi")
-    lengths = inside.group_by("row").len()["len"].cast(pl.Int64)
+    behaviours = behaviours.join(tables.catalogue, on="item_id", how="semi")
+    lengths = behaviours.group_by("row").len()["len"].cast(pl.Int64)
     excess = lengths - tables.info["max_events"]
     return {
         "truncated_users": int((excess > 0).sum()),

@@ -45,7 +45,9 @@ SHARES = (0.6, 0.3, 0.1)
 """Probabilities of the items that follow an item."""
 
 
-def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _draw_items(
+    world: World, lengths: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """Draw the items of all users' events.
 
     One pass draws the n-th event of all users that have one.
@@ -65,9 +67,9 @@ def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.nda
     previous = np.zeros(0, dtype=np.int32)
     for position in range(int(lengths[0])):
         # lengths descend, so the users with an event at this position come first
-        num_users = int(np.searchsorted(-lengths, -position, side="left"))
-        cause, uniform, which = rng.random((3, num_users))
-        taste = (which * TASTES).astype(np.int64)
+        num_users = np.count_nonzero(lengths > position)
+        cause, uniform, choice = rng.random((3, num_users))
+        taste = (choice * TASTES).astype(np.int64)
         cluster = world.tastes[np.arange(num_users), taste]
         cluster_start = world.starts[cluster]
         cluster_size = np.diff(world.starts)[cluster]
@@ -76,7 +78,7 @@ def _walk(world: World, lengths: np.ndarray, rng: np.random.Generator) -> np.nda
         any_item = world.members[(num_items * uniform).astype(np.int64)]
         drawn = np.where(cause < FOLLOW + TASTE, liked, any_item)
         if position:
-            follower = np.searchsorted(bounds, which, side="right")
+            follower = np.searchsorted(bounds, choice, side="right")
             following = world.following[previous[:num_users], follower]
             drawn = np.where(cause < FOLLOW, following, drawn)
         items[first[:num_users] + position] = drawn
@@ -97,7 +99,7 @@ def simulate_retrieval(output_dir: str, settings: Settings) -> World:
     world = make_world(settings)
     rng = np.random.default_rng([settings.seed, 2])
     lengths = draw_lengths(settings, rng)
-    item = _walk(world, lengths, rng)
+    item = _draw_items(world, lengths, rng)
     time = draw_times(lengths, rng)
     # users are numbered at random, as lengths descend and ids must not reveal activity
     user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)

@@ -41,7 +41,7 @@ REQUEST_KEYS = ["user_id", "request_id", "alone"]
 
 
 def check_search_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
-    """Check the rows of `queries` and `sequences`.
+    """Check `queries`, and the behaviours, requests and features of `sequences`.
 
     Returns:
         The users (`user_id`) that `sequences` must contain.

@@ -88,7 +88,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
     if not run.tables.overwrite and up_to_date(uri, fingerprint(settings, inputs)):
         run.report(f"counts: up to date, as of {moment_text}")
         return
-    begin = time.perf_counter()
+    started = time.perf_counter()
     is_late = f"known_{click}" in run.source.schema.names
     counter = SearchCounter(config, click, is_late, moment)
     with run.tables.clean_up_on_error("counts"):
@@ -103,7 +103,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
             **num_keys,
         }
         schema = counts_schema(names.values())
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - started
         run.tables.commit(
             "counts", schema, parts, settings, inputs, info, count_write_s=seconds
         )
@@ -111,7 +111,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
         f"counts: {pluralize(num_keys['item'], 'item')}, "
         f"{pluralize(num_keys['query'], 'query')} and "
         f"{pluralize(num_keys['pair'], 'pair')} as of {moment_text} in "
-        f"{time.perf_counter() - begin:.1f} s: {uri}"
+        f"{time.perf_counter() - started:.1f} s: {uri}"
     )
 
 

@@ -37,7 +37,7 @@ from pipelines.data.sequences.counts import (
     stack_columns,
     window_counts,
 )
-from pipelines.data.sequences.own_features import plain_name
+from pipelines.data.sequences.custom_features import plain_name
 
 IDS = ("user_id", "item_id", "request_id", "query")
 IMPRESSION_LABELS = ("exposures", "clicks")

@@ -23,7 +23,7 @@ from pipelines.data.search.features import (
 )
 from pipelines.data.search.sequences import make_search
 from pipelines.data.search.simulator import SearchSettings, best_gauc, simulate_search
-from pipelines.data.sequences.own_features import default_groups
+from pipelines.data.sequences.custom_features import default_groups
 from pipelines.data.sequences.splits import SPLITS
 
 

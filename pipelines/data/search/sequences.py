@@ -61,7 +61,7 @@ from pipelines.data.sequences.builder import (
     to_vectors,
 )
 from pipelines.data.sequences.counts import Columns, KeyCounter, gather_counts
-from pipelines.data.sequences.own_features import (
+from pipelines.data.sequences.custom_features import (
     TrainingValues,
     default_groups,
     item_columns,
@@ -102,7 +102,7 @@ class SearchBuilder(SequenceBuilder):
 
     @cached_property
     def features(self) -> list[str]:
-        """Names of the features."""
+        """Names of the features, in the order of their columns."""
         return feature_names(self.search, self.clock)
 
     @property
@@ -195,7 +195,9 @@ class SearchBuilder(SequenceBuilder):
         requests = table["requests"].combine_chunks().flatten()
         is_train = pc.equal(pc.struct_field(requests, "split"), "train")
         train = requests.filter(is_train)
-        columns = {name: pc.struct_field(train, name).flatten() for name in self.own}
+        columns = {
+            name: pc.struct_field(train, name).flatten() for name in self.custom_columns
+        }
         return TrainingStats(TrainingValues.from_columns(columns))
 
 
@@ -305,7 +307,8 @@ class SearchStep(SequencesStep):
             UserError: If no request shows an item of the catalogue or can be trained
                 on, or positions begin at 1.
         """
-        config, source, count = self.run.config, self.run.source, built.count
+        config, source = self.run.config, self.run.source
+        count = built.count
         if not built.parts:
             raise UserError(
                 f"none of the {count['requests_outside']:,} requests shows an item of "
@@ -417,7 +420,7 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
     inputs = {"events": events.hash}
     if finished := run.tables.find_finished("queries", {}, inputs):
         return finished
-    begin = time.perf_counter()
+    started = time.perf_counter()
     uri = run.tables.table_uri("queries")
     with run.tables.clean_up_on_error("queries"):
         calls = [(part,) for part in part_uris(run.tables.table_uri("events"), events)]
@@ -432,7 +435,7 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
             table = pa.Table.from_arrays([index, text], schema=QUERIES)
             parts.append(write_part(uri, table))
         manifest = run.tables.commit("queries", QUERIES, parts, {}, inputs)
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - started
     run.report(f"queries: {len(queries):,} distinct in {seconds:.1f} s")
     return manifest
 

@@ -207,12 +207,12 @@ def _draw_intents(
     previous = np.zeros(0, dtype=np.int32)
     for position in range(int(lengths[0])):
         # lengths descend, so the users with a search at this position come first
-        num_users = int(np.searchsorted(-lengths, -position, side="left"))
-        uniform, cause, which = rng.random((3, num_users))
+        num_users = np.count_nonzero(lengths > position)
+        uniform, cause, choice = rng.random((3, num_users))
         is_driven = uniform < query_driven
         random_clusters = num_clusters * rng.random((2, num_users))
         random_intent, noise = random_clusters.astype(np.int32)
-        taste = (which * TASTES).astype(np.int64)
+        taste = (choice * TASTES).astype(np.int64)
         by_history = world.tastes[np.arange(num_users), taste]
         if position:
             following = world.following_cluster[previous[:num_users]]

@@ -1,15 +1,16 @@
-"""Features with a time of their own, joined as of a request: the latest row strictly before it.
+"""Features with times of their own, joined as of a request: the latest earlier row.
 
-`python -m jobs.prepare` makes a table `as_of_NAME` of each section that a source file
-declares (`as_of`), sorted by id and time. Requests and behaviours of sequences take
-their values from it. A task holds the table whole.
+`python -m jobs.prepare` makes a table `as_of_NAME` for each section that a source file
+declares in `as_of`, sorted by id and time. Requests and behaviours of `sequences` take
+their values from it. Each task has the whole table in memory.
 
-Shapes: E events, R rows of a table, T distinct times of it.
+Shapes: E events, R rows of a table, T distinct times in it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ BEFORE_ALL_MS = -(2**62)
 
 
 def make_as_of_tables(run: Run) -> dict[str, Manifest]:
-    """Make the tables that the source declares. Return their manifests by table name."""
+    """Make the tables that the source declares, and return their manifests by name."""
     return {
         f"{PREFIX}{name}": _make_table(run, name, section)
         for name, section in run.source.as_of.items()
@@ -47,7 +48,18 @@ def make_as_of_tables(run: Run) -> dict[str, Manifest]:
 
 
 def _make_table(run: Run, name: str, section: Section) -> Manifest:
-    table, files = f"{PREFIX}{name}", section.list_files(run.input, "feature")
+    """Make the table of one section, unless it is up to date.
+
+    Args:
+        run: The run of prepare.
+        name: Name of the section.
+        section: Files and columns of the section.
+
+    Raises:
+        UserError: If the files have no valid row, or too many invalid rows.
+    """
+    table = f"{PREFIX}{name}"
+    files = section.list_files(run.input, "feature")
     settings = {"as_of": run.source.config["as_of"][name]}
     stamps = run.stamps(files)
     if finished := run.tables.find_finished(table, settings, {}, stamps):
@@ -59,7 +71,8 @@ def _make_table(run: Run, name: str, section: Section) -> Manifest:
         run.check_rejects(written.rejected, f" of {table}")
         if written.part is None:
             raise UserError(
-                f"{run.input} holds no valid row in {', '.join(files[:3])}; correct as_of.{name}"
+                f"{run.input} has no valid row in {', '.join(files[:3])}; correct "
+                f"as_of.{name}"
             )
         info = {
             "key": section.key,
@@ -72,29 +85,40 @@ def _make_table(run: Run, name: str, section: Section) -> Manifest:
             table, section.schema, [written.part], settings, written.hashes, info
         )
     run.report(
-        f"{table}: {manifest.rows:,} rows; {written.repeated:,} others have the id and the time of a later one"
+        f"{table}: {manifest.rows:,} rows; dropped {written.repeated:,} with the id "
+        f"and time of a later row"
     )
     return manifest
 
 
 @dataclass(frozen=True)
 class WrittenTable:
-    """The one part of a table that was written."""
+    """The part of a written table, and statistics of its files."""
 
     part: Part | None
-    """None if no row is valid."""
+    """The part, or None if no row is valid."""
     rejected: RejectCounts
+    """Rows that were read and rejected."""
     repeated: int
-    """Rows left out because a later row of the log has their id and time."""
+    """Rows dropped because a later row has the same id and time."""
     hashes: dict[str, str]
-    """Hash of the parsed bytes by file."""
+    """Hash of the parsed bytes of each file."""
 
 
 def _write_table(
     section: Section, input_uri: str, files: list[str], uri: str
 ) -> WrittenTable:
-    """Read the files and write one part, sorted by id and time."""
-    rejected, hashes, missing = RejectCounts(), {}, []
+    """Read the files of a section, and write their rows sorted by id and time.
+
+    Args:
+        section: Columns of the section.
+        input_uri: Folder of the log.
+        files: Files below it.
+        uri: Folder of the table.
+    """
+    rejected = RejectCounts()
+    hashes: dict[str, str] = {}
+    missing = []
     blocks = [section.schema.empty_table()]
     for file in files:
         digest = hashlib.sha256()
@@ -116,47 +140,68 @@ def _write_table(
 
 @dataclass(frozen=True)
 class AsOfTable:
-    """A table of features with times, ready for lookups."""
+    """A table of features with times, indexed for lookups.
+
+    Rows are sorted by one int64 that combines id and time, so a lookup is a binary
+    search.
+    """
 
     name: str
     """Name of the table."""
     key: str
-    """Column of events that its ids belong to."""
+    """Column of events with the ids, `item_id` or `user_id`."""
     ids: Vocabulary
+    """Indices of the ids."""
     times: np.ndarray
-    """(T,) ms, ascending."""
-    line: np.ndarray
-    """(R,) ascending: integer of the id times T + 1, plus the rank of the time."""
+    """(T,) distinct times in ms, ascending."""
+    sort_key: np.ndarray
+    """(R,) ascending: index of the id * (T + 1) + rank of the time in `times`."""
     features: pa.Table
-    """(R,) in that order."""
+    """Features of the R rows."""
 
     @classmethod
     def from_rows(cls, name: str, rows: pa.Table, key: str) -> AsOfTable:
-        """Build the table from rows sorted by id and time."""
+        """Build the index.
+
+        Args:
+            name: Name of the table.
+            rows: Rows sorted by `key` and `timestamp_ms`.
+            key: Column of the ids.
+        """
         rows = rows.combine_chunks()
-        # Rows are sorted by id, so codes ascend.
+        # rows are sorted by id, so codes ascend
         ids = rows[key].combine_chunks().dictionary_encode()
         time = rows["timestamp_ms"].to_numpy()
         times = sorted_unique(time)
         code = ids.indices.to_numpy().astype(np.int64)
-        line = code * (len(times) + 1) + np.searchsorted(times, time)
+        sort_key = code * (len(times) + 1) + np.searchsorted(times, time)
         features = rows.drop_columns([key, "timestamp_ms"])
         return cls(
-            name, key, Vocabulary.from_ids(ids.dictionary), times, line, features
+            name, key, Vocabulary.from_ids(ids.dictionary), times, sort_key, features
         )
 
     def latest_rows(self, events: pa.Table, at: np.ndarray) -> np.ndarray:
-        """Return for each event the latest row of its id strictly before `at` (E,) ms, -1 without one."""
+        """Return the latest earlier row (E,) of each event's id, or -1.
+
+        Args:
+            events: Rows of `read_part`.
+            at: Times (E,) in ms; rows at this time or later are not returned.
+        """
         code = index_in(dictionary_column(events, self.key), self.ids).astype(np.int64)
-        first = code * (len(self.times) + 1)
-        end = np.searchsorted(self.line, first + np.searchsorted(self.times, at))
-        row = end - 1
-        is_found = (code >= 0) & (row >= 0) & (self.line[row] >= first)
-        return np.where(is_found, row, -1)
+        first_key = code * (len(self.times) + 1)
+        end_key = first_key + np.searchsorted(self.times, at)
+        row = np.searchsorted(self.sort_key, end_key) - 1
+        has_row = (code >= 0) & (row >= 0) & (self.sort_key[row] >= first_key)
+        return np.where(has_row, row, -1)
 
 
 def share_items(run: Run, columns: list[str]) -> list[Shared]:
-    """Store the items table with these columns, as one that holds for all time; nothing without columns."""
+    """Store item features for all tasks, as a table whose rows precede all events.
+
+    Args:
+        run: The run of prepare.
+        columns: Columns of `items`; without any, nothing is stored.
+    """
     if not columns:
         return []
     items = run.tables.read("items", ["item_id", *columns]).sort_by("item_id")
@@ -166,7 +211,7 @@ def share_items(run: Run, columns: list[str]) -> list[Shared]:
 
 
 def share_as_of(run: Run, manifests: dict[str, Manifest]) -> list[Shared]:
-    """Store the tables where all tasks can read them."""
+    """Store the tables of these manifests for all tasks."""
     shared = []
     for name, manifest in manifests.items():
         table = AsOfTable.from_rows(name, run.tables.read(name), manifest.info["key"])
@@ -175,7 +220,7 @@ def share_as_of(run: Run, manifests: dict[str, Manifest]) -> list[Shared]:
 
 
 def as_of_info(manifests: dict[str, Manifest]) -> dict[str, Any]:
-    """Return the manifest's entry on these tables: `key` and `features` by table."""
+    """Return the entry of these tables in manifests: their `key` and `features`."""
     return {
         name: {
             "key": manifest.info["key"],
@@ -188,10 +233,14 @@ def as_of_info(manifests: dict[str, Manifest]) -> dict[str, Any]:
 def join_as_of(
     events: pa.Table, at: np.ndarray, tables: Iterable[AsOfTable], count: Counter[str]
 ) -> pa.Table:
-    """Return the events with the features of the tables as of `at` (E,) ms.
+    """Join the features of tables to events.
 
-    Features are null where there is no earlier row; `count` is given the number of
-    these events by table.
+    Args:
+        events: Rows of `read_part`.
+        at: Times (E,) in ms as of which features are taken.
+        tables: Tables to join.
+        count: Takes the number of events without an earlier row, by table. Their
+            features are null.
     """
     for table in tables:
         row = table.latest_rows(events, at)
@@ -203,26 +252,34 @@ def join_as_of(
 
 
 def report_missing(
-    run: Run, manifests: dict[str, Manifest], events: int, count: Counter[str]
+    run: Run, manifests: dict[str, Manifest], num_events: int, count: Counter[str]
 ) -> None:
-    """Report for each table how many of the events have no earlier row.
+    """Report how many events have no earlier row in each table.
+
+    Args:
+        run: The run of prepare.
+        manifests: Manifests of the tables, by name.
+        num_events: Number of events of the log.
+        count: Counts of `join_as_of` over all parts.
 
     Raises:
-        UserError: if no event has one.
+        UserError: If a table has no earlier row for any event.
     """
     for name, manifest in manifests.items():
-        missing, key = count[f"nothing_of_{name}"], manifest.info["key"]
-        if missing == events:
+        num_missing = count[f"nothing_of_{name}"]
+        if num_missing == num_events:
             raise UserError(
-                f"{name} has no row before any of the {events:,} events; its ids ('{key}') or its times are others: "
-                f"correct the source file"
+                f"{name} has no row before any of the {num_events:,} events; correct "
+                f"its ids ('{manifest.info['key']}') or its times in the source file"
             )
-        if missing:
+        if num_missing:
             run.report(
-                f"{name}: {missing:,} of {events:,} events ({missing / events:.1%}) have no earlier row"
+                f"{name}: {num_missing:,} of {num_events:,} events "
+                f"({num_missing / num_events:.1%}) have no earlier row"
             )
 
 
 def as_of_schema(sections: Sequence[Section]) -> pa.Schema:
-    """Return the feature columns of all sections."""
-    return pa.schema([field for section in sections for field in section.features])
+    """Return the schema of the features of all sections."""
+    features = (section.features for section in sections)
+    return pa.schema(list(itertools.chain.from_iterable(features)))

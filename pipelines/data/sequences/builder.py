@@ -1,12 +1,12 @@
-"""Events to sequences, one events part at a time: the pipeline that all kinds of request share.
+"""Sequences from events: the pipeline that all kinds of request share.
 
     sequences = make_sequences(step)
 
-An events part holds each of its users whole and sorted, so it becomes a part of
-`sequences` in one vectorised pass: list columns are flat columns with offsets over
-them, and nothing is copied per request. `SequenceBuilder.build` selects and orders
-behaviours, forms requests, assigns splits, computes `history_end`, attaches features
-and labels, and lays out the table. A kind of request overrides the steps that differ.
+An events part has all events of its users, sorted, so it becomes a part of `sequences`
+in one vectorised pass. List columns are flat columns with offsets, and nothing is
+copied per request. `SequenceBuilder.build` selects and orders behaviours, forms
+requests, assigns splits, computes `history_end`, attaches features and labels, and
+arranges the columns. A kind of request overrides the steps that differ.
 
 Shapes: E events of a part, N behaviours, R requests, C candidates of all requests,
 U users with a row.
@@ -49,7 +49,7 @@ from pipelines.data.sequences.as_of import (
     share_as_of,
 )
 from pipelines.data.sequences.counts import Columns, KeyCounter, count_in_buckets
-from pipelines.data.sequences.own_features import (
+from pipelines.data.sequences.custom_features import (
     TrainingValues,
     describe_features,
     feature_columns,
@@ -62,22 +62,23 @@ from pipelines.data.sequences.splits import (
 )
 
 NOT_TRUNCATED = np.iinfo(np.int64).min
-"""`Behaviours.oldest` of a user who keeps all behaviours: earlier than any time."""
+"""`Behaviours.oldest` of a user without truncation: earlier than any time."""
 
 
 @dataclass(frozen=True)
 class Lookups:
-    """Ids and tables that the build of every part looks up: values, or references to them."""
+    """Tables that every part looks up: the tables themselves, or references to them."""
 
     catalogue: Shared
-    """`Vocabulary` whose integers are item_index."""
+    """`Vocabulary` of item ids, whose indices are item_index."""
     queries: Shared = None
-    """`Vocabulary` whose integers are query_index; None for kinds without queries."""
+    """`Vocabulary` of queries, whose indices are query_index; None for kinds without
+    queries."""
     as_of: tuple[Shared, ...] = ()
-    """`AsOfTable` of each table with features that are joined."""
+    """`AsOfTable` of each table whose features are joined to events."""
 
     def fetch(self) -> Lookups:
-        """Return the lookups with values instead of references."""
+        """Return the lookups with all references resolved."""
         as_of = tuple(fetch(table) for table in self.as_of)
         return Lookups(fetch(self.catalogue), fetch(self.queries), as_of)
 
@@ -89,13 +90,13 @@ class EventsPart:
     table: pa.Table
     """Rows of `read_part`."""
     user: np.ndarray
-    """(E,) rank of the user within the part, from 0, ascending."""
+    """(E,) index of the user within the part, ascending from 0."""
     item: np.ndarray
-    """(E,) item_index, -1 outside the catalogue."""
+    """(E,) item_index, -1 for items outside the catalogue."""
     time: np.ndarray
-    """(E,) ms."""
+    """(E,) time in ms."""
     known: np.ndarray
-    """(E,) ms from which the event is visible as a behaviour."""
+    """(E,) time in ms from which the event, as a behaviour, is in histories."""
     query: np.ndarray
     """(E,) query_index, -1 without a query; empty for kinds without a table of
     queries."""
@@ -104,10 +105,12 @@ class EventsPart:
     def open(
         cls, table: pa.Table, lookups: Lookups, behaviour: str | None
     ) -> EventsPart:
-        """Look up users, items and times of a table of `read_part`.
+        """Look up the users, items, queries and times of events.
 
-        `behaviour` is the label that makes an event a behaviour; None if all events
-        are.
+        Args:
+            table: Rows of `read_part`.
+            lookups: Vocabularies of items and queries.
+            behaviour: Label that makes an event a behaviour; None if all events are.
         """
         user = dictionary_column(table, "user_id").indices.to_numpy()
         is_first = np.ones(len(user), dtype=bool)
@@ -126,46 +129,51 @@ class EventsPart:
 
     @cached_property
     def is_late(self) -> bool:
-        """Whether an event becomes visible later than it happens."""
+        """Whether some events become known later than they happen."""
         return self.known is not self.time and not np.array_equal(self.known, self.time)
 
     @property
     def num_users(self) -> int:
+        """Number of users in the part."""
         return int(self.user[-1]) + 1 if len(self.user) else 0
 
 
 @dataclass(frozen=True)
 class Behaviours:
-    """The behaviours of a part, by user and the time at which they are visible."""
+    """The behaviours of a part, sorted by user and the time at which they are known."""
 
     row: np.ndarray
     """(N,) rows of the part."""
     oldest: np.ndarray
-    """(users of the part,) ms from which a truncated user's behaviours are visible;
-    NOT_TRUNCATED for others."""
+    """(users of the part,) time in ms at which the oldest remaining behaviour of a
+    truncated user is known; NOT_TRUNCATED for other users."""
     truncated_users: int
-    """Users with more than `max_events` behaviours."""
+    """Number of users with more than `max_events` behaviours."""
     truncated_events: int
-    """Behaviours that these users lose: their oldest."""
+    """Number of dropped behaviours: the oldest ones of truncated users."""
 
 
 def select_behaviours(
     part: EventsPart, is_behaviour: np.ndarray, max_events: int
 ) -> Behaviours:
-    """Return the most recent `max_events` behaviours of each user.
+    """Select the most recent `max_events` behaviours of each user.
 
-    `is_behaviour` (E,) bool marks the events that are behaviours.
+    Args:
+        part: The events.
+        is_behaviour: Mask (E,) of the events that are behaviours.
+        max_events: Maximum number of behaviours per user.
     """
     row = np.flatnonzero(is_behaviour)
     if part.is_late:
         row = row[np.lexsort((part.known[row], part.user[row]))]
-    start = run_starts(part.user[row])
+    start = run_starts(part.user[row])  # (users with behaviours,)
     length = np.diff(np.append(start, len(row)))
-    from_end = np.repeat(start + length, length) - np.arange(len(row))
+    end = start + length
+    from_end = np.repeat(end, length) - np.arange(len(row))  # 1 for the latest
     is_recent = from_end <= max_events
     is_truncated = length > max_events
     oldest = np.full(part.num_users, NOT_TRUNCATED)
-    oldest_row = row[(start + length - max_events)[is_truncated]]
+    oldest_row = row[(end - max_events)[is_truncated]]
     oldest[part.user[oldest_row]] = part.known[oldest_row]
     return Behaviours(
         row[is_recent],
@@ -177,32 +185,32 @@ def select_behaviours(
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of a part, by user and time."""
+    """The requests of a part, sorted by user and time."""
 
     row: np.ndarray
-    """(R,) the event that a request is at; its user is the request's."""
+    """(R,) row of the event of a request, which determines its user."""
     time: np.ndarray
-    """(R,) ms."""
+    """(R,) time in ms."""
     candidate: np.ndarray
-    """(C,) events that are the candidates, request after request."""
+    """(C,) rows of the events that are candidates, grouped by request."""
     start: np.ndarray
-    """(R,) first candidate of each request."""
+    """(R,) index of each request's first candidate."""
     as_of: np.ndarray
-    """(E,) ms at which the features of each event are taken: the time of its
-    request."""
+    """(E,) time in ms as of which the features of each event are taken, such as the
+    time of its request."""
 
     @classmethod
     def one_per_event(cls, part: EventsPart, rows: np.ndarray) -> Requests:
-        """Form a request of each event in `rows` (R,), with the event as its only candidate."""
+        """Form a request of each event in `rows` (R,), which is its only candidate."""
         return cls(rows, part.time[rows], rows, np.arange(len(rows)), part.time)
 
     @property
     def lengths(self) -> np.ndarray:
-        """(R,) number of candidates of each request."""
+        """Number (R,) of candidates of each request."""
         return np.diff(np.append(self.start, len(self.candidate)))
 
     def select(self, is_selected: np.ndarray) -> Requests:
-        """Return the requests of a mask (R,)."""
+        """Return the requests that the mask (R,) selects."""
         lengths = self.lengths
         candidate = self.candidate[np.repeat(is_selected, lengths)]
         start = lengths_to_starts(lengths[is_selected])
@@ -212,13 +220,18 @@ class Requests:
 
 @dataclass(frozen=True)
 class PartDraft:
-    """A part of sequences while it is built: who has a row, which behaviours and requests are in it."""
+    """Behaviours, requests, splits and features of a part before its table is built.
+
+    The part has a row for each user with a request.
+    """
 
     part: EventsPart
+    """The events."""
     row: np.ndarray
-    """(N,) events that are behaviours, by user and the time at which they are
-    visible."""
+    """(N,) rows of the events that are behaviours, sorted by user and the time at which
+    they are known."""
     requests: Requests
+    """The requests."""
     split: np.ndarray
     """(R,) index into SPLITS."""
     features: np.ndarray
@@ -226,25 +239,25 @@ class PartDraft:
 
     @cached_property
     def request_start(self) -> np.ndarray:
-        """(U,) first request of each user with a row."""
+        """Index (U,) of each user's first request."""
         return run_starts(self.part.user[self.requests.row])
 
     @cached_property
     def users(self) -> np.ndarray:
-        """(U,) users with a row: the users with a request."""
+        """Users (U,) with a row: the users with a request."""
         return self.part.user[self.requests.row][self.request_start]
 
     @cached_property
     def behaviour_offsets(self) -> np.ndarray:
-        """(U + 1,) offsets of the users' behaviours."""
+        """Offsets (U + 1,) of the users' behaviours."""
         begin = np.searchsorted(self.part.user[self.row], self.users)
         return np.append(begin, len(self.row))
 
     def take(self, name: str) -> pa.Array:
-        """Return the column `name` of events for each behaviour."""
+        """Return the column `name` of events for the behaviours (N,)."""
         table = self.part.table
-        is_whole = len(self.row) == table.num_rows and not self.part.is_late
-        if is_whole:
+        is_unchanged = len(self.row) == table.num_rows and not self.part.is_late
+        if is_unchanged:
             column = table[name].combine_chunks()
             return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
         return take_rows(table, name, self.row)
@@ -252,66 +265,66 @@ class PartDraft:
 
 @dataclass(frozen=True)
 class TrainingStats:
-    """Statistics of training rows of a part."""
+    """Statistics of the training rows of a part."""
 
-    own: TrainingValues
+    custom: TrainingValues
     """Statistics of custom features."""
     positives: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """(K,) positive rows of each task; K is 0 for kinds without tasks."""
+    """(K,) number of positive rows of each task; K is 0 for kinds without tasks."""
     feature_sums: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
     """(2, F) sums and sums of squares of the features; F is 0 for kinds that do not
-    standardise them."""
+    standardise features."""
 
 
 @dataclass(frozen=True)
 class BuiltPart:
-    """A part of sequences, and statistics of it."""
+    """A part of `sequences`, with its statistics."""
 
     table: pa.Table | None
-    """Its rows; None once they are written."""
+    """The rows, or None after they were written."""
     count: Counter[str]
-    """Counts of users, behaviours and requests, and of what was left out."""
+    """Counts of users, behaviours and requests, and of dropped ones."""
     training: TrainingStats | None = None
-    """None for kinds without such statistics, and for an empty part."""
+    """Statistics of training rows; None for kinds without them, and for an empty
+    part."""
     written: Part | None = None
-    """The written part; None if there are no rows."""
+    """The written part, or None if there are no rows."""
 
 
 @dataclass(frozen=True)
 class SequenceBuilder(ABC):
-    """Rules by which the events of one kind of log become sequences. Sent to every task."""
+    """Builds the sequences of one kind of log from its events, in every task."""
 
     schema: pa.Schema
     """Schema of the events."""
     split: dict[str, Any]
-    """The split as manifests record it: `kind`, and the cut times of a temporal
-    split."""
+    """The split as manifests record it: `kind`, and the times of a temporal split."""
     max_events: int
-    """Most recent behaviours that are kept of each user."""
+    """Maximum number of behaviours per user, the most recent ones."""
     joined: pa.Schema
-    """Features of items and of tables with a time of their own, which are joined to
+    """Features of items and of tables with times of their own, which are joined to
     events."""
 
     ids: ClassVar[tuple[str, ...]] = USER_AND_ITEM
-    """Columns that are read dictionary-coded."""
+    """Columns that are read as dictionary arrays."""
 
     @property
     @abstractmethod
     def columns(self) -> list[str]:
-        """Columns of events that are read."""
+        """Columns of `events` that are read."""
 
     @property
     @abstractmethod
     def output(self) -> pa.Schema:
-        """Schema of the sequences."""
+        """Schema of `sequences`."""
 
     @property
     def joined_schema(self) -> pa.Schema:
-        """Columns of events, and features that are joined to them."""
+        """Schema of the events with the features that are joined to them."""
         return pa.schema([*self.schema, *self.joined])
 
     @property
-    def own(self) -> list[str]:
+    def custom_columns(self) -> list[str]:
         """Columns of custom features that models read."""
         return feature_columns(self.joined_schema)
 
@@ -322,7 +335,10 @@ class SequenceBuilder(ABC):
 
     @property
     def hashes_ties(self) -> bool:
-        """Whether leave-last-out orders requests of one time by a hash; else the later one in the log is later."""
+        """Whether leave-last-out orders requests at the same time by a hash.
+
+        Otherwise they keep the order of the log.
+        """
         return True
 
     @abstractmethod
@@ -332,10 +348,16 @@ class SequenceBuilder(ABC):
         behaviours: Behaviours,
         count: Counter[str],
     ) -> Requests:
-        """Return the requests of a part, by user and time. Add counts of left-out requests to `count`."""
+        """Form the requests of a part, sorted by user and time.
+
+        Args:
+            part: The events.
+            behaviours: Behaviours of the part.
+            count: Takes the counts of dropped requests.
+        """
 
     def find_behaviours(self, part: EventsPart) -> np.ndarray:
-        """Return the mask (E,) of the events that are behaviours."""
+        """Return a mask (E,) of the events that are behaviours."""
         is_behaviour = part.item >= 0
         if self.behaviour_label:
             is_behaviour &= bool_column(part.table, f"label_{self.behaviour_label}")
@@ -347,28 +369,41 @@ class SequenceBuilder(ABC):
         requests: Requests,
         pieces: list[Columns] | None,
     ) -> np.ndarray:
-        """Return the (E, F) features of each event as of `requests.as_of`.
+        """Compute the features (E, F) float32 of each event as of `requests.as_of`.
 
-        `pieces` are the counts of the part's events; None if nothing is counted.
+        Args:
+            part: The events.
+            requests: Requests of the part.
+            pieces: Counts of the events, for `gather_counts`; None if nothing is
+                counted.
         """
         return np.zeros((len(part.time), 0), np.float32)
 
     def history_ends(self, draft: PartDraft) -> np.ndarray:
-        """Return (R,) int32 the number of the user's behaviours that are visible strictly before each request."""
+        """Return `history_end` (R,) int32 of each request.
+
+        It is the number of the user's behaviours that are known strictly before the
+        request.
+        """
         part, requests = draft.part, draft.requests
         user, known = part.user[draft.row], part.known[draft.row]
         earlier = count_earlier(user, known, part.user[requests.row], requests.time)
         return earlier.astype(np.int32)
 
     def behaviour_columns(self, draft: PartDraft) -> dict[str, pa.Array]:
-        """Return flat columns of the behaviours (N,), beside the columns of events of the same name."""
+        """Return columns (N,) of the behaviours that are not columns of events."""
         return {"item_index": pa.array(draft.part.item[draft.row], pa.int32())}
 
     @abstractmethod
     def user_columns(
         self, draft: PartDraft, count: Counter[str]
     ) -> dict[str, pa.Array]:
-        """Return columns with one value, or one list, per user (U,). Add the kind's counts to `count`."""
+        """Return the columns (U,) with one value per user.
+
+        Args:
+            draft: The part.
+            count: Takes the counts of the kind.
+        """
 
     def request_column(
         self,
@@ -377,21 +412,23 @@ class SequenceBuilder(ABC):
         per_request: dict[str, pa.Array],
         per_candidate: dict[str, np.ndarray],
     ) -> pa.Array:
-        """Return the column `requests`: for each user the structs of their requests.
+        """Build the column `requests`: a list of structs per user.
+
+        A field is taken from `per_request`, from `per_candidate`, or from the column of
+        events with its name.
 
         Args:
             draft: The part.
-            count: Is given the requests without history by split.
-            per_request: (R,) the kind's fields of requests.
-            per_candidate: (E,) or (E, width) values of events, of which each request
-                lists those of its candidates. Another field of the struct is a column
-                of events.
+            count: Takes the number of requests without a history, by split.
+            per_request: Fields (R,) of requests.
+            per_candidate: Values (E,) or (E, width) of events; a request lists the
+                values of its candidates.
         """
         requests, kind = draft.requests, self.output.field("requests").type
         history_end = self.history_ends(draft)
         for code, name in enumerate(SPLITS):
-            is_bare = (draft.split == code) & (history_end == 0)
-            count[f"without_history_{name}"] = int(is_bare.sum())
+            has_no_history = (draft.split == code) & (history_end == 0)
+            count[f"without_history_{name}"] = int(has_no_history.sum())
         per_request = per_request | {
             "timestamp_ms": pa.array(requests.time),
             "history_end": pa.array(history_end),
@@ -417,7 +454,12 @@ class SequenceBuilder(ABC):
         return to_lists(user_offsets, structs, kind)
 
     def training_stats(self, draft: PartDraft, table: pa.Table) -> TrainingStats | None:
-        """Return the statistics of training rows of the built `table`; None for kinds without."""
+        """Return the statistics of training rows; None for kinds without them.
+
+        Args:
+            draft: The part.
+            table: The built rows of `sequences`.
+        """
         return None
 
     def build(
@@ -429,9 +471,10 @@ class SequenceBuilder(ABC):
         """Build the sequences of one events part.
 
         Args:
-            events: Rows of `read_part`, with the columns `columns`.
-            lookups: Values, not references.
-            pieces: Counts of the part's events; None if nothing is counted.
+            events: Rows of `read_part` with the columns `columns`.
+            lookups: Lookups without references.
+            pieces: Counts of the events, for `gather_counts`; None if nothing is
+                counted.
         """
         count: Counter[str] = Counter()
         if not events.num_rows:
@@ -453,7 +496,7 @@ class SequenceBuilder(ABC):
             self._assign_splits(part, requests, count),
             self.compute_features(part, requests, pieces),
         )
-        table = self._lay_out(draft, count)
+        table = self._arrange_columns(draft, count)
         _count_rows(draft, count)
         count.update(count_by_fold(self.split, requests.time))
         return BuiltPart(table, count, self.training_stats(draft, table))
@@ -461,7 +504,7 @@ class SequenceBuilder(ABC):
     def _assign_splits(
         self, part: EventsPart, requests: Requests, count: Counter[str]
     ) -> np.ndarray:
-        """Return the (R,) index into SPLITS of each request."""
+        """Return the index (R,) into SPLITS of each request."""
         user_start = run_starts(part.user[requests.row])
         if self.split["kind"] == "temporal" or not self.hashes_ties:
             return assign_splits(self.split, requests.time, user_start)
@@ -473,8 +516,8 @@ class SequenceBuilder(ABC):
             count[f"tied_targets_{name}"] = tied
         return split
 
-    def _lay_out(self, draft: PartDraft, count: Counter[str]) -> pa.Table:
-        """Return the rows of sequences: list columns are offsets over flat columns."""
+    def _arrange_columns(self, draft: PartDraft, count: Counter[str]) -> pa.Table:
+        """Return the rows of `sequences`, with the columns of `output`."""
         user = dictionary_column(draft.part.table, "user_id")
         first_request = draft.requests.row[draft.request_start]
         per_user = {"user_id": user.take(pa.array(first_request)).cast(pa.string())}
@@ -497,7 +540,7 @@ def _drop_users_without_request(
 ) -> np.ndarray:
     """Return the behaviours (N,) of users with a request.
 
-    A user whose requests are all older than the truncated history has no row.
+    A truncated user has none if all requests are older than the remaining behaviours.
     """
     has_row = np.zeros(part.num_users, dtype=bool)
     has_row[part.user[requests.row]] = True
@@ -505,7 +548,7 @@ def _drop_users_without_request(
 
 
 def _count_rows(draft: PartDraft, count: Counter[str]) -> None:
-    """Count users, behaviours and requests of a part, for every kind."""
+    """Add the counts that every kind of request has to `count`."""
     part, row = draft.part, draft.row
     user, known = part.user[row], part.known[row]
     is_tied = (known[1:] == known[:-1]) & (user[1:] == user[:-1])
@@ -519,20 +562,26 @@ def _count_rows(draft: PartDraft, count: Counter[str]) -> None:
 
 
 def to_lists(offsets: np.ndarray, values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return a list column of type `kind` over flat values."""
+    """Return a list column of flat values.
+
+    Args:
+        offsets: Offsets (n + 1,) of the lists.
+        values: The flat values.
+        kind: Type of the lists.
+    """
     return pa.ListArray.from_arrays(
         pa.array(offsets.astype(np.int32)), values.cast(kind.value_type), type=kind
     )
 
 
 def to_vectors(values: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """Return (n, width) values as lists of fixed size of `kind`."""
+    """Convert values (n, width) to fixed-size lists of the type `kind`."""
     flat = pa.array(values.reshape(-1), kind)
     return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
 
 def split_names(split: np.ndarray) -> pa.Array:
-    """Return the names of (n,) indices into SPLITS."""
+    """Convert indices (n,) into SPLITS to names."""
     names = pa.DictionaryArray.from_arrays(pa.array(split), pa.array(SPLITS))
     return names.cast(pa.string())
 
@@ -542,30 +591,34 @@ def split_names(split: np.ndarray) -> pa.Array:
 
 @dataclass(frozen=True)
 class BuiltTable:
-    """The parts of sequences, not yet committed, in the order of the events parts."""
+    """Written parts of `sequences`, not yet committed, in the order of events parts."""
 
     parts: list[Part]
+    """The parts."""
     count: Counter[str]
     """Counts of all parts."""
     training: list[TrainingStats]
-    """Statistics of training rows, per part."""
+    """Statistics of training rows, for each part that has any."""
 
     def per_split(self, name: str) -> dict[str, int]:
-        """Return the counts `name_SPLIT` by split."""
+        """Return the counts `NAME_train`, `NAME_val` and `NAME_test` by split."""
         return {split: self.count[f"{name}_{split}"] for split in SPLITS}
 
 
 @dataclass(frozen=True)
 class SequencesStep(ABC):
-    """The step of prepare that makes `sequences` of one kind of log. Stays on the driver."""
+    """The step of prepare that makes `sequences`; runs on the driver."""
 
     run: Run
+    """The run of prepare."""
     events: Manifest
+    """Manifest of `events`."""
     items: Manifest
+    """Manifest of `items`."""
     split: dict[str, Any]
     """The split as manifests record it."""
     as_of: dict[str, Manifest]
-    """Tables with features that have a time of their own, by name."""
+    """Manifests of the tables of features with times of their own, by name."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -580,7 +633,7 @@ class SequencesStep(ABC):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Hashes of the tables that it is made from."""
+        """Hashes of the input tables, by name."""
         tables = {"events": self.events, "items": self.items, **self.as_of}
         return {name: table.hash for name, table in tables.items()}
 
@@ -594,45 +647,57 @@ class SequencesStep(ABC):
         """Return the builder of the parts."""
 
     def share_lookups(self) -> Lookups:
-        """Store the ids and tables that the build of every part looks up."""
+        """Store the ids and tables that every part looks up, for all tasks."""
         as_of = share_as_of(self.run, self.as_of)
         return Lookups(self.run.tables.read_catalogue(), as_of=tuple(as_of))
 
     def create_counter(
         self, builder: Any, lookups: Lookups
     ) -> tuple[KeyCounter, Call] | None:
-        """Return the counter of events and the arguments of its `read_keys`; None if nothing is counted."""
+        """Return the counter of events, and the arguments of its `read_keys`.
+
+        The base class counts nothing and returns None.
+
+        Args:
+            builder: The builder of the parts.
+            lookups: Shared lookups.
+        """
         return None
 
     @abstractmethod
     def describe(self, builder: Any, built: BuiltTable) -> dict[str, Any]:
-        """Return the kind's entries of the manifest's `info`.
+        """Return the kind's entries in the `info` of the manifest.
 
         Raises:
-            UserError: if nothing can be trained on the table.
+            UserError: If nothing can be trained on the table.
         """
 
     @abstractmethod
     def report(self, sequences: Manifest, seconds: float) -> None:
-        """Report the table, and counts of left-out events and requests."""
+        """Report the sizes of the table, and counts of dropped events and requests.
+
+        Args:
+            sequences: Manifest of the table.
+            seconds: Duration of the step.
+        """
 
 
 def make_sequences(step: SequencesStep) -> Manifest:
-    """Make the table of a step and return its manifest."""
+    """Make the table of a step, unless it is up to date, and return its manifest."""
     run = step.run
     settings, inputs = step.settings, step.inputs
     if finished := run.tables.find_finished("sequences", settings, inputs):
         return finished
-    begin = time.perf_counter()
+    started = time.perf_counter()
     with run.tables.clean_up_on_error("sequences"):
         builder = step.create_builder()
         built = _build_parts(step, builder)
         report_missing(run, step.as_of, step.events.rows, built.count)
         info = run.sequences_info(step.events, step.items, step.split, built.count)
         info |= step.describe(builder, built)
-        if builder.own and built.training:
-            own = [part.own for part in built.training]
-            info["own"] = describe_features(own, builder.own)
+        if builder.custom_columns and built.training:
+            custom = [part.custom for part in built.training]
+            info["own"] = describe_features(custom, builder.custom_columns)
         if step.as_of:
             info["as_of"] = as_of_info(step.as_of)
         sequences = run.tables.commit(
@@ -642,20 +707,21 @@ def make_sequences(step: SequencesStep) -> Manifest:
             settings,
             inputs,
             info,
-            build_write_s=time.perf_counter() - begin,
+            build_write_s=time.perf_counter() - started,
         )
-    step.report(sequences, time.perf_counter() - begin)
+    step.report(sequences, time.perf_counter() - started)
     return sequences
 
 
 def _build_parts(step: SequencesStep, builder: SequenceBuilder) -> BuiltTable:
-    """Build and write all parts, without committing them."""
+    """Build and write all parts; the commit is left to the caller."""
     engine, tables = step.run.engine, step.run.tables
     parts = part_uris(tables.table_uri("events"), step.events)
     lookups = step.share_lookups()
     shared = (tables.table_uri("sequences"), builder, lookups)
-    if counted := step.create_counter(builder, lookups):
-        counter, count_inputs = counted
+    counter_and_inputs = step.create_counter(builder, lookups)
+    if counter_and_inputs:
+        counter, count_inputs = counter_and_inputs
         results = count_in_buckets(
             engine,
             parts,
@@ -679,7 +745,15 @@ def _build_and_write(
     uri: str,
     pieces: list[Columns] | None = None,
 ) -> BuiltPart:
-    """Build the sequences of an events part, write them, and return their statistics."""
+    """Build and write the sequences of an events part, and return their statistics.
+
+    Args:
+        sequences_uri: The `sequences` table.
+        builder: Builds the rows.
+        lookups: Lookups, or references to them.
+        uri: File of the events part.
+        pieces: Counts of the events; None if nothing is counted.
+    """
     events = read_part(uri, builder.columns, builder.ids)
     built = builder.build(events, lookups.fetch(), pieces)
     assert built.table is not None
@@ -688,28 +762,29 @@ def _build_and_write(
 
 
 MAX_COUNTS = ("max_length", "max_candidates", "max_spread_ms")
-"""Counts of which a table has the largest of its parts, not the sum."""
+"""Counts that are the maximum over parts, not the sum."""
 
 
 def gather_parts(
-    results: Iterable[tuple[int, BuiltPart]], parts: int, progress: Report
+    results: Iterable[tuple[int, BuiltPart]], num_parts: int, progress: Report
 ) -> BuiltTable:
     """Collect the parts that tasks have built, in the order of the events parts.
 
     Args:
-        results: (number of the part, part) in any order.
-        parts: Number of parts.
-        progress: Reports a line per part.
+        results: Index of the events part and the built part, in any order.
+        num_parts: Number of events parts, for progress.
+        progress: Reports progress after each part.
     """
     by_number: dict[int, BuiltPart] = {}
     total: Counter[str] = Counter()
     for number, built in results:
         by_number[number] = built
-        largest = {name: max(total[name], built.count[name]) for name in MAX_COUNTS}
+        maxima = {name: max(total[name], built.count[name]) for name in MAX_COUNTS}
         total.update(built.count)
-        total.update({name: value - total[name] for name, value in largest.items()})
+        for name, maximum in maxima.items():
+            total[name] = maximum
         users = pluralize(total["users"], "user")
-        progress(f"part {len(by_number)} of {parts} built, {users}")
+        progress(f"part {len(by_number)} of {num_parts} built, {users}")
     ordered = [by_number[number] for number in sorted(by_number)]
     return BuiltTable(
         [built.written for built in ordered if built.written],

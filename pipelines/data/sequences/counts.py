@@ -1,21 +1,21 @@
-"""Point-in-time counts: events of one key in [t - window, t - delay), from events alone.
+"""Point-in-time counts: events of one key in [t - window, t - delay).
 
-`python -m jobs.prepare` makes them for kinds of request with counted features. Events
-of all users count, so rows travel to the bucket of their key, and their counts travel
-back to their part: two exchanges in a row (`count_in_buckets`). Each bucket is one
-vectorised kernel: a sort, running sums, and a binary search per window, so the cost is
-E log E in the events, whatever the windows hold. The counts are integers; the
-`features.py` of a kind computes what models read.
+`python -m jobs.prepare` computes them for kinds of request with counted features.
+Events of all users count, so events are exchanged to the bucket of their key, and the
+counts back to the part of the event (`count_in_buckets`). A bucket is counted by one
+vectorised kernel: a sort, running sums, and a binary search per window. Its cost is
+O(E log E), whatever the lengths of the windows. Counts are integers; `features.py` of a
+kind turns them into the features that models read.
 
-Shapes: E events, W windows, M labels that are counted.
+Shapes: E events, W windows, M counted labels.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,18 +25,19 @@ from pipelines.data.engine import KEY, Call, Engine, Exchange, fetch
 from pipelines.data.events.columns import sorted_unique
 
 ROWS_PER_BUCKET = 2_000_000
-"""Rows that a bucket is counted from, in a few hundred MB; all events of one key are in
-one bucket."""
+"""Mean number of rows per bucket, which take a few hundred MB. All events of one key
+are in one bucket."""
 
 NO_GAP = -1
 """Gap of a key without an earlier event."""
 
 NO_KEY = -1
-"""`key_number` of the row that stands for a part."""
+"""Key number of the placeholder row of a part, which is sent so that a part without
+any key is built too."""
 
 Columns = dict[str, np.ndarray]
-"""Columns (n,) or (n, ...) of some rows of a part; `row` (n,) int32 is their row
-number."""
+"""Arrays (n,) or (n, ...) of some rows of a part, by name; `row` (n,) int32 is their
+row number in the part."""
 
 
 def window_counts(
@@ -47,97 +48,126 @@ def window_counts(
     delay_ms: int,
     as_of: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Count the labels of the same key in [t - window, t - delay) for every event.
+    """Count the labels of each event's key in [t - window, t - delay).
 
-    Events of one time never count for each other, whatever the delay.
+    Events at the same time never count each other, whatever the delay.
 
     Args:
-        key: (E,) any integers.
-        time: (E,) ms.
-        counted_labels: (E, M) integers.
-        windows_ms: (W,) lengths of the windows.
-        delay_ms: What a log takes to arrive.
-        as_of: (E,) ms t of each event; by default its own time.
+        key: Integers (E,) that identify the keys.
+        time: Times (E,) in ms.
+        counted_labels: Integers (E, M) to sum.
+        windows_ms: Lengths (W,) of the windows in ms.
+        delay_ms: Time in ms until a logged event is available.
+        as_of: Times t (E,) in ms; by default the times of the events.
 
     Returns:
-        (E, W, M) int32 counts, and (E,) int64 ms from the key's last event before
-        t - delay to t, NO_GAP without one.
+        The counts (E, W, M) int32, and the gap (E,) int64: ms from the key's latest
+        event before t - delay to t, or NO_GAP.
     """
-    events, labels = counted_labels.shape
-    counts = np.zeros((events, len(windows_ms), labels), dtype=np.int32)
-    gap = np.full(events, NO_GAP, dtype=np.int64)
-    if not events:
+    num_events, num_labels = counted_labels.shape
+    counts = np.zeros((num_events, len(windows_ms), num_labels), dtype=np.int32)
+    gap = np.full(num_events, NO_GAP, dtype=np.int64)
+    if not num_events:
         return counts, gap
-    # (key, time) on one line of integers: time by rank, so that both fit whatever the
-    # clock's unit.
+    # events are sorted by one int64: key and rank of the time, which fit for any unit
     code = np.unique(key, return_inverse=True)[1].astype(np.int64)
     times, rank = np.unique(time, return_inverse=True)
-    moments, moment = times, rank
+    moments, moment = times, rank  # distinct times t, and the index of each event's
     if as_of is not None:
         moments, moment = np.unique(as_of, return_inverse=True)
-    line = code * (len(times) + 1) + rank
-    order = np.argsort(line)
-    rank, moment, time, line = rank[order], moment[order], time[order], line[order]
-    key_begin = line - rank  # (E,) begin of the key's stretch of the line
-    running = np.zeros((events + 1, labels), np.int64)
+    sort_key = code * (len(times) + 1) + rank
+    order = np.argsort(sort_key)
+    sort_key = sort_key[order]
+    moment = moment[order]
+    time = time[order]
+    key_start = sort_key - rank[order]  # (E,) sort key of the key's earliest time
+    running = np.zeros((num_events + 1, num_labels), np.int64)  # sums before each event
     np.cumsum(counted_labels[order], axis=0, dtype=np.int64, out=running[1:])
 
     def events_before(shift: int) -> np.ndarray:
-        """Return (E,) the number of events on the line before (key, t - shift)."""
+        """Return the number (E,) of sorted events before (key, t - shift)."""
         rank_before = np.searchsorted(times, moments - shift)[moment]
-        return np.searchsorted(line, key_begin + rank_before)
+        return np.searchsorted(sort_key, key_start + rank_before)
 
     end = events_before(delay_ms)
     sorted_counts = np.empty_like(counts)
-    for number, window in enumerate(windows_ms):
-        sorted_counts[:, number] = running[end] - running[events_before(window)]
+    for index, window in enumerate(windows_ms):
+        sorted_counts[:, index] = running[end] - running[events_before(window)]
     counts[order] = sorted_counts
-    last = end - 1
-    has_last = (end > 0) & (key_begin[last] == key_begin)
-    gap[order] = np.where(has_last, moments[moment] - time[last], NO_GAP)
+    latest = end - 1
+    has_latest = (end > 0) & (key_start[latest] == key_start)
+    gap[order] = np.where(has_latest, moments[moment] - time[latest], NO_GAP)
     return counts, gap
 
 
 def smooth_rates(
     counts: np.ndarray, exposures: np.ndarray, prior: float, strength: float
 ) -> np.ndarray:
-    """Return (count + prior * strength) / (exposures + strength)."""
+    """Return smoothed rates: (counts + prior * strength) / (exposures + strength)."""
     return (counts + prior * strength) / (exposures + strength)
 
 
 def stack_columns(columns: list[np.ndarray]) -> np.ndarray:
-    """Return F columns (E,) of any numbers as an (E, F) float32 array."""
+    """Stack F arrays (E,) of any numeric type to an (E, F) float32 array."""
     stacked = np.empty((len(columns[0]), len(columns)), np.float32)
-    for number, column in enumerate(columns):
-        stacked[:, number] = column
+    for index, column in enumerate(columns):
+        stacked[:, index] = column
     return stacked
 
 
 class KeyCounter(ABC):
-    """Counts that one kind of request has, by several keys one after the other."""
+    """Counts of one kind of request, by one or more keys."""
 
     shapes: list[dict[str, tuple[int, ...]]]
-    """Per key the names of its counts and their shapes for one event: int32, but for
-    `gap`."""
+    """For each key the names of its counts, and their shapes per event. Counts are
+    int32, except an int64 `gap`."""
 
     @abstractmethod
     def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
-        """Return per key the (E,) integers of an events part, below 0 for events without it, and columns to count from."""
+        """Read the keys of a part's events, and the columns to count from.
+
+        Args:
+            uri: File of the events part.
+            *shared: Lookup tables of the kind.
+
+        Returns:
+            For each key its integers (E,), negative for events without the key, and
+            the columns (E, ...) that `count` reads.
+        """
 
     @abstractmethod
     def count(self, key_number: int, rows: Columns) -> Columns:
-        """Return the counts of all events of some keys: `shapes[key_number]`, with the events as first axis."""
+        """Count the events of some values of one key.
+
+        Args:
+            key_number: Index of the key in `shapes`.
+            rows: Columns of `read_keys`, of all events with these values.
+
+        Returns:
+            The counts (n, ...) by name, shaped as in `shapes[key_number]`.
+        """
 
 
-def gather_counts(counter: KeyCounter, events: int, pieces: list[Columns]) -> Columns:
-    """Return the counts of a part's events by name, (E, ...): 0, and NO_GAP, for events without the key."""
+def gather_counts(
+    counter: KeyCounter, num_events: int, pieces: list[Columns]
+) -> Columns:
+    """Assemble the counts of a part's events from the counts of its keys.
+
+    Args:
+        counter: Names and shapes of the counts.
+        num_events: Number of events of the part.
+        pieces: Counts of some rows of the part each.
+
+    Returns:
+        The counts (E, ...) by name; 0, or NO_GAP, for events without the key.
+    """
     counts: Columns = {}
     for shapes in counter.shapes:
         for name, shape in shapes.items():
             if name == "gap":
-                counts[name] = np.full(events, NO_GAP, dtype=np.int64)
+                counts[name] = np.full(num_events, NO_GAP, dtype=np.int64)
             else:
-                counts[name] = np.zeros((events, *shape), np.int32)
+                counts[name] = np.zeros((num_events, *shape), np.int32)
     for piece in pieces:
         for name in piece.keys() - {"row"}:
             counts[name][piece["row"]] = piece[name]
@@ -147,37 +177,37 @@ def gather_counts(counter: KeyCounter, events: int, pieces: list[Columns]) -> Co
 def count_in_buckets(
     engine: Engine,
     parts: list[str],
-    events: int,
+    num_events: int,
     counter: KeyCounter,
     count_inputs: Call,
     build: Callable[..., Any],
     shared: Call = (),
 ) -> Iterator[tuple[int, Any]]:
-    """Count the events of all parts and build each part with its counts.
+    """Count the events of all parts, and build each part with its counts.
 
     Args:
         engine: Runs the exchange.
-        parts: URIs of events parts.
-        events: Events of all parts.
+        parts: Files of the events parts.
+        num_events: Number of events of all parts.
         counter: Reads and counts keys.
-        count_inputs: Arguments of `counter.read_keys` after the part.
-        build: Called as `build(*shared, part, pieces)`, with pieces for
-            `gather_counts`.
+        count_inputs: Arguments of `counter.read_keys` after the file.
+        build: Called as `build(*shared, file, pieces)`, with the `pieces` that
+            `gather_counts` takes.
         shared: First arguments of `build`.
 
     Yields:
-        (number of the part, result of `build`) as parts finish.
+        The index of a part and the result of `build`, as parts finish.
     """
-    buckets = num_buckets(events, len(parts))
+    num_buckets = choose_num_buckets(num_events, len(parts))
     kernel = _CountRows(counter)
     exchange = Exchange(
-        read=_ScatterRows(counter, parts, count_inputs, buckets),
+        read=_ScatterRows(counter, parts, count_inputs, num_buckets),
         num_reads=len(parts),
         kernel=_BuildPart(build, parts, kernel),
         num_partitions=len(parts),
         shared=shared,
         first_kernel=kernel,
-        num_first_partitions=len(counter.shapes) * buckets,
+        num_first_partitions=len(counter.shapes) * num_buckets,
     )
     return engine.exchange(exchange)
 
@@ -185,68 +215,85 @@ def count_in_buckets(
 def export_counts(
     engine: Engine,
     parts: list[str],
-    events: int,
+    num_events: int,
     counter: KeyCounter,
     count_inputs: Call,
     write: Callable[..., Any],
     shared: Call = (),
 ) -> Iterator[tuple[int, Any]]:
-    """Bring the rows of each key together and write each bucket.
+    """Exchange the events of all parts to the buckets of their keys, and write buckets.
 
-    Arguments are those of `count_in_buckets`. `write` is called as
-    `write(*shared, bucket, rows)` with a table for `to_columns`, which has the column
-    `number`: the number of the key, NO_KEY in rows to ignore.
+    Args:
+        engine: Runs the exchange.
+        parts: Files of the events parts.
+        num_events: Number of events of all parts.
+        counter: Reads keys.
+        count_inputs: Arguments of `counter.read_keys` after the file.
+        write: Called as `write(*shared, bucket, rows)`. `to_columns` converts `rows`;
+            its column `number` is the index of the key, or NO_KEY in rows to ignore.
+        shared: First arguments of `write`.
 
     Yields:
-        (bucket, result of `write`) as buckets finish.
+        The index of a bucket and the result of `write`, as buckets finish.
     """
-    buckets = num_buckets(events, len(parts))
+    num_buckets = choose_num_buckets(num_events, len(parts))
     exchange = Exchange(
-        read=_ScatterRows(counter, parts, count_inputs, buckets),
+        read=_ScatterRows(counter, parts, count_inputs, num_buckets),
         num_reads=len(parts),
         kernel=_WriteBucket(write),
-        num_partitions=len(counter.shapes) * buckets,
+        num_partitions=len(counter.shapes) * num_buckets,
         shared=shared,
     )
     return engine.exchange(exchange)
 
 
-def num_buckets(events: int, parts: int) -> int:
-    """Return the number of buckets of each key."""
-    if parts <= 1:
+def choose_num_buckets(num_events: int, num_parts: int) -> int:
+    """Return the number of buckets of each key, for `num_events` in `num_parts`."""
+    if num_parts <= 1:
         return 1
-    return max(-(-events // ROWS_PER_BUCKET), min(parts, 8))
+    return max(math.ceil(num_events / ROWS_PER_BUCKET), min(num_parts, 8))
 
 
 @dataclass(frozen=True)
 class _ScatterRows:
-    """Reads a part as rows by the bucket of each of their keys, and one row that stands for the part."""
+    """Reads the rows of a part, once per key, addressed to the bucket of the key.
+
+    A placeholder row per part makes sure that each part is built.
+    """
 
     counter: KeyCounter
     parts: list[str]
     count_inputs: Call
-    buckets: int
-    """Buckets of each key."""
+    num_buckets: int
+    """Number of buckets of each key."""
 
     def __call__(self, part: int) -> Iterator[pa.Table]:
         inputs = map(fetch, self.count_inputs)
         keys, columns = self.counter.read_keys(self.parts[part], *inputs)
         for number, key in enumerate(keys):
             rows = np.flatnonzero(key >= 0)
-            bucket = number * self.buckets + key[rows] % self.buckets
+            bucket = number * self.num_buckets + key[rows] % self.num_buckets
             values = {name: column[rows] for name, column in columns.items()}
             yield _address(bucket, part, number, rows, values)
-        nothing = {
+        placeholder = {
             name: np.zeros((1, *column.shape[1:]), column.dtype)
             for name, column in columns.items()
         }
-        yield _address(np.zeros(1), part, NO_KEY, np.array([-1]), nothing)
+        yield _address(np.zeros(1), part, NO_KEY, np.array([-1]), placeholder)
 
 
 def _address(
     partition: np.ndarray, part: int, number: int, rows: np.ndarray, columns: Columns
 ) -> pa.Table:
-    """Return columns of rows of a part as a table to exchange, for the key with this number."""
+    """Convert columns of a part's rows to a table to exchange.
+
+    Args:
+        partition: Partition (n,) that each row is sent to.
+        part: Index of the part.
+        number: Index of the key.
+        rows: Row numbers (n,) in the part.
+        columns: Columns (n, ...) of the rows.
+    """
     address: Columns = {
         KEY: partition.astype(np.int32),
         "part": np.full(len(rows), part, np.int32),
@@ -258,10 +305,10 @@ def _address(
 
 @dataclass(frozen=True)
 class _CountRows:
-    """Counts the rows of some buckets and addresses the counts to their parts.
+    """Counts the rows of some buckets, and addresses the counts to their parts.
 
-    All exchanged tables have one schema: the counts of a key are flattened side by side
-    into `flat`, which is as wide as the widest key's.
+    All exchanged tables have one schema. The counts of a key are flattened and
+    concatenated to the column `flat`, which is as wide as the widest key needs.
     """
 
     counter: KeyCounter
@@ -270,7 +317,7 @@ class _CountRows:
     def width(self) -> int:
         """Width of `flat`."""
         return max(
-            sum(prod(shape) for name, shape in shapes.items() if name != "gap")
+            sum(math.prod(shape) for name, shape in shapes.items() if name != "gap")
             for shapes in self.counter.shapes
         )
 
@@ -283,35 +330,37 @@ class _CountRows:
             gap = np.zeros(len(columns["row"]), np.int64)
             if number != NO_KEY:
                 counts = self.counter.count(number, columns)
-                for name, where in self._slices(number).items():
-                    flat[:, where] = counts[name].reshape(len(flat), -1)
+                for name, flat_columns in self._slices(number).items():
+                    flat[:, flat_columns] = counts[name].reshape(len(flat), -1)
                 gap = counts.get("gap", gap)
-            back = {name: columns[name] for name in ("part", "number", "row")}
-            back |= {KEY: columns["part"], "flat": flat, "gap": gap}
-            tables.append(to_table(back))
+            results = {name: columns[name] for name in ("part", "number", "row")}
+            results |= {KEY: columns["part"], "flat": flat, "gap": gap}
+            tables.append(to_table(results))
         return pa.concat_tables(tables)
 
-    def pieces(self, rows: pa.Table) -> list[Columns]:
-        """Return the counts of one part by key, for `gather_counts`."""
+    def split_by_key(self, rows: pa.Table) -> list[Columns]:
+        """Return the counts of one part, one element per key, for `gather_counts`."""
         pieces = []
         numbers = rows["number"].to_numpy()
         for number, shapes in enumerate(self.counter.shapes):
             columns = to_columns(rows.filter(pa.array(numbers == number)))
             piece = {"row": columns["row"]}
-            for name, where in self._slices(number).items():
-                piece[name] = columns["flat"][:, where].reshape(-1, *shapes[name])
+            for name, flat_columns in self._slices(number).items():
+                flat = columns["flat"][:, flat_columns]
+                piece[name] = flat.reshape(-1, *shapes[name])
             if "gap" in shapes:
                 piece["gap"] = columns["gap"]
             pieces.append(piece)
         return pieces
 
     def _slices(self, number: int) -> dict[str, slice]:
-        """Return the columns of `flat` that hold each count of a key."""
-        slices, begin = {}, 0
+        """Return the range of columns of `flat` for each count of a key."""
+        slices: dict[str, slice] = {}
+        begin = 0
         for name, shape in self.counter.shapes[number].items():
             if name != "gap":
-                slices[name] = slice(begin, begin + prod(shape))
-                begin += prod(shape)
+                slices[name] = slice(begin, begin + math.prod(shape))
+                begin += math.prod(shape)
         return slices
 
 
@@ -325,7 +374,7 @@ class _BuildPart:
 
     def __call__(self, *arguments: Any) -> tuple[int, Any]:
         *shared, part, rows = arguments
-        pieces = self.count.pieces(rows)
+        pieces = self.count.split_by_key(rows)
         return part, self.build(*shared, self.parts[part], pieces)
 
 
@@ -341,18 +390,20 @@ class _WriteBucket:
 
 
 def to_table(columns: Columns) -> pa.Table:
-    """Return arrays (n, ...) as columns; wider ones as lists of fixed size."""
+    """Convert arrays (n, ...) to columns: numbers, or fixed-size lists of numbers."""
     arrays = {}
     for name, values in columns.items():
         array = pa.array(values.reshape(-1))
         if values.ndim > 1:
-            array = pa.FixedSizeListArray.from_arrays(array, prod(values.shape[1:]))
+            array = pa.FixedSizeListArray.from_arrays(
+                array, math.prod(values.shape[1:])
+            )
         arrays[name] = array
     return pa.table(arrays)
 
 
 def to_columns(table: pa.Table) -> Columns:
-    """Return the columns of `to_table` without KEY; lists of fixed size as (n, width) arrays."""
+    """Convert columns of `to_table` to arrays (n,) or (n, width), without KEY."""
     columns = {}
     for name in table.column_names:
         if name == KEY:

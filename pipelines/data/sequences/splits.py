@@ -1,4 +1,4 @@
-"""Splits: which of a user's requests are for training, validation and test.
+"""Splits of requests into training, validation and test, and folds over time.
 
 Shapes: R requests, U users.
 """
@@ -25,7 +25,7 @@ from pipelines.data.reading.durations import DAY_MS
 SPLITS = ("train", "val", "test")
 
 TIE_SEED = 0
-"""Seed of the hash that orders requests of one time."""
+"""Seed of the hash that orders requests at the same time."""
 
 
 @dataclass
@@ -34,8 +34,8 @@ class SplitConfig:
 
     kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
     """`temporal`: two cut times for all users. `leave_last_out`: each user's last
-    request is for test, the one before it for validation; users with fewer than three
-    have all in training, and among requests of one time a hash decides. `auto`:
+    request is for test, the one before it for validation. Users with fewer than three
+    requests have all in training; a hash orders requests at the same time. `auto`:
     `temporal` if the log has clock times, else `leave_last_out`."""
     val_fraction: float = 0.1
     """Share of all behaviours, before the k-core, in the validation window of a
@@ -44,19 +44,19 @@ class SplitConfig:
     """Share of all behaviours, before the k-core, in the test window of a temporal
     split."""
     val_start: Any = None
-    """Start of the validation window, as ISO 8601 (UTC) or epoch ms; with `test_start`,
-    it replaces the fractions."""
+    """Start of the validation window, as ISO 8601 (UTC) or epoch ms; replaces the
+    fractions, together with `test_start`."""
     test_start: Any = None
     """Start of the test window."""
     val_days: float | None = None
-    """Days of the validation window; with `test_days` it replaces the fractions, and
-    the cuts move with the log."""
+    """Days of the validation window; replaces the fractions, together with `test_days`.
+    The cuts move with the end of the log."""
     test_days: float | None = None
     """Days of the test window, which ends with the last behaviour."""
     folds: int = 1
-    """Evaluations of a temporal split, of kind `retrieval`: test windows of equal
-    length that follow each other and end with the test window, each after a validation
-    window of its own. `fit.fold` of a training chooses one."""
+    """Number of evaluations of a temporal split, for kind `retrieval`: test windows of
+    equal length that follow each other and end with the test window, each after its
+    own validation window. `fit.fold` of a training chooses one."""
 
     def __post_init__(self) -> None:
         check_choices(self, "split.")
@@ -69,40 +69,53 @@ class SplitConfig:
         if self.val_fraction + self.test_fraction >= 1:
             total = self.val_fraction + self.test_fraction
             raise ValueError(
-                f"split.val_fraction + split.test_fraction is {total}, which leaves nothing to train on"
+                f"split.val_fraction + split.test_fraction is {total}, which leaves "
+                f"nothing to train on; the sum must be below 1"
             )
-        for val, test in (("val_start", "test_start"), ("val_days", "test_days")):
-            if (getattr(self, val) is None) != (getattr(self, test) is None):
-                raise ValueError(
-                    f"split has one of {val} and {test}; give both, or neither to cut by fractions"
-                )
-            if getattr(self, val) is not None and self.kind not in ("auto", "temporal"):
-                raise ValueError(
-                    f"split.{val} cuts in time, but split.kind is {self.kind}; use temporal"
-                )
+        self._check_windows()
         check_least(self, ["val_days", "test_days"], 0, "split.")
         check_least(self, ["folds"], 1, "split.")
         if self.folds > 1 and self.kind == "leave_last_out":
             raise ValueError(
-                f"split.folds is {self.folds}, but split.kind is leave_last_out; folds are windows of time: use temporal"
-            )
-        if self.val_start is not None and self.val_days is not None:
-            raise ValueError(
-                "split has both val_start and val_days; give the one that says where to cut"
+                f"split.folds is {self.folds}, but split.kind is leave_last_out; folds "
+                f"are windows of time: use temporal"
             )
         if self.val_start is not None:
-            starts = (
-                epoch_ms(self.val_start, "split.val_start"),
-                epoch_ms(self.test_start, "split.test_start"),
-            )
-            if not starts[0] < starts[1]:
+            self._parse_starts()
+
+    def _check_windows(self) -> None:
+        """Raise ValueError if windows are given incompletely, twice, or without use."""
+        for val, test in (("val_start", "test_start"), ("val_days", "test_days")):
+            if (getattr(self, val) is None) != (getattr(self, test) is None):
                 raise ValueError(
-                    f"split.val_start {self.val_start} is not before split.test_start {self.test_start}; swap them"
+                    f"split has one of {val} and {test}; give both, or neither to "
+                    f"split by fractions"
                 )
-            self.val_start, self.test_start = starts
+            if getattr(self, val) is not None and self.kind not in ("auto", "temporal"):
+                raise ValueError(
+                    f"split.{val} splits by time, but split.kind is {self.kind}; use "
+                    f"temporal"
+                )
+        if self.val_start is not None and self.val_days is not None:
+            raise ValueError("split has both val_start and val_days; give one of them")
+
+    def _parse_starts(self) -> None:
+        """Convert `val_start` and `test_start` to epoch ms.
+
+        Raises:
+            ValueError: If one is not a time, or they are not in order.
+        """
+        val_start = epoch_ms(self.val_start, "split.val_start")
+        test_start = epoch_ms(self.test_start, "split.test_start")
+        if not val_start < test_start:
+            raise ValueError(
+                f"split.val_start {self.val_start} is not before split.test_start "
+                f"{self.test_start}; swap them"
+            )
+        self.val_start, self.test_start = val_start, test_start
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings as plain values, without cut times and folds that are not set."""
+        """Return the settings that are set, as plain values."""
         values = {
             name: value for name, value in asdict(self).items() if value is not None
         }
@@ -114,17 +127,17 @@ class SplitConfig:
         """Return the kind of split for a log with or without clock times.
 
         Raises:
-            UserError: for a temporal split without clock times.
+            UserError: If the split needs clock times, and the log has none.
         """
         if self.kind == "temporal" and not clock:
             raise UserError(
-                f"split.kind is {self.kind}, but the log has no clock times (only an order within each user), so there "
-                f"is no cut time; use --split.kind leave_last_out"
+                f"split.kind is {self.kind}, but the log has no clock times, only an "
+                f"order of events within each user; use --split.kind leave_last_out"
             )
         if self.folds > 1 and not clock:
             raise UserError(
-                f"split.folds is {self.folds}, but the log has no clock times (only an order within each user), so there "
-                f"are no windows of time; leave it out"
+                f"split.folds is {self.folds}, but the log has no clock times, only an "
+                f"order of events within each user; remove split.folds"
             )
         if self.kind == "auto":
             return "temporal" if clock else "leave_last_out"
@@ -132,10 +145,14 @@ class SplitConfig:
 
 
 def epoch_ms(moment: Any, name: str) -> int:
-    """Return a moment in epoch ms, from epoch ms or ISO 8601 (UTC if it names no offset).
+    """Parse a time as epoch ms.
+
+    Args:
+        moment: Epoch ms, or ISO 8601, which is in UTC unless it has an offset.
+        name: Setting with the time, for the message.
 
     Raises:
-        ValueError: for anything else; `name` is the setting that the message names.
+        ValueError: If the time has another format.
     """
     text = str(moment)
     if text.isdecimal():
@@ -155,67 +172,85 @@ def epoch_ms(moment: Any, name: str) -> int:
 
 
 def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[str, Any]:
-    """Return the temporal split as manifests record it: `val_start_ms` and `test_start_ms`.
+    """Compute the windows of a temporal split.
 
-    Each is the first timestamp of its window. With several folds, `folds` has both of
-    each fold and `test_end_ms`, the first timestamp after its test window.
+    Args:
+        stats: Statistics of all events.
+        config: Settings of the split.
+        engine: Runs a pass over the events, for a split by fractions.
+
+    Returns:
+        The split as manifests record it: `val_start_ms` and `test_start_ms`, the first
+        timestamps of the windows. With several folds, `folds` has both times of each
+        fold, and `test_end_ms`, the first timestamp after its test window.
 
     Raises:
-        UserError: if a window would be empty, the folds are longer than the log, or
+        UserError: If a window would be empty, the folds are longer than the log, or
             timestamps are too coarse to place the boundaries.
     """
     if config.val_start is not None or config.val_days is not None:
-        starts = _configured_starts(stats, config)
-        if not stats.first_ms < starts[0] < starts[1] <= stats.last_ms:
+        val_start, test_start = _configured_starts(stats, config)
+        if not stats.first_ms < val_start < test_start <= stats.last_ms:
             raise UserError(
-                f"the cuts at {starts[0]} and {starts[1]} ms leave a side without events: the log runs from "
-                f"{stats.first_ms} to {stats.last_ms} ms; choose split.val_start and split.test_start "
-                f"within it, or fewer days"
+                f"the cuts at {val_start} and {test_start} ms leave a split without "
+                f"events: the log runs from {stats.first_ms} to {stats.last_ms} ms; "
+                f"choose split.val_start and split.test_start within it, or fewer days"
             )
     else:
         before_val = 1 - config.val_fraction - config.test_fraction
         before_test = 1 - config.test_fraction
-        last = stats.behaviours - 1
         ranks = [
-            min(int(stats.behaviours * share), last)
+            min(int(stats.behaviours * share), stats.behaviours - 1)
             for share in (before_val, before_test)
         ]
-        starts = nth_times(stats, ranks, engine)
-        if not stats.first_ms < starts[0] < starts[1]:
+        val_start, test_start = nth_times(stats, ranks, engine)
+        if not stats.first_ms < val_start < test_start:
             raise UserError(
-                f"a temporal split finds no two cut times: training would end at {starts[0]} and validation at "
-                f"{starts[1]} ms, the log begins at {stats.first_ms}; use larger fractions or --split.kind "
+                f"a temporal split by fractions is not possible: training would end at "
+                f"{val_start} and validation at {test_start} ms, but the log begins at "
+                f"{stats.first_ms} ms; use larger fractions or --split.kind "
                 f"leave_last_out"
             )
-    split = {"kind": "temporal", "val_start_ms": starts[0], "test_start_ms": starts[1]}
+    split = {
+        "kind": "temporal",
+        "val_start_ms": val_start,
+        "test_start_ms": test_start,
+    }
     if config.folds > 1:
+        starts = [val_start, test_start]
         split["folds"] = _cut_folds(stats, starts, config.folds)
     return split
 
 
 def _cut_folds(
-    stats: EventStats, starts: list[int], folds: int
+    stats: EventStats, starts: list[int], num_folds: int
 ) -> list[dict[str, int]]:
-    """Return the windows of each fold, oldest first.
+    """Compute the windows of each fold, oldest first.
 
-    The last fold has the windows that begin at `starts` (validation, test). Each fold
-    before it has the same windows, earlier by the length of the test window.
+    The last fold has the windows of the split. Each fold before it has windows of the
+    same lengths, which are earlier by the length of the test window.
+
+    Args:
+        stats: Statistics of all events.
+        starts: Starts of the validation and the test window of the split.
+        num_folds: Number of folds.
 
     Raises:
-        UserError: if the first fold has nothing to train on.
+        UserError: If the first fold has nothing to train on.
     """
     val_start, test_start = starts
     test_end = stats.last_ms + 1
     length = test_end - test_start
-    first_val_start = val_start - (folds - 1) * length
+    first_val_start = val_start - (num_folds - 1) * length
     if first_val_start <= stats.first_ms:
-        possible = 1 + (val_start - stats.first_ms - 1) // length
+        max_folds = 1 + (val_start - stats.first_ms - 1) // length
         raise UserError(
-            f"split.folds is {folds}, but fold 1 would have nothing to train on: its validation would begin at "
-            f"{first_val_start} ms, the log begins at {stats.first_ms}; use at most {possible}, or a smaller "
+            f"split.folds is {num_folds}, but fold 1 would have nothing to train on: "
+            f"its validation would begin at {first_val_start} ms, the log begins at "
+            f"{stats.first_ms}; use at most {max_folds}, or a smaller "
             f"split.test_fraction or split.test_days"
         )
-    shifts = [length * number for number in reversed(range(folds))]
+    shifts = [length * number for number in reversed(range(num_folds))]
     return [
         {
             "val_start_ms": val_start - shift,
@@ -227,13 +262,13 @@ def _cut_folds(
 
 
 def train_end_ms(split: dict[str, Any]) -> int:
-    """Return the end of the training window that all folds of a temporal split share, in ms."""
+    """Return the end in ms of the training window that all folds share."""
     folds = split.get("folds") or [split]
     return int(folds[0]["val_start_ms"])
 
 
 def _configured_starts(stats: EventStats, config: SplitConfig) -> list[int]:
-    """Return the starts of both windows from times or days of the configuration."""
+    """Return the starts of the validation and test window that the settings give."""
     if config.val_days is None or config.test_days is None:
         return [config.val_start, config.test_start]
     test_start = stats.last_ms + 1 - round(config.test_days * DAY_MS)
@@ -241,32 +276,49 @@ def _configured_starts(stats: EventStats, config: SplitConfig) -> list[int]:
 
 
 def nth_times(stats: EventStats, ranks: list[int], engine: Engine) -> list[int]:
-    """Return the timestamps of the behaviours at `ranks` (from 0) in the order of time.
+    """Return the timestamps of behaviours by their rank in the order of time.
 
-    The statistics tell the hour of each; one pass over the parts tells the time within
-    these hours.
+    The statistics contain the number of behaviours per hour, so one pass over the
+    events is enough: it reads the hours with these ranks.
+
+    Args:
+        stats: Statistics of all events.
+        ranks: Ranks of the behaviours, from 0.
+        engine: Runs the pass.
     """
-    hours, counts = list(stats.hours), np.array([*stats.hours.values()])
+    hours = list(stats.hours)
+    counts = np.array([*stats.hours.values()])
     end_ranks = np.cumsum(counts)
-    hour_numbers = np.searchsorted(end_ranks, ranks, side="right")
-    shared = (stats.behaviour, [hours[number] for number in hour_numbers])
+    hour_index = np.searchsorted(end_ranks, ranks, side="right")  # (ranks,)
+    shared = (stats.behaviour, [hours[index] for index in hour_index])
     calls = [(uri,) for uri in stats.parts]
     parts = [part for _, part in engine.map_unordered(_times_in_hours, calls, shared)]
-    chosen = []
-    for index, number in enumerate(hour_numbers):
-        times = np.concatenate([part[index][0] for part in parts])
-        rows = np.concatenate([part[index][1] for part in parts])
+    result = []
+    for number, (rank, hour) in enumerate(zip(ranks, hour_index, strict=True)):
+        times = np.concatenate([part[number][0] for part in parts])
+        num_behaviours = np.concatenate([part[number][1] for part in parts])
         order = np.argsort(times, kind="stable")
-        rank_in_hour = ranks[index] - (end_ranks[number] - counts[number])
-        position = np.searchsorted(np.cumsum(rows[order]), rank_in_hour, side="right")
-        chosen.append(int(times[order][position]))
-    return chosen
+        rank_in_hour = rank - (end_ranks[hour] - counts[hour])
+        end_ranks_in_hour = np.cumsum(num_behaviours[order])
+        position = np.searchsorted(end_ranks_in_hour, rank_in_hour, side="right")
+        result.append(int(times[order][position]))
+    return result
 
 
 def _times_in_hours(
     behaviour: str | None, hours: list[int], uri: str
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return for each hour the distinct times of a part's behaviours within it, and how many behaviours each has."""
+    """Count the behaviours of a part at each time within some hours.
+
+    Args:
+        behaviour: Label that makes an event a behaviour; None if all events are.
+        hours: Starts of the hours in ms.
+        uri: File of the events part.
+
+    Returns:
+        For each hour the distinct times (n,) in ms, and the number (n,) of behaviours
+        at each.
+    """
     table = read_part(uri, ["timestamp_ms", *label_columns(behaviour)], ())
     time = table["timestamp_ms"].to_numpy()
     if behaviour:
@@ -286,15 +338,16 @@ def assign_splits(
     user_start: np.ndarray,
     ids: tuple[pa.Array, pa.Array] | None = None,
 ) -> np.ndarray:
-    """Return the (R,) int8 index into SPLITS of every request.
+    """Return the index (R,) int8 into SPLITS of every request.
 
     Args:
         split: The split as manifests record it.
-        time: (R,) ms or ordinals, ascending within a user.
-        user_start: (U,) first request of each user.
-        ids: (R,) user id and (R,) item id of the requests, by whose hash leave-last-out
-            orders requests of one time. Without them the later one in the array is
-            later.
+        time: Times (R,) in ms, or ordinals, ascending within a user.
+        user_start: Index (U,) of each user's first request; unused by a temporal
+            split.
+        ids: User ids (R,) and item ids (R,) of the requests. Leave-last-out orders
+            requests at the same time by a hash of the ids; without ids they keep the
+            order of the array.
     """
     if split["kind"] == "temporal":
         starts = [split["val_start_ms"], split["test_start_ms"]]
@@ -304,8 +357,10 @@ def assign_splits(
     begin, end = user_start[is_long], user_end[is_long]
     test, val = end - 1, end - 2
     if ids is not None:
-        tied = (time[test] == time[val]) | (time[val] == time[val - 1])
-        test[tied], val[tied] = _draw_last_two(time, begin[tied], end[tied], ids)
+        is_tied = (time[test] == time[val]) | (time[val] == time[val - 1])
+        last, second_last = _draw_last_two(time, begin[is_tied], end[is_tied], ids)
+        test[is_tied] = last
+        val[is_tied] = second_last
     code = np.zeros(len(time), dtype=np.int8)
     code[test] = SPLITS.index("test")
     code[val] = SPLITS.index("val")
@@ -313,9 +368,16 @@ def assign_splits(
 
 
 def count_by_fold(split: Mapping[str, Any], time: np.ndarray) -> dict[str, int]:
-    """Return the number of requests in each window of each fold, by `fold_NUMBER_SPLIT`.
+    """Count the requests in each window of each fold.
 
-    A request after the test window of its fold is in no split. time (R,) ms.
+    Requests after the test window of a fold are not counted for it.
+
+    Args:
+        split: The split as manifests record it.
+        time: Times (R,) of the requests in ms.
+
+    Returns:
+        The counts by `fold_NUMBER_SPLIT`, such as `fold_1_test`.
     """
     count = {}
     for number, fold in enumerate(split.get("folds", ()), 1):
@@ -331,9 +393,11 @@ def count_by_fold(split: Mapping[str, Any], time: np.ndarray) -> dict[str, int]:
 def folds_info(
     split: Mapping[str, Any], count: Mapping[str, int]
 ) -> dict[str, list[dict[str, int]]]:
-    """Return the manifest's entry on the requests of each fold; no entry without folds.
+    """Return the entry `requests_per_fold` of manifests; no entry without folds.
 
-    `count` holds the sums of `count_by_fold`.
+    Args:
+        split: The split as manifests record it.
+        count: Sums of `count_by_fold` over all parts.
     """
     numbers = range(1, 1 + len(split.get("folds", ())))
     requests = [
@@ -343,7 +407,7 @@ def folds_info(
 
 
 def describe_folds(info: Mapping[str, Any]) -> list[str]:
-    """Return a line on each fold of sequences with the manifest entry `info`."""
+    """Describe each fold in a line, given the `info` of the manifest of `sequences`."""
     folds = info["split"].get("folds", ())
     lines = []
     for number, (fold, requests) in enumerate(
@@ -355,14 +419,14 @@ def describe_folds(info: Mapping[str, Any]) -> list[str]:
             for name in ("val_start", "test_start", "test_end")
         ]
         lines.append(
-            f"fold {number} of {len(folds)}: validation from {moments[0]}, test from {moments[1]} "
-            f"to before {moments[2]}: {counts} requests"
+            f"fold {number} of {len(folds)}: validation from {moments[0]}, test from "
+            f"{moments[1]} to before {moments[2]}: {counts} requests"
         )
     return lines
 
 
 def format_moment(time_ms: int) -> str:
-    """Return a time as `2024-05-07 13:00:00`, in UTC."""
+    """Format a time in ms like `2024-05-07 13:00:00`, in UTC."""
     moment = datetime.fromtimestamp(time_ms / 1000, UTC)
     return moment.strftime("%Y-%m-%d %H:%M:%S")
 
@@ -370,28 +434,38 @@ def format_moment(time_ms: int) -> str:
 def _draw_last_two(
     time: np.ndarray, begin: np.ndarray, end: np.ndarray, ids: tuple[pa.Array, pa.Array]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last and the last but one request (u,) of users with the requests from `begin` to `end` (u,).
+    """Find the last two requests of users, with a hash as the tie-breaker.
 
-    Requests of one time are ordered by a hash of user, time and item. In the order of
-    item ids, the largest id of each basket would be the target.
+    The hash is of user, time and item. If item ids were the tie-breaker, the largest id
+    of a basket would always be the target.
+
+    Args:
+        time: Times (R,) of all requests.
+        begin: Index (u,) of each user's first request.
+        end: Index (u,) after each user's last request.
+        ids: User ids (R,) and item ids (R,) of the requests.
+
+    Returns:
+        The last requests (u,) and the second-last requests (u,).
     """
-    spans = []
-    for first, last in zip(begin, end, strict=True):
-        low = first + np.searchsorted(time[first:last], time[last - 2])
-        spans.append(np.arange(low, last))
-    rows = np.concatenate([np.zeros(0, np.int64), *spans])
+    # the requests of each user that may be among the last two
+    tails = []
+    for first, stop in zip(begin, end, strict=True):
+        tail_start = first + np.searchsorted(time[first:stop], time[stop - 2])
+        tails.append(np.arange(tail_start, stop))
+    rows = np.concatenate([np.zeros(0, np.int64), *tails])
     users, items = (column.take(pa.array(rows)).to_pylist() for column in ids)
     times = time[rows].tolist()
     hashes = [tie_hash(*key) for key in zip(users, times, items, strict=True)]
-    lengths = np.array([len(span) for span in spans], dtype=np.int64)
-    owner = np.repeat(np.arange(len(spans)), lengths)
-    order = rows[np.lexsort((np.array(hashes, np.uint64), times, owner))]
-    after = np.cumsum(lengths)
-    return order[after - 1], order[after - 2]
+    lengths = np.array([len(tail) for tail in tails], dtype=np.int64)
+    user = np.repeat(np.arange(len(tails)), lengths)
+    order = rows[np.lexsort((np.array(hashes, np.uint64), times, user))]
+    tail_ends = np.cumsum(lengths)
+    return order[tail_ends - 1], order[tail_ends - 2]
 
 
 def tie_hash(user: str, time: int, item: str) -> int:
-    """Return 64 bits by which requests of one time are ordered, equal on every machine."""
+    """Return a 64-bit hash that orders requests at the same time, on any machine."""
     text = json.dumps([TIE_SEED, user, time, item])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
@@ -399,18 +473,31 @@ def tie_hash(user: str, time: int, item: str) -> int:
 def count_tied(
     code: np.ndarray, time: np.ndarray, user_start: np.ndarray
 ) -> dict[str, int]:
-    """Return by evaluation split the requests that have the time of another request of their user."""
-    same = np.zeros(len(time) + 1, dtype=bool)
-    same[1:-1] = time[1:] == time[:-1]
-    same[user_start] = False
-    tied = same[1:] | same[:-1]
+    """Count requests at the same time as another request of their user.
+
+    Args:
+        code: Index (R,) into SPLITS.
+        time: Times (R,), ascending within a user.
+        user_start: Index (U,) of each user's first request.
+
+    Returns:
+        The counts of validation and of test.
+    """
+    # whether a request has the time of the user's previous request; the last is False
+    ties_previous = np.zeros(len(time) + 1, dtype=bool)
+    ties_previous[1:-1] = time[1:] == time[:-1]
+    ties_previous[user_start] = False
+    is_tied = ties_previous[1:] | ties_previous[:-1]
     return {
-        name: int((tied & (code == SPLITS.index(name))).sum()) for name in SPLITS[1:]
+        name: int((is_tied & (code == SPLITS.index(name))).sum()) for name in SPLITS[1:]
     }
 
 
 def tied_targets_info(count: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return the manifest's entry on targets that were drawn among behaviours of one time, or no entry."""
+    """Return the entry `tied_targets` of manifests; no entry without ties.
+
+    `count` has the sums of `count_tied` over all parts.
+    """
     tied = {name: count.get(f"tied_targets_{name}", 0) for name in SPLITS[1:]}
     return {"tied_targets": tied} if any(tied.values()) else {}
 
@@ -421,31 +508,43 @@ def require_training(
     max_events: int,
     noun: str,
     split: str,
-    tied: int = 0,
+    num_tied: int = 0,
 ) -> None:
-    """Raise UserError if no request can be trained on.
+    """Check that there are requests to train on.
 
     Args:
-        requests: Requests per split that can be learned from.
+        requests: Number of usable requests per split.
         truncated: Counts `truncated_users` and `truncated_events`.
-        max_events: Behaviours that are kept per user.
-        noun: What a request is called in the message.
+        max_events: Maximum number of behaviours per user.
+        noun: Name of a request in the message.
         split: Kind of the split.
-        tied: Behaviours with the time of another one of their user.
+        num_tied: Number of behaviours at the same time as another one of their user, if
+            ties are not in histories.
+
+    Raises:
+        UserError: If there is no training request.
     """
     if requests["train"]:
         return
     others = ", ".join(f"{requests[name]:,} {name}" for name in SPLITS[1:])
-    remedy = "move the cuts with --split.val_start and --split.test_start, or choose another --split.kind"
+    remedy = (
+        "move the cuts with --split.val_start and --split.test_start, or choose "
+        "another --split.kind"
+    )
     if split == "leave_last_out":
-        remedy = "each user needs four behaviours for that: use --split.kind temporal if the log has clock times"
-    if tied:
-        remedy = f"{tied:,} behaviours have the time of another of their user: use --ties log_order, or {remedy}"
+        remedy = (
+            "use --split.kind temporal if the log has clock times; leave_last_out "
+            "needs users with four behaviours"
+        )
+    if num_tied:
+        remedy = (
+            f"{num_tied:,} behaviours have the time of another behaviour of their "
+            f"user: use --ties log_order, or {remedy}"
+        )
     if truncated["truncated_events"]:
         remedy = (
-            f"max_events {max_events:,} has left out the oldest {truncated['truncated_events']:,} behaviours of "
+            f"max_events {max_events:,} drops the oldest "
+            f"{truncated['truncated_events']:,} behaviours of "
             f"{truncated['truncated_users']:,} users: raise --max_events, or {remedy}"
         )
-    raise UserError(
-        f"there is no training {noun} (there are {others}), so nothing can be trained; {remedy}"
-    )
+    raise UserError(f"there is no training {noun}, only {others}; {remedy}")

@@ -112,6 +112,15 @@ def find_train_items(sequences_uri: str) -> np.ndarray:
     return RetrievalDataset.load(sequences_uri, "train", fold=fold).visited_items()
 
 
+def _train_item_inputs(sequences_uri: str) -> dict[str, str]:
+    """Return the inputs that determine `find_train_items`, for the manifest."""
+    sequences = read_manifest(sequences_uri, "sequences")
+    inputs = {"sequences": sequences.hash}
+    if count_folds(sequences.info):
+        inputs["train_end_ms"] = str(find_train_end(sequences.info, 1))
+    return inputs
+
+
 def _train_task(
     embeddings: np.ndarray,
     config: TokenizerConfig,
@@ -564,10 +573,7 @@ def tokenize(
                 paths, source, overwrite, say, start_ray
             )
         if config.on_train_items:
-            sequences = read_manifest(paths.sequences, "sequences")
-            inputs["sequences"] = sequences.hash
-            if count_folds(sequences.info):
-                inputs["train_end_ms"] = str(find_train_end(sequences.info, 1))
+            inputs |= _train_item_inputs(paths.sequences)
         settings = config.relevant_settings()
         finished = (
             None if overwrite else find_finished(paths.sids, "sids", settings, inputs)

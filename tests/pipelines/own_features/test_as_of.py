@@ -150,7 +150,7 @@ def test_rows_that_repeat_or_break_are_told(
     prices.with_columns(id="other " + pl.col("id")).write_csv(other / "prices.csv")
     with pytest.raises(
         UserError,
-        match=r"as_of_prices has no row before any of the 10,000 events; its ids \('item_id'\)",
+        match=r"as_of_prices has no row before any of the 10,000 events; correct its ids \('item_id'\)",
     ):
         make(tmp_path / "ids", other, WITH_PRICES)
     prices.with_columns(since=pl.lit(7)).write_csv(other / "prices.csv")

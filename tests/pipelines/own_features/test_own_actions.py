@@ -21,7 +21,7 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import EpochEvent, FitConfig, fit
 from pipelines import tracking
-from pipelines.data.sequences import own_features
+from pipelines.data.sequences import custom_features
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.audited import broken, rewrite
@@ -94,12 +94,12 @@ def test_the_audit_finds_what_was_not_known(
 def test_a_category_with_too_many_values_is_hashed(
     feed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_features, "MAX_VALUES", 1)
+    monkeypatch.setattr(custom_features, "MAX_VALUES", 1)
     tables = make(tmp_path, feed, FEED, of_kind=FEED_PREPARE)
     info = read_manifest(f"{tables}/sequences").info
     assert info["viewers"] == {}
     hashed = [
-        {"name": name, "values": [], "buckets": own_features.BUCKETS}
+        {"name": name, "values": [], "buckets": custom_features.BUCKETS}
         for name in ("cat_device", "cat_state")
     ]
     assert info["own"]["categories"] == hashed

@@ -13,8 +13,8 @@ import pytest
 from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import feature_groups
-from pipelines.data.sequences import own_features
-from pipelines.data.sequences.own_features import (
+from pipelines.data.sequences import custom_features
+from pipelines.data.sequences.custom_features import (
     Moments,
     TrainingValues,
     describe_features,
@@ -118,9 +118,9 @@ def test_items_have_features_where_the_source_file_says_so(
     for names, message in (
         (
             ["brnd"],
-            "item_features has 'brnd', which is no attribute or number of items; the nearest is 'brand'",
+            "item_features has 'brnd', which is not an attribute or number of items; the nearest is 'brand'",
         ),
-        (["title"], "item_features has 'title', which is no attribute"),
+        (["title"], "item_features has 'title', which is not an attribute"),
     ):
         with pytest.raises(UserError, match=message):
             make(tmp_path / "wrong", raw, settings={"search": {"item_features": names}})
@@ -177,7 +177,7 @@ def test_moments_add_up_and_large_vocabularies_are_hashed(
         "std": 0.0,
         "missing": False,
     }
-    monkeypatch.setattr(own_features, "MAX_VALUES", 2)
+    monkeypatch.setattr(custom_features, "MAX_VALUES", 2)
     seen = [
         TrainingValues.from_columns({"cat_a": pl.Series(part).to_arrow()})
         for part in (["x", "y"], ["y", "z"])
@@ -188,5 +188,5 @@ def test_moments_add_up_and_large_vocabularies_are_hashed(
         "buckets": 0,
     }
     assert describe_features(seen, ["cat_a"])["categories"] == [
-        {"name": "cat_a", "values": [], "buckets": own_features.BUCKETS}
+        {"name": "cat_a", "values": [], "buckets": custom_features.BUCKETS}
     ]

@@ -1,8 +1,8 @@
-"""Custom features that a log brings: their columns, and their statistics in training.
+"""Custom features of a log: their columns, and their statistics in training.
 
-The manifest of sequences holds a number's mean and deviation and a category's values,
-both of training rows alone; `models/own_features.py` reads values by them. A category
-with more than MAX_VALUES values is hashed.
+The manifest of `sequences` has the mean and standard deviation of each number, and the
+values of each category, over training rows. `models/own_features.py` reads features by
+these statistics. A category with more than MAX_VALUES values is hashed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from models.config import check_known
 from models.storage.tables import UserError
 from pipelines.data.reading.log import Log
 
-NUMBER, CATEGORY = "num_", "cat_"
-"""Prefixes of the columns, of one length."""
+NUMBER = "num_"
+"""Prefix of the columns of numbers."""
+
+CATEGORY = "cat_"
+"""Prefix of the columns of categories, as long as NUMBER."""
 
 EVENT_GROUP = "own"
 """Group of the features of events."""
@@ -29,10 +32,10 @@ ITEM_GROUP = "items"
 """Group of the features of the item files."""
 
 MAX_VALUES = 10_000
-"""Values of a category that the manifest lists; of more, each is hashed."""
+"""Maximum number of values of a category that the manifest lists."""
 
 BUCKETS = 20_000
-"""Hash buckets of a category with more values."""
+"""Hash buckets of a category with more than MAX_VALUES values."""
 
 
 def feature_columns(schema: pa.Schema) -> list[str]:
@@ -48,11 +51,15 @@ def plain_name(column: str) -> str:
 
 
 def item_columns(source: Log, names: list[str]) -> pa.Schema:
-    """Return the columns of the items table with these attributes or numbers.
+    """Return the schema of the item features with these names.
+
+    Args:
+        source: The source file.
+        names: Names of attributes or numbers of items.
 
     Raises:
-        UserError: for a name that the items do not have, or that is the name of another
-            feature too.
+        UserError: If the items have no such attribute or number, or another feature has
+            the same name.
     """
     numbers, categories = source.items_numbers, source.items_columns[1]
     available = [*numbers, *categories]
@@ -61,7 +68,10 @@ def item_columns(source: Log, names: list[str]) -> pa.Schema:
         hint = f"; the nearest is '{near}'"
         if not available:
             hint = ", as the source file names none"
-        return f"item_features has '{name}', which is no attribute or number of items{hint}"
+        return (
+            f"item_features has '{name}', which is not an attribute or number of "
+            f"items{hint}"
+        )
 
     check_known(names, available, describe_unknown)
     fields = [
@@ -70,19 +80,28 @@ def item_columns(source: Log, names: list[str]) -> pa.Schema:
     fields += [
         pa.field(CATEGORY + name, pa.string()) for name in names if name in categories
     ]
-    others = default_groups(source, [])
+    other_features = default_groups(source, [])
     for field in fields:
-        if field.name in others:
+        if field.name in other_features:
             raise UserError(
-                f"item_features has '{plain_name(field.name)}', which is the name of another feature too; rename one"
+                f"item_features has '{plain_name(field.name)}', which is also the name "
+                f"of another feature; rename one of them"
             )
     return pa.schema(fields)
 
 
 def default_groups(source: Log, item_features: list[str]) -> dict[str, str]:
-    """Return the group of each custom feature without a group in the source file, in the order of columns.
+    """Return the default group of each custom feature.
 
-    That is EVENT_GROUP, the name of the feature's table, or ITEM_GROUP.
+    It is EVENT_GROUP for features of events, ITEM_GROUP for those of items, and the
+    name of the table for a feature with times of its own.
+
+    Args:
+        source: The source file.
+        item_features: Names of the features of items.
+
+    Returns:
+        The group by column, in the order of `feature_columns`.
     """
     groups = {}
     for name in source.schema.names:
@@ -99,17 +118,20 @@ def default_groups(source: Log, item_features: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and spread of a number's values, which can be added up over parts."""
+    """Count, mean and variance of a number, which can be added up over parts."""
 
     count: int = 0
+    """Number of values."""
     missing: int = 0
+    """Number of nulls."""
     mean: float = 0.0
+    """Mean of the values."""
     squares: float = 0.0
     """Sum of the squared distances to the mean."""
 
     @classmethod
     def from_values(cls, values: pl.Series) -> Moments:
-        """Compute the moments of values, some of them null."""
+        """Compute the moments of a column; nulls only count as missing."""
         present = values.drop_nulls().cast(pl.Float64)
         if not len(present):
             return cls(missing=len(values))
@@ -128,9 +150,9 @@ class Moments:
         return Moments(count, missing, self.mean + difference * share, squares)
 
     def to_info(self, name: str) -> dict[str, Any]:
-        """Return the entry of the manifest's `info`."""
+        """Return the number's entry in the manifest, under the column `name`."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
-        # a constant, but for rounding
+        # rounding may give a constant a small deviation
         is_constant = std <= 1e-9 * max(1.0, abs(self.mean))
         return {
             "name": name,
@@ -145,12 +167,13 @@ class TrainingValues:
     """Statistics of custom features over some training rows."""
 
     numbers: dict[str, Moments]
+    """Moments of each number."""
     categories: dict[str, list[str] | None]
-    """Sorted values; None for more than MAX_VALUES."""
+    """Sorted values of each category; None for more than MAX_VALUES."""
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, pa.Array]) -> TrainingValues:
-        """Compute the statistics of the columns of training rows."""
+        """Compute the statistics of columns of training rows, given by name."""
         numbers: dict[str, Moments] = {}
         categories: dict[str, list[str] | None] = {}
         for name, column in columns.items():
@@ -164,7 +187,7 @@ class TrainingValues:
 
 
 def _sort_few(values: Iterable[str]) -> list[str] | None:
-    """Return distinct values, sorted; None for more than MAX_VALUES."""
+    """Return the distinct values, sorted, or None for more than MAX_VALUES."""
     distinct = sorted(set(values))
     return distinct if len(distinct) <= MAX_VALUES else None
 
@@ -172,9 +195,14 @@ def _sort_few(values: Iterable[str]) -> list[str] | None:
 def describe_features(
     parts: Iterable[TrainingValues], names: list[str]
 ) -> dict[str, Any]:
-    """Return the manifest's entry on custom features: `numbers` and `categories`, in the order of `names`.
+    """Merge the statistics of parts into the entry of the manifest.
 
-    `parts` are the statistics of the training rows of all parts.
+    Args:
+        parts: Statistics of the training rows of all parts.
+        names: Columns of the features.
+
+    Returns:
+        The lists `numbers` and `categories`, in the order of `names`.
     """
     numbers = {name: Moments() for name in names if name.startswith(NUMBER)}
     categories: dict[str, list[str] | None] = {
@@ -184,11 +212,11 @@ def describe_features(
         for name, moments in part.numbers.items():
             numbers[name] += moments
         for name, values in part.categories.items():
-            total = categories[name]
-            if total is None or values is None:
+            merged = categories[name]
+            if merged is None or values is None:
                 categories[name] = None
             else:
-                categories[name] = _sort_few([*total, *values])
+                categories[name] = _sort_few([*merged, *values])
     return {
         "numbers": [moments.to_info(name) for name, moments in numbers.items()],
         "categories": [
