@@ -547,4 +547,4 @@ def require_training(
             f"{truncated['truncated_events']:,} behaviours of "
             f"{truncated['truncated_users']:,} users: raise --max_events, or {remedy}"
         )
-    raise UserError(f"there is no training {noun}, only {others}; {remedy}")
+    raise UserError(f"there is no training {noun} ({others}); {remedy}")

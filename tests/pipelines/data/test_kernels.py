@@ -273,7 +273,7 @@ def test_cut_times_are_the_quantiles(
             "test_start_ms": second,
         }
     else:
-        with pytest.raises(UserError, match="no two cut times"):
+        with pytest.raises(UserError, match="split by fractions is not possible"):
             cut_times(found, config, Engine(in_process=True))
 
 
