@@ -47,6 +47,7 @@ MODELS = {
     "qgs": "models.search.qgs:QGS",
     "base_rate": "models.actions.floors:BaseRate",
     "item_rate": "models.actions.floors:ItemRate",
+    "boosted_actions": "models.actions.boosted:BoostedActions",
     "interleaved": "models.actions.fusions:Interleaved",
     "attn_lfa": "models.actions.fusions:AttnLFA",
     "attn_mvp": "models.actions.fusions:AttnMVP",

@@ -1,0 +1,208 @@
+"""Gradient-boosted trees (LightGBM) over counts of a user's context, one booster per task.
+
+    python -m jobs.train --config jobs/configs/actions/boosted.yaml --tables TABLES
+    --storage runs --name boosted_actions
+
+Each training sequence is cut into context and candidates, so the trees learn from
+candidates as evaluation has them. Boosting of a task stops when its log loss on the val
+split has not fallen for `early_stopping_rounds` trees. A task with one label in all
+training events keeps its rate. The model reads neither ids nor text.
+
+Shapes: `B` users, `T` context events, `C` candidates, `N` candidates without padding,
+`K` tasks, `J` keys, `X` columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.actions.batch import ActionsBatch
+from models.actions.catalogue import ActionsCatalogue
+from models.actions.model import ActionsModel
+from models.boosting import TreeConfig, grow_trees, predict_log_odds
+from models.config import check_positive
+from models.layers.standardised import Standardised
+from models.storage.tables import UserError
+
+if TYPE_CHECKING:
+    from lightgbm import Booster
+
+
+@dataclass
+class BoostedActionsConfig(TreeConfig):
+    """Options of gradient-boosted trees for actions."""
+
+    max_history: int = 1024
+    """Latest events among which the user's actions are counted."""
+
+    window_overlap: ClassVar[float] = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, ["max_history"])
+
+
+class BoostedActions(ActionsModel):
+    """LightGBM boosters that score candidates by the log-odds of each task."""
+
+    name = "boosted_actions"
+    config_class = BoostedActionsConfig
+    example_unit = "split_sequence"
+    trains_by_gradient = False
+    stops_early = True
+    requirements = ("lightgbm",)
+    config: BoostedActionsConfig
+    categories: Tensor
+    numbers: Tensor
+
+    def __init__(
+        self, config: BoostedActionsConfig, catalogue: ActionsCatalogue
+    ) -> None:
+        super().__init__(config, catalogue)
+        self.labels = catalogue.labels
+        self.train_rates = catalogue.train_rates
+        self.masks = [None] * len(self.labels)
+        # what a served request's missing features are filled with
+        self.features = Standardised(catalogue.feature_mean, catalogue.feature_std)
+        self.num_own_numbers = len(catalogue.own.numbers)
+        items = catalogue.num_items
+        for name in ("numbers", "categories"):
+            table = getattr(catalogue, name)
+            width = table.numel() // items
+            self.register_buffer(name, table.view(items, width), persistent=False)
+        self.boosters: list[Booster | None] = []
+        """The trees of each task; None for a task with one label in training."""
+
+    def columns(self, batch: ActionsBatch) -> Tensor:
+        """Return (N, X) float32 columns of the trees, row by row without padding.
+
+        First the candidate's features, its item's numbers and the log's own numbers.
+        Then, for the strictly earlier events of the context: their number, and how many
+        of them were positive for each task; the same again for those of the same item,
+        and of the same value of each category of items, viewers and the log.
+        """
+        same = self._match_context(batch)  # (B, J, C, T)
+        done = same @ batch.label[:, None]  # (B, J, C, K)
+        counts = torch.cat([same.sum(-1, keepdim=True), done], -1)
+        counts = counts.movedim(1, 2).flatten(2)  # (B, C, J * (1 + K))
+        numbers = [batch.candidate_feature, self._item_values("numbers", batch)]
+        if batch.candidate_own is not None:
+            numbers.append(batch.candidate_own[..., : self.num_own_numbers])
+        return torch.cat([*numbers, counts], -1)[batch.candidate_valid]
+
+    def _match_context(self, batch: ActionsBatch) -> Tensor:
+        """Return (B, J, C, T) float32, 1 where a context event counts for a candidate.
+
+        The first key matches all earlier events, the second one the same item, and the
+        others the same known value of a category.
+        """
+        context = batch.item.shape[1]
+        end = batch.count_earlier()[:, context:, None]  # (B, C, 1)
+        earlier = torch.arange(context, device=end.device) < end  # (B, C, T)
+        same_item = batch.candidate_item[:, :, None] == batch.item[:, None]
+        matches = [earlier, earlier & same_item]
+        past, candidate = self._categories(batch)
+        for key in range(past.shape[2]):
+            value = candidate[:, :, None, key]
+            same_value = (value == past[:, None, :, key]) & (value > 0)
+            matches.append(earlier & same_value)
+        return torch.stack(matches, 1).float()
+
+    def _categories(self, batch: ActionsBatch) -> tuple[Tensor, Tensor]:
+        """Return the categories of context events (B, T, G) and candidates (B, C, G)."""
+        context = batch.item.shape[1]
+        of_items = self._item_values("categories", batch, of_candidates=False)
+        parts = [of_items]
+        if batch.viewer is not None:
+            parts.append(batch.join("viewer"))
+        if batch.own is not None:
+            parts.append(batch.join("own")[..., self.num_own_numbers :].long())
+        values = torch.cat(parts, -1)
+        return values[:, :context], values[:, context:]
+
+    def _item_values(
+        self, name: str, batch: ActionsBatch, of_candidates: bool = True
+    ) -> Tensor:
+        """Return (B, C, ...) attributes of the candidates' items, else (B, T + C, ...).
+
+        Attributes of items that a served request brings come from the batch.
+        """
+        table = getattr(self, name)
+        item = batch.candidate_item if of_candidates else batch.join("item")
+        new = getattr(batch, f"new_{name}")
+        if new is not None:
+            table = torch.cat([table, new])
+        return table[item.clamp(max=len(table) - 1)]
+
+    def score(self, batch: ActionsBatch) -> Tensor:
+        """Return (N, K) float64 log-odds of the tasks for the candidates."""
+        assert self.boosters, "fit or load the trees first"
+        columns = self.columns(batch)
+        scores = []
+        for rate, booster in zip(self.train_rates, self.boosters, strict=True):
+            if booster is None:
+                logit = torch.tensor(rate, dtype=torch.float64).logit(eps=1e-6)
+                scores.append(logit.to(columns.device).expand(len(columns)))
+            else:
+                scores.append(predict_log_odds(booster, columns))
+        return torch.stack(scores, 1)
+
+    def fit_counts(
+        self, train: Iterable[ActionsBatch], val: Iterable[ActionsBatch]
+    ) -> None:
+        """Grow the trees of each task on batches of train; stop by the log loss on val.
+
+        Raises:
+            UserError: If the val split is empty.
+        """
+        columns, labels = self._read(train)
+        val_columns, val_labels = self._read(val)
+        if not len(val_labels):
+            raise UserError(
+                "the val split is empty, so boosting cannot stop; check the split of "
+                "jobs.prepare"
+            )
+        self.boosters = []
+        for task in range(len(self.labels)):
+            label = np.ascontiguousarray(labels[:, task])
+            val_label = np.ascontiguousarray(val_labels[:, task])
+            is_constant = label.min() == label.max()
+            trees = (label, val_columns, val_label, self.config)
+            self.boosters.append(None if is_constant else grow_trees(columns, *trees))
+
+    def _read(self, batches: Iterable[ActionsBatch]) -> tuple[NDArray, NDArray]:
+        """Return the columns (N, X) and labels (N, K) of batches."""
+        columns, labels = [], []
+        for batch in batches:
+            columns.append(self.columns(batch).cpu().numpy())
+            labels.append(batch.candidate_label[batch.candidate_valid].cpu().numpy())
+        if not columns:
+            return np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
+        return np.concatenate(columns), np.concatenate(labels)
+
+    def get_extra_state(self) -> Tensor:
+        """Return LightGBM's model text of each task as bytes of JSON."""
+        texts = [
+            None if booster is None else booster.model_to_string()
+            for booster in self.boosters
+        ]
+        return torch.frombuffer(
+            bytearray(json.dumps(texts).encode()), dtype=torch.uint8
+        )
+
+    def set_extra_state(self, state: Any) -> None:
+        """Load the trees from `get_extra_state`."""
+        from lightgbm import Booster
+
+        texts = json.loads(bytes(state.numpy()))
+        self.boosters = [
+            None if text is None else Booster(model_str=text) for text in texts
+        ]

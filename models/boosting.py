@@ -1,0 +1,124 @@
+"""Gradient-boosted trees (LightGBM), which stop on validation.
+
+    trees = grow_trees(columns, labels, val_columns, val_labels, TreeConfig())
+    log_odds = predict_log_odds(trees, columns)
+
+A model that uses them saves `trees.model_to_string()` in its checkpoint.
+
+Shapes: `N` examples, `X` columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.config import check_least, check_positive
+
+if TYPE_CHECKING:
+    from lightgbm import Booster
+
+
+@dataclass
+class TreeConfig:
+    """Options of gradient-boosted trees, with LightGBM's names."""
+
+    num_iterations: int = 1000
+    """Trees at most; validation chooses how many are used."""
+    early_stopping_rounds: int = 30
+    """Trees without a lower log loss on val after which boosting stops."""
+    learning_rate: float = 0.1
+    """Factor on the values of each tree."""
+    num_leaves: int = 31
+    """Leaves of a tree at most."""
+    max_depth: int = 6
+    """Splits on the way to a leaf at most."""
+    min_data_in_leaf: int = 100
+    """Training candidates in a leaf at least."""
+    lambda_l2: float = 0.0
+    """Weight of the leaves' squared values."""
+    feature_fraction: float = 0.5
+    """Share of the columns that each tree chooses from, drawn by `fit.seed`."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "num_iterations",
+            "early_stopping_rounds",
+            "max_depth",
+            "min_data_in_leaf",
+        )
+        check_positive(self, positive)
+        check_least(self, ("num_leaves",), 2)
+        check_least(self, ("learning_rate", "lambda_l2"), 0)
+        if not 0 < self.feature_fraction <= 1:
+            raise ValueError(
+                f"feature_fraction {self.feature_fraction} is not in (0, 1]; "
+                "give a share, 1 for all"
+            )
+
+
+def grow_trees(
+    columns: NDArray[np.float32],
+    labels: NDArray[np.float32],
+    val_columns: NDArray[np.float32],
+    val_labels: NDArray[np.float32],
+    config: TreeConfig,
+    num_categories: int = 0,
+) -> Booster:
+    """Grow trees that predict a binary label, as many as are best on validation.
+
+    The seed is drawn from PyTorch's generator.
+
+    Args:
+        columns: (N, X) columns of the training examples.
+        labels: (N,) their labels, 0 or 1.
+        val_columns: (M, X) columns of the validation examples.
+        val_labels: (M,) their labels.
+        config: Options.
+        num_categories: Number of columns, the first ones, that hold codes of categories.
+    """
+    import lightgbm
+
+    data = lightgbm.Dataset(
+        columns, labels, categorical_feature=list(range(num_categories))
+    )
+    parameters = {
+        "objective": "binary",
+        "metric": "binary_logloss",
+        "learning_rate": config.learning_rate,
+        "num_leaves": config.num_leaves,
+        "max_depth": config.max_depth,
+        "min_data_in_leaf": config.min_data_in_leaf,
+        "lambda_l2": config.lambda_l2,
+        "feature_fraction": config.feature_fraction,
+        "seed": int(torch.randint(2**31 - 1, ())),
+        "num_threads": torch.get_num_threads(),
+        "deterministic": True,
+        "force_row_wise": True,
+        "verbosity": -1,
+    }
+    stop = lightgbm.early_stopping(config.early_stopping_rounds, verbose=False)
+    booster = lightgbm.train(
+        parameters,
+        data,
+        config.num_iterations,
+        valid_sets=[data.create_valid(val_columns, val_labels)],
+        callbacks=[stop],
+    )
+    text = booster.model_to_string(num_iteration=booster.best_iteration)
+    return lightgbm.Booster(model_str=text)
+
+
+def predict_log_odds(booster: Booster, columns: Tensor) -> Tensor:
+    """Return (N,) float64 log-odds of the label for `columns` (N, X)."""
+    if not len(columns):
+        return columns.new_zeros(0, dtype=torch.float64)
+    log_odds = booster.predict(
+        columns.cpu().numpy(), raw_score=True, num_threads=torch.get_num_threads()
+    )
+    return torch.from_numpy(log_odds).to(columns.device)
