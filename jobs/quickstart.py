@@ -124,6 +124,7 @@ FLOWS = {
         (
             Trained("base_rate", ("actions/base_rate",)),
             Trained("item_rate", ("actions/item_rate",)),
+            Trained("boosted_actions", ("actions/boosted",)),
             Trained(
                 "interleaved", ("attn_mvp", "actions/interleaved"), SMALL, epochs=12
             ),
