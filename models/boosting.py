@@ -29,21 +29,21 @@ class TreeConfig:
     """Options of gradient-boosted trees, with LightGBM's names."""
 
     num_iterations: int = 1000
-    """Trees at most; validation chooses how many are used."""
+    """Maximum number of trees; early stopping chooses how many are used."""
     early_stopping_rounds: int = 30
-    """Trees without a lower log loss on val after which boosting stops."""
+    """Stop after this many trees without a lower log loss on val."""
     learning_rate: float = 0.1
     """Factor on the values of each tree."""
     num_leaves: int = 31
-    """Leaves of a tree at most."""
+    """Maximum number of leaves of a tree."""
     max_depth: int = 6
-    """Splits on the way to a leaf at most."""
+    """Maximum depth of a tree."""
     min_data_in_leaf: int = 100
-    """Training candidates in a leaf at least."""
+    """Minimum number of training candidates in a leaf."""
     lambda_l2: float = 0.0
-    """Weight of the leaves' squared values."""
+    """Weight of the L2 penalty on leaf values."""
     feature_fraction: float = 0.5
-    """Share of the columns that each tree chooses from, drawn by `fit.seed`."""
+    """Share of the columns that each tree samples, with the seed `fit.seed`."""
 
     def __post_init__(self) -> None:
         positive = (

@@ -1,7 +1,7 @@
 """Gradient-boosted trees (LightGBM) over counts of a user's context, one booster per task.
 
     python -m jobs.train --config jobs/configs/actions/boosted.yaml --tables TABLES
-    --storage runs --name boosted_actions
+        --storage runs --name boosted_actions
 
 Each training sequence is cut into context and candidates, so the trees learn from
 candidates as evaluation has them. Boosting of a task stops when its log loss on the val

@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.config import check_least, check_positive
+from models.boosting import TreeConfig, grow_trees, predict_log_odds
+from models.config import check_positive
 from models.layers.standardised import Standardised
 from models.own_features import Category
 from models.search.catalogue import NO_QUERY, SearchCatalogue
@@ -40,27 +41,11 @@ MAX_SPLIT_VALUES = 255
 
 
 @dataclass
-class BoostedConfig:
-    """Options of gradient-boosted trees, with LightGBM's names."""
+class BoostedConfig(TreeConfig):
+    """Options of gradient-boosted trees for search."""
 
     max_history: int = 100
     """Number of latest behaviours in which clicks are counted."""
-    num_iterations: int = 1000
-    """Maximum number of trees; early stopping chooses how many are used."""
-    early_stopping_rounds: int = 30
-    """Stop after this many trees without a lower log loss on val."""
-    learning_rate: float = 0.1
-    """Factor on the values of each tree."""
-    num_leaves: int = 31
-    """Maximum number of leaves of a tree."""
-    max_depth: int = 6
-    """Maximum depth of a tree."""
-    min_data_in_leaf: int = 100
-    """Minimum number of training candidates in a leaf."""
-    lambda_l2: float = 0.0
-    """Weight of the L2 penalty on leaf values."""
-    feature_fraction: float = 0.5
-    """Share of the columns that each tree samples, with the seed `fit.seed`."""
 
     # Options that datasets and requests of all search models need
     window_overlap: ClassVar[float] = 1.0
@@ -69,21 +54,8 @@ class BoostedConfig:
     reads_times: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        positive = (
-            "max_history",
-            "num_iterations",
-            "early_stopping_rounds",
-            "max_depth",
-            "min_data_in_leaf",
-        )
-        check_positive(self, positive)
-        check_least(self, ("num_leaves",), 2)
-        check_least(self, ("learning_rate", "lambda_l2"), 0)
-        if not 0 < self.feature_fraction <= 1:
-            raise ValueError(
-                f"feature_fraction {self.feature_fraction} is not in (0, 1]; "
-                "give a share, 1 for all"
-            )
+        super().__post_init__()
+        check_positive(self, ["max_history"])
 
 
 class Boosted(SearchModel):
@@ -166,13 +138,7 @@ class Boosted(SearchModel):
     def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, 1) float64 log-odds of a click."""
         assert self.booster is not None, "fit or load the trees first"
-        columns = self.columns(batch)
-        if not len(columns):
-            return columns.new_zeros(0, 1, dtype=torch.float64)
-        logits = self.booster.predict(
-            columns.cpu().numpy(), raw_score=True, num_threads=torch.get_num_threads()
-        )
-        return torch.from_numpy(logits).to(columns.device)[:, None]
+        return predict_log_odds(self.booster, self.columns(batch))[:, None]
 
     def fit_counts(
         self, train: Iterable[SearchBatch], val: Iterable[SearchBatch]
@@ -182,8 +148,6 @@ class Boosted(SearchModel):
         Raises:
             UserError: If all training candidates have the same label, or val is empty.
         """
-        import lightgbm
-
         train_columns, train_labels = self._concat_batches(train)
         if train_labels.all() or not train_labels.any():
             raise UserError(
@@ -196,40 +160,14 @@ class Boosted(SearchModel):
                 "the val split is empty, so boosting cannot stop; check the split of "
                 "jobs.prepare"
             )
-        data = lightgbm.Dataset(
+        self.booster = grow_trees(
             train_columns,
             train_labels,
-            categorical_feature=list(range(len(self.split_categories))),
+            val_columns,
+            val_labels,
+            self.config,
+            num_categories=len(self.split_categories),
         )
-        stop = lightgbm.early_stopping(self.config.early_stopping_rounds, verbose=False)
-        booster = lightgbm.train(
-            self._lightgbm_parameters(),
-            data,
-            self.config.num_iterations,
-            valid_sets=[data.create_valid(val_columns, val_labels)],
-            callbacks=[stop],
-        )
-        text = booster.model_to_string(num_iteration=booster.best_iteration)
-        self.booster = lightgbm.Booster(model_str=text)
-
-    def _lightgbm_parameters(self) -> dict[str, Any]:
-        """Return the parameters of `lightgbm.train`, with a seed drawn from PyTorch."""
-        config = self.config
-        return {
-            "objective": "binary",
-            "metric": "binary_logloss",
-            "learning_rate": config.learning_rate,
-            "num_leaves": config.num_leaves,
-            "max_depth": config.max_depth,
-            "min_data_in_leaf": config.min_data_in_leaf,
-            "lambda_l2": config.lambda_l2,
-            "feature_fraction": config.feature_fraction,
-            "seed": int(torch.randint(2**31 - 1, ())),
-            "num_threads": torch.get_num_threads(),
-            "deterministic": True,
-            "force_row_wise": True,
-            "verbosity": -1,
-        }
 
     def _concat_batches(
         self, batches: Iterable[SearchBatch]
