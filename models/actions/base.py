@@ -220,22 +220,29 @@ class ItemNetwork(EmbeddingTables):
         if self.has_ids:
             ids = item if new is None else item.clamp(max=num_items - 1)
             keys.append(self.hash_ids(ids))
-        keys += [*self.content("categories", item, new).unbind(-1), *viewer.unbind(-1)]
+        keys += [
+            *self.gather_content("categories", item, new).unbind(-1),
+            *viewer.unbind(-1),
+        ]
         parts = [table(key) for table, key in zip(self.tables, keys, strict=True)]
         if self.has_ids and new is not None:
             parts[0] = parts[0] * (item < num_items).unsqueeze(-1)
         if self.has_ids and self.id_dropout and self.training:
             is_id_read = torch.rand(item.shape, device=item.device) >= self.id_dropout
             parts[0] = parts[0] * is_id_read.unsqueeze(-1)
-        parts.append(self.content("numbers", item, new))
+        parts.append(self.gather_content("numbers", item, new))
         if self.of_text is not None:
-            parts.append(self.of_text(self.gain * self.content("text", item, new)))
+            parts.append(
+                self.of_text(self.gain * self.gather_content("text", item, new))
+            )
         if self.own is not None:
             assert own is not None, "the log has own features, but the batch has none"
             parts.append(self.own(own))
         return self.project(torch.cat(parts, -1))
 
-    def content(self, name: str, item: Tensor, new: dict[str, Tensor] | None) -> Tensor:
+    def gather_content(
+        self, name: str, item: Tensor, new: dict[str, Tensor] | None
+    ) -> Tensor:
         """Return one kind of content (..., width) of items.
 
         Args:

@@ -125,7 +125,7 @@ class PackedEncoder:
                 bias=bias,
                 heads=heads,
             )
-            states.append(self.states(tokens[begin:end], attend))
+            states.append(self.run_blocks(tokens[begin:end], attend))
         return torch.cat(states)
 
     def encode_padded(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
@@ -144,9 +144,9 @@ class PackedEncoder:
             q, k, v = attention.split(qkv, 3)
             return attention.heads_output(q, k, v, bias, 0.0)
 
-        return self.states(tokens, attend)
+        return self.run_blocks(tokens, attend)
 
-    def states(self, tokens: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    def run_blocks(self, tokens: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """Run all blocks over embedded tokens.
 
         Args:

@@ -228,8 +228,8 @@ class HLLM(QGS):
             item_tower.encoder.load_state_dict(pretrained.state_dict())
         return messages
 
-    def document(self, item: Tensor) -> Tensor:
+    def embed_documents(self, item: Tensor) -> Tensor:
         """Return the reduced vectors (..., E) of documents from the item tower."""
         if self.item_tower is None:
-            return super().document(item)
+            return super().embed_documents(item)
         return self.text.document(self.text.gain * self.item_tower(item.clamp(min=0)))

@@ -86,7 +86,7 @@ class Position(nn.Module):
         reads_position = torch.rand(requests, device=features.device) >= self.dropout_p
         return torch.where(self.known | reads_position[request][:, None], features, 0)
 
-    def term(self, features: Tensor, shown: bool) -> Tensor | float:
+    def compute_bias(self, features: Tensor, shown: bool) -> Tensor | float:
         """Return the bias (N, K) to add to the logits, or 0 if there is none.
 
         The bias is relative to the mean position, where it is 0.

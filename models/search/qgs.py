@@ -204,7 +204,7 @@ class QGS(Ranker):
             copy_pretrained(cast(CausalBert, self.encoder), self.config.pretrained)
         return []
 
-    def document(self, item: Tensor) -> Tensor:
+    def embed_documents(self, item: Tensor) -> Tensor:
         """Return the reduced vectors (..., E) of documents.
 
         Args:
@@ -223,12 +223,12 @@ class QGS(Ranker):
                 batch.history, batch.pair_text, batch.history_pair_text
             )
         else:
-            text = self.document(batch.history)
+            text = self.embed_documents(batch.history)
         if not self.config.context_features:
             return text
         return torch.cat([self.scale(batch.history_features), text], -1)
 
-    def states(self, batch: SearchBatch, tokens: Tensor) -> Tensor:
+    def encode_history(self, batch: SearchBatch, tokens: Tensor) -> Tensor:
         """Encode the behaviours (Eq. 2 and 6-10).
 
         Args:
@@ -279,7 +279,7 @@ class QGS(Ranker):
             sequence = predictions[request]
         if not self.config.match:
             return self.rank(batch, sequence, shown)
-        document = self.target(self.document(batch.candidate))
+        document = self.target(self.embed_documents(batch.candidate))
         # in float32, since bfloat16 is too coarse
         cosine = functional.cosine_similarity(
             sequence.float(), document.float(), dim=-1
@@ -308,7 +308,7 @@ class QGS(Ranker):
             batch: Batch of requests.
             shown: Whether to read shown positions, if `config.position` allows it.
         """
-        states = self.states(batch, self.history_tokens(batch))
+        states = self.encode_history(batch, self.history_tokens(batch))
         request_states = self.request_states(states, batch)
         logits = self.rank_from_states(request_states, batch, shown)
         return logits + self.config.correction
@@ -319,9 +319,9 @@ class QGS(Ranker):
         Returns:
             `loss`, which is `ranking` + `infonce_weight` * `infonce`, and both terms.
         """
-        batch, is_learned = self.sample(batch)
+        batch, is_learned = self.sample_candidates(batch)
         tokens = self.history_tokens(batch)
-        states = self.states(batch, tokens)
+        states = self.encode_history(batch, tokens)
         request_states = self.request_states(states, batch)
         logits = self.rank_from_states(request_states, batch, shown=True)
         ranking = label_loss(logits, batch.labels, self.weights, is_learned)
@@ -356,7 +356,7 @@ class QGS(Ranker):
             text, row = batch.joint_text, batch.history_pair_text
         z = self.predict_next(states[:, :-1], text, row[:, 1:])
         if self.config.next_item == "document":
-            v = self.target(self.document(item))
+            v = self.target(self.embed_documents(item))
         else:
             v = self.target(tokens[:, 1:])
         return info_nce(

@@ -279,7 +279,7 @@ class Ranker(SearchModel):
             # not normalised, which would shrink one number among hundreds
             fused = torch.cat([fused, match], 1)
         logits = torch.cat([tower(fused) for tower in self.towers], 1)
-        return logits + self.shown_at.term(scaled, shown)
+        return logits + self.shown_at.compute_bias(scaled, shown)
 
     def score(self, batch: SearchBatch, shown: bool = False) -> Tensor:
         """Return (N, K) logits, corrected for the sampling of negatives.
@@ -292,11 +292,13 @@ class Ranker(SearchModel):
 
     def forward(self, batch: SearchBatch) -> dict[str, Tensor]:
         """Return the ranking `loss`: weighted binary cross-entropy of all labels."""
-        batch, is_learned = self.sample(batch)
+        batch, is_learned = self.sample_candidates(batch)
         logits = self.rank(batch, shown=True)
         return {"loss": label_loss(logits, batch.labels, self.weights, is_learned)}
 
-    def sample(self, batch: SearchBatch) -> tuple[SearchBatch, Tensor | None]:
+    def sample_candidates(
+        self, batch: SearchBatch
+    ) -> tuple[SearchBatch, Tensor | None]:
         """Select the candidates and labels of this training step.
 
         Returns:

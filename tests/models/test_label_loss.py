@@ -187,7 +187,7 @@ def test_all_positives_and_a_share_of_the_rest_are_learned_from(search) -> None:
     model = Ranker(RankerConfig(negative_rate=0.25), catalogue)
     positive, kept_negatives, negatives = batch.labels.any(1), 0, 0
     for _ in range(30):
-        sampled, there = model.sample(batch)
+        sampled, there = model.sample_candidates(batch)
         labels = sampled.labels
         assert there is not None
         assert bool(there[labels].all())

@@ -65,7 +65,7 @@ def test_the_bias_is_a_term_of_the_place_alone_and_0_at_the_mean(catalogue, batc
         for of in (batch, other):
             term = model.score(of, shown=True) - model.score(of)
             torch.testing.assert_close(
-                term, model.shown_at.term(model.scale(batch.features), True)
+                term, model.shown_at.compute_bias(model.scale(batch.features), True)
             )
         features = batch.features.clone()
         features[:, places(catalogue)] = model.scale.mean[places(catalogue)]

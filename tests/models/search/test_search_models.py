@@ -79,7 +79,7 @@ def test_a_behaviour_reaches_no_earlier_state_and_no_earlier_request(
     row = int(batch.history_length.argmax())
     place = int(batch.history_length[row]) // 2
     with torch.no_grad():
-        states = model.states(batch, model.history_tokens(batch))
+        states = model.encode_history(batch, model.history_tokens(batch))
         scores = model.score(batch)
         for key, value in (
             ("history", (batch.history[row, place] + 5) % 24),
@@ -90,7 +90,7 @@ def test_a_behaviour_reaches_no_earlier_state_and_no_earlier_request(
             values = getattr(batch, key).clone()
             values[row, place] = value
             moved = change(batch, catalogue, **{key: values})
-            after = model.states(moved, model.history_tokens(moved))
+            after = model.encode_history(moved, model.history_tokens(moved))
             assert torch.equal(after[row, :place], states[row, :place]), key
             others = torch.arange(len(states)) != row
             assert torch.equal(after[others], states[others]), key
@@ -162,7 +162,7 @@ def test_the_query_moves_the_prediction_only_where_it_is_a_condition(catalogue, 
         for name, moves in (("qgs", True), ("qgs_item_only", False)):
             model = make(name, catalogue)
             past = model.request_states(
-                model.states(batch, model.history_tokens(batch)), batch
+                model.encode_history(batch, model.history_tokens(batch)), batch
             )
             z = [
                 model.predict_next(past, each.query_text, each.request_query_text)
@@ -188,13 +188,13 @@ def test_the_next_document_is_compared_in_place_of_the_next_token(
     with torch.no_grad():
         ours, theirs = document(batch), token(batch)
         assert torch.equal(ours["ranking"], theirs["ranking"])
-        states = document.states(batch, document.history_tokens(batch))
+        states = document.encode_history(batch, document.history_tokens(batch))
         z = torch.zeros(*item.shape, document.config.width)
         v = torch.zeros_like(z)
         for b, t in valid.nonzero().tolist():
             asked = batch.history_query_text[b, t + 1]
             z[b, t] = document.predict_next(states[b, t], batch.query_text, asked)
-            v[b, t] = document.target.weight @ document.document(item[b, t])
+            v[b, t] = document.target.weight @ document.embed_documents(item[b, t])
         want = loop_loss(z, v, item, valid, document.config.temperature, negatives)
         assert float(ours["infonce"]) == pytest.approx(want, rel=1e-4)
         for key in (
@@ -206,7 +206,9 @@ def test_the_next_document_is_compared_in_place_of_the_next_token(
                 values[row, length - 1] = (values[row, length - 1] + 1) % 8
             moved = change(batch, catalogue, **{key: values})
             moved_loss = document.next_item_loss(
-                document.states(batch, document.history_tokens(batch)), None, moved
+                document.encode_history(batch, document.history_tokens(batch)),
+                None,
+                moved,
             )
             reads = (
                 key == "history_query" and document.config.query_condition == "query"
@@ -232,7 +234,7 @@ def test_towers_read_how_well_a_candidate_matches_the_predicted_next_item(
     with torch.no_grad():
         model.score(batch), without.score(batch)
         past = model.request_states(
-            model.states(batch, model.history_tokens(batch)), batch
+            model.encode_history(batch, model.history_tokens(batch)), batch
         )
         assert torch.equal(read[model][:, :-1], read[without])
         for n, (item, request) in enumerate(
@@ -241,7 +243,7 @@ def test_towers_read_how_well_a_candidate_matches_the_predicted_next_item(
             z = model.predict_next(
                 past[request], batch.query_text, batch.request_query_text[request]
             )
-            v = model.target.weight @ model.document(item)
+            v = model.target.weight @ model.embed_documents(item)
             cosine = float((z * v).sum() / (z.norm() * v.norm()))
             assert float(read[model][n, -1]) == pytest.approx(cosine / 0.1, abs=1e-4)
 

@@ -97,7 +97,7 @@ def simulated(
 def next_item_loss(model: QGS, batch: SearchBatch) -> torch.Tensor:
     """The objective alone."""
     tokens = model.history_tokens(batch)
-    return model.next_item_loss(model.states(batch, tokens), tokens, batch)
+    return model.next_item_loss(model.encode_history(batch, tokens), tokens, batch)
 
 
 def held_out_loss(
