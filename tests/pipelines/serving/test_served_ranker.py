@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             model.predict(None, pd.DataFrame([row | change]), params)
     with pytest.warns(
-        UserWarning, match="1 of 1 queries are none of the training tables'"
+        UserWarning, match="1 of 1 queries are not in the training tables"
     ):
         unknown = model.predict(None, pd.DataFrame([row | {"query": "Query-001"}]))
     assert (
