@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         parameter.detach().fill_(torch.nan)
     with (
         pytest.raises(UserError, match="scores that are not finite"),
-        pytest.warns(UserWarning, match="encoded together"),
+        pytest.warns(UserWarning, match="no text vector for the pair"),
     ):
         model.predict(None, pd.DataFrame([row]))
 
