@@ -1,4 +1,4 @@
-"""Build a model from its options.
+"""Build a model from options, or load a model from a checkpoint.
 
 model = build_model({"name": "sasrec", "dim": 32}, catalogue)
 """
@@ -18,10 +18,13 @@ from models.warm_start import load_extended_weights
 
 
 def parse_options(options: Mapping[str, Any]) -> tuple[type[Model], Any]:
-    """Return the class and the config of a model, given its `name` and options.
+    """Return the class and the config of a model.
+
+    Args:
+        options: The model's `name`, and the options of its config.
 
     Raises:
-        UserError: For an unknown model, an unknown option or an impossible value.
+        UserError: For an unknown model, an unknown option or an invalid value.
     """
     if "name" not in options:
         raise UserError(
@@ -33,7 +36,15 @@ def parse_options(options: Mapping[str, Any]) -> tuple[type[Model], Any]:
 
 
 def build_model(options: Mapping[str, Any], catalogue: Any) -> Model:
-    """Build a model with random weights, given its `name` and options."""
+    """Build a model with random weights.
+
+    Args:
+        options: The model's `name`, and the options of its config.
+        catalogue: Catalogue of the tables.
+
+    Raises:
+        UserError: For an unknown model, an unknown option or an invalid value.
+    """
     model_class, config = parse_options(options)
     return model_class(config, catalogue)
 
@@ -41,24 +52,29 @@ def build_model(options: Mapping[str, Any], catalogue: Any) -> Model:
 def load_model(
     uri: str | Path, catalogue: Any, name: str | None = None
 ) -> tuple[Model, Checkpoint]:
-    """Load a checkpoint in evaluation mode.
+    """Load the model of a checkpoint in evaluation mode.
 
     Args:
-        uri: Where the checkpoint is.
-        catalogue: Catalogue of the tables of its training, or of tables that extend
-            them, with the checkpoint's scales.
-        name: Name of the model that is expected, if any.
+        uri: Path or URI of the checkpoint.
+        catalogue: Catalogue of the training tables, or of tables that extend them, with
+            the scales of the checkpoint.
+        name: Name of the expected model; None for any.
 
     Returns:
         The model, and the checkpoint's `config.json`.
+
+    Raises:
+        UserError: If the checkpoint is damaged, or is of another model or other tables.
     """
     about = checkpoint.read(uri)
     checkpoint.check(about, uri, catalogue.versions, name, extending=True)
     model = build_model(about.model, catalogue)
-    if any(
-        value and value != catalogue.hashes[table]
-        for table, value in about.hashes.items()
-    ):
+    extended = [
+        table
+        for table, trained in about.hashes.items()
+        if trained and trained != catalogue.hashes[table]
+    ]
+    if extended:
         load_extended_weights(model, uri, about, catalogue.num_items)
     else:
         checkpoint.load_weights(model, uri)

@@ -1,8 +1,9 @@
-"""Measure a model on the examples of a split.
+"""Measurement of a model on the examples of a split.
 
     result = measure_examples(model, examples, batch_size=256, device=device)
 
-`TrainingRun` validates with it, and `pipelines/evaluation` evaluates checkpoints.
+`TrainingRun` validates models with this module, and `pipelines/evaluation` evaluates
+checkpoints.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Measurement:
     """Sums of a model's metrics over examples."""
 
     sums: Sums
-    """By metric; they add up over batches and workers."""
+    """Sums by name, which can be added over batches and workers."""
     num_examples: int
-    """Examples measured."""
+    """Number of measured examples."""
     seconds: float
-    """Time spent in measuring, without reading examples."""
+    """Duration of the measurement, without loading of examples."""
 
 
 def measure_examples(
@@ -46,30 +47,31 @@ def measure_examples(
 ) -> Measurement:
     """Measure a model on this worker's examples.
 
-    Scores are float32: bfloat16 ties scores that are close, and swaps them.
+    Scores are computed in float32, because bfloat16 rounds close scores to ties.
 
     Args:
-        model: A model in any mode; it is left in evaluation mode.
+        model: The model; it is set to evaluation mode.
         examples: The examples.
         batch_size: Weight of a batch, such as its number of requests.
         device: Device of the model.
-        limit: Examples of all workers together, spread evenly over the lengths of
-            their histories; 0 for all.
+        limit: Approximate number of requests over all workers, spread evenly over the
+            lengths of histories; 0 for all.
         options: Keyword arguments of the model's `measure`.
         user_stride: Only every `user_stride`-th user of the table is measured.
-        should_stop: Called before every batch.
-        measure: `measure(batch, **options)` returns the sums of a batch; None for the
-            model's own.
+        should_stop: Called before every batch; the measurement stops if it returns
+            true.
+        measure: Function `measure(batch, **options)` that returns the sums of a batch;
+            None for the method of the model.
 
     Raises:
-        ValidationStopped: As soon as `should_stop()` is true.
+        ValidationStopped: If `should_stop` returns true.
     """
     measure = measure or model.measure
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
-    chosen = examples.keep_users(examples.evaluation_rows(limit), user_stride)
-    for rows in examples.cut_batches(chosen, batch_size):
+    selected = examples.keep_users(examples.evaluation_rows(limit), user_stride)
+    for rows in examples.cut_batches(selected, batch_size):
         if should_stop():
             raise ValidationStopped
         batch = examples.collate(rows).to(device)

@@ -1,6 +1,6 @@
-"""Normalisation of ids: trimmed text, whole numbers without a point, no null words.
+"""Normalisation of ids in raw logs and served requests.
 
-`clean_id` is applied to raw logs by jobs.prepare and to served requests.
+clean_id(" 12.0 ")   # "12"
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from models.storage.tables import UserError
 
 BLANKS = " \t\r\n\v\f\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u200b\u2060\ufeff"
-"""White space and zero-width characters, for a regular expression."""
+"""White space and zero-width characters, as a character class of a regular
+expression."""
 
 NULL_WORDS = (
     "nan",
@@ -33,26 +34,25 @@ NULL_WORDS = (
     "-",
     "--",
 )
-"""Words that tools write for missing values. As ids they would merge many users or
+"""Words that tools write for missing values. As ids they would merge unrelated users or
 items."""
 
 WHOLE_NUMBER = re.compile(r"[+-]?\d+(\.0*|\.\d+[eE]\+?\d+|[eE]\+\d+)")
-"""Whole numbers in the notation of tools that stored them as floats: `12.0`,
-`1.2e1`."""
+"""Pattern of whole numbers that tools have stored as floats: `12.0`, `1.2e1`."""
 
 UNCLEAN_ID = (
     rf"[^!-~]|^$|^(?i:{'|'.join(map(re.escape, NULL_WORDS))})$|^{WHOLE_NUMBER.pattern}$"
 )
-"""Pattern of ids that `clean_id` may change. All other ids are clean."""
+"""Pattern of ids that `clean_id` may change; all other ids are already normalised."""
 
 _AROUND = re.compile(f"^[{BLANKS}]+|[{BLANKS}]+$")
 
 
 def clean_id(text: str) -> str | None:
-    """Normalise an id: NFC, trimmed, whole numbers without a point.
+    """Normalise an id to NFC without surrounding blanks and trailing decimals.
 
     Returns:
-        The id, or None if the text is empty or a null word.
+        The id, or None if the text is empty or one of `NULL_WORDS`.
     """
     text = _AROUND.sub("", unicodedata.normalize("NFC", text))
     if WHOLE_NUMBER.fullmatch(text):
@@ -68,18 +68,18 @@ def clean_id(text: str) -> str | None:
 
 
 WITHOUT_ALLOWED = "leave it out to rank all items"
-"""Remedy in messages about the param `allowed`."""
+"""Remedy in messages about the parameter `allowed`."""
 
 
 def parse_item_ids(
     column: str, values: Iterable[Any], without: str = "[] for none"
 ) -> list[str]:
-    """Return the ids of a served request in the form of the catalogue.
+    """Normalise the item ids of a served request like the ids of the catalogue.
 
     Args:
-        column: Name of the column or param of the request.
-        values: Its value, a list of ids.
-        without: How to request no ids, for the message.
+        column: Name of the request's column or parameter, for messages.
+        values: List of ids.
+        without: How to give no ids, for the message.
 
     Raises:
         UserError: If `values` is not a list of ids.
@@ -90,15 +90,19 @@ def parse_item_ids(
 
 
 def parse_allowed(values: Iterable[Any]) -> list[str]:
-    """Return the ids of the param `allowed` in the form of the catalogue."""
+    """Normalise the item ids of the parameter `allowed`.
+
+    Raises:
+        UserError: If `values` is not a list of ids.
+    """
     return parse_item_ids("allowed", values, f"or {WITHOUT_ALLOWED}")
 
 
 def parse_item_id(column: str, value: Any) -> str:
-    """Return an id in the form of the catalogue.
+    """Normalise one item id like the ids of the catalogue.
 
     Args:
-        column: Name of the column or param of the request.
+        column: Name of the request's column or parameter, for messages.
         value: A string or an integer.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Binary labels of candidates: weights, sampling of negatives, and the loss.
+"""The loss of binary labels of candidates, with label weights and negative sampling.
 
-With a `negative_rate` below 1, a label is learned from this share of the candidates
-without the label. This raises the odds by 1 / rate, so log(rate) is added to the logits
-to make the probabilities refer to all candidates.
+With a `negative_rate` below 1, a label is learned from a random sample of the negative
+candidates. This raises the odds by 1 / rate, so log(rate) is added to the logits to
+make the probabilities refer to all candidates.
 
 Shapes: `N` candidates, `K` labels.
 """
@@ -27,19 +27,20 @@ class LabelOptions:
     """Options of a model with several labels."""
 
     label_weights: dict[str, float] = field(default_factory=dict)
-    """Weight of the loss per label, by default 1."""
+    """Weight of each label in the loss; 1 for labels that are not listed."""
     label_masks: dict[str, str] = field(default_factory=dict)
-    """Label -> another label that must be true where this one is learned and measured:
-    {purchase: click} learns the probability of a purchase given a click."""
+    """Condition of a label: another label that must be true for candidates on which the
+    label is learned and measured. {purchase: click} learns the probability of a
+    purchase given a click."""
     negative_rate: float = 1.0
-    """Share of the candidates without a label that the label is learned from. Logits
-    are corrected by log(rate), so that probabilities refer to all candidates."""
+    """Fraction of the negative candidates of a label that the label is learned from.
+    Logits are corrected by log(rate), so that probabilities refer to all candidates."""
 
     def __post_init__(self) -> None:
         for name, weight in self.label_weights.items():
             if not weight >= 0:
                 raise ValueError(
-                    f"label_weights has {weight} for '{name}'; give a number from 0 on"
+                    f"label_weights has {weight} for '{name}'; give a number of at least 0"
                 )
         for name, mask in self.label_masks.items():
             if name == mask:
@@ -55,7 +56,7 @@ class LabelOptions:
 
     @property
     def correction(self) -> float:
-        """Value that is added to the logits."""
+        """Value to add to the logits."""
         return math.log(self.negative_rate)
 
 
@@ -91,11 +92,11 @@ def check_label(name: str, labels: Sequence[str], option: str) -> None:
 
 
 def select_measured(labels: Tensor, masks: Sequence[int | None]) -> Tensor:
-    """Return a mask (N, K) of the candidates that count for each label.
+    """Return an (N, K) mask of the candidates on which each label is measured.
 
     Args:
         labels: (N, K) labels.
-        masks: Index of the mask label of each label, from `resolve_masks`.
+        masks: (K,) index of the mask label of each label, from `resolve_masks`.
     """
     selected = torch.ones_like(labels, dtype=torch.bool)
     for label, mask in enumerate(masks):
@@ -107,16 +108,16 @@ def select_measured(labels: Tensor, masks: Sequence[int | None]) -> Tensor:
 def sample_learned(
     labels: Tensor, masks: Sequence[int | None], rate: float
 ) -> Tensor | None:
-    """Sample the candidates (N, K) that each label is learned from in this step.
+    """Sample the candidates that each label is learned from in one step.
 
     Args:
         labels: (N, K) labels.
-        masks: Index of the mask label of each label, from `resolve_masks`.
-        rate: Share of the candidates without the label. All labels of a candidate
-            share one draw.
+        masks: (K,) index of the mask label of each label, from `resolve_masks`.
+        rate: Fraction of the negative candidates to sample. All labels of a candidate
+            share one random number.
 
     Returns:
-        A mask (N, K), or None if all candidates count for all labels.
+        An (N, K) mask, or None if every label is learned from all candidates.
     """
     if rate == 1 and not any(mask is not None for mask in masks):
         return None
@@ -130,14 +131,14 @@ def label_loss(
     weights: Sequence[float],
     selected: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted sum over labels of their mean binary cross-entropy.
+    """Return the () weighted sum over labels of the mean binary cross-entropy.
 
     Args:
         logits: (N, K) logits.
         labels: (N, K) labels.
         weights: (K,) weights of the labels.
-        selected: (N, K) mask of the candidates that count; None for all. A label
-            without any candidate contributes 0.
+        selected: (N, K) mask from `sample_learned`; None for all candidates. A label
+            without candidates contributes 0.
     """
     terms = functional.binary_cross_entropy_with_logits(
         logits.float(), labels.float(), reduction="none"

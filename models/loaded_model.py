@@ -1,4 +1,4 @@
-"""A checkpoint with the catalogue and the examples that belong to it.
+"""A model loaded from a checkpoint, with its catalogue and examples.
 
 loaded = LoadedModel.load("runs/tiger/best", Inputs(tables, sids), device="cuda")
 examples = loaded.load_examples(inputs, "test")
@@ -32,17 +32,25 @@ class LoadedModel:
     """A trained model in evaluation mode, on its device."""
 
     checkpoint: Checkpoint
-    """`config.json` of the checkpoint."""
+    """Content of the checkpoint's `config.json`."""
     model: Any
-    """The model."""
+    """The model, a `Model`."""
     catalogue: Any
-    """The catalogue of the tables that it is loaded with."""
+    """Catalogue of the tables with which the model is loaded."""
 
     @classmethod
     def load(cls, uri: str, inputs: Inputs, device: torch.device | str = "cpu") -> Self:
-        """Load the checkpoint at `uri` with tables that equal or extend its own.
+        """Load a checkpoint with tables that equal or extend the training tables.
 
-        A model that ranks a catalogue takes another log of the same items too.
+        A model that ranks a catalogue also accepts another log of the same items.
+
+        Args:
+            uri: Path or URI of the checkpoint.
+            inputs: Folders of the tables.
+            device: Device of the model.
+
+        Raises:
+            UserError: If the checkpoint is damaged or belongs to other tables.
         """
         about = checkpoint.read(uri)
         catalogue = load_catalogue(about.name, inputs, about)
@@ -69,10 +77,11 @@ class LoadedModel:
         """Load the examples of one split.
 
         Args:
-            inputs: Where the tables are.
+            inputs: Folders of the tables.
             split: Name of the split.
-            max_history: Behaviours of a history at most; None for the config's.
-            rank: Number of this worker, which evaluates its part of the users.
+            max_history: Maximum number of behaviours of a history; None for the value in
+                the model's config.
+            rank: Rank of this worker, which evaluates its share of the users.
             world: Number of workers.
         """
         config, dataset_class = self.model.config, self.model.dataset_class
@@ -125,12 +134,17 @@ def check_trained_before(about: Checkpoint, end: int | None, noun: str) -> None:
 def accept_other_log(
     versions: dict[str, TableVersion], about: Checkpoint
 ) -> dict[str, TableVersion]:
-    """Return the versions of tables with the `sequences` of the training if they may differ.
+    """Return the versions of tables for `checkpoint.check`, which accepts another log.
 
-    A model that ranks a catalogue may be evaluated on another log of the same items.
-    `checkpoint.check` refuses all other differences.
+    A model that ranks a catalogue may be evaluated on another log of the same items. So
+    the version of `sequences` is replaced by the version of the training.
+
+    Args:
+        versions: Versions of the tables by name.
+        about: The checkpoint.
     """
-    trained, items = about.hashes.get("sequences"), versions.get("items")
+    trained = about.hashes.get("sequences")
+    items = versions.get("items")
     same_items = items is not None and items.hash == about.hashes.get("items")
     if trained and same_items and registry.find(about.name).ranks == "catalogue":
         return {**versions, "sequences": TableVersion(trained)}
@@ -138,33 +152,39 @@ def accept_other_log(
 
 
 def select_inputs(name: str, inputs: Inputs) -> Inputs:
-    """Return the folders that the model `name` reads.
+    """Return the input folders that the model `name` reads.
 
     Raises:
-        UserError: If the tables are of another family, or a folder that the model
-            needs is not given.
+        UserError: If the tables are of another family, or a required folder is not
+            set.
     """
     model_class = registry.find(name)
     expected = model_class.family
     family = model_family(read_manifest(inputs.sequences, "sequences"))
     if family != expected:
-        fitting = [
+        alternatives = [
             other for other in registry.MODELS if registry.find(other).family == family
         ]
         raise UserError(
             f"the model '{name}' is of {expected}, and {inputs.tables} holds tables of "
-            f"{family}; models of {family} are {', '.join(fitting) or 'none'}: give a "
-            "config of one (jobs/configs), or tables that jobs.prepare made with --kind "
-            f"{expected}"
+            f"{family}; models of {family} are {', '.join(alternatives) or 'none'}: give "
+            "a config of one (jobs/configs), or tables that jobs.prepare made with "
+            f"--kind {expected}"
         )
     return inputs.select(name, model_class.extra_inputs)
 
 
 def load_catalogue(name: str, inputs: Inputs, about: Checkpoint | None = None) -> Any:
-    """Load the catalogue of the model `name`, with the scales of a checkpoint if given.
+    """Load the catalogue of a model.
+
+    Args:
+        name: Name of the model.
+        inputs: Folders of the tables.
+        about: Checkpoint whose scales features are read with; None to use the scales of
+            the tables.
 
     Raises:
-        UserError: As `select_inputs`.
+        UserError: As in `select_inputs`.
     """
     scales = about.learned.get("scales") if about else None
     inputs = select_inputs(name, inputs)
@@ -172,17 +192,22 @@ def load_catalogue(name: str, inputs: Inputs, about: Checkpoint | None = None) -
 
 
 def read_versions(name: str, inputs: Inputs) -> dict[str, TableVersion]:
-    """Read the versions of the tables that the model `name` reads, from their manifests.
+    """Read the versions of the tables of the model `name` from their manifests.
 
     Raises:
-        UserError: As `select_inputs`.
+        UserError: As in `select_inputs`.
     """
     tables = registry.find(name).catalogue_tables
     return select_inputs(name, inputs).versions(tables)
 
 
 def require_tables(name: str, inputs: Inputs, checked: Mapping[str, str]) -> None:
-    """Check that the tables that the model `name` reads still have the checked hashes.
+    """Check that the tables of a model were not replaced since an earlier check.
+
+    Args:
+        name: Name of the model.
+        inputs: Folders of the tables.
+        checked: Hash of each table at the earlier check, by name.
 
     Raises:
         UserError: If a table was replaced.
@@ -191,6 +216,7 @@ def require_tables(name: str, inputs: Inputs, checked: Mapping[str, str]) -> Non
     for table, expected in checked.items():
         if current.get(table) != expected:
             raise UserError(
-                f"the table '{table}' was replaced since this job checked it: {expected[:12]} was checked, "
-                f"{str(current.get(table))[:12]} is there now; choose another --name to train on the new tables"
+                f"the table '{table}' was replaced since this job checked it: "
+                f"{expected[:12]} was checked, {str(current.get(table))[:12]} is there "
+                "now; choose another --name to train on the new tables"
             )

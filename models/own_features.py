@@ -1,11 +1,13 @@
-"""Numbers and categories of a log's own, by which candidates and behaviours are described.
+"""Custom features: numbers and categories that a log provides.
 
     own = OwnFeatures.from_info(manifest.info)
-    own.matrix({"num_bm25": pa.array([2.5, None]), "cat_city": pa.array(["Oslo", "Rome"])}, 2)   # (2, 2) float32
+    columns = {"num_bm25": pa.array([2.5, None]), "cat_city": pa.array(["Oslo", "Rome"])}
+    own.matrix(columns, 2)   # (2, 2) float32
 
-jobs.prepare learns their description from the training window alone
-(`pipelines/data/sequences/custom_features.py`). Tables hold values as the log has them;
-training, evaluation and serving read them with this module.
+The features describe candidates and behaviours. jobs.prepare computes their statistics
+and vocabularies from the training window only
+(`pipelines/data/sequences/custom_features.py`). Tables store values as they are in the
+log; training, evaluation and serving read the values through this module.
 
 Shapes: `n` values, `X` numbers, `G` categories, `O` columns that a layer reads.
 """
@@ -28,59 +30,59 @@ from models.retrieval.data import hash_strings
 from models.warm_start import EmbeddingTables
 
 NUMBER, CATEGORY = "num_", "cat_"
-"""Prefixes of the columns."""
+"""Prefixes of the names of the features' columns."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number, with its statistics over training."""
+    """A numeric feature, with statistics over the training window."""
 
     name: str
-    """Name of its column."""
+    """Name of the column."""
     mean: float
     std: float
-    """Standard deviation; 0 for a constant, and if training has no value."""
+    """Standard deviation; 0 for a constant feature and for one without values."""
     missing: bool
-    """Whether training lacks some values; models then read whether the number is
-    present."""
+    """Whether values are missing in the training window; models then also read whether
+    a value is present."""
 
 
 @dataclass(frozen=True)
 class Category:
-    """A category. Models read a value as its code, 0 for an unknown value."""
+    """A categorical feature. Models read a value as its code, 0 if unknown."""
 
     name: str
-    """Name of its column."""
+    """Name of the column."""
     values: tuple[str, ...] = ()
-    """Values of training, with codes from 1."""
+    """Values of the training window, with codes from 1 in this order."""
     buckets: int = 0
-    """Number of codes, given by a value's hash, where training has too many values;
-    else 0."""
+    """Number of hash buckets of a feature with too many values; 0 for a feature with a
+    vocabulary."""
 
     @property
     def rows(self) -> int:
-        """Number of codes, 0 included."""
+        """Number of codes, including code 0."""
         return 1 + (self.buckets or len(self.values))
 
     def codes(self, strings: pa.Array) -> NDArray[np.int64]:
-        """Return the code of each string (n,)."""
+        """Return the (n,) codes of (n,) strings."""
         encoded = strings
         if not pa.types.is_dictionary(strings.type):
             encoded = strings.dictionary_encode()
-        words = encoded.dictionary.cast(pa.large_string())
+        distinct = encoded.dictionary.cast(pa.large_string())
         if self.buckets:
-            codes = hash_strings(words) % self.buckets + 1
+            codes = hash_strings(distinct) % self.buckets + 1
         else:
-            values = pa.array(self.values, pa.large_string())
-            index = pc.fill_null(pc.index_in(words, values), -1)
-            codes = index.to_numpy().astype(np.int64) + 1
+            vocabulary = pa.array(self.values, pa.large_string())
+            position = pc.fill_null(pc.index_in(distinct, vocabulary), -1)
+            codes = position.to_numpy().astype(np.int64) + 1
         index = pc.fill_null(encoded.indices.cast(pa.int64()), -1).to_numpy()
-        return np.append(codes, 0)[index]  # index -1 is the appended 0
+        return np.append(codes, 0)[index]  # a null has index -1, the appended 0
 
 
 @dataclass(frozen=True)
 class OwnFeatures:
-    """The numbers and categories of a log, in the order of its mapping file."""
+    """The custom features of a log, in the order of its mapping file."""
 
     numbers: tuple[Number, ...] = ()
     categories: tuple[Category, ...] = ()
@@ -89,11 +91,11 @@ class OwnFeatures:
     def from_info(
         cls, info: Mapping[str, Any], scales: Mapping[str, Any] | None = None
     ) -> Self:
-        """Return the features of a log.
+        """Load the features from a manifest.
 
         Args:
-            info: The manifest's `info` of the sequences.
-            scales: The scales of a checkpoint, which replace the statistics of numbers.
+            info: `info` of the manifest of sequences.
+            scales: Scales of a checkpoint, which replace the statistics of numbers.
         """
         own = info.get("own") or {"numbers": [], "categories": []}
         trained = {number["name"]: number for number in (scales or {}).get("own", [])}
@@ -109,22 +111,27 @@ class OwnFeatures:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the columns: numbers, then categories."""
+        """Names of the columns: numbers first, then categories."""
         numbers = [number.name for number in self.numbers]
         return (*numbers, *(category.name for category in self.categories))
 
     def matrix(self, columns: Mapping[str, pa.Array], rows: int) -> NDArray[np.float32]:
-        """Return (rows, X + G): numbers, NaN where missing, and codes of categories.
+        """Convert columns to a matrix.
 
-        A column that is left out counts as missing or unknown.
+        Args:
+            columns: (rows,) values by name of the column; values of absent columns are
+                missing or unknown.
+            rows: Number of rows.
+
+        Returns:
+            (rows, X + G) numbers, NaN if missing, followed by codes of categories.
         """
         matrix = np.zeros((rows, len(self.names)), np.float32)
         for index, number in enumerate(self.numbers):
             matrix[:, index] = np.nan
             if number.name in columns:
                 values = columns[number.name].cast(pa.float32())
-                # a null becomes NaN
-                matrix[:, index] = values.to_numpy(zero_copy_only=False)
+                matrix[:, index] = values.to_numpy(zero_copy_only=False)  # null to NaN
         for index, category in enumerate(self.categories, len(self.numbers)):
             if category.name in columns:
                 matrix[:, index] = category.codes(columns[category.name])
@@ -134,18 +141,20 @@ class OwnFeatures:
 def adopt_scales(
     scales: Mapping[str, Any], info: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the scales of a model that continues a checkpoint, and warnings.
+    """Return the scales of a model that continues training from a checkpoint.
 
-    Numbers keep the checkpoint's scale. A number without values or without spread in
-    the checkpoint takes the scale of the new tables.
+    Numbers keep the scale of the checkpoint. A number without values or with a standard
+    deviation of 0 in the checkpoint takes the scale of the new tables.
 
     Args:
-        scales: The scales of the checkpoint.
-        info: The manifest's `info` of the new sequences.
+        scales: Scales of the checkpoint.
+        info: `info` of the manifest of the new sequences.
+
+    Returns:
+        The scales, and warnings about numbers whose mean has shifted.
     """
-    new = {
-        number["name"]: number for number in (info.get("own") or {}).get("numbers", [])
-    }
+    new_numbers = (info.get("own") or {}).get("numbers", [])
+    new_means = {number["name"]: number["mean"] for number in new_numbers}
     own, warnings = [], []
     for number in scales.get("own", []):
         name = number["name"]
@@ -153,33 +162,42 @@ def adopt_scales(
             own.append({"name": name, "missing": number["missing"]})
             continue
         own.append(number)
-        if name not in new:
+        if name not in new_means:
             continue
-        mean, new_mean = number["mean"], new[name]["mean"]
+        mean, new_mean = number["mean"], new_means[name]
         if abs(new_mean - mean) > MAX_DEVIATIONS * number["std"]:
             warnings.append(
-                f"warning: the mean of {name} was {mean:.4g} and is {new_mean:.4g}, over {MAX_DEVIATIONS:g} deviations of then: "
-                f"most values are cut; train a model anew"
+                f"warning: the mean of {name} was {mean:.4g} in the checkpoint and is "
+                f"{new_mean:.4g} now, a shift of over {MAX_DEVIATIONS:g} standard "
+                "deviations, so most values are clipped; train a new model"
             )
-    items = {
+    item_numbers = {
         name: (mean, std)
         for name, (mean, std) in scales.get("numbers", {}).items()
         if std
     }
-    return {**scales, "own": own, "numbers": items}, warnings
+    return {**scales, "own": own, "numbers": item_numbers}, warnings
 
 
 class OwnInputs(Standardised, EmbeddingTables):
-    """Own features as a layer reads them: standardised numbers, whether a number is present, category embeddings.
+    """A layer that turns custom features into columns of floats.
 
-    In training a fraction `dropout` of the categories' values counts as unknown, so
-    that unknown values are learned.
+    Its output has the standardised numbers, the presence of each number that may be
+    missing, and the embeddings of categories.
     """
 
     at_times: Tensor
-    """Indices of the numbers that are missing at times."""
+    """(M,) indices of the M numbers that may be missing."""
 
     def __init__(self, own: OwnFeatures, width: int, dropout: float) -> None:
+        """Create the layer.
+
+        Args:
+            own: The features.
+            width: Width of the embedding of a category.
+            dropout: Fraction of category values that are replaced by the unknown value
+                in training, so that its embedding is learned.
+        """
         super().__init__(
             torch.tensor([number.mean for number in own.numbers]),
             torch.tensor([number.std for number in own.numbers]),
@@ -202,10 +220,17 @@ class OwnInputs(Standardised, EmbeddingTables):
             *(own.numbers[i].name for i in at_times),
             *(category.name for category in own.categories for _ in range(width)),
         ]
-        """(O,) the feature of each column of the output."""
+        """(O,) name of the feature of each output column."""
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the columns (..., O) of `values` (..., X + G) in the form of `OwnFeatures.matrix`."""
+        """Compute the columns of features.
+
+        Args:
+            values: (..., X + G) features from `OwnFeatures.matrix`.
+
+        Returns:
+            (..., O) columns, described by `columns`.
+        """
         numbers, codes = values[..., : self.count], values[..., self.count :].long()
         scaled = super().forward(numbers)
         is_present = ~torch.isnan(numbers[..., self.at_times])

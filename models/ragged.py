@@ -17,18 +17,26 @@ def lengths_to_offsets(lengths: NDArray) -> NDArray[np.int64]:
 
 
 def lengths_to_starts(lengths: NDArray) -> NDArray[np.int64]:
-    """Return the (n,) index of each row's first value."""
+    """Return the (n,) index of each row's first value, given the (n,) lengths."""
     return np.cumsum(lengths, dtype=np.int64) - lengths
 
 
 def gather_ranges(begin: NDArray, lengths: NDArray) -> NDArray[np.int64]:
-    """Return the indices `begin[i], ..., begin[i] + lengths[i] - 1` of all rows."""
+    """Return the indices `begin[i], ..., begin[i] + lengths[i] - 1` of all rows.
+
+    Args:
+        begin: (n,) index of each row's first value.
+        lengths: (n,) number of values of each row.
+
+    Returns:
+        (sum of lengths,) indices of all values, row by row.
+    """
     total = int(lengths.sum())
     return np.arange(total) + np.repeat(begin - lengths_to_starts(lengths), lengths)
 
 
 def row_numbers(lengths: NDArray) -> NDArray[np.int64]:
-    """Return the row of each value, given the (n,) lengths of the rows."""
+    """Return the row number of each value, given the (n,) lengths of the rows."""
     return np.repeat(np.arange(len(lengths)), lengths)
 
 
@@ -38,7 +46,11 @@ def find_rows(offsets: NDArray[np.int64], index: NDArray) -> NDArray[np.int64]:
 
 
 def run_starts(*keys: NDArray) -> NDArray[np.int64]:
-    """Return the indices at which a run of equal (n,) `keys` begins."""
+    """Return the indices at which a run of equal keys begins.
+
+    Args:
+        keys: (n,) arrays; a run ends where any of them changes.
+    """
     length = len(keys[0])
     is_start = np.zeros(length, bool)
     is_start[:1] = True
@@ -57,12 +69,12 @@ def max_by_run(values: NDArray, starts: NDArray[np.int64]) -> NDArray:
 def pad_indices(
     begin: NDArray, lengths: NDArray, min_width: int = 1
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the indices of ragged rows as a rectangle.
+    """Return the indices of ragged rows as a padded matrix.
 
     Args:
         begin: (B,) index of each row's first value.
         lengths: (B,) number of values of each row.
-        min_width: The least number of columns.
+        min_width: Minimum number of columns T; T is the largest length if larger.
 
     Returns:
         (B, T) indices, 0 at padding, and a (B, T) mask that is false at padding.
@@ -75,7 +87,7 @@ def pad_indices(
 def pad_ragged(
     values: NDArray, index: NDArray[np.int64], inside: NDArray[np.bool_], empty: int
 ) -> NDArray:
-    """Gather ragged rows into a rectangle.
+    """Gather ragged rows into a padded array.
 
     Args:
         values: (E, ...) values of all rows, end to end.
@@ -84,7 +96,7 @@ def pad_ragged(
         empty: Value at padding.
 
     Returns:
-        (B, T, ...)
+        (B, T, ...) values.
     """
     if not len(values):
         return np.full((*index.shape, *values.shape[1:]), empty, values.dtype)
@@ -102,8 +114,8 @@ def find_sorted(
         wanted: (m,) values to look up.
 
     Returns:
-        (m,) indices into `values`, and a (m,) mask that is true where a value was
-        found.
+        (m,) indices into `values`, and a (m,) mask that is true for values that occur
+        in `values`.
     """
     index = np.minimum(np.searchsorted(values, wanted), max(0, len(values) - 1))
     if not len(values):
@@ -126,9 +138,10 @@ def split_evenly(weights: NDArray, parts: int) -> NDArray[np.int64]:
     number = np.arange(parts + 1)
     if len(weights) < parts:
         return len(weights) * number // parts
-    total = np.cumsum(weights)
-    inner = np.searchsorted(total, total[-1] * number[1:] / parts - 0.5) + 1
-    edges = np.concatenate([[0], inner])
+    total = np.cumsum(weights)  # (n,)
+    targets = total[-1] * number[1:] / parts - 0.5  # (parts,) sums at the ends of parts
+    edges = np.append(0, np.searchsorted(total, targets) + 1)
+    # At least one row per part: edges rise by 1 or more and leave rows for later parts.
     edges = np.maximum.accumulate(edges - number) + number
     return np.minimum(edges, len(weights) - parts + number)
 
@@ -136,7 +149,10 @@ def split_evenly(weights: NDArray, parts: int) -> NDArray[np.int64]:
 def concat_columns(parts: list[dict[str, Any]]) -> dict[str, NDArray]:
     """Concatenate the arrays of all parts by name.
 
-    The parts are emptied on the way, which halves the peak memory.
+    Arrays are removed from the parts once they are copied, which halves peak memory.
+
+    Args:
+        parts: Arrays by name, with the same names in all parts.
     """
     names = list(parts[0])
     return {name: np.concatenate([part.pop(name) for part in parts]) for name in names}

@@ -2,8 +2,8 @@
 
     model_class = find("sasrec")
 
-A class is imported when it is looked up, so that a command imports only what it uses,
-and a student can look up its teacher's class.
+A class is imported when it is looked up, so that commands start quickly, and a student
+can look up the class of its teacher.
 """
 
 from __future__ import annotations
@@ -55,19 +55,20 @@ MODELS = {
     "lac": "models.actions.fusions:LAC",
     "genrank": "models.actions.fusions:GenRank",
 }
-"""Module and class of each model; floors come first in their family, the cheapest
-first."""
+"""Module and class of each model. Within a family, floors are listed first, the cheapest
+floor at the top."""
 
 
 def find(name: str) -> type[Model]:
-    """Return the class of a model.
+    """Import and return the class of a model.
 
     Raises:
-        UserError: If there is no model of this name, with the nearest name.
+        UserError: If there is no model of this name; the message suggests a name.
     """
     if name not in MODELS:
         raise UserError(
-            f"unknown model '{name}'; {did_you_mean(name, MODELS)}; known are {', '.join(MODELS)}"
+            f"unknown model '{name}'; {did_you_mean(name, MODELS)}; known are "
+            f"{', '.join(MODELS)}"
         )
     module, class_name = MODELS[name].split(":")
     model_class: type[Model] = getattr(importlib.import_module(module), class_name)
@@ -75,19 +76,25 @@ def find(name: str) -> type[Model]:
 
 
 def find_by_config(config: Any) -> type[Model]:
-    """Return the class of the model that a config belongs to."""
+    """Return the class of the model whose options a config holds."""
     module = f"{type(config).__module__}:"
-    # the module of the config usually has the model too, so that no other is imported
+    # A config is usually defined beside its model, so look there first.
     names = sorted(MODELS, key=lambda name: not MODELS[name].startswith(module))
-    classes = (find(name) for name in names)
-    return next(each for each in classes if each.config_class is type(config))
+    for name in names:
+        model_class = find(name)
+        if model_class.config_class is type(config):
+            return model_class
+    raise ValueError(f"no model has a config of type {type(config).__name__}")
 
 
 def find_floors(family: str) -> list[str]:
-    """Return the names of a family's models without training, the cheapest first."""
-    classes = {name: find(name) for name in MODELS}
-    return [
-        name
-        for name, model_class in classes.items()
-        if model_class.is_floor and model_class.family == family
-    ]
+    """Return the names of a family's floors, the cheapest first.
+
+    Floors are models without training that trained models should outperform.
+    """
+    names = []
+    for name in MODELS:
+        model_class = find(name)
+        if model_class.is_floor and model_class.family == family:
+            names.append(name)
+    return names

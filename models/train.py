@@ -1,9 +1,10 @@
-"""Train one model with PyTorch and no other dependency of this project, on any machine.
+"""Train one model in this process, with PyTorch but without Ray and MLflow.
 
     python -m models.train --config jobs/configs/sasrec.yaml --tables TABLES --output DIR
 
-The same configs, loop and checkpoints as `jobs.train`, without Ray and MLflow. Run
-again, it resumes. SIGINT and SIGTERM save a checkpoint of the current step first.
+Configs, training loop and checkpoints are the same as in `jobs.train`. The same command
+resumes a stopped training. SIGINT and SIGTERM save a checkpoint before the process
+exits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # threads that wait sleep, as those of the jobs do
+# OpenMP threads sleep while they wait, as in the jobs. Set before PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
@@ -47,181 +47,237 @@ from models.training.fit_config import check_replay
 from models.training_run import TrainingRun, check_fit, resolve_training
 
 SECTIONS = ["model", "fit", "ray"]
-"""Of a config of jobs.train; what `ray` says is for clusters."""
+"""Sections of a config of jobs.train; `ray` is ignored here."""
 
 
-def check_same(about: Checkpoint, now: Checkpoint, output: str) -> None:
-    """Raise UserError if a run would continue with other settings, or with another teacher."""
-    for part in ("model", "fit"):
-        before, wanted = (
-            getattr(about, part),
-            json.loads(json.dumps(getattr(now, part), default=str)),
-        )
-        for key in sorted(before.keys() & wanted.keys()):
-            if before[key] != wanted[key]:
+def check_same(previous: Checkpoint, current: Checkpoint, output: str) -> None:
+    """Check that a resumed training has the settings that it was started with.
+
+    Args:
+        previous: Last checkpoint of the training.
+        current: Checkpoint with the current settings.
+        output: Folder of the checkpoints, for the message.
+
+    Raises:
+        UserError: If an option of the model or of the training loop differs.
+    """
+    for section in ("model", "fit"):
+        old = getattr(previous, section)
+        new = json.loads(json.dumps(getattr(current, section), default=str))
+        for key in sorted(old.keys() & new.keys()):
+            if old[key] != new[key]:
                 raise UserError(
-                    f"{output} was begun with {part}.{key} {before[key]}, not {wanted[key]}; give another --output"
+                    f"{output} was started with {section}.{key} {old[key]}, not "
+                    f"{new[key]}; give another --output"
                 )
 
 
 @contextmanager
-def note_signals() -> Iterator[list[int]]:
-    """Collect the first SIGINT or SIGTERM in a list. A second one ends the process."""
+def record_signals() -> Iterator[list[int]]:
+    """Record the first SIGINT or SIGTERM in a list while the block runs.
+
+    A second signal of the same kind ends the process.
+    """
     signals: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    before = {
-        number: signal.signal(number, note)
+    previous_handlers = {
+        number: signal.signal(number, record)
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 def train_sgd(
-    setup: TrainingRun,
+    run: TrainingRun,
     output: str,
     attempt: str,
     state: dict[str, Any] | None,
-    about: Checkpoint | None,
+    last: Checkpoint | None,
 ) -> Checkpoint | None:
-    """Train to the end and return the last checkpoint. A signal saves a checkpoint and exits.
+    """Train by gradient descent and return the last checkpoint.
+
+    After SIGINT or SIGTERM a checkpoint is saved and the process exits.
 
     Args:
-        setup: Model and data.
+        run: Model and data.
         output: Folder of the checkpoints.
         attempt: Number of this attempt at the training.
         state: State to resume from.
-        about: Checkpoint that the state belongs to.
+        last: Checkpoint that the state belongs to.
     """
-    with note_signals() as signals:
-        setup.should_stop = lambda: bool(signals)
+    with record_signals() as signals:
+        run.should_stop = lambda: bool(signals)
         for event in fit(
-            setup.model,
-            setup.train,
-            setup.validate,
-            setup.fit,
-            means=setup.means,
-            lr_multipliers=setup.lr_multipliers,
+            run.model,
+            run.train,
+            run.validate,
+            run.fit,
+            means=run.means,
+            lr_multipliers=run.lr_multipliers,
             state=state,
-            device=setup.device,
+            device=run.device,
             next_action=lambda: STOP if signals else CONTINUE,
         ):
             if isinstance(event, HeartbeatEvent):
-                print(describe(event, setup.fit, setup.progress_unit), flush=True)
+                print(describe(event, run.fit, run.progress_unit), flush=True)
             if not event.state:
                 continue
-            before = about
-            about = setup.checkpoint(
+            about = run.checkpoint(
                 epoch=event.epoch,
                 step=event.step,
                 metrics=drop_undefined(event.metrics),
                 best=best_fields(event.state),
                 attempt=attempt,
             )
-            about.follow(before)
+            about.set_best_folder(last)
+            last = about
             if event.metrics or isinstance(event, EpochEvent):
-                print(describe(event, setup.fit, setup.progress_unit), flush=True)
-            checkpoint.keep(output, setup.model, about, event.state)
+                print(describe(event, run.fit, run.progress_unit), flush=True)
+            checkpoint.keep(output, run.model, about, event.state)
             if event.interrupted:
                 print(f"stopped at step {event.step}; the same command again continues")
                 sys.exit(128 + signals[0])
-    return about
+    return last
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command line: see the module."""
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; None reads `sys.argv`."""
     parser = argparse.ArgumentParser(
         prog="python -m models.train",
-        description="Trains one model with PyTorch alone.",
+        description="Train one model with PyTorch, without Ray and MLflow.",
     )
     parser.add_argument(
         "--config",
         required=True,
         action="append",
-        help="YAML file with the sections model and fit, as of jobs.train; of several the later ones win",
+        help="YAML file with the sections model and fit, as for jobs.train; may be "
+        "repeated, and later files override earlier ones",
     )
-    parser.add_argument("--tables", required=True, help="folder that jobs.prepare made")
+    parser.add_argument("--tables", required=True, help="output folder of jobs.prepare")
     parser.add_argument(
         "--sids",
-        help="folder that jobs.tokenize made, for models that use semantic IDs",
+        help="output folder of jobs.tokenize, for models that use semantic IDs",
     )
     parser.add_argument(
         "--text",
-        help="folder that jobs.encode made, for models of search, and if given of actions",
+        help="output folder of jobs.encode, required by search models and optional "
+        "for actions models",
     )
     parser.add_argument(
         "--output",
         required=True,
-        help="folder for the checkpoints; run again, it resumes from them",
+        help="folder for the checkpoints; the same command again resumes from them",
     )
     parser.add_argument(
         "--init",
-        help="checkpoint whose weights it begins with, of tables that these may extend",
+        help="checkpoint whose weights the training starts from; the tables may "
+        "extend the tables of its training",
     )
-    options = parser.parse_args(argv)
-    check_buckets_first()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        require_folders(tables=options.tables, sids=options.sids, text=options.text)
-        inputs = Inputs(options.tables, options.sids, options.text)
-        content = read_configs(options.config, "check --config")
-        for section, values in content.items():
-            if section not in SECTIONS:
-                raise UserError(
-                    f"unknown key '{section}'; {did_you_mean_key(section, SECTIONS)}"
-                )
-            if not isinstance(values, dict):
-                raise UserError(
-                    f"'{section}' is {values!r}, it must be a mapping; correct the config"
-                )
-        options_of_model = content.get("model", {})
-        name = options_of_model.pop("name", None)
-        if name is None:
+    return parser.parse_args(argv)
+
+
+def load_configs(uris: list[str], init: str | None) -> tuple[Any, FitConfig]:
+    """Load the options of the model and of the training loop from YAML files.
+
+    Args:
+        uris: The files; later files override earlier ones.
+        init: Checkpoint of the option --init, if given.
+
+    Raises:
+        UserError: If a section, an option or a value is not valid.
+    """
+    content = read_configs(uris, "check --config")
+    for section, values in content.items():
+        if section not in SECTIONS:
             raise UserError(
-                f"{options.config[-1]} names no model; give the config that it is read after first"
+                f"unknown key '{section}'; {did_you_mean_key(section, SECTIONS)}"
             )
-        try:
-            fit_config = build(FitConfig, content.get("fit", {}), "fit.")
-            check_replay(fit_config, options.init)
-            config_class = registry.find(name).config_class
-            config = build(config_class, options_of_model, "model.")
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{error}; correct the config") from error
-        output = options.output
-        init = checkpoint.locate(options.init) if options.init else None
-        attempt = attempts.begin(output)
-        about = checkpoint.last(output)
-        config, inputs = resolve_training(config, fit_config, inputs, init)
-        setup = TrainingRun.build(
-            config, fit_config, inputs, device=device, last=about, init=init
+        if not isinstance(values, dict):
+            raise UserError(
+                f"'{section}' is {values!r}, it must be a mapping; correct the config"
+            )
+    model_options = content.get("model", {})
+    name = model_options.pop("name", None)
+    if name is None:
+        raise UserError(
+            f"{uris[-1]} has no model.name; give the config of a model before it"
         )
-        check_fit(fit_config, type(setup.model), setup.catalogue)
-        for message in setup.messages:
-            print(message)
-        state = None
-        if about:
-            check_same(about, setup.checkpoint(), output)
-            state = setup.resume(output, about)
-            inside = bool(state and state["cursor"]["step_in_epoch"])
-            where = "in" if inside else "after"
-            print(f"continuing {where} epoch {about.epoch}, step {about.step}")
-        setup.check_metric()
-        if not setup.model.trains_by_gradient:
-            setup.fit_counts()
-            place = join(output, BEST)
-            checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
-            print(f"counted; checkpoint {place}")
-            return
-        about = train_sgd(setup, output, str(attempt), state, about)
-        if about:
-            print(f"best checkpoint: {checkpoint.publish(output, about)}")
+    try:
+        fit_config = build(FitConfig, content.get("fit", {}), "fit.")
+        check_replay(fit_config, init)
+        config = build(registry.find(name).config_class, model_options, "model.")
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{error}; correct the config") from error
+    return config, fit_config
+
+
+def resume(run: TrainingRun, output: str, last: Checkpoint) -> dict[str, Any] | None:
+    """Load the last checkpoint of a training, and return the state of the loop.
+
+    Args:
+        run: Model and data.
+        output: Folder of the checkpoints.
+        last: Last checkpoint of the training.
+
+    Raises:
+        UserError: If the settings of the training have changed.
+    """
+    check_same(last, run.checkpoint(), output)
+    state = run.resume(output, last)
+    is_within = bool(state and state["cursor"]["step_in_epoch"])
+    preposition = "in" if is_within else "after"
+    print(f"continuing {preposition} epoch {last.epoch}, step {last.step}")
+    return state
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train the model that the command line describes, and print its progress.
+
+    Raises:
+        UserError: If the options, configs or tables are not valid.
+    """
+    output = options.output
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    require_folders(tables=options.tables, sids=options.sids, text=options.text)
+    inputs = Inputs(options.tables, options.sids, options.text)
+    config, fit_config = load_configs(options.config, options.init)
+    init = checkpoint.locate(options.init) if options.init else None
+    attempt = attempts.begin(output)
+    last = checkpoint.last(output)
+    config, inputs = resolve_training(config, fit_config, inputs, init)
+    run = TrainingRun.build(
+        config, fit_config, inputs, device=device, last=last, init=init
+    )
+    check_fit(fit_config, type(run.model), run.catalogue)
+    for message in run.messages:
+        print(message)
+    state = resume(run, output, last) if last else None
+    run.check_metric()
+    if not run.model.trains_by_gradient:
+        run.fit_counts()
+        uri = join(output, BEST)
+        checkpoint.save(uri, run.model, run.checkpoint(epoch=1))
+        print(f"counted; checkpoint {uri}")
+        return
+    last = train_sgd(run, output, str(attempt), state, last)
+    if last:
+        print(f"best checkpoint: {checkpoint.publish(output, last)}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line that the module describes."""
+    options = parse_options(argv)
+    check_buckets_first()
+    try:
+        train(options)
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -1,16 +1,16 @@
-"""Load the weights of a checkpoint into a model on tables that extend those of its training.
+"""Loading of a checkpoint into a model whose tables extend the training tables.
 
-    messages = load_extended_weights(model, "runs/monday/best", about, catalogue.num_items)
+    messages = load_extended_weights(model, "runs/monday/best", about, num_items)
 
-Old items keep their rows, as they keep their index. Rows of category values are found
-by name. A new value begins as the unknown value does. A new item begins as the unknown
-item if the model learns one (`id_dropout`), otherwise as the mean of all items; its
-content is read like that of old items. Numbers and texts keep the scale of the first
-training (`Catalogue.scales`), so the scores of old items stay the same.
+Old items keep their index, so they keep their rows. Rows of category values are matched
+by name. A new value is initialised like the unknown value. A new item is initialised
+like the unknown item if the model learns one (`id_dropout`), otherwise as the mean of
+the old items. Numbers and texts keep the scale of the first training
+(`Catalogue.scales`), so the scores of old items do not change.
 
-For this, `learned` of a checkpoint holds `scales`; `names`, the values of the rows of
-embedding tables by module; `until`, the time in ms before which training requests lie,
-if the split is by time; and `since`, the `until` of the run before.
+`Checkpoint.learned` has what this needs: `scales`; `names`, the values of the rows of
+embedding tables by module; `until`, the end of the training window in ms, if the split
+is by time; and `since`, the `until` of the previous run.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from models.storage.checkpoint import (
 )
 
 RowNames = Sequence[Sequence[str] | None]
-"""Of each embedding table, the values of its rows from 1 on; None if they have no
-names."""
+"""Names of the rows of each embedding table, from row 1 on; None for a table whose rows
+have no names."""
 
 EXTRA_STATE = "_extra_state"
-"""Key under which PyTorch stores what a module's `get_extra_state` returns."""
+"""Key under which PyTorch stores the result of a module's `get_extra_state`."""
 
 
 class EmbeddingTables(nn.Module):
-    """A module with a list `tables` of embeddings, whose row 0 is the unknown value."""
+    """A module with a list `tables` of embeddings whose row 0 is the unknown value."""
 
     row_names: RowNames = ()
-    """Values of the rows from 1 on of each table; None if they have no names."""
+    """Names of the rows of each table, which are the values that the rows embed."""
     catalogue_buffers: tuple[str, ...] = ()
-    """Names of buffers with content of the catalogue, which is not learned."""
+    """Names of buffers that hold content of the catalogue instead of learned values."""
     id_dropout = 0.0
-    """Share of ids that count as unknown in training."""
+    """Fraction of ids that are replaced by the unknown id in training."""
 
 
 def collect_row_names(model: nn.Module) -> dict[str, RowNames]:
-    """Return the row names of the embedding tables of each module, as JSON values."""
+    """Return the row names of embedding tables by module, as JSON values."""
     return {
         path: [None if names is None else list(names) for names in module.row_names]
         for path, module in model.named_modules()
@@ -74,16 +74,16 @@ def load_extended_weights(
     *,
     trains: bool = False,
 ) -> list[str]:
-    """Fill a model with the weights of a checkpoint whose tables its own tables extend.
+    """Load a checkpoint into a model whose tables extend the training tables.
 
     Args:
         model: Model on the new tables, with the scales of the checkpoint.
-        uri: Where the checkpoint is.
+        uri: Path or URI of the checkpoint.
         about: `config.json` of the checkpoint.
-        num_items: Items of the new tables.
-        trains: Whether the model is trained next. What the old training could not learn
-            is then initialised from the new tables: features without spread, and tasks
-            without positives or without negatives.
+        num_items: Number of items of the new tables.
+        trains: Whether the model is trained next. Parameters that the old training
+            could not learn are then initialised from the new tables: scales of constant
+            features, and biases of tasks without positives or without negatives.
 
     Returns:
         Messages about new values and items.
@@ -99,45 +99,58 @@ def load_extended_weights(
         messages += keep_new_scales(model, saved)
         messages += keep_new_rates(model, saved, about)
     targets: dict[str, Tensor] = model.state_dict()
-    from_catalogue = set(list_catalogue_buffers(model))
-    names = dict(pair_row_names(model, about))
-    loaded = set()  # addresses, as tied weights are saved once
+    catalogue_buffers = set(list_catalogue_buffers(model))
+    row_names = dict(pair_row_names(model, about))
+    loaded = set()  # addresses of tensors, as tied weights are saved once
     for name, weights in saved.items():
         module, _, key = name.rpartition(".")
         if key == EXTRA_STATE:
             model.get_submodule(module).set_extra_state(weights)
             continue
         target = targets.get(name)
-        if target is not None and name in from_catalogue:
-            loaded.add(target.data_ptr())
+        if target is None:
+            raise _shape_error(uri, name, weights, None)
+        loaded.add(target.data_ptr())
+        if name in catalogue_buffers:
             continue
-        if target is not None and name in names:
-            weights, added = extend_values(name, weights, len(target) - 1, *names[name])
+        if name in row_names:
+            old, new = row_names[name]
+            weights, added = extend_values(name, weights, len(target) - 1, old, new)
             messages += added
-        elif target is not None and len(target.shape) and len(target) == num_items:
+        elif target.ndim and len(target) == num_items:
             weights, added = extend_items(model, name, weights, num_items)
             messages += added
-        if target is None or target.shape != weights.shape:
-            shape = "none" if target is None else f"of {tuple(target.shape)}"
-            raise OtherTablesError(
-                f"{uri} does not fit the model: {name} is of {tuple(weights.shape)} there "
-                f"and {shape} here; give the options of model.* that it was trained with, "
-                "or train a model anew, without --init"
-            )
+        if target.shape != weights.shape:
+            raise _shape_error(uri, name, weights, target)
         target.copy_(weights)
-        loaded.add(target.data_ptr())
-    for name, tensor in targets.items():
-        if tensor.numel() and tensor.data_ptr() not in loaded:
+    for name, target in targets.items():
+        if target.numel() and target.data_ptr() not in loaded:
             raise OtherTablesError(
                 f"{uri} does not fit the model: it has no {name}; give a checkpoint of "
-                "this model, or train a model anew"
+                "this model, or train a new model"
             )
     check_finite(model, uri)
     return messages
 
 
+def _shape_error(
+    uri: str | Path, name: str, weights: Tensor, target: Tensor | None
+) -> OtherTablesError:
+    """Return the error for weights without a target of the same shape in the model."""
+    shape = "none" if target is None else f"of {tuple(target.shape)}"
+    return OtherTablesError(
+        f"{uri} does not fit the model: {name} is of {tuple(weights.shape)} there "
+        f"and {shape} here; give the options of model.* that it was trained with, "
+        "or train a new model, without --init"
+    )
+
+
 def keep_new_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
-    """Replace the saved scales of features without spread by the scales of the model.
+    """Replace the saved scales of constant features by the scales of the new tables.
+
+    Args:
+        model: Model on the new tables.
+        saved: Weights of the checkpoint, which are changed in place.
 
     Returns:
         Messages that name the features.
@@ -148,9 +161,10 @@ def keep_new_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
             continue
         mean, std = saved.get(f"{path}.mean"), saved.get(f"{path}.std")
         if mean is None or std is None or std.shape != module.std.shape:
-            continue  # refused when the weights are copied
+            continue  # the shapes are checked when the weights are copied
         messages += [
-            f"{name} had no values or no spread before: it takes the scale of these tables"
+            f"{name} had no values or was constant before: its scale is taken from the "
+            "new tables"
             for name in module.keep_new_scales(mean, std)
         ]
     return messages
@@ -159,7 +173,12 @@ def keep_new_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
 def keep_new_rates(
     model: Any, saved: dict[str, Tensor], about: Checkpoint
 ) -> list[str]:
-    """Replace the saved biases of tasks that were constant by the biases of the model.
+    """Replace the saved biases of constant tasks by the biases of the model.
+
+    Args:
+        model: Model on the new tables.
+        saved: Weights of the checkpoint, which are changed in place.
+        about: `config.json` of the checkpoint.
 
     Returns:
         Messages that name the tasks.
@@ -173,14 +192,14 @@ def keep_new_rates(
             bias = model.get_parameter("head.bias")
             saved["head.bias"][task] = bias[task].detach()
             messages.append(
-                f"task {name} was {old_rates[name]:g} for all before: its bias begins at "
-                f"its rate, {rate:.4f}"
+                f"task {name} was {old_rates[name]:g} for all candidates before: its "
+                f"bias is initialised from its rate, {rate:.4f}"
             )
     return messages
 
 
 def list_catalogue_buffers(model: nn.Module) -> Iterator[str]:
-    """Yield the names of buffers with content of the catalogue, which is not learned."""
+    """Yield the names of buffers that hold content of the catalogue."""
     for path, module in model.named_modules():
         if isinstance(module, EmbeddingTables):
             for name in module.catalogue_buffers:
@@ -188,30 +207,32 @@ def list_catalogue_buffers(model: nn.Module) -> Iterator[str]:
 
 
 def check_tasks(model: Any, about: Checkpoint, uri: str | Path) -> None:
-    """Raise OtherTablesError if the tables have other tasks than the training had."""
+    """Raise OtherTablesError if the tasks of the tables differ from the training's."""
     old_tasks = set(about.learned.get("scales", {}).get("rates", {}))
     others = old_tasks ^ set(model.labels)
     if old_tasks and others:
         raise OtherTablesError(
-            f"the tasks of these tables are not those of {uri}, such as {min(others)}: "
-            "train a model anew, without --init; tables that jobs.prepare makes with "
-            "--append from the first day on keep their tasks"
+            f"the tables and {uri} have different tasks, such as {min(others)}: train "
+            "a new model, without --init; tables that jobs.prepare makes with --append "
+            "from the first day on keep their tasks"
         )
 
 
 def pair_row_names(
     model: nn.Module, about: Checkpoint
 ) -> Iterator[tuple[str, tuple[Sequence[str], Sequence[str] | None]]]:
-    """Yield the weights whose rows have names in the checkpoint.
+    """Yield the embedding tables whose rows have names in the checkpoint.
 
-    With each: its row names in the checkpoint, and in the model; None if hashed there.
+    Yields:
+        The name of the weights; the row names in the checkpoint, and the row names in
+        the model, which are None for a hashed table.
     """
     old_names: Mapping[str, Any] = about.learned.get("names", {})
     for path, tables in collect_row_names(model).items():
         pairs = zip(old_names.get(path, ()), tables, strict=False)
-        for i, (old, new) in enumerate(pairs):
+        for number, (old, new) in enumerate(pairs):
             if old is not None:
-                yield f"{path}.tables.{i}.weight", (old, new)
+                yield f"{path}.tables.{number}.weight", (old, new)
 
 
 def extend_values(
@@ -221,17 +242,20 @@ def extend_values(
     old: Sequence[str],
     new: Sequence[str] | None,
 ) -> tuple[Tensor, list[str]]:
-    """Return the weights of a category's new values, and messages.
+    """Extend the saved weights of a category to its new values.
 
     Args:
-        name: Name of the weights.
+        name: Name of the weights, for messages.
         weights: (1 + old values, D) saved weights.
-        num_rows: Rows of the new table without row 0.
+        num_rows: Number of rows of the new table, without row 0.
         old: Values of the saved rows.
         new: Values of the new rows; None if the new table is hashed.
+
+    Returns:
+        (1 + num_rows, D) weights, and messages.
     """
     if new is None:
-        message = f"values of {name} are hashed now, as they are many"
+        message = f"values of {name} are hashed now, because there are many"
         return assign_by_hash(weights, old, num_rows), [message]
     weights = assign_by_name(weights, old, new)
     num_new = len(set(new) - set(old))
@@ -241,16 +265,31 @@ def extend_values(
 
 
 def assign_by_name(weights: Tensor, old: Sequence[str], new: Sequence[str]) -> Tensor:
-    """Return (1 + new, D) rows by name out of (1 + old, D); row 0 for new values."""
+    """Rearrange rows by the names of their values.
+
+    Args:
+        weights: (1 + old, D) saved rows; row 0 is the unknown value.
+        old: Names of the saved rows from 1 on.
+        new: Names of the new rows from 1 on.
+
+    Returns:
+        (1 + new, D) rows, in which new values have copies of row 0.
+    """
     index = pc.index_in(pa.array(new, pa.string()), pa.array(old, pa.string()))
     rows = pc.fill_null(index, -1).to_numpy() + 1
     return weights[torch.from_numpy(np.append(0, rows))]
 
 
 def assign_by_hash(weights: Tensor, old: Sequence[str], buckets: int) -> Tensor:
-    """Return (1 + buckets, D) rows by the values' hash out of (1 + old, D) rows by value.
+    """Rearrange rows by the hash of their values.
 
-    A bucket without an old value begins as the unknown value, row 0.
+    Args:
+        weights: (1 + old, D) saved rows; row 0 is the unknown value.
+        old: Values of the saved rows from 1 on.
+        buckets: Number of hash buckets.
+
+    Returns:
+        (1 + buckets, D) rows, in which buckets without an old value are copies of row 0.
     """
     hashed = weights[:1].repeat(buckets + 1, *[1] * (weights.ndim - 1))
     if len(old):
@@ -262,10 +301,19 @@ def assign_by_hash(weights: Tensor, old: Sequence[str], buckets: int) -> Tensor:
 def extend_items(
     model: nn.Module, name: str, weights: Tensor, num_items: int
 ) -> tuple[Tensor, list[str]]:
-    """Return (num_items, ...) weights of all items, and messages.
+    """Extend the saved weights of items to new items.
 
-    The rows of new items are zeros in a buffer, and in the table of a module that has
-    learned the unknown item; elsewhere they are the mean of the old items.
+    The rows of new items are zeros in a buffer, and in a module that has learned the
+    unknown item as a zero vector. Otherwise they are the mean of the old items.
+
+    Args:
+        model: Model on the new tables.
+        name: Name of the weights.
+        weights: (old items, ...) saved weights.
+        num_items: Number of items of the new tables.
+
+    Returns:
+        (num_items, ...) weights, and messages.
     """
     num_new = num_items - len(weights) if weights.ndim else 0
     if num_new <= 0:
@@ -280,7 +328,10 @@ def extend_items(
 
 
 def has_unknown_item(model: nn.Module, name: str) -> bool:
-    """Return whether the module of these weights has learned a zero vector as unknown item."""
+    """Return whether the module of weights has learned the unknown item.
+
+    The unknown item is a zero vector.
+    """
     path, is_table, _ = name.partition(".tables.")
     module = model.get_submodule(path) if is_table else model
     return isinstance(module, EmbeddingTables) and module.id_dropout > 0

@@ -1,10 +1,10 @@
-"""Folds of a table that is split by time: several test windows, each with its own training window.
+"""Folds of a table that is split by time: test windows with their training windows.
 
-    number = resolve_fold(manifest.info, None, "tables/sequences")  # the last fold
-    split = assign_fold(manifest.info["split"], number, columns["request_time"])
+    fold = resolve_fold(manifest.info, None, "tables/sequences")  # the last fold
+    split = assign_fold(manifest.info["split"], fold, columns["request_time"])
 
-The table's column `split` is the split of the last fold. The cut times of the others
-are in the manifest, as `info["split"]["folds"]`, oldest first.
+The column `split` of the table is the split of the last fold. The manifest has the
+times that delimit all folds, oldest first, as `info["split"]["folds"]`.
 """
 
 from __future__ import annotations
@@ -18,42 +18,48 @@ from numpy.typing import NDArray
 from models.storage.tables import UserError
 
 NO_SPLIT = -1
-"""Split of a request after the test window of its fold."""
+"""Split index of a request after the test window of the fold."""
 
 
 def count_folds(info: Mapping[str, Any]) -> int:
-    """Return the number of folds in the `info` of a manifest of sequences; 0 without folds."""
+    """Return the number of folds of a table, given the `info` of its manifest."""
     return len(info.get("split", {}).get("folds", ()))
 
 
 def resolve_fold(info: Mapping[str, Any], fold: int | None, uri: str) -> int | None:
-    """Return the number of a fold, from 1: the last one by default, None without folds.
+    """Return the number of the fold to use, from 1; None for a table without folds.
 
     Args:
         info: `info` of the manifest of sequences.
-        fold: Number of the fold, or None.
-        uri: Where the table is, for messages.
+        fold: Number of the requested fold; None for the last fold.
+        uri: Folder of the table, for messages.
 
     Raises:
-        UserError: if the table does not have the fold.
+        UserError: If the table does not have the fold.
     """
     folds = count_folds(info)
     if fold is None:
         return folds or None
     if not folds:
         raise UserError(
-            f"fold {fold} is asked for, and {uri} is not cut into folds; make the tables with --split.folds, or leave "
-            f"fit.fold out"
+            f"fit.fold is {fold}, but {uri} has no folds; make the tables with "
+            "--split.folds, or leave fit.fold out"
         )
     if not 1 <= fold <= folds:
         raise UserError(
-            f"fold {fold} is asked for, and {uri} has {folds} folds; choose fit.fold from 1 to {folds}"
+            f"fit.fold is {fold}, but {uri} has {folds} folds; choose fit.fold from 1 "
+            f"to {folds}"
         )
     return fold
 
 
 def find_train_end(info: Mapping[str, Any], fold: int | None) -> int | None:
-    """Return the time in ms before which training requests lie; None if the split is not by time."""
+    """Return the end of the training window in ms, or None if not split by time.
+
+    Args:
+        info: `info` of the manifest of sequences.
+        fold: Number of the fold, from 1; None for a table without folds.
+    """
     split = info.get("split", {})
     if fold is not None:
         split = split["folds"][fold - 1]
@@ -73,15 +79,18 @@ def describe_windows(info: Mapping[str, Any], fold: int | None) -> dict[str, int
 def assign_fold(
     split: Mapping[str, Any], fold: int, time: NDArray[np.int64]
 ) -> NDArray[np.int8]:
-    """Return the index into `SPLITS` of each request in a fold, or `NO_SPLIT` after its test window.
+    """Assign the requests of a table to the splits of one fold.
 
     Args:
-        split: The split as manifests record it.
+        split: Description of the split in the manifest.
         fold: Number of the fold, from 1.
-        time: (R,) ms of each request.
+        time: (R,) time of each request in ms.
+
+    Returns:
+        (R,) index into `SPLITS` of each request, or `NO_SPLIT` after the test window.
     """
     window = split["folds"][fold - 1]
-    code = np.digitize(time, [window["val_start_ms"], window["test_start_ms"]])
+    index = np.digitize(time, [window["val_start_ms"], window["test_start_ms"]])
     if fold < len(split["folds"]):
-        code = np.where(time < window["test_end_ms"], code, NO_SPLIT)
-    return code.astype(np.int8)
+        index = np.where(time < window["test_end_ms"], index, NO_SPLIT)
+    return index.astype(np.int8)

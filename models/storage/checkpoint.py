@@ -1,18 +1,20 @@
-"""Checkpoints: a folder with the weights as safetensors, a readable `config.json`, and `state.pt` to resume from.
+"""Checkpoints: folders with weights, a `config.json`, and a state to resume from.
 
     about = checkpoint.read("runs/sasrec/best")
-    checkpoint.load_weights(model, "runs/sasrec/best")     # load_model builds the model too
+    checkpoint.load_weights(model, "runs/sasrec/best")
 
-No file holds pickled code: `state.pt` has tensors and numbers and is read with
-`weights_only=True`. `config.json` is written last and lists the other files with sizes
-and SHA-256, so a half-written checkpoint is not one. Sizes are checked when a
-checkpoint is read, hashes when one of its files is loaded.
+Weights are stored as safetensors. No file contains pickled code: the state is stored in
+`state.pt`, which has tensors and numbers and is read with `weights_only=True`.
+`config.json` is written last and lists the other files with sizes and SHA-256, so a
+folder without it is an incomplete checkpoint. Sizes are verified when a checkpoint is
+read, and hashes when a file is loaded.
 
-The folder of a run, local or at a URI, has checkpoints `step-N-aATTEMPT` from `keep`:
-the last one and the best one. No checkpoint is overwritten, so `last` finds a complete
-one after a kill at any moment. An attempt at the training
-(`models/storage/attempts.py`) writes only folders of its own number, and removes no
-folder of a newer attempt. `publish` adds the folder `best` at the end of the run.
+The folder of a run, local or at a URI, contains the last and the best checkpoint of the
+run, written by `keep` to folders `step-N-aATTEMPT`. Checkpoints are not overwritten, so
+`last` finds a complete checkpoint after a kill at any time. An attempt at the training
+(`models/storage/attempts.py`) writes only folders with its own number, and does not
+remove folders of a newer attempt. `publish` adds the folder `best` at the end of the
+run.
 """
 
 from __future__ import annotations
@@ -49,10 +51,10 @@ from models.storage.uri import absolute, file_info, write_file
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 
 BEST = "best"
-"""Folder of a finished run with its best checkpoint."""
+"""Name of the folder with the best checkpoint of a finished run."""
 
 OPTIONAL = "text_items"
-"""Table that some models are trained with and some without."""
+"""Table that is optional in training, but required later if training used it."""
 
 
 @dataclass
@@ -60,31 +62,31 @@ class Checkpoint:
     """Content of `config.json`."""
 
     model: dict[str, Any]
-    """Name in the registry under `name`, and the fields of the model's config."""
+    """Registry name of the model, under `name`, and the fields of its config."""
     fit: dict[str, Any] = field(default_factory=dict)
-    """The training config."""
+    """Options of the training loop."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """Hashes of the tables that it was trained on: `sequences`, `items`, `sids`,
-    `trie`, `queries`, `text_*`."""
+    """Hashes of the training tables: `sequences`, `items`, `sids`, `trie`, `queries`,
+    `text_*`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Validation metrics at this step."""
     epoch: int = 0
-    """Completed epochs."""
+    """Number of completed epochs."""
     step: int = 0
-    """Completed optimizer steps."""
+    """Number of completed optimizer steps."""
     best: dict[str, Any] = field(default_factory=dict)
     """Best validation so far: `value`, `epoch`, `step`, and the `folder` of its
     checkpoint."""
     attempt: str = str(UNNUMBERED)
-    """Number of the attempt that wrote it (`models/storage/attempts.py`)."""
+    """Number of the attempt that wrote the checkpoint (`models/storage/attempts.py`)."""
     tracking: dict[str, str] = field(default_factory=dict)
-    """MLflow `run_id`, `uri` and `experiment` of the training run, if there is one."""
+    """MLflow `run_id`, `uri` and `experiment` of the training run; empty without MLflow."""
     code: str = ""
-    """Version of the code that wrote it (`code_version`)."""
+    """Version of the code that wrote the checkpoint (`code_version`)."""
     timing: dict[str, float] = field(default_factory=dict)
-    """Seconds and examples per second so far."""
+    """Duration and throughput of the training so far."""
     learned: dict[str, Any] = field(default_factory=dict)
-    """State of the model about its tables beside the weights
+    """Values other than weights that were learned from the tables
     (`models/warm_start.py`)."""
     files: dict[str, int] = field(default_factory=dict)
     """Sizes of the other files in bytes, by name."""
@@ -106,12 +108,17 @@ class Checkpoint:
         """Name of the folder of the run's best checkpoint so far."""
         return str(self.best.get("folder") or folder_name(self.best["step"]))
 
-    def follow(self, before: Checkpoint | None) -> None:
-        """Note the folder of the best checkpoint, given the run's checkpoint before this one."""
-        if before is None or self.best["step"] in (0, self.step):  # 0: no validation
+    def set_best_folder(self, previous: Checkpoint | None) -> None:
+        """Set the folder of the best checkpoint so far.
+
+        Args:
+            previous: The previous checkpoint of the run, if any.
+        """
+        is_best = self.best["step"] in (0, self.step)  # 0: no validation yet
+        if previous is None or is_best:
             self.best["folder"] = self.folder
         else:
-            self.best["folder"] = before.best_folder
+            self.best["folder"] = previous.best_folder
 
     def to_json(self) -> str:
         """Return the content of `config.json`, with a hash of itself."""
@@ -119,7 +126,7 @@ class Checkpoint:
 
 
 class Uploads:
-    """A thread that uploads the checkpoints of a run one after the other, while the training goes on."""
+    """A thread that uploads the checkpoints of a run in order during training."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -127,13 +134,25 @@ class Uploads:
         self._last.set_result(None)
 
     def __call__(self, upload: Callable[[], None]) -> None:
-        """Start an upload when the one before has ended."""
+        """Start an upload after the previous upload has ended."""
         self.wait()
         self._last = self._thread.submit(upload)
 
     def wait(self) -> None:
-        """Wait for the last upload, and raise its error if it failed."""
+        """Wait for the last upload, and raise its exception if it failed."""
         self._last.result()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """How `save` completes a checkpoint after its files are written locally."""
+
+    before: Callable[[], None] = lambda: None
+    """Called right before `config.json` is written."""
+    after: Callable[[], None] = lambda: None
+    """Called when the checkpoint is complete."""
+    uploads: Uploads | None = None
+    """Thread that uploads a checkpoint to a URI, so that `save` returns at once."""
 
 
 def save(
@@ -141,27 +160,23 @@ def save(
     model: nn.Module,
     about: Checkpoint,
     state: dict[str, Any] | None = None,
-    after: Callable[[], None] = lambda: None,
-    uploads: Uploads | None = None,
     shards: Sequence[WrittenFile] = (),
     extra: Mapping[str, bytes] | None = None,
-    before: Callable[[], None] = lambda: None,
+    completion: Completion | None = None,
 ) -> None:
-    """Make or replace the checkpoint at a path or URI.
+    """Create or replace the checkpoint at a path or URI.
 
     Args:
         uri: Folder of the checkpoint.
         model: Model whose weights are saved.
         about: Content of `config.json`, which is written last.
-        state: State to resume from. The state of a sharded model has all its weights
-            under `weights`.
-        after: Called when the checkpoint is complete.
-        uploads: Thread that uploads a checkpoint to a URI, so that this returns at
-            once.
+        state: State to resume from. The state of a sharded model contains the full
+            weights under `weights`.
         shards: Files that `write_shards` has written into the folder.
-        extra: Further files, by name.
-        before: Called right before `config.json` is written.
+        extra: Content of further files, by name.
+        completion: Callbacks and upload thread; None completes the checkpoint at once.
     """
+    completion = completion or Completion()
     filesystem, path = open_uri(str(uri))
     is_local = isinstance(filesystem, fs.LocalFileSystem)
     if is_local and not shards:
@@ -179,12 +194,12 @@ def save(
                 if not shards:
                     _make_empty_folder(filesystem, path)
                 _copy(str(folder), path, fs.LocalFileSystem(), filesystem)
-        before()
+        completion.before()
         write_file(join(str(uri), CONFIG), config)
-        after()
+        completion.after()
 
-    if staging and uploads:
-        uploads(upload)
+    if staging and completion.uploads:
+        completion.uploads(upload)
     else:
         upload()
 
@@ -196,12 +211,15 @@ def _write_files(
     state: dict[str, Any] | None,
     extra: Mapping[str, bytes],
 ) -> None:
-    """Write weights, state and further files into a local folder, and note their sizes and hashes in `about`."""
+    """Write the files of a checkpoint, except `config.json`, into a local folder.
+
+    Their sizes and hashes are set in `about`.
+    """
     if state is not None and "weights" in state:
         state = dict(state)
         safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
     else:
-        # keeps tied weights once
+        # save_model stores tied weights once
         safetensors.torch.save_model(model, str(folder / WEIGHTS))
     if state is not None:
         torch.save(state, folder / STATE)
@@ -213,11 +231,11 @@ def _write_files(
 
 
 SHARD = re.compile(r"state-\d+\.pt")
-"""File of a checkpoint with one rank's shard of the optimizer's state."""
+"""Pattern of the name of a file with the optimizer state of one rank's parameters."""
 
 
 class WrittenFile(NamedTuple):
-    """A file of a checkpoint that another rank has written."""
+    """A file of a checkpoint, written by another rank than 0."""
 
     name: str
     size: int
@@ -228,24 +246,33 @@ class WrittenFile(NamedTuple):
 def write_shards(
     folder: str, about: Checkpoint, state: dict[str, Any], rank: int
 ) -> list[WrittenFile]:
-    """Write the shards of the optimizer's state of all ranks but 0 into a checkpoint that `save` completes.
+    """Write the optimizer states of all ranks except 0 into a checkpoint's folder.
 
-    Rank 0 has its own shard in the state that it saves. All ranks call this at once,
-    and all get the list of files.
+    A collective call. Rank 0 completes the checkpoint by `save`, with the optimizer
+    state of its own parameters.
+
+    Args:
+        folder: Folder of the run.
+        about: Content of the checkpoint's `config.json`.
+        state: State of this rank, whose optimizer state is the rank's share.
+        rank: Rank of this worker.
+
+    Returns:
+        The files that all ranks have written.
     """
     filesystem, path = open_uri(join(folder, about.folder))
     if rank == 0:
         _make_empty_folder(filesystem, path)
     dist.barrier()
-    mine: WrittenFile | None = None
+    own_file: WrittenFile | None = None
     if rank:
         with TemporaryDirectory() as staging:
             file = Path(staging) / f"state-{rank}.pt"
             torch.save(state["optimizer"]["state"], file)
             _copy(str(file), f"{path}/{file.name}", fs.LocalFileSystem(), filesystem)
-            mine = WrittenFile(file.name, file.stat().st_size, _hash(file))
+            own_file = WrittenFile(file.name, file.stat().st_size, _hash(file))
     gathered: list[WrittenFile | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, own_file)
     return [written for written in gathered if written]
 
 
@@ -262,12 +289,14 @@ def _copy(
 
 
 def _make_empty_folder(filesystem: fs.FileSystem, path: str) -> None:
+    """Create a folder, or delete its content."""
     if filesystem.get_file_info(path).type != fs.FileType.NotFound:
         filesystem.delete_dir(path)
     filesystem.create_dir(path, recursive=True)
 
 
 def _hash(path: Path) -> str:
+    """Return the SHA-256 of a local file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -281,79 +310,93 @@ def keep(
     shards: Sequence[WrittenFile] = (),
     extra: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Save a checkpoint of the run in `folder` and remove the run's older ones, except the best.
+    """Save a checkpoint of a run and remove older ones, except the best checkpoint.
 
-    `uploads`, `shards` and `extra` are arguments of `save`.
+    Args:
+        folder: Folder of the run.
+        model: Model whose weights are saved.
+        about: Content of `config.json`.
+        state: State to resume from.
+        uploads: Thread that uploads checkpoints to a URI.
+        shards: Files that `write_shards` has written into the checkpoint's folder.
+        extra: Content of further files, by name.
 
     Raises:
-        SupersededError: if a newer attempt trains the run. Then no checkpoint is
-            removed.
+        SupersededError: If a newer attempt trains the run; no checkpoint is removed
+            then.
     """
     attempt = Attempt.parse(about.attempt)
     check_attempt = partial(require_current, folder, attempt)
-    staying = (about.folder, about.best_folder)
+    current_folders = (about.folder, about.best_folder)
 
     def remove_older() -> None:
         check_attempt()
         filesystem, path = open_uri(folder)
         for name in _steps(folder):
-            if name not in staying and _attempt_and_step(name)[0] <= attempt:
+            other_attempt, _ = _attempt_and_step(name)
+            if name not in current_folders and other_attempt <= attempt:
                 filesystem.delete_dir(f"{path}/{name}")
 
-    save(
-        join(folder, about.folder),
-        model,
-        about,
-        state,
-        remove_older,
-        uploads,
-        shards,
-        extra,
-        check_attempt,
-    )
+    completion = Completion(check_attempt, remove_older, uploads)
+    uri = join(folder, about.folder)
+    save(uri, model, about, state, shards, extra, completion)
 
 
 STEP = re.compile(r"step-(\d+)(?:-a(\d+\.\d+))?")
-"""Name of a checkpoint's folder: the step and the attempt, which early versions of
-Trieline 0.1 left out."""
+"""Pattern of the name of a checkpoint's folder: the step, and the attempt, which is
+missing in early versions of Trieline 0.1."""
 
 
 def folder_name(step: int, attempt: Attempt = UNNUMBERED) -> str:
-    """Return the name of the folder of a run's checkpoint at an optimizer step."""
+    """Return the name of the folder of a checkpoint.
+
+    Args:
+        step: Number of completed optimizer steps.
+        attempt: Attempt that writes the checkpoint.
+    """
     return f"step-{step:08d}" + (f"-a{attempt}" if attempt > UNNUMBERED else "")
 
 
 def _attempt_and_step(name: str) -> tuple[Attempt, int]:
-    """Return the attempt and the step of a checkpoint by its folder name, a key that sorts checkpoints by age."""
-    found = STEP.fullmatch(name)
-    assert found
-    return Attempt.parse(found[2] or str(UNNUMBERED)), int(found[1])
+    """Parse the name of a checkpoint's folder into a key that sorts by age."""
+    match = STEP.fullmatch(name)
+    assert match
+    return Attempt.parse(match[2] or str(UNNUMBERED)), int(match[1])
 
 
 def _steps(folder: str) -> list[str]:
-    """Return the folder names of a run's checkpoints, complete or not, from the newest to the oldest."""
+    """Return the folder names of a run's checkpoints, newest first.
+
+    Incomplete checkpoints are included.
+    """
     filesystem, path = open_uri(folder)
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    names = [info.base_name for info in found if STEP.fullmatch(info.base_name)]
+    infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    names = [info.base_name for info in infos if STEP.fullmatch(info.base_name)]
     return sorted(names, key=_attempt_and_step, reverse=True)
 
 
 def last(folder: str) -> Checkpoint | None:
-    """Return the newest complete checkpoint of the newest attempt that has one.
+    """Return the newest complete checkpoint of a run, or None.
 
-    An older attempt may complete a checkpoint of a later step when a newer attempt has
-    already removed the best one that it refers to.
+    Checkpoints are ordered by attempt, then by step. An older attempt may still
+    complete a checkpoint of a later step, although a newer attempt has removed the best
+    checkpoint that it refers to.
     """
     for name in _steps(folder):
-        with suppress(UserError):  # incomplete: a kill came while it was written
+        with suppress(UserError):  # incomplete: the job was killed while writing
             return read(join(folder, name))
     return None
 
 
 def publish(folder: str, about: Checkpoint) -> str:
-    """Copy the best checkpoint of a run that ended with the checkpoint `about` to `best`, without state to resume from.
+    """Copy the best checkpoint of a run to `best`, without the state to resume from.
 
-    Return the URI of the copy.
+    Args:
+        folder: Folder of the run.
+        about: Last checkpoint of the run.
+
+    Returns:
+        The URI of the copy.
     """
     source = join(folder, about.best_folder)
     target = join(folder, BEST)
@@ -370,7 +413,10 @@ def publish(folder: str, about: Checkpoint) -> str:
 
 @contextmanager
 def local(uri: str | Path) -> Iterator[Path]:
-    """Provide the checkpoint at a path or URI as a local folder; a remote one is downloaded while the block runs."""
+    """Provide a checkpoint as a local folder while the block runs.
+
+    A checkpoint at a remote URI is downloaded to a temporary folder.
+    """
     filesystem, path = open_uri(str(uri))
     if isinstance(filesystem, fs.LocalFileSystem):
         yield Path(path)
@@ -382,53 +428,58 @@ def local(uri: str | Path) -> Iterator[Path]:
 
 
 def exists(uri: str | Path) -> bool:
-    """Return whether `uri` has a checkpoint, damaged or not."""
+    """Return whether `uri` contains a checkpoint, even if it is damaged."""
     return bool(file_info(join(str(uri), CONFIG)).type == fs.FileType.File)
 
 
 class OtherTablesError(UserError):
-    """A checkpoint does not belong to the given tables, so a model has to be trained anew."""
+    """Raised if a checkpoint does not fit the tables, so a new model must be trained."""
 
 
 def locate(uri: str, what: str = "checkpoint") -> str:
-    """Return the absolute URI of the checkpoint at `uri`, or of the best one of a
-    finished run.
+    """Return the absolute URI of a checkpoint, or of the best checkpoint of a run.
 
     Args:
-        what: Word for the checkpoint in the UserError about a missing one.
+        uri: A checkpoint, or the folder of a finished run.
+        what: Word for the checkpoint in the error message, such as `teacher`.
+
+    Raises:
+        UserError: If there is no checkpoint.
     """
     uri = absolute(uri)
     for candidate in (uri, join(uri, BEST)):
         if exists(candidate):
             return candidate
     raise UserError(
-        f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no {CONFIG} and no best/; "
-        f"give the folder of a run of jobs.train, which is its STORAGE/NAME"
+        f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no "
+        f"{CONFIG} and no best/; give the folder of a run of jobs.train, which is its "
+        "STORAGE/NAME"
     )
 
 
 def read(uri: str | Path) -> Checkpoint:
-    """Return the content of `config.json`, and check that the other files are complete.
+    """Read `config.json`, and verify the sizes of the other files.
 
     Raises:
-        UserError: if there is no checkpoint, or it is damaged.
+        UserError: If there is no checkpoint, or it is damaged.
     """
     filesystem, path = open_uri(str(uri))
-    where = f"{path}/{CONFIG}"
+    config_path = f"{path}/{CONFIG}"
     if not exists(uri):
         raise UserError(
-            f"{uri} is not a checkpoint: it holds no {CONFIG}; give the folder that jobs.train printed"
+            f"{uri} is not a checkpoint: it holds no {CONFIG}; give the folder that "
+            "jobs.train printed"
         )
     try:
-        with filesystem.open_input_stream(where) as stream:
+        with filesystem.open_input_stream(config_path) as stream:
             content = check_seal(stream.read())
-        content.pop("shards", None)  # checkpoints before commit 61e80fa have it
+        content.pop("shards", None)  # written by older versions
         about = Checkpoint(**content)
         about.model, about.files = dict(about.model), dict(about.files)
         check_file_names(about.files)
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{where} is damaged ({error}); use another checkpoint or train again"
+            f"{config_path} is damaged ({error}); use another checkpoint or train again"
         ) from error
     for name, size in about.files.items():
         info = filesystem.get_file_info(f"{path}/{name}")
@@ -438,43 +489,48 @@ def read(uri: str | Path) -> Checkpoint:
             )
         if info.size != size:
             raise UserError(
-                f"{uri}/{name} has {info.size} bytes, {CONFIG} says {size}: truncated or replaced; use another "
-                f"checkpoint or train again"
+                f"{uri}/{name} has {info.size} bytes, {CONFIG} says {size}: truncated "
+                "or replaced; use another checkpoint or train again"
             )
     return about
 
 
 def verify_file(folder: Path, name: str, uri: str | Path) -> Path:
-    """Return the path of a file of the checkpoint at `uri`, whose local copy is `folder`.
+    """Verify the hash of a file of a checkpoint, and return the path of the file.
+
+    Args:
+        folder: Local copy of the checkpoint.
+        name: Name of the file.
+        uri: Path or URI of the checkpoint.
 
     Raises:
-        UserError: if the hash of the file is not the one in `config.json`.
+        UserError: If the hash differs from the hash in `config.json`.
     """
     expected = read(uri).sha256.get(name, "nothing")
     actual = _hash(folder / name)
     if actual != expected:
         raise UserError(
-            f"{uri}/{name} is damaged: its SHA-256 is {actual[:12]}, {CONFIG} says {expected[:12]}; use another "
-            f"checkpoint or train again"
+            f"{uri}/{name} is damaged: its SHA-256 is {actual[:12]}, {CONFIG} says "
+            f"{expected[:12]}; use another checkpoint or train again"
         )
     return folder / name
 
 
 def weights_hash(uri: str) -> str:
-    """Return the SHA-256 of the weights of the checkpoint at `uri`."""
+    """Verify and return the SHA-256 of the weights of a checkpoint."""
     with local(uri) as folder:
         return _hash(verify_file(folder, WEIGHTS, uri))
 
 
 def _remedy(table: str) -> str:
-    """Return the remedy for a table that a checkpoint does not belong to."""
+    """Return the remedy for a table that differs from a checkpoint's table."""
     if table.startswith("text_"):
-        what = "give the --text that it was trained with"
+        action = "give the --text that it was trained with"
     elif table in ("sids", "trie"):
-        what = "give the --sids that it was trained with"
+        action = "give the --sids that it was trained with"
     else:
-        what = "evaluate on the tables that it was trained on"
-    return f"{what}, or train again"
+        action = "evaluate on the tables that it was trained on"
+    return f"{action}, or train again"
 
 
 def is_extended(
@@ -482,16 +538,21 @@ def is_extended(
 ) -> bool:
     """Return whether a table extends the table that the checkpoint was trained on.
 
-    Queries and their texts, which models know by their words alone, count as extended
-    if the sequences and the items' texts are.
+    Models read queries and pairs only as text. So `queries` counts as extended if
+    `sequences` is extended, and their texts if the texts of items are.
+
+    Args:
+        about: The checkpoint.
+        table: Name of the table.
+        versions: Versions of all tables by name.
     """
     table = {
         "queries": "sequences",
         "text_queries": "text_items",
         "text_pairs": "text_items",
     }.get(table, table)
-    given = versions.get(table)
-    return given is not None and about.hashes.get(table) in given.extends
+    version = versions.get(table)
+    return version is not None and about.hashes.get(table) in version.extends
 
 
 def check(
@@ -501,88 +562,98 @@ def check(
     name: str | None = None,
     extending: bool = False,
 ) -> None:
-    """Raise UserError if the checkpoint is of another model or of other tables.
+    """Check that a checkpoint is of the expected model and tables.
 
     Args:
-        about: What the checkpoint says of its training.
-        uri: Where the checkpoint is, for messages.
-        versions: The tables, by name.
-        name: The model that is expected; None: any.
-        extending: Whether tables that extend the checkpoint's own tables are accepted.
+        about: The checkpoint.
+        uri: Path or URI of the checkpoint, for messages.
+        versions: Versions of the tables by name.
+        name: Name of the expected model; None for any.
+        extending: Whether tables may extend the tables of the training.
+
+    Raises:
+        UserError: If the checkpoint is of another model, or a table is missing.
+        OtherTablesError: If a table differs from the table of the training.
     """
     if name is not None and about.name != name:
         raise UserError(
-            f"{uri} is a checkpoint of the model '{about.name}', not of '{name}'; give one of '{name}'"
+            f"{uri} is a checkpoint of the model '{about.name}', not of '{name}'; give "
+            f"a checkpoint of '{name}'"
         )
     for table, trained in about.hashes.items():
         version = versions.get(table)
-        if trained and not version:
+        if not trained:
+            continue
+        if version is None:
             raise UserError(
-                f"{uri} was trained with a table '{table}' that is not given; {_remedy(table)}"
-            )
-        if (
-            trained
-            and version
-            and version.hash != trained
-            and not (extending and is_extended(about, table, versions))
-        ):
-            raise OtherTablesError(
-                f"{uri} belongs to another table '{table}': {trained[:12]} was trained on, {version.hash[:12]} is given; "
+                f"{uri} was trained with a table '{table}' that is not given; "
                 f"{_remedy(table)}"
+            )
+        is_accepted = extending and is_extended(about, table, versions)
+        if version.hash != trained and not is_accepted:
+            raise OtherTablesError(
+                f"{uri} belongs to another table '{table}': {trained[:12]} was trained "
+                f"on, {version.hash[:12]} is given; {_remedy(table)}"
             )
     if about.hashes and OPTIONAL in versions and OPTIONAL not in about.hashes:
         raise UserError(
-            f"{uri} was trained without text, and a table '{OPTIONAL}' is given; leave out --text"
+            f"{uri} was trained without text, and a table '{OPTIONAL}' is given; leave "
+            "out --text"
         )
 
 
 def load_weights(model: nn.Module, uri: str | Path) -> None:
-    """Load the weights of a checkpoint into a model of the same shapes.
+    """Load the weights of a checkpoint into a model with the same shapes.
 
     Raises:
-        UserError: if weights are missing, do not fit, or are not finite.
+        UserError: If weights are missing, do not fit, or are not finite.
     """
     with local(uri) as folder:
         try:
             safetensors.torch.load_model(model, str(verify_file(folder, WEIGHTS, uri)))
             check_finite(model, uri)
         except RuntimeError as error:
-            first = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             raise UserError(
-                f"{uri} does not fit the model: {first}; give a checkpoint of this model"
+                f"{uri} does not fit the model: {reason}; give a checkpoint of this "
+                "model"
             ) from error
 
 
 def check_finite(model: nn.Module, uri: str | Path) -> None:
-    """Raise UserError if a weight is infinite or not a number."""
+    """Raise UserError if a parameter is infinite or NaN.
+
+    Args:
+        model: Model with the loaded weights.
+        uri: Path or URI of the checkpoint, for the message.
+    """
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
             raise UserError(
-                f"the weights of {uri} are not all finite ({name}): its training diverged; train with a lower fit.lr, "
-                f"or use another checkpoint"
+                f"the weights of {uri} are not all finite ({name}): its training "
+                "diverged; train with a lower fit.lr, or use another checkpoint"
             )
 
 
 def load_state(uri: str | Path) -> dict[str, Any]:
-    """Return the state that `fit` resumes from.
+    """Load the state from which `fit` resumes.
 
     Raises:
-        UserError: if the checkpoint has no state, like the checkpoint of a served
-            model.
+        UserError: If the checkpoint has no state, such as the best checkpoint of a
+            finished run.
     """
     with local(uri) as folder:
         if not (folder / STATE).exists():
             raise UserError(
-                f"{uri} holds no {STATE}, so training cannot resume from it; use the run's last checkpoint"
+                f"{uri} holds no {STATE}, so training cannot resume from it; use the "
+                "run's last checkpoint"
             )
         names = [STATE, *sorted(filter(SHARD.fullmatch, read(uri).files))]
-        parts: list[dict[str, Any]] = [
-            torch.load(
-                verify_file(folder, name, uri), map_location="cpu", weights_only=True
-            )
-            for name in names
-        ]
-    state, *shards = parts
-    for shard in shards:
-        state["optimizer"]["state"] |= shard
+        parts: list[dict[str, Any]] = []
+        for name in names:
+            path = verify_file(folder, name, uri)
+            parts.append(torch.load(path, map_location="cpu", weights_only=True))
+    state, *optimizer_states = parts
+    for optimizer_state in optimizer_states:
+        state["optimizer"]["state"] |= optimizer_state
     return state

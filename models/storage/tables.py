@@ -1,20 +1,21 @@
-"""Tables: folders of Parquet files that a `manifest.json` lists, at any `pyarrow.fs` URI (local path, s3://, gs://).
+"""Tables: folders of Parquet files, listed in a `manifest.json`.
 
     parts = [write_part(uri, rows) for rows in partitions]     # in tasks on any node
     commit(uri, "items", schema, parts, config={}, inputs={})  # in one process
     items = read_table(uri, "items")
 
-A table is written in two steps. Tasks write parts with `write_part`; then one process
-calls `commit`, which writes the manifest last and removes parts that it does not list.
-The name of a part is the hash of its content. So a task that runs twice writes the same
-file, a killed job leaves only files that no reader sees, and a new version changes no
-file of the old one before the manifest is replaced. A folder without a manifest is not
-a table, and readers read only the listed files. Jobs lock their output while they write
+A table is at a local path or a URI (s3://, gs://) and is written in two steps. Tasks
+write parts with `write_part`; then one process calls `commit`, which writes the
+manifest and removes files that the manifest does not list. The name of a part is the
+hash of its content. So a task that runs twice writes the same file, a killed job leaves
+only files that readers ignore, and a new version of a table does not change the files
+of the old version before the manifest is replaced. A folder without a manifest is not a
+table, and readers read only the listed files. Jobs lock their output while they write
 (`writing`), because `commit` would remove the parts of another job.
 
-Damage is found when data is read: a part is read into memory once, hashed, and parsed
-from there (`read_parquet`), and the manifest holds a hash of itself (`add_seal`). So an
-error names the file with a flipped bit.
+Damage is detected when data is read. A part is read into memory once, hashed, and
+parsed from memory (`read_parquet`), and the manifest contains a hash of its own content
+(`add_seal`). So a flipped bit leads to an error that names the file.
 """
 
 from __future__ import annotations
@@ -58,19 +59,19 @@ FLT_MAX, mark a missing value."""
 
 
 SEAL = "seal"
-"""Key of a JSON file with the hash of the rest of its content."""
+"""Key in a JSON file for the hash of all other content of the file."""
 
 PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
-"""Name of a part, with the first digits of its SHA-256."""
+"""Pattern of the name of a part, with the first digits of the part's SHA-256."""
 
 JOB_FILES = re.compile(
     r"(part-[0-9a-f]{20}\.parquet|manifest\.json|tally-\d+\.json)(\.\d+\.tmp)?"
 )
-"""Names of the files that jobs write into the folder of a table. Files with other names
-belong to the user."""
+"""Pattern of the names of files that jobs write into the folder of a table. Files with
+other names belong to the user."""
 
 FILE_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
-"""Name of a file in the same folder."""
+"""Pattern of a file name without a folder."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,13 @@ class Part:
     """A Parquet file of a table."""
 
     path: str
-    """File name, relative to the table's directory."""
+    """Name of the file in the folder of the table."""
     bytes: int
-    """Size of the file."""
+    """Size of the file in bytes."""
     rows: int
-    """Rows in the file."""
+    """Number of rows in the file."""
     sha256: str
-    """Hash of the file's bytes."""
+    """SHA-256 of the file."""
 
 
 @dataclass(frozen=True)
@@ -98,21 +99,21 @@ class Manifest:
     schema: list[dict[str, str]]
     """Columns: `name`, `type` and whether `nullable`."""
     files: list[Part]
-    """Files in the order in which rows are read."""
+    """Files in the order in which they are read."""
     rows: int
-    """Rows in all files."""
+    """Number of rows in all files."""
     hash: str
-    """Hash of the hashes of the files in order."""
+    """Hash of the hashes of all files, in order."""
     fingerprint: str
-    """Hash of configuration, inputs and schema version. Equal fingerprints mean equal
-    tables."""
+    """Hash of configuration, inputs and schema version. Tables with equal fingerprints
+    are equal."""
     config: dict[str, Any]
-    """Configuration that the table was made with."""
+    """Configuration of the job that made the table."""
     inputs: dict[str, str]
     """Hashes of the tables and files that the table was made from, by name."""
     info: dict[str, Any]
-    """Counts of the step that made the table (duplicates dropped, codebook sizes,
-    ...)."""
+    """Statistics of the job that made the table, such as the number of dropped
+    duplicates."""
     code_version: str
     """Version of the code that made the table (`code_version`)."""
     created: str
@@ -120,10 +121,10 @@ class Manifest:
     timings: dict[str, float]
     """Seconds per phase."""
     submission_id: str = ""
-    """Id in `ray job list` of the job that made the table, if it was submitted."""
+    """Ray submission id of the job that made the table; empty if it was not submitted."""
     extends: list[str] = field(default_factory=list)
-    """Hashes of the versions that the table extends, the latest last. Their items keep
-    their numbers."""
+    """Hashes of the versions that the table extends, the latest last. The items of an
+    extended version keep their index."""
 
 
 @dataclass(frozen=True)
@@ -147,30 +148,35 @@ def table_hashes(versions: Mapping[str, TableVersion]) -> dict[str, str]:
 
 
 def add_seal(content: dict[str, Any]) -> str:
-    """Return `content` as JSON with a hash of itself, by which `check_seal` finds damage."""
+    """Return the content as JSON, with a hash that `check_seal` verifies."""
     plain = json.loads(json.dumps(content, default=str))
     return json.dumps({**plain, SEAL: _seal(plain)}, indent=2, sort_keys=True)
 
 
 def check_seal(text: bytes | str) -> dict[str, Any]:
-    """Return the content that `add_seal` was given. Raise ValueError if the text is damaged."""
+    """Parse the JSON from `add_seal` and verify its hash.
+
+    Raises:
+        ValueError: If the text is damaged.
+    """
     content = json.loads(text)
     if not isinstance(content, dict):
         raise ValueError(f"it holds {type(content).__name__}, not a mapping")
     if content.pop(SEAL, None) != _seal(content):
-        raise ValueError("its content is not what its seal says")
+        raise ValueError("its content does not match its seal")
     return content
 
 
 def _seal(content: dict[str, Any]) -> str:
+    """Return the hash of JSON content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_file_names(names: Iterable[str]) -> None:
-    """Raise ValueError unless each name is the name of a file in the same folder."""
+    """Raise ValueError if a name is not a plain file name, such as a path."""
     for name in names:
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
-            raise ValueError(f"the path {name!r} is not a file's name")
+            raise ValueError(f"the path {name!r} is not a file name")
 
 
 def has_manifest(uri: str) -> bool:
@@ -179,16 +185,20 @@ def has_manifest(uri: str) -> bool:
 
 
 def read_manifest(uri: str, table: str | None = None) -> Manifest:
-    """Return the manifest of the table at `uri`.
+    """Read the manifest of a table.
+
+    Args:
+        uri: Folder of the table.
+        table: Expected name of the table; None for any.
 
     Raises:
-        UserError: if there is no manifest, it is damaged, or it is of another table
+        UserError: If there is no manifest, it is damaged, or it is of another table
             than `table`.
     """
     if not has_manifest(uri):
         raise UserError(
-            f"{uri} is not a table: it holds no {MANIFEST}; run the job that makes it again, or point at "
-            f"a finished table"
+            f"{uri} is not a table: it holds no {MANIFEST}; run the job that makes it "
+            "again, or point at a finished table"
         )
     filesystem, path = open_uri(join(uri, MANIFEST))
     with storage_errors(uri), filesystem.open_input_stream(path) as stream:
@@ -210,26 +220,34 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
 
 
 def model_family(sequences: Manifest) -> str:
-    """Return the family of the models that read the sequences.
+    """Return the family of the models that read a table of sequences.
 
-    It is named like their kind of request, unless the manifest names another family.
+    It is the kind of the requests, unless the manifest names another family.
     """
     return str(sequences.info.get("family", sequences.info["kind"]))
 
 
 def sequences_manifest(uri: str, family: str) -> Manifest:
-    """Return the manifest of `sequences`. Raise UserError if models of another family read them."""
+    """Read the manifest of a table of sequences.
+
+    Raises:
+        UserError: If the table is of another family of models than `family`.
+    """
     manifest = read_manifest(uri, "sequences")
     if model_family(manifest) != family:
         raise UserError(
-            f"{uri} holds sequences of kind '{manifest.info['kind']}'; models of {family} need '{family}' (prepare: "
-            f"kind: {family})"
+            f"{uri} holds sequences of kind '{manifest.info['kind']}'; models of "
+            f"{family} need '{family}' (prepare: kind: {family})"
         )
     return manifest
 
 
 def part_uris(uri: str, manifest: Manifest) -> list[str]:
-    """Return the URIs of a table's files. Raise UserError if a file is missing or has another size than listed."""
+    """Return the URIs of a table's files.
+
+    Raises:
+        UserError: If a file is missing, or its size differs from the manifest.
+    """
     filesystem, root = open_uri(uri)
     with storage_errors(uri):
         infos = filesystem.get_file_info(
@@ -238,12 +256,14 @@ def part_uris(uri: str, manifest: Manifest) -> list[str]:
     for part, info in zip(manifest.files, infos, strict=True):
         if info.type != fs.FileType.File:
             raise UserError(
-                f"{join(uri, part.path)} is missing; make the table {uri} again with --overwrite"
+                f"{join(uri, part.path)} is missing; make the table {uri} again with "
+                "--overwrite"
             )
         if info.size != part.bytes:
             raise UserError(
-                f"{join(uri, part.path)} has {info.size} bytes, its manifest says {part.bytes}: truncated or "
-                f"replaced; make the table {uri} again with --overwrite"
+                f"{join(uri, part.path)} has {info.size} bytes, its manifest says "
+                f"{part.bytes}: truncated or replaced; make the table {uri} again with "
+                "--overwrite"
             )
     return [join(uri, part.path) for part in manifest.files]
 
@@ -254,18 +274,19 @@ def read_parquet(
     sha256: str = "",
     dictionary: Iterable[str] = (),
 ) -> pa.Table:
-    """Read one Parquet file. All of the file is read and hashed, whatever the columns.
+    """Read one Parquet file, and verify its hash.
+
+    The whole file is read and hashed, even if only some columns are returned.
 
     Args:
         uri: Path or URI of the file.
-        columns: Columns to return; None: all.
-        sha256: First digits of the expected hash; empty: the digits in the name of a
-            part. A file with another name
-            is not checked then.
-        dictionary: Columns to keep dictionary-coded.
+        columns: Columns to return; None for all.
+        sha256: First digits of the expected hash. If empty, the digits in the file name
+            are expected, and files whose name has no digits are not verified.
+        dictionary: Columns to return dictionary-encoded.
 
     Raises:
-        UserError: if the file is damaged.
+        UserError: If the file is damaged.
     """
     filesystem, path = open_uri(uri)
     part = PART.fullmatch(posixpath.basename(path))
@@ -276,17 +297,18 @@ def read_parquet(
         actual = hashlib.sha256(content).hexdigest() if expected else ""
         if not actual.startswith(expected):
             raise UserError(
-                f"{uri} is damaged: its SHA-256 is {actual[:12]}, not {expected[:12]} as when it was written; make it "
-                f"again with --overwrite"
+                f"{uri} is damaged: its SHA-256 is {actual[:12]}, not {expected[:12]} "
+                "as when it was written; make it again with --overwrite"
             )
         parquet = pq.ParquetFile(
             pa.BufferReader(content), read_dictionary=list(dictionary)
         )
         return parquet.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
-        first = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise UserError(
-            f"{uri} is not a readable Parquet file ({first}); make it again with --overwrite"
+            f"{uri} is not a readable Parquet file ({reason}); make it again with "
+            "--overwrite"
         ) from error
 
 
@@ -296,7 +318,17 @@ def iter_parts(
     columns: list[str] | None = None,
     manifest: Manifest | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield the files of a table in the order of its manifest, which is read unless `manifest` is given."""
+    """Yield the parts of a table in the order of its manifest.
+
+    Args:
+        uri: Folder of the table.
+        table: Expected name of the table; None for any.
+        columns: Columns to read; None for all.
+        manifest: Manifest of the table, if it is already loaded.
+
+    Raises:
+        UserError: If the table is missing, damaged, or has another name than `table`.
+    """
     manifest = manifest or read_manifest(uri, table)
     for part, part_uri in zip(manifest.files, part_uris(uri, manifest), strict=True):
         yield read_parquet(part_uri, columns, part.sha256)
@@ -308,46 +340,70 @@ def read_table(
     columns: list[str] | None = None,
     manifest: Manifest | None = None,
 ) -> pa.Table:
-    """Return all rows of a table; `iter_parts` describes the arguments."""
+    """Read all rows of a table.
+
+    Args:
+        uri: Folder of the table.
+        table: Expected name of the table; None for any.
+        columns: Columns to read; None for all.
+        manifest: Manifest of the table, if it is already loaded.
+
+    Raises:
+        UserError: If the table is missing, damaged, empty, or has another name than
+            `table`.
+    """
     parts = list(iter_parts(uri, table, columns, manifest))
     if not parts:
         raise UserError(
-            f"the table {uri} has no rows; check the input and the filters of the job that made it"
+            f"the table {uri} has no rows; check the input and the filters of the job "
+            "that made it"
         )
     return pa.concat_tables(parts)
 
 
 def digest(content: Any) -> str:
-    """Return a stable hash of JSON-like content."""
+    """Return a stable SHA-256 of JSON-like content."""
     text = json.dumps(content, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def fingerprint(config: dict[str, Any], inputs: dict[str, str]) -> str:
-    """Return a hash of configuration and inputs. Equal fingerprints mean that a step need not run again."""
+    """Return a hash of configuration and inputs.
+
+    A job need not run again if its output has the same fingerprint.
+
+    Args:
+        config: Configuration of the job.
+        inputs: Hash of each input by name.
+    """
     return digest([SCHEMA_VERSION, config, inputs])
 
 
 def up_to_date(uri: str, expected: str) -> bool:
-    """Return whether the table at `uri` is finished and has the expected fingerprint."""
+    """Return whether a finished table with the expected fingerprint exists at `uri`."""
     return has_manifest(uri) and read_manifest(uri).fingerprint == expected
 
 
 def writing(uri: str) -> AbstractContextManager[None]:
-    """Lock a folder of tables while a job writes them (`hold_lock`)."""
+    """Lock a folder of tables while a job writes the tables (`hold_lock`)."""
     return hold_lock(
         join(uri, LOCK),
-        f"{uri} is being written by another process; wait for it or choose another output folder",
+        f"{uri} is being written by another process; wait for it or choose another "
+        "output folder",
     )
 
 
 def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
-    """Write one Parquet file, named by the hash of its bytes, into the folder `uri`.
+    """Write one part of a table, a Parquet file named by the hash of its bytes.
 
-    The bytes are assembled in memory (a part is one partition), hashed and written at
-    once. Strings of flat tables may be dictionary-coded, which saves the writer from
-    coding them; the file holds plain strings. `options` of the Parquet writer replace
-    the options for tables of ids and times.
+    The file is assembled in memory, hashed and written at once. String columns may be
+    dictionary-encoded, which makes writing faster; the file contains plain strings.
+
+    Args:
+        uri: Folder of the table.
+        table: Rows of the part.
+        options: Options of `pyarrow.parquet.write_table`, which replace the defaults
+            for tables of ids and times.
     """
     buffer = pa.BufferOutputStream()
     if not options:
@@ -356,8 +412,8 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
             for column in table.schema
             for leaf in _leaves(column.name, column.type)
         ]
-        # int64 columns are times, sorted within a user: packed differences are smaller
-        # and faster than a dictionary
+        # int64 columns are times, sorted within a user: delta encoding is smaller and
+        # faster than a dictionary
         times = [path for path, kind in leaves if kind == pa.int64()]
         options = {
             "use_dictionary": [path for path, _ in leaves if path not in times],
@@ -380,7 +436,7 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
 
 
 def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
-    """Return the paths and types of a column's Parquet columns."""
+    """Return the paths and types of the Parquet columns of an Arrow column."""
     if isinstance(kind, pa.ListType | pa.FixedSizeListType):
         return _leaves(f"{path}.list.element", kind.value_type)
     if isinstance(kind, pa.StructType):
@@ -393,21 +449,21 @@ def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
 
 
 RAY_PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+")
-"""Folder into which Ray unpacks the code of a job, named by the hash of its content."""
+"""Pattern of the name of the folder into which Ray unpacks the code of a job."""
 
 
 @cache
 def code_version() -> str:
-    """Return the package version and an identifier of the code that this process runs.
+    """Return the package version and an identifier of the running code.
 
-    That is the git commit of a checkout without changes, else the package that Ray
-    unpacked, else a hash of the project's Python files.
+    The identifier is the git commit of a clean checkout, otherwise the package that Ray
+    unpacked, otherwise a hash of the project's Python files.
     """
     try:
         release = version("trieline")
     except PackageNotFoundError:
         release = "unknown"
-    commit = git("describe", "--always", "--dirty") or ""
+    commit = run_git("describe", "--always", "--dirty") or ""
     packages = [name for name in Path(__file__).parts if RAY_PACKAGE.fullmatch(name)]
     if commit and not commit.endswith("-dirty"):
         return f"{release} {commit}"
@@ -417,10 +473,10 @@ def code_version() -> str:
 
 
 def submission_id() -> str:
-    """Return the id by which `ray job` lists the job of this process, or an empty string for another process.
+    """Return the Ray submission id of this job, or an empty string if not submitted.
 
-    Ray passes the job's settings to the driver of a submitted job in this variable, and
-    has no public call for the id.
+    Ray has no public function for the id. It passes the settings of a submitted job to
+    the driver in an environment variable.
     """
     settings = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     return str(settings.get("metadata", {}).get("job_submission_id", ""))
@@ -429,26 +485,31 @@ def submission_id() -> str:
 def code_hash() -> str:
     """Return the SHA-256 of the Python files of this project's packages."""
     root = Path(__file__).parents[2]
-    found = hashlib.sha256()
+    code = hashlib.sha256()
     for package in ("models", "pipelines", "tuning", "jobs"):
         for path in sorted((root / package).rglob("*.py")):
-            found.update(f"{path.relative_to(root)}\n".encode())
-            found.update(path.read_bytes())
-    return found.hexdigest()
+            code.update(f"{path.relative_to(root)}\n".encode())
+            code.update(path.read_bytes())
+    return code.hexdigest()
 
 
-def git(*words: str) -> str | None:
-    """Return the output of git about the checkout of this code, or None without a checkout or git, as in an image."""
+def run_git(*args: str) -> str | None:
+    """Run git in the checkout of this code and return its output.
+
+    Returns:
+        The output without surrounding white space; None without git or a checkout, such
+        as in a container image, or if git fails.
+    """
     try:
-        done = subprocess.run(
-            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True
+        result = subprocess.run(
+            ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True
         )
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
-def describe(
+def make_manifest(
     table: str,
     schema: pa.Schema,
     parts: list[Part],
@@ -459,7 +520,18 @@ def describe(
     timings: dict[str, Any] | None = None,
     extends: Iterable[str] = (),
 ) -> Manifest:
-    """Return the manifest of a table with these parts, for `switch`."""
+    """Build the manifest of a table, for `replace_tables`.
+
+    Args:
+        table: Name of the table.
+        schema: Schema of the table.
+        parts: Parts in the order in which they are read.
+        config: Configuration of the job that made the table.
+        inputs: Hashes of the tables and files from which the table was made, by name.
+        info: Statistics of the job.
+        timings: Seconds per phase of the job.
+        extends: Hashes of the versions that the table extends, the latest last.
+    """
     return Manifest(
         table=table,
         schema_version=SCHEMA_VERSION,
@@ -482,14 +554,17 @@ def describe(
     )
 
 
-def switch(tables: Mapping[str, Manifest]) -> None:
-    """Make the parts of each manifest the table at its URI.
+def replace_tables(tables: Mapping[str, Manifest]) -> None:
+    """Replace tables by new versions, whose parts have been written.
 
-    All manifests are written, one right after the other; then parts that they do not
-    list are removed.
+    All manifests are written, one right after the other. Then the files that they do
+    not list are removed.
+
+    Args:
+        tables: Manifest of each table, by the table's URI.
 
     Raises:
-        UserError: if a part is missing, because another job wrote to the same folder.
+        UserError: If a part is missing, because another job wrote to the same folder.
     """
     for uri, manifest in tables.items():
         filesystem, root = open_uri(uri)
@@ -499,8 +574,9 @@ def switch(tables: Mapping[str, Manifest]) -> None:
         missing = {part.path for part in manifest.files} - existing
         if missing:
             raise UserError(
-                f"{join(uri, min(missing))} is gone before its table was complete: another job writes to {uri} too; "
-                f"wait for it, then run this one again or choose another output folder"
+                f"{join(uri, min(missing))} was removed before its table was complete: "
+                f"another job writes to {uri} too; wait for it, then run this one again "
+                "or choose another output folder"
             )
     for uri, manifest in tables.items():
         write_file(join(uri, MANIFEST), add_seal(asdict(manifest)).encode())
@@ -509,23 +585,40 @@ def switch(tables: Mapping[str, Manifest]) -> None:
 
 
 def commit(
-    uri: str, table: str, schema: pa.Schema, parts: list[Part], **described: Any
+    uri: str, table: str, schema: pa.Schema, parts: list[Part], **provenance: Any
 ) -> Manifest:
-    """Make the parts the table at `uri`. `described` are arguments of `describe`."""
-    manifest = describe(table, schema, parts, **described)
-    switch({uri: manifest})
+    """Create or replace the table at `uri`, whose parts have been written.
+
+    Args:
+        uri: Folder of the table.
+        table: Name of the table.
+        schema: Schema of the table.
+        parts: Parts in the order in which they are read.
+        provenance: Keyword arguments of `make_manifest`, such as `config`.
+
+    Raises:
+        UserError: If a part is missing, because another job wrote to the same folder.
+    """
+    manifest = make_manifest(table, schema, parts, **provenance)
+    replace_tables({uri: manifest})
     return manifest
 
 
 def clear(uri: str, keep: Collection[str] = ()) -> None:
-    """Delete the files of jobs in a table's folder, except `keep`, and the folder if it is empty then."""
+    """Delete the files that jobs have written into a table's folder.
+
+    The folder is deleted too if it is empty afterwards.
+
+    Args:
+        uri: Folder of the table.
+        keep: Names of files to keep.
+    """
     filesystem, root = open_uri(uri)
     infos = filesystem.get_file_info(fs.FileSelector(root))
     remaining = 0
     for info in sorted(infos, key=lambda info: info.base_name):  # the manifest first
-        is_job_file = info.type == fs.FileType.File and bool(
-            JOB_FILES.fullmatch(info.base_name)
-        )
+        is_file = info.type == fs.FileType.File
+        is_job_file = is_file and JOB_FILES.fullmatch(info.base_name)
         if is_job_file and info.base_name not in keep:
             filesystem.delete_file(info.path)
         else:
@@ -538,21 +631,25 @@ def has_earlier_table(uri: str, table: str) -> bool:
     """Return whether `uri` holds an earlier version of `table`.
 
     Raises:
-        UserError: if it holds another table or other files that are not hidden.
+        UserError: If `uri` holds another table, or files that are neither hidden nor
+            part of a table.
     """
     if has_manifest(uri):
         try:
             current = read_manifest(uri).table
-        except UserError:  # damaged, so it is replaced
+        except UserError:  # damaged: the job replaces the table
             current = table
         if current != table:
             raise UserError(
-                f"{uri} holds the table '{current}', not '{table}'; choose a new or empty folder"
+                f"{uri} holds the table '{current}', not '{table}'; choose a new or "
+                "empty folder"
             )
         return True
-    if other := _first_other(uri, lambda name: bool(JOB_FILES.fullmatch(name))):
+    foreign = _find_foreign(uri, lambda name: bool(JOB_FILES.fullmatch(name)))
+    if foreign:
         raise UserError(
-            f"{uri} holds '{other}', which is no part of a table; choose a new or empty folder"
+            f"{uri} holds '{foreign}', which is not part of a table; choose a new or "
+            "empty folder"
         )
     return False
 
@@ -560,42 +657,45 @@ def has_earlier_table(uri: str, table: str) -> bool:
 def check_output(
     uri: str, tables: Mapping[str, str], files: Collection[str] = ()
 ) -> None:
-    """Check the output folder of a job.
+    """Check that a job may write to its output folder.
 
-    A folder with a finished table of `tables` is an earlier output, whatever else the
-    user keeps in it.
+    A folder with a finished table of the job is the output of an earlier run, so other
+    files in it do not matter.
 
     Args:
-        uri: The folder.
-        tables: Tables that the job makes, by subfolder.
-        files: Other files that the job makes.
+        uri: The output folder.
+        tables: Name of each table that the job writes, by subfolder.
+        files: Names of other files that the job writes.
 
     Raises:
-        UserError: if the folder holds anything else and no earlier output.
+        UserError: If the folder holds other files and no output of an earlier run.
     """
-    earlier = [
+    has_earlier = [
         has_earlier_table(join(uri, folder), table) for folder, table in tables.items()
     ]
-    other = (
-        None
-        if any(earlier)
-        else _first_other(uri, lambda name: name in tables or name in files)
-    )
-    if other:
+    if any(has_earlier):
+        return
+    foreign = _find_foreign(uri, lambda name: name in tables or name in files)
+    if foreign:
         raise UserError(
-            f"{uri} holds '{other}' and no table '{next(iter(tables))}' of an earlier run; choose a new or empty output folder, "
-            f"such as {join(uri, 'tables')}"
+            f"{uri} holds '{foreign}' and no table '{next(iter(tables))}' of an "
+            "earlier run; choose a new or empty output folder, such as "
+            f"{join(uri, 'tables')}"
         )
 
 
-def _first_other(uri: str, known: Callable[[str], bool]) -> str | None:
-    """Return the first visible file or folder in `uri` that is not `known`, or None."""
+def _find_foreign(uri: str, is_output: Callable[[str], bool]) -> str | None:
+    """Return the name of a visible file or folder that no job has written, or None.
+
+    Args:
+        uri: The folder to search.
+        is_output: Returns whether a job writes a file or folder of this name.
+    """
     filesystem, root = open_uri(uri)
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return None
-    names = sorted(
-        entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(root))
-    )
-    return next(
-        (name for name in names if not name.startswith(".") and not known(name)), None
-    )
+    infos = filesystem.get_file_info(fs.FileSelector(root))
+    for name in sorted(info.base_name for info in infos):
+        if not name.startswith(".") and not is_output(name):
+            return name
+    return None

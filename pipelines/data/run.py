@@ -19,16 +19,16 @@ from models.storage.tables import (
     Part,
     UserError,
     clear,
-    describe,
     file_info,
     fingerprint,
     has_manifest,
     join,
+    make_manifest,
     open_uri,
     part_uris,
     read_manifest,
     read_table,
-    switch,
+    replace_tables,
     up_to_date,
 )
 from pipelines.data.engine import Engine, Shared
@@ -154,7 +154,7 @@ class OutputTables:
     ) -> Manifest:
         """Commit a table with its timings and Ray Data's statistics; with `append`, at the end of the run."""
         timings["ray_data"] = self.engine.take_stats()
-        manifest = describe(
+        manifest = make_manifest(
             name,
             schema,
             parts,
@@ -176,7 +176,7 @@ class OutputTables:
     def put_in_place(self) -> None:
         """Put the pending tables in place. Rejects come before events, from which an append knows the files."""
         order = sorted(self.pending, key=lambda name: name != "rejects")
-        switch({self.table_uri(name): self.pending[name] for name in order})
+        replace_tables({self.table_uri(name): self.pending[name] for name in order})
         self.pending = {}
 
     @contextmanager

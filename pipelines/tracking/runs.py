@@ -23,7 +23,7 @@ from mlflow.exceptions import MlflowException
 
 from models.config import flatten
 from models.storage.locks import hold_lock
-from models.storage.tables import UserError, code_version, git, submission_id
+from models.storage.tables import UserError, code_version, run_git, submission_id
 from pipelines.tracking.names import (
     CODE_TAG,
     COMMIT_TAG,
@@ -154,7 +154,7 @@ def origin_tags(hashes: dict[str, str]) -> dict[str, str]:
         CODE_TAG: code_version(),
         **{f"table.{table}": value for table, value in hashes.items()},
     }
-    if commit := git("rev-parse", "HEAD"):
+    if commit := run_git("rev-parse", "HEAD"):
         tags[COMMIT_TAG] = commit
     if submission := submission_id():
         tags[SUBMISSION_TAG] = submission

@@ -422,7 +422,7 @@ def train_sgd(
             tracking=task.run.to_dict() if task.run else {},
             attempt=task.attempt,
         )
-        about.follow(last)
+        about.set_best_folder(last)
         last = about
         save_and_report(run, task, about, event.state, worker, logger)
 
@@ -465,7 +465,7 @@ def fit_counts(
         tracking=task.run.to_dict() if task.run else {},
         attempt=task.attempt,
     )
-    about.follow(None)
+    about.set_best_folder(None)
     save_and_report(run, task, about, None, worker, logger)
 
 

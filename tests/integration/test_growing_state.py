@@ -184,7 +184,7 @@ def test_a_number_without_spread_takes_the_scale_of_the_day_that_has_some(
     assert second.std.tolist() == pytest.approx([number["std"]])
     assert second.mean.tolist() == pytest.approx([number["mean"]])
     assert any(
-        "num_price had no values or no spread" in note for note in setup.messages
+        "num_price had no values or was constant" in note for note in setup.messages
     )
 
     growing.add(7, with_price)
@@ -218,7 +218,7 @@ def test_features_of_searches_take_the_scale_of_the_day_that_has_some(
 
     (number,) = info["own"]["numbers"]
     assert old["scale.own.std"].tolist() == pytest.approx([number["std"]])
-    assert any("num_price had no values or no spread" in note for note in notes)
+    assert any("num_price had no values or was constant" in note for note in notes)
 
 
 def test_a_checkpoint_reads_nothing_from_a_number_that_it_never_saw(
@@ -248,7 +248,7 @@ def test_a_number_that_moves_far_from_its_scale_is_warned_of(tmp_path: Path) -> 
         growing.add(day, lambda row: with_price(row))
     growing.prepare()
     setup = growing.train("second", ATTN, init="first")
-    assert any("num_price" in n and "most values are cut" in n for n in setup.messages)
+    assert any("num_price" in n and "most values are clipped" in n for n in setup.messages)
 
 
 def test_a_task_that_appears_later_was_a_task_from_the_first_day(
@@ -288,9 +288,9 @@ def test_tasks_of_tables_that_were_not_to_grow_are_refused_in_a_line(
     growing.train("first", ATTN)
     growing.add(4, with_likes)
     growing.prepare()
-    with pytest.raises(OtherTablesError, match="such as like: train a model anew"):
+    with pytest.raises(OtherTablesError, match="such as like: train a new model"):
         growing.train("second", ATTN, init="first")
-    with pytest.raises(OtherTablesError, match="such as like: train a model anew"):
+    with pytest.raises(OtherTablesError, match="such as like: train a new model"):
         LoadedModel.load(str(tmp_path / "first"), growing.tables)
 
 
@@ -371,7 +371,7 @@ def test_users_attributes_that_get_too_many_values_are_refused_in_a_line(
     monkeypatch.setattr(custom_features, "MAX_VALUES", 1)
     growing.add(4, dict)
     growing.prepare()
-    with pytest.raises(OtherTablesError, match="train a model anew"):
+    with pytest.raises(OtherTablesError, match="train a new model"):
         growing.train("second", ATTN, init="first")
 
 

@@ -33,7 +33,7 @@ def save(
     about = checkpoint.Checkpoint(
         {"name": "any"}, step=step, best={"step": best}, attempt=str(attempt)
     )
-    about.follow(before)
+    about.set_best_folder(before)
     checkpoint.keep(str(folder), model, about, {"step": step}, uploads)
     return about
 

@@ -179,7 +179,7 @@ def test_training_with_pytorch_alone_goes_on_where_it_was(
     )
     with pytest.raises(
         SystemExit,
-        match=r"run was begun with fit.max_epochs 3, not 4; give another --output",
+        match=r"run was started with fit.max_epochs 3, not 4; give another --output",
     ):
         main(arguments)
     config.write_text(json.dumps({"model": TIGER}))

@@ -21,11 +21,11 @@ from models.storage.tables import (
     code_version,
     commit,
     fingerprint,
-    git,
     has_earlier_table,
     read_manifest,
     read_parquet,
     read_table,
+    run_git,
     up_to_date,
     write_part,
     writing,
@@ -108,7 +108,7 @@ def test_parts_that_another_job_removed_are_no_table(tmp_path: Path) -> None:
     make(tmp_path / "t", sids([3]), config={"k": 1})  # removes what it does not list
     with pytest.raises(
         UserError,
-        match=r"part-.* is gone before its table was complete: another job writes to",
+        match=r"part-.* was removed before its table was complete: another job writes to",
     ):
         commit(uri, "sids", SIDS, [mine], config={}, inputs={})
     assert read_table(uri, "sids").equals(sids([3]))
@@ -228,7 +228,7 @@ def test_a_manifests_paths_stay_in_its_folder(tmp_path: Path, path: str | None) 
     manifest.write_text(add_seal(content))
     with pytest.raises(
         UserError,
-        match=r"manifest\.json is damaged \(the path .* is not a file's name\); make the",
+        match=r"manifest\.json is damaged \(the path .* is not a file name\); make the",
     ):
         read_table(uri)
 
@@ -280,11 +280,11 @@ def test_an_output_that_holds_other_things_is_refused(tmp_path: Path) -> None:
     (out / "trie").mkdir()
     (out / "trie" / "thesis.txt").write_text("mine")
     with pytest.raises(
-        UserError, match=r"trie holds 'thesis.txt', which is no part of a table"
+        UserError, match=r"trie holds 'thesis.txt', which is not part of a table"
     ):
         check_output(str(out), tables)
     with pytest.raises(
-        UserError, match=r"out holds 'sids', which is no part of a table"
+        UserError, match=r"out holds 'sids', which is not part of a table"
     ):
         has_earlier_table(
             str(out), "recommendations"
@@ -295,7 +295,7 @@ def test_tables_are_made_where_there_is_no_git(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert git("rev-parse", "HEAD") is None
+    assert run_git("rev-parse", "HEAD") is None
     code_version.cache_clear()
     assert re.fullmatch(r"\S+ code [0-9a-f]{12}", code_version())
     make(tmp_path / "t", sids([1, 2]))

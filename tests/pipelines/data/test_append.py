@@ -21,7 +21,7 @@ from models.storage.tables import (
     has_manifest,
     read_manifest,
     read_table,
-    switch,
+    replace_tables,
 )
 from pipelines.data import run
 from pipelines.data.prepare import prepare
@@ -450,7 +450,7 @@ def test_stopped_between_two_manifests_the_same_line_ends_well(
     def some(made: dict[str, Any]) -> None:
         tables = list(made.items())[: left[0]]
         left[0] -= len(tables)
-        switch(dict(tables))
+        replace_tables(dict(tables))
         if not left[0]:
             raise KeyboardInterrupt
 
@@ -460,7 +460,7 @@ def test_stopped_between_two_manifests_the_same_line_ends_well(
         write(tmp_path, 1, files[1])
     make(source, tmp_path, "whole", SMALL, append=False)
     with monkeypatch.context() as patched:
-        patched.setattr(run, "switch", some)
+        patched.setattr(run, "replace_tables", some)
         with pytest.raises(KeyboardInterrupt):
             make(source, tmp_path, "grown", SMALL, append=True)
     make(source, tmp_path, "grown", SMALL, append=True)

@@ -325,7 +325,8 @@ def test_a_log_may_lie_where_its_tables_go(tmp_path: Path) -> None:
     pl.DataFrame(described(rows)).write_csv(raw / "items.csv")
     source = make_source(tmp_path, files="*.parquet")
     with pytest.raises(
-        UserError, match=r"raw/events holds 'day1.parquet', which is no part of a table"
+        UserError,
+        match=r"raw/events holds 'day1.parquet', which is not part of a table",
     ):
         prepare(source, str(raw), str(raw), config, report=lambda line: None)
     out = raw / "tables"
