@@ -1,1 +1,1 @@
-"""The models, in plain PyTorch: importable and trainable on a machine that has no Ray and no MLflow."""
+"""Models in plain PyTorch, which can be trained without Ray and MLflow."""

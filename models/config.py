@@ -1,4 +1,4 @@
-"""Read YAML files, build typed configurations, and suggest the nearest key for an unknown one.
+"""Typed configurations from YAML files, with suggestions for unknown keys.
 
 content = read_yaml("jobs/configs/sasrec.yaml", "check --config")
 fit = build(FitConfig, content["fit"], "fit.")
@@ -18,11 +18,11 @@ from models.storage.tables import UserError, open_uri
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the name of `known` that is most like `word`, in upper or lower case.
+    """Return the most similar name; upper and lower case count less than letters.
 
     Args:
         word: An unknown name.
-        known: At least one name.
+        known: The valid names, at least one.
     """
     by_lower: dict[str, list[str]] = {}
     for name in known:
@@ -33,30 +33,41 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 SYNONYMS = {"device": "use_gpu", "learning_rate": "lr"}
-"""Names that other projects have for an option, by the last part of its key."""
+"""Options by their names in other projects; both are the last part of a key."""
 
 
 def did_you_mean_key(key: str, known: Iterable[str]) -> str:
-    """Return half a sentence that names the nearest of the known keys.
+    """Return a clause of an error message that suggests the nearest valid key.
 
-    A key with the same last part, in whatever section, counts as nearest.
+    Keys of any section with the same last part are preferred.
+
+    Args:
+        key: An unknown key, such as `fit.learning_rate`.
+        known: The valid keys.
     """
-    last, known = key.rsplit(".", 1)[-1], list(known)
-    if not known:
+    valid_keys = list(known)
+    if not valid_keys:
         return "it takes no keys"
-    names = (last, SYNONYMS.get(last))
-    same = [other for other in known if other.rsplit(".", 1)[-1] in names]
-    return f"the nearest key is '{nearest(key, same or known)}'"
+    option = key.rsplit(".", 1)[-1]
+    options = (option, SYNONYMS.get(option))
+    preferred = [other for other in valid_keys if other.rsplit(".", 1)[-1] in options]
+    return f"the nearest key is '{nearest(key, preferred or valid_keys)}'"
 
 
 def did_you_mean(word: str, known: Iterable[str], none: str = "there is none") -> str:
-    """Return half a sentence that names the nearest of `known`; `none` if it is empty."""
-    known = list(known)
-    return f"the nearest is '{nearest(word, known)}'" if known else none
+    """Return a clause of an error message that suggests the nearest valid name.
+
+    Args:
+        word: An unknown name.
+        known: The valid names.
+        none: Clause to return if there are no valid names.
+    """
+    names = list(known)
+    return f"the nearest is '{nearest(word, names)}'" if names else none
 
 
 def pluralize(count: int, noun: str) -> str:
-    """Return `count` with its noun, as `1 row`, `2,000 rows`, `0 queries` or `2 searches`."""
+    """Return a count with its noun, such as `1 row`, `2,000 rows` or `0 queries`."""
     if count == 1:
         return f"1 {noun}"
     if noun.endswith("y"):
@@ -66,7 +77,7 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as seconds, minutes or hours, in about two digits."""
+    """Format a duration in seconds, minutes or hours, with about two digits."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 100 * 60:
@@ -75,16 +86,21 @@ def format_duration(seconds: float) -> str:
 
 
 def path_fields(config: type, *kinds: str) -> set[str]:
-    """Return the names of a config's fields that take a path of one of some kinds.
+    """Return the names of a config's fields that hold a path.
 
-    A kind is `checkpoint`, `folder`, or `encoder`, which is a folder or a name of the
-    model hub. Fields declare it by `metadata={"names": "checkpoint"}`.
+    Args:
+        config: Dataclass of the config.
+        kinds: Kinds of path to return: `checkpoint`, `folder`, or `encoder`, which is a
+            folder or a name of the model hub. A field declares its kind by
+            `metadata={"names": "checkpoint"}`.
     """
-    return {one.name for one in fields(config) if one.metadata.get("names") in kinds}
+    return {
+        field.name for field in fields(config) if field.metadata.get("names") in kinds
+    }
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested values as texts under dotted names."""
+    """Flatten nested values to strings with dotted names."""
     flat: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, dict) and value:
@@ -97,13 +113,13 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 def check_least(
     config: Any, names: Iterable[str], least: float, section: str = ""
 ) -> None:
-    """Raise ValueError for the first of some fields that is below `least`.
+    """Raise ValueError for the first field whose value is too small.
 
     Args:
         config: The dataclass instance.
-        names: Names of the fields; None is a valid value of each.
+        names: Names of the fields to check; a value of None is valid.
         least: The smallest valid value.
-        section: Text before the names in messages, such as `fit.`.
+        section: Prefix of the names in messages, such as `fit.`.
     """
     for name in names:
         value = getattr(config, name)
@@ -112,17 +128,28 @@ def check_least(
 
 
 def check_shares(config: Any, names: Iterable[str], section: str = "") -> None:
-    """Raise ValueError for the first of some fields that is no share from 0 to 1."""
+    """Raise ValueError for the first field whose value is not between 0 and 1.
+
+    Args:
+        config: The dataclass instance.
+        names: Names of the fields to check.
+        section: Prefix of the names in messages, such as `fit.`.
+    """
     for name in names:
         value = getattr(config, name)
         if not 0 <= value <= 1:
             raise ValueError(
-                f"{section}{name} is {value}, it is a share and must be between 0 and 1"
+                f"{section}{name} is {value}, it must be a fraction between 0 and 1"
             )
 
 
 def check_choices(config: Any, section: str = "") -> None:
-    """Raise ValueError for the first field with a Literal type that has another value."""
+    """Raise ValueError for the first field whose value is not in its Literal type.
+
+    Args:
+        config: The dataclass instance.
+        section: Prefix of the names in messages, such as `fit.`.
+    """
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if get_origin(kind) is Literal and value not in get_args(kind):
@@ -133,40 +160,48 @@ def check_choices(config: Any, section: str = "") -> None:
 
 
 def check_positive(config: Any, names: Iterable[str]) -> None:
-    """Raise ValueError for the first of some fields that is below 1."""
+    """Raise ValueError for the first field whose value is below 1."""
     check_least(config, names, 1)
 
 
 def check_dropout(config: Any, *names: str) -> None:
-    """Raise ValueError for the first of some fields that is no dropout probability."""
+    """Raise ValueError for the first field that is not a dropout probability."""
     for name in names:
         value = getattr(config, name)
         if not 0 <= value < 1:
-            raise ValueError(f"{name} {value} is not in [0, 1); give a share")
+            raise ValueError(f"{name} {value} is not in [0, 1); give a fraction")
 
 
 def check_known(
     names: Iterable[str], known: Iterable[str], message: Callable[[str, str], str]
 ) -> None:
-    """Raise UserError(message(name, nearest)) for the first name that is not in `known`."""
-    known = list(known)
+    """Raise UserError for the first unknown name.
+
+    Args:
+        names: The names to check.
+        known: The valid names.
+        message: Returns the error message, given the unknown and the nearest valid
+            name.
+    """
+    valid_names = list(known)
     for name in names:
-        if name not in known:
-            raise UserError(message(name, nearest(name, known) if known else "none"))
+        if name not in valid_names:
+            suggestion = nearest(name, valid_names) if valid_names else "none"
+            raise UserError(message(name, suggestion))
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """A YAML loader that refuses a key which stands twice in one mapping."""
+    """A YAML loader that rejects duplicate keys in a mapping."""
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
     ) -> dict[Any, Any]:
-        """Construct a mapping with distinct keys."""
+        """Construct a mapping, or raise MarkedYAMLError for a duplicate key."""
         keys = set[tuple[str, str]]()
         for key, _ in node.value:
             if (key.tag, str(key.value)) in keys:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value!r} stands twice",
+                    problem=f"the key {key.value!r} is duplicated",
                     problem_mark=key.start_mark,
                 )
             keys.add((key.tag, str(key.value)))
@@ -178,10 +213,10 @@ def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
 
     Args:
         uri: Path or URI of the file.
-        remedy: End of the messages: what the user can do.
+        remedy: End of error messages, which says how to fix the error.
 
     Raises:
-        UserError: if there is no such file, or it holds no mapping.
+        UserError: If the file does not exist or does not contain a mapping.
     """
     filesystem, path = open_uri(uri)
     try:
@@ -190,11 +225,11 @@ def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"cannot read {uri} (no such file); {remedy}") from error
     except OSError as error:
-        why = " ".join(str(error).split())
-        raise UserError(f"cannot read {uri} ({why}); {remedy}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot read {uri} ({reason}); {remedy}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        why = " ".join(str(error).split())
-        raise UserError(f"{uri} is not valid YAML: {why}; {remedy}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{uri} is not valid YAML: {reason}; {remedy}") from error
     if not isinstance(content, dict):
         raise UserError(
             f"{uri} holds {type(content).__name__}, not a mapping; {remedy}"
@@ -203,12 +238,24 @@ def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
 
 
 def read_configs(uris: Iterable[str], remedy: str) -> dict[str, Any]:
-    """Merge the sections of several YAML files; values of later files win."""
+    """Merge the sections of several YAML files.
+
+    Values of later files override values of earlier files.
+
+    Args:
+        uris: Paths or URIs of the files.
+        remedy: End of error messages, which says how to fix the error.
+
+    Raises:
+        UserError: If a file does not exist or does not contain a mapping.
+    """
     content: dict[str, Any] = {}
     for uri in uris:
         for name, section in read_yaml(uri, remedy).items():
-            both = isinstance(section, dict) and isinstance(content.get(name), dict)
-            content[name] = {**content[name], **section} if both else section
+            earlier = content.get(name)
+            if isinstance(section, dict) and isinstance(earlier, dict):
+                section = {**earlier, **section}
+            content[name] = section
     return content
 
 
@@ -218,27 +265,27 @@ def build(
     where: str = "",
     label: Callable[[str], str] = "'{}'".format,
 ) -> Any:
-    """Build a dataclass, and the dataclasses within it, from plain values.
+    """Build a dataclass and its nested dataclasses from plain values.
 
     Args:
         kind: The dataclass.
         content: Values by field.
-        where: Text before the keys in messages, such as `fit.`.
-        label: Return how messages call a key.
+        where: Prefix of the keys in messages, such as `fit.`.
+        label: Formats a key for messages.
 
     Raises:
-        ValueError: for the first key that is unknown, missing or of another type.
+        ValueError: For the first key that is unknown, missing or of another type.
     """
     _check_values(kind, content, where, label)
     try:
         from pydantic import TypeAdapter, ValidationError
     except ImportError:
-        # With PyTorch alone '1e-3' stays a text, and 1.5 layers are not refused.
+        # Without pydantic, '1e-3' remains a string and 1.5 layers are accepted.
         return kind(**content)
     try:
         return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
-        # a mistyped key is also missing, so missing ones come last
+        # a misspelt key leads to a missing key too, so missing keys come last
         faults = sorted(error.errors(), key=lambda fault: fault["type"] == "missing")
     fault = faults[0]
     if fault["type"] == "value_error":
@@ -246,51 +293,60 @@ def build(
     path, option, default = _find_field(kind, fault["loc"])
     key = where + ".".join(path)
     if fault["type"] == "missing":
-        raise ValueError(f"{label(key)} is missing; add such as '{path[-1]}: ...'")
+        raise ValueError(f"{label(key)} is missing; add '{path[-1]}: ...'")
     value = fault["input"]
     is_text = str in union_members(option) and not isinstance(value, dict | list)
     quotes = "; write it in quotes" if is_text else ""
+    expected = expected_type(option, default)
     raise ValueError(
-        f"{label(key)} is {format_value(value)}, it must be {expected_type(option, default)}{quotes}"
+        f"{label(key)} is {format_value(value)}, it must be {expected}{quotes}"
     )
 
 
 def _check_values(
     kind: type, content: dict[str, Any], where: str, label: Callable[[str], str]
 ) -> None:
-    """Raise ValueError for an unknown key, and for a boolean or NaN that should be a number.
+    """Check keys and numbers, because pydantic accepts true and false as 1 and 0.
 
-    Pydantic takes true and false for 1 and 0.
+    Args:
+        kind: The dataclass.
+        content: Values by field.
+        where: Prefix of the keys in messages.
+        label: Formats a key for messages.
+
+    Raises:
+        ValueError: For an unknown key, and for a boolean or NaN in place of a number.
     """
     hints = get_type_hints(kind)
-    defaults = {one.name: one.default for one in fields(kind)}
+    defaults = {field.name: field.default for field in fields(kind)}
     for key, value in content.items():
         if key not in defaults:
-            near = did_you_mean_key(
+            suggestion = did_you_mean_key(
                 f"{where}{key}", [f"{where}{name}" for name in defaults]
             )
-            raise ValueError(f"unknown key '{where}{key}'; {near}")
+            raise ValueError(f"unknown key '{where}{key}'; {suggestion}")
         option = hints[key]
         if _is_no_number(option, value):
+            expected = expected_type(option, defaults[key])
             raise ValueError(
-                f"{label(where + key)} is {format_value(value)}, it must be {expected_type(option, defaults[key])}"
+                f"{label(where + key)} is {format_value(value)}, it must be {expected}"
             )
         for section, name, inner in _sections(option, value):
             _check_values(section, inner, f"{where}{key}{name}.", label)
 
 
 def _is_no_number(option: Any, value: Any) -> bool:
-    """Return whether a value of a numeric option is a boolean or not a number."""
+    """Return whether the value of a numeric option is a boolean or NaN."""
     kinds = {option, *union_members(option), *get_args(option)}
     if not kinds & {int, float}:
         return False
-    takes_words = bool in kinds or any(get_origin(kind) is Literal for kind in kinds)
-    is_bool = isinstance(value, bool) and not takes_words
+    accepts_bool = bool in kinds or any(get_origin(kind) is Literal for kind in kinds)
+    is_bool = isinstance(value, bool) and not accepts_bool
     return is_bool or str(value).lower() == "nan"
 
 
 def _sections(option: Any, value: Any) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Yield the dataclass, name and values of each section within an option's value."""
+    """Yield the dataclass, name and values of each nested section of an option."""
     for kind in {option, *union_members(option), *get_args(option)}:
         if not is_dataclass(kind) or not isinstance(value, dict):
             continue
@@ -303,18 +359,24 @@ def _sections(option: Any, value: Any) -> Iterator[tuple[Any, str, dict[str, Any
 
 
 def _find_field(kind: Any, path: Iterable[Any]) -> tuple[list[str], Any, Any]:
-    """Follow a path of keys, as far as it leads to fields or into mappings.
+    """Follow a path of keys through nested dataclasses and mappings.
+
+    Args:
+        kind: The outermost dataclass.
+        path: Keys; the first key that is neither a field nor in a mapping ends the
+            path.
 
     Returns:
-        The keys, the type of the last one, and its default.
+        The followed keys; the type and the default of the last key.
     """
     keys: list[str] = []
     default: Any = None
     for part in path:
-        section = next(filter(is_dataclass, (kind, *union_members(kind))), None)
+        section: Any = next(filter(is_dataclass, (kind, *union_members(kind))), None)
         hints = get_type_hints(section) if section else {}
         if section and part in hints:
-            default = next(one.default for one in fields(section) if one.name == part)  # type: ignore[arg-type]
+            defaults = {field.name: field.default for field in fields(section)}
+            default = defaults[part]
             kind = hints[part]
         elif get_origin(kind) is dict:
             kind = get_args(kind)[1]
@@ -325,12 +387,12 @@ def _find_field(kind: Any, path: Iterable[Any]) -> tuple[list[str], Any, Any]:
 
 
 def union_members(kind: Any) -> list[Any]:
-    """Return the members of a union type, or the type alone."""
+    """Return the members of a union type, or a list of the type itself."""
     return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
 
 
 def format_value(value: Any) -> str:
-    """Format a value as YAML does."""
+    """Format a value like YAML, for messages."""
     if value is None:
         return "null"
     return repr(value).lower() if isinstance(value, bool) else repr(value)
@@ -350,7 +412,12 @@ ITEM_WORDS = {
 
 
 def expected_type(kind: Any, default: Any = None) -> str:
-    """Describe the values that an option takes: `true or false`."""
+    """Describe the valid values of an option, such as `true or false`.
+
+    Args:
+        kind: Type of the option.
+        default: Default of the option; a number is shown as an example.
+    """
     choices: list[str] = []
     others: list[str] = []
     for member in union_members(kind):

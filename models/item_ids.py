@@ -14,7 +14,10 @@ from typing import Any
 
 from models.storage.tables import UserError
 
-BLANKS = " \t\r\n\v\f\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\u200b\u2060\ufeff"
+BLANKS = (
+    " \t\r\n\v\f\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+    "\u200b\u2060\ufeff"
+)
 """White space and zero-width characters, as a character class of a regular
 expression."""
 

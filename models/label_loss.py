@@ -40,7 +40,8 @@ class LabelOptions:
         for name, weight in self.label_weights.items():
             if not weight >= 0:
                 raise ValueError(
-                    f"label_weights has {weight} for '{name}'; give a number of at least 0"
+                    f"label_weights has {weight} for '{name}'; give a number of at "
+                    "least 0"
                 )
         for name, mask in self.label_masks.items():
             if name == mask:

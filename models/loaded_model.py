@@ -79,8 +79,8 @@ class LoadedModel:
         Args:
             inputs: Folders of the tables.
             split: Name of the split.
-            max_history: Maximum number of behaviours of a history; None for the value in
-                the model's config.
+            max_history: Maximum number of behaviours of a history; None for the value
+                in the model's config.
             rank: Rank of this worker, which evaluates its share of the users.
             world: Number of workers.
         """
@@ -167,9 +167,9 @@ def select_inputs(name: str, inputs: Inputs) -> Inputs:
         ]
         raise UserError(
             f"the model '{name}' is of {expected}, and {inputs.tables} holds tables of "
-            f"{family}; models of {family} are {', '.join(alternatives) or 'none'}: give "
-            "a config of one (jobs/configs), or tables that jobs.prepare made with "
-            f"--kind {expected}"
+            f"{family}; models of {family} are {', '.join(alternatives) or 'none'}: "
+            "give a config of one (jobs/configs), or tables that jobs.prepare made "
+            f"with --kind {expected}"
         )
     return inputs.select(name, model_class.extra_inputs)
 

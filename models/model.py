@@ -6,10 +6,10 @@
         example_unit = "behaviour"
         trains_by_gradient = False
 
-A model states what it is by class attributes and overrides the methods in which it
-differs. `RetrievalModel`, `SearchModel` and `ActionsModel` hold what the models of a
-family share; `models/registry.py` lists all models by name. The commands ask a model's
-class and never which model it is.
+A model declares its properties as class attributes and overrides the methods in which
+it differs. `RetrievalModel`, `SearchModel` and `ActionsModel` are the base classes of
+the families; `models/registry.py` lists all models by name. Commands use the attributes
+of a model's class, never its name.
 """
 
 from __future__ import annotations
@@ -29,81 +29,85 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 
 Ranked = Literal["catalogue", "candidates", "nothing"]
-"""What a model can rank."""
+"""Kinds of items that a model can rank."""
 
 
 class Model(nn.Module):
     """A model that the commands train, evaluate, compare and serve.
 
-    Its constructor takes the resolved config and the catalogue. A model trained by
-    gradient has `forward(batch)`, which returns a mapping with the mean `loss` of the
-    batch; another one has `fit_counts(batches)`. A model that ranks a catalogue has
-    `recommend(batch, k, **options)`, a model that ranks candidates `score(batch)`.
+    The constructor takes the resolved config and the catalogue. A model that is trained
+    by gradient has a method `forward(batch)`, which returns a mapping with the () mean
+    `loss` of the batch; other models have `fit_counts(batches)`. A model that ranks a
+    catalogue has `recommend(batch, k, **options)`, and a model that ranks candidates
+    has `score(batch)`.
     """
 
     name: ClassVar[str]
-    """Name in the registry."""
+    """Name of the model in the registry."""
     family: ClassVar[str]
-    """Kind of tables that it reads: `retrieval`, `search` or `actions`."""
+    """Kind of tables that the model reads: `retrieval`, `search` or `actions`."""
     config_class: ClassVar[type]
-    """Dataclass of its options, with a `max_history`."""
+    """Dataclass of the model's options, with a field `max_history`."""
 
     dataset_class: ClassVar[type[RequestDataset]]
-    """Dataset of its training and evaluation."""
+    """Dataset for training and evaluation."""
     requests_class: ClassVar[type[Requests]]
-    """Parser of the requests that a served model gets."""
+    """Parser of the requests to a served model."""
     catalogue_tables: ClassVar[Mapping[str, Sequence[str]]]
-    """Tables that a catalogue is loaded from, by folder of `Inputs`."""
+    """Tables from which a catalogue is loaded, by folder of `Inputs`."""
     extra_inputs: ClassVar[Mapping[str, bool]] = {}
-    """Folders of `Inputs` beside the tables that it reads, and whether it needs
-    them."""
+    """Folders of `Inputs` that the model reads in addition to the tables, and whether
+    each is required."""
     example_unit: ClassVar[str]
-    """What a training example is, such as `request` or `user`; the dataset documents
-    it."""
+    """Unit of a training example, such as `request` or `user`; datasets document the
+    units."""
     eval_unit: ClassVar[str] = "request"
-    """What an example of an evaluation is."""
+    """Unit of an evaluation example."""
 
     trains_by_gradient: ClassVar[bool] = True
-    """Whether it is trained by steps; otherwise `fit_counts` is called once."""
+    """Whether the model is trained by gradient descent; if not, `fit_counts` is called
+    once."""
     stops_early: ClassVar[bool] = False
-    """Whether `fit_counts(train, val)` learns at random and stops on batches of val."""
+    """Whether `fit_counts(train, val)` takes validation batches, for early stopping."""
     supports_fsdp: ClassVar[bool] = False
-    """Whether it can be trained in shards, one per worker."""
+    """Whether FSDP can shard the model over workers."""
     can_teach: ClassVar[bool] = False
-    """Whether a student can learn from it: it has a backbone and a decoder."""
+    """Whether students can be distilled from the model, because it has a backbone and a
+    decoder."""
 
     is_floor: ClassVar[bool] = False
-    """Whether it is a model without training that trained models have to clear."""
+    """Whether the model is a simple baseline that trained models should outperform."""
     is_diagnostic: ClassVar[bool] = False
-    """Whether it ranks by what is known only after results were shown."""
+    """Whether the model reads values that are known only after results were shown."""
     metrics_module: ClassVar[ModuleType]
-    """The family's module with `means`, `names` and `summary` of its metrics."""
+    """Module of the family's metrics, with functions `means`, `names` and `summary`."""
     has_own_metrics: ClassVar[bool] = False
-    """Whether it is measured by other metrics than its family's."""
+    """Whether the model has other metrics than its family."""
     shown_metrics: ClassVar[tuple[str, ...]]
-    """Metrics of a training's best epoch that are printed."""
+    """Metrics of the best epoch that are printed after a training."""
 
     ranks: ClassVar[Ranked]
-    """What it ranks: all items after a history, or the candidates of a request."""
+    """Items that the model ranks: a whole catalogue, or the candidates of a request."""
     options_class: ClassVar[type | None] = None
-    """Dataclass of the options of `recommend`, each None if left out."""
+    """Dataclass of the options of `recommend`; an option that is not set is None."""
     requirements: ClassVar[tuple[str, ...]] = ()
-    """Python packages that it is served with, beside those of all models."""
+    """Python packages that only this model needs for serving."""
     logs_every_run: ClassVar[bool] = False
-    """Whether each training logs the model to MLflow; otherwise its registration
-    does."""
+    """Whether each training logs the model to MLflow; if not, the model is logged when
+    it is registered."""
 
     config: Any
-    """Options of this model."""
+    """Options of the model."""
     labels: Sequence[str] = ()
-    """Names of the K labels that it scores; none for a model that ranks a catalogue."""
+    """(K,) names of the labels that the model scores; empty for a model that ranks a
+    catalogue."""
     masks: Sequence[int | None] = ()
-    """(K,) index of the label that must be true where a label is learned and
-    measured."""
+    """(K,) index of the label that must be true for candidates on which a label is
+    learned and measured; None for labels without a condition."""
     train_rates: Sequence[float] = ()
-    """(K,) shares of positives in training, if known."""
+    """(K,) fractions of positives in the training data, if known."""
     correction: float = 0.0
-    """Number added to logits that undoes the sampling of negatives."""
+    """Value added to logits to correct for the sampling of negatives."""
 
     def __init__(self, config: Any, catalogue: Any) -> None:
         super().__init__()
@@ -112,16 +116,16 @@ class Model(nn.Module):
 
     @classmethod
     def parse_config(cls, options: Mapping[str, Any]) -> Any:
-        """Return the config with these options.
+        """Build the config of the model from options.
 
         Raises:
-            UserError: For an unknown option or an impossible value.
+            UserError: For an unknown option or an invalid value.
         """
-        known = [f.name for f in fields(cls.config_class)]
+        names = [f.name for f in fields(cls.config_class)]
         for key in options:
-            if key not in known:
+            if key not in names:
                 remedy = did_you_mean_key(
-                    f"model.{key}", [f"model.{name}" for name in known]
+                    f"model.{key}", [f"model.{name}" for name in names]
                 )
                 raise UserError(
                     f"unknown key 'model.{key}' for the model '{cls.name}'; {remedy}"
@@ -133,14 +137,15 @@ class Model(nn.Module):
 
     @classmethod
     def config_to_dict(cls, config: Any) -> dict[str, Any]:
-        """Return the model's name and all options, as YAML files and checkpoints hold them."""
+        """Return the name and all options of a model, as checkpoints store them."""
         return {"name": cls.name, **asdict(config)}
 
     @classmethod
     def resolve_config(cls, config: Any, catalogue: Any) -> Any:
-        """Return the config with options that follow from checkpoints that it names.
+        """Return the config with values from the checkpoints that it names.
 
-        Called before training; resolving a config again changes nothing.
+        For example, a student takes sizes from its teacher. The method is called before
+        training, and is idempotent.
         """
         return config
 
@@ -155,11 +160,11 @@ class Model(nn.Module):
         """Load the catalogue that models are built on.
 
         Args:
-            inputs: Where the tables are.
-            scales: Scales of a checkpoint, in place of those of the tables
+            inputs: Folders of the tables.
+            scales: Scales of a checkpoint, which replace the scales of the tables
                 (`models/warm_start.py`).
-            manifest_only: Whether of `sequences` only the manifest is there, as for a
-                served model, whose checkpoint holds the features' means.
+            manifest_only: Whether the table `sequences` has only a manifest. This is
+                the case for a served model, whose checkpoint has the means of features.
         """
         raise NotImplementedError
 
@@ -172,7 +177,7 @@ class Model(nn.Module):
     def reason_not_served(cls) -> str:
         """Return why the model cannot be served, or an empty string if it can."""
         if cls.is_diagnostic:
-            return "it ranks by what is known only after results were shown"
+            return "it reads values that are known only after results were shown"
         if cls.ranks == "nothing":
             return "it ranks nothing"
         return ""
@@ -181,57 +186,69 @@ class Model(nn.Module):
     def describe_requests(cls, info: Mapping[str, Any]) -> dict[str, Any]:
         """Return the names of features, actions and labels that requests refer to.
 
-        `info` is that of the manifest of `sequences`.
+        Args:
+            info: `info` of the manifest of `sequences`.
         """
         return cls.requests_class.about(info)
 
     @classmethod
     def list_unread(cls, info: Mapping[str, Any]) -> list[str]:
-        """Return the columns of the tables that the model ignores, reported before
-        training.
+        """Return the columns that the model ignores, which are printed before training.
+
+        Args:
+            info: `info` of the manifest of `sequences`.
         """
         return []
 
     def prepare_training(
         self, catalogue: Any, datasets: Mapping[str, RequestDataset]
     ) -> list[str]:
-        """Load training inputs other than the tables, and return messages about them.
+        """Load training inputs other than the tables, such as the outputs of a teacher.
 
-        Called on every worker, with the worker's datasets by split.
+        Called on every worker.
+
+        Args:
+            catalogue: Catalogue of the tables.
+            datasets: The worker's datasets by split.
+
+        Returns:
+            Messages to print before training.
         """
         return []
 
     def lr_multipliers(self) -> dict[str, float]:
-        """Return factors on the learning rate, by the beginning of parameters' names."""
+        """Return factors on the learning rate, by prefix of parameter names."""
         return {}
 
     def fsdp_blocks(self) -> list[nn.Module]:
-        """Return the parts of the model that FSDP shards one by one."""
+        """Return the submodules that FSDP shards one by one."""
         raise NotImplementedError
 
     def parameter_counts(self) -> dict[str, int]:
-        """Return the numbers of learned parameters by part, where a training reports them."""
+        """Return the numbers of learned parameters to report, by part of the model."""
         return {}
 
     def measure(self, batch: Any, **options: Any) -> dict[str, Any]:
-        """Return sums over a batch that add up to the metrics.
+        """Return sums over a batch from which `metric_means` computes metrics.
 
-        `by_user`: Stride of the users of whom metrics are kept user by user; 0 for
-        none.
+        Args:
+            batch: Batch of the model's dataset.
+            options: Options of `recommend`; and `by_user`, the stride of the users for
+                whom per-user metrics are returned, 0 for none.
         """
         raise NotImplementedError
 
     @classmethod
     def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics from the sums of all batches and workers."""
+        """Compute metrics from sums that were added over batches and workers."""
         return dict(cls.metrics_module.means(sums))
 
     @classmethod
     def metric_names(cls, catalogue: Any) -> list[str]:
-        """Return the names of the metrics of a model on this catalogue."""
+        """Return the names of a model's metrics for a catalogue."""
         return list(cls.metrics_module.names(catalogue))
 
     @classmethod
     def format_metrics(cls, metrics: dict[str, float]) -> list[str]:
-        """Return the lines in which an evaluation prints its metrics."""
+        """Format the metrics of an evaluation as lines of text."""
         return list(cls.metrics_module.summary(metrics))

@@ -1,8 +1,7 @@
 """Custom features: numbers and categories that a log provides.
 
     own = OwnFeatures.from_info(manifest.info)
-    columns = {"num_bm25": pa.array([2.5, None]), "cat_city": pa.array(["Oslo", "Rome"])}
-    own.matrix(columns, 2)   # (2, 2) float32
+    own.matrix({"num_bm25": pa.array([2.5, None])}, 2)   # (2, X + G) float32
 
 The features describe candidates and behaviours. jobs.prepare computes their statistics
 and vocabularies from the training window only

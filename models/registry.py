@@ -55,8 +55,8 @@ MODELS = {
     "lac": "models.actions.fusions:LAC",
     "genrank": "models.actions.fusions:GenRank",
 }
-"""Module and class of each model. Within a family, floors are listed first, the cheapest
-floor at the top."""
+"""Module and class of each model. Within a family, floors are listed first, from the
+cheapest on."""
 
 
 def find(name: str) -> type[Model]:

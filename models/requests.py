@@ -1,11 +1,11 @@
-"""Parsing of served requests: a row of a frame becomes arrays, and requests together become a batch.
+"""Parsing of served requests: rows become arrays, and requests become a batch.
 
     requests = family.requests(bundle, model, catalogue, {"device": "cpu"})
     batch = requests.collate([requests.parse(Row(row)) for row in rows])
 
-`models/<family>/requests.py` declares the columns of a family's requests; most may be
-left out. `pipelines/serving` has the MLflow models that call it. A bundle is the folder
-of a served model: its checkpoint, and copies of tables.
+`models/<family>/requests.py` declares the columns of a family's requests, most of which
+are optional. The MLflow models in `pipelines/serving` use this module. A bundle is the
+folder of a served model, with the checkpoint and copies of tables.
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ from models.text.text_encoder import load_saved
 Floats = NDArray[np.float32]
 
 NAMES = ("features", "actions", "viewers")
-"""Keys of the manifest of sequences that list names in order, beside labels."""
+"""Keys of the manifest of sequences with ordered lists of names, in addition to
+labels."""
 
 Columns = dict[str, Any]
-"""Type of each column: `ids` of items, `id`, `string`, `strings`, `long`, `longs`,
-`numbers`, `vectors`, by name `own_numbers`, `own_categories` or `labels`, or for a list
-of objects a mapping with the types of their fields."""
+"""Type of each column: `id` and `ids` of items, `string`, `strings`, `long`, `longs`,
+`numbers` and `vectors`; `own_numbers`, `own_categories` and `labels` are mappings by
+name. The type of a list of objects is a mapping with the types of their fields."""
 
 
 class Row(dict[str, Any]):
-    """The columns of one request. Its methods raise UserError for values that no request can have."""
+    """The columns of one request.
+
+    The methods raise UserError for invalid values.
+    """
 
     def value(self, name: str) -> Any:
         """Return the value of a column, or None if it is missing."""
@@ -47,25 +51,37 @@ class Row(dict[str, Any]):
         return None if isinstance(value, float) and np.isnan(value) else value
 
     def item_ids(self, name: str) -> list[str]:
-        """Return a column of item ids, in the form of the catalogue's ids."""
+        """Return a column of item ids, normalised like the ids of the catalogue."""
         return parse_item_ids(name, self[name])
 
     def entries(self, name: str, count: int, default: Any = None) -> list[Any]:
-        """Return the `count` entries of a list, all `default` where the column is left out."""
+        """Return a list column.
+
+        Args:
+            name: Name of the column.
+            count: Required number of entries.
+            default: Value of all entries if the request does not have the column.
+        """
         return _check_count(name, self.value(name), count, default)
 
     def entries_by_name(
-        self, name: str, known: Collection[str], count: int
+        self, name: str, keys: Collection[str], count: int
     ) -> dict[str, list[Any]]:
-        """Return the lists of a mapping, each with `count` entries and a name that is `known`."""
+        """Return a column of named lists.
+
+        Args:
+            name: Name of the column.
+            keys: Names of the lists that the model reads.
+            count: Required number of entries of each list.
+        """
         lists = self.value(name) or {}
         for key in lists:
-            if key not in known:
-                near = did_you_mean(
-                    key, known, f"it reads no {name.removeprefix('history_')}"
+            if key not in keys:
+                hint = did_you_mean(
+                    key, keys, f"it reads no {name.removeprefix('history_')}"
                 )
                 raise UserError(
-                    f"{name} has '{key}', which the model does not read; {near}"
+                    f"{name} has '{key}', which the model does not read; {hint}"
                 )
         return {
             key: _check_count(f"'{key}' of {name}", values, count)
@@ -73,20 +89,30 @@ class Row(dict[str, Any]):
         }
 
     def vectors(self, name: str, default: Floats) -> Floats:
-        """Return a column of vectors (count, width), with `default` (count, width) for NaN and a missing column."""
-        (count, width), vectors = default.shape, self.value(name)
+        """Return a column of vectors.
+
+        Args:
+            name: Name of the column.
+            default: (count, width) values for NaN, and for a missing column.
+
+        Returns:
+            (count, width) values.
+        """
+        count, width = default.shape
+        vectors = self.value(name)
         if vectors is None:
             return default
         if any(vector is None for vector in vectors):
             raise UserError(
-                f"{name} has an entry without numbers; give NaN for what is not known, or leave it out"
+                f"{name} has an entry without numbers; give NaN for unknown values, or "
+                "leave the column out"
             )
         widths = {len(vector) for vector in vectors} or {width}
         if len(vectors) != count or widths != {width}:
-            wide = ", ".join(map(str, sorted(widths)))
+            given_widths = ", ".join(map(str, sorted(widths)))
             raise UserError(
-                f"{name} has {len(vectors)} vectors of {wide} numbers, {count} of {width} are expected; the model's "
-                f"metadata names them"
+                f"{name} has {len(vectors)} vectors of {given_widths} numbers, {count} "
+                f"of {width} are expected; the model's metadata names them"
             )
         values = np.array([list(vector) for vector in vectors], np.float32)
         values = values.reshape(count, width)
@@ -99,14 +125,18 @@ class Row(dict[str, Any]):
         count: int,
         defaults: Mapping[str, pa.Array] | None = None,
     ) -> Floats:
-        """Return the log's own features (count, X + G).
+        """Return the log's custom features.
 
         Args:
             own: The features.
-            prefix: Beginning of the names of the two columns, `{prefix}numbers` and
+            prefix: Prefix of the names of the columns, `{prefix}numbers` and
                 `{prefix}categories`.
             count: Number of candidates or behaviours.
-            defaults: Columns of the features that the request leaves out.
+            defaults: (count,) values of features that the request does not have, by
+                name of the feature.
+
+        Returns:
+            (count, X + G) values, as from `OwnFeatures.matrix`.
         """
         columns, names = dict(defaults or {}), _own_names(own)
         numbers = self.entries_by_name(
@@ -128,49 +158,58 @@ class Request:
     """A parsed request that ranks candidates."""
 
     candidates: list[str]
-    """Ids, in the order of the row."""
+    """Item ids in the order of the request."""
     known: list[int]
-    """Indices of the candidates that are scored: those of the catalogue, and new
-    items."""
+    """Indices of the scored candidates, which are items of the catalogue or new items
+    that the request describes."""
     events: int
-    """Number of behaviours that are read."""
+    """Number of behaviours of the history that the model reads."""
     parts: dict[str, NDArray]
-    """Arrays by behaviour or by scored candidate; `collate` concatenates those of all
-    requests."""
+    """Arrays by name, with an entry per behaviour or per scored candidate. `collate`
+    concatenates the arrays of all requests."""
     new: Sequence[dict[str, Any]] = ()
-    """Items of the row that are not in the catalogue."""
+    """Items of the request that are not in the catalogue."""
 
 
 class Requests:
-    """Parser of one family's requests, by default of a family that ranks candidates."""
+    """Parser of the requests of one family.
+
+    The defaults are for a family that ranks candidates.
+    """
 
     required_columns: ClassVar[Columns] = {"candidates": "ids", "history": "ids"}
-    """Columns of every request; the history is oldest first."""
+    """Columns that every request must have; the history is oldest first."""
     optional_columns: ClassVar[Columns] = {}
-    """Columns that a request may have, beside those that depend on the log
-    (`columns`)."""
+    """Columns that a request may have for any log; `columns` adds the log's columns."""
     answer_columns: ClassVar[Columns] = {"item_id": "strings", "score": "numbers"}
-    """Columns of an answer, best item first."""
+    """Columns of a response, best item first."""
     settings: ClassVar[Mapping[str, Any]] = {"device": "cpu"}  # or cuda
-    """Options of loading a served model, with their defaults."""
+    """Options for loading a served model, with their defaults."""
 
     def __init__(
         self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]
     ) -> None:
-        """Read the items, and the encoder if the bundle has one, from `folder`."""
+        """Load the items, and the text encoder if the bundle has one.
+
+        Args:
+            folder: Folder of the bundle.
+            model: The model.
+            catalogue: Catalogue of the model.
+            settings: Options for loading, as declared in `settings`.
+        """
         items = read_table(f"{folder}/tables/items", "items", ["item_id"])
         self.items: list[str] = items["item_id"].to_pylist()
         self.index = {item: number for number, item in enumerate(self.items)}
         self.encoder = None
-        """Encoder of texts that training has not seen, if the bundle has it."""
+        """Encoder of texts that are not in the tables; None if the bundle has none."""
         if Path(folder, "encoder").exists():
             self.encoder = load_saved(f"{folder}/encoder")
 
     def parse(self, row: Row) -> Any:
-        """Return the request of a row.
+        """Parse one row.
 
         Raises:
-            UserError: If the row has a value that no request can have.
+            UserError: If the row has an invalid value.
         """
         raise NotImplementedError
 
@@ -180,23 +219,26 @@ class Requests:
 
     @classmethod
     def columns(cls, info: Mapping[str, Any], inputs: Inputs) -> Columns:
-        """Return all optional columns, including columns for the log's own features.
+        """Return all optional columns, including columns of the log's custom features.
 
         Args:
-            info: The manifest's `info` of the sequences.
-            inputs: Where the tables are.
+            info: `info` of the manifest of sequences.
+            inputs: Folders of the tables.
         """
         own = _own_names(OwnFeatures.from_info(info))
-        own_columns = {
-            f"{prefix}{kind}": f"own_{kind}"
-            for kind in own
-            for prefix in ("", "history_")
-        }
-        return {**cls.optional_columns, **own_columns}
+        columns = dict(cls.optional_columns)
+        for kind in own:
+            columns[kind] = f"own_{kind}"
+            columns[f"history_{kind}"] = f"own_{kind}"
+        return columns
 
     @classmethod
     def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the names of features, actions and labels in order, which the sender of requests has to know."""
+        """Return the ordered names of features, actions and labels in requests.
+
+        Args:
+            info: `info` of the manifest of sequences.
+        """
         labels = info.get("tasks", info.get("labels"))
         lists = {"labels": labels} | {name: info.get(name) for name in NAMES}
         names = {key: list(names) for key, names in lists.items() if names is not None}
@@ -206,34 +248,46 @@ class Requests:
 def _check_count(
     name: str, values: Iterable[Any] | None, count: int, default: Any = None
 ) -> list[Any]:
-    """Return `count` values, all `default` where none are given.
+    """Return the values as a list of `count` entries.
+
+    Args:
+        name: Name of the list, for the message.
+        values: The values; None for `count` times the default.
+        count: Required number of values.
+        default: Value to use if `values` is None.
 
     Raises:
-        UserError: If there is another number of values.
+        UserError: If the number of values is not `count`.
     """
     entries = [default] * count if values is None else list(values)
     if len(entries) != count:
         raise UserError(
-            f"{name} has {len(entries)} entries where {count} are expected; give one each"
+            f"{name} has {len(entries)} entries where {count} are expected; give one "
+            "for each candidate or behaviour"
         )
     return entries
 
 
 def _check_finite(name: str, values: Floats) -> Floats:
-    """Return the values.
+    """Return the values unchanged if they are not too large.
 
     Raises:
-        UserError: If a number is infinite, or its square is infinite in float32.
+        UserError: If a value, or its float32 square, is infinite.
     """
     if (np.abs(values) > LARGEST_NUMBER).any():
         raise UserError(
-            f"{name} has an infinite number, or one over {LARGEST_NUMBER:g}; give NaN for what is not known"
+            f"{name} has an infinite number, or one over {LARGEST_NUMBER:g}; give NaN "
+            "for unknown values"
         )
     return values
 
 
 def _own_names(own: OwnFeatures) -> dict[str, list[str]]:
-    """Return the names of the log's own features in requests, by column: `numbers` and `categories`."""
+    """Return the names of the log's custom features, by kind.
+
+    Names are without the prefix of the tables' columns. The kinds, `numbers` and
+    `categories`, are the names of the requests' columns.
+    """
     if not own.names:
         return {}
     prefixes = {"numbers": NUMBER, "categories": CATEGORY}
@@ -244,8 +298,8 @@ def _own_names(own: OwnFeatures) -> dict[str, list[str]]:
 
 
 def find_bundled_inputs(folder: str) -> Inputs:
-    """Return the tables of a bundle, and the folders beside them that it has."""
-    beside = {
+    """Return the input folders that a bundle contains."""
+    optional = {
         name: f"{folder}/{name}" for name in MADE_BY if Path(folder, name).exists()
     }
-    return Inputs(f"{folder}/tables", **beside)
+    return Inputs(f"{folder}/tables", **optional)

@@ -1,6 +1,6 @@
 """Train one model in this process, with PyTorch but without Ray and MLflow.
 
-    python -m models.train --config jobs/configs/sasrec.yaml --tables TABLES --output DIR
+    python -m models.train --config sasrec.yaml --tables TABLES --output DIR
 
 Configs, training loop and checkpoints are the same as in `jobs.train`. The same command
 resumes a stopped training. SIGINT and SIGTERM save a checkpoint before the process

@@ -1,10 +1,11 @@
-"""One training put together from a config: model, batches and validation, PyTorch only.
+"""One training built from a config: model, batches and validation, in PyTorch only.
 
     run = TrainingRun.build(SASRecConfig(), FitConfig(), Inputs("tables"))
-    for event in fit(run.model, run.train, run.validate, run.fit, means=run.means): ...
+    for event in fit(run.model, run.train, run.validate, run.fit, means=run.means):
+        ...
 
-Used by `python -m models.train` and by the workers of `pipelines/training` alike, so
-both train the same.
+`python -m models.train` and the workers of `pipelines/training` both use this module,
+so they train equal models.
 """
 
 from __future__ import annotations
@@ -51,22 +52,23 @@ from models.warm_start import collect_row_names, load_extended_weights
 
 @dataclass
 class Batches:
-    """A worker's share of the batches of the train split, as `fit` takes them."""
+    """This worker's share of the training batches, as `fit` reads them."""
 
     dataset: RequestDataset
     """Examples of the train split."""
     batch_size: int
-    """Weight of a batch of all workers together, such as its number of requests."""
+    """Weight of a global batch, such as its number of requests."""
     seed: int
-    """Seed of the order."""
+    """Seed of the order of examples."""
     pad_to_buckets: bool = False
-    """Whether batches come in few shapes, as CUDA graphs need them."""
+    """Whether batches are padded to few shapes, for CUDA graphs."""
 
     def steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
         return self.dataset.num_steps(self.batch_size)
 
     def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
+        """Yield the batches of an epoch from step `skip` on."""
         return self.dataset.epoch(
             self.batch_size,
             seed=self.seed,
@@ -78,14 +80,14 @@ class Batches:
 
 @dataclass
 class TrainingRun:
-    """A model with the data that one worker trains and validates it on."""
+    """A model and the data on which one worker trains and validates the model."""
 
     model: Model
-    """The model, on its device, freshly initialised from the seed."""
+    """The model on its device, initialised from the seed or from a checkpoint."""
     catalogue: Any
-    """The catalogue that the model is built on."""
+    """Catalogue of the tables."""
     train: Batches
-    """Training batches of this rank."""
+    """Training batches of this worker."""
     val: RequestDataset
     """Examples of the validation split."""
     fit: FitConfig
@@ -97,11 +99,11 @@ class TrainingRun:
     until: int | None = None
     """Time in ms before which training requests lie, if the split is by time."""
     messages: list[str] = field(default_factory=list)
-    """Messages about precomputed values, shown once before training."""
+    """Messages to print before training, about weights and precomputed values."""
     progress_unit: ProgressUnit = REQUESTS
-    """Unit in which progress is shown."""
+    """Unit in which throughput is printed."""
     should_stop: Callable[[], bool] = lambda: False
-    """Called before every batch of a validation, which stops when it returns true."""
+    """Called before every validation batch; the validation stops if it returns true."""
 
     @classmethod
     def build(
@@ -116,24 +118,28 @@ class TrainingRun:
         last: Checkpoint | None = None,
         init: str | None = None,
     ) -> Self:
-        """Load the tables and build a model on them.
+        """Load the tables and build the model.
 
         Args:
-            config: The model's config, resolved (`Model.resolve_config`).
+            config: Config of the model, from `Model.resolve_config`.
             fit: Options of the training loop.
-            inputs: The folders that the model reads.
+            inputs: Folders that the model reads.
             device: Device of the model.
-            rank: Number of this worker.
+            rank: Rank of this worker.
             world: Number of workers.
-            last: Last checkpoint of the run that is continued; its weights are loaded
-                by `resume`.
-            init: URI of a checkpoint whose weights a new run begins with.
+            last: Last checkpoint of the run to resume; its weights are loaded by
+                `resume`.
+            init: URI of a checkpoint from whose weights a new run starts.
+
+        Raises:
+            UserError: If the tables are damaged, do not fit the model or the
+                checkpoint, or have no training example.
         """
         model_class = registry.find_by_config(config)
         first = None if last or not init else checkpoint.read(init)
         scales, scale_messages = choose_scales(last, first, inputs)
         catalogue = model_class.load_catalogue(inputs, scales=scales)
-        if not model_class.trains_by_gradient:  # counted in one pass, by one worker
+        if not model_class.trains_by_gradient:  # fitted in one pass, by one worker
             rank, world = 0, 1
         since = last.learned.get("since", 0) if last else trained_until(first, fit)
         new = NewExamples(since, fit.replay_fraction, fit.seed)
@@ -152,7 +158,9 @@ class TrainingRun:
             messages += [f"weights of {init}", *changes, *scale_messages]
         messages += module.prepare_training(catalogue, {"train": train, "val": val})
         progress_unit = ProgressUnit(train.num_learned / len(train), train.learned_unit)
-        if fit.train_examples:  # after the teacher's outputs, which other runs share
+        # After `prepare_training`: the teacher's outputs cover all examples, as other
+        # runs share them.
+        if fit.train_examples:
             train.keep_random(fit.train_examples)
         size = train.cache_bytes / 2**20
         messages.append(
@@ -180,7 +188,11 @@ class TrainingRun:
         return self.model.config
 
     def validate(self, model: nn.Module) -> tuple[Sums, int]:
-        """Return the sums of the metrics over this rank's validation examples, and their number."""
+        """Measure the model on this rank's validation examples.
+
+        Returns:
+            The sums of the metrics, and the number of examples.
+        """
         result = measure_examples(
             model,
             self.val,
@@ -193,9 +205,9 @@ class TrainingRun:
         return result.sums, result.num_examples
 
     def fit_counts(self) -> None:
-        """Fit a model without gradients in one pass over its training batches.
+        """Fit a model that is not trained by gradient, in one pass over its batches.
 
-        A model with early stopping reads the validation batches too.
+        A model with early stopping also reads the validation batches.
         """
         model: Any = self.model
         if self.model.stops_early:
@@ -204,6 +216,7 @@ class TrainingRun:
             model.fit_counts(self.train(0, 0))
 
     def _validation_batches(self) -> Iterator[Batch]:
+        """Yield the validation batches on the model's device."""
         batches = self.val.evaluation_batches(
             self.fit.eval_batch_size, self.fit.eval_examples
         )
@@ -215,12 +228,15 @@ class TrainingRun:
         return self.model.metric_means(sums)
 
     def check_metric(self) -> None:
-        """Raise UserError if `fit.metric` has no value on the validation split.
+        """Check that `fit.metric` is defined on the validation split.
 
-        Labels alone decide that, so a model whose scores are all 0 is measured. All
-        ranks have to call it.
+        Whether a metric is defined depends on labels alone, so constant scores are
+        measured. A collective call.
+
+        Raises:
+            UserError: If the metric is not defined.
         """
-        if self.model.has_own_metrics:  # a metric of the model itself, such as its loss
+        if self.model.has_own_metrics:  # the metric may not depend on scores
             return
         constant = ConstantScores(self.model)
         with warnings.catch_warnings():
@@ -229,11 +245,15 @@ class TrainingRun:
 
     @property
     def lr_multipliers(self) -> dict[str, float]:
-        """Factors on the learning rate, by the beginning of parameters' names."""
+        """Factors on the learning rate, by prefix of parameter names."""
         return self.model.lr_multipliers()
 
     def checkpoint(self, **fields: Any) -> Checkpoint:
-        """Return the `config.json` of a checkpoint of this run with some fields set."""
+        """Describe a checkpoint of this run.
+
+        Args:
+            fields: Fields of the checkpoint that change during a run, such as `step`.
+        """
         return Checkpoint(
             model=self.model.config_to_dict(self.config),
             fit=vars(self.fit).copy(),
@@ -245,7 +265,7 @@ class TrainingRun:
 
     @cached_property
     def learned(self) -> dict[str, Any]:
-        """Learned values other than weights, stored in checkpoints."""
+        """Values other than weights that are learned from the tables (`Checkpoint`)."""
         new = self.train.dataset.new
         return {
             "scales": self.catalogue.scales(),
@@ -258,7 +278,8 @@ class TrainingRun:
         """Load the weights of a checkpoint of the run in `folder`.
 
         Returns:
-            The state that `fit` continues from; None for a model without gradients.
+            The state from which `fit` resumes; None for a model that is not trained by
+            gradient.
 
         Raises:
             UserError: If the checkpoint is of another model or of other tables.
@@ -277,9 +298,9 @@ class TrainingRun:
 
 
 class ConstantScores(nn.Module):
-    """A model that scores every candidate 0 and ranks the first item at all ranks.
+    """A model that scores every candidate 0 and recommends only item 0.
 
-    A metric of it is defined exactly where it is defined for `model`.
+    Its metrics are defined on the same examples as the metrics of another model.
     """
 
     def __init__(self, model: Model) -> None:
@@ -290,6 +311,7 @@ class ConstantScores(nn.Module):
         self.reads_position = False
 
     def measure(self, batch: Any, **options: Any) -> dict[str, Any]:
+        """Return the sums of the other model's metrics for constant scores."""
         return self.model_class.measure(self, batch, **options)  # type: ignore[arg-type]
 
     def score(self, batch: Any) -> Tensor:
@@ -298,7 +320,7 @@ class ConstantScores(nn.Module):
         return torch.zeros(count, len(self.labels), device=batch.device)
 
     def recommend(self, batch: Any, k: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k) zeros."""
+        """Return (B, k) items and (B, k) scores, which are all 0."""
         items = torch.zeros(batch.num_rows, k, dtype=torch.long, device=batch.device)
         return items, items.float()
 
@@ -306,10 +328,16 @@ class ConstantScores(nn.Module):
 def choose_scales(
     last: Checkpoint | None, first: Checkpoint | None, inputs: Inputs
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the scales that features are read with, and warnings about them.
+    """Choose the scales with which features are read.
 
-    A run that continues has the scales of its `last` checkpoint, and a run that begins
-    with the weights of `first` has those; another run has none yet.
+    Args:
+        last: Last checkpoint of the run to resume, which has the scales of the run.
+        first: Checkpoint from whose weights a new run starts, whose scales are adopted.
+        inputs: Folders of the tables.
+
+    Returns:
+        The scales, or None to use the scales of the tables; and warnings about shifted
+        features.
     """
     if last:
         return last.learned.get("scales"), []
@@ -322,17 +350,20 @@ def choose_scales(
 def resolve_training(
     config: Any, fit: FitConfig, inputs: Inputs, init: str | None = None
 ) -> tuple[Any, Inputs]:
-    """Resolve a model's config on tables, and check the checkpoint that a run begins with.
+    """Resolve the config of a model, and check the checkpoint of the option --init.
 
     Args:
-        config: The model's config.
+        config: Config of the model.
         fit: Options of the training loop.
-        inputs: Where the tables are.
-        init: URI of a checkpoint whose weights a new run begins with.
+        inputs: Folders of the tables.
+        init: URI of a checkpoint from whose weights a new run starts.
 
     Returns:
-        The config with the values that it takes from checkpoints, such as a teacher's
-        sizes, and the folders that the model reads.
+        The config with values from checkpoints that it names, such as the sizes of a
+        teacher; and the folders that the model reads.
+
+    Raises:
+        UserError: If a checkpoint or a folder does not fit the model.
     """
     model_class = registry.find_by_config(config)
     catalogue = load_catalogue(model_class.name, inputs)
@@ -350,32 +381,41 @@ def check_init(
     model_class: type[Model],
     fit: FitConfig,
 ) -> None:
-    """Raise UserError if a training cannot begin with the weights of a checkpoint.
+    """Check that a training can start from the weights of a checkpoint.
 
     Args:
         first: `config.json` of the checkpoint.
-        init: Where the checkpoint is, for messages.
-        versions: Tables of the training.
-        model_class: Class of the training's model.
+        init: URI of the checkpoint, for messages.
+        versions: Versions of the tables by name.
+        model_class: Class of the model.
         fit: Options of the training loop.
+
+    Raises:
+        UserError: If the training cannot start from the checkpoint.
     """
     if not model_class.trains_by_gradient:
         raise UserError(
-            f"'{model_class.name}' is not trained by steps, so it goes on from nothing; leave out --init"
+            f"'{model_class.name}' is not trained by gradient, so it cannot start from "
+            "a checkpoint; leave out --init"
         )
     checkpoint.check(first, init, versions, model_class.name, extending=True)
     if fit.replay_fraction < 1 and not first.learned.get("until"):
         raise UserError(
-            f"fit.replay_fraction is {fit.replay_fraction:g}, but the model of --init was not trained up to a time; "
-            f"leave it out, or prepare its tables with a split by time"
+            f"fit.replay_fraction is {fit.replay_fraction:g}, but the training of the "
+            "--init checkpoint has no end time; leave out fit.replay_fraction, or "
+            "prepare its tables with a split by time"
         )
 
 
 def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:
-    """Return the time in ms up to which the model of `--init` was trained on requests.
+    """Return the time in ms from which all training examples are used.
 
-    `fit.replay_fraction` leaves a share of the requests before it. 0: all are trained
-    on.
+    Of older examples, only a fraction `fit.replay_fraction` is used. The time is the
+    end of the training of the --init checkpoint, or 0 to use all examples.
+
+    Args:
+        first: The --init checkpoint, if given.
+        fit: Options of the training loop.
     """
     if first is None or fit.replay_fraction == 1:
         return 0
@@ -383,15 +423,21 @@ def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:
 
 
 def explain_empty_training(since: int, init: str | None, inputs: Inputs) -> str:
-    """Return the message of a training split without examples."""
+    """Return the error message for a training without examples.
+
+    Args:
+        since: Time in ms from which all training examples are used, or 0.
+        init: Checkpoint of the option --init, if given.
+        inputs: Folders of the tables.
+    """
     if since:
         return (
-            f"nothing is newer than what {init or 'it'} was trained on; wait for more "
-            "days, or raise fit.replay_fraction"
+            f"no training example is newer than the training of {init or 'this run'}; "
+            "wait for new data, or raise fit.replay_fraction"
         )
     return (
-        f"{inputs.sequences} has no train request with a history; check the split of "
-        "jobs.prepare"
+        f"{inputs.sequences} has no train request with a history; check the split "
+        "of jobs.prepare"
     )
 
 
@@ -405,15 +451,15 @@ def load_datasets(
     world: int,
     fold: int | None = None,
 ) -> tuple[RequestDataset, RequestDataset]:
-    """Load this worker's datasets of training and validation.
+    """Load the training and the validation dataset of this worker.
 
     Args:
         model_class: Class of the model.
         config: Config of the model.
         catalogue: Catalogue of the model.
-        inputs: Where the tables are.
-        new: The training examples to read, for a model that continues another one.
-        rank: Number of this worker.
+        inputs: Folders of the tables.
+        new: Selection of the training examples.
+        rank: Rank of this worker.
         world: Number of workers.
         fold: Number of the fold, of tables that are cut into folds.
     """
@@ -439,20 +485,26 @@ def load_datasets(
 
 
 def check_fit(fit: FitConfig, model_class: type[Model], catalogue: Any) -> None:
-    """Raise UserError if the metric or options of validation do not fit the model."""
-    name, known = model_class.name, model_class.metric_names(catalogue)
-    if fit.metric not in known:
+    """Check that a model has the metric and the options of validation.
+
+    Raises:
+        UserError: If `fit.metric` or a key of `fit.eval_options` is unknown.
+    """
+    name = model_class.name
+    metrics = model_class.metric_names(catalogue)
+    if fit.metric not in metrics:
         raise UserError(
             f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; "
-            f"{did_you_mean(fit.metric, known)}; known are {', '.join(known)}"
+            f"{did_you_mean(fit.metric, metrics)}; known are {', '.join(metrics)}"
         )
     options = model_class.recommend_options()
     for key in fit.eval_options:
-        if key not in options:
-            if options:
-                remedy = f"{did_you_mean(key, options)}; it takes {', '.join(options)}"
-            else:
-                remedy = "it has none"
-            raise UserError(
-                f"fit.eval_options has '{key}', which is no option of '{name}' when recommending; {remedy}"
-            )
+        if key in options:
+            continue
+        remedy = "it has no options"
+        if options:
+            remedy = f"{did_you_mean(key, options)}; it takes {', '.join(options)}"
+        raise UserError(
+            f"fit.eval_options has '{key}', which is not an option of `recommend` of "
+            f"'{name}'; {remedy}"
+        )

@@ -289,7 +289,7 @@ def assign_by_hash(weights: Tensor, old: Sequence[str], buckets: int) -> Tensor:
         buckets: Number of hash buckets.
 
     Returns:
-        (1 + buckets, D) rows, in which buckets without an old value are copies of row 0.
+        (1 + buckets, D) rows; buckets without an old value are copies of row 0.
     """
     hashed = weights[:1].repeat(buckets + 1, *[1] * (weights.ndim - 1))
     if len(old):

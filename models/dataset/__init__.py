@@ -1,1 +1,1 @@
-"""Examples of a `sequences` table: memory-mapped columns, the order of an epoch, and batches."""
+"""Examples of a `sequences` table: columns in memory maps, order, and batches."""

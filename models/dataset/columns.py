@@ -211,10 +211,12 @@ def _cache_error(error: OSError, folder: Path) -> Exception:
     """Return a UserError for a full or unwritable disk, otherwise the error itself."""
     if error.errno == errno.ENOSPC:
         return UserError(
-            f"the disk of the cache {folder} is full; free some space, or set {CACHE_VARIABLE} to another folder"
+            f"the disk of the cache {folder} is full; free some space, or set "
+            f"{CACHE_VARIABLE} to another folder"
         )
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return UserError(
-            f"the cache {folder} cannot be written; set {CACHE_VARIABLE} to a folder that you may write"
+            f"the cache {folder} cannot be written; set {CACHE_VARIABLE} to a folder "
+            "that you may write"
         )
     return error

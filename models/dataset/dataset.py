@@ -73,7 +73,7 @@ class RequestDataset:
     user: NDArray[np.integer]
     """(n,) table row of each example's user."""
     lengths: NDArray[np.integer]
-    """(n,) sequence length of each example, by which examples are sorted into batches."""
+    """(n,) sequence length of each example; batches have examples of similar lengths."""
     weights: NDArray[np.integer]
     """(n,) weight of each example in a batch."""
     num_requests: int
@@ -166,7 +166,7 @@ class RequestDataset:
         raise NotImplementedError
 
     def sort_for_evaluation(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sort (b,) examples by length, so that evaluation batches have little padding."""
+        """Sort (b,) examples by length, so that batches have little padding."""
         return rows[np.argsort(self.lengths[rows], kind="stable")]
 
     def candidate_keys(self, batch: Any) -> dict[str, Tensor]:
@@ -266,7 +266,7 @@ class RequestDataset:
 
     @property
     def num_skipped(self) -> int:
-        """Number of requests without an example, of users that this worker evaluates."""
+        """Number of requests without an example among the users of this worker."""
         return int(self._is_assigned(self.skipped_users).sum())
 
     def keep_users(self, rows: NDArray[np.int64], stride: int) -> NDArray[np.int64]:
@@ -287,7 +287,7 @@ class RequestDataset:
         return int(self._is_assigned(users).sum())
 
     def _is_assigned(self, users: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return a mask of the users, given as table rows, that this worker evaluates."""
+        """Return the (u,) mask of users that this worker evaluates, given (u,) rows."""
         return users % self.world == self.rank
 
     def keep_random(self, limit: int) -> None:
@@ -380,9 +380,13 @@ class RequestDataset:
     def cut_batches(
         self, rows: NDArray[np.int64], batch_size: int
     ) -> Iterator[NDArray[np.int64]]:
-        """Split (n,) examples into consecutive batches of at most `batch_size` by weight.
+        """Split (n,) examples into consecutive batches of limited weight.
 
-        An example with a larger weight makes a batch of its own.
+        An example whose weight exceeds `batch_size` makes a batch of its own.
+
+        Args:
+            rows: (n,) indices of the examples.
+            batch_size: Maximum weight of a batch.
         """
         # (n + 1,) weight of all examples before each example
         weight_before = lengths_to_offsets(self.weights[rows])

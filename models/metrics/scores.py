@@ -33,7 +33,7 @@ def check_finite(scores: Tensor, tail: bool = False) -> Tensor:
     num_invalid = int((~valid).sum())
     if num_invalid:
         raise UserError(
-            f"the model gives {num_invalid} of {scores.numel()} scores that are not finite; "
-            f"{DAMAGED_MODEL}"
+            f"the model gives {num_invalid} of {scores.numel()} scores that are not "
+            f"finite; {DAMAGED_MODEL}"
         )
     return scores

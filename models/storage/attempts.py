@@ -106,7 +106,7 @@ def require_current(folder: str, attempt: Attempt) -> None:
 
 
 def require_job(folder: str, attempt: Attempt) -> None:
-    """Raise SupersededError unless the job of `attempt` is the newest job of the run."""
+    """Raise SupersededError unless the job of `attempt` is the run's newest job."""
     newest = read_attempt(folder)
     if newest.job != attempt.job:
         raise _superseded_error(folder, attempt, newest)

@@ -78,9 +78,9 @@ class Checkpoint:
     """Best validation so far: `value`, `epoch`, `step`, and the `folder` of its
     checkpoint."""
     attempt: str = str(UNNUMBERED)
-    """Number of the attempt that wrote the checkpoint (`models/storage/attempts.py`)."""
+    """Number of the attempt that wrote the checkpoint (`Attempt`)."""
     tracking: dict[str, str] = field(default_factory=dict)
-    """MLflow `run_id`, `uri` and `experiment` of the training run; empty without MLflow."""
+    """MLflow `run_id`, `uri` and `experiment` of the run; empty without MLflow."""
     code: str = ""
     """Version of the code that wrote the checkpoint (`code_version`)."""
     timing: dict[str, float] = field(default_factory=dict)
@@ -433,7 +433,7 @@ def exists(uri: str | Path) -> bool:
 
 
 class OtherTablesError(UserError):
-    """Raised if a checkpoint does not fit the tables, so a new model must be trained."""
+    """Raised if a checkpoint does not fit the tables; a new model must be trained."""
 
 
 def locate(uri: str, what: str = "checkpoint") -> str:

@@ -125,8 +125,8 @@ def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
     if lost.is_set():
         raise UserError(
             f"another process acquired the lock {uri} meanwhile, because this process "
-            f"sent no heartbeat for {EXPIRES_S:g} s; both may have written to the folder, "
-            "so check its content, or remove the folder and start again"
+            f"sent no heartbeat for {EXPIRES_S:g} s; both may have written to the "
+            "folder, so check its content, or remove the folder and start again"
         )
 
 
@@ -178,7 +178,7 @@ class _LockObject:
             time.sleep(1)
 
     def read(self) -> tuple[str, Any] | None:
-        """Return the content and version of the object, or None if it does not exist."""
+        """Return the content and version of the object; None if it does not exist."""
         try:
             result = self.store.get(self.key)
         except FileNotFoundError:

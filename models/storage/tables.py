@@ -121,7 +121,7 @@ class Manifest:
     timings: dict[str, float]
     """Seconds per phase."""
     submission_id: str = ""
-    """Ray submission id of the job that made the table; empty if it was not submitted."""
+    """Ray submission id of the job that made the table; empty if not submitted."""
     extends: list[str] = field(default_factory=list)
     """Hashes of the versions that the table extends, the latest last. The items of an
     extended version keep their index."""
@@ -575,8 +575,8 @@ def replace_tables(tables: Mapping[str, Manifest]) -> None:
         if missing:
             raise UserError(
                 f"{join(uri, min(missing))} was removed before its table was complete: "
-                f"another job writes to {uri} too; wait for it, then run this one again "
-                "or choose another output folder"
+                f"another job writes to {uri} too; wait for it, then run this one "
+                "again or choose another output folder"
             )
     for uri, manifest in tables.items():
         write_file(join(uri, MANIFEST), add_seal(asdict(manifest)).encode())

@@ -9,9 +9,9 @@ So a batch is copied into input tensors that belong to the graph, and the result
 call is overwritten by the next call: read it before. Kernels and random numbers are
 those of a call without a graph, so results are equal bit by bit.
 
-A captured function must not read a value back from the device (`tests/models/test_gpu.py`
-tests this for every model). If a function does so, or cannot be captured, a warning
-says why, and calls run without graphs.
+A captured function must not read a value back from the device, which
+`tests/models/test_gpu.py` tests for every model. If a function does so, or cannot be
+captured, a warning says why, and calls run without graphs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CudaGraphs(Generic[Result]):
         return replay()
 
     def _run_first(self, batch: Batch) -> Result:
-        """Run without a graph and detect synchronizations, which no graph can repeat."""
+        """Run without a graph, and detect synchronizations, which prevent a graph."""
         if self.device.type != "cuda" or self._synchronizes:
             return self._run_plain(batch)
         with warnings.catch_warnings(record=True) as caught:

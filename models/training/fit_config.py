@@ -24,8 +24,8 @@ class FitConfig:
     """Weight decay on all parameters: decoupled in AdamW, added to the gradient in
     Adagrad."""
     warmup_steps: int = 10_000
-    """Steps of the warm-up, in which the learning rate rises linearly to `lr` (10,000 in
-    TIGER's published set-up)."""
+    """Steps of the warm-up, in which the learning rate rises linearly to `lr` (10,000
+    in TIGER's published set-up)."""
     warmup_share: float = 0.1
     """Upper limit of the warm-up as a fraction of all planned steps, for small
     datasets."""
@@ -70,11 +70,11 @@ class FitConfig:
     replayed (auto), or not (off). With auto, batches are padded to few shapes, which
     changes the random numbers of dropout."""
     compile: bool = False
-    """Whether to compile the model with torch.compile on a GPU, which takes half a minute
-    per batch shape; results differ by rounding."""
+    """Whether to compile the model with torch.compile on a GPU, which takes half a
+    minute per batch shape; results differ by rounding."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Precision of training: bf16 autocast or fp32. Auto is bf16 on GPUs that support it,
-    and fp32 elsewhere. Validation always runs in fp32."""
+    """Precision of training: bf16 autocast or fp32. Auto is bf16 on GPUs that support
+    it, and fp32 elsewhere. Validation always runs in fp32."""
     seed: int = 0
     """Random seed of the initial weights, the order of batches and dropout."""
     fold: int | None = None
@@ -109,8 +109,8 @@ class FitConfig:
             isinstance(key, str) for key in self.eval_options
         ):
             raise ValueError(
-                f"fit.eval_options is {self.eval_options!r}, it must be a mapping such as "
-                "{beam: 20}"
+                f"fit.eval_options is {self.eval_options!r}, it must be a mapping such "
+                "as {beam: 20}"
             )
         if not self.lr > 0:
             raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
@@ -119,7 +119,7 @@ class FitConfig:
 
 
 def check_replay(fit: FitConfig, init: str | None) -> None:
-    """Raise ValueError if old examples are to be dropped without a model trained on them.
+    """Raise ValueError if old examples are dropped without an --init checkpoint.
 
     Args:
         fit: Options of the training loop.
@@ -127,6 +127,6 @@ def check_replay(fit: FitConfig, init: str | None) -> None:
     """
     if fit.replay_fraction < 1 and not init:
         raise ValueError(
-            f"fit.replay_fraction is {fit.replay_fraction:g}, but there is no checkpoint to "
-            "continue from; add --init, or leave out fit.replay_fraction"
+            f"fit.replay_fraction is {fit.replay_fraction:g}, but there is no checkpoint "
+            "to continue from; add --init, or leave out fit.replay_fraction"
         )

@@ -248,7 +248,9 @@ def test_a_number_that_moves_far_from_its_scale_is_warned_of(tmp_path: Path) -> 
         growing.add(day, lambda row: with_price(row))
     growing.prepare()
     setup = growing.train("second", ATTN, init="first")
-    assert any("num_price" in n and "most values are clipped" in n for n in setup.messages)
+    assert any(
+        "num_price" in n and "most values are clipped" in n for n in setup.messages
+    )
 
 
 def test_a_task_that_appears_later_was_a_task_from_the_first_day(

@@ -257,7 +257,7 @@ def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
         build_training(model, config_of("sasrec", replay_fraction=0.5), inputs)
     with pytest.raises(
         UserError,
-        match=r"nothing is newer than what .* was trained on; .* raise fit.replay_fraction",
+        match=r"no training example is newer than .*; .* raise fit.replay_fraction",
     ):
         build_training(model, config_of("sasrec", replay_fraction=0), inputs, init=uri)
     with pytest.raises(UserError, match=r"'popularity' is not trained by steps"):

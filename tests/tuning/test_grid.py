@@ -248,7 +248,7 @@ def test_files_are_read_with_care(tmp_path: Path) -> None:
         ("axes: {", "is not valid YAML"),
         (
             "source: x\nfixed: {a: 1}\nfixed: {b: 2}",
-            "the key 'fixed' stands twice.*line 3",
+            "the key 'fixed' is duplicated.*line 3",
         ),
         (
             "source: x\naxis: {}",

@@ -271,7 +271,7 @@ def test_what_cannot_work_is_refused_before_training(
             {"ray": RayOptions(use_gpu=True)},
         ),
         (
-            "fit.eval_options has 'beem', which is no option of 'tiger'.* the nearest is 'beam'",
+            "fit.eval_options has 'beem', which is not an option of .* 'tiger'.* the nearest is 'beam'",
             {
                 "model": {"name": "tiger"},
                 "inputs": both,
@@ -279,7 +279,7 @@ def test_what_cannot_work_is_refused_before_training(
             },
         ),
         (
-            "fit.eval_options has 'beam', which is no option of 'sasrec'.* takes unseen",
+            "fit.eval_options has 'beam', which is not an option of .* 'sasrec'.* takes unseen",
             {"fit": replace(FIT, eval_options={"beam": 3})},
         ),
         ("is not a table", {"inputs": Inputs(str(world.folder))}),
