@@ -73,7 +73,7 @@ class RequestDataset:
     user: NDArray[np.integer]
     """(n,) table row of each example's user."""
     lengths: NDArray[np.integer]
-    """(n,) sequence length of each example; batches have examples of similar lengths."""
+    """(n,) sequence length of each example; batches have similar lengths."""
     weights: NDArray[np.integer]
     """(n,) weight of each example in a batch."""
     num_requests: int

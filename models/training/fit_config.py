@@ -127,6 +127,6 @@ def check_replay(fit: FitConfig, init: str | None) -> None:
     """
     if fit.replay_fraction < 1 and not init:
         raise ValueError(
-            f"fit.replay_fraction is {fit.replay_fraction:g}, but there is no checkpoint "
-            "to continue from; add --init, or leave out fit.replay_fraction"
+            f"fit.replay_fraction is {fit.replay_fraction:g}, but there is no "
+            "checkpoint to continue from; add --init, or leave out fit.replay_fraction"
         )
