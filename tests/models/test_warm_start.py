@@ -260,7 +260,7 @@ def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
         match=r"no training example is newer than .*; .* raise fit.replay_fraction",
     ):
         build_training(model, config_of("sasrec", replay_fraction=0), inputs, init=uri)
-    with pytest.raises(UserError, match=r"'popularity' is not trained by steps"):
+    with pytest.raises(UserError, match=r"'popularity' is not trained by gradient"):
         build_training({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
     with pytest.raises(
         UserError,
