@@ -261,8 +261,8 @@ def make_encoder_call(
     Variants that share an encoder get the same name.
     """
     if variant in ("hf", "hf_nocache"):
-        return "encoder/transformers", lambda batch: model.by_transformers().encoder(
-            *model.with_mask(batch)
+        return "encoder/transformers", lambda batch: model.transformers_model().encoder(
+            *model.encoder_inputs(batch)
         )
     if variant.endswith("plain"):
         return f"encoder/{model_name(variant)}_plain", model.encode

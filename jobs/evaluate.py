@@ -318,7 +318,7 @@ def describe_result(result: Result, about: Checkpoint, inputs: Inputs) -> list[s
 def describe_limits(result: Result, about: Checkpoint, inputs: Inputs) -> list[str]:
     """Return notes on the users, the log and the items that an evaluation leaves out."""
     from models.loaded_model import read_versions
-    from models.retrieval.metrics import EXAMPLES, FIRST
+    from models.retrieval.metrics import EXAMPLES, FIRST_PREFIX
     from models.storage import checkpoint
 
     notes = []
@@ -336,11 +336,12 @@ def describe_limits(result: Result, about: Checkpoint, inputs: Inputs) -> list[s
             f"was trained on is not known"
         )
     if result.options.get("unseen"):
-        repeats = int(result.examples - result.metrics[FIRST + EXAMPLES])
+        repeats = int(result.examples - result.metrics[FIRST_PREFIX + EXAMPLES])
         if repeats:
             notes.append(
                 f"note: {pluralize(repeats, 'request')} of {result.examples:,} ask for an "
-                f"item of the history, which --unseen leaves out; {FIRST} has the others"
+                f"item of the history, which --unseen leaves out; {FIRST_PREFIX} has "
+                "the others"
             )
     return notes
 
@@ -348,18 +349,18 @@ def describe_limits(result: Result, about: Checkpoint, inputs: Inputs) -> list[s
 def describe_first(metrics: dict[str, float]) -> list[str]:
     """Return a line on the requests for an item that is new to the user, if measured."""
     from models.metrics.ranking_metrics import format_metric
-    from models.retrieval.metrics import EXAMPLES, FIRST
+    from models.retrieval.metrics import EXAMPLES, FIRST_PREFIX
 
-    count = metrics.get(FIRST + EXAMPLES)
+    count = metrics.get(FIRST_PREFIX + EXAMPLES)
     if count is None:
         return []
     values = [
-        f", {name} {format_metric(metrics[FIRST + name])}"
+        f", {name} {format_metric(metrics[FIRST_PREFIX + name])}"
         for name in ("recall@10", "ndcg@10")
-        if FIRST + name in metrics
+        if FIRST_PREFIX + name in metrics
     ]
     return [
-        f"  {FIRST.rstrip('/')}  {count:,.0f} requests of an item that is not in the "
+        f"  {FIRST_PREFIX.rstrip('/')}  {count:,.0f} requests of an item that is not in the "
         f"history{''.join(values)}"
     ]
 

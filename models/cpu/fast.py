@@ -38,7 +38,7 @@ from models.metrics.scores import check_finite
 from models.retrieval.data import HistoryBatch
 from models.retrieval.decoders.sid_mlp import Readout, SidMlpDecoder, query_state
 from models.retrieval.parts import History, real_positions
-from models.retrieval.recommend import nothing
+from models.retrieval.recommend import empty_ranking
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.topk import select, top_k
 
@@ -221,7 +221,7 @@ class FastSearch:
             )
         z_part = functional.linear(z, self.z_weight, self.z_bias)  # (B, L * N)
         if not torch.compiler.is_compiling() and not len(z):
-            return nothing(k, z.device)
+            return empty_ranking(k, z.device)
         if kernels.ready(z_part, self.z_weight):
             node, score = self._search_compiled(z_part, k, beam, children, allowed)
         else:

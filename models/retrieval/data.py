@@ -1,7 +1,9 @@
 """The catalogue, batches and dataset of retrieval models.
 
     catalogue = Catalogue.load("tables", "sids")
-    dataset = RetrievalDataset.load("tables/sequences", "train", unit="request", max_history=20)
+    dataset = RetrievalDataset.load(
+        "tables/sequences", "train", unit="request", max_history=20
+    )
     for batch in dataset.epoch(256, seed=1, epoch=0): ...
 
 Shapes: `I` items, `C` codes of an item; `B` rows, `T` behaviours and `R` requests of a
@@ -46,29 +48,28 @@ from models.storage.tables import (
 )
 
 PAD = -1
-"""`item_index` at padded positions of a history, and the target where there is none."""
+"""`item_index` at padding of a history, and target of a request without a target."""
 
 TABLES = {"tables": ("items", "sequences"), "sids": ("sids", "trie")}
-"""Tables that a catalogue comes from, by folder of `Inputs`."""
+"""Tables that a catalogue is loaded from, by folder of `Inputs`."""
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The items that a model can recommend, and their semantic IDs where it needs them."""
+    """The items that a model can recommend, with or without semantic IDs."""
 
     num_items: int
-    """Items; `item_index` is dense from 0."""
+    """Number I of items; `item_index` is dense from 0."""
     sids: Tensor | None = None
     """(I, C) int64 codes of each item, or None."""
     codebook_sizes: tuple[int, ...] = ()
-    """Codes per level; empty without semantic IDs."""
+    """Number of codes per level; empty without semantic IDs."""
     trie: Trie | None = None
     """The semantic IDs as a trie, or None."""
     versions: dict[str, TableVersion] = field(default_factory=dict)
     """Versions of the catalogue's tables: `sequences`, `items`, `sids`, `trie`."""
     tables: str = ""
-    """Where the tables are, for models that read the items' texts; empty without
-    tables."""
+    """Folder of the tables, for models that read the items' texts; may be empty."""
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -76,7 +77,7 @@ class Catalogue:
         return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
-        """Return nothing, since retrieval models read no numbers or texts."""
+        """Return an empty dict, since retrieval models read no numbers."""
         return {}
 
     @classmethod
@@ -84,39 +85,42 @@ class Catalogue:
         """Load the catalogue of a retrieval log.
 
         Args:
-            tables_uri: The folder that jobs.prepare made.
-            sids_uri: The folder that jobs.tokenize made; None without semantic IDs.
+            tables_uri: Output folder of jobs.prepare.
+            sids_uri: Output folder of jobs.tokenize; None without semantic IDs.
 
         Raises:
-            UserError: If the tables do not belong together.
+            UserError: If there are no items, or the semantic IDs do not match the
+                items.
         """
         versions = Inputs(tables_uri, sids_uri).versions(TABLES)
-        items = read_manifest(join(tables_uri, "items"), "items")
-        if items.rows == 0:
+        items_table = join(tables_uri, "items")
+        num_items = read_manifest(items_table, "items").rows
+        if num_items == 0:
             raise UserError(
-                f"{join(tables_uri, 'items')} has no rows; check the filters of jobs.prepare"
+                f"{items_table} has no rows; check the filters of jobs.prepare"
             )
         if sids_uri is None:
-            return cls(items.rows, versions=versions, tables=tables_uri)
+            return cls(num_items, versions=versions, tables=tables_uri)
 
-        sids = read_manifest(join(sids_uri, "sids"), "sids")
-        sizes = tuple(int(size) for size in sids.info["codebook_sizes"])
         sids_table = join(sids_uri, "sids")
+        info = read_manifest(sids_table, "sids").info
+        sizes = tuple(int(size) for size in info["codebook_sizes"])
         codes = read_codes(read_table(sids_table, "sids"), sids_table)
-        if codes.shape != (items.rows, len(sizes)):
+        if codes.shape != (num_items, len(sizes)):
             raise UserError(
-                f"{sids_uri} holds {codes.shape[0]} codes of {codes.shape[1]} levels for {items.rows} items and "
+                f"{sids_uri} has semantic IDs of {codes.shape[0]} items with "
+                f"{codes.shape[1]} levels, but there are {num_items} items and "
                 f"{len(sizes)} codebooks; run jobs.tokenize again"
             )
         try:
             trie = Trie(codes, sizes)
         except UserError as error:
             raise UserError(f"{sids_uri}: {error}") from error
-        return cls(items.rows, codes, sizes, trie, versions, tables_uri)
+        return cls(num_items, codes, sizes, trie, versions, tables_uri)
 
     @classmethod
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:
-        """Return a catalogue of items with these (I, C) codes, for tests and benchmarks."""
+        """Return a catalogue of items with `codes` (I, C), for tests and benchmarks."""
         return cls(
             len(codes), codes.long(), codebook_sizes, Trie(codes, codebook_sizes)
         )
@@ -126,66 +130,78 @@ def read_codes(table: pa.Table, name: str) -> Tensor:
     """Return the (I, C) int64 codes of a `sids` table, in the order of `item_index`.
 
     Raises:
-        UserError: If the codes have several lengths, or `item_index` is not dense and
-            sorted.
+        UserError: If items have different numbers of codes, or `item_index` is not
+            dense and sorted.
     """
     lists = table["codes"].combine_chunks()
     lengths = pc.list_value_length(lists).to_numpy()
     if lengths.min() != lengths.max():
         raise UserError(
-            f"{name} has codes of {lengths.min()} to {lengths.max()} levels, not of one length; run jobs.tokenize again"
+            f"{name} has codes of {lengths.min()} to {lengths.max()} levels; all must "
+            "have the same number: run jobs.tokenize again"
         )
     index = table["item_index"].to_numpy()
     if not np.array_equal(index, np.arange(len(index))):
         raise UserError(
-            f"{name}: item_index is not dense and sorted from 0; run jobs.tokenize again"
+            f"{name}: item_index is not dense and sorted from 0; run jobs.tokenize "
+            "again"
         )
     codes = lists.flatten().to_numpy().astype(np.int64).reshape(len(index), -1)
     return torch.from_numpy(codes)
 
 
+FNV_PRIME = 0x100000001B3
+"""Base of the polynomial in `hash_strings`, which wraps at 64 bits."""
+
+
 def hash_strings(strings: pa.Array) -> NDArray[np.int64]:
-    """Return a stable, non-negative 63-bit hash of each string: a polynomial over its bytes, then mixed."""
+    """Return a stable, non-negative 63-bit hash of each string.
+
+    The hash is a polynomial over the string's bytes, mixed by the finaliser of
+    SplitMix64.
+    """
     binary = strings.cast(pa.large_binary())
     if len(binary) == 0:
         return np.zeros(0, np.int64)
-    offsets = np.frombuffer(binary.buffers()[1], np.int64)[
-        binary.offset : binary.offset + len(binary) + 1
-    ]
+    _, offset_buffer, data_buffer = binary.buffers()
+    first, last = binary.offset, binary.offset + len(binary)
+    offsets = np.frombuffer(offset_buffer, np.int64)[first : last + 1]
     if offsets[-1] == offsets[0]:
         return np.zeros(len(binary), np.int64)
-    data = np.frombuffer(binary.buffers()[2], np.uint8)[offsets[0] : offsets[-1]]
+    # (n,) bytes of all strings, end to end
+    data = np.frombuffer(data_buffer, np.uint8)[offsets[0] : offsets[-1]]
     offsets = offsets - offsets[0]
     lengths = np.diff(offsets)
-    powers = np.full(
-        int(lengths.max()), 0x100000001B3, np.uint64
-    )  # FNV's prime, wrapping at 64 bits
-    powers = np.cumprod(powers)
+    powers = np.cumprod(np.full(int(lengths.max()), FNV_PRIME, np.uint64))
     position = np.arange(len(data)) - np.repeat(offsets[:-1], lengths)
-    totals = np.cumsum((data.astype(np.uint64) + np.uint64(1)) * powers[position])
-    totals = np.concatenate([np.zeros(1, np.uint64), totals])
-    value = totals[offsets[1:]] - totals[offsets[:-1]]
-    for shift, factor in (
-        (30, 0xBF58476D1CE4E5B9),
-        (27, 0x94D049BB133111EB),
-    ):  # splitmix64's finaliser
-        value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
-    return ((value ^ (value >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+    terms = (data.astype(np.uint64) + np.uint64(1)) * powers[position]
+    totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
+    value = totals[offsets[1:]] - totals[offsets[:-1]]  # (strings,)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value = value ^ (value >> np.uint64(31))
+    return (value >> np.uint64(1)).astype(np.int64)
+
+
+REQUEST_INDEX_BITS = 24
+"""Bits of a request number for the index among a user's requests: 16 million."""
 
 
 def request_number(
     user_row: NDArray[np.integer], index: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Return the number of a request: its user's row in the table and its index among the user's requests.
+    """Return unique numbers of requests.
 
-    No two requests share a number, below 16 million requests of a user.
+    Args:
+        user_row: (m,) table row of each request's user.
+        index: (m,) index of each request among its user's requests.
     """
-    return (np.asarray(user_row, np.int64) << 24) + index
+    return (np.asarray(user_row, np.int64) << REQUEST_INDEX_BITS) + index
 
 
 def request_index(number: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the index of a request among its user's requests, from its `request_number`."""
-    return np.asarray(number, np.int64) & ((1 << 24) - 1)
+    """Return the `index` (m,) from which `request_number` made each `number` (m,)."""
+    return np.asarray(number, np.int64) & ((1 << REQUEST_INDEX_BITS) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +216,12 @@ class HistoryBatch(Batch):
     user: Tensor = axes("B")
     """(B,) int64 hash of the user's id."""
     allowed: Tensor | None = axes("E", default=None)
-    """(E,) the only items that a search may return, as `allow` makes it; None for all
-    items."""
+    """(E,) set of the items that a search may return, from `encode_allowed`; None for
+    all items."""
 
     @property
     def histories(self) -> HistoryBatch:
-        """The histories alone, which are all that a search reads."""
+        """The histories without targets: all that a search reads."""
         return HistoryBatch(
             history=self.history,
             history_length=self.history_length,
@@ -218,7 +234,7 @@ class HistoryBatch(Batch):
 class RequestBatch(HistoryBatch):
     """Requests, one per row."""
 
-    # without B: a loss would learn from rows of padding
+    # B is not padded, as the loss would include the padded rows
     bucket_axes: ClassVar[tuple[str, ...]] = ("T",)
 
     user_row: Tensor = axes("B")
@@ -253,7 +269,7 @@ class WindowBatch(HistoryBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class InteractionBatch(Batch):
-    """Pairs of user and item, without histories."""
+    """Pairs of a user and an item, without histories."""
 
     user_row: Tensor = axes("B")
     """(B,) int64 table row of the user."""
@@ -264,16 +280,17 @@ class InteractionBatch(Batch):
 class RetrievalDataset(RequestDataset):
     """The requests of one split, as examples of one `unit`.
 
-    `request`: an example is one request, its history the latest `max_history`
-    behaviours before it. `behaviour`: an example is the target of one request, with its
-    user and without a history; requests without a history are examples too. `user`: an
-    example is a window of a user's history with all of the split's requests in it, so
-    that one causal pass serves them all. A user with more than `max_history` behaviours
-    has overlapping windows; each request is in exactly one of them and has at least
-    half of `max_history` behaviours before it.
+    - `request`: an example is one request with the latest `max_history` behaviours
+      before it.
+    - `behaviour`: an example is the user and the target of one request. Requests
+      without a history are examples too.
+    - `user`: an example is a window of a user's history with the split's requests in
+      it, so that one causal pass serves all of them. A user with more than
+      `max_history` behaviours has overlapping windows. Each request is in exactly one
+      window, with at least half of `max_history` behaviours before it.
 
-    The split `next` has one request per user that follows all behaviours and has no
-    target (-1), for recommending to all users.
+    The split `next` has one request per user after all behaviours, without a target
+    (-1), to recommend items to all users.
     """
 
     kind = "retrieval"
@@ -291,107 +308,127 @@ class RetrievalDataset(RequestDataset):
 
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
+        """Return the columns that `decode_sequences` reads."""
         fields = ("timestamp_ms", "history_end", "candidates", "split")
         return ["user_id", "item_index", *request_columns(*fields)]
 
     @classmethod
     def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
+        """Decode one part of the table by `decode_sequences`."""
         return decode_sequences(table, uri)
 
     def _plan(self) -> None:
+        """Set the examples of the split: their requests, users and history lengths."""
         if self.split == "next":
             self.columns = add_next_requests(self.columns)
         columns = self.columns
         self.request_offsets = lengths_to_offsets(columns["requests_per_user"])
-        if self.split == "next":
-            chosen = np.arange(len(columns["history_end"]))
-        else:
-            chosen = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
-        if self.split == "train" and self.new:
-            chosen = chosen[self.new.mask(columns["request_time"][chosen])]
-        owner = np.searchsorted(self.request_offsets, chosen, side="right") - 1
-        end = columns["history_end"][chosen]
-        has_history = (end > 0) | (self.unit == "behaviour")
-        self.skipped_users = owner[~has_history]
-        self.requests = chosen[has_history]
-        owner, end = owner[has_history], end[has_history]
-        first = self._window_starts(owner, end)
+        requests = self._select_requests()
+        user_row = np.searchsorted(self.request_offsets, requests, side="right") - 1
+        end = columns["history_end"][requests]
+        is_example = (end > 0) | (self.unit == "behaviour")
+        self.skipped_users = user_row[~is_example]
+        self.requests = requests[is_example]
+        user_row, end = user_row[is_example], end[is_example]
+        first = self._window_starts(user_row, end)
         self.num_requests = self.num_learned = len(self.requests)
         self.num_without_history = int((end == 0).sum())
-        self.user = owner[first]
-        self.end = np.maximum.reduceat(end, first) if len(first) else end[:0]
+        self.user = user_row[first]
+        self.end = max_per_run(end, first)
         self.first = np.append(first, self.num_requests)
         self.lengths = np.minimum(self.end, np.int32(self.max_history))
         self.weights = np.ones(len(first), np.int8)
 
+    def _select_requests(self) -> NDArray[np.int64]:
+        """Return the indices of the split's requests in the columns, ascending."""
+        columns = self.columns
+        if self.split == "next":
+            return np.arange(len(columns["history_end"]))
+        requests = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
+        if self.split == "train" and self.new:
+            requests = requests[self.new.mask(columns["request_time"][requests])]
+        return requests
+
     def _window_starts(
-        self, owner: NDArray[np.int64], end: NDArray[np.int32]
+        self, user_row: NDArray[np.int64], end: NDArray[np.int32]
     ) -> NDArray[np.int64]:
-        """Return the indices of the requests at which an example begins. Requests come user by user, in time."""
-        if self.unit != "user" or len(owner) == 0:
-            return np.arange(len(owner))
-        first_of_user = run_starts(owner)
-        requests_of_user = np.diff(np.append(first_of_user, len(owner)))
-        longest = np.repeat(np.maximum.reduceat(end, first_of_user), requests_of_user)
+        """Return the indices of the requests at which an example begins.
+
+        Args:
+            user_row: (m,) user of each request; requests are sorted by user and time.
+            end: (m,) behaviours before each request.
+        """
+        if self.unit != "user" or len(user_row) == 0:
+            return np.arange(len(user_row))
+        first_of_user = run_starts(user_row)
+        requests_per_user = np.diff(np.append(first_of_user, len(user_row)))
+        # (m,) longest history of the request's user
+        longest = np.repeat(max_per_run(end, first_of_user), requests_per_user)
         stride = max(1, self.max_history // 2)
         window = np.where(longest <= self.max_history, 0, (longest - end) // stride)
-        return run_starts(owner, window)
+        return run_starts(user_row, window)
 
     @property
     def targets(self) -> NDArray[np.int32]:
-        """(m,) target of each request."""
+        """Targets (m,) of the requests."""
         return self.columns["target"][self.requests]
 
     @property
     def request_numbers(self) -> NDArray[np.int64]:
-        """(m,) `request_number` of each request, unique across all splits except `next`."""
-        counts = np.diff(self.first)
-        user = np.repeat(self.user, counts)
-        return request_number(user, self.requests - self.request_offsets[user])
+        """Numbers (m,) of the requests, unique across all splits except `next`."""
+        requests_per_example = np.diff(self.first)
+        user_row = np.repeat(self.user, requests_per_example)
+        return request_number(user_row, self.requests - self.request_offsets[user_row])
 
     def visited_items(self) -> NDArray[np.int64]:
         """Return the items in the histories and targets of the requests, ascending."""
-        last = np.append(run_starts(self.user)[1:], len(self.user)) - 1
-        user, longest = self.user[last], self.end[last].astype(np.int64)
-        behaviours = gather_ranges(self.offsets[user], longest)
+        # a user's last example has the user's longest history
+        last_of_user = np.append(run_starts(self.user)[1:], len(self.user)) - 1
+        user_row = self.user[last_of_user]
+        num_behaviours = self.end[last_of_user].astype(np.int64)
+        behaviours = gather_ranges(self.offsets[user_row], num_behaviours)
         return np.union1d(self.columns["item"][behaviours], self.targets)
 
     def collate(self, rows: NDArray[np.int64]) -> Any:
-        """Return the examples as tensors, histories right-padded with -1 to the longest.
+        """Return examples as tensors, with histories right-padded with -1.
 
         Returns:
-            A `RequestBatch`, `WindowBatch` or `InteractionBatch` for the units `request`, `user` and `behaviour`.
+            A `RequestBatch`, `WindowBatch` or `InteractionBatch` for the units
+            `request`, `user` and `behaviour`.
         """
-        columns, user = self.columns, self.user[rows]
+        columns, user_row = self.columns, self.user[rows]
         first = self.first[rows]
         if self.unit == "behaviour":
             target = columns["target"][self.requests[first]]
-            return InteractionBatch(target=to_tensor(target), user_row=to_tensor(user))
+            return InteractionBatch(
+                target=to_tensor(target), user_row=to_tensor(user_row)
+            )
         length = self.lengths[rows].astype(np.int64)
         window_start = self.end[rows] - length
-        index, inside = pad_indices(self.offsets[user] + window_start, length)
+        index, inside = pad_indices(self.offsets[user_row] + window_start, length)
         first_request = self.requests[first]
-        number = request_number(user, first_request - self.request_offsets[user])
-        by_row: dict[str, Any] = {
+        index_of_user = first_request - self.request_offsets[user_row]
+        row_tensors: dict[str, Any] = {
             "history": to_tensor(pad_ragged(columns["item"], index, inside, PAD)),
             "history_length": to_tensor(length),
-            "user": to_tensor(columns["user_hash"][user]),
-            "user_row": to_tensor(user),
-            "request": to_tensor(number),
+            "user": to_tensor(columns["user_hash"][user_row]),
+            "user_row": to_tensor(user_row),
+            "request": to_tensor(request_number(user_row, index_of_user)),
         }
         if self.unit == "request":
             return RequestBatch(
-                **by_row,
+                **row_tensors,
                 target=to_tensor(columns["target"][first_request]),
                 repeats=to_tensor(columns["repeats"][first_request]),
             )
-        count = self.first[rows + 1] - first
-        request = self.requests[gather_ranges(first, count)]
-        position = columns["history_end"][request] - np.repeat(window_start, count) - 1
+        requests_per_row = self.first[rows + 1] - first
+        request = self.requests[gather_ranges(first, requests_per_row)]  # (R,)
+        start_of_request = np.repeat(window_start, requests_per_row)
+        position = columns["history_end"][request] - start_of_request - 1
         return WindowBatch(
-            **by_row,
+            **row_tensors,
             target=to_tensor(columns["target"][request]),
-            target_row=to_tensor(row_numbers(count)),
+            target_row=to_tensor(row_numbers(requests_per_row)),
             target_position=to_tensor(position),
         )
 
@@ -399,10 +436,10 @@ class RetrievalDataset(RequestDataset):
     def from_histories(
         cls, items: NDArray[np.int64], lengths: NDArray[np.int64], user: NDArray
     ) -> RetrievalDataset:
-        """Return the requests of a served model as a dataset, each with its whole history.
+        """Return a dataset of served requests, each with its whole history.
 
         Args:
-            items: The items of all histories, end to end.
+            items: (E,) items of all histories, end to end.
             lengths: (B,) length of each history, at least 1.
             user: (B,) hash of each request's user.
         """
@@ -414,8 +451,18 @@ class RetrievalDataset(RequestDataset):
         return cls(columns, "next", "request", max(1, int(lengths.max(initial=1))))
 
 
+def max_per_run(values: NDArray, starts: NDArray[np.int64]) -> NDArray:
+    """Return the maximum (k,) of each run of `values` (n,).
+
+    Args:
+        values: (n,) values.
+        starts: (k,) index of each run's first value; the first run starts at 0.
+    """
+    return np.maximum.reduceat(values, starts) if len(starts) else values[:0]
+
+
 def add_next_requests(columns: Columns) -> Columns:
-    """Replace the requests by one per user that follows all behaviours and has no target."""
+    """Replace the requests by one per user after all behaviours, without a target."""
     users = len(columns["behaviours_per_user"])
     return {
         **columns,
@@ -442,29 +489,30 @@ def find_repeats(
         end: (R,) behaviours before each request.
         target: (R,) item of each request.
     """
-    size = 1 + max(items.max(initial=0), target.max(initial=0))
-    pairs = row_numbers(behaviours_per_user) * size + items
-    first_pairs, first_index = np.unique(pairs, return_index=True)
-    owner = row_numbers(requests_per_user)
-    index, is_there = find_sorted(first_pairs, owner * size + target)
-    user_start = lengths_to_starts(behaviours_per_user)[owner]
-    if not len(first_index):
-        return is_there
-    return is_there & (first_index[index] < user_start + end)
+    num_items = 1 + max(items.max(initial=0), target.max(initial=0))
+    # pairs of a user and an item as one number, with the pair's first behaviour
+    behaviour_pairs = row_numbers(behaviours_per_user) * num_items + items  # (E,)
+    pairs, first_behaviour = np.unique(behaviour_pairs, return_index=True)
+    user_row = row_numbers(requests_per_user)
+    index, is_in_log = find_sorted(pairs, user_row * num_items + target)  # (R,)
+    if not len(pairs):
+        return is_in_log
+    user_start = lengths_to_starts(behaviours_per_user)[user_row]
+    return is_in_log & (first_behaviour[index] < user_start + end)
 
 
 def to_tensor(values: NDArray) -> Tensor:
-    """Return the values as an int64 tensor."""
+    """Convert an array of any integer type to an int64 tensor."""
     return torch.from_numpy(np.ascontiguousarray(values, np.int64))
 
 
 def request_columns(*names: str) -> list[str]:
-    """Return the Parquet paths of fields of the requests; other fields are not decoded."""
+    """Return the Parquet paths of the requests' fields `names`."""
     return [f"requests.list.element.{name}" for name in names]
 
 
 def decode_splits(splits: pa.Array) -> NDArray[np.int8]:
-    """Return the index of each split in `SPLITS`; -1 for another one."""
+    """Return the index (R,) of each split name in `SPLITS`, or -1 for other names."""
     index = pc.index_in(splits, pa.array(SPLITS, splits.type))
     return pc.fill_null(index, -1).to_numpy(zero_copy_only=False).astype(np.int8)
 
@@ -472,12 +520,16 @@ def decode_splits(splits: pa.Array) -> NDArray[np.int8]:
 def decode_sequences(table: pa.Table, name: str) -> Columns:
     """Decode one part of the sequences of a retrieval log.
 
+    Args:
+        table: Rows of the part, one per user.
+        name: Name of the table in error messages.
+
     Returns:
-        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour (E,): item. By request (R,):
-        history_end, target, repeats, request_time, split.
+        By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour
+        (E,): item. By request (R,): history_end, target, repeats, request_time, split.
 
     Raises:
-        UserError: If a request has other than one candidate.
+        UserError: If a request does not have exactly one candidate.
     """
     lists = table["item_index"].combine_chunks()
     behaviours_per_user = pc.list_value_length(lists).to_numpy()
@@ -489,7 +541,9 @@ def decode_sequences(table: pa.Table, name: str) -> Columns:
     num_candidates = pc.min_max(pc.list_value_length(candidates)).as_py()
     if len(candidates) and num_candidates != {"min": 1, "max": 1}:
         raise UserError(
-            f"{name} has requests with other than one candidate; retrieval needs the target alone"
+            f"{name} has requests with {num_candidates['min']} to "
+            f"{num_candidates['max']} candidates; a retrieval request has 1, its "
+            "target: run jobs.prepare with a retrieval source"
         )
     target = candidates.flatten().to_numpy()
     history_end = pc.struct_field(requests, "history_end").to_numpy()

@@ -1,4 +1,4 @@
-"""What retrieval models share: which item comes next, out of the whole catalogue?
+"""The base class of retrieval models, which predict the next item out of all items.
 
 Shapes: `B` requests, `T` behaviours of the longest history, `N` items.
 """
@@ -49,14 +49,20 @@ class RetrievalModel(Model):
         scales: Mapping[str, Any] | None = None,
         manifest_only: bool = False,
     ) -> Catalogue:
+        """Load the items, and the semantic IDs if `inputs` has them.
+
+        Args:
+            inputs: Folders of the tables and the semantic IDs.
+            scales: Unused, as retrieval models read no numbers.
+            manifest_only: Unused, as only the manifest of `sequences` is read.
+        """
         return Catalogue.load(inputs.tables, inputs.sids)
 
     @classmethod
     def list_unread(cls, info: Mapping[str, Any]) -> list[str]:
-        """Return the labels and features of events; the model reads items and their order."""
-        labels = [
-            name for name in info.get("labels") or {} if name != info.get("behaviour")
-        ]
+        """Return the labels and features of the log, which retrieval models ignore."""
+        behaviour = info.get("behaviour")
+        labels = [name for name in info.get("labels") or {} if name != behaviour]
         unread = {
             "numbers": info.get("numbers"),
             "categories": info.get("categories"),
@@ -67,14 +73,24 @@ class RetrievalModel(Model):
     def recommend(
         self, batch: HistoryBatch, k: int, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k), best first."""
+        """Rank the catalogue after each history.
+
+        Args:
+            batch: Histories of B requests.
+            k: Number of items to return.
+            options: Fields of `options_class`.
+
+        Returns:
+            Items and scores, (B, k) both, best first.
+        """
         raise NotImplementedError
 
     def encode_allowed(self, items: Tensor) -> Tensor:
         """Convert a set of `items` (N,) bool to the `allowed` argument of `recommend`.
 
-        By default (N,) numbers to add to scores: 0, and -inf for items outside of the
-        set.
+        Returns:
+            By default (N,) numbers to add to scores: 0 for items of the set, -inf for
+            other items.
         """
         return torch.zeros(items.shape, device=items.device).masked_fill(
             ~items, -torch.inf
@@ -82,23 +98,24 @@ class RetrievalModel(Model):
 
     @torch.no_grad()
     def nearest_items(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return each item's nearest items and their scores, each (N, k), best first.
+        """Return each item's nearest items and their scores, (N, k) both, best first.
 
-        An item with fewer than k has item -1 with score -inf at the end.
+        If an item has fewer than k neighbours, the tail of its row is item -1 with
+        score -inf.
 
         Raises:
-            UserError: If the model has no vectors of items.
+            UserError: If the model has no item vectors.
         """
         vectors = self.item_vectors()
         if vectors is None:
             raise UserError(
-                f"'{self.name}' has no vectors of items; give a checkpoint of sasrec, "
+                f"'{self.name}' has no item vectors; use a checkpoint of sasrec, "
                 "tiger or item_knn"
             )
         return nearest_by_cosine(vectors, k)
 
     def item_vectors(self) -> Tensor | None:
-        """Return the vectors of all items, (N, D), if the model learns some."""
+        """Return the vectors (N, D) of all items, or None if the model has none."""
         return None
 
     def measure(
@@ -108,12 +125,13 @@ class RetrievalModel(Model):
         shown: Tensor | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Return the sums of the metrics of a ranking of the full catalogue.
+        """Rank the full catalogue and return the sums of the metrics.
 
         Args:
             batch: Requests with their targets.
-            by_user: Stride of the users of whom metrics are kept user by user.
-            shown: (N,) int64 counts of the items in top tens, added to in place.
+            by_user: Also return the metrics of every `by_user`-th user; 0 for none.
+            shown: (N,) int64 number of top 10 lists that contain each item, updated
+                in place.
             options: Options of `recommend`.
         """
         items, _ = self.recommend(batch, max(metrics.CUTOFFS), **options)

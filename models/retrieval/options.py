@@ -1,4 +1,4 @@
-"""Options of the models' `recommend`, without PyTorch, so that a command line is parsed before it is imported."""
+"""Options of `recommend`, without PyTorch, to parse command lines quickly."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ class RecommendOptions:
     """Options of every `recommend`."""
 
     unseen: bool | None = None
-    """true: leave out the items of the user's history; in validations of a training, of
-    its max_history latest."""
+    """true: leave out the items of the user's history. Validation during training
+    leaves out the latest max_history items only."""
     precision: Literal["highest", "high"] | None = None
-    """Products on a GPU: highest, float32 in full; high, TF32, faster, which swaps
-    items of nearly equal scores."""
+    """Precision of matrix products on a GPU: highest, full float32; high, TF32, which
+    is faster and may swap items with nearly equal scores."""
     compile: bool | None = None
-    """true: torch.compile fuses the kernels of a search on a GPU, at half a minute per
-    shape of its batches."""
+    """true: fuse the kernels of the search on a GPU with torch.compile, which takes
+    half a minute per batch shape."""
 
 
 @dataclass
 class BeamOptions(RecommendOptions):
-    """Options of a `recommend` by beam search, by default the options of the model's
-    config.
-    """
+    """Options of `recommend` by beam search; None is the value in the config."""
 
     beam: int | None = None
-    """Beams, of models that decode semantic IDs."""
+    """Number of beams (models that decode semantic IDs)."""
     constrained: bool | None = None
-    """Whether decoding semantic IDs keeps to the catalogue's trie."""
+    """Whether decoding of semantic IDs stays within the catalogue's trie."""
 
     def __post_init__(self) -> None:
         check_least(self, ["beam"], 1, "--")
@@ -47,7 +45,7 @@ class TigerOptions(BeamOptions):
     """Options of `Tiger.recommend`."""
 
     decoder: DecodeBy | None = None
-    """TIGER: shared_kv, hf or hf_nocache."""
+    """Decoder of TIGER: shared_kv, hf or hf_nocache."""
 
 
 @dataclass
@@ -55,14 +53,15 @@ class StudentOptions(BeamOptions):
     """Options of `Student.recommend`."""
 
     scores: Scores | None = None
-    """Students: probabilities of a code among the valid children of its prefix, or in
-    its codebook."""
+    """Codes that a student's probabilities are normalised over: the valid children of
+    the prefix, or the whole codebook."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.constrained is False and self.scores:
             raise ValueError(
-                "--scores is of the search in the trie, and --constrained is false; leave one of them out"
+                f"--scores {self.scores} has no effect with --constrained false; "
+                "remove one of them"
             )
 
 
@@ -71,31 +70,33 @@ class SidMlpOptions(StudentOptions):
     """Options of `SidMlp.recommend`."""
 
     path: DecodePath | None = None
-    """SID-MLP: the search that shares work, or the definition."""
+    """Search of SID-MLP: fast shares work between beams, plain follows the
+    definition."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.constrained is False and self.path:
             raise ValueError(
-                "--path is of the search in the trie, and --constrained is false; leave one of them out"
+                f"--path {self.path} has no effect with --constrained false; "
+                "remove one of them"
             )
 
 
 @dataclass
 class AtSpeedOptions(RecommendOptions):
-    """Options of `AtSpeed.recommend`, by default the options of the model's config."""
+    """Options of `AtSpeed.recommend`; None is the value in the config."""
 
     beam: int | None = None
-    """Beams, of models that decode semantic IDs."""
+    """Number of beams (models that decode semantic IDs)."""
     draft_beam: int | None = None
-    """AtSpeed: beams that a step drafts."""
+    """Number of beams that AtSpeed drafts per step."""
     draft_steps: int | None = None
-    """AtSpeed: steps drafted for one verification, at most."""
+    """Most steps that AtSpeed drafts per verification."""
     scores: Scores | None = None
-    """Students: probabilities of a code among the valid children of its prefix, or in
-    its codebook."""
+    """Codes that a student's probabilities are normalised over: the valid children of
+    the prefix, or the whole codebook."""
     seed: int | None = None
-    """AtSpeed-R: seed of what is drawn."""
+    """Random seed of AtSpeed-R."""
 
     def __post_init__(self) -> None:
         check_least(self, ["beam", "draft_beam"], 1, "--")
@@ -110,5 +111,4 @@ RECOMMEND_OPTIONS = (
     SidMlpOptions,
     AtSpeedOptions,
 )
-"""All options that a model's `recommend` may have; a model's `options_class` says which
-it has."""
+"""Options of all models' `recommend`; each model names its own in `options_class`."""

@@ -25,26 +25,29 @@ from models.storage.tables import UserError
 
 
 def real_positions(lengths: Tensor, longest: int) -> Tensor:
-    """Return (B, longest): True at the first `lengths` (B,) positions of each row, False at padding."""
+    """Return a mask (B, longest) that is true at the first `lengths` (B,) positions."""
     return torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
 
 
 def padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor | None:
-    """Return (B, 1, 1, longest) to add to attention scores: 0 at the first `lengths` (B,) positions, then -inf.
+    """Return a mask to add to attention scores.
 
-    Returns None on a CPU if nothing is padded.
+    Args:
+        lengths: (B,) number of real positions, the first ones of each row.
+        longest: Number of positions.
+        dtype: Type of the attention scores.
+
+    Returns:
+        (B, 1, 1, longest), 0 at real positions and -inf at padding; on a CPU None if
+        there is no padding.
     """
-    outside = ~real_positions(lengths, longest)
-    if (
-        outside.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not bool(outside.any())
-    ):
-        return None  # a GPU would have to synchronize
-    mask = torch.zeros(outside.shape, dtype=dtype, device=outside.device).masked_fill(
-        outside, -torch.inf
-    )
-    return mask[:, None, None]
+    is_padding = ~real_positions(lengths, longest)
+    # a GPU would have to synchronise to know whether there is padding
+    on_cpu = is_padding.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and not bool(is_padding.any()):
+        return None
+    mask = torch.zeros(is_padding.shape, dtype=dtype, device=is_padding.device)
+    return mask.masked_fill(is_padding, -torch.inf)[:, None, None]
 
 
 Memory = list[tuple[Tensor, Tensor]]
@@ -66,13 +69,11 @@ class History:
     backbones."""
 
     def rows(self, begin: int, end: int) -> History:
-        """Return the histories of the requests from `begin` to before `end`."""
+        """Return the histories of the requests `begin` to `end - 1`."""
         query = None if self.query is None else self.query[begin:end]
-        memory = (
-            None
-            if self.memory is None
-            else [(k[begin:end], v[begin:end]) for k, v in self.memory]
-        )
+        memory = None
+        if self.memory is not None:
+            memory = [(k[begin:end], v[begin:end]) for k, v in self.memory]
         return History(self.states[begin:end], self.lengths[begin:end], query, memory)
 
     @property
@@ -84,8 +85,8 @@ class History:
 class SidTokens(nn.Module):
     """Semantic IDs as tokens of one vocabulary.
 
-    Token 0 is padding and start; then come the codes level after level, the users, and
-    the end. Code c of level l is the token `first[l] + c`.
+    Token 0 is padding and start. The codes of all levels follow, then the users, then
+    the end token. Code c of level l is the token `first[l] + c`.
     """
 
     items: Tensor
@@ -94,14 +95,25 @@ class SidTokens(nn.Module):
     """(L,) `first` as a tensor."""
 
     def __init__(self, catalogue: Catalogue, n_user_tokens: int) -> None:
+        """Number the tokens.
+
+        Args:
+            catalogue: The items with their semantic IDs.
+            n_user_tokens: Number of tokens that users are hashed to.
+
+        Raises:
+            UserError: If the catalogue has no semantic IDs.
+        """
         super().__init__()
         if catalogue.sids is None or catalogue.trie is None:
             raise UserError(
-                "the model needs semantic IDs; give --sids with what jobs.tokenize made"
+                "the model needs semantic IDs; give --sids, the output folder of "
+                "jobs.tokenize"
             )
         self.sizes = list(catalogue.codebook_sizes)
         self.first = [1 + sum(self.sizes[:level]) for level in range(len(self.sizes))]
-        self.first_user, self.n_user_tokens = 1 + sum(self.sizes), n_user_tokens
+        self.first_user = 1 + sum(self.sizes)
+        self.n_user_tokens = n_user_tokens
         self.end = self.first_user + n_user_tokens
         self.vocabulary = self.end + 1
         offset = torch.tensor(self.first)
@@ -110,6 +122,7 @@ class SidTokens(nn.Module):
 
     @property
     def levels(self) -> int:
+        """Number L of codes of an item."""
         return len(self.sizes)
 
     def lengths(self, batch: HistoryBatch) -> Tensor:
@@ -117,20 +130,17 @@ class SidTokens(nn.Module):
         return 2 + self.levels * batch.history_length
 
     def history(self, batch: HistoryBatch) -> Tensor:
-        """Return (B, S) `[user, L codes per item, end]` of each request, padded with 0; S = 2 + L * T for T items."""
+        """Return the tokens `[user, L codes per item, end]` of each request.
+
+        Returns:
+            (B, S), padded with 0, with S = 2 + L * T for histories (B, T).
+        """
         history = batch.history
-        codes = torch.where(
-            (history == PAD).unsqueeze(-1), 0, self.items[history.clamp(min=0)]
-        )  # (B, T, L)
+        is_padding = (history == PAD).unsqueeze(-1)
+        codes = self.items[history.clamp(min=0)].masked_fill(is_padding, 0)  # (B, T, L)
         user = self.first_user + batch.user % self.n_user_tokens
-        tokens = torch.cat(
-            [
-                user.unsqueeze(1),
-                codes.flatten(1),
-                history.new_zeros((history.shape[0], 1)),
-            ],
-            1,
-        )
+        end_column = history.new_zeros((history.shape[0], 1))
+        tokens = torch.cat([user.unsqueeze(1), codes.flatten(1), end_column], 1)
         return tokens.scatter(1, self.lengths(batch).unsqueeze(1) - 1, self.end)
 
     def codes(self, items: Tensor) -> Tensor:
@@ -138,37 +148,43 @@ class SidTokens(nn.Module):
         return self.items[items] - self.offset
 
     def shift_right(self, codes: Tensor) -> Tensor:
-        """Return the inputs (B, L) that predict `codes` (B, L): the start token, then all codes but the last."""
+        """Return the decoder's input tokens (B, L) for the targets `codes` (B, L).
+
+        They are the start token and all codes but the last.
+        """
         return functional.pad((codes + self.offset)[:, :-1], (1, 0))
 
 
 class Backbone(nn.Module):
-    """An encoder of histories. A subclass has `tokens`, `embedding` and `encode`."""
+    """An encoder of histories.
+
+    A subclass sets `tokens`, `embedding` and `max_history`, and implements `encode`.
+    """
 
     tokens: SidTokens
     """The vocabulary."""
     embedding: nn.Embedding
     """(V, D) token embeddings; D is also the width of the states."""
     max_history: int
-    """Latest items read."""
+    """Number of latest items that the encoder reads."""
     gives_query = False
-    """Whether its histories have a query state."""
+    """Whether `encode` sets the query of a history."""
 
     def encode(self, batch: HistoryBatch) -> History:
-        """Return the states of the requests' histories, with dropout in training mode."""
+        """Return the states of the histories, with dropout in training mode."""
         raise NotImplementedError
 
     def infer(self, batch: HistoryBatch) -> History:
-        """Return the states of `encode`, up to rounding, in the fastest way for search."""
+        """Return the states of `encode`, up to rounding, as fast as possible."""
         return self.encode(batch)
 
     def packed_encoder(self) -> Any:
-        """Return an encoder for histories without padding (`models/cpu/t5_packed.py`), or None."""
+        """Return an encoder of unpadded histories, or None (`models/cpu`)."""
         return None
 
 
 class Scorer(Protocol):
-    """Next-code log-probabilities of the beams of a batch of users; it keeps the beams' states."""
+    """A model of the next code that stores the states of a search's beams."""
 
     def start(self) -> Tensor:
         """Return (B, C_0) log-probabilities of the first code."""
@@ -177,47 +193,73 @@ class Scorer(Protocol):
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
         """Return (B, W, C_l) log-probabilities of the next code of each beam.
 
-        Each beam extends the beam `parents` (B, W) of the last step by the code
-        `tokens` (B, W).
+        Args:
+            parents: (B, W) index of each beam's parent among the beams of the last
+                step.
+            tokens: (B, W) code that each beam appends to its parent.
         """
         ...
 
 
 class Decoder(nn.Module):
-    """A model of the next code, given a history and the codes before. A subclass has `hidden`, `logits` and `scorer`."""
+    """A model of the next code, given a history and the codes before.
+
+    A subclass implements `hidden`, `logits` and `scorer`.
+    """
 
     tokens: SidTokens
     """The vocabulary."""
     first_level = 0
-    """First level that it decodes; another decoder has the levels before."""
+    """First level that the decoder predicts; another decoder has the levels before."""
     hidden_width: int
     """Width N of `hidden`."""
     beam_bytes = 0
-    """Bytes of a beam's state in search, if large enough that batches are searched in
-    pieces."""
+    """Bytes of a beam's state in search; 0 if too small to split batches for it."""
 
     def span(self, level: int) -> tuple[int, int]:
-        """Return (first token, number of tokens O_l) of the level's logits: its codebook."""
+        """Return the tokens that a level's logits cover, by default its codebook.
+
+        Returns:
+            The first token and the number of tokens O_l.
+        """
         return self.tokens.first[level], self.tokens.sizes[level]
 
     def targets(self, codes: Tensor) -> list[Tensor]:
-        """Return the index (B,) of `codes` (B, L) in the logits of each level from `first_level` on."""
-        levels = range(self.first_level, self.tokens.levels)
-        return [
-            codes[:, level] + (self.tokens.first[level] - self.span(level)[0])
-            for level in levels
-        ]
+        """Return the index (B,) of each code in the logits of its level.
+
+        Args:
+            codes: (B, L) codes; levels before `first_level` are left out.
+        """
+        indices = []
+        for level in range(self.first_level, self.tokens.levels):
+            first_token, _ = self.span(level)
+            indices.append(codes[:, level] + (self.tokens.first[level] - first_token))
+        return indices
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """Return (B, L - first_level, N) hidden states of `codes` (B, L), each given the codes before it."""
+        """Return the states (B, L - first_level, N) that predict each code.
+
+        Args:
+            history: Histories of B requests.
+            codes: (B, L) codes; a state depends only on the codes before its own.
+        """
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
-        """Return the logits (B, O_l) of each level from `first_level` on."""
+        """Return the logits (B, O_l) of each level from `first_level` on.
+
+        Args:
+            hidden: (B, L - first_level, N) states.
+        """
         raise NotImplementedError
 
     def teacher_forced(self, history: History, codes: Tensor) -> Sequence[Tensor]:
-        """Return the logits (B, O_l) of each level from `first_level` on, each given the `codes` (B, L) before it."""
+        """Return the logits (B, O_l) of each level, given the true codes before it.
+
+        Args:
+            history: Histories of B requests.
+            codes: (B, L) codes of the targets.
+        """
         return self.logits(self.hidden(history, codes))
 
     def scorer(self, history: History) -> Scorer:

@@ -1,11 +1,11 @@
-"""What holds for every model's `recommend`, whatever it searches with.
+"""The wrapper of every model's `recommend`.
 
     @recommender
     def recommend(self, batch, k, beam=None): ...
 
-An empty batch gets an empty answer, of a history longer than `max_history` the latest
-items are read, known items are left out and items kept to a set where that is asked
-for, and a model whose scores are not finite is refused.
+The wrapper handles empty batches, cuts histories to the latest `max_history` items,
+drops items of the history (`unseen`), restricts items to a set (`allowed`), and raises
+UserError if scores are not finite. On a GPU it replays CUDA graphs.
 
     allowed = model.encode_allowed(in_stock)  # once per set: (N,) bool, by item_index
     items, scores = model.recommend(batch, k, allowed=allowed)
@@ -34,11 +34,10 @@ from models.retrieval.search.topk import top_k
 from models.training.cuda_graphs import CudaGraphs, compiled
 
 Ranked = tuple[Tensor, Tensor]
-"""(items, scores), each (B, k)."""
+"""Items and scores, (B, k) both, best first."""
 
-
-WHOLE = 2**31 - 1
-"""Behaviours of a history of any length."""
+UNLIMITED_HISTORY = 2**31 - 1
+"""A `max_history` that no history exceeds."""
 
 
 def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
@@ -63,114 +62,154 @@ def recommender(search: Callable[..., Ranked]) -> Callable[..., Ranked]:
     ) -> Ranked:
         device = batch.device
         if not len(batch.history):
-            return nothing(k, device)
-        more = batch.history.shape[1] if unseen else 0  # as many as can be left out
+            return empty_ranking(k, device)
+        # rank as many further items as `unseen` can drop
+        max_dropped = batch.history.shape[1] if unseen else 0
         if device.type == "cuda":
-            more = bucket_size(more)  # for few graphs
-        read = latest(batch, self.config.max_history)
-        read = replace(read, allowed=allowed)
+            max_dropped = bucket_size(max_dropped)  # fewer shapes, fewer graphs
+        num_items = k + max_dropped
+        latest = truncate_history(batch, self.config.max_history)
+        latest = replace(latest, allowed=allowed)
 
-        def found(given: HistoryBatch) -> Ranked:
-            return search(self, given, k + more, *args, **options)
+        def run_search(histories: HistoryBatch) -> Ranked:
+            return search(self, histories, num_items, *args, **options)
 
         if device.type == "cuda":
-            asked = f"graphs of {k + more} {args} {sorted(options.items())} {precision} {compile}"
-            items, scores = _replay(
-                self, asked, read, found, precision or "highest", bool(compile)
+            graphs_name = (
+                f"graphs of {num_items} {args} {sorted(options.items())} "
+                f"{precision} {compile}"
+            )
+            items, scores = _search_by_graph(
+                self,
+                graphs_name,
+                latest,
+                run_search,
+                precision or "highest",
+                bool(compile),
             )
         else:
-            items, scores = found(read)
+            items, scores = run_search(latest)
             check_finite(scores, tail=True)
-        return leave_out(items, scores, batch, k) if unseen else (items, scores)
+        if unseen:
+            return drop_history_items(items, scores, batch, k)
+        return items, scores
 
     return torch.no_grad()(recommend)
 
 
-ONE = threading.Lock()
-"""Held from the copy of a batch to that of its answer: requests that are served by
-several threads share the graphs."""
+GRAPH_LOCK = threading.Lock()
+"""Held while a graph's inputs and outputs are in use, as all serving threads share the
+graphs."""
 
 
-def _replay(
+def _search_by_graph(
     model: Any,
-    asked: str,
+    name: str,
     batch: HistoryBatch,
     search: Callable[[HistoryBatch], Ranked],
     precision: str,
-    fused: bool,
+    fuse: bool,
 ) -> Ranked:
-    """Search on a GPU by the CUDA graph of the batch's shape, if one was captured."""
-    given = batch.histories.pad_to_buckets(model.config.max_history, ("B", "T"))
+    """Run a search on a GPU through a CUDA graph of the batch's shape.
 
-    def make() -> CudaGraphs[Ranked]:
-        search(
-            given
-        )  # makes what is derived of the weights, which is no part of a graph
-        run = compiled(search) if fused else search
+    Args:
+        model: The model, which stores the graphs until its weights change.
+        name: Name of the graphs: all arguments of the search besides the batch.
+        batch: Histories of B requests.
+        search: The search to capture and replay.
+        precision: Precision of matrix products, as in `RecommendOptions`.
+        fuse: Whether torch.compile fuses kernels.
 
-        def with_precision(given: HistoryBatch) -> Ranked:
+    Raises:
+        UserError: If a score is not finite.
+    """
+    padded = batch.histories.pad_to_buckets(model.config.max_history, ("B", "T"))
+
+    def make_graphs() -> CudaGraphs[Ranked]:
+        # the first run computes tensors derived from the weights outside of a graph
+        search(padded)
+        run = compiled(search) if fuse else search
+
+        def run_with_precision(histories: HistoryBatch) -> Ranked:
             with matmul_precision(precision):
-                return run(given)
+                return run(histories)
 
-        return CudaGraphs(with_precision, batch.history.device)
+        return CudaGraphs(run_with_precision, batch.history.device)
 
     rows = len(batch.history)
-    with ONE:
-        items, scores = cache_until_changed(model, asked, make)(given)
+    with GRAPH_LOCK:
+        items, scores = cache_until_changed(model, name, make_graphs)(padded)
         items, scores = items[:rows].clone(), scores[:rows].clone()
     check_finite(scores, tail=True)
     return items, scores
 
 
-def nothing(k: int, device: torch.device) -> Ranked:
-    """The answer to no request."""
-    return torch.zeros((0, k), dtype=torch.long, device=device), torch.zeros(
-        (0, k), device=device
-    )
+def empty_ranking(k: int, device: torch.device) -> Ranked:
+    """Return the items and scores, (0, k) both, of an empty batch."""
+    items = torch.zeros((0, k), dtype=torch.long, device=device)
+    return items, torch.zeros((0, k), device=device)
 
 
-def history_to_give(longest: int, options: Mapping[str, Any]) -> int:
-    """Return how many behaviours a request needs for a `recommend` that reads
-    `longest`.
+def required_history(max_history: int, options: Mapping[str, Any]) -> int:
+    """Return the number of latest behaviours that `recommend` needs per request.
 
-    All behaviours are needed to leave out known items.
+    Args:
+        max_history: Behaviours that the model reads.
+        options: Options of `recommend`; `unseen` needs all behaviours.
     """
-    return WHOLE if options.get("unseen") else longest
+    return UNLIMITED_HISTORY if options.get("unseen") else max_history
 
 
 def best_allowed(scores: Tensor, k: int, batch: HistoryBatch) -> Ranked:
-    """The k highest `scores` (B, N) of a whole catalogue, or of the items that the batch allows; the tail is -1 and
-    -inf. The scores are changed."""
-    if (allowed := batch.allowed) is None:
+    """Return the k items with the highest `scores` (B, N), and their scores.
+
+    Only items of `batch.allowed` are returned, if it is set; then `scores` is
+    overwritten. If there are fewer than k items, the tail is item -1 with score -inf.
+    """
+    allowed = batch.allowed
+    if allowed is None:
         return top_k(scores, k)
     items, scores = top_k(scores.add_(allowed), k)
     return items.masked_fill(scores == -torch.inf, -1), scores
 
 
-def leave_out(items: Tensor, scores: Tensor, batch: HistoryBatch, k: int) -> Ranked:
-    """The first k of the ranked items (B, K) that are not in the histories (B, T); the tail is -1 and -inf."""
+def drop_history_items(
+    items: Tensor, scores: Tensor, batch: HistoryBatch, k: int
+) -> Ranked:
+    """Return the first k ranked items that are not in the histories, and their scores.
+
+    If there are fewer, the tail is item -1 with score -inf.
+
+    Args:
+        items: (B, K) ranked items.
+        scores: (B, K) scores.
+        batch: Histories (B, T).
+        k: Number of items to return.
+    """
     history = batch.history
-    places = torch.arange(history.shape[1], device=history.device)
-    known = (
-        history.masked_fill(places >= batch.history_length[:, None], -1).sort(1).values
-    )
-    place = torch.searchsorted(known, items.contiguous()).clamp(max=known.shape[1] - 1)
-    seen = (known.gather(1, place) == items) & (items >= 0)
-    order = seen.int().sort(dim=1, stable=True).indices[:, :k]
-    gone = seen.gather(1, order)
-    return items.gather(1, order).masked_fill(gone, -1), scores.gather(
-        1, order
-    ).masked_fill(gone, -torch.inf)
+    position = torch.arange(history.shape[1], device=history.device)
+    is_padding = position >= batch.history_length[:, None]
+    sorted_history = history.masked_fill(is_padding, -1).sort(1).values
+    index = torch.searchsorted(sorted_history, items.contiguous())
+    index = index.clamp(max=sorted_history.shape[1] - 1)
+    in_history = (sorted_history.gather(1, index) == items) & (items >= 0)
+    # (B, k): a stable sort moves items of the history to the end
+    order = in_history.int().sort(dim=1, stable=True).indices[:, :k]
+    is_dropped = in_history.gather(1, order)
+    top_items = items.gather(1, order).masked_fill(is_dropped, -1)
+    return top_items, scores.gather(1, order).masked_fill(is_dropped, -torch.inf)
 
 
-def latest(batch: HistoryBatch, longest: int) -> HistoryBatch:
-    """The batch with each history cut to its latest `longest` items; as it is where none is longer."""
+def truncate_history(batch: HistoryBatch, max_history: int) -> HistoryBatch:
+    """Return the batch with each history cut to its latest `max_history` items."""
     history = batch.history
-    if history.shape[1] <= longest:
+    if history.shape[1] <= max_history:
         return batch
     length = batch.history_length
-    first = (length - longest).clamp(min=0).unsqueeze(1)
-    cut = history.gather(
-        1, first + torch.arange(longest, device=history.device)
-    )  # (B, longest)
-    return replace(batch, history=cut, history_length=length.clamp(max=longest))
+    first = (length - max_history).clamp(min=0).unsqueeze(1)
+    index = first + torch.arange(max_history, device=history.device)
+    return replace(
+        batch,
+        history=history.gather(1, index),  # (B, max_history)
+        history_length=length.clamp(max=max_history),
+    )

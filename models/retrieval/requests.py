@@ -1,4 +1,4 @@
-"""Parsing of served requests of retrieval models: a history, after which the catalogue is ranked."""
+"""Parsing of the requests that a served retrieval model gets: histories of item ids."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from models.retrieval.data import RetrievalDataset, hash_strings
 from models.storage.tables import UserError
 
 EVERY = ["*"]
-"""Default of a call's `allowed`: all items. An empty list of a client, or its [""], is
-a set without an item."""
+"""Default of a call's `allowed`: all items. A client's empty list, or [""], is an empty
+set of items."""
 
 
 class History(NamedTuple):
@@ -37,8 +37,8 @@ class RetrievalRequests(Requests):
 
     required_columns: ClassVar[Columns] = {"history": "ids"}  # oldest first
     optional_columns: ClassVar[Columns] = {"user_id": "id"}
-    # unknown_items: entries of the history that are not in the catalogue; note: why
-    # there are fewer than k items
+    # unknown_items: number of history entries that are not in the catalogue; note:
+    # reason for an answer with fewer than k items
     answer_columns: ClassVar[Columns] = {
         **Requests.answer_columns,
         "unknown_items": "long",
@@ -46,6 +46,7 @@ class RetrievalRequests(Requests):
     }
 
     def parse(self, row: Row) -> History:
+        """Return the history of a request, without items outside of the catalogue."""
         ids = row.item_ids("history")
         items = [self.index[item] for item in ids if item in self.index]
         user_id = row.value("user_id")
@@ -53,9 +54,11 @@ class RetrievalRequests(Requests):
         return History(items, user, len(ids) - len(items))
 
     def collate(self, requests: Sequence[History]) -> Batch:
-        """Return the batch of requests that have a history."""
+        """Return a batch of requests; each history has at least one item."""
         users = pa.array([request.user for request in requests], pa.string())
-        items = [item for request in requests for item in request.items]
+        items: list[int] = []
+        for request in requests:
+            items.extend(request.items)
         lengths = [len(request.items) for request in requests]
         dataset = RetrievalDataset.from_histories(
             np.array(items, np.int64), np.array(lengths, np.int64), hash_strings(users)
@@ -63,16 +66,19 @@ class RetrievalRequests(Requests):
         return dataset.collate(np.arange(len(requests)))
 
     def parse_allowed(self, ids: Sequence[Any]) -> Tensor:
-        """Return a mask (I,) of a set of items; ids that the catalogue does not have are skipped.
+        """Return a mask (I,) of the catalogue's items with these ids.
+
+        Other ids are ignored.
 
         Raises:
-            UserError: If the catalogue has none of the ids.
+            UserError: If none of the ids is in the catalogue.
         """
         allowed = parse_allowed(ids)
         index = [self.index[item] for item in allowed if item in self.index]
         if not index:
             raise UserError(
-                f"allowed has {len(ids)} ids, and none of an item of the catalogue; {WITHOUT_ALLOWED}"
+                f"allowed has {len(ids)} ids, and none of an item of the catalogue; "
+                f"{WITHOUT_ALLOWED}"
             )
         mask = torch.zeros(len(self.items), dtype=torch.bool)
         return mask.index_fill(0, torch.tensor(index), True)

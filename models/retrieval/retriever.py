@@ -1,4 +1,4 @@
-"""Generative retrieval: a backbone, a decoder of semantic IDs, and beam search in the catalogue's trie.
+"""Generative retrieval: a backbone, a decoder of semantic IDs, and beam search.
 
 Shapes: `B` requests, `L` levels (codes of an item).
 """
@@ -22,15 +22,15 @@ from models.retrieval.search.trie import Trie
 from models.training.distributed import global_mean
 
 MAX_BEAM_BYTES = 1 << 30
-"""Bytes of the states of all beams of a search at most. Gathering them takes about
-twice as much on top."""
+"""Most bytes of the beams' states in one search. Gathering the states takes about twice
+as much in addition."""
 
 
 class Retriever(RetrievalModel):
-    """A backbone and a decoder, trained on the target's codes; it can be a student's teacher.
+    """A backbone and a decoder, trained on the target's codes.
 
-    A subclass that learns or searches in another way overrides `forward` or
-    `recommend`.
+    A retriever can be the teacher of a student. A subclass with another loss or search
+    overrides `forward` or `recommend`.
     """
 
     example_unit = "request"
@@ -53,7 +53,10 @@ class Retriever(RetrievalModel):
         return self.backbone.encode(batch)
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the mean cross-entropy over the L codes of each target, each given the codes before it."""
+        """Return the mean cross-entropy over the L codes of each target.
+
+        Each code is predicted from the history and the codes before it.
+        """
         codes = self.tokens.codes(batch.target)
         return self.loss(
             self.decoder.teacher_forced(self.encode(batch), codes),
@@ -61,18 +64,23 @@ class Retriever(RetrievalModel):
         )
 
     def encode_allowed(self, items: Tensor) -> Tensor:
-        """Return the edges (E,) of the trie that lead to the `items` (N,) bool."""
+        """Return a mask (E,) of the trie's edges that lead to the `items` (N,) bool."""
         return self.trie.edges_to(items)
 
     def loss(
         self, logits: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        """Return the mean cross-entropy over positions, each with logits (B, O) and targets (B,)."""
+        """Return the mean cross-entropy over levels.
+
+        Args:
+            logits: Logits (B, O_l) of each level.
+            targets: Index (B,) of the target in the logits of each level.
+        """
         losses = [
             functional.cross_entropy(
-                level.float(), target, label_smoothing=self.label_smoothing
+                level_logits.float(), target, label_smoothing=self.label_smoothing
             )
-            for level, target in zip(logits, targets, strict=True)
+            for level_logits, target in zip(logits, targets, strict=True)
         ]
         return {"loss": global_mean(torch.stack(losses).mean(), len(targets[0]))}
 
@@ -84,13 +92,21 @@ class Retriever(RetrievalModel):
         beam: int | None = None,
         constrained: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k), by falling log-probability of the items' codes.
+        """Rank items by the log-probability of their codes.
 
-        Options left out are the config's. Known items are ranked too, as in the papers,
-        unless `unseen` leaves them out. If fewer than k items are found, the tail is item
-        -1 with score -inf.
+        Items of the history are ranked too, as in the papers, unless `unseen` is true.
+
+        Args:
+            batch: Histories of B requests.
+            k: Number of items to return.
+            beam: Number of beams; None for the config's.
+            constrained: Whether beams stay within the trie; None for the config's.
+
+        Returns:
+            Items and scores, (B, k) both, best first. If fewer than k items are found,
+            the tail is item -1 with score -inf.
         """
-        return self.find(
+        return self.decode_items(
             self.backbone.infer(batch),
             k,
             beam,
@@ -98,7 +114,7 @@ class Retriever(RetrievalModel):
             allowed=batch.allowed,
         )
 
-    def find(
+    def decode_items(
         self,
         history: History,
         k: int,
@@ -107,36 +123,37 @@ class Retriever(RetrievalModel):
         children: bool = False,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k), found by beam search.
+        """Decode items by beam search.
 
-        Requests whose beams have more than `MAX_BEAM_BYTES` bytes of state are searched
-        one piece after the other.
+        The requests are searched in pieces whose beams take at most `MAX_BEAM_BYTES`.
 
         Args:
             history: States of B requests.
             k: Number of items.
             beam: Number of beams; None for the config's.
-            constrained: Whether beams stay within the trie; otherwise tuples of no item
-                are dropped in the end. None for the config's.
+            constrained: Whether beams stay within the trie; otherwise code tuples
+                without an item are dropped at the end. None for the config's.
             children: Whether scores are normalised over the valid children of a prefix.
-            allowed: Edges (E,) of the trie that lead to allowed items.
+            allowed: Mask (E,) of the trie's edges that lead to allowed items.
+
+        Returns:
+            Items and scores, (B, k) both, best first.
         """
         beam = self.config.beam if beam is None else beam
         constrained = self.config.constrained if constrained is None else constrained
-        at_once = max(
-            1, MAX_BEAM_BYTES // max(1, max(1, beam) * self.decoder.beam_bytes)
-        )
-        if at_once < len(history.lengths):
-            pieces = [
-                history.rows(i, i + at_once)
-                for i in range(0, len(history.lengths), at_once)
-            ]
-            found = [
-                self.find(piece, k, beam, constrained, children, allowed)
-                for piece in pieces
-            ]
-            items, scores = zip(*found, strict=True)
-            return torch.cat(items), torch.cat(scores)
+        bytes_per_request = max(1, beam) * self.decoder.beam_bytes
+        requests_per_piece = max(1, MAX_BEAM_BYTES // max(1, bytes_per_request))
+        num_requests = len(history.lengths)
+        if requests_per_piece < num_requests:
+            all_items, all_scores = [], []
+            for first in range(0, num_requests, requests_per_piece):
+                piece = history.rows(first, first + requests_per_piece)
+                items, scores = self.decode_items(
+                    piece, k, beam, constrained, children, allowed
+                )
+                all_items.append(items)
+                all_scores.append(scores)
+            return torch.cat(all_items), torch.cat(all_scores)
         scorer = self.decoder.scorer(history)
         if constrained:
             return beam_search(scorer, self.trie, k, beam, children, allowed)

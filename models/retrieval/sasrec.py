@@ -1,8 +1,9 @@
-"""SASRec (Kang and McAuley, 2018): self-attention over a user's items, next item by inner product.
+"""SASRec (Kang and McAuley, 2018): self-attention over a user's items.
 
-Trained with softmax cross-entropy over the full catalogue, one causal pass for all
-requests of a user. Unlike the paper's, blocks normalise their inputs alone, with one
-more norm at the end, and the feed-forward has GELU, not ReLU.
+The score of an item is the inner product of its embedding and the last state. Training
+is softmax cross-entropy over the full catalogue, in one causal pass for all requests of
+a user. Unlike in the paper, blocks are pre-norm with one more norm at the end, and the
+feed-forward has GELU instead of ReLU.
 
 Shapes: `B` users, `T` positions, `D` width, `N` items, `M` targets, `H` heads.
 """
@@ -24,7 +25,7 @@ from models.training.distributed import global_mean
 
 @dataclass
 class SASRecConfig:
-    """Sizes of SASRec; the defaults are RecBole's for sparse data, with the paper's 50 positions."""
+    """Sizes of SASRec: RecBole's defaults for sparse data, with 50 positions."""
 
     dim: int = 64
     """Width of item embeddings and states (RecBole's default; the paper has 50)."""
@@ -38,7 +39,7 @@ class SASRecConfig:
     """Dropout on embeddings, attention and blocks (Sec. 4.4 of SASRec for sparse
     data)."""
     max_history: int = 50
-    """Latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
+    """Number of latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -46,13 +47,14 @@ class SASRecConfig:
         )
         if self.dim % self.num_heads:
             raise ValueError(
-                f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; change either"
+                f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; "
+                "change one of them"
             )
         check_dropout(self, "dropout")
 
 
 class Block(nn.Module):
-    """Causal self-attention and feed-forward, each normalised before and added to its input."""
+    """A pre-norm block of causal self-attention and a feed-forward layer."""
 
     def __init__(self, config: SASRecConfig) -> None:
         super().__init__()
@@ -68,26 +70,21 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, dropout_p: float) -> Tensor:
-        q, k, v = (
-            self.qkv(self.attention_norm(x))
-            .unflatten(-1, (3, self.heads, -1))
-            .permute(2, 0, 3, 1, 4)
-        )
-        # (B, H, T, D / H): padding is on the right, so a causal mask alone keeps it out
-        # of real positions
+        """Return the block's output (B, T, D) for states `x` (B, T, D)."""
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H)
+        # padding is on the right, so the causal mask hides it from real positions
         mixed = functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=dropout_p
         )
-        x = x + functional.dropout(
-            self.out(mixed.transpose(1, 2).flatten(2)), dropout_p
-        )
-        return x + functional.dropout(
-            self.feedforward(self.feedforward_norm(x)), dropout_p
-        )
+        attended = self.out(mixed.transpose(1, 2).flatten(2))
+        x = x + functional.dropout(attended, dropout_p)
+        inner = self.feedforward(self.feedforward_norm(x))
+        return x + functional.dropout(inner, dropout_p)
 
 
 class SASRec(RetrievalModel):
-    """Self-attention over item embeddings, which are the output weights too."""
+    """Self-attention over item embeddings, which are also the output weights."""
 
     name = "sasrec"
     config_class = SASRecConfig
@@ -106,7 +103,7 @@ class SASRec(RetrievalModel):
                 nn.init.zeros_(module.bias)
 
     def states(self, history: Tensor, dropout_p: float = 0.0) -> Tensor:
-        """Return (B, T, D): the state after each behaviour of `history` (B, T), with dropout `dropout_p`."""
+        """Return the state (B, T, D) after each behaviour of `history` (B, T)."""
         length = history.shape[1]
         x = self.item(history.clamp(min=0)) + self.position.weight[:length]
         x = functional.dropout(x, dropout_p)
@@ -115,13 +112,11 @@ class SASRec(RetrievalModel):
         return self.norm(x)
 
     def forward(self, batch: WindowBatch) -> dict[str, Tensor]:
-        """Return the mean cross-entropy over the M targets of a batch of unit `user`."""
-        states = self.states(
-            batch.history, self.config.dropout if self.training else 0.0
-        )
-        states = states[
-            batch.target_row, batch.target_position
-        ]  # (M, D): the last state before each request
+        """Return the mean cross-entropy over the M targets of the windows."""
+        dropout_p = self.config.dropout if self.training else 0.0
+        states = self.states(batch.history, dropout_p)
+        # (M, D): the last state before each request
+        states = states[batch.target_row, batch.target_position]
         target = batch.target
         mean = functional.cross_entropy(
             states @ self.item.weight.T, target, ignore_index=PAD
@@ -134,14 +129,13 @@ class SASRec(RetrievalModel):
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k), of a batch of unit `request`.
+        """Return items and scores, (B, k) both, of a batch of unit `request`.
 
-        Known items are ranked too, as in the papers, unless `unseen` leaves them out.
+        Items of the history are ranked too, as in the papers, unless `unseen` is true.
         If k exceeds the catalogue, the tail is item -1 with score -inf.
         """
         rows = torch.arange(len(batch.history), device=batch.history.device)
         length = batch.history_length
-        last = self.states(batch.history)[rows, length - 1].masked_fill(
-            length[:, None] == 0, 0.0
-        )  # (B, D)
-        return best_allowed(last @ self.item.weight.T, k, batch)
+        last_state = self.states(batch.history)[rows, length - 1]  # (B, D)
+        last_state = last_state.masked_fill(length[:, None] == 0, 0.0)
+        return best_allowed(last_state @ self.item.weight.T, k, batch)

@@ -1,10 +1,11 @@
-"""TIGER (Rajput et al., 2023): a T5 encoder-decoder that writes the next item's semantic ID.
+"""TIGER (Rajput et al., 2023): a T5 that generates the next item's semantic ID.
 
-Input `[user, C codes per item for the latest items, end]`, output the C codes of the
-next item, found by beam search within the trie of the catalogue. Sizes are those of the
-public code behind the SID-MLP paper.
+The input is `[user, L codes per item for the latest items, end]`, the output the L
+codes of the next item, decoded by beam search within the trie of the catalogue. Default
+sizes are from the public code of the SID-MLP paper.
 
-Shapes: `B` requests, `S` tokens of a history.
+Shapes: `B` requests, `S` tokens of a history, `L` levels (codes of an item), `N` items,
+`D` width.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from models.retrieval.options import DecodeBy, TigerOptions
 from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
-from models.retrieval.search.generate import generate, to_transformers
+from models.retrieval.search.generate import (
+    GenerateOptions,
+    generate,
+    to_transformers,
+)
 
 
 @dataclass
 class TigerConfig:
-    """Sizes of TIGER, by default the sizes of the public code of the SID-MLP paper."""
+    """Options of TIGER; the defaults are from the public code of the SID-MLP paper."""
 
     d_model: int = 128
     """Width of token embeddings and states."""
@@ -51,21 +56,22 @@ class TigerConfig:
     """Share of each target's probability that training spreads evenly over the
     vocabulary."""
     n_user_tokens: int = 1
-    """Tokens that users are hashed to (TIGER has 2000; 1 in the code behind
+    """Number of tokens that users are hashed to (2000 in TIGER, 1 in the public code of
     SID-MLP)."""
     max_history: int = 20
-    """Latest items read."""
+    """Number of latest items read."""
     beam: int = 50
-    """Beams when recommending (Sec. 4.1 of SID-MLP)."""
+    """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
     decoder: DecodeBy = "shared_kv"
-    """`shared_kv` is ours; `hf` and `hf_nocache` are `transformers` generate, for
+    """Implementation of beam search: `shared_kv` shares cross-attention between the
+    beams of a user; `hf` and `hf_nocache` are `transformers` generate, for
     comparison."""
     constrained: bool = True
-    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in
-    the end."""
+    """Whether decoding stays within the trie; otherwise code tuples without an item are
+    dropped at the end."""
     end_token: bool = False
-    """Whether training also asks for the end token after the codes, as T5's labels have
-    it; search stops before it."""
+    """Whether training also predicts the end token after the codes, as in T5's labels;
+    search stops before it."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -81,7 +87,7 @@ class TigerConfig:
         check_choices(self)
 
     def sizes(self, vocabulary: int) -> T5Sizes:
-        """Return the sizes of T5 for a vocabulary of so many tokens."""
+        """Return the sizes of T5 for a number of tokens."""
         return T5Sizes(
             vocabulary,
             self.d_model,
@@ -115,19 +121,18 @@ class Tiger(Retriever):
         self.label_smoothing = config.label_smoothing
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the loss of `Retriever.forward`; with `end_token` over L + 1 positions."""
+        """Return the loss over L codes, or L + 1 tokens with `end_token`."""
         if not self.config.end_token:
             return super().forward(batch)
         codes = self.tokens.codes(batch.target)
-        given = functional.pad(
-            codes + self.tokens.offset, (1, 0)
-        )  # (B, L + 1): the start, then all codes
-        logits = self.decoder.logits(self.decoder.states(self.encode(batch), given))
+        # (B, L + 1): the start token, then all codes
+        inputs = functional.pad(codes + self.tokens.offset, (1, 0))
+        logits = self.decoder.logits(self.decoder.states(self.encode(batch), inputs))
         end = torch.full_like(batch.target, self.tokens.end)
         return self.loss(logits, [*self.decoder.targets(codes), end])
 
     def item_vectors(self) -> Tensor:
-        """Return the embeddings of each item's codes end to end, (N, L D)."""
+        """Return the concatenated code embeddings (N, L * D) of each item."""
         return self.backbone.embedding(self.tokens.items).flatten(1)
 
     @recommender
@@ -139,35 +144,51 @@ class Tiger(Retriever):
         decoder: DecodeBy | None = None,
         constrained: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rank as `Retriever.recommend`; `decoder` None is the config's."""
+        """Rank items as `Retriever.recommend` does.
+
+        Args:
+            batch: Histories of B requests.
+            k: Number of items to return.
+            beam: Number of beams; None for the config's.
+            decoder: Implementation of beam search; None for the config's.
+            constrained: Whether beams stay within the trie; None for the config's.
+
+        Returns:
+            Items and scores, (B, k) both, best first.
+        """
         decoder = decoder or self.config.decoder
         if decoder == "shared_kv":
-            return self.find(
+            return self.decode_items(
                 self.backbone.infer(batch),
                 k,
                 beam,
                 constrained,
                 allowed=batch.allowed,
             )
-        return generate(
-            self.by_transformers(),
-            *self.with_mask(batch),
-            self.trie,
-            self.tokens.first,
-            k,
-            self.config.beam if beam is None else beam,
+        tokens, mask = self.encoder_inputs(batch)
+        options = GenerateOptions(
+            k=k,
+            beam=self.config.beam if beam is None else beam,
             use_cache=decoder == "hf",
             constrained=self.config.constrained if constrained is None else constrained,
             allowed=batch.allowed,
         )
+        return generate(
+            self.transformers_model(),
+            tokens,
+            mask,
+            self.trie,
+            self.tokens.first,
+            options,
+        )
 
-    def by_transformers(self) -> Any:
-        """Return the T5 of `transformers` with these weights."""
+    def transformers_model(self) -> Any:
+        """Return the T5 of `transformers` with the weights of this model."""
         return cache_until_changed(
             self, "transformers", lambda: to_transformers(self.backbone, self.decoder)
         )
 
-    def with_mask(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
-        """Return the tokens (B, S) of the histories, and a mask (B, S) with 1 at real tokens."""
+    def encoder_inputs(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
+        """Return the tokens of the histories and an int64 mask of them, (B, S) both."""
         tokens, lengths = self.backbone.inputs(batch)
         return tokens, real_positions(lengths, tokens.shape[1]).long()

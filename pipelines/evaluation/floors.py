@@ -16,7 +16,7 @@ import torch
 from models import registry
 from models.evaluation import measure_examples
 from models.metrics.per_user_metrics import sampling_stride
-from models.retrieval.recommend import history_to_give
+from models.retrieval.recommend import required_history
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig
@@ -74,7 +74,7 @@ def measure_floor(
         inputs.sequences,
         split,
         unit=model.eval_unit,
-        max_history=history_to_give(model.config.max_history, options),
+        max_history=required_history(model.config.max_history, options),
         **model.dataset_class.dataset_options(model.config, floor.catalogue),
     )
     stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)

@@ -34,7 +34,7 @@ from models.dataset.dataset import RequestDataset
 from models.loaded_model import LoadedModel
 from models.metrics.scores import check_finite
 from models.retrieval.data import RetrievalDataset, request_index
-from models.retrieval.recommend import history_to_give
+from models.retrieval.recommend import required_history
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import (
@@ -263,7 +263,7 @@ class UserInference(Inference):
 
     def load_examples(self) -> RequestDataset:
         """Load the requests, with as much history as the options need."""
-        longest = history_to_give(self.model.config.max_history, self.recommend)
+        longest = required_history(self.model.config.max_history, self.recommend)
         return self.loaded.load_examples(
             self.task.inputs, self.task.split, max_history=longest
         )

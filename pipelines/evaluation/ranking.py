@@ -23,7 +23,7 @@ from models.evaluation import measure_examples
 from models.loaded_model import LoadedModel
 from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.metrics import add_sums, exposure
-from models.retrieval.recommend import history_to_give
+from models.retrieval.recommend import required_history
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_manifest
@@ -141,7 +141,7 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
         torch.set_num_threads(task.workers.num_threads)
     device = resolve_device(task.workers.device)
     loaded = LoadedModel.load(task.uri, task.inputs, device)
-    history = history_to_give(loaded.model.config.max_history, task.options)
+    history = required_history(loaded.model.config.max_history, task.options)
     examples = loaded.load_examples(
         task.inputs,
         task.split,

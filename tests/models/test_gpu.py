@@ -26,7 +26,7 @@ from models.cpu import fast
 from models.dataset.batch import Batch, bucket_size
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
-from models.retrieval.recommend import _replay
+from models.retrieval.recommend import _search_by_graph
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchDataset
 from models.storage.tables import join
@@ -354,7 +354,7 @@ def test_a_replayed_search_finds_what_the_search_finds(name):
         items, scores = model.recommend(batch, 4, allowed=allowed)
         given = batch if allowed is None else replace(batch, allowed=allowed)
         with torch.no_grad():
-            found = _replay(
+            found = _search_by_graph(
                 model,
                 "a test",
                 given,
@@ -379,9 +379,9 @@ def test_requests_of_several_threads_get_their_own_answers():
         return [place.copy_(value) for place, value in zip(kept, found, strict=True)]
 
     def ask(turn: int) -> bool:
-        found = _replay(model, "threads", batches[turn % 4], search, "highest", False)[
-            0
-        ]
+        found = _search_by_graph(
+            model, "threads", batches[turn % 4], search, "highest", False
+        )[0]
         return torch.equal(found, wanted[turn % 4])
 
     before = sys.getswitchinterval()

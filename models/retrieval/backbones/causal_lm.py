@@ -1,8 +1,8 @@
 """A causal language model from `transformers` that reads a prompt with the history.
 
-The codes of the history are tokens beside the words of the language model. Their
-embeddings are always trained and saved, whatever part of the language model is. Rows
-are padded on the right; attention is causal, so no state depends on padding.
+The codes of the history are additional tokens of the language model. Their embeddings
+are always trained and saved, also with LoRA. Rows are padded on the right; attention is
+causal, so no state depends on padding.
 
 Shapes: `B` requests, `T` items and `S` tokens of the longest prompt, `L` levels (codes
 of an item), `D` width, `V` words of the language model.
@@ -19,8 +19,8 @@ from torch.nn import functional
 from models.retrieval.data import PAD, HistoryBatch
 from models.retrieval.parts import Backbone, History, Memory, SidTokens
 
-# tokens (B, n), and a mask (B, n) of the tokens that are not padding
 Segment = tuple[Tensor, Tensor]
+"""Tokens (B, n), and a mask (B, n) of the tokens that are not padding."""
 
 
 def concat_segments(segments: list[Segment]) -> Segment:
@@ -30,10 +30,10 @@ def concat_segments(segments: list[Segment]) -> Segment:
         Tokens (B, S), 0 at padding, and the number of tokens of each row (B,).
     """
     tokens = torch.cat([tokens for tokens, _ in segments], 1)
-    real = torch.cat([real for _, real in segments], 1)
-    order = real.logical_not().long().argsort(dim=1, stable=True)
-    tokens = torch.where(real, tokens, 0).gather(1, order)
-    return tokens, real.sum(1)
+    is_real = torch.cat([is_real for _, is_real in segments], 1)
+    order = is_real.logical_not().long().argsort(dim=1, stable=True)
+    tokens = torch.where(is_real, tokens, 0).gather(1, order)
+    return tokens, is_real.sum(1)
 
 
 class LmBackbone(Backbone):
@@ -41,8 +41,11 @@ class LmBackbone(Backbone):
 
     gives_query = True
     before: Tensor
+    """Words before a history."""
     between: Tensor
+    """Words between two items of a history."""
     after: Tensor
+    """Words after a history."""
 
     def __init__(
         self,
@@ -56,11 +59,13 @@ class LmBackbone(Backbone):
         Args:
             tokens: Tokens of the semantic IDs.
             lm: Causal language model from `transformers`.
-            prompt: Words `before` and `after` a history and `between` its items.
+            prompt: Word tokens `before` and `after` a history and `between` its items.
             max_history: Most items of a history.
         """
         super().__init__()
-        self.tokens, self.lm, self.max_history = tokens, lm, max_history
+        self.tokens = tokens
+        self.lm = lm
+        self.max_history = max_history
         words = self.words()
         self.vocabulary, width = words.weight.shape
         self.embedding = nn.Embedding(tokens.vocabulary, width)
@@ -75,21 +80,23 @@ class LmBackbone(Backbone):
         return cast(Any, self.lm).get_input_embeddings()
 
     def no_decay_parameters(self) -> list[nn.Parameter]:
-        """Return the norms and biases, which LC-Rec's training does not decay."""
+        """Return the norms and biases, which have no weight decay in LC-Rec."""
         return [parameter for parameter in self.lm.parameters() if parameter.ndim == 1]
 
     def table(self) -> Tensor:
-        """Return the embeddings of the tokens beside the words."""
+        """Return the embeddings (rows, D) of the tokens from V on."""
         return self.embedding.weight
 
-    def shape(self) -> tuple[int, int]:
+    def memory_sizes(self) -> tuple[int, int]:
         """Return the number of layers and the width of the keys of all heads."""
         with torch.no_grad():
-            memory = self.run(self.words().weight[:1].unsqueeze(0))[1]
-        return len(memory), memory[0][0].shape[1] * memory[0][0].shape[3]
+            _, memory = self.run(self.words().weight[:1].unsqueeze(0))
+        keys, _ = memory[0]
+        _, heads, _, head_width = keys.shape
+        return len(memory), heads * head_width
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed words and codes: (...) to (..., D)."""
+        """Return the embeddings (..., D) of words and codes (...)."""
         is_code = tokens >= self.vocabulary
         words = self.words()(tokens.clamp(max=self.vocabulary - 1))
         code = (tokens - self.vocabulary).clamp(min=0)
@@ -97,17 +104,17 @@ class LmBackbone(Backbone):
         return torch.where(is_code.unsqueeze(-1), codes, words)
 
     def item_tokens(self, items: Tensor) -> Tensor:
-        """Return the tokens (..., L) of the codes of items (...)."""
+        """Return the tokens (..., L) of the codes of `items` (...)."""
         return self.vocabulary + self.tokens.items[items.clamp(min=0)]
 
     def response(self, items: Tensor) -> Segment:
-        """Return the tokens of the codes of `items` (B,)."""
+        """Return the codes of `items` (B,) as a segment (B, L)."""
         tokens = self.item_tokens(items)
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
-    def constant(self, words: Tensor, like: Tensor) -> Segment:
-        """Repeat the words in each row of a batch with the rows of `like` (B, ...)."""
-        tokens = words.expand(len(like), -1)
+    def repeat_words(self, words: Tensor, rows: int) -> Segment:
+        """Return a segment (rows, n) with the `words` (n,) in each row."""
+        tokens = words.expand(rows, -1)
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
     def history_tokens(self, batch: HistoryBatch) -> Segment:
@@ -118,22 +125,22 @@ class LmBackbone(Backbone):
         is_item = (history != PAD).unsqueeze(-1)  # (B, T, 1)
         has_next = functional.pad(is_item[:, 1:], (0, 0, 0, 1))
         tokens = torch.cat([codes, between], 2)
-        real = torch.cat([is_item.expand_as(codes), has_next.expand_as(between)], 2)
-        return tokens.flatten(1), real.flatten(1)
+        is_real = torch.cat([is_item.expand_as(codes), has_next.expand_as(between)], 2)
+        return tokens.flatten(1), is_real.flatten(1)
 
     def prompts(self, batch: HistoryBatch) -> list[Segment]:
         """Return the segments of the prompt of each request."""
-        history = batch.history
+        rows = len(batch.history)
         return [
-            self.constant(self.before, history),
+            self.repeat_words(self.before, rows),
             self.history_tokens(batch),
-            self.constant(self.after, history),
+            self.repeat_words(self.after, rows),
         ]
 
     def inputs(self, batch: HistoryBatch) -> Segment:
         """Return the tokens (B, S) of the prompts and their lengths (B,)."""
         tokens, lengths = concat_segments(self.prompts(batch))
-        # the words after the last item are always padding
+        # `history_tokens` has words after the last item, too, which are always padding
         unused = len(self.between) if batch.history.shape[1] else 0
         return tokens[:, : tokens.shape[1] - unused], lengths
 
@@ -141,8 +148,8 @@ class LmBackbone(Backbone):
         """Locate the codes of the history within the prompts.
 
         Returns:
-            The positions of the prompt that may hold the history, and a mask (B, n) of
-            the codes among them.
+            The slice of n positions between the prompt's first and last words, and a
+            mask (B, n) of the codes among them.
         """
         end = history.states.shape[1] - len(self.after)
         index = torch.arange(end - len(self.before), device=history.lengths.device)
@@ -159,13 +166,13 @@ class LmBackbone(Backbone):
 
         Args:
             embedded: (B, S, D) embedded tokens.
-            memory: Keys and values of the tokens before them, or None.
+            memory: Keys and values of the tokens before `embedded`, or None.
             options: Further arguments of the language model.
 
         Returns:
             Last states (B, S, D), and the keys and values of each layer.
         """
-        # imports transformers
+        # imported here, as it imports transformers
         from models.retrieval.backbones.lm_cache import to_cache, to_memory
 
         cache = to_cache(memory)

@@ -16,11 +16,12 @@ from models.retrieval.parts import Memory
 
 
 class CacheLayer(DynamicLayer):
-    """Keys and values of one layer. The first update stores them without a copy."""
+    """Keys and values of one layer. The first update copies no tensors."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Append keys and values (B, heads, S, width), and return all of them."""
         if self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], 2)
             value_states = torch.cat([self.values, value_states], 2)

@@ -1,8 +1,8 @@
 """The backbone of SID-MLP++ (equation 4): MLPs instead of the teacher's encoder.
 
-Instead of attention, each layer has the mean of a request's states and one MLP per
-role. Roles follow from positions: code l of an item has role l; the last code's role
-also serves the user and end tokens.
+Instead of attention, each layer uses the mean of a request's states and one MLP per
+role of a token. Code l of an item has role l; the user and end tokens have the role of
+the last code.
 
 Shapes: `B` requests, `T` items and `S = 2 + L * T` tokens of a history, `L` levels
 (codes of an item), `D` width, `R` items in the batch, `V` tokens of the vocabulary.
@@ -23,7 +23,7 @@ from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import Backbone, History, SidTokens, real_positions
 
 CPU_BATCH_TOKENS = 128
-"""Tokens per call of an MLP on a CPU: activations of the published width then fit the
+"""Tokens per call of an MLP on a CPU, so that activations of the published width fit a
 core's cache."""
 
 
@@ -32,7 +32,7 @@ class EncoderSizes:
     """Sizes of the MLP encoder. Defaults are from the public code."""
 
     encoder_layers: int = 4
-    """Number of layers (Appendix C.2; swept over 1, 2, 4, 6, 8)."""
+    """Number of encoder layers (Appendix C.2; swept over 1, 2, 4, 6, 8)."""
     encoder_width: int = 2048
     """Inner width of each MLP (swept from 256 to 8192, Appendix C.2)."""
     encoder_dropout: float = 0.1
@@ -54,9 +54,12 @@ class RoleMlp(nn.Module):
     """F of equation 4: Linear, LayerNorm, GELU, dropout, Linear (public code)."""
 
     def __init__(self, dim: int, width: int, dropout_p: float) -> None:
+        """Build the MLP for states of width `dim`; `width` is the inner width."""
         super().__init__()
-        self.inner, self.norm = nn.Linear(2 * dim, width), nn.LayerNorm(width)
-        self.outer, self.dropout_p = nn.Linear(width, dim), dropout_p
+        self.inner = nn.Linear(2 * dim, width)
+        self.norm = nn.LayerNorm(width)
+        self.outer = nn.Linear(width, dim)
+        self.dropout_p = dropout_p
 
     def forward(self, x: Tensor, mean: Tensor, owner: Tensor) -> Tensor:
         """Return F([x; mean of the request]) for each token.
@@ -70,15 +73,21 @@ class RoleMlp(nn.Module):
             (n, D)
         """
         with_autograd = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if not is_eager_cpu(x) or with_autograd:
-            hidden = self.inner(torch.cat([x, mean[owner]], 1))  # (n, width)
-            dropout_p = self.dropout_p if self.training else 0.0
-            return self.outer(dropout(functional.gelu(self.norm(hidden)), dropout_p))
-        # [x; mean] W = x W_x + mean W_mean, with the second term once per request
+        if is_eager_cpu(x) and not with_autograd:
+            return self._infer_on_cpu(x, mean, owner)
+        hidden = self.inner(torch.cat([x, mean[owner]], 1))  # (n, width)
+        dropout_p = self.dropout_p if self.training else 0.0
+        return self.outer(dropout(functional.gelu(self.norm(hidden)), dropout_p))
+
+    def _infer_on_cpu(self, x: Tensor, mean: Tensor, owner: Tensor) -> Tensor:
+        """Return the result of `forward` without dropout, with less work.
+
+        [x; mean] W = x W_x + mean W_mean, and the second term is computed once per
+        request.
+        """
         x_weight, mean_weight = self.inner.weight.tensor_split(2, 1)
-        request_hidden = functional.linear(
-            mean, mean_weight, self.inner.bias
-        )  # (B, width)
+        # per request: (B, width)
+        request_hidden = functional.linear(mean, mean_weight, self.inner.bias)
         outputs = []
         for piece, request in zip(
             x.split(CPU_BATCH_TOKENS), owner.split(CPU_BATCH_TOKENS), strict=True
@@ -92,17 +101,18 @@ class RoleMlp(nn.Module):
 class RoleTokens:
     """Tokens of a batch by role.
 
-    Codes of level l are at index l, users and ends are with the last level. If packed,
-    R counts the real items only, so no work is done for padding. Otherwise R = B * T,
-    padding is marked, and all shapes follow from the shape of the batch.
+    Entry l of each list has the codes of level l; the last entry also has the user and
+    end tokens. If packed, R counts real items only, and padding costs no work.
+    Otherwise R = B * T, padding is masked, and all shapes depend on the shape of the
+    batch only.
     """
 
     tokens: list[Tensor]
     """(R,) tokens of each role; (R + 2 B,) for the last role: codes, users, ends."""
     owners: list[Tensor]
-    """Request of each token."""
+    """Request of each token, in the shapes of `tokens`."""
     positions: list[Tensor]
-    """Position of each token in its history."""
+    """Position of each token in its history, in the shapes of `tokens`."""
     counts: Tensor
     """(B, 1) number of real tokens of each request."""
     real: Tensor | None
@@ -112,7 +122,7 @@ class RoleTokens:
     def from_batch(
         cls, batch: HistoryBatch, vocabulary: SidTokens, packed: bool
     ) -> Self:
-        """Sort the tokens of a batch by role.
+        """Group the tokens of a batch by role.
 
         Args:
             batch: Batch of requests.
@@ -154,17 +164,18 @@ class RoleTokens:
         Args:
             states: (n, D) states of the tokens of each role.
         """
-        rows, last = self.counts.shape[0], self.owners[-1].shape[0]
-        codes, ends = states[-1].split([last - 2 * rows, 2 * rows])
-        for role_codes in states[:-1]:
-            codes = codes + role_codes  # (R, D)
-        total = ends[:rows] + ends[rows:]
+        rows = self.counts.shape[0]
+        num_items = self.owners[-1].shape[0] - 2 * rows
+        items, users, ends = states[-1].split([num_items, rows, rows])
+        for role_states in states[:-1]:
+            items = items + role_states  # (R, D): sum over the codes of an item
+        total = users + ends
         if self.real is None:
-            total = total.index_add(0, self.owners[-1][: codes.shape[0]], codes)
+            total = total.index_add(0, self.owners[-1][:num_items], items)
         else:  # unlike index_add, this sum has a fixed order on a GPU
             padding = ~self.real.unsqueeze(-1)
-            by_item = codes.unflatten(0, self.real.shape)  # (B, T, D)
-            total = total + by_item.masked_fill(padding, 0.0).sum(1)
+            by_request = items.unflatten(0, self.real.shape)  # (B, T, D)
+            total = total + by_request.masked_fill(padding, 0.0).sum(1)
         return total / self.counts
 
     def scatter_to_positions(self, states: list[Tensor], length: int) -> Tensor:
@@ -177,25 +188,20 @@ class RoleTokens:
         Returns:
             (B, S, D)
         """
-        states = list(states)
         if self.real is not None:
-            real = self.real.flatten().unsqueeze(-1)
-            num_codes = real.shape[0]
-            last = states[-1]
-            states = [state * real for state in states[:-1]]
-            states.append(torch.cat([last[:num_codes] * real, last[num_codes:]]))
-        index = torch.cat(
-            [
-                owner * length + position
-                for owner, position in zip(self.owners, self.positions, strict=True)
-            ]
-        )
+            is_real = self.real.flatten().unsqueeze(-1)  # (R, 1)
+            num_items = is_real.shape[0]
+            *codes, last = states
+            states = [state * is_real for state in codes]
+            states.append(torch.cat([last[:num_items] * is_real, last[num_items:]]))
+        owners, positions = torch.cat(self.owners), torch.cat(self.positions)
         all_states = torch.cat(states)
         flat = all_states.new_zeros(
             (self.counts.shape[0] * length, all_states.shape[1])
         )
         # a padded code may share its index with an end token, to which it adds zeros
-        return flat.index_add(0, index, all_states).unflatten(0, (-1, length))
+        flat = flat.index_add(0, owners * length + positions, all_states)
+        return flat.unflatten(0, (-1, length))
 
 
 class MlpBackbone(Backbone):
@@ -216,8 +222,8 @@ class MlpBackbone(Backbone):
         dim, levels = self.embedding.embedding_dim, self.tokens.levels
         self.shared = sizes.shared_mlp
         self.pack: bool | None = None
-        """Whether to leave out padding; None for yes on a CPU, which can count
-        items."""
+        """Whether to leave out padding; None to do so on a CPU only, as the number of
+        items is unknown on a GPU without synchronisation."""
         self.positions = nn.Embedding(2 + levels * self.max_history, dim)
         roles = 1 if self.shared else levels
         self.layers = nn.ModuleList(
@@ -254,7 +260,7 @@ class MlpBackbone(Backbone):
         mean: Tensor,
         owners: list[Tensor],
     ) -> list[Tensor]:
-        """Return F_role of the states of each role."""
+        """Return F_role([x; g]) for the states (n, D) of each role."""
         if self.shared:
             update = layer[0](torch.cat(states), mean, torch.cat(owners))
             return list(update.split([x.shape[0] for x in states]))

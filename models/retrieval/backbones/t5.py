@@ -17,16 +17,18 @@ from models.retrieval.parts import Backbone, History, SidTokens, padding_mask
 
 
 class T5Backbone(Backbone):
-    """T5's encoder, and the token embeddings, which decoder and output layer share."""
+    """T5's encoder, with token embeddings that decoder and output layer share."""
 
     def __init__(self, tokens: SidTokens, sizes: T5Sizes, max_history: int) -> None:
         super().__init__()
-        self.tokens, self.sizes, self.max_history = tokens, sizes, max_history
+        self.tokens = tokens
+        self.sizes = sizes
+        self.max_history = max_history
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.d_model)
         self.encoder = Stack(sizes, decoder=False)
 
     def inputs(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
-        """Return the encoder's inputs: rows (B, S) of `table`, and lengths (B,)."""
+        """Return the encoder's input: indices (B, S) into `table`, and lengths (B,)."""
         return self.tokens.history(batch), self.tokens.lengths(batch)
 
     def table(self) -> Tensor:
@@ -44,44 +46,46 @@ class T5Backbone(Backbone):
         return History(states, lengths)
 
     def infer(self, batch: HistoryBatch) -> History:
-        """Encode without work for padding."""
+        """Return the states of `encode`, computed without work for padding."""
         tokens, lengths = self.inputs(batch)
         return History(self.fast_encoder()(tokens, lengths), lengths)
 
     def packed_encoder(self) -> PackedEncoder | None:
-        """Return the encoder for histories that are stored end to end, or None."""
+        """Return the encoder for histories stored end to end; None in subclasses."""
         return self.fast_encoder()
 
     def fast_encoder(self) -> PackedEncoder:
-        """Return the encoder with its current weights, cached until they change."""
+        """Return the packed encoder, cached until the weights change."""
         return cache_until_changed(
             self, "packed_encoder", lambda: PackedEncoder(self.embedding, self.encoder)
         )
 
 
 class ExtendedT5(T5Backbone):
-    """T5's encoder with extra input tokens that the decoder does not know.
+    """T5's encoder with extra input tokens that the decoder does not have.
 
     Token `V + i` is row i of `extra`.
     """
 
     def __init__(
-        self, tokens: SidTokens, sizes: T5Sizes, max_history: int, extra: int
+        self, tokens: SidTokens, sizes: T5Sizes, max_history: int, num_extra: int
     ) -> None:
+        """Build the encoder with `num_extra` extra tokens."""
         super().__init__(tokens, sizes, max_history)
-        self.extra = nn.Embedding(extra, sizes.d_model)
+        self.extra = nn.Embedding(num_extra, sizes.d_model)
 
     def table(self) -> Tensor:
+        """Return the input embeddings (V + extra tokens, D)."""
         return torch.cat([self.embedding.weight, self.extra.weight])
 
     def packed_encoder(self) -> None:
-        """Return None: the packed encoder takes plain histories only."""
+        """Return None, as the packed encoder does not read extra tokens."""
 
     def fast_encoder(self) -> PackedEncoder:
-        return cache_until_changed(
-            self,
-            "packed_encoder",
-            lambda: PackedEncoder(
-                nn.Embedding.from_pretrained(self.table()), self.encoder
-            ),
-        )
+        """Return the packed encoder over `table`, cached until the weights change."""
+
+        def make_encoder() -> PackedEncoder:
+            embedding = nn.Embedding.from_pretrained(self.table())
+            return PackedEncoder(embedding, self.encoder)
+
+        return cache_until_changed(self, "packed_encoder", make_encoder)

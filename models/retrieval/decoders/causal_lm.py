@@ -1,12 +1,12 @@
 """A causal language model that continues its prompt with the codes of the next item.
 
-In search, the keys and values of a prompt are stored once per user. Beams are further
-tokens of the same row. A mask shows each beam the prompt and its ancestors, so the keys
-and values of at most L - 1 tokens per beam are stored once, and a child copies nothing
-from its parent. The output layer has rows for codes only, and uses the rows of one
-level at a time.
+In search, the keys and values of a prompt are stored once per user, and the beams'
+tokens are appended to the user's row. A mask restricts the attention of each beam to
+the prompt and its ancestors, so a beam copies no keys and values from its parent. The
+output layer has rows for codes only, and uses the rows of one level at a time.
 
-Shapes: as in `parts.py`; `S` tokens of the longest prompt, `N` tokens of beams so far.
+Shapes: as in `parts.py`; `S` tokens of the longest prompt, `N` tokens of all beams so
+far.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class LmDecoder(Decoder):
 
         Args:
             backbone: Backbone with the language model.
-            tied: Whether the embeddings of the codes are their output layer too.
+            tied: Whether the embeddings of the codes are also their output layer.
         """
         super().__init__()
         self.tokens = backbone.tokens
         self.hidden_width = backbone.embedding.embedding_dim
-        self._backbone = (backbone,)  # a tuple, so that it is not a submodule
+        self._backbone = (backbone,)  # in a tuple: no submodule
         self.output: nn.Linear | None = None
         if not tied:
             self.output = nn.Linear(
@@ -45,6 +45,7 @@ class LmDecoder(Decoder):
 
     @property
     def backbone(self) -> LmBackbone:
+        """The backbone with the language model."""
         return self._backbone[0]
 
     def rows(self) -> Tensor:
@@ -56,40 +57,28 @@ class LmDecoder(Decoder):
         )
 
     def level_logits(self, level: int, hidden: Tensor) -> Tensor:
-        """Return the logits (..., C_level) of states (..., D) before the code."""
-        rows = self.rows().narrow(
-            0, self.tokens.first[level] - self.tokens.first[0], self.tokens.sizes[level]
-        )
-        return functional.linear(hidden, rows)
+        """Return a level's logits (..., C_level) from the states (..., D) before it."""
+        first = self.tokens.first[level] - self.tokens.first[0]
+        weight = self.rows().narrow(0, first, self.tokens.sizes[level])
+        return functional.linear(hidden, weight)
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
         """Return the states (B, L, D) before each code.
 
-        The first is the last state of the prompt, the others follow all codes but the
-        last.
+        The first is the last state of the prompt; the others are the states of all
+        codes but the last.
         """
         memory, query = require_prompt(history)
-        longest, num_codes = history.states.shape[1], self.tokens.levels - 1
-        if num_codes == 0:  # items of one code follow the prompt directly
+        num_codes = self.tokens.levels - 1
+        if num_codes == 0:  # the only code follows the prompt
             return query.unsqueeze(1)
-        device = codes.device
         tokens = self.backbone.vocabulary + (codes + self.tokens.offset)[:, :-1]
-        index = torch.arange(longest, device=device)
-        prompt = index < history.lengths[:, None, None]  # (B, 1, S)
-        causal = torch.ones(
-            num_codes, num_codes, dtype=torch.bool, device=device
-        ).tril()
-        visible = torch.cat(
-            [
-                prompt.expand(-1, num_codes, -1),
-                causal.expand(len(codes), -1, -1),
-            ],
-            2,
-        )
-        positions = history.lengths.unsqueeze(1) + torch.arange(
-            num_codes, device=device
-        )
-        states = self.extend(tokens, positions, visible, memory)[0]
+        offset = torch.arange(num_codes, device=codes.device)
+        sees_prompt = prompt_mask(history).expand(-1, num_codes, -1)
+        sees_codes = (offset <= offset.unsqueeze(1)).expand(len(codes), -1, -1)
+        visible = torch.cat([sees_prompt, sees_codes], 2)  # (B, L - 1, S + L - 1)
+        positions = history.lengths.unsqueeze(1) + offset
+        states, _ = self.extend(tokens, positions, visible, memory)
         return torch.cat([query.unsqueeze(1), states], 1)
 
     def extend(
@@ -99,9 +88,9 @@ class LmDecoder(Decoder):
 
         Args:
             tokens: (B, n) tokens.
-            positions: (B, n) their positions.
+            positions: (B, n) positions of the tokens.
             visible: (B, n, S + n) mask of the tokens that each token attends to.
-            memory: Keys and values of the S tokens before them.
+            memory: Keys and values of the S tokens before `tokens`.
 
         Returns:
             States (B, n, D), and the keys and values of all tokens.
@@ -114,10 +103,18 @@ class LmDecoder(Decoder):
         )
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
+        """Return the logits (B, C_l) of each level from states (B, L, D)."""
         return [self.level_logits(level, x) for level, x in enumerate(hidden.unbind(1))]
 
     def scorer(self, history: History) -> LmScorer:
+        """Return a scorer over each level's codebook."""
         return LmScorer(self, history)
+
+
+def prompt_mask(history: History) -> Tensor:
+    """Return a mask (B, 1, S) of the prompts' tokens that are not padding."""
+    index = torch.arange(history.states.shape[1], device=history.lengths.device)
+    return index < history.lengths[:, None, None]
 
 
 def require_prompt(history: History) -> tuple[Memory, Tensor]:
@@ -128,38 +125,44 @@ def require_prompt(history: History) -> tuple[Memory, Tensor]:
     """
     if history.memory is None or history.query is None:
         raise UserError(
-            "the language model has no keys and values of the prompt to go on from; "
-            "leave model.teacher_cache out"
+            "decoding by a language model needs the keys and values of the prompt, "
+            "which the teacher cache does not store; leave model.teacher_cache out"
         )
     return history.memory, history.query
 
 
 class LmScorer:
-    """A `Scorer` that returns log-probabilities over each level's codebook."""
+    """A `Scorer` over each level's codebook."""
 
     def __init__(self, decoder: LmDecoder, history: History) -> None:
         self.decoder, self.lengths = decoder, history.lengths
         self.memory, self.query = require_prompt(history)
-        index = torch.arange(history.states.shape[1], device=history.lengths.device)
-        self.prompt = index < history.lengths[:, None, None]  # (B, 1, S)
-        # (B, W, level): tokens of each beam among the N tokens of beams
-        self.ancestors = history.lengths.new_zeros((len(history.lengths), 1, 0))
+        self.prompt = prompt_mask(history)  # (B, 1, S)
+        # (B, W, level): index of each beam's tokens among the N tokens of all beams
+        self.paths = history.lengths.new_zeros((len(history.lengths), 1, 0))
 
     def start(self) -> Tensor:
+        """Return (B, C_0) log-probabilities of the first code."""
         return self.decoder.level_logits(0, self.query).float().log_softmax(-1)
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        level = self.ancestors.shape[2]
-        beams = tokens.shape[1]
-        before = self.memory[0][0].shape[2] - self.prompt.shape[2]  # N
-        newest = before + torch.arange(beams, device=tokens.device).expand_as(tokens)
-        inherited = self.ancestors.take_along_dim(parents.unsqueeze(-1), 1)
-        self.ancestors = torch.cat([inherited, newest.unsqueeze(-1)], -1)
-        own_path = torch.zeros(
-            (*tokens.shape, before + beams), dtype=torch.bool, device=tokens.device
+        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
+        level = self.paths.shape[2]
+        num_beams = tokens.shape[1]
+        keys, _ = self.memory[0]
+        num_before = keys.shape[2] - self.prompt.shape[2]  # N
+        beam = torch.arange(num_beams, device=tokens.device).expand_as(tokens)
+        parent_paths = self.paths.take_along_dim(parents.unsqueeze(-1), 1)
+        newest = (num_before + beam).unsqueeze(-1)
+        self.paths = torch.cat([parent_paths, newest], -1)
+        sees_tokens = torch.zeros(
+            (*tokens.shape, num_before + num_beams),
+            dtype=torch.bool,
+            device=tokens.device,
         )
-        own_path.scatter_(2, self.ancestors, True)
-        visible = torch.cat([self.prompt.expand(-1, beams, -1), own_path], 2)
+        sees_tokens.scatter_(2, self.paths, True)
+        sees_prompt = self.prompt.expand(-1, num_beams, -1)
+        visible = torch.cat([sees_prompt, sees_tokens], 2)
         positions = (self.lengths + level).unsqueeze(1).expand_as(tokens)
         first = self.decoder.backbone.vocabulary + self.decoder.tokens.first[level]
         states, self.memory = self.decoder.extend(

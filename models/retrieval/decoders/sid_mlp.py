@@ -34,8 +34,8 @@ class SidMlpConfig(StudentConfig):
     """Options of SID-MLP; the defaults are the paper's student and its public code."""
 
     path: DecodePath = "fast"
-    """`fast` shares work between beams if it covers the variant; `plain` is the search
-    by definition."""
+    """Search: `fast` shares work between beams and covers the paper's main model; other
+    variants use `plain`, the search by definition."""
     attention_heads: int = 4
     """Heads of the readout (public code; swept over 4 and 8, Appendix C.2)."""
     attention_width: int = 384
@@ -50,15 +50,15 @@ class SidMlpConfig(StudentConfig):
     attention_dropout: float = 0.0
     """Dropout of the readout's attention weights; the paper names none."""
     prefix: Literal["concat", "none", "sum", "cascade"] = "concat"
-    """What a head reads of the prefix (Table 5, G1): `concat` all embeddings in order;
-    `none` nothing; `sum` their sum; `cascade` the newest embedding, and the hidden
-    layer of the previous head in place of z."""
+    """Input of a head from the prefix (Table 5, G1): `concat`, all embeddings in order;
+    `none`, no embedding; `sum`, the sum of the embeddings; `cascade`, the newest
+    embedding, with the hidden layer of the previous head in place of z."""
     shared_head: bool = False
-    """One head for all digits, on the summed prefix (Table 5, G1)."""
+    """Whether all digits share one head, which needs prefix sum (Table 5, G1)."""
     readout: Literal["attention", "mean", "per_digit"] = "attention"
-    """z by `attention`, one per user; by the `mean` state and a linear layer; or
-    `per_digit`, one attention per digit whose query reads the prefix too (Table 5, G2).
-    """
+    """Computation of z (Table 5, G2): `attention`, one per user; `mean`, a linear layer
+    on the mean state; `per_digit`, one attention per digit with the prefix in its
+    query."""
     context_ffn: bool = True
     """Whether the readout has its feed-forward (Table 5, G2)."""
     logits: Literal["codebook", "vocabulary"] = "codebook"
@@ -79,43 +79,48 @@ class SidMlpConfig(StudentConfig):
                 f"attention_heads {self.attention_heads}; give a multiple"
             )
         check_dropout(self, "dropout", "attention_dropout")
-        conflicts = {
-            "shared_head needs the same input per digit; set prefix sum": (
-                self.shared_head and self.prefix != "sum"
-            ),
-            "readout mean has no feed-forward to leave out": (
-                self.readout == "mean" and not self.context_ffn
-            ),
-            f"readout per_digit reads the prefix and prefix {self.prefix} does not fit "
-            f"it; "
-            "set prefix concat or sum": (
-                self.readout == "per_digit" and self.prefix in ("none", "cascade")
-            ),
-            "prefix none has no embeddings to train": (
-                self.prefix == "none" and self.embeddings == "random"
-            ),
-            f"prefix cascade starts at the first digit; set m {self.m} to 0": (
-                self.prefix == "cascade" and self.m > 0
-            ),
-        }
-        for message, is_broken in conflicts.items():
-            if is_broken:
-                raise ValueError(message)
+        self._check_ablations()
+
+    def _check_ablations(self) -> None:
+        """Raise a ValueError if options of ablations exclude each other."""
+        if self.shared_head and self.prefix != "sum":
+            raise ValueError(
+                "shared_head needs the same input per digit; set prefix sum"
+            )
+        if self.readout == "mean" and not self.context_ffn:
+            raise ValueError(
+                "readout mean has no feed-forward; leave context_ffn out or set "
+                "readout attention"
+            )
+        if self.readout == "per_digit" and self.prefix in ("none", "cascade"):
+            raise ValueError(
+                "readout per_digit reads the prefix, which it cannot with prefix "
+                f"{self.prefix}; set prefix concat or sum"
+            )
+        if self.prefix == "none" and self.embeddings == "random":
+            raise ValueError(
+                "embeddings random has no effect with prefix none; set embeddings "
+                "teacher or another prefix"
+            )
+        if self.prefix == "cascade" and self.m > 0:
+            raise ValueError(
+                f"prefix cascade starts at the first digit; set m {self.m} to 0"
+            )
 
 
 def query_state(history: History) -> Tensor:
-    """Return the state (B, D) for queries, by default the mean of the real states."""
+    """Return the history's query (B, D), by default the mean of its real states."""
     if history.query is not None:
         return history.query
     states, padding = history.states, history.padding
     if padding is None:
         return states.mean(1)
-    real = (padding[:, 0, 0] == 0).unsqueeze(-1).to(states.dtype)  # (B, S, 1)
-    return (states * real).sum(1) / real.sum(1)
+    is_real = (padding[:, 0, 0] == 0).unsqueeze(-1).to(states.dtype)  # (B, S, 1)
+    return (states * is_real).sum(1) / is_real.sum(1)
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention without biases, with an inner `width` of its choice."""
+    """Multi-head attention without biases, with an inner width other than D."""
 
     def __init__(self, dim: int, width: int, heads: int, dropout: float = 0.0) -> None:
         """Build the layer; `dropout` is applied to the attention weights."""
@@ -127,10 +132,15 @@ class CrossAttention(nn.Module):
         self.o = nn.Linear(width, dim, bias=False)
 
     def forward(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
-        """Return (B, W, D): `query` (B, W, D) attends to `states` (B, S, D).
+        """Return the output (B, W, D) of queries that attend to states.
 
-        Scores are scaled by 1 / sqrt(K). Training has one query per user, which needs
-        no keys and values of the states (`attend_once`).
+        Scores are scaled by 1 / sqrt(K). In training with one query per user,
+        `attend_once` computes the same output without keys and values.
+
+        Args:
+            query: (B, W, D) queries.
+            states: (B, S, D) states.
+            padding: (B, 1, 1, S) padding mask to add to scores, or None.
         """
         if self.training and query.shape[1] == 1:
             return self.attend_once(query[:, 0], states, padding).unsqueeze(1)
@@ -144,17 +154,16 @@ class CrossAttention(nn.Module):
         return self.o(mixed.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """Return (B, H, W, K) of (B, W, H * K)."""
+        """Split the heads of `x` (B, W, H * K): return (B, H, W, K)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def attend_once(
         self, query: Tensor, states: Tensor, padding: Tensor | None
     ) -> Tensor:
-        """Return (B, D) of one query (B, D) per user.
+        """Return the output (B, D) of one query (B, D) per user.
 
-        The query goes through the projection of keys, and the states, weighed by each
-        head, through the projection of values: q (H Wk)' = (q Wk') H' and
-        p (H Wv) = (p H) Wv.
+        With states X, q (X Wk)' = (q Wk') X' and p (X Wv) = (p X) Wv: the projections
+        of keys and values are applied to one vector per head instead of all states.
         """
         k = self.k.weight.unflatten(0, (self.heads, -1))  # (H, K, D)
         v = self.v.weight.unflatten(0, (self.heads, -1))
@@ -168,9 +177,16 @@ class CrossAttention(nn.Module):
 
 
 class Readout(nn.Module):
-    """Equation 1; with `prefix_width` > 0 the query also reads a digit's prefix."""
+    """The attention readout of equation 1."""
 
     def __init__(self, config: SidMlpConfig, dim: int, prefix_width: int = 0) -> None:
+        """Build the readout.
+
+        Args:
+            config: Options of SID-MLP.
+            dim: Width D of the states.
+            prefix_width: Width G of a prefix that the query reads too; 0 for none.
+        """
         super().__init__()
         self.query = nn.Linear(dim + prefix_width, dim)
         self.attention = CrossAttention(
@@ -191,11 +207,12 @@ class Readout(nn.Module):
             self.norm2 = nn.LayerNorm(dim)
 
     def forward(self, history: History, prefix: Tensor | None = None) -> Tensor:
-        """Return z (B, D); with `prefix` (B, W, G) one z per prefix, (B, W, D)."""
-        mean = query_state(history).unsqueeze(1)  # (B, 1, D)
+        """Return z (B, D), or one z per prefix (B, W, D) for `prefix` (B, W, G)."""
+        query_input = query_state(history).unsqueeze(1)  # (B, 1, D)
         if prefix is not None:
-            mean = torch.cat([mean.expand(-1, prefix.shape[1], -1), prefix], -1)
-        query = self.query(mean)
+            expanded = query_input.expand(-1, prefix.shape[1], -1)
+            query_input = torch.cat([expanded, prefix], -1)
+        query = self.query(query_input)
         z = self.norm1(query + self.attention(query, history.states, history.padding))
         if self.ffn is not None:
             z = self.norm2(z + self.ffn(z))
@@ -215,14 +232,22 @@ class MeanReadout(nn.Module):
 
 
 class SidMlpDecoder(Decoder):
-    """Readout and heads over the states and the embeddings of a backbone."""
+    """SID-MLP's readout and heads over the states and embeddings of a backbone."""
 
     def __init__(
         self, config: SidMlpConfig, backbone: Backbone, width: int | None = None
     ) -> None:
-        """Build the decoder; `width` of z and the embeddings is D by default."""
+        """Build the decoder.
+
+        Args:
+            config: Options of SID-MLP.
+            backbone: Backbone whose states and embeddings are read.
+            width: Width of z and the embeddings; None for the backbone's D.
+        """
         super().__init__()
-        self.config, self.tokens, self.first_level = config, backbone.tokens, config.m
+        self.config = config
+        self.tokens = backbone.tokens
+        self.first_level = config.m
         self.hidden_width = config.head_width
         self._embedding = (backbone.embedding,)  # in a tuple: no submodule
         dim = backbone.embedding.embedding_dim if width is None else width
@@ -232,7 +257,7 @@ class SidMlpDecoder(Decoder):
         self.heads = self._make_heads(dim)
 
     def _make_readout(self, dim: int) -> nn.Module:
-        """Return the readout; for `per_digit` a list with one per level."""
+        """Return the readout, or a list of one readout per level for `per_digit`."""
         config = self.config
         if config.readout == "mean":
             return MeanReadout(dim)
@@ -243,12 +268,13 @@ class SidMlpDecoder(Decoder):
         )
 
     def _make_heads(self, dim: int) -> nn.ModuleList:
-        """Return f_t of each digit, the same one for all with `shared_head`."""
+        """Return the head f_t of each digit, L times the same with `shared_head`."""
         if self.config.shared_head:
             return nn.ModuleList([self._make_head(0, dim)] * self.tokens.levels)
         return self._make_per_level(lambda level: self._make_head(level, dim))
 
     def _make_head(self, level: int, dim: int) -> nn.Sequential:
+        """Return the head of a level for z and embeddings of width `dim`."""
         config, sizes = self.config, self.tokens.sizes
         inputs = {
             "concat": (level + 1) * dim,
@@ -269,13 +295,14 @@ class SidMlpDecoder(Decoder):
         )
 
     def _make_per_level(self, make: Callable[[int], nn.Module]) -> nn.ModuleList:
-        """Return one module per level, none for levels that the teacher generates."""
+        """Return one module per level, an identity for levels of the teacher."""
         return nn.ModuleList(
             nn.Identity() if level < self.first_level else make(level)
             for level in range(self.tokens.levels)
         )
 
     def span(self, level: int) -> tuple[int, int]:
+        """Return the tokens of a level's logits: the codebook or the vocabulary."""
         if self.config.logits == "vocabulary":
             return 0, self.tokens.vocabulary
         return super().span(level)
@@ -287,7 +314,7 @@ class SidMlpDecoder(Decoder):
         return self._embedding[0].weight
 
     def context(self, history: History) -> Tensor | None:
-        """Return z (B, D) of equation 1, or None if each digit has its own."""
+        """Return z (B, D) of equation 1, or None if each digit computes its own z."""
         return None if self.config.readout == "per_digit" else self.readout(history)
 
     def head_hidden(
@@ -301,11 +328,11 @@ class SidMlpDecoder(Decoder):
         """Return the hidden layer (B, W, N) of a level's head.
 
         Args:
-            level: The level.
+            level: Level of the head.
             history: Histories of B requests.
             z: Result of `context`.
-            prefix: (B, W, level, D) embedded codes before this one.
-            previous: (B, W, N) hidden layer of the level before.
+            prefix: (B, W, level, D) embedded codes before the level.
+            previous: (B, W, N) hidden layer of the level before, or None.
         """
         if z is None:
             readouts = cast(nn.ModuleList, self.readout)
@@ -338,32 +365,38 @@ class SidMlpDecoder(Decoder):
         return torch.stack(layers, 1)
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
+        """Return the logits (B, O_l) of each head from its hidden layer."""
         levels = range(self.first_level, self.tokens.levels)
         pairs = zip(levels, hidden.unbind(1), strict=True)
         return [self.output(level, x) for level, x in pairs]
 
     def scorer(self, history: History) -> HeadScorer:
+        """Return a scorer over each level's codebook."""
         return HeadScorer(self, history)
 
 
 class HeadScorer:
-    """A `Scorer` of each level's codebook; none before `first_level`."""
+    """A `Scorer` over each level's codebook, from `first_level` on."""
 
     def __init__(self, decoder: SidMlpDecoder, history: History) -> None:
-        self.decoder, self.history, self.z = decoder, history, decoder.context(history)
+        self.decoder, self.history = decoder, history
+        self.z = decoder.context(history)
         rows = len(history.lengths)
         self.prefix = history.lengths.new_zeros((rows, 1, 0))  # (B, W, level) tokens
-        self.hidden: Tensor | None = None  # (B, W, N) of the level before, to cascade
+        # (B, W, N): hidden layer of the level before, for prefix cascade
+        self.hidden: Tensor | None = None
 
     def start(self) -> Tensor:
+        """Return (B, C_0) log-probabilities of the first code."""
         return self._score(0)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
         level = self.prefix.shape[2] + 1
         parent = parents.unsqueeze(-1)  # (B, W, 1)
-        before = self.prefix.gather(1, parent.expand(-1, -1, level - 1))
+        parent_prefix = self.prefix.gather(1, parent.expand(-1, -1, level - 1))
         newest = tokens + self.decoder.tokens.first[level - 1]
-        self.prefix = torch.cat([before, newest.unsqueeze(-1)], -1)
+        self.prefix = torch.cat([parent_prefix, newest.unsqueeze(-1)], -1)
         if self.hidden is not None:
             index = parent.expand(-1, -1, self.hidden.shape[2])
             self.hidden = self.hidden.gather(1, index)
@@ -371,9 +404,9 @@ class HeadScorer:
 
     def _score(self, level: int) -> Tensor:
         """Return (B, W, C_level) log-probabilities after the prefixes."""
-        decoder, (rows, width, _) = self.decoder, self.prefix.shape
+        decoder = self.decoder
         if level < decoder.first_level:
-            return self.history.states.new_zeros((rows, width, 0))
+            return self.history.states.new_zeros((*self.prefix.shape[:2], 0))
         prefix = functional.embedding(self.prefix, decoder.embedding())
         hidden = decoder.head_hidden(level, self.history, self.z, prefix, self.hidden)
         if decoder.config.prefix == "cascade":

@@ -1,17 +1,16 @@
-"""T5's decoder, which TIGER and its one-layer student decode with.
+"""T5's decoder, used by TIGER and its students with T5 layers.
 
-In training all codes are read at once. In search the keys and values of cross-attention
-are computed once per user and shared by the user's beams, which stand on the query axis
-of one product. As they serve many queries, the query projection is folded into the keys
-and the output projection into the values: `(x Wq)(s Wk)' = x (s Wk Wq')'`. The keys and
-values of self-attention stay where they were computed, and a beam looks them up by its
-ancestors. The cache of `transformers` holds cross-attention once per beam and copies it
-at every step.
+Training reads all codes at once. Search computes the keys and values of cross-attention
+once per user. The user's beams share them, as queries of one matrix product. The query
+projection is folded into the keys and the output projection into the values:
+`(x Wq)(s Wk)' = x (s Wk Wq')'`. The keys and values of self-attention are stored once
+per code, and a beam looks them up by its ancestors. In contrast, the cache of
+`transformers` holds cross-attention once per beam and copies it at every step.
 
-To verify the steps of a draft (`search/speculative.py`) one pass reads a tree of
-prefixes: all prefixes of a user are positions of one sequence. A mask lets each see its
-own beginnings alone, and the relative position bias is that of the length, not of the
-position.
+To verify drafts (`search/speculative.py`), one pass reads a tree of prefixes. All
+prefixes of a user are positions of one sequence. A mask restricts the attention of each
+prefix to its own beginnings, and the relative position bias depends on the prefix's
+length instead of its position.
 
 Shapes: `B` users, `L` levels, `W` beams, `N = B * W`, `S` source positions, `D` width,
 `H` heads, `K` width of a head, `V` vocabulary; `R` users of a tree, `T` prefixes of a
@@ -21,7 +20,6 @@ user, `W_l` of them with l codes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,8 +34,8 @@ from models.retrieval.parts import Decoder, History, SidTokens
 from models.retrieval.search.speculative import Tree
 
 MAX_TREE_SCORES = 2**26
-"""Attention scores of a layer over a tree computed at once; more users are taken in
-turn."""
+"""Most attention scores of a layer over trees at once; larger batches are split by
+user."""
 
 
 class T5Decoder(Decoder):
@@ -49,7 +47,6 @@ class T5Decoder(Decoder):
         sizes: T5Sizes,
         embedding: nn.Embedding,
         *,
-        layers: int | None = None,
         self_attention: bool = True,
         cross_attention: bool = True,
         codebook_logits: bool = False,
@@ -61,10 +58,9 @@ class T5Decoder(Decoder):
             tokens: The vocabulary.
             sizes: Sizes of T5.
             embedding: Token embeddings of the backbone.
-            layers: Blocks, in place of `sizes.num_decoder_layers`.
             self_attention: Whether blocks attend to the prefix.
             cross_attention: Whether blocks attend to the history.
-            codebook_logits: Whether logits of a level are of its codes; otherwise of
+            codebook_logits: Whether the logits of a level cover its codes; otherwise
                 the whole vocabulary.
             codebook_scores: Whether log-probabilities in search are normalised over the
                 level's codes; otherwise over the whole vocabulary, as `transformers`
@@ -72,10 +68,7 @@ class T5Decoder(Decoder):
         """
         super().__init__()
         self.tokens = tokens
-        self.stack = Stack(
-            sizes if layers is None else replace(sizes, num_decoder_layers=layers),
-            decoder=True,
-        )
+        self.stack = Stack(sizes, decoder=True)
         for block in self.stack.blocks:
             block.drop(not self_attention, not cross_attention)
         self.codebook_logits, self.codebook_scores = codebook_logits, codebook_scores
@@ -84,39 +77,40 @@ class T5Decoder(Decoder):
 
     @property
     def embedding(self) -> nn.Embedding:
+        """Token embeddings of the backbone."""
         return self._embedding[0]
 
     def span(self, level: int) -> tuple[int, int]:
-        return (
-            super().span(level) if self.codebook_logits else (0, self.tokens.vocabulary)
-        )
+        """Return the tokens of a level's logits: the codebook or the vocabulary."""
+        if self.codebook_logits:
+            return super().span(level)
+        return 0, self.tokens.vocabulary
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """Return (B, L, D) states, of all codes at once."""
+        """Return the states (B, L, D) before each code, in one pass."""
         return self.states(history, self.tokens.shift_right(codes))
 
-    def states(self, history: History, given: Tensor) -> Tensor:
-        """Return (B, T, D) states after the tokens `given` (B, T)."""
-        bias = (
-            self.stack.position_bias(given.shape[1])
-            if self.stack.blocks[0].has_attention
-            else None
-        )
+    def states(self, history: History, inputs: Tensor) -> Tensor:
+        """Return the states (B, T, D) of the input tokens (B, T)."""
+        bias = None
+        if self.stack.blocks[0].has_attention:
+            bias = self.stack.position_bias(inputs.shape[1])
         dropout_p = self.stack.sizes.dropout if self.training else 0.0
         return self.stack(
-            self.embedding(given), bias, dropout_p, history.states, history.padding
+            self.embedding(inputs), bias, dropout_p, history.states, history.padding
         )
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
-        """Return the logits of each level, scaled as in T5 with tied embeddings."""
+        """Return each level's logits (B, O_l), scaled as in T5 with tied weights."""
         scaled = hidden * self.stack.sizes.d_model**-0.5
         if not self.codebook_logits:
             return functional.linear(scaled, self.embedding.weight).unbind(1)
-        spans = map(self.span, range(self.tokens.levels))
-        return [
-            functional.linear(scaled[:, level], self.embedding.weight.narrow(0, *span))
-            for level, span in enumerate(spans)
-        ]
+        logits = []
+        for level in range(self.tokens.levels):
+            first, count = self.span(level)
+            weight = self.embedding.weight.narrow(0, first, count)
+            logits.append(functional.linear(scaled[:, level], weight))
+        return logits
 
     def packed_decoder(self) -> PackedDecoder:
         """Return the packed weights, cached until the weights change."""
@@ -128,6 +122,7 @@ class T5Decoder(Decoder):
         )
 
     def scorer(self, history: History) -> SharedKV:
+        """Return a scorer whose beams share keys and values of cross-attention."""
         return SharedKV(
             self.packed_decoder(),
             history,
@@ -137,14 +132,15 @@ class T5Decoder(Decoder):
 
 
 class PackedDecoder:
-    """The decoder's weights for search, joined, with folded norms."""
+    """The decoder's weights for search: projections are joined and norms folded in."""
 
     @torch.no_grad()
     def __init__(self, embedding: nn.Embedding, stack: Stack) -> None:
         """Pack the weights; `embedding` is the token embedding and the output layer."""
         self.embedding, self.stack = embedding, stack
         sizes, blocks = stack.sizes, stack.blocks
-        self.normalize, self.heads = stack.final_layer_norm.normalize, sizes.num_heads
+        self.normalize = stack.final_layer_norm.normalize
+        self.heads = sizes.num_heads
         self.has_attention = blocks[0].has_attention
         self.has_cross_attention = blocks[0].has_cross_attention
         self.q: list[PackedLinear] = []
@@ -159,8 +155,8 @@ class PackedDecoder:
         self.wo = [PackedLinear(block.feedforward.wo.weight) for block in blocks]
         scale = stack.final_layer_norm.weight * sizes.d_model**-0.5
         self.logits = PackedLinear(embedding.weight * scale)
-        # each (H * D, D): keys of the states with the projection of q in them, and
-        # values with the projection of o
+        # (H * D, D) per block: projections to keys and values of the history, with the
+        # projections of q and o folded in
         self.keys: list[PackedLinear] = []
         self.values: list[PackedLinear] = []
         if self.has_cross_attention:
@@ -170,6 +166,7 @@ class PackedDecoder:
                 )
 
     def _pack_self_attention(self, blocks: Any) -> None:
+        """Pack the projections of self-attention, and apply block 0's to all tokens."""
         for block in blocks:
             attention, norm = block.attention, block.get_norm(0).weight
             self.q.append(PackedLinear(attention.q.weight * norm))
@@ -181,6 +178,7 @@ class PackedDecoder:
         self.first_q, self.first_kv = self.q[0](token), self.kv[0](token)
 
     def _fold_cross_attention(self, cross: Any, norm: Tensor) -> None:
+        """Append a block's folded projections to keys and values of the history."""
         heads = (cross.heads, -1)
         q = cross.q.weight.unflatten(0, heads) * norm  # (H, K, D)
         k = cross.k.weight.unflatten(0, heads)
@@ -193,7 +191,7 @@ class PackedDecoder:
 
 
 class SharedKV:
-    """A `Scorer` over T5 weights."""
+    """A `Scorer` of T5 whose beams share keys and values of cross-attention."""
 
     def __init__(
         self,
@@ -202,39 +200,53 @@ class SharedKV:
         tokens: SidTokens,
         vocabulary: bool = True,
     ) -> None:
-        """Start a search; scores are over the `vocabulary` or each level's codes."""
-        self.decoder, self.tokens, self.vocabulary = decoder, tokens, vocabulary
+        """Start a search.
+
+        Args:
+            decoder: The packed weights.
+            history: Histories of B users.
+            tokens: The vocabulary.
+            vocabulary: Whether log-probabilities are normalised over the vocabulary;
+                otherwise over each level's codes.
+        """
+        self.decoder = decoder
+        self.tokens = tokens
+        self.vocabulary = vocabulary
         self.padding = history.padding
         self.batch, self.device = len(history.states), history.states.device
-        # keys and values (B, H * S, D) of each block
+        # per block: keys and values (B, H * S, D) of the history
         self.cross = [
             (
-                self._fold(keys, history.states),
-                self._fold(values, history.states),
+                self._project_heads(keys, history.states),
+                self._project_heads(values, history.states),
             )
             for keys, values in zip(decoder.keys, decoder.values, strict=True)
         ]
         if decoder.has_attention:
             self.bias = decoder.stack.position_bias(tokens.levels)[0]  # (H, L, L)
-        # per block and level (n, 2 * H * K): keys and values
+        # per block and level: keys and values (n, 2 * H * K) of the level's codes
         self.codes: list[list[Tensor]] = [[] for _ in decoder.wi]
         # per level (N,): row of each beam's ancestor among the rows of that level
         self.ancestors: list[Tensor] = []
 
-    def _fold(self, weight: PackedLinear, states: Tensor) -> Tensor:
-        """Return (B, H * S, D) keys or values of `states` (B, S, D)."""
+    def _project_heads(self, weight: PackedLinear, states: Tensor) -> Tensor:
+        """Return keys or values (B, H * S, D) of `states` (B, S, D)."""
         heads = weight(states).unflatten(-1, (self.decoder.heads, -1))
         return heads.transpose(1, 2).flatten(1, 2)
 
     def start(self) -> Tensor:
-        begin = torch.zeros((self.batch, 1), dtype=torch.long, device=self.device)
-        return self._advance(begin, 0)[:, 0]  # T5 starts with padding
+        """Return (B, C_0) log-probabilities of the first code."""
+        # T5's start token is padding, 0
+        start = torch.zeros((self.batch, 1), dtype=torch.long, device=self.device)
+        return self._advance(start, 0)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
         level = len(self.ancestors)
         user = torch.arange(self.batch, device=parents.device).unsqueeze(1)
-        parent = (parents + user * (len(self.ancestors[-1]) // self.batch)).flatten()
-        self.ancestors = [rows[parent] for rows in self.ancestors]
+        num_beams = len(self.ancestors[-1]) // self.batch
+        parent_rows = (parents + user * num_beams).flatten()
+        self.ancestors = [rows[parent_rows] for rows in self.ancestors]
         return self._advance(tokens + self.tokens.first[level - 1], level)
 
     def _advance(self, tokens: Tensor, level: int) -> Tensor:
@@ -313,8 +325,8 @@ class SharedKV:
         scores = torch.stack([(query * key).sum(-1) for key in keys], -1)
         weights = (scores + bias).softmax(-1).unsqueeze(-2)  # (N, H, 1, level + 1)
         mixed = weights[..., 0] * values[0]
-        for at, value in enumerate(values[1:], start=1):
-            mixed = mixed + weights[..., at] * value
+        for level, value in enumerate(values[1:], start=1):
+            mixed = mixed + weights[..., level] * value
         return mixed.flatten(1)
 
 
@@ -326,10 +338,9 @@ class T5Target:
 
     @torch.no_grad()
     def __call__(self, rows: Tensor, tree: Tree, first: int) -> list[Tensor]:
-        """Return log-probabilities (R, W_l, C_l) after prefixes, per length l.
+        """Return log-probabilities of the next code, as `Target.__call__`.
 
-        Lengths start at `first`. Log-probabilities are normalised as by the decoder's
-        scorer.
+        Log-probabilities are normalised as by the decoder's scorer.
         """
         num_prefixes = 1 + sum(codes.shape[1] for codes in tree.codes)
         scores_per_user = self.decoder.stack.sizes.num_heads * num_prefixes**2
@@ -343,24 +354,26 @@ class T5Target:
             users = rows[part]
             history = History(self.history.states[users], self.history.lengths[users])
             parts.append(self._log_probs(history, part_tree, first))
-        return [torch.cat(levels) for levels in zip(*parts, strict=True)]
+        return [torch.cat(level_parts) for level_parts in zip(*parts, strict=True)]
 
     def _log_probs(self, history: History, tree: Tree, first: int) -> list[Tensor]:
-        decoder, tokens = self.decoder, self.decoder.tokens
+        """Return the result of `__call__` for all users of `history` at once."""
+        decoder = self.decoder
         widths = [1, *(codes.shape[1] for codes in tree.codes)]
-        begin = torch.zeros_like(history.lengths).unsqueeze(1)  # T5 starts with padding
-        given = [codes + tokens.first[level] for level, codes in enumerate(tree.codes)]
+        # T5's start token is padding, 0
+        inputs = [torch.zeros_like(history.lengths).unsqueeze(1)]
+        for level, codes in enumerate(tree.codes):
+            inputs.append(codes + decoder.tokens.first[level])
         bias = None
         if decoder.stack.blocks[0].has_attention:
             bias = self._bias(tree, widths)
-        embedded = decoder.embedding(torch.cat([begin, *given], 1))
+        embedded = decoder.embedding(torch.cat(inputs, 1))  # (R, T, D)
         states = decoder.stack(embedded, bias, 0.0, history.states, history.padding)
         scale = decoder.stack.sizes.d_model**-0.5  # as in T5 with tied embeddings
-        levels = enumerate(states.split(widths, 1))
+        states_by_length = states.split(widths, 1)
         return [
-            self._normalize_level(hidden * scale, level)
-            for level, hidden in levels
-            if level >= first
+            self._normalize_level(states_by_length[length] * scale, length)
+            for length in range(first, len(widths))
         ]
 
     def _normalize_level(self, hidden: Tensor, level: int) -> Tensor:
@@ -376,8 +389,12 @@ class T5Target:
     def _bias(self, tree: Tree, widths: list[int]) -> Tensor:
         """Return the attention bias (R, H, T, T) over the prefixes of a tree.
 
-        It is the position bias by length, and -inf if the key is not a beginning of the
-        query.
+        The bias is T5's position bias by prefix length, and -inf for keys that are not
+        a beginning of the query.
+
+        Args:
+            tree: Prefixes of R users.
+            widths: Number of prefixes W_l of each length l.
         """
         device = self.decoder.embedding.weight.device
         lengths = [
@@ -385,17 +402,17 @@ class T5Target:
             for length, width in enumerate(widths)
         ]
         length = torch.cat(lengths)  # (T,)
-        by_length = self.decoder.stack.position_bias(len(widths))[0]
-        bias = by_length[:, length[:, None], length]  # (H, T, T)
+        length_bias = self.decoder.stack.position_bias(len(widths))[0]
+        bias = length_bias[:, length[:, None], length]  # (H, T, T)
         num_users = len(tree.codes[0]) if tree.codes else 1
         is_beginning = torch.eye(len(length), dtype=torch.bool, device=device)
         is_beginning = is_beginning.repeat(num_users, 1, 1)  # (R, T, T)
-        before = is_beginning[:, :1]  # of the prefixes one code shorter
+        parent_rows = is_beginning[:, :1]  # of the prefixes one code shorter
         first = 1
-        for parent in tree.parents:
-            end = first + parent.shape[1]
-            index = parent.unsqueeze(-1).expand(-1, -1, len(length))
-            is_beginning[:, first:end] |= before.gather(1, index)
-            before = is_beginning[:, first:end]
+        for parents in tree.parents:
+            end = first + parents.shape[1]
+            index = parents.unsqueeze(-1).expand(-1, -1, len(length))
+            is_beginning[:, first:end] |= parent_rows.gather(1, index)
+            parent_rows = is_beginning[:, first:end]
             first = end
         return bias.masked_fill(~is_beginning.unsqueeze(1), -torch.inf)

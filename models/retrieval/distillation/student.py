@@ -1,12 +1,13 @@
-"""Students: a decoder on the frozen backbone of a teacher, trained on the teacher's logits.
+"""Students: a decoder on a teacher's frozen backbone, trained on the teacher's logits.
 
-A student names the checkpoint of its teacher, any backbone with a decoder, and keeps
-the backbone. Its own decoder is trained on the teacher's logits and the target
-(equation 3 of SID-MLP). The teacher runs in every step, or its outputs are cached in
-tables (`teacher_cache.py`). Recommending needs no teacher.
+The config of a student names the checkpoint of its teacher, any backbone with a
+decoder. The student uses the teacher's backbone and trains a decoder on the teacher's
+logits and the target (equation 3 of SID-MLP). The teacher runs in every step, or its
+outputs are cached in tables (`teacher_cache.py`). Recommending needs no teacher.
 
-Shapes: `B` requests, `L` levels (codes of an item), `O_l` codes or tokens that the
-decoder predicts at level l.
+Shapes: `B` requests, `S` positions of the longest history, `L` levels (codes of an
+item, called digits in SID-MLP), `O_l` codes or tokens that the decoder predicts at
+level l.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from models.retrieval.distillation.teacher import (
     TeacherConfig,
     build_teacher,
 )
-from models.retrieval.distillation.teacher_cache import Query, States
+from models.retrieval.distillation.teacher_cache import CachedStates, TeacherOutput
 from models.retrieval.options import Scores, StudentOptions
 from models.retrieval.parts import Decoder, History, Scorer
 from models.retrieval.recommend import recommender
@@ -40,19 +41,19 @@ class StudentConfig(TeacherConfig):
     """Options of all students."""
 
     beam: int = 50
-    """Beams when recommending (Sec. 4.1 of SID-MLP)."""
+    """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
     scores: Scores = "children"
-    """Codes over which a digit's log-probabilities are normalised when recommending:
-    the valid `children` of the prefix, as in the public code and so the paper's figures
-    (the first digit always over its codebook), or the `codebook`."""
+    """Codes that log-probabilities are normalised over when recommending: the valid
+    `children` of the prefix, as in the public code and the paper's figures (the first
+    digit always over its codebook), or the `codebook`."""
     alpha: float = 0.7
-    """Weight of the teacher against the target (Eq. 3); 0 is training from scratch
-    (Table 8; Table 5, w/o KL)."""
+    """Weight of the teacher in the loss, 1 - alpha is the target's (Eq. 3); 0 trains
+    without a teacher's logits (Table 8; Table 5, w/o KL)."""
     tau: float = 1.0
     """Temperature of the teacher's and the student's distributions (Eq. 3)."""
     m: int = 0
-    """Digits that the teacher's decoder generates before the student takes over (Table
-    1; Appendix E.1)."""
+    """Number of first digits that the teacher's decoder generates; the student decodes
+    the others (Table 1; Appendix E.1)."""
 
     def __post_init__(self) -> None:
         check_positive(self, ["beam"])
@@ -74,9 +75,9 @@ def distillation_loss(
             + (1 - alpha) CE(student, target)
 
     Args:
-        student: (B, C) logits.
-        teacher: (B, C) logits, or None if alpha is 0.
-        target: (B,) codes.
+        student: (B, O_l) logits.
+        teacher: (B, O_l) logits, or None if alpha is 0.
+        target: (B,) index of the target in the logits.
         alpha: Weight of the teacher.
         tau: Temperature.
     """
@@ -91,59 +92,74 @@ def distillation_loss(
 
 
 class ReusesDecoder(Decoder):
-    """The teacher's decoder up to level m, then the student's (Table 1, Appendix E.1 of SID-MLP)."""
+    """The teacher's decoder for the first m digits, then the student's.
 
-    def __init__(self, teacher: Decoder, own: Decoder, m: int) -> None:
+    Table 1 and Appendix E.1 of SID-MLP.
+    """
+
+    def __init__(self, teacher: Decoder, student: Decoder, m: int) -> None:
+        """Join the decoders; `m` is the number of digits that `teacher` generates."""
         super().__init__()
-        self.tokens, self.first_level = own.tokens, m
-        self.teacher, self.own = teacher, own
+        self.tokens, self.first_level = student.tokens, m
+        self.teacher = teacher
+        self.own = student  # the name in checkpoints
 
     @property
     def beam_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of a beam's state of the student's decoder."""
         return self.own.beam_bytes
 
     def span(self, level: int) -> tuple[int, int]:
+        """Return the tokens that the student's logits of a level cover."""
         return self.own.span(level)
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
+        """Raise UserError, as a decoder without states of all digits cannot teach."""
         raise UserError(
-            f"a student that takes over after {self.first_level} codes is no teacher; give one with m 0"
+            f"a student with m {self.first_level} cannot be a teacher, as it decodes "
+            "only its last digits; use a student with m 0"
         )
 
     def teacher_forced(self, history: History, codes: Tensor) -> Sequence[Tensor]:
-        return self.own.teacher_forced(history, codes)[
-            self.first_level - self.own.first_level :
-        ]
+        """Return the student's logits (B, O_l) of the levels from m on."""
+        logits = self.own.teacher_forced(history, codes)
+        return logits[self.first_level - self.own.first_level :]
 
     def scorer(self, history: History) -> Scorer:
-        return TwoScorers(
+        """Return a scorer that switches from the teacher to the student at level m."""
+        return SwitchingScorer(
             self.teacher.scorer(history), self.own.scorer(history), self.first_level
         )
 
 
-class TwoScorers:
-    """A `Scorer` with the teacher's log-probabilities below level m and the student's
-    from level m on.
-    """
+class SwitchingScorer:
+    """A `Scorer` that switches from the teacher's scorer to the student's."""
 
-    def __init__(self, teacher: Scorer, own: Scorer, m: int) -> None:
-        self.teacher, self.own, self.m, self.level = teacher, own, m, 0
+    def __init__(self, teacher: Scorer, student: Scorer, m: int) -> None:
+        """Join the scorers; `m` is the first level that `student` scores."""
+        self.teacher, self.student = teacher, student
+        self.m = m
+        self.level = 0
 
     def start(self) -> Tensor:
-        self.own.start()
+        """Return (B, C_0) log-probabilities of the first code, by the teacher."""
+        self.student.start()
         return self.teacher.start()
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
         self.level += 1
-        own = self.own.step(parents, tokens)
-        return self.teacher.step(parents, tokens) if self.level < self.m else own
+        student_scores = self.student.step(parents, tokens)
+        if self.level < self.m:
+            return self.teacher.step(parents, tokens)
+        return student_scores
 
 
 class Student(TaughtModel, Retriever):
-    """A decoder on the teacher's backbone, which stays frozen.
+    """A decoder on the teacher's frozen backbone.
 
-    The teacher's decoder is kept outside of the weights, for training only, unless its
-    first `m` digits are reused.
+    The teacher's decoder is not part of the student's weights, unless `m` of its digits
+    are reused.
     """
 
     config: StudentConfig
@@ -155,29 +171,30 @@ class Student(TaughtModel, Retriever):
         levels = decoder.tokens.levels
         if config.m >= levels:
             raise UserError(
-                f"m {config.m} leaves no digit of {levels} to the student; give a smaller m"
+                f"m {config.m} leaves no digit of {levels} to the student; give a "
+                "smaller m"
             )
         if config.m:
-            decoder = ReusesDecoder(
-                teacher.decoder.requires_grad_(False), decoder, config.m
-            )
-        super().__init__(
-            config, catalogue, teacher.backbone.requires_grad_(False).eval(), decoder
-        )
-        self._teacher: tuple[Retriever, ...] = ()  # no submodule: not saved with it
-        # tables of `teacher_cache`, while training
-        self._teacher_outputs: dict[str, States] = {}
-        self.keep_parts(teacher)
+            teacher_decoder = teacher.decoder.requires_grad_(False)
+            decoder = ReusesDecoder(teacher_decoder, decoder, config.m)
+        backbone = teacher.backbone.requires_grad_(False).eval()
+        super().__init__(config, catalogue, backbone, decoder)
+        # in a tuple, so that it is no submodule and is not saved
+        self._teacher: tuple[Retriever, ...] = ()
+        # tables of `teacher_cache` by name, set for training
+        self._teacher_outputs: dict[str, CachedStates] = {}
+        self.adopt_parts(teacher)
 
     @staticmethod
     def build_decoder(config: Any, teacher: Retriever) -> Decoder:
         """Return the student's decoder on the backbone of its teacher."""
         raise NotImplementedError
 
-    def keep_parts(self, teacher: Retriever) -> None:
-        """Keep further parts of the untrained teacher; a plain student keeps none."""
+    def adopt_parts(self, teacher: Retriever) -> None:
+        """Add further parts of the untrained teacher, by default none."""
 
     def train(self, mode: bool = True) -> Self:
+        """Set training mode; the teacher's parts stay in evaluation mode."""
         super().train(mode)
         self.backbone.eval()
         if isinstance(self.decoder, ReusesDecoder):
@@ -185,16 +202,18 @@ class Student(TaughtModel, Retriever):
         return self
 
     def set_teacher(self, teacher: Retriever) -> None:
-        """Copy the teacher's backbone, and with `m` its decoder, and keep the teacher for its logits."""
-        self.take_backbone(teacher)
+        """Copy the shared weights, and store the teacher for its logits.
+
+        The shared weights are the backbone, and with `m` the teacher's decoder.
+        """
+        self.copy_backbone(teacher)
         if isinstance(self.decoder, ReusesDecoder):
             self.decoder.teacher.load_state_dict(teacher.decoder.state_dict())
-        self._teacher = (
-            teacher.requires_grad_(False).eval().to(self.tokens.items.device),
-        )
+        device = self.tokens.items.device
+        self._teacher = (teacher.requires_grad_(False).eval().to(device),)
 
-    def take_backbone(self, teacher: Retriever) -> None:
-        """Copy the weights of the teacher's backbone."""
+    def copy_backbone(self, teacher: Retriever) -> None:
+        """Copy the weights of the teacher's backbone to the student's."""
         self.backbone.load_state_dict(teacher.backbone.state_dict())
 
     @property
@@ -206,36 +225,34 @@ class Student(TaughtModel, Retriever):
         """
         if not self._teacher:
             raise UserError(
-                "the student has no teacher to learn from; train it by jobs.train with model.teacher set"
+                "the student has no teacher to learn from; train it with jobs.train "
+                "and --model.teacher"
             )
         return self._teacher[0]
 
     def encode(self, batch: HistoryBatch) -> History:
-        """Return the states of the frozen backbone, from `teacher_cache` if it has them."""
-        if found := self.teacher_outputs("encoder", batch):
-            return found
+        """Return the states of the frozen backbone, cached or computed."""
+        cached = self.teacher_outputs("encoder", batch)
+        if cached:
+            return cached
         with torch.no_grad():
             return self.backbone.encode(batch)
 
     def teacher_outputs(self, name: str, batch: HistoryBatch) -> History | None:
-        """Return the cached outputs of the batch's requests, or None if some are not cached.
+        """Return cached outputs of the teacher, or None if a request is not cached.
 
-        `name` is that of a table of `teacher_cache`. Only requests of training and its
-        validation are cached.
+        Args:
+            name: Table of the teacher cache: `encoder` or `decoder`.
+            batch: Requests; those of training and its validation are cached.
         """
-        found = (
-            self._teacher_outputs[name].pad_states(batch)
-            if name in self._teacher_outputs
-            else None
-        )
-        if found is None or name != "encoder" or not self.backbone.gives_query:
-            return found
-        query = found.states[
-            :, 0, : self.backbone.embedding.embedding_dim
-        ]  # where `_encode_to_cache` puts it
-        return History(
-            found.states[:, 1:, : self.input_width], found.lengths - 1, query
-        )
+        table = self._teacher_outputs.get(name)
+        cached = table.pad_states(batch) if table else None
+        if cached is None or name != "encoder" or not self.backbone.gives_query:
+            return cached
+        # the query is the first position, as `_encode_to_cache` writes it
+        query = cached.states[:, 0, : self.backbone.embedding.embedding_dim]
+        states = cached.states[:, 1:, : self.input_width]
+        return History(states, cached.lengths - 1, query)
 
     @property
     def input_width(self) -> int:
@@ -243,102 +260,129 @@ class Student(TaughtModel, Retriever):
         return self.backbone.embedding.embedding_dim
 
     def decoder_input(self, history: History) -> Tensor:
-        """Return (B, S, `input_width`) states that the decoder reads and `teacher_cache` stores."""
+        """Return the states (B, S, `input_width`) that the decoder reads.
+
+        The teacher cache stores them, too.
+        """
         return history.states
 
-    def set_teacher_outputs(self, tables: dict[str, States]) -> None:
+    def set_teacher_outputs(self, tables: dict[str, CachedStates]) -> None:
+        """Set the tables of the teacher cache, by name."""
         self._teacher_outputs = tables
 
     def teacher_history(self, batch: HistoryBatch, history: History) -> History:
-        """Return the states of the teacher's backbone, by default the student's own
-        `history`.
+        """Return the teacher's states of the histories.
+
+        Args:
+            batch: Requests, for a student with an encoder of its own.
+            history: The student's states, by default those of the teacher's backbone.
         """
         return history
 
     @torch.no_grad()
     def teacher_hidden(self, batch: RequestBatch, history: History) -> Tensor:
-        """Return (B, L, N) hidden states that the teacher's logits of the target are computed from."""
+        """Return the teacher's states (B, L, N) before each code of the targets.
+
+        The teacher's logits are computed from them.
+
+        Args:
+            batch: Requests with their targets.
+            history: The student's states of the histories.
+        """
         codes = self.tokens.codes(batch.target)
         return self.teacher.decoder.hidden(self.teacher_history(batch, history), codes)
 
     @torch.no_grad()
     def teacher_logits(self, batch: RequestBatch, history: History) -> list[Tensor]:
-        """Return the teacher's logits (B, O_l) of each of the student's digits.
+        """Return the teacher's logits (B, O_l) of each digit that the student decodes.
 
-        They are given the target's codes before the digit, and restricted to the tokens
-        that the student predicts.
+        Logits are conditioned on the target's codes before the digit, and restricted to
+        the tokens that the student predicts.
+
+        Args:
+            batch: Requests with their targets.
+            history: The student's states of the histories.
         """
-        found = self.teacher_outputs("decoder", batch)
+        cached = self.teacher_outputs("decoder", batch)
+        hidden = cached.states if cached else self.teacher_hidden(batch, history)
         teacher = self.teacher.decoder
-        logits = teacher.logits(
-            found.states if found else self.teacher_hidden(batch, history)
-        )
-        cut = []
+        logits = teacher.logits(hidden)
+        restricted = []
         for level in range(self.decoder.first_level, self.tokens.levels):
-            (begin, count), (first, _) = self.decoder.span(level), teacher.span(level)
-            cut.append(logits[level].narrow(-1, begin - first, count))
-        return cut
+            first, count = self.decoder.span(level)
+            teacher_first, _ = teacher.span(level)
+            restricted.append(logits[level].narrow(-1, first - teacher_first, count))
+        return restricted
 
-    def teacher_queries(self) -> list[Query]:
-        """Return queries for the backbone's states and the teacher's hidden states."""
-        model = {"teacher_model": self.config.teacher_model}
-        width = {"width": max(self.input_width, self.backbone.embedding.embedding_dim)}
-        found = [
-            Query(
-                "encoder",
-                self.config.teacher_hash,
-                model | width,
-                self._encode_to_cache,
-                ("train", "val"),
+    def outputs_to_cache(self) -> list[TeacherOutput]:
+        """Return the backbone's states and, if alpha is above 0, the decoder's."""
+        config = self.config
+        state_width = self.backbone.embedding.embedding_dim
+        outputs = [
+            TeacherOutput(
+                name="encoder",
+                weights=config.teacher_hash,
+                config={
+                    "teacher_model": config.teacher_model,
+                    "width": max(self.input_width, state_width),
+                },
+                compute=self._encode_to_cache,
+                splits=("train", "val"),
             )
         ]
-        if self.config.alpha > 0:
-            width = {"width": self.teacher.decoder.hidden_width}
-            found.append(
-                Query(
-                    "decoder",
-                    self.config.teacher_hash,
-                    model | width,
-                    self._decode_to_cache,
-                    ("train",),
+        if config.alpha > 0:
+            outputs.append(
+                TeacherOutput(
+                    name="decoder",
+                    weights=config.teacher_hash,
+                    config={
+                        "teacher_model": config.teacher_model,
+                        "width": self.teacher.decoder.hidden_width,
+                    },
+                    compute=self._decode_to_cache,
+                    splits=("train",),
                 )
             )
-        return found
+        return outputs
 
     def _encode_to_cache(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
+        """Return the decoder's input (B, S, D), query first, and lengths (B,)."""
         history = self.encode(batch)
+        states = self.decoder_input(history)
         if history.query is None:
-            return self.decoder_input(history), history.lengths
-        first, rest = (
-            history.query.unsqueeze(1),
-            self.decoder_input(history),
-        )  # the query is the first position
-        width = max(first.shape[2], rest.shape[2])
+            return states, history.lengths
+        query = history.query.unsqueeze(1)  # (B, 1, D)
+        width = max(query.shape[2], states.shape[2])
         padded = [
-            functional.pad(part, (0, width - part.shape[2])) for part in (first, rest)
+            functional.pad(part, (0, width - part.shape[2])) for part in (query, states)
         ]
         return torch.cat(padded, 1), history.lengths + 1
 
     def _decode_to_cache(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
+        """Return the teacher's states (B, L, N) before each code, and L (B,)."""
         hidden = self.teacher.decoder.hidden(
             self.teacher.encode(batch), self.tokens.codes(batch.target)
         )
         return hidden, torch.full_like(batch.target, hidden.shape[1])
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the sum of equation 3 over the student's digits, each given the target's codes before it."""
-        config, codes = self.config, self.tokens.codes(batch.target)
+        """Return the sum of equation 3 over the student's digits.
+
+        Each digit is conditioned on the target's codes before it.
+        """
+        config = self.config
+        codes = self.tokens.codes(batch.target)
         history = self.encode(batch)
-        logits, targets = (
-            self.decoder.teacher_forced(history, codes),
-            self.decoder.targets(codes),
-        )
-        taught: Sequence[Tensor | None] = [None] * len(targets)
+        logits = self.decoder.teacher_forced(history, codes)
+        targets = self.decoder.targets(codes)
+        teacher_logits: Sequence[Tensor | None] = [None] * len(targets)
         if config.alpha > 0:
-            taught = self.teacher_logits(batch, history)
+            teacher_logits = self.teacher_logits(batch, history)
         losses = [
             distillation_loss(student, teacher, target, config.alpha, config.tau)
-            for student, teacher, target in zip(logits, taught, targets, strict=True)
+            for student, teacher, target in zip(
+                logits, teacher_logits, targets, strict=True
+            )
         ]
         return {"loss": global_mean(torch.stack(losses).sum(), len(codes))}
 
@@ -351,11 +395,20 @@ class Student(TaughtModel, Retriever):
         scores: Scores | None = None,
         constrained: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k), best first, by the teacher's search (`beam_search`).
+        """Rank items by the log-probability of their codes.
 
-        Arguments that are None default to the config. If `constrained` is False, the
-        search ignores the trie and log-probabilities are normalised over the whole
-        codebook. If fewer than k items are found, the tail is item -1 with score -inf.
+        Args:
+            batch: Histories of B requests.
+            k: Number of items to return.
+            beam: Number of beams; None for the config's.
+            scores: Codes that log-probabilities are normalised over; None for the
+                config's.
+            constrained: False to search without the trie; log-probabilities are then
+                normalised over the codebook. None is true.
+
+        Returns:
+            Items and scores, (B, k) both, best first. If fewer than k items are found,
+            the tail is item -1 with score -inf.
         """
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
         return self.search(history, k, beam, scores, constrained, batch.allowed)
@@ -369,16 +422,22 @@ class Student(TaughtModel, Retriever):
         constrained: bool | None,
         allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Search with the decoder's scorer; `recommend` documents the arguments."""
-        return self.find(
+        """Search from the states of B histories; other arguments are `recommend`'s.
+
+        `allowed` is a mask (E,) of the trie's edges that lead to allowed items.
+        """
+        return self.decode_items(
             history,
             k,
             beam,
             constrained is not False,
-            self.among_children(scores),
+            self.normalizes_children(scores),
             allowed,
         )
 
-    def among_children(self, scores: Scores | None) -> bool:
-        """Return whether scores are normalised over the valid children of a prefix; None is the config's."""
+    def normalizes_children(self, scores: Scores | None) -> bool:
+        """Return whether scores are normalised over the valid children of a prefix.
+
+        `scores` None is the value in the config.
+        """
         return (scores or self.config.scores) == "children"

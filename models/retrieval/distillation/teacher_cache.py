@@ -1,23 +1,30 @@
-"""A frozen teacher's outputs for each request, kept as a table: made once, read by every epoch, run and sweep trial.
+r"""A cache of a frozen teacher's outputs, shared by epochs, runs and sweep trials.
 
-    python -m jobs.train --config jobs/configs/sid_mlp.yaml ... --model.teacher_cache runs/teacher_cache
+    python -m jobs.train --config jobs/configs/sid_mlp.yaml ... \
+        --model.teacher_cache runs/teacher_cache
 
-Two tables of vectors by request, unpadded, at half precision, in Parquet: `encoder` has
-the states of the history's tokens, for the requests of training and validation;
-`decoder` has the decoder's state before each code of the target, for those of training,
-from which its output layer gives the teacher's logits over any part of the vocabulary
-(128 numbers a code at the published sizes, where a vocabulary has a thousand). Each
-stands in a folder named after all that it depends on, so one folder serves all
-teachers, tokenizers and variants of the student. Its `manifest.json` is written last,
-so a half-written table is made anew. Each worker makes its share of the rows; in
-training all workers of a node read them from memory-mapped columns, so the rows need
-not fit in memory.
+The cache is a folder with two Parquet tables of vectors by request, without padding and
+in half precision:
 
-Shapes: `B` requests, `S` vectors of the longest, `D` width, `L` levels.
+- `encoder`: states of the history's tokens, for the requests of training and
+  validation.
+- `decoder`: the decoder's state before each code of the target, for the requests of
+  training. The teacher's output layer computes logits from the states. A state has 128
+  numbers at the published sizes, fewer than the thousand logits of a vocabulary.
+
+The folder of a table is named by the hash of all inputs, so one cache serves all
+teachers, tokenizers and variants of a student. `manifest.json` is written last, so an
+unfinished table is computed again. Each worker computes its share of the rows. In
+training, all workers of a node read memory-mapped columns, so the rows need not fit in
+memory.
+
+Shapes: `B` requests, `S` vectors of the request with the most vectors, `D` width, `L`
+levels.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +42,7 @@ from torch import Tensor
 
 from models.config import pluralize
 from models.dataset.columns import Columns, open_columns
+from models.ragged import find_sorted, lengths_to_offsets, pad_indices
 from models.retrieval.data import (
     PAD,
     Catalogue,
@@ -58,49 +66,50 @@ from models.storage.tables import (
 
 SCHEMA = pa.schema(
     [
-        pa.field("request", pa.int64(), nullable=False),  # `request_number`
-        pa.field(
-            "states", pa.list_(pa.field("element", pa.float16())), nullable=False
-        ),  # vectors, one after the other
+        # request: `request_number`; states: the request's vectors, end to end
+        pa.field("request", pa.int64(), nullable=False),
+        pa.field("states", pa.list_(pa.field("element", pa.float16())), nullable=False),
     ]
 )
+"""Columns of a table of the cache."""
 
 LAYOUT: dict[str, Any] = {
     "use_dictionary": False,
-    "write_statistics": False,  # of half precision they are slow to make, and nobody asks for them
+    "write_statistics": False,  # slow in half precision, and never read
     "column_encoding": {"request": "PLAIN", "states.list.element": "BYTE_STREAM_SPLIT"},
 }
 """Options of the Parquet writer."""
 
-BATCH = 256
-"""Requests that the teacher reads at once."""
+BATCH_REQUESTS = 256
+"""Requests per forward pass of the teacher."""
 
 PART_BYTES = 64 * 2**20
-"""A part of the table is written when it holds this much."""
+"""Size from which a part of the table is written."""
 
-Outputs = Callable[[RequestBatch], tuple[Tensor, Tensor]]
-"""Vectors (B, S, D) of a batch, and how many of each row are real (B,)."""
+ComputeStates = Callable[[RequestBatch], tuple[Tensor, Tensor]]
+"""Computes the vectors (B, S, D) of a batch, and the number of vectors of each request
+(B,)."""
 
 
 @dataclass(frozen=True)
-class Query:
-    """Key of a cached table: a teacher's outputs for the requests of some splits."""
+class TeacherOutput:
+    """An output of a teacher to cache as one table."""
 
     name: str
-    """Of the table: `encoder` or `decoder`."""
+    """Name of the table: `encoder` or `decoder`."""
     weights: str
-    """SHA-256 of the weights file of the model that makes them."""
+    """SHA-256 of the weights file of the model that computes the output."""
     config: dict[str, Any]
-    """What they depend on beside weights and tables: `width` D, and the sizes of the
-    model."""
-    outputs: Outputs
-    """Makes them."""
+    """Inputs of the output other than weights and tables: `width` D, and the config of
+    the model."""
+    compute: ComputeStates
+    """Computes the output of a batch."""
     splits: Sequence[str]
-    """`train` and `val`, or one of them."""
+    """Splits to compute the output for: `train`, `val` or both."""
 
 
-class States:
-    """Vectors of half precision by request, in a memory-mapped file."""
+class CachedStates:
+    """Vectors in half precision by request, in memory-mapped arrays."""
 
     def __init__(
         self,
@@ -108,192 +117,260 @@ class States:
         lengths: NDArray[np.int64],
         values: NDArray[np.float16],
     ) -> None:
-        """`values` (sum of lengths, D) has the vectors of `requests` one after the other."""
+        """Index the vectors by request.
+
+        Args:
+            requests: (m,) `request_number` of each request.
+            lengths: (m,) number of vectors of each request.
+            values: (sum of lengths, D) vectors of all requests, end to end.
+        """
         order = np.argsort(requests)
         self.requests, self.lengths = requests[order], lengths[order]
         self.starts = (np.cumsum(lengths) - lengths)[order]
         self.values = values
 
     def pad_states(self, batch: HistoryBatch) -> History | None:
-        """Return the batch's states as float32 vectors (B, S, D), zero at padding.
+        """Return the batch's vectors (B, S, D) as float32, zero at padding.
 
-        Return None if a request is not in the cache.
+        Returns:
+            The vectors and their number per request, or None if a request is not in
+            the cache.
         """
         if not isinstance(batch, RequestBatch) or bool((batch.target == PAD).any()):
             return None
         numbers = batch.request.cpu().numpy()
-        index = np.searchsorted(self.requests, numbers)
-        if (index == len(self.requests)).any() or (
-            self.requests[index] != numbers
-        ).any():
+        index, is_cached = find_sorted(self.requests, numbers)
+        if not is_cached.all():
             return None
         device = batch.request.device
         lengths = self.lengths[index]
-        position = np.arange(int(lengths.max()))
-        inside = position < lengths[:, None]
-        rows = np.where(
-            inside, self.starts[index][:, None] + position, self.starts[index][:, None]
-        )
+        rows, inside = pad_indices(self.starts[index], lengths, min_width=0)  # (B, S)
         states = torch.from_numpy(self.values[rows]).to(device).float()
         if not inside.all():
-            states.masked_fill_(torch.from_numpy(~inside).to(device).unsqueeze(-1), 0.0)
+            is_padding = torch.from_numpy(~inside).to(device).unsqueeze(-1)
+            states.masked_fill_(is_padding, 0.0)
         return History(states, torch.from_numpy(lengths).to(device))
 
 
 @torch.no_grad()
-def precompute(
+def cache_teacher_outputs(
     model: Any,
     config: Any,
     catalogue: Catalogue,
-    examples: Mapping[str, RetrievalDataset],
+    datasets: Mapping[str, RetrievalDataset],
 ) -> list[str]:
-    """Gives a student the tables of its `teacher_cache`, for this rank's `examples` of each split; a line about each.
+    """Set a student's cached teacher outputs, and compute tables that are missing.
 
-    Tables that are not there yet are made: every rank calls this, makes its rows, and
-    waits for the others. A run that starts meanwhile with the same folder waits too.
-    Raises UserError for a table that is damaged or without some of the requests.
+    Every rank calls this function, computes its share of the rows, and waits for the
+    others. Concurrent runs with the same cache wait, too.
+
+    Args:
+        model: The student, with its teacher loaded.
+        config: The student's config.
+        catalogue: Catalogue of the tables.
+        datasets: This rank's datasets by split, with `train`.
+
+    Returns:
+        A message per table; none if the config has no `teacher_cache`.
+
+    Raises:
+        UserError: If a table is damaged or lacks requests, or the outputs exceed half
+            precision.
     """
     if not config.teacher_cache:
         return []
     model.eval()  # without dropout
     device = next(model.parameters()).device
-    rank, world = examples["train"].rank, examples["train"].world
-    known, lines = {}, []
-    for query in model.teacher_queries():
-        parts = [examples[split] for split in query.splits]
-        inputs = {**catalogue.hashes, "weights": query.weights}
-        settings = {
-            **query.config,
-            "max_history": parts[0].max_history,
-            "splits": list(query.splits),
-        }
-        if parts[0].fold is not None:
-            settings["fold"] = parts[0].fold
-        uri = join(
-            config.teacher_cache, f"{query.name}-{fingerprint(settings, inputs)[:16]}"
+    tables, messages = {}, []
+    for output in model.outputs_to_cache():
+        table = _CacheTable(
+            config.teacher_cache,
+            output,
+            [datasets[split] for split in output.splits],
+            catalogue.hashes,
         )
-        with _held(uri) if rank == 0 else nullcontext() as there:
-            there = _agree(there, world)
-            if not there:
-                began = time.monotonic()
-                ranks = _all(_write(uri, query.outputs, parts, device), world)
-                if rank == 0:
-                    timings = {"seconds": round(time.monotonic() - began, 3)}
-                    written = [part for of_rank in ranks for part in of_rank]
-                    commit(
-                        uri,
-                        query.name,
-                        SCHEMA,
-                        written,
-                        config=settings,
-                        inputs=inputs,
-                        timings=timings,
-                    )
-                _agree(None, world)
-        known[query.name], manifest = _open(uri, query, parts)
+        existed = table.compute_if_missing(device)
+        tables[output.name], manifest = table.open()
         size = sum(part.bytes for part in manifest.files) / 2**20
-        what = "found" if there else f"made in {manifest.timings['seconds']:.0f} s"
         count = pluralize(manifest.rows, "request")
-        lines.append(
-            f"teacher cache: {query.name} states of {count}, {size:,.1f} MiB at half precision, {what}: {uri}"
+        status = "reused"
+        if not existed:
+            status = f"computed in {manifest.timings['seconds']:.0f} s"
+        messages.append(
+            f"teacher cache: {output.name} states of {count}, {size:,.1f} MiB in half "
+            f"precision, {status}: {table.uri}"
         )
-    model.set_teacher_outputs(known)
-    return lines
+    model.set_teacher_outputs(tables)
+    return messages
 
 
-def _write(
-    uri: str,
-    outputs: Outputs,
-    parts: list[RetrievalDataset],
-    device: torch.device | str,
-) -> list[Part]:
-    """Writes the rows of this rank's requests."""
-    made: list[Part] = []
-    tables: list[pa.Table] = []
-    for examples in parts:
-        rows = examples.sort_for_evaluation(examples.rows())
-        mine = rows[examples.rank :: examples.world]
-        for rows in examples.cut_batches(mine, BATCH):
-            batch = examples.collate(rows)
-            states, lengths = outputs(batch.to(device))
-            inside = real_positions(lengths, states.shape[1])
-            values = states[inside].half().cpu()  # (tokens, D), row after row
-            if not bool(values.isfinite().all()):
-                raise UserError(
-                    f"the teacher's states go up to {float(states.abs().max()):.3g}, half precision to 65504; leave "
-                    f"model.teacher_cache out"
-                )
-            ends = np.append(0, np.cumsum(lengths.cpu().numpy() * states.shape[2]))
-            lists = pa.ListArray.from_arrays(
-                ends.astype(np.int32), pa.array(values.flatten().numpy())
-            )
-            tables.append(
-                pa.Table.from_arrays(
-                    [pa.array(batch.request.numpy()), lists], schema=SCHEMA
-                )
-            )
+class _CacheTable:
+    """A table of the cache, with the datasets whose requests it needs."""
+
+    def __init__(
+        self,
+        folder: str,
+        output: TeacherOutput,
+        datasets: list[RetrievalDataset],
+        table_hashes: Mapping[str, str],
+    ) -> None:
+        """Name the table by the hash of all inputs.
+
+        Args:
+            folder: Folder of the cache.
+            output: The teacher's output.
+            datasets: This rank's datasets of the output's splits.
+            table_hashes: Hashes of the catalogue's tables, by name.
+        """
+        self.output, self.datasets = output, datasets
+        self.rank, self.world = datasets[0].rank, datasets[0].world
+        self.inputs = {**table_hashes, "weights": output.weights}
+        self.settings = {
+            **output.config,
+            "max_history": datasets[0].max_history,
+            "splits": list(output.splits),
+        }
+        if datasets[0].fold is not None:
+            self.settings["fold"] = datasets[0].fold
+        key = fingerprint(self.settings, self.inputs)[:16]
+        self.uri = join(folder, f"{output.name}-{key}")
+
+    def compute_if_missing(self, device: torch.device) -> bool:
+        """Compute the table on all ranks unless it exists.
+
+        Returns:
+            Whether the table existed.
+        """
+        with _lock_if_missing(self.uri) if self.rank == 0 else nullcontext() as existed:
+            existed = _broadcast(existed, self.world)
+            if not existed:
+                start = time.monotonic()
+                parts_by_rank = _gather(self._write_parts(device), self.world)
+                if self.rank == 0:
+                    commit(
+                        self.uri,
+                        self.output.name,
+                        SCHEMA,
+                        list(itertools.chain.from_iterable(parts_by_rank)),
+                        config=self.settings,
+                        inputs=self.inputs,
+                        timings={"seconds": round(time.monotonic() - start, 3)},
+                    )
+                _broadcast(None, self.world)  # wait for the commit
+        return existed
+
+    def _write_parts(self, device: torch.device) -> list[Part]:
+        """Compute and write the rows of this rank's requests."""
+        parts: list[Part] = []
+        tables: list[pa.Table] = []
+        for batch in self._batches():
+            states, lengths = self.output.compute(batch.to(device))
+            tables.append(_encode_states(batch.request, states, lengths))
             if sum(table.nbytes for table in tables) > PART_BYTES:
-                made.append(write_part(uri, pa.concat_tables(tables), **LAYOUT))
+                parts.append(write_part(self.uri, pa.concat_tables(tables), **LAYOUT))
                 tables = []
-    if tables:
-        made.append(write_part(uri, pa.concat_tables(tables), **LAYOUT))
-    return made
+        if tables:
+            parts.append(write_part(self.uri, pa.concat_tables(tables), **LAYOUT))
+        return parts
+
+    def _batches(self) -> Iterator[RequestBatch]:
+        """Yield this rank's share of the requests, in batches of similar lengths."""
+        for dataset in self.datasets:
+            rows = dataset.sort_for_evaluation(dataset.rows())
+            rank_rows = rows[dataset.rank :: dataset.world]
+            for batch_rows in dataset.cut_batches(rank_rows, BATCH_REQUESTS):
+                yield dataset.collate(batch_rows)
+
+    def open(self) -> tuple[CachedStates, Manifest]:
+        """Open the table.
+
+        Raises:
+            UserError: If the table is damaged or lacks a request of the datasets.
+        """
+        needed = np.concatenate([dataset.request_numbers for dataset in self.datasets])
+        width = int(self.output.config["width"])
+        try:
+            manifest = read_manifest(self.uri, self.output.name)
+            columns = open_columns(
+                self.uri,
+                "teacher_states",
+                None,
+                lambda table: _decode_states(table, width),
+                manifest=manifest,
+                settings=width,
+            )
+            cached = columns.get("request", np.zeros(0, np.int64))
+            missing = len(np.setdiff1d(needed, cached))
+            if missing:
+                raise UserError(f"it lacks {missing:,} of {len(needed):,} requests")
+        except UserError as error:
+            raise UserError(
+                f"the teacher cache {self.uri} cannot be used ({error}); remove the "
+                f"folder {self.uri}, and the next training computes it again"
+            ) from error
+        states = CachedStates(columns["request"], columns["length"], columns["states"])
+        return states, manifest
+
+
+def _encode_states(request: Tensor, states: Tensor, lengths: Tensor) -> pa.Table:
+    """Return rows of the cache.
+
+    Args:
+        request: (B,) `request_number` of each request, on the CPU.
+        states: (B, S, D) vectors.
+        lengths: (B,) number of vectors of each request.
+
+    Raises:
+        UserError: If a number exceeds half precision.
+    """
+    is_real = real_positions(lengths, states.shape[1])
+    values = states[is_real].half().cpu()  # (sum of lengths, D)
+    if not bool(values.isfinite().all()):
+        largest = float(states.abs().max())
+        raise UserError(
+            f"the teacher's states reach {largest:.3g}, more than half precision holds "
+            "(65504); leave model.teacher_cache out"
+        )
+    offsets = lengths_to_offsets(lengths.cpu().numpy() * states.shape[2])
+    lists = pa.ListArray.from_arrays(
+        offsets.astype(np.int32), pa.array(values.flatten().numpy())
+    )
+    return pa.Table.from_arrays([pa.array(request.numpy()), lists], schema=SCHEMA)
 
 
 def _decode_states(table: pa.Table, width: int) -> Columns:
-    """Decode one part: request (R,), length (R,) in vectors, and the vectors (S, D) end to end."""
+    """Decode one part of the cache.
+
+    Args:
+        table: Rows of the part, one per request.
+        width: Width D of a vector.
+
+    Returns:
+        request (R,), length (R,) in vectors, states (sum of lengths, D).
+    """
     lists = table["states"].combine_chunks()
     values = lists.flatten().to_numpy().reshape(-1, width)
     length = pc.list_value_length(lists).to_numpy() // width
     return {"request": table["request"].to_numpy(), "length": length, "states": values}
 
 
-def _open(
-    uri: str, query: Query, parts: list[RetrievalDataset]
-) -> tuple[States, Manifest]:
-    """Open the rows of the examples' requests."""
-    wanted = np.concatenate([part.request_numbers for part in parts])
-    width = int(query.config["width"])
-    try:
-        manifest = read_manifest(uri, query.name)
-        columns = open_columns(
-            uri,
-            "teacher_states",
-            None,
-            lambda table: _decode_states(table, width),
-            manifest=manifest,
-            settings=width,
-        )
-        made = columns.get("request", np.zeros(0, np.int64))
-        missing = len(np.setdiff1d(wanted, made))
-        if missing:
-            raise UserError(f"it lacks {missing:,} of {len(wanted):,} requests")
-    except UserError as error:
-        raise UserError(
-            f"the teacher cache {uri} cannot be used ({error}); remove the folder {uri}, and the next training makes it"
-        ) from error
-    states = States(columns["request"], columns["length"], columns["states"])
-    return states, manifest
-
-
 @contextmanager
-def _held(uri: str) -> Iterator[bool]:
-    """Yield whether the table exists.
+def _lock_if_missing(uri: str) -> Iterator[bool]:
+    """Yield whether the table exists, and hold its lock if it does not.
 
-    If it does not, hold its lock, so that other runs wait until it is made.
+    Other runs that need the table wait for the lock.
     """
     if has_manifest(uri):
         yield True
         return
+    busy = f"{uri} is being computed by another process"
     remedy = "give model.teacher_cache a folder that you may write"
-    with hold_lock(
-        join(uri, LOCK), f"{uri} is being made by another process", math.inf, remedy
-    ):
+    with hold_lock(join(uri, LOCK), busy, math.inf, remedy):
         yield has_manifest(uri)
 
 
-def _agree(value: Any, world: int) -> Any:
-    """Broadcast rank 0's value to all ranks."""
+def _broadcast(value: Any, world: int) -> Any:
+    """Return rank 0's value on all ranks."""
     if world == 1:
         return value
     values = [value]
@@ -301,8 +378,8 @@ def _agree(value: Any, world: int) -> Any:
     return values[0]
 
 
-def _all(value: Any, world: int) -> list[Any]:
-    """The values of all ranks."""
+def _gather(value: Any, world: int) -> list[Any]:
+    """Return the values of all ranks, in the order of ranks."""
     if world == 1:
         return [value]
     values = [None] * world

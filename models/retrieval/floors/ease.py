@@ -7,9 +7,11 @@ where a user has a training behaviour with an item, else 0:
     B_ij  = -P_ij / P_jj for i != j, B_jj = 0
     score = x B, x (M,) 1 for the items of the history
 
-B has M^2 numbers. M is at most `max_items`: of a larger catalogue the items most
-frequent in training. All other items follow by popularity, and so do all items after a
-history that has none of the M.
+B has M^2 numbers. If the catalogue has more than `max_items` items, M covers the items
+most frequent in training, and all other items are ranked below them by popularity. If
+none of the M items is in a history, all items are ranked by popularity.
+
+Shapes: `U` users, `M` items of B, `N` items, `B` requests.
 """
 
 from __future__ import annotations
@@ -39,14 +41,15 @@ from models.retrieval.recommend import best_allowed, recommender
 
 @dataclass
 class EASEConfig:
-    """EASE: a linear item-to-item model in closed form, on the most frequent items of a large catalogue."""
+    """EASE: a linear item-to-item model in closed form."""
 
     l2: float = 500.0
-    """Weight of the squared norm of B: larger for fewer behaviours per item."""
+    """L2 regularisation of B: larger for fewer behaviours per item."""
     max_items: int = 10_000
-    """M: items that B is computed for; it takes 4 M^2 bytes and training 12 M^2."""
+    """M, the most items that B covers. The model takes 4 M^2 bytes and training 12
+    M^2."""
     max_history: int = 1000
-    """Behaviours read per request: the latest."""
+    """Number of latest behaviours read per request."""
 
     def __post_init__(self) -> None:
         check_least(self, ["max_history", "max_items"], 1, "model.")
@@ -55,7 +58,7 @@ class EASEConfig:
 
 
 class EASE(RetrievalModel):
-    """The matrix B of the M items `items`, and the counts of all items."""
+    """A linear model of items on the items of a history."""
 
     name = "ease"
     config_class = EASEConfig
@@ -64,8 +67,11 @@ class EASE(RetrievalModel):
     is_floor = True
 
     counts: Tensor
+    """(N,) training behaviours of each item."""
     items: Tensor
+    """(M,) items that B covers, ascending."""
     weights: Tensor
+    """(M, M) the matrix B."""
 
     def __init__(self, config: EASEConfig, catalogue: Catalogue) -> None:
         super().__init__(config, catalogue)
@@ -82,14 +88,15 @@ class EASE(RetrievalModel):
     def prepare_training(
         self, catalogue: Catalogue, datasets: Mapping[str, Any]
     ) -> list[str]:
-        """Return a message if B leaves out items of the catalogue."""
+        """Return a message if B does not cover the whole catalogue."""
         if self.config.max_items >= catalogue.num_items:
             return []
         gib = 12 * catalogue.num_items**2 / 2**30
         return [
             f"EASE on the {self.config.max_items:,} most frequent of "
-            f"{catalogue.num_items:,} items, the others ranked behind by popularity; "
-            f"--model.max_items {catalogue.num_items} takes {gib:,.1f} GiB"
+            f"{catalogue.num_items:,} items, other items ranked below by popularity; "
+            f"--model.max_items {catalogue.num_items} covers all items and takes "
+            f"{gib:,.1f} GiB"
         ]
 
     def fit_counts(self, batches: Iterable[InteractionBatch]) -> None:
@@ -99,40 +106,47 @@ class EASE(RetrievalModel):
         frequent = np.argsort(-self.counts.cpu().numpy(), kind="stable")
         items = np.sort(frequent[: len(self.items)])
         self.items.copy_(torch.from_numpy(items))
-        self.weights.copy_(solve(matrix[:, items], self.config.l2))
+        self.weights.copy_(solve_weights(matrix[:, items], self.config.l2))
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k)."""
-        known = history_indicators(batch, len(self.counts))[:, self.items]  # (B, M)
-        inside = known @ self.weights
-        popular = popular_below_zero(self.counts)
-        lowest = inside.amin(1, keepdim=True).clamp(max=0)
-        scores = lowest + popular  # (B, N)
+        """Return items and scores, (B, k) both, by the linear model."""
+        # (B, M): 1 for the items of the history
+        indicators = history_indicators(batch, len(self.counts))[:, self.items]
+        linear_scores = indicators @ self.weights
+        # items that B does not cover are below all linear scores
+        lowest = linear_scores.amin(1, keepdim=True).clamp(max=0)
+        scores = lowest + popular_below_zero(self.counts)  # (B, N)
+        has_history = indicators.any(1, keepdim=True)
         scores[:, self.items] = torch.where(
-            known.any(1, keepdim=True), inside, scores[:, self.items]
+            has_history, linear_scores, scores[:, self.items]
         )
         return best_allowed(scores, k, batch)
 
 
-def solve(matrix: csr_array, l2: float) -> Tensor:
-    """Return B (M, M), float32, of the counts (U, M)."""
-    seen = csr_array(matrix.astype(bool), dtype=np.float64)
-    gram = np.asfortranarray((seen.T @ seen).toarray())
+def solve_weights(matrix: csr_array, l2: float) -> Tensor:
+    """Return the matrix B (M, M), float32.
+
+    Args:
+        matrix: (U, M) training behaviours of each user with each item.
+        l2: Weight of the regularisation.
+    """
+    indicators = csr_array(matrix.astype(bool), dtype=np.float64)  # X
+    gram = np.asfortranarray((indicators.T @ indicators).toarray())
     gram[np.diag_indices_from(gram)] += l2
-    inverse = invert(gram)
+    inverse = invert_in_place(gram)
     diagonal = np.diag(inverse).astype(np.float32)
     weights = torch.from_numpy(inverse.astype(np.float32))
     weights /= -torch.from_numpy(diagonal)
     return weights.fill_diagonal_(0)
 
 
-def invert(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+def invert_in_place(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     """Invert a positive definite (M, M) matrix in Fortran order, in place."""
-    factor, failed = lapack.dpotrf(matrix, lower=1, overwrite_a=1)
+    factor, error_code = lapack.dpotrf(matrix, lower=1, overwrite_a=1)
     inverse, _ = lapack.dpotri(factor, lower=1, overwrite_c=1)
-    if failed:
+    if error_code:
         raise ValueError("the Gram matrix is not positive definite")
-    for column in range(len(inverse)):  # LAPACK fills the lower triangle
+    for column in range(len(inverse)):  # LAPACK fills the lower triangle only
         inverse[column, column + 1 :] = inverse[column + 1 :, column]
     return inverse

@@ -1,6 +1,6 @@
-"""Matrices of users and items, which models without gradient training are computed from.
+"""Matrices of users and items for models without gradient training.
 
-    matrix = interaction_matrix(batches, num_items)  # (U, N) behaviours per user and item
+    matrix = interaction_matrix(batches, num_items)  # (U, N) counts
 
 Shapes: `U` users, `N` items, `B` requests, `T` behaviours of the longest history.
 """
@@ -22,8 +22,10 @@ def interaction_matrix(
 ) -> csr_array:
     """Return the (U, N) number of training behaviours of each user with each item.
 
-    `batches` are training batches of unit `behaviour`. Users without a training
-    behaviour have no row.
+    Args:
+        batches: Training batches of unit `behaviour`. Users without a training
+            behaviour have no row.
+        num_items: Number N of items.
     """
     users, items = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for batch in batches:
@@ -62,7 +64,7 @@ def _scatter_history(batch: HistoryBatch, num_items: int, accumulate: bool) -> T
 
 
 def real_items(batch: HistoryBatch, num_items: int) -> Tensor:
-    """Return the histories (B, T) with `num_items` in place of padding."""
+    """Return the items (B, T) of the histories, with `num_items` at padding."""
     history = batch.history
     position = torch.arange(history.shape[1], device=history.device)
     real = position < batch.history_length[:, None]
@@ -70,8 +72,9 @@ def real_items(batch: HistoryBatch, num_items: int) -> Tensor:
 
 
 def popular_below_zero(counts: Tensor) -> Tensor:
-    """Return (N,) scores from -1 to below 0 that order items by their counts.
+    """Return (N,) scores in [-1, 0) that order items by their `counts` (N,).
 
-    They rank items that a model gives no positive score: the most frequent first.
+    Added to a model's positive scores, they rank the items without a score by
+    popularity.
     """
     return counts / (counts.max() + 1) - 1

@@ -10,10 +10,15 @@ X (U, N) counts the training behaviours of each user with each item, W its weigh
     score     sum of s_ij over the distinct items i of the history, j among the
               `neighbours` items most similar to i
 
-Items are documents and users are terms: a user of many items says little, and with bm25
-an item of many users is damped (c_i is the sum of column i; k1 = 1.2, b = 0.75).
+Items are documents and users are terms: users with many items have less weight, and
+with bm25 items with many users have lower weights (c_i is the sum of column i; k1 =
+1.2, b = 0.75). Items without a score are ranked last, by popularity.
+
 Item-based top-N: Deshpande and Karypis, TOIS 2004; shrinkage: Bell and Koren, ICDM
-2007; BM25: Robertson and Zaragoza, 2009. Items without a score follow by popularity.
+2007; BM25: Robertson and Zaragoza, 2009.
+
+Shapes: `U` users, `N` items, `B` requests, `T` behaviours of the longest history, `K`
+neighbours of an item.
 """
 
 from __future__ import annotations
@@ -41,29 +46,29 @@ from models.retrieval.floors.interactions import (
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
-K1, B = 1.2, 0.75
-"""BM25: saturation of counts, and how far the length of an item counts."""
+BM25_K1 = 1.2
+"""Saturation of counts in BM25."""
+
+BM25_B = 0.75
+"""Strength of BM25's normalisation by the number of users of an item."""
 
 PRODUCTS_PER_BLOCK = 20_000_000
-"""Most pairs of items whose similarities are held at once while neighbours are
-chosen."""
+"""Most pairs of items whose similarities are in memory at once."""
 
 
 @dataclass
 class ItemKNNConfig:
-    """Options of ItemKNN, which recommends the items most similar to the history by
-    common users.
-    """
+    """ItemKNN: recommends items that share users with the items of the history."""
 
     neighbours: int = 100
-    """Most similar items kept for each item."""
+    """Number of most similar items stored per item."""
     weights: Literal["none", "tfidf", "bm25"] = "tfidf"
-    """Weights of a user's items: counts as they are, TF-IDF or BM25."""
+    """Weights of a user's items: none (raw counts), tfidf or bm25."""
     shrinkage: float = 0.0
-    """Added to the denominator of the cosine: lowers similarities that rest on few
+    """Added to the denominator of the cosine, which lowers similarities based on few
     users."""
     max_history: int = 200
-    """Behaviours read per request: the latest."""
+    """Number of latest behaviours read per request."""
 
     def __post_init__(self) -> None:
         check_least(self, ["max_history", "neighbours"], 1, "model.")
@@ -71,7 +76,7 @@ class ItemKNNConfig:
 
 
 class ItemKNN(RetrievalModel):
-    """A ranker by similar items; tables of nearest items are padded with -1 and 0."""
+    """A model that recommends the nearest neighbours of the history's items."""
 
     name = "item_knn"
     config_class = ItemKNNConfig
@@ -80,8 +85,11 @@ class ItemKNN(RetrievalModel):
     is_floor = True
 
     neighbours: Tensor
+    """(N, K) int32 nearest items of each item, -1 at padding."""
     similarity: Tensor
+    """(N, K) similarities of the neighbours, 0 at padding."""
     counts: Tensor
+    """(N,) training behaviours of each item."""
 
     def __init__(self, config: ItemKNNConfig, catalogue: Catalogue) -> None:
         super().__init__(config, catalogue)
@@ -95,7 +103,7 @@ class ItemKNN(RetrievalModel):
         matrix = interaction_matrix(batches, len(self.counts))
         self.counts.copy_(item_counts(matrix))
         neighbours, similarity = nearest_items(
-            weigh(matrix, self.config.weights),
+            weight_counts(matrix, self.config.weights),
             self.config.neighbours,
             self.config.shrinkage,
         )
@@ -103,10 +111,15 @@ class ItemKNN(RetrievalModel):
         self.similarity.copy_(torch.from_numpy(similarity))
 
     def nearest_items(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return the stored neighbours and similarities, (N, k) both, best first.
+
+        If an item has fewer than k neighbours, the tail of its row is item -1 with
+        score -inf.
+        """
         missing = max(0, k - self.config.neighbours)
-        fewer = self.similarity == 0
-        items = self.neighbours.long().masked_fill(fewer, -1)
-        scores = self.similarity.masked_fill(fewer, -torch.inf)
+        is_padding = self.similarity == 0
+        items = self.neighbours.long().masked_fill(is_padding, -1)
+        scores = self.similarity.masked_fill(is_padding, -torch.inf)
         return (
             functional.pad(items, (0, missing), value=-1)[:, :k],
             functional.pad(scores, (0, missing), value=-torch.inf)[:, :k],
@@ -114,13 +127,14 @@ class ItemKNN(RetrievalModel):
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k)."""
+        """Return items and scores, (B, k) both, by summed similarities."""
         num_items = len(self.counts)
-        items = real_items(batch, num_items)  # (B, T), padding is `num_items`
-        item = items.clamp(max=num_items - 1)
-        counted = is_last_occurrence(items) & (items < num_items)
-        similarity = self.similarity[item] * counted[..., None]  # (B, T, K)
-        neighbours = self.neighbours[item].long() % (num_items + 1)  # -1 to N
+        items = real_items(batch, num_items)  # (B, T), `num_items` at padding
+        index = items.clamp(max=num_items - 1)
+        is_counted = is_last_occurrence(items) & (items < num_items)
+        similarity = self.similarity[index] * is_counted[..., None]  # (B, T, K)
+        # the padding -1 becomes N, one column past the items
+        neighbours = self.neighbours[index].long() % (num_items + 1)
         scores = similarity.new_zeros((len(items), num_items + 1))
         scores.scatter_add_(1, neighbours.flatten(1), similarity.flatten(1))
         scores = scores[:, :num_items]
@@ -129,25 +143,33 @@ class ItemKNN(RetrievalModel):
 
 
 def is_last_occurrence(items: Tensor) -> Tensor:
-    """Return (B, T) whether each of the `items` (B, T) does not occur again later."""
+    """Return a mask (B, T) of the last occurrence of each item of `items` (B, T)."""
     equal = items[:, :, None] == items[:, None, :]
     return ~equal.triu(1).any(2)
 
 
-def weigh(matrix: csr_array, weights: str) -> csr_array:
-    """Return W of the (U, N) counts, by the equations above."""
+def weight_counts(matrix: csr_array, weights: str) -> csr_array:
+    """Return the weights W (U, N) by the equations in the module's docstring.
+
+    Args:
+        matrix: (U, N) counts X.
+        weights: As in `ItemKNNConfig`.
+    """
     if weights == "none":
         return matrix
     items_per_user = np.diff(matrix.indptr)
     idf = np.log(matrix.shape[1] / (1 + items_per_user)).clip(0)
-    row_idf = np.repeat(idf, items_per_user)  # of each stored count
-    counts = matrix.data
+    # one value per stored count
+    count = matrix.data
+    count_idf = np.repeat(idf, items_per_user)
     if weights == "tfidf":
-        weighted = np.sqrt(counts) * row_idf
+        weighted = np.sqrt(count) * count_idf
     else:
-        item_length = matrix.sum(axis=0)
-        norm = K1 * (1 - B + B * item_length / max(item_length.mean(), 1e-12))
-        weighted = row_idf * counts * (K1 + 1) / (counts + norm[matrix.indices])
+        item_length = matrix.sum(axis=0)  # (N,)
+        relative_length = item_length / max(item_length.mean(), 1e-12)
+        norm = BM25_K1 * (1 - BM25_B + BM25_B * relative_length)
+        saturated = count * (BM25_K1 + 1) / (count + norm[matrix.indices])
+        weighted = count_idf * saturated
     return csr_array((weighted, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
@@ -158,41 +180,58 @@ def nearest_items(
 
     Args:
         weighted: (U, N) weights of each user's items.
-        neighbours: K, items kept for each item; an item is no neighbour of its own.
-        shrinkage: added to the denominator of the cosine.
+        neighbours: Number K of neighbours per item; an item is not its own neighbour.
+        shrinkage: Added to the denominator of the cosine.
 
     Returns:
-        (N, K) items, best first and ties by item_index, -1 where an item has fewer;
-        (N, K) similarities, 0 there.
+        (N, K) items, best first and ties by item_index, -1 at padding; (N, K)
+        similarities, 0 at padding.
     """
     num_items = weighted.shape[1]
     items = np.full((num_items, neighbours), -1, np.int32)
     similarity = np.zeros((num_items, neighbours), np.float32)
     norm = np.sqrt((weighted**2).sum(axis=0))
     by_item = csr_array(weighted.T)  # (N, U)
-    for first, last in item_blocks(by_item, weighted):
-        products = csr_array(by_item[first:last] @ weighted)  # (n, N)
-        row = np.repeat(np.arange(first, last), np.diff(products.indptr))
-        column = products.indices.astype(np.int64)
-        value = products.data / (norm[row] * norm[column] + shrinkage)
-        chosen = np.flatnonzero((value > 0) & (row != column))
-        order = chosen[np.lexsort((column[chosen], -value[chosen], row[chosen]))]
-        rank = rank_in_run(row[order])
-        order, rank = order[rank < neighbours], rank[rank < neighbours]
-        items[row[order], rank] = column[order]
-        similarity[row[order], rank] = value[order]
+    for first, end in item_blocks(by_item, weighted):
+        products = csr_array(by_item[first:end] @ weighted)  # (end - first, N)
+        # one entry per pair of items with a common user
+        item = np.repeat(np.arange(first, end), np.diff(products.indptr))
+        other = products.indices.astype(np.int64)
+        cosine = products.data / (norm[item] * norm[other] + shrinkage)
+        is_pair = (cosine > 0) & (item != other)
+        item = item[is_pair]
+        other = other[is_pair]
+        cosine = cosine[is_pair]
+        order = np.lexsort((other, -cosine, item))
+        rank = rank_in_run(item[order])
+        order = order[rank < neighbours]
+        rank = rank[rank < neighbours]
+        items[item[order], rank] = other[order]
+        similarity[item[order], rank] = cosine[order]
     return items, similarity
 
 
 def rank_in_run(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position of each of the sorted `values` among its equals, from 0."""
-    return np.arange(len(values)) - np.searchsorted(values, values)
+    """Return the index of each value within its run of equal values.
+
+    Args:
+        values: (n,) ascending values.
+    """
+    first_of_run = np.searchsorted(values, values)
+    return np.arange(len(values)) - first_of_run
 
 
 def item_blocks(by_item: csr_array, weighted: csr_array) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of consecutive items with a bounded number of pairs."""
+    """Yield blocks (first, end) of items with about `PRODUCTS_PER_BLOCK` pairs each.
+
+    Args:
+        by_item: (N, U) transposed weights.
+        weighted: (U, N) weights.
+    """
     items_per_user = np.diff(weighted.indptr)
-    pairs = by_item.astype(bool).astype(np.int64) @ items_per_user  # at most, per item
-    block = np.cumsum(np.minimum(pairs, weighted.shape[1])) // PRODUCTS_PER_BLOCK
+    is_stored = by_item.astype(bool).astype(np.int64)
+    # (N,) upper bound of the number of items that share a user with each item
+    max_pairs = np.minimum(is_stored @ items_per_user, weighted.shape[1])
+    block = np.cumsum(max_pairs) // PRODUCTS_PER_BLOCK
     edges = np.flatnonzero(np.diff(block)) + 1
     yield from itertools.pairwise([0, *edges.tolist(), len(block)])

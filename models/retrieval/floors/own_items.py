@@ -1,15 +1,18 @@
-"""Own items: recommend what a user took most often, then popular items.
+"""Own items: recommend the most frequent items of a user's history, then popular items.
 
-With n_ui the occurrences of item i in the history of user u and d_ui the number of
-behaviours after the latest of them, of at most L = `max_history` behaviours:
+n_ui is the number of occurrences of item i in the latest L = `max_history` behaviours
+of user u, d_ui the number of behaviours after its last occurrence, and c_i the number
+of training behaviours with item i:
 
     score(u, i) = n_ui + 1 - d_ui / (L + 1)      if n_ui > 0
                   c_i / (1 + max_j c_j) - 1      otherwise
 
-c_i counts the training behaviours with item i. The first line is above 1 and the second
-below 0, so a user's items come first, by frequency, ties by the latest occurrence. It
-is the personal top frequency of Hu et al., Modeling Personalized Item Frequency
-Information for Next-basket Recommendation, SIGIR 2020.
+The first line is above 1 and the second below 0, so a user's items come first, by
+frequency, ties by the latest occurrence. The ranking is the personal top frequency of
+Hu et al., Modeling Personalized Item Frequency Information for Next-basket
+Recommendation, SIGIR 2020.
+
+Shapes: `B` requests, `T` behaviours of the longest history, `N` items.
 """
 
 from __future__ import annotations
@@ -32,33 +35,35 @@ from models.retrieval.recommend import best_allowed, recommender
 
 @dataclass
 class OwnItemsConfig:
-    """Own items: recommends a user's most frequent items, ties to the latest, then the most popular ones."""
+    """Own items: recommends a user's most frequent items, then popular items."""
 
     max_history: int = 1000
-    """Behaviours read per request: the latest."""
+    """Number of latest behaviours read per request."""
 
     def __post_init__(self) -> None:
         check_least(self, ["max_history"], 1, "model.")
 
 
 class OwnItems(Popularity):
-    """Frequency and recency of the items of a user's history, backed by popularity."""
+    """A ranker by frequency and recency in the user's history, then by popularity."""
 
     name = "own_items"
     config_class = OwnItemsConfig
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k)."""
+        """Return items and scores, (B, k) both, the user's own items first."""
         num_items = len(self.counts)
         frequency = history_counts(batch, num_items)  # (B, N)
-        items = real_items(batch, num_items)  # (B, T)
+        items = real_items(batch, num_items)  # (B, T), `num_items` at padding
         position = torch.arange(items.shape[1], device=items.device)
         # 1 for a history's last behaviour, falling by 1 / (L + 1) per behaviour
         distance = batch.history_length[:, None] - 1 - position
         recency = 1 - distance / (self.config.max_history + 1)
-        latest = frequency.new_zeros((len(items), num_items + 1))
-        latest = latest.scatter_reduce_(1, items, recency, "amax")[:, :num_items]
+        # (B, N): recency of each item's last occurrence; the extra column is padding
+        last_recency = frequency.new_zeros((len(items), num_items + 1))
+        last_recency.scatter_reduce_(1, items, recency, "amax")
+        own_scores = frequency + last_recency[:, :num_items]
         popular = popular_below_zero(self.counts)
-        scores = torch.where(frequency > 0, frequency + latest, popular)
+        scores = torch.where(frequency > 0, own_scores, popular)
         return best_allowed(scores, k, batch)

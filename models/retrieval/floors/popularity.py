@@ -21,11 +21,10 @@ from models.retrieval.recommend import best_allowed, recommender
 
 @dataclass
 class PopularityConfig:
-    """Popularity: recommends the items that are most frequent in training, to every user the same."""
+    """Popularity: recommends the most frequent items of training to every user."""
 
     max_history: int = 1
-    """Behaviours read per request, as for every model; popularity looks at none of
-    them."""
+    """Number of latest behaviours read per request; popularity ignores them."""
 
 
 class Popularity(RetrievalModel):
@@ -38,6 +37,7 @@ class Popularity(RetrievalModel):
     is_floor = True
 
     counts: Tensor
+    """(N,) training behaviours of each item."""
 
     def __init__(self, config: Any, catalogue: Catalogue) -> None:
         super().__init__(config, catalogue)
@@ -52,13 +52,13 @@ class Popularity(RetrievalModel):
 
     @torch.no_grad()
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the cross-entropy of the targets under the counts plus one."""
-        shares = (self.counts + 1).log() - (self.counts + 1).sum().log()
-        return {"loss": -shares[batch.target].mean()}
+        """Return the cross-entropy of the targets under add-one smoothed counts."""
+        log_shares = (self.counts + 1).log() - (self.counts + 1).sum().log()
+        return {"loss": -log_shares[batch.target].mean()}
 
     @recommender
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
-        """Return (items, scores), each (B, k), equal for all requests."""
+        """Return items and scores, (B, k) both, equal for all requests."""
         items, scores = best_allowed(self.counts[None].clone(), k, batch)
         rows = len(batch.history)
         return items.expand(rows, k), scores.expand(rows, k)

@@ -1,15 +1,15 @@
-"""LC-Rec (Zheng et al., 2024): a causal language model that reads semantic IDs and writes the next one.
+r"""LC-Rec (Zheng et al., 2024): a causal language model that generates semantic IDs.
 
-    python -m jobs.train --config jobs/configs/lc_rec.yaml --tables TABLES --sids SIDS --storage runs --name lc_rec \\
-        --model.lm meta-llama/Llama-2-7b-hf
+    python -m jobs.train --config jobs/configs/lc_rec.yaml --tables TABLES --sids SIDS \
+        --storage runs --name lc_rec --model.lm meta-llama/Llama-2-7b-hf
 
-`lm` is any causal language model of `transformers`, trained in full or by LoRA. Without
-one, a small LLaMA is trained from random weights. Codes are new tokens. Prompts are
-instructions (`prompts.py`); the loss is that of the response, over words and codes
-together. If the log has titles of items, the tasks of the paper that need titles are
-trained too: in each batch a share of rows, on items drawn from the whole catalogue.
+`lm` is any causal language model of `transformers`, trained in full or by LoRA. If `lm`
+is empty, a small LLaMA is trained from random weights. Codes are new tokens. Prompts
+are instructions (`prompts.py`). The loss is the cross-entropy of the response over
+words and codes together. If the log has item titles, training includes the paper's
+tasks on titles: a share of each batch, on random items of the catalogue.
 
-All semantic IDs have the same number of codes, so no token ends them.
+All semantic IDs have the same number of codes, so they need no end token.
 
 Shapes: `B` requests, `L` levels (codes of an item), `D` width, `V` words of the
 language model, `R` rows of a task, `M` tokens of the longest title, `n` tokens of the
@@ -52,18 +52,19 @@ from models.training.distributed import global_mean
 
 @dataclass
 class LcRecConfig:
-    """Options of LC-Rec; default sizes are a small LLaMA with random weights, unlike
-    the paper's.
+    """Options of LC-Rec; default sizes are a small LLaMA with random weights.
+
+    The paper fine-tunes a pretrained LLaMA of 7 billion parameters (`lm`).
     """
 
     lm: str = field(default="", metadata={"names": "encoder"})
     """Pretrained causal language model, a Hugging Face name or a folder (LLaMA of 7
-    billion parameters in the paper, LLaMA-2 in SID-MLP's Appendix D.1); read when a
-    training begins. Empty: one of the sizes below, from random weights."""
+    billion parameters in the paper, LLaMA-2 in Appendix D.1 of SID-MLP), loaded when
+    training starts. Empty: a LLaMA of the sizes below with random weights."""
     width: int = 256
     """Width of the states, if `lm` is empty."""
     num_layers: int = 8
-    """Blocks, if `lm` is empty."""
+    """Number of blocks, if `lm` is empty."""
     num_heads: int = 4
     """Attention heads, if `lm` is empty."""
     ffn_width: int = 704
@@ -72,79 +73,77 @@ class LcRecConfig:
     dropout: float = 0.0
     """Dropout of attention, if `lm` is empty (LLaMA has none)."""
     max_words: int = 8000
-    """Words of titles in the vocabulary at most, if `lm` is empty; other words are
+    """Most words of titles in the vocabulary, if `lm` is empty; other words are
     unknown."""
     lora_rank: int = 0
     """Rank of LoRA on all linear layers of the language model; 0 trains the model in
-    full, as the paper does."""
+    full, as in the paper."""
     lora_alpha: float = 32.0
-    """LoRA's products are scaled by this over the rank."""
+    """Scale of LoRA's updates: lora_alpha / lora_rank."""
     lora_dropout: float = 0.05
-    """Dropout before LoRA's products."""
+    """Dropout on the input of LoRA's updates."""
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
     """Training tasks: `next` (history -> codes), `next_title` (history -> title),
-    `title_to_item`, `item_to_title`. All but the first need titles, and are left out if
-    the log has none (Sec. 3.3 of LC-Rec)."""
+    `title_to_item`, `item_to_title`. All but `next` need titles, and are skipped if the
+    log has none (Sec. 3.3 of LC-Rec)."""
     title: str = "title"
-    """Text column of the items that holds their title, as named in the source file."""
+    """Text column of the items with their title, as named in the source file."""
     title_tokens: int = 32
-    """Tokens of a title at most."""
+    """Most tokens of a title."""
     task_share: float = 0.25
-    """Rows of each task other than `next`, as a share of the batch's requests; the
-    paper mixes whole data sets."""
+    """Number of rows of each task other than `next`, as a share of the batch's
+    requests; the paper mixes whole data sets."""
     max_history: int = 20
-    """Latest items read (public settings of LC-Rec)."""
+    """Number of latest items read (public settings of LC-Rec)."""
     beam: int = 20
-    """Beams when recommending (Sec. 4.1 of LC-Rec)."""
+    """Number of beams when recommending (Sec. 4.1 of LC-Rec)."""
     constrained: bool = True
-    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in
-    the end."""
+    """Whether decoding stays within the trie; otherwise code tuples without an item are
+    dropped at the end."""
     lm_model: dict[str, Any] = field(default_factory=dict)
     """Config of the language model, filled in before training."""
     prompt: dict[str, list[int]] = field(default_factory=dict)
     """Tokens of the prompt of `next`, filled in before training."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self,
-            (
-                "width",
-                "num_layers",
-                "num_heads",
-                "ffn_width",
-                "title_tokens",
-                "max_history",
-                "beam",
-            ),
-        )
+        sizes = ("width", "num_layers", "num_heads", "ffn_width")
+        check_positive(self, (*sizes, "title_tokens", "max_history", "beam"))
         check_least(self, ("max_words", "lora_rank"), 0)
         if self.width % (2 * self.num_heads):
             raise ValueError(
-                f"width {self.width} gives {self.num_heads} heads no even width; give a multiple of "
-                f"{2 * self.num_heads}"
+                f"width {self.width} does not give each of {self.num_heads} heads an "
+                f"even width; give a multiple of {2 * self.num_heads}"
             )
         check_dropout(self, "dropout", "lora_dropout")
         if not 0 < self.task_share <= 1:
             raise ValueError(
-                f"task_share {self.task_share} is not in (0, 1]; leave tasks out with tasks: [next]"
+                f"task_share {self.task_share} is not in (0, 1]; to train on no other "
+                "tasks, set tasks: [next]"
             )
         if "next" not in self.tasks or not set(self.tasks) <= set(TASKS):
             raise ValueError(
-                f"tasks are {self.tasks}; give 'next', which recommending asks, and others of {TASKS}"
+                f"tasks are {self.tasks}; give 'next', which recommending needs, and "
+                f"others of {TASKS}"
             )
 
 
 def choose_tokenizer(
     config: LcRecConfig, titles: list[str] | None, rows: int = 0
 ) -> Tokenizer:
-    """Return the tokenizer; `rows` is the number of rows of a pretrained model's embedding."""
+    """Return the tokenizer of the language model.
+
+    Args:
+        config: Options of LC-Rec.
+        titles: Titles of all items, for the vocabulary if `config.lm` is empty.
+        rows: Number of rows of a pretrained model's word embedding.
+    """
     if config.lm:
         return Pretrained(config.lm, rows)
     return Words(titles or [], config.max_words)
 
 
 class LcRec(Retriever):
-    """A language model as backbone, and its output layer over codes as decoder."""
+    """A language model as backbone, with an output layer over codes as decoder."""
 
     name = "lc_rec"
     config_class = LcRecConfig
@@ -156,15 +155,9 @@ class LcRec(Retriever):
     def __init__(self, config: LcRecConfig, catalogue: Catalogue) -> None:
         config = self.resolve_config(config, catalogue)
         tokens = SidTokens(catalogue, 1)
-        items = config.max_history * (tokens.levels + len(config.prompt["between"]))
-        words = sum(len(part) for part in config.prompt.values())
-        response = (
-            tokens.levels
-            if config.tasks == ["next"]
-            else max(tokens.levels, config.title_tokens + words)
+        lm = language_model.build_model(
+            config.lm_model, max_sequence_length(config, tokens.levels)
         )
-        longest = items + words + response
-        lm = language_model.build_model(config.lm_model, longest)
         tied = language_model.has_tied_embeddings(lm)
         if config.lora_rank:
             language_model.add_lora(
@@ -172,11 +165,14 @@ class LcRec(Retriever):
             )
         backbone = LmBackbone(tokens, lm, config.prompt, config.max_history)
         super().__init__(config, catalogue, backbone, LmDecoder(backbone, tied))
-        self._texts: Texts | None = None  # not saved with the weights
+        self._texts: Texts | None = None  # set for training
 
     @classmethod
     def resolve_config(cls, config: LcRecConfig, catalogue: Catalogue) -> LcRecConfig:
-        """Return the config with the language model's config, the prompt's tokens, and the tasks that the log has titles for."""
+        """Return the config with `lm_model` and `prompt` filled in.
+
+        If the items have no titles, `tasks` is reduced to `next`.
+        """
         if config.lm_model:
             return config
         titles = read_titles(catalogue, config.title)
@@ -203,7 +199,11 @@ class LcRec(Retriever):
     def prepare_training(
         self, catalogue: Catalogue, datasets: Mapping[str, Any]
     ) -> list[str]:
-        """Load the pretrained weights that the config names, and the titles that its tasks need."""
+        """Load the pretrained weights, and the titles that the tasks need.
+
+        Raises:
+            UserError: If a task needs titles and the items have none.
+        """
         config = self.config
         if config.lm:
             language_model.load_pretrained(self.backbone.lm, config.lm)
@@ -211,58 +211,58 @@ class LcRec(Retriever):
         tasks = [task for task in config.tasks if task != "next"]
         if not tasks:
             return [
-                f"tasks: next alone; the others need a text '{config.title}' of the items, and to be in model.tasks"
+                f"tasks: next; other tasks need a text column '{config.title}' of the "
+                "items, and to be named in model.tasks"
             ]
         titles = read_titles(catalogue, config.title)
         if titles is None:
             raise UserError(
-                f"the items have no text '{config.title}', which the tasks {', '.join(tasks)} are of; set model.title to "
-                f"one of the source file, or model.tasks to [next]"
+                f"the items have no text column '{config.title}', which the tasks "
+                f"{', '.join(tasks)} need; set model.title to a text column of the "
+                "source file, or model.tasks to [next]"
             )
         tokenizer = choose_tokenizer(config, titles, self.backbone.vocabulary)
         tokens, lengths = encode_titles(tokenizer, titles, config.title_tokens)
-        words = {task: encode_prompt(tokenizer, task) for task in tasks}
-        around = {
-            task: (
-                torch.tensor(words[task]["before"]),
-                torch.tensor(words[task]["after"]),
-            )
-            for task in tasks
-        }
-        self.set_texts(Texts(tokens, lengths, around, tokenizer.end))
+        prompts = {}
+        for task in tasks:
+            words = encode_prompt(tokenizer, task)
+            prompts[task] = torch.tensor(words["before"]), torch.tensor(words["after"])
+        self.set_texts(Texts(tokens, lengths, prompts, tokenizer.end))
         return [
-            f"tasks: next, and beside it {', '.join(tasks)} on the items' text '{config.title}'"
+            f"tasks: next, and {', '.join(tasks)} on the text column '{config.title}' "
+            "of the items"
         ]
 
     def fsdp_blocks(self) -> list[nn.Module]:
+        """Return the blocks of the language model."""
         return language_model.find_blocks(self)
 
     def set_texts(self, texts: Texts) -> None:
-        """Set the titles that the tasks other than `next` read and write."""
+        """Set the titles for the tasks other than `next`."""
         device = self.tokens.items.device
         self._texts = replace(
             texts, titles=texts.titles.to(device), lengths=texts.lengths.to(device)
         )
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the cross-entropy of the responses' tokens, the mean over rows of each row's mean.
+        """Return the mean over rows of each row's `response_loss`.
 
-        With several tasks, the loss of each task is returned too.
+        With several tasks, the loss of each task is returned, too.
         """
-        count = len(batch.target)
+        num_requests = len(batch.target)
         prompts = self.backbone.prompts(batch)
         response = self.backbone.response(batch.target)
         losses = {"next": self.response_loss(prompts, response)}
-        rows = {"next": count}
+        rows = {"next": num_requests}
         for task in self.config.tasks:
             if self._texts is not None and task != "next":
-                rows[task] = max(1, round(self.config.task_share * count))
-                prompts, response = self._texts.example(
+                rows[task] = max(1, round(self.config.task_share * num_requests))
+                prompts, response = self._texts.make_examples(
                     self.backbone, task, batch, rows[task]
                 )
                 losses[task] = self.response_loss(prompts, response)
         total = torch.stack([rows[task] * losses[task] for task in losses]).sum()
-        result = {"loss": global_mean(total / sum(rows.values()), count)}
+        result = {"loss": global_mean(total / sum(rows.values()), num_requests)}
         if len(losses) > 1:
             result |= {f"{task}_loss": losses[task].detach() for task in losses}
         return result
@@ -272,12 +272,13 @@ class LcRec(Retriever):
 
         Args:
             prompts: Segments before the response.
-            response: (R, n) tokens, and which of them are real; real tokens come first.
+            response: Segment (R, n); its real tokens come first.
         """
         target, mask = response
         tokens, lengths = concat_segments([*prompts, response])
-        states = self.backbone.run(self.backbone.embed(tokens))[0]
-        first = lengths - mask.sum(1) - 1  # state before the response's first token
+        states, _ = self.backbone.run(self.backbone.embed(tokens))
+        # position before the response's first token
+        first = lengths - mask.sum(1) - 1
         offset = torch.arange(target.shape[1], device=target.device)
         position = (first.unsqueeze(1) + offset).clamp(max=tokens.shape[1] - 1)
         states = states.take_along_dim(position.unsqueeze(-1), 1)  # (R, n, D)
@@ -293,81 +294,104 @@ class LcRec(Retriever):
         return ((losses * mask).sum(1) / mask.sum(1)).mean()
 
 
+def max_sequence_length(config: LcRecConfig, levels: int) -> int:
+    """Return an upper bound of the tokens of a prompt with its response.
+
+    Args:
+        config: Resolved options of LC-Rec.
+        levels: Number of codes of an item.
+    """
+    history = config.max_history * (levels + len(config.prompt["between"]))
+    words = sum(len(part) for part in config.prompt.values())
+    response = levels
+    if config.tasks != ["next"]:
+        response = max(levels, config.title_tokens + words)
+    return history + words + response
+
+
 def require_lc_rec(teacher: Retriever) -> LcRec:
-    """Return the teacher, or raise a UserError if it is no LC-Rec."""
+    """Return the teacher as an `LcRec`.
+
+    Raises:
+        UserError: If the teacher is another model.
+    """
     if not isinstance(teacher, LcRec):
         raise UserError(
-            f"the teacher is a '{teacher.name}', and this model is made of the parts of a language model; give "
-            f"an LC-Rec as model.teacher"
+            f"the teacher is a '{teacher.name}', but this model uses a language model; "
+            "give an LC-Rec as model.teacher"
         )
     return teacher
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Titles of all items, and the prompt around them in each task."""
+    """Titles of all items, and the words around the input of each task."""
 
     titles: Tensor
     """(N, M) tokens, padded with 0."""
     lengths: Tensor
     """(N,) number of tokens of each title."""
     prompts: dict[str, tuple[Tensor, Tensor]]
-    """Tokens before and after the input of a task."""
+    """Tokens before and after the input of each task."""
     end: int
-    """Token that ends a title."""
+    """Token at the end of a title."""
 
     def title(self, items: Tensor) -> Segment:
-        """Return the titles of `items` (R,)."""
-        return self.titles[items], real_positions(
-            self.lengths[items], self.titles.shape[1]
-        )
+        """Return the titles of `items` (R,) as a segment (R, M)."""
+        is_real = real_positions(self.lengths[items], self.titles.shape[1])
+        return self.titles[items], is_real
 
     def response(self, items: Tensor) -> Segment:
-        """Return the titles of `items` (R,) as responses, with the end token."""
-        tokens, mask = self.title(items)
-        tokens, lengths = concat_segments(
-            [
-                (tokens, mask),
-                (torch.full_like(tokens[:, :1], self.end), mask[:, :1] | True),
-            ]
-        )
+        """Return the titles of `items` (R,) with the end token, (R, M + 1)."""
+        tokens, is_real = self.title(items)
+        end = torch.full_like(tokens[:, :1], self.end)
+        end_segment = (end, torch.ones_like(end, dtype=torch.bool))
+        tokens, lengths = concat_segments([(tokens, is_real), end_segment])
         return tokens, real_positions(lengths, tokens.shape[1])
 
-    def example(
+    def make_examples(
         self, backbone: LmBackbone, task: str, batch: RequestBatch, rows: int
     ) -> tuple[list[Segment], Segment]:
-        """Return prompts and responses of `rows` examples of a task.
+        """Return prompts and responses of examples of a task.
 
-        They are the batch's first requests, or items drawn from the whole catalogue.
+        Args:
+            backbone: Backbone that encodes histories and items.
+            task: A task other than `next`.
+            batch: Requests; `next_title` uses the first ones. Other tasks draw items
+                from the whole catalogue.
+            rows: Number R of examples.
         """
         device = batch.target.device
         before, after = (words.to(device) for words in self.prompts[task])
         if task == "next_title":
-            part = batch.select("B", slice(rows))
-            items, given = part.target, backbone.history_tokens(part)
+            requests = batch.select("B", slice(rows))
+            task_input = backbone.history_tokens(requests)
+            response = self.response(requests.target)
         else:
             items = torch.randint(0, len(self.titles), (rows,), device=device)
-            given = (
-                self.title(items)
-                if task == "title_to_item"
-                else backbone.response(items)
-            )
+            if task == "title_to_item":
+                task_input, response = self.title(items), backbone.response(items)
+            else:
+                task_input, response = backbone.response(items), self.response(items)
+        num_rows = len(response[0])
         prompts = [
-            backbone.constant(before, items),
-            given,
-            backbone.constant(after, items),
+            backbone.repeat_words(before, num_rows),
+            task_input,
+            backbone.repeat_words(after, num_rows),
         ]
-        return prompts, backbone.response(
-            items
-        ) if task == "title_to_item" else self.response(items)
+        return prompts, response
 
 
 @torch.no_grad()
-def init_codes(module: LcRec) -> None:
-    """Initialise the codes' tokens around the mean of the words, as `transformers` does for new tokens."""
-    lm: Any = module.backbone.lm
-    pairs = [(module.backbone.embedding.weight, lm.get_input_embeddings().weight)]
-    if module.decoder.output is not None:
-        pairs.append((module.decoder.output.weight, lm.get_output_embeddings().weight))
-    for new, words in pairs:
-        new.copy_(words.mean(0) + torch.randn_like(new) * words.std(0))
+def init_codes(model: LcRec) -> None:
+    """Initialise the tokens of codes like words: normal, with the words' mean and std.
+
+    `transformers` initialises new tokens around the mean, too.
+    """
+    lm: Any = model.backbone.lm
+    pairs = [(model.backbone.embedding.weight, lm.get_input_embeddings().weight)]
+    if model.decoder.output is not None:
+        pairs.append((model.decoder.output.weight, lm.get_output_embeddings().weight))
+    for code_weights, words in pairs:
+        noise = torch.randn_like(code_weights)
+        code_weights.copy_(words.mean(0) + noise * words.std(0))

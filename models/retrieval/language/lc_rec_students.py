@@ -1,24 +1,25 @@
-"""Students of LC-Rec as SID-MLP's paper ports them: SID-MLP (Appendix D.1) and NEZHA (Appendix D.4).
+r"""Students of LC-Rec from the paper of SID-MLP: SID-MLP (App. D.1), NEZHA (App. D.4).
 
-    python -m jobs.train --config jobs/configs/lc_rec_sid_mlp.yaml --tables TABLES --sids SIDS --storage runs \\
-        --name lc_rec_sid_mlp --model.teacher runs/lc_rec
+    python -m jobs.train --config jobs/configs/lc_rec_sid_mlp.yaml --tables TABLES \
+        --sids SIDS --storage runs --name lc_rec_sid_mlp --model.teacher runs/lc_rec
 
 SID-MLP: the language model reads the history; a readout and an MLP per digit decode.
-The readout's keys and values are those of the history's tokens in an early layer of the
-frozen language model, as in its cache (keys after positional encoding), without the
-prompt's words. The query is the last state of the prompt. One to three readouts are
-stacked, each with the output of the one before as query. States of 4096 numbers are
-projected to 768; so are the teacher's embeddings of the codes, which the appendix
-leaves open. Heads, search and loss are SID-MLP's.
+The readout attends to the keys and values of the history's tokens in an early layer of
+the frozen language model, as stored in its cache (keys after positional encoding),
+without the prompt's words. The query is the last state of the prompt. One to three
+readouts are stacked; the output of each is the query of the next. States of 4096
+numbers are projected to 768. The teacher's code embeddings are projected, too, which
+the appendix does not specify. Heads, search and loss are SID-MLP's.
 
 NEZHA: a placeholder per digit, which is a learned embedding, follows the whole prompt,
-including its response header. One pass computes the root, the state of the last token
-of the prompt, and a state per digit; head, losses and search are those of `nezha.py`.
-The language model is trained like LC-Rec, in full or by LoRA, together with the head.
+including its response header. One pass computes the root, which is the state of the
+last token of the prompt, and a state per digit. Head, loss and search are in
+`nezha.py`. The language model is trained like LC-Rec, in full or by LoRA, together with
+the head.
 
 Shapes: `B` requests, `S` tokens of the longest prompt, `P` positions of the longest
 history, `D` width of the language model, `E` width of its keys of all heads, `N` width
-here, `H` heads, `K` width of a head, `V` tokens, `L` levels.
+of the readouts, `H` heads, `K` width of a head, `V` tokens, `L` levels.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ class LcRecSidMlpConfig(StudentConfig):
 
     default_teacher: ClassVar[str] = "lc_rec"
     beam: int = 20
-    """Beams when recommending (the teacher's)."""
+    """Number of beams when recommending (the teacher's)."""
     layer: int = 0
-    """Layer whose keys and values are read, the first is 1; 0: a quarter of them
-    (Appendix D.1: the 8th of 32)."""
+    """Number of the layer whose keys and values are read, from 1; 0: a quarter of the
+    layers (Appendix D.1: the 8th of 32)."""
     width: int = 768
     """Width that queries, keys and values are projected to (d_h of Appendix D.1)."""
     readout_layers: int = 1
-    """Stacked readouts (swept over 1, 2, 3 in Appendix D.1)."""
+    """Number of stacked readouts (swept over 1, 2, 3 in Appendix D.1)."""
     attention_heads: int = 12
-    """Heads of a readout; none are published, 64 numbers each are LC-Rec's own."""
+    """Heads of a readout, of 64 numbers each as in LC-Rec; the number is not
+    published."""
     ffn_width: int = 1024
     """Inner width of a readout's feed-forward (swept over 512, 1024, 2048, 3072 in
     Appendix D.1)."""
@@ -73,13 +75,13 @@ class LcRecSidMlpConfig(StudentConfig):
         super().__post_init__()
         if self.readout_layers < 1 or self.layer < 0:
             raise ValueError(
-                f"readout_layers {self.readout_layers} must be at least 1 and layer {self.layer} at least 0; give such "
-                f"numbers"
+                f"readout_layers is {self.readout_layers} and layer {self.layer}; "
+                "readout_layers must be at least 1 and layer at least 0"
             )
         self.to_sid_mlp()
 
     def to_sid_mlp(self) -> SidMlpConfig:
-        """Return the options of SID-MLP's heads."""
+        """Return the options of SID-MLP's decoder."""
         return SidMlpConfig(
             attention_heads=self.attention_heads,
             attention_width=self.width,
@@ -93,12 +95,13 @@ class LcRecSidMlpConfig(StudentConfig):
 class EarlyReadout(nn.Module):
     """A readout layer: x = LN(q + MHA(q, keys, values)); LN(x + FFN(x))."""
 
-    def __init__(self, given: int, config: LcRecSidMlpConfig) -> None:
-        """Build the readout of keys and values of width `given` (E)."""
+    def __init__(self, memory_width: int, config: LcRecSidMlpConfig) -> None:
+        """Build the readout; `memory_width` is the width E of keys and values."""
         super().__init__()
-        width, self.heads = config.width, config.attention_heads
+        width = config.width
+        self.heads = config.attention_heads
         self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(given, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(memory_width, width, bias=False) for _ in range(2))
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.ffn = nn.Sequential(
             nn.Linear(width, config.ffn_width),
@@ -110,50 +113,62 @@ class EarlyReadout(nn.Module):
     def forward(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     ) -> Tensor:
-        """Return (B, N) of `query` (B, N), `keys` and `values` (B, P, E); `mask` (B, 1, 1, P) is added to scores."""
+        """Return the readout (B, N).
+
+        Args:
+            query: (B, N) queries.
+            keys: (B, P, E) keys of the language model.
+            values: (B, P, E) values of the language model.
+            mask: (B, 1, 1, P) mask to add to scores: 0 at codes, negative elsewhere.
+        """
         q = self.q(query).unflatten(-1, (self.heads, 1, -1))  # (B, H, 1, K)
-        k, v = (
-            x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for x in (self.k(keys), self.v(values))
-        )
+        k = self.k(keys).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, P, K)
+        v = self.v(values).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask
-        # all weights of an empty history are 0, however long others are
+        # an empty history has weights of 0, whatever the batch is padded to
         weights = scores.softmax(-1).masked_fill(mask < 0, 0.0)
         x = self.norm1(query + self.o((weights @ v).flatten(1)))
         return self.norm2(x + self.ffn(x))
 
 
 class EarlyReadouts(nn.Module):
-    """Attention readouts over an early layer of the frozen language model (SID-MLP, Eq. 1 and App. D.1)."""
+    """Stacked readouts over an early layer of the frozen language model.
+
+    Equation 1 and Appendix D.1 of SID-MLP.
+    """
 
     def __init__(self, backbone: LmBackbone, config: LcRecSidMlpConfig) -> None:
         super().__init__()
-        self._backbone = (backbone,)  # no submodule here
-        layers, self.width = backbone.shape()
-        self.layer = (config.layer or max(1, layers // 4)) - 1
-        if self.layer >= layers:
+        self._backbone = (backbone,)  # in a tuple: no submodule
+        num_layers, self.width = backbone.memory_sizes()
+        self.layer = (config.layer or max(1, num_layers // 4)) - 1
+        if self.layer >= num_layers:
             raise UserError(
-                f"layer {config.layer} exceeds the {layers} of the language model; give one of them"
+                f"layer {config.layer} exceeds the {num_layers} layers of the language "
+                f"model; give 1 to {num_layers}"
             )
         self.query = nn.Linear(backbone.embedding.embedding_dim, config.width)
         self.layers = nn.ModuleList(
             EarlyReadout(self.width, config) for _ in range(config.readout_layers)
         )
 
-    def read(self, history: History) -> Tensor:
+    def keys_and_values(self, history: History) -> Tensor:
         """Return the keys and values (B, S, 2 E) of the layer."""
         if history.memory is None:
-            return history.states  # as `teacher_cache` stores them
+            return history.states  # the teacher cache stores keys and values as states
+        keys, values = history.memory[self.layer]  # (B, heads, S, head width) both
         return torch.cat(
-            [x.transpose(1, 2).flatten(2) for x in history.memory[self.layer]], -1
+            [keys.transpose(1, 2).flatten(2), values.transpose(1, 2).flatten(2)], -1
         )
 
     def forward(self, history: History) -> Tensor:
         """Return z (B, N)."""
-        place, real = self._backbone[0].locate_history(history)
-        keys, values = self.read(history)[:, place].split(self.width, -1)
-        mask = torch.zeros(real.shape, dtype=keys.dtype, device=keys.device)
-        mask = mask.masked_fill(~real, torch.finfo(keys.dtype).min)[:, None, None]
+        positions, is_code = self._backbone[0].locate_history(history)
+        memory = self.keys_and_values(history)[:, positions]
+        keys, values = memory.split(self.width, -1)
+        mask = torch.zeros(is_code.shape, dtype=keys.dtype, device=keys.device)
+        mask = mask.masked_fill(~is_code, torch.finfo(keys.dtype).min)
+        mask = mask[:, None, None]
         z = self.query(cast(Tensor, history.query))
         for layer in self.layers:
             z = layer(z, keys, values, mask)
@@ -164,18 +179,18 @@ class LcRecSidMlpDecoder(SidMlpDecoder):
     """SID-MLP's heads on the readouts of a language model."""
 
     def __init__(self, config: LcRecSidMlpConfig, backbone: LmBackbone) -> None:
-        self._make = (config, backbone)
+        self._readout_arguments = (backbone, config)  # for `_make_readout`
         super().__init__(config.to_sid_mlp(), backbone, config.width)
         self.project = nn.Linear(
             backbone.embedding.embedding_dim, config.width, bias=False
         )
 
     def _make_readout(self, dim: int) -> EarlyReadouts:
-        config, backbone = self._make
-        return EarlyReadouts(backbone, config)
+        """Return the readouts of the language model."""
+        return EarlyReadouts(*self._readout_arguments)
 
     def embedding(self) -> Tensor:
-        """Return (V, N): the teacher's embedding of each token, projected."""
+        """Return the projected embeddings (V, N) of the teacher's tokens."""
         if torch.is_grad_enabled():
             return self.project(super().embedding())
         return cache_until_changed(
@@ -197,25 +212,25 @@ class LcRecSidMlp(Student):
     def build_decoder(
         config: LcRecSidMlpConfig, teacher: Retriever
     ) -> LcRecSidMlpDecoder:
+        """Return the decoder on the language model of an LC-Rec."""
         return LcRecSidMlpDecoder(config, require_lc_rec(teacher).backbone)
 
     @property
     def readouts(self) -> EarlyReadouts:
         """Readouts of the student's own decoder."""
-        own = (
-            self.decoder.own
-            if isinstance(self.decoder, ReusesDecoder)
-            else self.decoder
-        )
-        return cast(EarlyReadouts, own.readout)
+        decoder: nn.Module = self.decoder
+        if isinstance(decoder, ReusesDecoder):
+            decoder = decoder.own
+        return cast(EarlyReadouts, decoder.readout)
 
     @property
     def input_width(self) -> int:
+        """Width 2 E of `decoder_input`."""
         return 2 * self.readouts.width
 
     def decoder_input(self, history: History) -> Tensor:
-        """Return keys and values of the layer that the readout reads."""
-        return self.readouts.read(history)
+        """Return the keys and values (B, S, 2 E) that the readouts attend to."""
+        return self.readouts.keys_and_values(history)
 
 
 @dataclass
@@ -224,43 +239,44 @@ class LcRecNezhaConfig(NezhaConfig):
 
     default_teacher: ClassVar[str] = "lc_rec"
     beam: int = 20
-    """Beams when recommending (the teacher's; 10, 20, 50 and 512 were tried in Appendix
-    D.4)."""
+    """Number of beams when recommending (the teacher's; Appendix D.4 tries 10, 20, 50
+    and 512)."""
 
 
 class NezhaLmBackbone(LmBackbone):
-    """A language model that returns the root and the placeholders' states: 1 + L positions."""
+    """A language model that returns the root and the placeholders' states only."""
 
     gives_query = False
 
     def __init__(self, teacher: LcRec) -> None:
-        """Take over the language model of the teacher."""
-        own = teacher.backbone
-        super().__init__(own.tokens, own.lm, teacher.config.prompt, own.max_history)
+        """Build the backbone on the language model of the teacher."""
+        backbone = teacher.backbone
+        super().__init__(
+            backbone.tokens, backbone.lm, teacher.config.prompt, backbone.max_history
+        )
         self.extra = nn.Embedding(self.tokens.levels, self.embedding.embedding_dim)
         nn.init.normal_(self.extra.weight, std=0.02)
 
     def table(self) -> Tensor:
+        """Return the embeddings of codes and placeholders."""
         return torch.cat([self.embedding.weight, self.extra.weight])
 
     def prompts(self, batch: HistoryBatch) -> list[Segment]:
-        """Return the prompt of each request, followed by the placeholders."""
+        """Return the segments of the prompts, followed by the placeholders."""
         first = self.vocabulary + self.tokens.vocabulary
-        placeholders = first + torch.arange(
-            self.tokens.levels, device=self.before.device
-        )
-        return [*super().prompts(batch), self.constant(placeholders, batch.history)]
+        level = torch.arange(self.tokens.levels, device=self.before.device)
+        placeholders = self.repeat_words(first + level, len(batch.history))
+        return [*super().prompts(batch), placeholders]
 
     def encode(self, batch: HistoryBatch) -> History:
-        """Return states (B, 1 + L, D)."""
+        """Return the states (B, 1 + L, D) of the root and the placeholders."""
         tokens, lengths = self.inputs(batch)
-        return last_positions(
-            History(self.run(self.embed(tokens))[0], lengths), 1 + self.tokens.levels
-        )
+        states, _ = self.run(self.embed(tokens))
+        return last_positions(History(states, lengths), 1 + self.tokens.levels)
 
 
 class LcRecNezha(Joint):
-    """A language model with placeholders, and NEZHA's head."""
+    """NEZHA with the language model of an LC-Rec as backbone."""
 
     name = "lc_rec_nezha"
     config_class = LcRecNezhaConfig
@@ -276,13 +292,15 @@ class LcRecNezha(Joint):
         super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
 
     def lr_multipliers(self) -> dict[str, float]:
+        """Return the `rates` of the config by prefix of parameter names."""
         return self.config.lr_multipliers()
 
     def fsdp_blocks(self) -> list[nn.Module]:
+        """Return the blocks of the language model."""
         return language_model.find_blocks(self)
 
     def set_teacher(self, teacher: Retriever) -> None:
-        """Copy the teacher's language model and its codes' embeddings."""
-        own = require_lc_rec(teacher).backbone
-        self.backbone.lm.load_state_dict(own.lm.state_dict())
-        self.backbone.embedding.load_state_dict(own.embedding.state_dict())
+        """Copy the teacher's language model and code embeddings."""
+        source = require_lc_rec(teacher).backbone
+        self.backbone.lm.load_state_dict(source.lm.state_dict())
+        self.backbone.embedding.load_state_dict(source.embedding.state_dict())

@@ -1,12 +1,12 @@
 """Instruction prompts of LC-Rec, and the tokenizers that encode them.
 
-Each task of LC-Rec (Zheng et al., 2024) is an instruction and a response. The published
-prompts have many wordings per task, which the paper does not print in full; here each
-task has one wording of our own.
+Each task of LC-Rec (Zheng et al., 2024) is an instruction and a response. The paper has
+many wordings per task, which are not published in full; here each task has one wording
+of our own.
 
 Without a pretrained language model, the vocabulary consists of the instructions' words
-and the most frequent words of the items' titles. The same tables give the same
-vocabulary, so it is not stored.
+and the most frequent words of the items' titles. It is not stored, as it is a function
+of the tables.
 
 Shapes: `N` items, `M` tokens of the longest title.
 """
@@ -27,72 +27,101 @@ from models.text.text_encoder import load_tokenizer
 TASKS = ("next", "next_title", "title_to_item", "item_to_title")
 """Sequential item prediction; asymmetric item prediction, whose response is the title;
 and the two directions of the explicit index-language alignment (Sec. 3.3 of LC-Rec).
-The tasks on intentions and preferences are left out: they need texts that another
-language model wrote."""
+The tasks on intentions and preferences are not implemented, as they need texts written
+by another language model."""
 
-FORM = "### Instruction: {} ### Response:"
+TEMPLATE = "### Instruction: {} ### Response:"
 """Template around every instruction."""
 
 SEPARATOR = ","
 """Text between two items of a history."""
 
 INSTRUCTIONS = {
-    "next": "The user took these items, one after the other: {} . Which item comes next?",
-    "next_title": "The user took these items, one after the other: {} . What is the title of the item that comes next?",
+    "next": (
+        "The user took these items, one after the other: {} . Which item comes next?"
+    ),
+    "next_title": (
+        "The user took these items, one after the other: {} . "
+        "What is the title of the item that comes next?"
+    ),
     "title_to_item": "Which item has this title: {} ?",
     "item_to_title": "What is the title of this item: {} ?",
 }
-"""Instruction of each task; the braces stand for items' codes or a title."""
+"""Instruction of each task, with braces for the codes of items or a title."""
 
 WORD = re.compile(r"\w+|[^\w\s]")
+"""A word or a sign."""
+
+UNKNOWN = 0
+"""Token of `Words` for all words outside of the vocabulary."""
+
+BEGIN = 1
+"""Token of `Words` at the beginning of a prompt."""
+
+END = 2
+"""Token of `Words` at the end of a title."""
 
 
 class Words:
-    """A tokenizer of whole words in lower case: 0 is any other word, 1 begins a prompt, 2 ends a title.
+    """A tokenizer of whole words in lower case.
 
-    Every tokenizer has `size`, the tokens of its vocabulary; `begin`, the tokens at the
+    Every tokenizer has `size`, the number of tokens; `begin`, the tokens at the
     beginning of a prompt; `end`, the token at the end of a title; and `encode(text)`.
     """
 
     def __init__(self, titles: Iterable[str], max_words: int) -> None:
-        """Take the words of the instructions, then the `max_words` most frequent others of `titles`."""
-        fixed: dict[str, int] = {}
-        for text in (*INSTRUCTIONS.values(), FORM, SEPARATOR):
-            fixed |= dict.fromkeys(split_words(text), 0)
+        """Number the words of the instructions and the most frequent words of titles.
+
+        Args:
+            titles: Titles of all items.
+            max_words: Most words to add from titles.
+        """
+        instruction_words: dict[str, None] = {}  # in order of appearance
+        for text in (*INSTRUCTIONS.values(), TEMPLATE, SEPARATOR):
+            instruction_words |= dict.fromkeys(split_words(text))
         counts: Counter[str] = Counter()
         for title in titles:
-            counts.update(word for word in split_words(title) if word not in fixed)
-        chosen = sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
-        self.number = {word: 3 + i for i, word in enumerate([*fixed, *chosen])}
-        self.size, self.begin, self.end = 3 + len(self.number), [1], 2
+            words = split_words(title)
+            counts.update(word for word in words if word not in instruction_words)
+        by_frequency = sorted(counts, key=lambda word: (-counts[word], word))
+        words = [*instruction_words, *by_frequency[:max_words]]
+        self.number = {word: 3 + i for i, word in enumerate(words)}
+        self.size = 3 + len(self.number)
+        self.begin, self.end = [BEGIN], END
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-        return [self.number.get(word, 0) for word in split_words(text)]
+        """Return the tokens of a text, `UNKNOWN` for words not in the vocabulary."""
+        return [self.number.get(word, UNKNOWN) for word in split_words(text)]
 
 
 class Pretrained:
     """The tokenizer of a pretrained language model."""
 
     def __init__(self, name: str, size: int) -> None:
-        """Load the tokenizer `name`; `size` is the number of rows of the model's embedding."""
+        """Load the tokenizer.
+
+        Args:
+            name: Hugging Face name or folder of the language model.
+            size: Number of rows of the language model's word embedding.
+
+        Raises:
+            UserError: If the tokenizer has no end token.
+        """
         self.tokenizer, _ = load_tokenizer(name, 1)
         self.size = size
-        self.begin = (
-            [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
-        )
+        begin = self.tokenizer.bos_token_id
+        self.begin = [] if begin is None else [begin]
         if self.tokenizer.eos_token_id is None:
             raise UserError(
-                f"the tokenizer of {name} has no end token, which titles end with; give another model.lm"
+                f"the tokenizer of {name} has no end token, which titles need; give "
+                "another model.lm"
             )
         self.end = self.tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without special tokens."""
-        return [
-            int(token)
-            for token in self.tokenizer.encode(text, add_special_tokens=False)
-        ]
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        return [int(token) for token in tokens]
 
 
 Tokenizer = Words | Pretrained
@@ -104,8 +133,8 @@ def split_words(text: str) -> list[str]:
 
 
 def encode_prompt(tokenizer: Tokenizer, task: str) -> dict[str, list[int]]:
-    """Return the tokens `before` and `after` the task's input, and `between` two items of a history."""
-    before, after = FORM.format(INSTRUCTIONS[task]).split("{}")
+    """Return the tokens `before` and `after` a task's input and `between` items."""
+    before, after = TEMPLATE.format(INSTRUCTIONS[task]).split("{}")
     return {
         "before": [*tokenizer.begin, *tokenizer.encode(before)],
         "between": tokenizer.encode(SEPARATOR),
@@ -114,14 +143,20 @@ def encode_prompt(tokenizer: Tokenizer, task: str) -> dict[str, list[int]]:
 
 
 def read_titles(catalogue: Catalogue, column: str) -> list[str] | None:
-    """Return the text `column` of each item, empty if missing; None if no item has the
-    column.
+    """Return the title of each item, empty if missing.
+
+    Args:
+        catalogue: The items.
+        column: Text column with the titles, as named in the source file.
+
+    Returns:
+        Titles by item_index, or None if the items have no such column.
     """
-    uri, name = join(catalogue.tables, "items"), f"text_{column}"
     if not catalogue.tables:
         return None
+    uri, name = join(catalogue.tables, "items"), f"text_{column}"
     schema = read_manifest(uri, "items").schema
-    if name not in [column["name"] for column in schema]:
+    if name not in [field["name"] for field in schema]:
         return None
     table = read_table(uri, "items", ["item_index", name]).sort_by("item_index")
     return [text or "" for text in table[name].to_pylist()]
@@ -130,7 +165,11 @@ def read_titles(catalogue: Catalogue, column: str) -> list[str] | None:
 def encode_titles(
     tokenizer: Tokenizer, titles: Sequence[str], max_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the first `max_tokens` tokens (N, M) of each title, padded with 0, and their number (N,)."""
+    """Encode titles and cut them to `max_tokens` tokens.
+
+    Returns:
+        Tokens (N, M), padded with 0, and the number of tokens of each title (N,).
+    """
     rows = [tokenizer.encode(title)[:max_tokens] for title in titles]
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)

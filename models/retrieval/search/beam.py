@@ -1,9 +1,9 @@
 """Beam search over semantic IDs within the trie of the catalogue.
 
-Works for every model that scores the next code (the `Scorer` protocol), batched over
-users and beams. Beams are kept in lexicographic order between levels and selected by
-score; of equal scores the first is taken, so results are deterministic. There is no
-Python loop over users or beams, and nothing waits for a GPU.
+The search works for every model that scores the next code (the `Scorer` protocol). It
+is batched over users and beams, without Python loops over either, and does not
+synchronise with a GPU. Beams stay in lexicographic order between levels, and of equal
+scores the first is selected, so results are deterministic.
 
 Shapes: `B` users, `W` beams, `M` children of the widest node, `C_l` codes of level l,
 `L` levels.
@@ -31,9 +31,9 @@ def beam_search(
 
     Only codes that continue a prefix of the catalogue are scored, so every returned
     item exists and is returned once. Items are sorted by score, then by their codes.
-    The last level is chosen from all children of its beams, so `k` may exceed `beam`.
-    If fewer than `k` items are found (a small catalogue, or log-probabilities of -inf),
-    the tail is item -1 with score -inf.
+    The last level selects from all children of its beams, so `k` may exceed `beam`. If
+    fewer than `k` items are found (in a small catalogue, or with log-probabilities of
+    -inf), the tail is item -1 with score -inf.
 
     Args:
         scorer: Scores of the next code.
@@ -41,11 +41,11 @@ def beam_search(
         k: Number of items.
         beam: Number of beams.
         children: Whether to normalise log-probabilities over the valid children of each
-            prefix from the second code on, as the public code of SID-MLP does. An only
-            child then costs nothing, and the scorer's values after the first level only
-            matter up to a constant per beam (but must be finite).
-        allowed: (E,) bool edges that lead to a set of items (`Trie.edges_to`). The
-            search stays within the set; scores of its items do not change.
+            prefix from the second code on, as in the public code of SID-MLP. An only
+            child then has log-probability 0, and the scorer's values after the first
+            level matter up to a constant per beam only (but must be finite).
+        allowed: (E,) mask of the edges that lead to a set of items (`Trie.edges_to`).
+            The search stays within the set; the scores of its items do not change.
 
     Returns:
         Items and scores, (B, k) both.
@@ -65,11 +65,12 @@ def beam_search(
             item = trie.leaves[edge.gather(1, position.clamp(min=0))]
             return torch.where(score == -torch.inf, -1, item), score
         position = select(scores, min(beam, trie.edges[level], scores.shape[1]))
-        children_each = scores.shape[1] // node.shape[1]
+        children_per_beam = scores.shape[1] // node.shape[1]
+        parents = position // children_per_beam
         node = edge.gather(1, position)
-        # -inf, and dead from now on, if there are fewer prefixes than beams
+        # -inf at all further levels if there are fewer prefixes than beams
         score = scores.gather(1, position)
-        log_probs = scorer.step(position // children_each, token.gather(1, position))
+        log_probs = scorer.step(parents, token.gather(1, position))
     raise ValueError("the trie has no levels; it needs at least one codebook")
 
 
@@ -109,30 +110,26 @@ def score_pairs(
     if children and level > 0:
         child_log_probs = child_log_probs.log_softmax(-1)
     if allowed is not None:
-        child_log_probs = child_log_probs.masked_fill(
-            ~allowed.split(trie.edges)[level][edge], -torch.inf
-        )
-    return (
-        (score.unsqueeze(-1) + child_log_probs).flatten(1),
-        edge.flatten(1),
-        token.flatten(1),
-    )
+        is_allowed = allowed.split(trie.edges)[level][edge]
+        child_log_probs = child_log_probs.masked_fill(~is_allowed, -torch.inf)
+    scores = score.unsqueeze(-1) + child_log_probs
+    return scores.flatten(1), edge.flatten(1), token.flatten(1)
 
 
 def unconstrained_beam_search(
     scorer: Scorer, trie: Trie, k: int, beam: int, allowed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run beam search without the trie; drop code tuples without an item at the end.
+    """Run beam search without the trie, then drop code tuples without an item.
 
-    Shows the behaviour of a decoder without a trie, for comparison: fewer than k items
-    may be left. At each level only the codes of this level are scored.
+    This baseline for comparisons may find fewer than k items. Each level scores all
+    codes of its codebook.
 
     Args:
         scorer: Scores of the next code.
-        trie: Trie of the catalogue.
+        trie: Trie of the catalogue, to look up the items.
         k: Number of items.
         beam: Number of beams.
-        allowed: As in `beam_search`; other items are dropped too.
+        allowed: As in `beam_search`; other items are dropped at the end, too.
 
     Returns:
         Items and scores, (B, k) both.

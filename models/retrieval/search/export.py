@@ -4,9 +4,9 @@
     recommend = load_exported("student.pt2")
     items, scores = recommend(history, history_length, user)
 
-The program is the fast path with fixed beam, scores and k, and dynamic batch and
-history length. Trie and weights are inside. `torch.export.load("student.pt2").module()`
-loads it without this module.
+The program is the fast search with fixed beam, scores and k, and dynamic batch size and
+history length. It contains the trie and the weights.
+`torch.export.load("student.pt2").module()` loads it without this module.
 
 Shapes: `B` users, `T` items of the longest history.
 """
@@ -28,9 +28,10 @@ from models.storage.tables import UserError
 
 
 class Program(nn.Module):
-    """The module that is exported."""
+    """A student's search as a module for `torch.export`."""
 
     def __init__(self, student: SidMlp, k: int) -> None:
+        """Build the module; `k` is the number of items to recommend."""
         super().__init__()
         self.student, self.k = student, k
         self.search = FastSearch(student)
@@ -42,7 +43,7 @@ class Program(nn.Module):
 
         Args:
             history: (B, T) item_index, padded with -1.
-            history_length: (B,) number of items.
+            history_length: (B,) number of items of each history.
             user: (B,) hash of the user, as in the batches of `models.retrieval.data`.
 
         Returns:
@@ -66,10 +67,10 @@ def export_student(model: nn.Module, path: str | Path, k: int) -> None:
     Raises:
         UserError: If the fast path does not support the model, or k is below 1.
     """
-    if not isinstance(model, SidMlp) or not model.fast_supported():
+    if not isinstance(model, SidMlp) or not model.supports_fast_search():
         raise UserError(
-            f"a {type(model).__name__} of this config cannot be exported; give a "
-            f"SID-MLP that is no ablation of it"
+            f"a {type(model).__name__} of this config cannot be exported; use a "
+            f"SID-MLP or SID-MLP++ without options of ablations"
         )
     if k < 1:
         raise UserError(f"k {k} is below 1; give the number of items to recommend")
@@ -78,7 +79,8 @@ def export_student(model: nn.Module, path: str | Path, k: int) -> None:
     history = torch.zeros((2, min(2, longest)), dtype=torch.long, device=device)
     history[1, 1:] = PAD
     length = torch.tensor([history.shape[1], 1], device=device)
-    batch, items = Dim("batch", min=1), Dim("items", min=1, max=longest)
+    batch = Dim("batch", min=1)
+    items = Dim("items", min=1, max=longest)
     with torch.no_grad():
         program = torch.export.export(
             Program(model, k).eval(),
@@ -106,9 +108,10 @@ def load_exported(
     ) -> tuple[Tensor, Tensor]:
         if len(history):
             return program(history, history_length, user)
+        # a program needs at least one row
         items, scores = program(
             history.new_zeros((1, 1)), history_length.new_ones(1), user.new_zeros(1)
         )
-        return items[:0], scores[:0]  # a program has at least one row
+        return items[:0], scores[:0]
 
     return recommend

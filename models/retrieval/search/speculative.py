@@ -1,7 +1,7 @@
 """Speculative beam search (AtSpeed, Lin et al., 2025).
 
-A draft proposes beams of several steps, and the target verifies all of them in one
-pass.
+A draft model proposes beams of several steps, and the target model verifies all of them
+in one pass.
 
     options = Speculation(beam=20, draft_beam=40)
     strict = speculative_search(target, draft, trie, requests, k, options)
@@ -10,14 +10,14 @@ pass.
 A pass starts with the target's beams of some length. The draft extends them step by
 step to a tree of prefixes, and the target computes the log-probabilities of the next
 code after every prefix of the tree. Then the steps are verified in order. Each step
-ends with the target's own beams: if all of them are in the tree, the step is accepted
-and the same pass verifies the next one; otherwise a new pass starts with them. A pass
-always advances one step more than was accepted, so a poor draft costs time but not
+ends with the target's beams: if all of them are in the tree, the step is accepted, and
+the same pass verifies the next step; otherwise a new pass starts with these beams. A
+pass always advances one step more than it accepts, so a poor draft costs time but not
 quality. The last code needs no draft, as the target has its log-probabilities.
 
-Strict search: the target's beams are its best ones, as in `beam_search`. Items, scores
-and ties are those of `beam_search` with the target, whatever the draft proposes (up to
-the rounding of the pass over the tree).
+Strict search: the target's beams are the best ones, as in `beam_search`. Items, scores
+and ties equal those of `beam_search` with the target for any draft (up to rounding in
+the pass over the tree).
 
 Relaxed search: the target's beams are sampled. Let p be the softmax over all pairs
 (beam, next code) of the target's summed log-probabilities, and q the softmax of the
@@ -26,14 +26,14 @@ log q + Gumbel noise, in descending order) instead of by beam search, because th
 min(1, p/q) is meant for samples of q. There are two rules:
 
 - "published", the rule of the AtSpeed paper: each draft is accepted with probability
-  min(1, p/q), independently. If more than `beam` are accepted, a random subset is kept;
-  if fewer, the others are sampled from max(p - q, 0) without the accepted ones (or from
-  p without them if this is empty). For one pair drafted for one beam this is
+  min(1, p/q), independently. If more than `beam` are accepted, a random subset is used;
+  if fewer, the other beams are sampled from max(p - q, 0) over the pairs that were not
+  accepted (or from p if no mass is left). With one draft for one beam, this is
   speculative sampling and follows p exactly. With more drafts, accepted pairs are
-  biased to min(p, q), as no draft knows of the others. (Total variation distance to the
-  target's distribution on the small case of the tests, 4 drafts for 2 beams: 0.21; by
-  the exact rule 0.01, the noise of the sample.) All results are items with the target's
-  own score nevertheless.
+  biased to min(p, q), as drafts are accepted independently. (In the tests, with 4
+  drafts for 2 beams, the total variation distance to the target's distribution is 0.21,
+  and 0.01 by the exact rule, which is sampling noise.) Scores of results are always the
+  target's.
 - "exact": beams are filled one by one, each by recursive rejection over the remaining
   drafts. With p the target's distribution for this beam (without the chosen pairs) and
   q the draft's for the next draft (without the examined ones), a draft is accepted with
@@ -68,21 +68,21 @@ from models.retrieval.search.trie import Trie
 
 Rule = Literal["published", "exact"]
 
-# makes the draft's scorer of some requests, given by their numbers (R,)
 Draft = Callable[[Tensor], Scorer]
+"""Makes the draft's scorer for requests, given by their indices (R,)."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Prefixes of R requests, level by level, without the empty prefix."""
+    """Prefixes of R requests by length, without the empty prefix."""
 
     parents: list[Tensor] = field(default_factory=list)
-    """Per level (R, W_l): index of the extended prefix within the level before."""
+    """(R, W_l) per length: index of each prefix's parent among the shorter prefixes."""
     codes: list[Tensor] = field(default_factory=list)
-    """Per level (R, W_l): last code of each prefix."""
+    """(R, W_l) per length: last code of each prefix."""
 
     def add(self, parents: Tensor, codes: Tensor) -> None:
-        """Append a level."""
+        """Append prefixes that are one code longer, (R, W_l) both."""
         self.parents.append(parents)
         self.codes.append(codes)
 
@@ -94,9 +94,9 @@ class Target(Protocol):
         """Compute log-probabilities of the next code after each prefix, in one pass.
 
         Args:
-            rows: (R,) requests.
+            rows: (R,) indices of the requests.
             tree: Prefixes of the requests.
-            first: Shortest length of the prefixes to score.
+            first: Least length of the prefixes to score.
 
         Returns:
             (R, W_l, C_l) for every length l from `first` to the longest.
@@ -113,14 +113,14 @@ class Speculation:
     draft_beam: int = 40
     """Number of drafted beams per step, raised to `beam` if lower."""
     steps: int = 4
-    """Most steps drafted for a pass; 0 is the target's search without drafts."""
+    """Most steps drafted per pass; 0 for a search by the target alone."""
     children: bool = False
     """Whether to normalise log-probabilities over the valid children, as in
     `beam_search`."""
     rule: Rule = "published"
     """Rule of the relaxed search."""
     allowed: Tensor | None = None
-    """Edges of the trie that draft and target may take, as in `beam_search`."""
+    """(E,) mask of the edges that lead to allowed items, as in `beam_search`."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ class SpeculativeResult:
 
 @dataclass(frozen=True)
 class Beams:
-    """The target's beams of requests that are at the same length."""
+    """The target's beams, of equal length for all R requests."""
 
     rows: Tensor
-    """(R,) requests."""
+    """(R,) indices of the requests."""
     codes: Tensor
     """(R, W, length) codes."""
     node: Tensor
@@ -162,18 +162,28 @@ class Beams:
 
 @dataclass(frozen=True)
 class Drafts:
-    """A level of the drafted tree."""
+    """Drafted prefixes of one length; at the start of a pass, the target's beams."""
 
     node: Tensor
     """(R, N) nodes in the trie."""
     parent: Tensor
-    """(R, N) index of the extended prefix within the level before; unused at the first
-    level, which is the target's."""
+    """(R, N) index of each prefix's parent among the shorter prefixes; unused at the
+    start of a pass."""
     score: Tensor
-    """(R, N) sums of the draft, starting from the target's at the start of the pass."""
+    """(R, N) sum of the draft's log-probabilities, added to the target's score at the
+    start of the pass."""
     log_probs: Tensor
-    """(R, N, C) log-probabilities of the draft for the next code; C = 0 at the last
-    level."""
+    """(R, N, C) log-probabilities of the draft for the next code; C = 0 for the longest
+    prefixes."""
+
+    def select(self, row: Tensor, index: Tensor) -> Drafts:
+        """Return the prefixes `index` (R', W) of the requests `row` (R',)."""
+        return Drafts(
+            node=self.node[row].gather(1, index),
+            parent=self.parent[row].gather(1, index),
+            score=self.score[row].gather(1, index),
+            log_probs=_take_rows(self.log_probs[row], index),
+        )
 
 
 def speculative_search(
@@ -189,7 +199,7 @@ def speculative_search(
 
     Args:
         target: Model that verifies drafts.
-        draft: Makes the scorer that proposes drafts.
+        draft: Model that proposes drafts.
         trie: Trie of the catalogue.
         requests: Number B of requests.
         k: Number of items per request.
@@ -221,7 +231,7 @@ def speculative_search(
         node=root,
         score=root.float(),
     )
-    # per length: beams of requests that a pass left there
+    # per length: beams from which a pass has to start
     waiting: list[list[Beams]] = [[] for _ in range(trie.levels)]
     waiting[0].append(all_requests)
     for length in range(trie.levels):
@@ -271,7 +281,8 @@ class _Pass:
 
         Args:
             beams: Beams of the requests at the start of the pass.
-            waiting: Per length: beams of requests that need another pass, extended.
+            waiting: Per length: beams from which a pass has to start, extended in
+                place.
             result: Items and counts, written in place.
         """
         length = beams.codes.shape[2]
@@ -279,9 +290,9 @@ class _Pass:
         verified = self.target(beams.rows, tree, length)
         result.passes[beams.rows] += 1
         result.drafted[beams.rows] += len(drafts) - 1
-        # (R,): requests of the pass that still advance
+        # (R,) index of each advancing request among the requests of the pass
         row = torch.arange(len(beams.rows), device=beams.rows.device)
-        # (R, W): prefix of the tree that each beam is
+        # (R, W) index of each beam among the tree's prefixes of its length
         prefix = torch.arange(beams.node.shape[1], device=row.device)
         prefix = prefix.expand(beams.node.shape)
         for step, tree_log_probs in enumerate(verified):
@@ -302,11 +313,8 @@ class _Pass:
             if noise is None:
                 position = self._choose(level, pairs, noise)
             else:
-                draft_score = drafts[step].score[row].gather(1, prefix)
-                draft_log_probs = _take_rows(drafts[step].log_probs[row], prefix)
-                draft_scores = self._score_drafts(
-                    level, beams, draft_score, draft_log_probs, pairs
-                )
+                beam_drafts = drafts[step].select(row, prefix)
+                draft_scores = self._score_drafts(level, beams, beam_drafts, pairs)
                 position = self._sample(
                     level, pairs, draft_scores, pair_of_draft, noise
                 )
@@ -347,30 +355,32 @@ class _Pass:
         return min(self.options.beam, self.trie.edges[level])
 
     def _choose(self, level: int, pairs: _Pairs, noise: Noise | None) -> Tensor:
-        """Choose the next beams (R, W) without drafts: the best, or sampled."""
+        """Return the pairs (R, W) of the next beams, without regard to drafts.
+
+        They are the best pairs, or samples if there is `noise`.
+        """
         scores = pairs.scores
         if noise is not None:
             scores = scores + noise.gumbel(pairs.edge)
         return select(scores, self._width(level))
 
     def _score_drafts(
-        self, level: int, beams: Beams, score: Tensor, log_probs: Tensor, pairs: _Pairs
+        self, level: int, beams: Beams, drafts: Drafts, pairs: _Pairs
     ) -> Tensor:
-        """Score all pairs (R, P) by the draft.
+        """Return the draft's scores (R, P) of all pairs.
 
         Args:
             level: Level of the children.
             beams: Beams of the target.
-            score: (R, W) sums of the draft for the beams.
-            log_probs: (R, W, C_level) log-probabilities of the draft.
+            drafts: The draft's scores of the beams.
             pairs: Pairs of the target.
         """
         scores, _, _ = score_pairs(
             self.trie,
             level,
             beams.node,
-            score,
-            log_probs,
+            drafts.score,
+            drafts.log_probs,
             self.options.children,
             self.options.allowed,
         )
@@ -386,11 +396,20 @@ class _Pass:
         pair_of_draft: Tensor,
         noise: Noise,
     ) -> Tensor:
-        """Sample the next beams (R, W) by the rule of the relaxed search."""
-        published = self.options.rule == "published"
-        rule = select_published if published else select_exact
+        """Return the pairs (R, W) of the next beams by the rule of the relaxed search.
+
+        Args:
+            level: Level of the children.
+            pairs: Pairs of the target.
+            draft_scores: (R, P) scores of the pairs by the draft.
+            pair_of_draft: (R, N) pair of each drafted prefix, P for none.
+            noise: Random numbers of the requests.
+        """
+        select_pairs = select_exact
+        if self.options.rule == "published":
+            select_pairs = select_published
         p, q = _softmax(pairs.scores), _softmax(draft_scores)
-        return rule(p, q, pair_of_draft, self._width(level), noise, pairs.edge)
+        return select_pairs(p, q, pair_of_draft, self._width(level), noise, pairs.edge)
 
     def _locate_drafts(
         self,
@@ -401,13 +420,13 @@ class _Pass:
         beams: Beams,
         pairs: _Pairs,
     ) -> Tensor:
-        """Return the pair that each drafted prefix of the next level is.
+        """Find the target's pair of each drafted prefix of the next length.
 
         Args:
             level: Level of the children.
-            drafts: Drafts of the level of the beams and of the next level.
-            row: (R,) requests that still advance.
-            prefix: (R, W) prefix of the tree that each beam is.
+            drafts: Drafts of the beams' length and of the next length.
+            row: (R,) index of each request among the requests of the pass.
+            prefix: (R, W) index of each beam among the drafts of its length.
             beams: Beams of the target.
             pairs: Pairs of the target.
 
@@ -416,11 +435,12 @@ class _Pass:
             of the target's beams.
         """
         current, following = drafts
-        count, num_pairs = current.node.shape[1], pairs.scores.shape[1]
+        num_prefixes, num_pairs = current.node.shape[1], pairs.scores.shape[1]
         beam = torch.arange(prefix.shape[1], device=prefix.device).expand(prefix.shape)
-        # (R, N): beam that each prefix of the tree is, -1 for none
-        index = torch.where(beams.score > -torch.inf, prefix, count)
-        beam_of_prefix = prefix.new_full((len(row), count + 1), -1)
+        # (R, N): beam of each drafted prefix, -1 for none; missing beams go to an extra
+        # column
+        index = torch.where(beams.score > -torch.inf, prefix, num_prefixes)
+        beam_of_prefix = prefix.new_full((len(row), num_prefixes + 1), -1)
         beam_of_prefix = beam_of_prefix.scatter_(1, index, beam)[:, :-1]
         parent = following.parent[row]
         parent_beam = beam_of_prefix.gather(1, parent)
@@ -432,7 +452,7 @@ class _Pass:
 
 
 def _extend(beams: Beams, pairs: _Pairs, position: Tensor) -> Beams:
-    """Return the beams at the `position` (R, W) of the pairs."""
+    """Return the beams of the pairs at `position` (R, W), one code longer."""
     parent = (position // pairs.per_beam).clamp(max=beams.node.shape[1] - 1)
     code = pairs.code.gather(1, position).unsqueeze(-1)
     return Beams(
@@ -444,7 +464,12 @@ def _extend(beams: Beams, pairs: _Pairs, position: Tensor) -> Beams:
 
 
 def _invert(pair_of_draft: Tensor, pairs: int) -> Tensor:
-    """Return the draft (R, P) of each pair, -1 for pairs that were not drafted."""
+    """Return the drafted prefix (R, P) of each pair, -1 for pairs without a draft.
+
+    Args:
+        pair_of_draft: (R, N) pair of each drafted prefix, P for none.
+        pairs: Number P of pairs.
+    """
     index = torch.arange(pair_of_draft.shape[1], device=pair_of_draft.device)
     draft_of_pair = pair_of_draft.new_full((len(pair_of_draft), pairs + 1), -1)
     draft_of_pair.scatter_(1, pair_of_draft, index.expand(pair_of_draft.shape))
@@ -461,7 +486,14 @@ def _finish(
 ) -> None:
     """Write the items of the last level to `result`, ranked by the target's score.
 
-    A relaxed search ranks only as many items as are sampled.
+    Args:
+        trie: Trie of the catalogue.
+        pairs: Pairs of the last level.
+        rows: (R,) indices of the requests.
+        options: Options of the search.
+        noise: Random numbers to sample the items by before they are ranked; None to
+            rank all items.
+        result: Items and scores, written in place.
     """
     k = result.items.shape[1]
     scores = pairs.scores
@@ -484,18 +516,20 @@ def _draft(
     """Draft a tree from the target's beams.
 
     Returns:
-        The tree from the empty prefix on, and its levels from the target's beams on.
+        The tree, and its drafts by length from the target's beams on.
     """
     tree, length = Tree(), beams.codes.shape[2]
     last = min(length + options.steps, trie.levels - 1)
-    node, parent, score = beams.node, beams.node, beams.score
+    node = parent = beams.node  # the first drafts have no parents
+    score = beams.score
     drafts = []
     log_probs = score.unsqueeze(-1)
     if last > length:
         scorer = draft(beams.rows)
         log_probs = scorer.start().unsqueeze(1)
     beam = torch.arange(node.shape[1], device=node.device)
-    for level in range(length):  # the tree and the draft follow the target's beams
+    # the first codes of the tree, and of the draft's search, are the target's
+    for level in range(length):
         index = beam if level else torch.zeros_like(beam)
         tree.add(index.expand(node.shape), beams.codes[..., level])
         if last > length:
@@ -519,30 +553,30 @@ def _draft(
         tree.add(parent, code)
         if level + 1 < last:
             log_probs = scorer.step(parent, code)
-    # NaN scores of a draft would not show in the results
+    # NaN scores of a draft do not show in the results
     check_finite(score, tail=True)
     return tree, [*drafts, Drafts(node, parent, score, log_probs[..., :0])]
 
 
 def _take_rows(values: Tensor, index: Tensor) -> Tensor:
-    """Gather rows of `values` (R, N, C) by `index` (R, W): (R, W, C)."""
+    """Return the rows `index` (R, W) of `values` (R, N, C): (R, W, C)."""
     return values.gather(1, index.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    """Return the softmax (R, P) in float64; 0 in rows without a pair."""
+    """Return the softmax of `scores` (R, P) in float64, 0 in rows without a pair."""
     return scores.double().softmax(1).nan_to_num(0.0)
 
 
 def select_published(
-    p: Tensor, q: Tensor, place: Tensor, beam: int, noise: Noise, edge: Tensor
+    p: Tensor, q: Tensor, pair_of_draft: Tensor, beam: int, noise: Noise, edge: Tensor
 ) -> Tensor:
     """Select pairs by the rule of the AtSpeed paper.
 
     Args:
         p: (R, P) distribution of the target.
         q: (R, P) distribution of the draft.
-        place: (R, N) drafted pairs, P for none.
+        pair_of_draft: (R, N) pair of each drafted prefix, P for none.
         beam: Number of pairs to select.
         noise: Random numbers of the requests.
         edge: (R, P) edges, which identify the pairs for the noise.
@@ -550,101 +584,114 @@ def select_published(
     Returns:
         (R, beam) indices of the selected pairs in ascending order.
     """
-    drafted = torch.zeros_like(functional.pad(p, (0, 1)))
-    drafted = drafted.scatter_(1, place, 1.0)[:, :-1] > 0
-    accepted = drafted & (noise.uniform(edge, "accept") * q < p)
-    rest = torch.where(accepted, 0.0, p - q).clamp(min=0)
+    is_drafted = torch.zeros_like(functional.pad(p, (0, 1)), dtype=torch.bool)
+    is_drafted = is_drafted.scatter_(1, pair_of_draft, True)[:, :-1]
+    is_accepted = is_drafted & (noise.uniform(edge, "accept") * q < p)
+    residual = torch.where(is_accepted, 0.0, p - q).clamp(min=0)
     gumbel = noise.gumbel(edge)
-    # In order: accepted pairs at random, samples of the rest, and the other pairs.
-    keys = torch.where(rest > 0, rest.log() + gumbel, p.log() + gumbel - 1e4)
-    keys = torch.where(accepted, 1e4 + gumbel, keys)
+    # the order of selection: accepted pairs at random, samples of the residual, samples
+    # of p
+    keys = torch.where(residual > 0, residual.log() + gumbel, p.log() + gumbel - 1e4)
+    keys = torch.where(is_accepted, 1e4 + gumbel, keys)
     return select(keys, beam)
 
 
 def select_exact(
-    p: Tensor, q: Tensor, place: Tensor, beam: int, noise: Noise, edge: Tensor
+    p: Tensor, q: Tensor, pair_of_draft: Tensor, beam: int, noise: Noise, edge: Tensor
 ) -> Tensor:
     """Select pairs by recursive rejection: `beam` samples of p without replacement.
 
     Arguments and result are as in `select_published`.
     """
-    rows, pairs = torch.arange(len(p), device=p.device), p.shape[1]
-    draft_index = torch.arange(place.shape[1], device=p.device).expand(place.shape)
-    chance = noise.uniform(draft_index, "accept")
-    # one more column for drafts that are no pair
+    rows, num_pairs = torch.arange(len(p), device=p.device), p.shape[1]
+    num_drafts = pair_of_draft.shape[1]
+    draft_index = torch.arange(num_drafts, device=p.device)
+    uniform = noise.uniform(draft_index.expand(pair_of_draft.shape), "accept")
+    # an extra column for drafts without a pair
     p = functional.pad(p, (0, 1))
     q = functional.pad(q, (0, 1))
     target = p  # distribution of the beam that is being filled
-    taken = torch.zeros_like(p, dtype=torch.bool)
-    filled = torch.zeros_like(rows)
-    for draft in range(place.shape[1]):
-        pair = place[:, draft]
-        is_examined = (pair < pairs) & (filled < beam)
+    is_taken = torch.zeros_like(p, dtype=torch.bool)
+    num_filled = torch.zeros_like(rows)
+    for draft in range(num_drafts):
+        pair = pair_of_draft[:, draft]
+        is_examined = (pair < num_pairs) & (num_filled < beam)
         total = q.sum(1, keepdim=True)
         proposal = torch.where(total > 0, q / total, 0.0)
-        threshold = chance[:, draft] * proposal[rows, pair]
+        threshold = uniform[:, draft] * proposal[rows, pair]
         accept = is_examined & (threshold < target[rows, pair])
         reject = (is_examined & ~accept).unsqueeze(1)
-        taken[rows, pair] |= accept
-        filled += accept
+        is_taken[rows, pair] |= accept
+        num_filled += accept
         residual = (target - proposal).clamp(min=0)
         target = torch.where(reject, _normalize(residual, target), target)
-        remaining = _normalize(p.masked_fill(taken, 0.0), target)
+        remaining = _normalize(p.masked_fill(is_taken, 0.0), target)
         target = torch.where(accept.unsqueeze(1), remaining, target)
-        examined_pair = torch.where(is_examined, pair, pairs).unsqueeze(1)
+        examined_pair = torch.where(is_examined, pair, num_pairs).unsqueeze(1)
         q = q.scatter(1, examined_pair, 0.0)
-    p, target, taken = p[:, :-1], target[:, :-1], taken[:, :-1]
+    # without the extra column
+    p = p[:, :-1]
+    target = target[:, :-1]
+    is_taken = is_taken[:, :-1]
     # sample the beam that is being filled, then the others from p
-    log_target = target.masked_fill(taken, 0.0).log()
-    sampled = select(log_target + noise.gumbel(edge, "one"), 1)
-    taken = taken | torch.zeros_like(taken).scatter_(
-        1, sampled, (filled < beam).unsqueeze(1)
-    )
-    keys = torch.where(taken, torch.inf, p.log() + noise.gumbel(edge))
+    log_target = target.masked_fill(is_taken, 0.0).log()
+    sampled = select(log_target + noise.gumbel(edge, "residual"), 1)
+    has_room = (num_filled < beam).unsqueeze(1)
+    is_sampled = torch.zeros_like(is_taken).scatter_(1, sampled, has_room)
+    gumbel = noise.gumbel(edge)
+    keys = torch.where(is_taken | is_sampled, torch.inf, p.log() + gumbel)
     return select(keys, beam)
 
 
-def _normalize(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Scale rows to sum 1; `otherwise` replaces rows of zeros."""
+def _normalize(weights: Tensor, default: Tensor) -> Tensor:
+    """Return `weights` (R, P) with row sums of 1; `default` replaces rows of zeros."""
     total = weights.sum(1, keepdim=True)
-    return torch.where(total > 0, weights / total, otherwise)
+    return torch.where(total > 0, weights / total, default)
 
 
 class Noise:
-    """Random numbers as hashes of their purpose.
+    """Random numbers by hashing, equal in every batch and on every device.
 
-    A request gets the same numbers in every batch and on every device. The hash covers
-    its key, the length at the start of the pass, the level, the use and the pair.
+    A number is a hash of the request's key, the length at the start of the pass, the
+    level, the use of the number, and an id.
     """
 
-    USES = ("drafts", "accept", "one", "keep")
+    USES = ("drafts", "accept", "residual", "beams")
+    """Uses of numbers, which have independent numbers."""
 
     def __init__(self, keys: Tensor, length: int, level: int = 0) -> None:
-        self.keys, self.length, self.level = keys, length, level
+        """Start the numbers of a pass.
+
+        Args:
+            keys: (R,) int64 keys of the requests.
+            length: Length of the beams at the start of the pass.
+            level: Level of the children.
+        """
+        self.keys = keys
+        self.length = length
+        self.level = level
 
     def at_level(self, row: Tensor | None, level: int) -> Noise:
         """Return the noise of the requests `row` (None for all) at a level."""
         return Noise(self.keys if row is None else self.keys[row], self.length, level)
 
-    def uniform(self, what: Tensor, use: str) -> Tensor:
-        """Return uniform numbers in (0, 1).
+    def uniform(self, ids: Tensor, use: str) -> Tensor:
+        """Return uniform numbers (R, P) in (0, 1), float64.
 
         Args:
-            what: (R, P) ids, such as edges.
+            ids: (R, P) ids, such as edges; equal ids of a request have equal numbers.
             use: One of `USES`.
-
-        Returns:
-            (R, P) float64.
         """
         stage = self.length * 64 + self.level
         salt = stage * len(self.USES) + self.USES.index(use) + 1
         request = mix_bits(mix_bits(self.keys) + salt).unsqueeze(1)
-        bits = mix_bits(request + (what + 1) * GOLDEN_RATIO)
+        bits = mix_bits(request + (ids + 1) * GOLDEN_RATIO)
+        # the highest 53 bits, as a float64 has
         return ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
 
-    def gumbel(self, what: Tensor, use: str = "keep") -> Tensor:
-        """Return standard Gumbel noise (R, P) float64."""
-        return -(-self.uniform(what, use).log()).log()
+    def gumbel(self, ids: Tensor, use: str = "beams") -> Tensor:
+        """Return standard Gumbel noise (R, P), float64; arguments as in `uniform`."""
+        return -(-self.uniform(ids, use).log()).log()
 
 
 GOLDEN_RATIO = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -660,5 +707,5 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def _logical_shift(x: Tensor, bits: int) -> Tensor:
-    """Shift int64 values to the right and fill with zeros."""
+    """Shift int64 values to the right by `bits`, filled with zeros."""
     return x >> bits & (1 << 64 - bits) - 1

@@ -20,7 +20,9 @@ def select(scores: Tensor, k: int) -> Tensor:
     """
     batch, width = scores.shape
     if k > width:
-        raise ValueError(f"k {k} exceeds the {width} scores; ask for fewer")
+        raise ValueError(
+            f"k {k} exceeds the {width} scores; give a k of at most {width}"
+        )
     if k == width:
         return torch.arange(width, device=scores.device).expand(batch, width)
     if scores.device.type != "cpu" or torch.compiler.is_compiling():
@@ -38,15 +40,15 @@ def select(scores: Tensor, k: int) -> Tensor:
 
 
 def _select_all_passes(scores: Tensor, k: int) -> Tensor:
-    """Implement `select` for k < N by passes over all scores."""
+    """Return the result of `select` for k < N, without a dynamic shape."""
     scores = torch.where(scores.isnan(), torch.inf, scores)
-    least = torch.topk(scores, k, sorted=False).values.amin(1, keepdim=True)
-    above = scores > least
-    equal = scores == least
-    room = k - above.sum(1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(1) <= room))
-    # all positions that are not chosen go to an extra slot
-    slot = torch.where(chosen, chosen.cumsum(1) - 1, k)
+    kth_score = torch.topk(scores, k, sorted=False).values.amin(1, keepdim=True)
+    above = scores > kth_score
+    equal = scores == kth_score
+    num_equal = k - above.sum(1, keepdim=True)  # number of ties to select
+    is_selected = above | (equal & (equal.cumsum(1) <= num_equal))
+    # all other positions go to an extra slot
+    slot = torch.where(is_selected, is_selected.cumsum(1) - 1, k)
     position = torch.arange(scores.shape[1], device=scores.device).expand(scores.shape)
     slots = scores.new_zeros((scores.shape[0], k + 1), dtype=torch.long)
     return slots.scatter_(1, slot, position)[:, :k]

@@ -15,15 +15,46 @@ from torch.nn import functional
 from models.storage.tables import UserError
 
 
-class Trie(nn.Module):
-    """CSR arrays per level, as buffers that move with a model but are not saved.
+def check_codes(codes: Tensor, codebook_sizes: tuple[int, ...]) -> None:
+    """Check that a trie can be built from the codes of items.
 
-    Level l has `edges_l` edges and `nodes_l = edges_(l-1)` nodes (1 at the root).
-    Shapes: `offsets` (nodes_l + 1,), `tokens` (edges_l,), `leaves` (N,) item_index, a
-    permutation of 0 to N - 1.
+    Args:
+        codes: (N, C) codes of the items.
+        codebook_sizes: Number of codes per level.
+
+    Raises:
+        UserError: If there are no items, or a code is outside of its codebook.
+    """
+    items, levels = codes.shape
+    if not items:
+        raise UserError(
+            "there are 0 items and a trie needs at least 1; check the filters of "
+            "jobs.prepare"
+        )
+    if levels != len(codebook_sizes):
+        raise ValueError(
+            f"codes have {levels} levels and there are {len(codebook_sizes)} "
+            f"codebooks; give one each"
+        )
+    for level, size in enumerate(codebook_sizes):
+        level_codes = codes[:, level]
+        outside = level_codes[(level_codes < 0) | (level_codes >= size)]
+        if len(outside):
+            raise UserError(
+                f"code {int(outside[0])} at level {level} is outside of its "
+                f"codebook of {size}; run jobs.tokenize again"
+            )
+
+
+class Trie(nn.Module):
+    """The codes of all items as a trie, in buffers that are not saved with a model.
+
+    Level l has `edges[l]` edges and `edges[l - 1]` nodes (level 0 has 1 node, the
+    root).
     """
 
     leaves: Tensor
+    """(N,) item_index of each edge of the last level, a permutation of 0 to N - 1."""
 
     def __init__(self, codes: Tensor, codebook_sizes: tuple[int, ...]) -> None:
         """Build the trie.
@@ -38,50 +69,35 @@ class Trie(nn.Module):
         """
         super().__init__()
         codes = codes.long().cpu()
+        check_codes(codes, codebook_sizes)
         items, levels = codes.shape
-        if not items:
-            raise UserError(
-                "there are 0 items and a trie needs at least 1; check the filters of "
-                "jobs.prepare"
-            )
-        if levels != len(codebook_sizes):
-            raise ValueError(
-                f"codes have {levels} levels and there are {len(codebook_sizes)} "
-                f"codebooks; give one each"
-            )
-        for level, size in enumerate(codebook_sizes):
-            outside = codes[(codes[:, level] < 0) | (codes[:, level] >= size), level]
-            if len(outside):
-                raise UserError(
-                    f"code {int(outside[0])} at level {level} is outside of its "
-                    f"codebook of {size}; run jobs.tokenize again"
-                )
         self.codebook_sizes = codebook_sizes
         self.edges: list[int] = []
-        """Edges per level: the number of distinct prefixes of that length."""
+        """Number of edges per level, which is the number of distinct prefixes."""
         self.max_branching: list[int] = []
-        """Children of the level's widest node."""
+        """Most children of a node, per level."""
         order = torch.arange(items)
         # a radix sort: stable sorts from the last code to the first
         for level in reversed(range(levels)):
             order = order[torch.argsort(codes[order, level], stable=True)]
         ordered = codes[order]
+        # (N,) whether the item's prefix differs from the one before
         is_new = torch.zeros(items, dtype=torch.bool)
         is_new[0] = True
-        nodes = 1
-        node = torch.zeros(items, dtype=torch.long)  # the node of each item's prefix
+        node = torch.zeros(items, dtype=torch.long)  # node of each item's prefix
+        num_nodes = 1
         for level in range(levels):
             is_new[1:] |= ordered[1:, level] != ordered[:-1, level]
-            counts = torch.bincount(node[is_new], minlength=nodes)
-            offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+            counts = torch.bincount(node[is_new], minlength=num_nodes)
+            offsets = functional.pad(counts.cumsum(0), (1, 0))
+            tokens = ordered[is_new, level].contiguous()
             self.register_buffer(f"offsets_{level}", offsets, persistent=False)
-            self.register_buffer(
-                f"tokens_{level}", ordered[is_new, level].contiguous(), persistent=False
-            )
-            node, nodes = is_new.cumsum(0) - 1, int(is_new.sum())
-            self.edges.append(nodes)
+            self.register_buffer(f"tokens_{level}", tokens, persistent=False)
+            node = is_new.cumsum(0) - 1
+            num_nodes = int(is_new.sum())
+            self.edges.append(num_nodes)
             self.max_branching.append(int(counts.max()))
-        if nodes != items:
+        if num_nodes != items:
             duplicate = int((~is_new).nonzero()[0])
             raise UserError(
                 f"items {int(order[duplicate - 1])} and {int(order[duplicate])} have "
@@ -92,10 +108,12 @@ class Trie(nn.Module):
 
     @property
     def levels(self) -> int:
+        """Number C of levels."""
         return len(self.edges)
 
     @property
     def num_items(self) -> int:
+        """Number N of items."""
         return self.edges[-1]
 
     def offsets(self, level: int) -> Tensor:
@@ -108,7 +126,11 @@ class Trie(nn.Module):
 
     def branching(self) -> list[float]:
         """Return the mean number of children per level (Table 7 of SID-MLP)."""
-        return [e / n for e, n in zip(self.edges, [1, *self.edges[:-1]], strict=True)]
+        nodes = [1, *self.edges[:-1]]
+        return [
+            num_edges / num_nodes
+            for num_edges, num_nodes in zip(self.edges, nodes, strict=True)
+        ]
 
     def edge_columns(self) -> dict[str, Tensor]:
         """Return the columns of the `trie` table, with a row per edge.
@@ -122,15 +144,14 @@ class Trie(nn.Module):
         }
         for level, count in enumerate(self.edges):
             offsets = self.offsets(level)
+            node = torch.arange(len(offsets) - 1)
+            is_last = level == self.levels - 1
+            item_index = self.leaves if is_last else torch.full((count,), -1)
             columns["level"].append(torch.full((count,), level))
-            columns["node"].append(
-                torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
-            )
+            columns["node"].append(torch.repeat_interleave(node, offsets.diff()))
             columns["token"].append(self.tokens(level))
             columns["child"].append(torch.arange(count))
-            columns["item_index"].append(
-                self.leaves if level == self.levels - 1 else torch.full((count,), -1)
-            )
+            columns["item_index"].append(item_index)
         return {name: torch.cat(parts) for name, parts in columns.items()}
 
     def edges_to(self, items: Tensor) -> Tensor:
@@ -142,10 +163,14 @@ class Trie(nn.Module):
         Returns:
             (E,) bool, level after level.
         """
-        levels = [items[self.leaves]]
+        is_marked = items[self.leaves]
+        levels = [is_marked]
         for level in reversed(range(1, self.levels)):
-            before = functional.pad(levels[0].cumsum(0), (1, 0))[self.offsets(level)]
-            levels.insert(0, before[1:] > before[:-1])
+            # an edge leads to the set if any of its node's edges does
+            num_marked = functional.pad(is_marked.cumsum(0), (1, 0))
+            num_before = num_marked[self.offsets(level)]
+            is_marked = num_before[1:] > num_before[:-1]
+            levels.insert(0, is_marked)
         return torch.cat(levels)
 
     def get_children(self, level: int, node: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,9 +181,9 @@ class Trie(nn.Module):
             node: (...) nodes.
 
         Returns:
-            Edges (..., M), 0 at padding, and a mask (..., M) of the valid edges. M is
-            the number of edges of the widest of the nodes; a GPU, which would have to
-            wait for that, uses the widest node of the level.
+            Edges (..., M), 0 at padding, and a mask (..., M) of the valid edges. On a
+            CPU, M is the most edges of the given nodes; on a GPU, the most edges of
+            any node of the level, to avoid synchronisation.
         """
         offsets = self.offsets(level)
         begin = offsets[node]
@@ -170,7 +195,16 @@ class Trie(nn.Module):
         return torch.where(valid, begin.unsqueeze(-1) + child, 0), valid
 
     def descend(self, level: int, node: Tensor, token: Tensor) -> Tensor:
-        """Return the child of `node` along `token`, or -1, for tensors of any shape."""
+        """Return the edges from nodes along tokens.
+
+        Args:
+            level: Level of the edges.
+            node: (...) nodes, -1 for none.
+            token: (...) codes.
+
+        Returns:
+            (...) edges, -1 if a node has no edge with the code.
+        """
         tokens, offsets = self.tokens(level), self.offsets(level)
         size = self.codebook_sizes[level]
         parent = torch.arange(len(offsets) - 1, device=tokens.device)
@@ -178,21 +212,21 @@ class Trie(nn.Module):
         parent = torch.repeat_interleave(
             parent, offsets.diff(), output_size=len(tokens)
         )
-        keys = parent * size + tokens  # ascending, as edges are sorted
-        wanted = node * size + token
-        edge = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
-        found = (keys[edge] == wanted) & (node >= 0) & (token >= 0) & (token < size)
-        return torch.where(found, edge, -1)
+        edge_keys = parent * size + tokens  # ascending, as edges are sorted
+        key = node * size + token
+        edge = torch.searchsorted(edge_keys, key).clamp(max=len(edge_keys) - 1)
+        is_valid = (node >= 0) & (token >= 0) & (token < size)
+        return torch.where(is_valid & (edge_keys[edge] == key), edge, -1)
 
     def lookup(self, codes: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Return the item_index of code tuples.
 
         Args:
             codes: (..., C) codes.
-            allowed: Edges from `edges_to`; other items are not returned. None for all.
+            allowed: Mask (E,) from `edges_to` of the items to return; None for all.
 
         Returns:
-            (...) item_index, -1 if there is no item.
+            (...) item_index, -1 if no (allowed) item has the codes.
         """
         node = torch.zeros_like(codes[..., 0])
         for level in range(self.levels):

@@ -1,17 +1,20 @@
-"""AtSpeed (Lin et al., 2025) on TIGER: a compact T5 draft proposes beams, the frozen teacher verifies them.
+r"""AtSpeed (Lin et al., 2025) on TIGER: a T5 draft whose beams the teacher verifies.
 
-    python -m jobs.train --config jobs/configs/atspeed_s.yaml --tables TABLES --sids SIDS --storage runs \\
-        --name atspeed_s --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/atspeed_s.yaml --tables TABLES \
+        --sids SIDS --storage runs --name atspeed_s --model.teacher runs/tiger
 
-AtSpeed-S recommends what its teacher does, but for the order of scores that tie exactly
-(`search/speculative.py`, strict), AtSpeed-R draws beams by the teacher's probabilities
-(relaxed); both ask it for fewer passes the better the draft is. Appendix D.2 of SID-MLP
-says what is ported: T5 in place of a causal language model, valid codes alone, strict
-verification by the teacher's top beams, relaxed by rejection sampling. That the draft
-is one T5 decoder layer is from its Section 4.2 ("even our smallest single layer"); it
-reads the teacher's encoder and embeddings, which the verification needs anyway. The
-losses and the draft's beams are those of the AtSpeed paper, with the codebook of a
-digit for the vocabulary and the target's own codes as the sequences learned from.
+AtSpeed-S recommends the items of its teacher, up to the order of exactly tied scores
+(strict search of `search/speculative.py`). AtSpeed-R samples beams from the teacher's
+probabilities (relaxed search). The better the draft, the fewer passes of the teacher a
+search needs.
+
+The port follows Appendix D.2 of SID-MLP: T5 in place of a causal language model, valid
+codes only, strict verification by the teacher's top beams, and relaxed verification by
+rejection sampling. The draft is one T5 decoder layer (Section 4.2 of SID-MLP: "even our
+smallest single layer"). It reads the teacher's encoder and embeddings, which the
+verification needs anyway. The losses and the draft's beams are from the AtSpeed paper;
+here the vocabulary is the codebook of a digit, and the training sequences are the
+targets' codes.
 
 Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 """
@@ -34,7 +37,7 @@ from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.options import AtSpeedOptions, Scores
 from models.retrieval.parts import History, Scorer, real_positions
-from models.retrieval.recommend import latest, leave_out, recommender
+from models.retrieval.recommend import drop_history_items, recommender, truncate_history
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.speculative import (
     Rule,
@@ -46,34 +49,33 @@ from models.retrieval.search.speculative import (
 from models.storage.tables import UserError
 from models.training.distributed import global_mean
 
-TOP = 20
-"""Codes of the draft that AtSpeed-S aligns (the AtSpeed paper's largest target
-beam)."""
+TOP_CODES = 20
+"""Number K of the draft's likeliest codes that `strict_loss` aligns (the AtSpeed
+paper's largest target beam)."""
 
 
 @dataclass
 class AtSpeedConfig(StudentConfig):
-    """Options of strict and relaxed verification: the draft model and its number of
-    steps.
-    """
+    """Options of both verifications: sizes of the draft model, beams and steps."""
 
     beam: int = 50
-    """The target's beams (Appendix D.2 of SID-MLP; 10 or 20 in the AtSpeed paper)."""
+    """Number of beams of the target (Appendix D.2 of SID-MLP; 10 or 20 in the AtSpeed
+    paper)."""
     scores: Scores = "codebook"
-    """What log-probabilities are normalised over when recommending: `codebook` leaves
-    the target's as they are (TIGER's of its whole vocabulary), `children` normalises
-    them anew over the valid children of a prefix."""
+    """Codes that log-probabilities are normalised over when recommending: `codebook`
+    uses the target's log-probabilities unchanged, `children` normalises them again over
+    the valid children of a prefix."""
     draft_beam: int = 100
-    """Beams that a step drafts: twice the target's, as the AtSpeed paper's 40 for 20;
-    `beam` where that is more."""
+    """Number of beams drafted per step: twice the target's, as in the AtSpeed paper (40
+    for 20). Raised to `beam` if lower."""
     draft_steps: int = 4
-    """Steps drafted for one verification, at most (the AtSpeed paper's)."""
+    """Most steps drafted per verification (AtSpeed paper)."""
     draft_layers: int = 1
     """Decoder blocks of the draft (Sec. 4.2 of SID-MLP: a single layer)."""
     draft_d_ff: int = 512
     """Inner width of the draft's feed-forward layers."""
     draft_heads: int = 4
-    """Attention heads of the draft, of the teacher's width each."""
+    """Attention heads of the draft; each has the width of the teacher's heads."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,59 +85,76 @@ class AtSpeedConfig(StudentConfig):
         check_least(self, ["draft_steps"], 0)
         if self.m:
             raise ValueError(
-                f"m {self.m} is not 0; a draft begins with the first digit, leave m out"
+                f"m {self.m} is not 0; AtSpeed drafts from the first digit on, leave m "
+                "out"
             )
 
 
 @dataclass
 class AtSpeedSConfig(AtSpeedConfig):
-    """Options of strict verification, which recommends exactly the teacher's items."""
+    """Options of AtSpeed-S: strict verification, with the teacher's results."""
 
 
 @dataclass
 class AtSpeedRConfig(AtSpeedConfig):
-    """Relaxed verification: beams drawn by the teacher's probabilities."""
+    """Options of AtSpeed-R: relaxed verification, with sampled beams."""
 
     rule: Rule = "published"
-    """How drafts are accepted: `published`, each by itself, or `exact`, so that beams
-    follow the teacher's distribution for any draft (`search/speculative.py`)."""
+    """Rule of acceptance: `published` tests each draft independently; `exact` makes
+    beams follow the teacher's distribution (`search/speculative.py`)."""
     seed: int = 0
-    """What is drawn for a request follows from this, its user and its history."""
+    """Seed of the samples. A request's samples depend on the seed, its user and its
+    history only."""
 
 
 def strict_loss(draft: Tensor, teacher: Tensor) -> Tensor:
-    """Alignment of AtSpeed-S for one digit, the mean over the batch, of logits (B, C): KL(q || p) of draft q and
-    teacher p, plus p_K H(q).
+    """Return the alignment loss of AtSpeed-S for one digit, the mean over the batch.
 
-    Both are over the draft's K = 20 likeliest codes. The published divergence is the
-    sum over those alone, which is lowest where the draft takes probability away from
-    them; here all other codes count as one more, so that it is 0 where the two agree
-    and never below. p_K, the teacher's K-th highest probability, weighs the entropy of
-    the draft: the flatter the teacher is down to there, the more is won by a draft that
-    commits itself.
+        KL(q || p) + p_K H(q)
+
+    q is the draft's and p the teacher's distribution over the draft's K = `TOP_CODES`
+    likeliest codes, and p_K the teacher's K-th highest probability. The entropy term
+    H(q) favours drafts with few likely codes.
+
+    The published divergence sums over the K codes only, so the draft could lower it by
+    moving probability to other codes. Here the other codes together are one more class,
+    so the divergence is never negative, and 0 if draft and teacher agree.
+
+    Args:
+        draft: (B, C_l) logits.
+        teacher: (B, C_l) logits.
     """
-    top = min(TOP, draft.shape[1])
-    log_q, log_p = draft.float().log_softmax(-1), teacher.float().log_softmax(-1)
-    kth = log_p.topk(top).values[:, -1].exp()
-    log_q, index = log_q.topk(top)
+    top = min(TOP_CODES, draft.shape[1])
+    log_q = draft.float().log_softmax(-1)
+    log_p = teacher.float().log_softmax(-1)
+    kth_probability = log_p.topk(top).values[:, -1].exp()  # (B,)
+    log_q, index = log_q.topk(top)  # (B, K)
     log_p = log_p.gather(1, index)
     q, p = log_q.exp(), log_p.exp()
-    rest_q, rest_p = (1 - q.sum(1)).clamp(min=1e-9), (1 - p.sum(1)).clamp(min=1e-9)
-    divergence = (q * (log_q - log_p)).sum(1) + rest_q * (rest_q.log() - rest_p.log())
-    return (divergence - kth * (q * log_q).sum(1)).mean()
+    # probability of all other codes
+    other_q = (1 - q.sum(1)).clamp(min=1e-9)
+    other_p = (1 - p.sum(1)).clamp(min=1e-9)
+    divergence = (q * (log_q - log_p)).sum(1)
+    divergence = divergence + other_q * (other_q.log() - other_p.log())
+    entropy = -(q * log_q).sum(1)
+    return (divergence + kth_probability * entropy).mean()
 
 
 def relaxed_loss(draft: Tensor, teacher: Tensor) -> Tensor:
-    """Alignment of AtSpeed-R for one digit, the mean over the batch, of logits (B, C): the total variation distance,
-    which is the chance that a draft is rejected."""
-    return (
-        0.5
-        * (draft.float().softmax(-1) - teacher.float().softmax(-1)).abs().sum(-1).mean()
-    )
+    """Return the alignment loss of AtSpeed-R for one digit, the mean over the batch.
+
+    The loss is the total variation distance, the probability that a draft is rejected.
+
+    Args:
+        draft: (B, C_l) logits.
+        teacher: (B, C_l) logits.
+    """
+    difference = draft.float().softmax(-1) - teacher.float().softmax(-1)
+    return 0.5 * difference.abs().sum(-1).mean()
 
 
 class AtSpeed(Student):
-    """A draft as student, and its teacher's decoder as the target, frozen but part of the weights."""
+    """A student that drafts, and the teacher's frozen decoder, which verifies."""
 
     can_teach = False
     options_class = AtSpeedOptions
@@ -143,14 +162,22 @@ class AtSpeed(Student):
     shown_metrics = (*metrics.SHOWN, "acceptance")
     config: AtSpeedConfig
     decoder: T5Decoder
+    """Decoder of the draft."""
     target: T5Decoder
+    """The teacher's decoder, saved with the student."""
 
     @staticmethod
     def build_decoder(config: AtSpeedConfig, teacher: Retriever) -> T5Decoder:
+        """Return the decoder of the draft.
+
+        Raises:
+            UserError: If the teacher is not a TIGER.
+        """
         backbone, target = teacher.backbone, teacher.decoder
         if not isinstance(backbone, T5Backbone) or not isinstance(target, T5Decoder):
             raise UserError(
-                "AtSpeed verifies with its teacher's T5 decoder; give a TIGER as model.teacher"
+                "AtSpeed verifies with its teacher's T5 decoder; give a TIGER as "
+                "model.teacher"
             )
         sizes = replace(
             backbone.sizes,
@@ -166,36 +193,40 @@ class AtSpeed(Student):
             codebook_scores=True,
         )
 
-    def keep_parts(self, teacher: Retriever) -> None:
+    def adopt_parts(self, teacher: Retriever) -> None:
+        """Add the teacher's decoder as the target."""
         self.target = cast(T5Decoder, teacher.decoder.requires_grad_(False).eval())
 
     def train(self, mode: bool = True) -> Self:
+        """Set training mode; the target stays in evaluation mode."""
         super().train(mode)
         self.target.eval()
         return self
 
     def set_teacher(self, teacher: Retriever) -> None:
+        """Copy the teacher's backbone and decoder, and store the teacher."""
         super().set_teacher(teacher)
         self.target.load_state_dict(teacher.decoder.state_dict())
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """(1 - alpha) CE + alpha times the alignment, summed over the digits (unit `request`)."""
-        config, codes = self.config, self.tokens.codes(batch.target)
+        """Return (1 - alpha) CE + alpha times the alignment loss, summed over digits.
+
+        Each digit is conditioned on the target's codes before it.
+        """
+        config = self.config
+        codes = self.tokens.codes(batch.target)
         history = self.encode(batch)
         logits = self.decoder.teacher_forced(history, codes)
-        losses = [
-            (1 - config.alpha)
-            * functional.cross_entropy(draft.float(), codes[:, level])
-            for level, draft in enumerate(logits)
-        ]
+        losses = []
+        for level, draft in enumerate(logits):
+            loss = functional.cross_entropy(draft.float(), codes[:, level])
+            losses.append((1 - config.alpha) * loss)
         if config.alpha > 0:
             align = relaxed_loss if isinstance(config, AtSpeedRConfig) else strict_loss
-            taught = self.teacher_logits(batch, history)
-            pairs = zip(logits, taught, strict=True)
-            losses += [
-                config.alpha * align(draft / config.tau, teacher / config.tau)
-                for draft, teacher in pairs
-            ]
+            teacher_logits = self.teacher_logits(batch, history)
+            for draft, teacher in zip(logits, teacher_logits, strict=True):
+                loss = align(draft / config.tau, teacher / config.tau)
+                losses.append(config.alpha * loss)
         return {"loss": global_mean(torch.stack(losses).sum(), len(codes))}
 
     @torch.no_grad()
@@ -209,38 +240,48 @@ class AtSpeed(Student):
         scores: Scores | None = None,
         seed: int | None = None,
     ) -> SpeculativeResult:
-        """Recommend, and count target passes, drafted steps and accepted steps per
-        request.
+        """Search speculatively; `recommend` documents the arguments.
+
+        Returns:
+            Items and scores, and counts of target passes, drafted steps and accepted
+            steps per request.
         """
-        config, batch = self.config, latest(batch, self.config.max_history)
-        how = Speculation(
+        config = self.config
+        batch = truncate_history(batch, config.max_history)
+        options = Speculation(
             beam=config.beam if beam is None else beam,
             draft_beam=config.draft_beam if draft_beam is None else draft_beam,
             steps=config.draft_steps if draft_steps is None else draft_steps,
-            children=self.among_children(scores),
+            children=self.normalizes_children(scores),
             allowed=batch.allowed,
         )
         keys = None
         if isinstance(config, AtSpeedRConfig):
-            how = replace(how, rule=config.rule)
+            options = replace(options, rule=config.rule)
             keys = request_keys(batch, config.seed if seed is None else seed)
         elif seed is not None:
             raise ValueError(
-                f"seed {seed} is for what is drawn; AtSpeed-S draws nothing, leave it out"
+                f"seed {seed} has no effect, as AtSpeed-S does not sample; leave seed "
+                "out"
             )
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
 
-        def draft(rows: Tensor) -> Scorer:
+        def make_draft_scorer(rows: Tensor) -> Scorer:
             return self.decoder.scorer(
                 History(history.states[rows], history.lengths[rows])
             )
 
-        target = T5Target(self.target, history)
-        found = speculative_search(
-            target, draft, self.trie, len(history.lengths), k, how, keys
+        result = speculative_search(
+            T5Target(self.target, history),
+            make_draft_scorer,
+            self.trie,
+            len(history.lengths),
+            k,
+            options,
+            keys,
         )
-        check_finite(found.scores, tail=True)
-        return found
+        check_finite(result.scores, tail=True)
+        return result
 
     @recommender
     def recommend(  # type: ignore[override]  # no search without the trie
@@ -253,13 +294,25 @@ class AtSpeed(Student):
         scores: Scores | None = None,
         seed: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(items, scores), each (B, k), by falling score of the target; options left out are the config's.
+        """Rank items by the target's log-probability of their codes.
 
-        Where fewer than k items are found the tail is item -1 with score -inf. `seed`
-        is of AtSpeed-R alone.
+        Arguments that are None default to the config.
+
+        Args:
+            batch: Histories of B requests.
+            k: Number of items to return.
+            beam: Number of beams of the target.
+            draft_beam: Number of beams drafted per step.
+            draft_steps: Most steps drafted per verification.
+            scores: Codes that log-probabilities are normalised over.
+            seed: Seed of the samples; AtSpeed-R only.
+
+        Returns:
+            Items and scores, (B, k) both, best first. If fewer than k items are found,
+            the tail is item -1 with score -inf.
         """
-        found = self.speculate(batch, k, beam, draft_beam, draft_steps, scores, seed)
-        return found.items, found.scores
+        result = self.speculate(batch, k, beam, draft_beam, draft_steps, scores, seed)
+        return result.items, result.scores
 
     def measure(
         self,
@@ -269,27 +322,36 @@ class AtSpeed(Student):
         unseen: bool | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Sum the family's metrics, target passes and drafted steps."""
+        """Return the sums of the family's metrics, and of target passes and steps.
+
+        Args:
+            batch: Requests with their targets.
+            by_user: As in `RetrievalModel.measure`.
+            shown: As in `RetrievalModel.measure`.
+            unseen: Whether to drop items of the history.
+            options: Other options of `recommend`.
+        """
         k = max(metrics.CUTOFFS)
-        more = batch.history.shape[1] if unseen else 0
-        found = self.speculate(batch, k + more, **options)
-        items = found.items
+        max_dropped = batch.history.shape[1] if unseen else 0
+        result = self.speculate(batch, k + max_dropped, **options)
+        items = result.items
         if unseen:
-            items = leave_out(items, found.scores, batch, k)[0]
+            items, _ = drop_history_items(items, result.scores, batch, k)
         sums = metrics.measure_ranking(items, batch, by_user, shown)
-        steps = {
-            "drafted": found.drafted,
-            "accepted": found.accepted,
-            "target_passes": found.passes,
+        counts = {
+            "drafted": result.drafted,
+            "accepted": result.accepted,
+            "target_passes": result.passes,
         }
-        return sums | {name: float(count.sum()) for name, count in steps.items()}
+        return sums | {name: float(count.sum()) for name, count in counts.items()}
 
     @classmethod
     def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
         """Return the family's metrics, `acceptance` and `target_passes`.
 
-        `acceptance` is the share of the drafted steps that was accepted;
-        `target_passes` is per request, of which a beam search needs one per digit.
+        `acceptance` is the share of drafted steps that were accepted. `target_passes`
+        is the mean number of target passes per request; beam search needs one per
+        digit.
         """
         ranking = dict(sums)
         drafted, accepted = ranking.pop("drafted"), ranking.pop("accepted")
@@ -298,11 +360,12 @@ class AtSpeed(Student):
 
     @classmethod
     def metric_names(cls, catalogue: Catalogue) -> list[str]:
+        """Return the names of the metrics of `metric_means`."""
         return [*super().metric_names(catalogue), "target_passes", "acceptance"]
 
     @classmethod
     def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
-        """Return the family's lines, and one on the verification."""
+        """Return the family's lines, and a line on the verification."""
         return [
             *super().format_metrics(metrics_),
             f"  {metrics_['acceptance']:.1%} of the drafted steps accepted, "
@@ -311,23 +374,24 @@ class AtSpeed(Student):
 
 
 class AtSpeedS(AtSpeed):
-    """AtSpeed with strict verification: it recommends the teacher's items."""
+    """AtSpeed with strict verification, which recommends the teacher's items."""
 
     name = "atspeed_s"
     config_class = AtSpeedSConfig
 
 
 class AtSpeedR(AtSpeed):
-    """AtSpeed with relaxed verification: beams drawn by the teacher's probabilities."""
+    """AtSpeed with relaxed verification, which samples beams by the teacher."""
 
     name = "atspeed_r"
     config_class = AtSpeedRConfig
 
 
 def request_keys(batch: HistoryBatch, seed: int) -> Tensor:
-    """Return (B,) int64 seeds of the requests' random draws, independent of padding."""
+    """Return int64 keys (B,) of the requests' random numbers."""
     keys = mix_bits(batch.user + seed)
-    real = real_positions(batch.history_length, batch.history.shape[1])
-    for items, mask in zip(batch.history.unbind(1), real.unbind(1), strict=True):
+    is_real = real_positions(batch.history_length, batch.history.shape[1])
+    # position by position: (B,) items
+    for items, mask in zip(batch.history.unbind(1), is_real.unbind(1), strict=True):
         keys = torch.where(mask, mix_bits(keys ^ items), keys)
     return keys

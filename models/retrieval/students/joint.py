@@ -1,7 +1,7 @@
-"""Models that start from their teacher's weights and train all of them: EARN and NEZHA.
+"""Models initialised with their teacher's weights and trained as a whole: EARN, NEZHA.
 
-The teacher is not asked while training, so there is nothing to distil and nothing to
-cache: the loss is the cross-entropy of the target's codes.
+The loss is the cross-entropy of the target's codes. Training does not run the teacher,
+so there are no teacher outputs to cache.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ class JointConfig(TeacherConfig):
 
     has_fixed_outputs: ClassVar[bool] = False
     beam: int = 50
-    """Beams when recommending (Sec. 4.1 of SID-MLP)."""
+    """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
     constrained: bool = True
-    """Whether decoding keeps to the trie; without it, tuples of no item are dropped in
-    the end."""
+    """Whether decoding stays within the trie; otherwise code tuples without an item are
+    dropped at the end."""
 
     def __post_init__(self) -> None:
         check_positive(self, ["beam"])
         if self.teacher_cache:
             raise ValueError(
-                f"teacher_cache {self.teacher_cache} would hold what changes in every step of training; leave it out"
+                f"teacher_cache {self.teacher_cache} cannot be used, as the states "
+                "change in every training step; leave teacher_cache out"
             )
 
 
@@ -43,20 +44,24 @@ class Joint(TaughtModel, Retriever):
     config: JointConfig
 
     def set_teacher(self, teacher: Retriever) -> None:
-        """Copy the teacher's embeddings and encoder, and its decoder if this one is a T5's too."""
-        backbone = require_tiger(teacher).backbone
-        own = cast(T5Backbone, self.backbone)
-        own.embedding.load_state_dict(backbone.embedding.state_dict())
-        own.encoder.load_state_dict(backbone.encoder.state_dict())
+        """Copy the teacher's embeddings, encoder and, to a T5 decoder, its decoder."""
+        source = require_tiger(teacher).backbone
+        backbone = cast(T5Backbone, self.backbone)
+        backbone.embedding.load_state_dict(source.embedding.state_dict())
+        backbone.encoder.load_state_dict(source.encoder.state_dict())
         if isinstance(self.decoder, T5Decoder):
             self.decoder.load_state_dict(teacher.decoder.state_dict())
 
 
 def require_tiger(teacher: Retriever) -> Tiger:
-    """Return the teacher, or raise a UserError if it is no TIGER."""
+    """Return the teacher as a `Tiger`.
+
+    Raises:
+        UserError: If the teacher is another model.
+    """
     if not isinstance(teacher, Tiger):
         raise UserError(
-            f"the teacher is a '{teacher.name}', and training starts from the weights of a TIGER's encoder; "
-            f"give a TIGER as model.teacher"
+            f"the teacher is a '{teacher.name}', but training starts from the weights "
+            "of a TIGER; give a TIGER as model.teacher"
         )
     return teacher

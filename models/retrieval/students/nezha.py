@@ -1,21 +1,23 @@
-"""NEZHA (Wang et al., 2025) on TIGER, as Appendix D.4 of SID-MLP ports it.
+r"""NEZHA (Wang et al., 2025) on TIGER, as ported in Appendix D.4 of SID-MLP.
 
-    python -m jobs.train --config jobs/configs/nezha.yaml --tables TABLES --sids SIDS \\
+    python -m jobs.train --config jobs/configs/nezha.yaml --tables TABLES --sids SIDS \
         --storage runs --name nezha --model.teacher runs/tiger
 
-A placeholder per digit, a learned embedding, follows the history in the encoder's
-input. One pass gives the root, the state of the last token before the placeholders, and
-a state h_i per digit. Digit i is read by its own linear head from root + h_i; then a
-recurrent cell moves the root on by the embedding of the chosen code. Encoder and head
-are trained together, each digit given those before it; the teacher's decoder is not
-used. The papers say that the state update is recurrent, not which cell: here a GRU's.
-The codes' embeddings are the encoder's.
+The encoder's input is the history and a placeholder per digit, which is a learned
+embedding. One pass returns the root, the state of the last token before the
+placeholders, and a state h_i per digit. A linear head per digit predicts digit i from
+root + h_i; then a recurrent cell updates the root with the embedding of the chosen
+code. Encoder and head are trained together, each digit conditioned on the digits before
+it. The teacher's decoder is not used. The papers do not name the recurrent cell: here
+it is a GRU. Code embeddings are shared with the encoder.
 
-The published learning rates of the parts (head 1, token embeddings 100, transition 10
-times the base) are `jobs/configs/nezha/published_rates.yaml`; the figures of SID-MLP's
-Table 3 are without them, which did not help. Published decoding has no trie: beams take
-the likeliest codes of all, and a hash set of the catalogue drops what is no item in the
-end (`constrained` false). What invalid codes displace is lost then.
+The published learning rates (head 1, token embeddings 100, transition 10 times the
+base) are in `jobs/configs/nezha/published_rates.yaml`. They did not help, and the
+figures for SID-MLP's Table 3 are without them.
+
+Published decoding has no trie: beams take the likeliest codes of the whole codebook,
+and a hash set of the catalogue drops tuples without an item at the end (`constrained`
+false). Fewer items may be left then.
 
 Shapes: `B` requests, `W` beams, `D` width, `L` levels (digits), `C_l` codes of level l.
 """
@@ -36,147 +38,149 @@ from models.retrieval.distillation.teacher import build_teacher
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.students.joint import Joint, JointConfig, require_tiger
 
-PARTS = {
+PARAMETER_PREFIXES = {
     "head": ("decoder.heads",),
     "embedding": ("backbone.embedding", "backbone.extra"),
     "transition": ("decoder.transition",),
 }
-"""Beginnings of the names of NEZHA's parameters, by part; what is in none of them has
-the base learning rate."""
+"""Prefixes of the parameter names of each part that `rates` may name."""
 
 
 @dataclass
 class NezhaConfig(JointConfig):
-    """NEZHA on TIGER; sizes are the teacher's."""
+    """Options of NEZHA on TIGER; sizes are the teacher's."""
 
     rates: dict[str, float] = field(default_factory=dict)
-    """Learning rates as multiples of fit.lr, of the parts head, embedding and
-    transition; those left out have 1."""
+    """Learning rates of head, embedding and transition as multiples of fit.lr; 1 for
+    parts that are not named."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for part, factor in self.rates.items():
-            if part not in PARTS:
+            if part not in PARAMETER_PREFIXES:
                 raise ValueError(
-                    f"rates has '{part}'; its parts are {', '.join(PARTS)}"
+                    f"rates has the unknown part '{part}'; the parts are "
+                    f"{', '.join(PARAMETER_PREFIXES)}"
                 )
             if not factor > 0:
                 raise ValueError(
-                    f"rates.{part} is {factor}, it must be above 0; 1 is the base learning rate"
+                    f"rates.{part} is {factor}, it must be above 0; 1 is the base "
+                    "learning rate"
                 )
 
     def lr_multipliers(self) -> dict[str, float]:
-        """Return the `rates`, by the beginning of parameters' names."""
-        return {
-            prefix: factor
-            for part, factor in self.rates.items()
-            for prefix in PARTS[part]
-        }
+        """Return the `rates` by prefix of parameter names."""
+        multipliers: dict[str, float] = {}
+        for part, factor in self.rates.items():
+            multipliers |= dict.fromkeys(PARAMETER_PREFIXES[part], factor)
+        return multipliers
 
 
 class NezhaBackbone(ExtendedT5):
-    """Gives the root and the placeholders' states: a history of 1 + L positions."""
+    """T5's encoder that returns the root and the placeholders' states only."""
 
     def __init__(self, teacher: T5Backbone) -> None:
-        """`teacher` gives the vocabulary and the sizes."""
+        """Build the backbone with the vocabulary and the sizes of `teacher`."""
         super().__init__(
             teacher.tokens, teacher.sizes, teacher.max_history, teacher.tokens.levels
         )
 
     def inputs(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
-        """[history, a placeholder per digit]."""
+        """Return tokens `[history, L placeholders]` (B, S), and lengths (B,)."""
         tokens, lengths = super().inputs(batch)
         level = torch.arange(self.tokens.levels, device=tokens.device)
         placeholders = (self.tokens.vocabulary + level).expand(len(tokens), -1)
-        at = lengths.unsqueeze(1) + level
-        return functional.pad(tokens, (0, len(level))).scatter(
-            1, at, placeholders
-        ), lengths + len(level)
+        positions = lengths.unsqueeze(1) + level
+        tokens = functional.pad(tokens, (0, len(level)))
+        return tokens.scatter(1, positions, placeholders), lengths + len(level)
 
     def encode(self, batch: HistoryBatch) -> History:
-        """States (B, 1 + L, D)."""
+        """Return the states (B, 1 + L, D) of the root and the placeholders."""
         return last_positions(super().encode(batch), 1 + self.tokens.levels)
 
     def infer(self, batch: HistoryBatch) -> History:
+        """Return the states of `encode`, computed without work for padding."""
         return last_positions(super().infer(batch), 1 + self.tokens.levels)
 
 
 def last_positions(history: History, count: int) -> History:
-    """The last `count` positions of each request."""
-    at = (
-        history.lengths.unsqueeze(1)
-        - count
-        + torch.arange(count, device=history.lengths.device)
-    )
-    states = history.states.take_along_dim(at.unsqueeze(-1), 1)
+    """Return the states (B, count, D) of the last `count` positions of each request."""
+    first = history.lengths.unsqueeze(1) - count
+    positions = first + torch.arange(count, device=history.lengths.device)
+    states = history.states.take_along_dim(positions.unsqueeze(-1), 1)
     return History(states, torch.full_like(history.lengths, count))
 
 
 class NezhaDecoder(Decoder):
-    """Heads over root + h_i and the cell that moves the root."""
+    """A linear head per digit over root + h_i, and the cell that updates the root."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        self.tokens, self.hidden_width = (
-            backbone.tokens,
-            backbone.embedding.embedding_dim,
-        )
-        self._embedding = (backbone.embedding,)  # the backbone's, no submodule here
+        self.tokens = backbone.tokens
+        self.hidden_width = backbone.embedding.embedding_dim
+        self._embedding = (backbone.embedding,)  # in a tuple: no submodule
         self.heads = nn.ModuleList(
             nn.Linear(self.hidden_width, size) for size in self.tokens.sizes
         )
         self.transition = nn.GRUCell(self.hidden_width, self.hidden_width)
 
-    def move(self, root: Tensor, level: int, codes: Tensor) -> Tensor:
-        """(..., D): the root (..., D) after `codes` (...) of the level."""
-        chosen = self._embedding[0](codes + self.tokens.first[level])
-        return cast(
-            Tensor, self.transition(chosen.flatten(0, -2), root.flatten(0, -2))
-        ).view(root.shape)
+    def update_root(self, root: Tensor, level: int, codes: Tensor) -> Tensor:
+        """Return the root (..., D) after a code.
+
+        Args:
+            root: (..., D) root before the code.
+            level: Level of the code.
+            codes: (...) chosen codes.
+        """
+        embedded = self._embedding[0](codes + self.tokens.first[level])
+        updated = self.transition(embedded.flatten(0, -2), root.flatten(0, -2))
+        return cast(Tensor, updated).view(root.shape)
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """(B, L, D): root + h_i of each digit."""
-        root, *own = history.states.unbind(1)
-        found = [root + own[0]]
+        """Return root + h_i (B, L, D) of each digit."""
+        root, *digit_states = history.states.unbind(1)  # (B, D) each
+        hidden = [root + digit_states[0]]
         for level in range(1, self.tokens.levels):
-            root = self.move(root, level - 1, codes[:, level - 1])
-            found.append(root + own[level])
-        return torch.stack(found, 1)
+            root = self.update_root(root, level - 1, codes[:, level - 1])
+            hidden.append(root + digit_states[level])
+        return torch.stack(hidden, 1)
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
+        """Return the logits (B, C_l) of each level from states (B, L, D)."""
         return [head(x) for head, x in zip(self.heads, hidden.unbind(1), strict=True)]
 
     def scorer(self, history: History) -> RootScorer:
+        """Return a scorer over each level's codebook."""
         return RootScorer(self, history)
 
 
 class RootScorer:
-    """A `Scorer` (see `parts.py`): log-probabilities of each level's codebook. A beam is its root."""
+    """A `Scorer` over each level's codebook; the state of a beam is its root."""
 
     def __init__(self, decoder: NezhaDecoder, history: History) -> None:
-        self.decoder, self.own, self.level = decoder, history.states[:, 1:], 0
+        self.decoder, self.level = decoder, 0
         self.root = history.states[:, :1]  # (B, W, D)
+        self.digit_states = history.states[:, 1:]  # (B, L, D)
 
     def start(self) -> Tensor:
+        """Return (B, C_0) log-probabilities of the first code."""
         return self._score()[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        before = self.root.take_along_dim(parents.unsqueeze(-1), 1)
-        self.root = self.decoder.move(before, self.level, tokens)
+        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
+        parent_root = self.root.take_along_dim(parents.unsqueeze(-1), 1)
+        self.root = self.decoder.update_root(parent_root, self.level, tokens)
         self.level += 1
         return self._score()
 
     def _score(self) -> Tensor:
-        """(B, W, C_level)."""
-        return (
-            self.decoder.heads[self.level](self.root + self.own[:, self.level, None])
-            .float()
-            .log_softmax(-1)
-        )
+        """Return (B, W, C_level) log-probabilities of the current level."""
+        hidden = self.root + self.digit_states[:, self.level, None]
+        return self.decoder.heads[self.level](hidden).float().log_softmax(-1)
 
 
 class Nezha(Joint):
-    """The backbone with its placeholders, and the head in place of the teacher's decoder."""
+    """An encoder with placeholders, and a head in place of the teacher's decoder."""
 
     name = "nezha"
     config_class = NezhaConfig
@@ -188,4 +192,5 @@ class Nezha(Joint):
         super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
 
     def lr_multipliers(self) -> dict[str, float]:
+        """Return the `rates` of the config by prefix of parameter names."""
         return self.config.lr_multipliers()

@@ -1,14 +1,14 @@
-"""A student of one T5 decoder layer, of Tables 1, 2, 8 and 9 of SID-MLP (Guo et al., 2026).
+r"""A student with one T5 decoder layer (Tables 1, 2, 8 and 9 of SID-MLP).
 
-    python -m jobs.train --config jobs/configs/one_layer.yaml --tables TABLES --sids SIDS \\
-        --storage runs --name one_layer --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/one_layer.yaml --tables TABLES \
+        --sids SIDS --storage runs --name one_layer --model.teacher runs/tiger
 
-It keeps attention, over the frozen states and embeddings of its teacher's backbone.
+The layer attends to the prefix and to the frozen states of the teacher's backbone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from models.retrieval.backbones.t5 import T5Backbone
@@ -20,14 +20,15 @@ from models.storage.tables import UserError
 
 @dataclass
 class OneLayerConfig(StudentConfig):
-    """A student that keeps attention."""
+    """Options of the one-layer student; sizes are the teacher's."""
 
     self_attention: bool = True
     """Whether the decoder attends to the prefix (Tables 2 and 9)."""
     cross_attention: bool = True
     """Whether the decoder attends to the encoder's states (Tables 2 and 9)."""
     logits: Literal["codebook", "vocabulary"] = "codebook"
-    """What is predicted and the teacher's logits are cut to."""
+    """Tokens that the student predicts, and that the teacher's logits are restricted
+    to."""
 
 
 class OneLayer(Student):
@@ -38,17 +39,21 @@ class OneLayer(Student):
 
     @staticmethod
     def build_decoder(config: OneLayerConfig, teacher: Retriever) -> T5Decoder:
+        """Return a decoder with one layer of the teacher's sizes.
+
+        Raises:
+            UserError: If the teacher's backbone is not T5.
+        """
         backbone = teacher.backbone
         if not isinstance(backbone, T5Backbone):
             raise UserError(
-                "the model 'one_layer' has a layer of its teacher's T5; give a TIGER as "
-                "model.teacher"
+                "the model 'one_layer' has a layer of its teacher's T5; give a TIGER "
+                "as model.teacher"
             )
         return T5Decoder(
             backbone.tokens,
-            backbone.sizes,
+            replace(backbone.sizes, num_decoder_layers=1),
             backbone.embedding,
-            layers=1,
             self_attention=config.self_attention,
             cross_attention=config.cross_attention,
             codebook_logits=config.logits == "codebook",

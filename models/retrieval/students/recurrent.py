@@ -1,29 +1,30 @@
-"""Students with a recurrent state in place of attention: Gated DeltaNet and Mamba2.
+r"""Students with a recurrent state in place of attention: Gated DeltaNet and Mamba2.
 
 Gated DeltaNet (Yang et al., 2025) and Mamba2 (Dao and Gu, 2024) are rows of Tables 3
 and 11 of SID-MLP.
 
-    python -m jobs.train --config jobs/configs/gdn.yaml --tables TABLES --sids SIDS \\
+    python -m jobs.train --config jobs/configs/gdn.yaml --tables TABLES --sids SIDS \
         --storage runs --name gdn --model.teacher runs/tiger
 
-A causal stack reads, as one row, the backbone's frozen states of the history, a learned
-start token, and the prefix in the backbone's frozen embeddings; the logits of a digit
-are a linear layer on the position before it (Appendix D.3 of SID-MLP). Rows are shifted
-so that padding comes first and their last positions align: neither the state nor the
-short convolutions read padding. In search the history is read once per user; from there
-on every beam has a state, which each step gathers by parent beam and updates with the
-chosen code.
+The input of a causal stack is the backbone's frozen states of the history, a learned
+start token, and the frozen embeddings of the prefix. A linear layer on the position
+before a digit predicts its logits (Appendix D.3 of SID-MLP). Rows are shifted so that
+padding comes first and the last positions align: then neither the state nor the short
+convolutions read padding. Search reads the history once per user. Each beam has a
+state, which every step gathers from the parent beam and updates with the chosen code.
 
-The paper names no sizes (Appendix D.3: the authors' recommendations, except where TIGER
-requires others); these stacks have about as many parameters as the 2.6 million of the
-teacher's decoder. Blocks are the authors':
+The paper gives no sizes (Appendix D.3: the authors' recommendations, adapted to TIGER).
+The stacks here have about as many parameters as the teacher's decoder, 2.6 million.
+Blocks are as published:
 
-- GDN: a mixer and a SwiGLU, 6 heads, values twice as wide as keys, convolutions of 4. The
-  authors' head width of 256 would make one block larger than half of TIGER's decoder, so
-  depth and widths are the teacher's: 4 blocks of its width, heads of 64; 2.5 million.
-- Mamba2: a mixer alone, heads of 64, a state of 128, inner width twice the outer,
-  convolutions of 4, chunks of 256. A block of TIGER's width has 0.13 million parameters, so
-  the stack is twice as wide, with 5 blocks; 2.6 million.
+- GDN: a mixer and a SwiGLU, 6 heads, values twice as wide as keys, convolutions over 4
+  positions. With the published head width of 256, one block would be larger than half
+  of TIGER's decoder, so depth and widths are TIGER's: 4 blocks with heads of 64; 2.5
+  million parameters.
+- Mamba2: a mixer without feed-forward, heads of 64, a state of 128, an inner width of
+  twice the outer, convolutions over 4 positions, chunks of 256. A block of TIGER's
+  width has 0.13 million parameters, so the stack is twice as wide, with 5 blocks; 2.6
+  million parameters.
 
 Shapes: `B` requests, `S` positions of the longest history, `P` codes of a prefix, `D`
 width of the backbone, `N` width of the stack, `W` beams of a user, `L` levels (digits),
@@ -53,20 +54,21 @@ from models.storage.tables import UserError
 
 @dataclass
 class RecurrentConfig(StudentConfig):
-    """Options of both students."""
+    """Options of both recurrent students."""
 
     num_layers: int = 4
-    """Blocks of the stack."""
+    """Number of blocks."""
     width: int = 0
-    """Width of the stack. 0: the backbone's width, and no linear layer before the
+    """Width of the stack. 0: the backbone's width, without a linear layer before the
     stack."""
     conv: int = 4
-    """Positions of the short convolutions."""
+    """Number of positions of the short convolutions."""
     chunk: int = 64
-    """Positions that training computes at once; results change by rounding only."""
+    """Number of positions that training computes in parallel; results differ by
+    rounding only."""
     dropout: float = 0.1
-    """Dropout on what each block adds (TIGER's; swept over 0.1 and 0.2 in Appendix
-    C.2)."""
+    """Dropout on the output of each block (TIGER's value; swept over 0.1 and 0.2 in
+    Appendix C.2)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,14 +82,14 @@ class GdnConfig(RecurrentConfig):
     """Options of the student with a Gated DeltaNet."""
 
     heads: int = 6
-    """Heads (the authors', and TIGER's)."""
+    """Number of heads (published; also TIGER's)."""
     head_width: int = 64
-    """Width of a head's keys and queries (TIGER's; the authors' is 256)."""
+    """Width of a head's keys and queries (TIGER's; published 256)."""
     expand_v: int = 2
-    """Width of a head's values over that of its keys (the authors')."""
+    """Ratio of the width of a head's values to its keys (published)."""
     ffn_width: int = 512
-    """Inner width of the SwiGLU after each mixer; 0 leaves it out. The authors' rule:
-    8/3 of the width, rounded up to a multiple of 256."""
+    """Inner width of the SwiGLU after each mixer; 0 for no SwiGLU. The published rule
+    is 8/3 of the width, rounded up to a multiple of 256."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,19 +102,19 @@ class Mamba2Config(RecurrentConfig):
     """Options of the student with a Mamba2."""
 
     num_layers: int = 5
-    """Blocks of the stack; 5 have as many parameters as the teacher's decoder."""
+    """Number of blocks; 5 have as many parameters as the teacher's decoder."""
     width: int = 256
-    """Width of the stack. 0: the backbone's width, and no linear layer before the
+    """Width of the stack. 0: the backbone's width, without a linear layer before the
     stack."""
     chunk: int = 256
-    """Positions that training computes at once (the authors'); results change by
-    rounding only."""
+    """Number of positions that training computes in parallel (published); results
+    differ by rounding only."""
     head_width: int = 64
-    """Width of a head (the authors')."""
+    """Width of a head (published)."""
     state: int = 128
-    """Width of the state of each of a head's channels (the authors')."""
+    """Width of the state of each channel of a head (published)."""
     expand: int = 2
-    """Inner width over that of the stack (the authors')."""
+    """Ratio of the inner width to the width of the stack (published)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,12 +122,12 @@ class Mamba2Config(RecurrentConfig):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), followed by x + ffn(norm(x)) with a SwiGLU if it has one."""
+    """A pre-norm block: a recurrent mixer, followed by an optional SwiGLU."""
 
     def __init__(
         self, width: int, mixer: RecurrentMixer, ffn_width: int, dropout_p: float
     ) -> None:
-        """Build the block; `ffn_width` 0 leaves out the feed-forward layer."""
+        """Build the block; with `ffn_width` 0 it has no SwiGLU."""
         super().__init__()
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.mixer = mixer
@@ -153,6 +155,7 @@ class Block(nn.Module):
         return self._add(x, mixed), state
 
     def _add(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Return the block's output from its input `x` and the mixer's output."""
         dropout_p = self.dropout_p if self.training else 0.0
         x = x + dropout(mixed, dropout_p)
         if self.ffn_norm is None:
@@ -162,7 +165,7 @@ class Block(nn.Module):
 
 
 class RecurrentDecoder(Decoder):
-    """A stack of blocks over the states and the embeddings of a backbone."""
+    """A stack of blocks over the states and the token embeddings of a backbone."""
 
     def __init__(
         self,
@@ -171,7 +174,14 @@ class RecurrentDecoder(Decoder):
         make_mixer: Callable[[int], RecurrentMixer],
         ffn_width: int = 0,
     ) -> None:
-        """Build the stack; `make_mixer(N)` returns the mixer of one block."""
+        """Build the stack.
+
+        Args:
+            config: Options of the student.
+            backbone: Backbone of the teacher.
+            make_mixer: Returns the mixer of one block for a width N.
+            ffn_width: Inner width of each block's SwiGLU; 0 for none.
+        """
         super().__init__()
         self.tokens, self.first_level = backbone.tokens, config.m
         self._embedding = (backbone.embedding,)  # in a tuple: no submodule
@@ -213,14 +223,16 @@ class RecurrentDecoder(Decoder):
         states, lengths = history.states, history.lengths
         longest = states.shape[1]
         position = torch.arange(longest, device=states.device)
-        source = position - (longest - lengths).unsqueeze(1)  # (B, S); < 0: padding
+        # (B, S): position before the shift, negative at padding
+        source = position - (longest - lengths).unsqueeze(1)
         index = source.clamp(min=0).unsqueeze(-1).expand_as(states)
-        shifted = states.gather(1, index)  # padding first
+        shifted = states.gather(1, index)
         start = self.start.to(states.dtype).expand(len(states), 1, -1)
         x = self.enter(torch.cat([shifted, start, prefix.to(states.dtype)], 1))
         num_outputs = 1 + prefix.shape[1]
-        is_real = (source >= 0).to(x.dtype)
-        real = functional.pad(is_real, (0, num_outputs), value=1.0).unsqueeze(-1)
+        # (B, S + P + 1, 1): 0 at padding, else 1
+        real = functional.pad((source >= 0).to(x.dtype), (0, num_outputs), value=1.0)
+        real = real.unsqueeze(-1)
         block_states = []
         for i, block in enumerate(self.blocks):
             is_last = i == len(self.blocks) - 1
@@ -229,42 +241,48 @@ class RecurrentDecoder(Decoder):
         return self.norm(x), block_states
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
+        """Return the outputs (B, L - first_level, N) before each code (B, L)."""
         prefix = self.embed(self.tokens.shift_right(codes)[:, 1:])  # (B, L - 1, D)
         outputs, _ = self.read(history, prefix)
         return outputs[:, self.first_level :]
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
+        """Return the logits (B, C_l) of each level, one linear layer each."""
         heads = self.heads[self.first_level :]
         return [head(x) for head, x in zip(heads, hidden.unbind(1), strict=True)]
 
     def scorer(self, history: History) -> RecurrentScorer:
+        """Return a scorer over each level's codebook."""
         return RecurrentScorer(self, history)
 
 
 class RecurrentScorer:
-    """A `Scorer` of each level's codebook; levels before `first_level` have no scores."""
+    """A `Scorer` over each level's codebook, from `first_level` on."""
 
     def __init__(self, decoder: RecurrentDecoder, history: History) -> None:
-        self.decoder, self.history, self.level = decoder, history, 0
+        self.decoder, self.history = decoder, history
+        self.level = 0
         self.states: list[MixerState] = []  # per block, of B * W rows
 
     def start(self) -> Tensor:
+        """Return (B, C_0) log-probabilities of the first code."""
         states = self.history.states
         no_prefix = states.new_zeros((len(states), 0, states.shape[2]))
         x, self.states = self.decoder.read(self.history, no_prefix)
         return self._score(x)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
         decoder = self.decoder
         users = torch.arange(len(parents), device=parents.device).unsqueeze(1)
         num_beams = len(self.states[0].memory) // len(parents)
-        rows = (parents + users * num_beams).flatten()
-        chosen = tokens.flatten() + decoder.tokens.first[self.level]
-        x = decoder.enter(decoder.embed(chosen))  # (B * W, N)
+        parent_rows = (parents + users * num_beams).flatten()
+        codes = tokens.flatten() + decoder.tokens.first[self.level]
+        x = decoder.enter(decoder.embed(codes))  # (B * W, N)
         self.level += 1
         keep = self.level < decoder.tokens.levels - 1  # the last state is not read
         for i, block in enumerate(decoder.blocks):
-            x, self.states[i] = block.step(x, self.states[i].rows(rows), keep)
+            x, self.states[i] = block.step(x, self.states[i].rows(parent_rows), keep)
         return self._score(decoder.norm(x).unflatten(0, parents.shape))
 
     def _score(self, x: Tensor) -> Tensor:
@@ -282,19 +300,19 @@ class GdnStudent(Student):
 
     @staticmethod
     def build_decoder(config: GdnConfig, teacher: Retriever) -> RecurrentDecoder:
-        sizes = (
-            config.heads,
-            config.head_width,
-            config.expand_v,
-            config.conv,
-            config.chunk,
-        )
-        return RecurrentDecoder(
-            config,
-            teacher.backbone,
-            lambda width: GatedDeltaNet(width, *sizes),
-            config.ffn_width,
-        )
+        """Return a stack of Gated DeltaNet blocks on the teacher's backbone."""
+
+        def make_mixer(width: int) -> GatedDeltaNet:
+            return GatedDeltaNet(
+                width,
+                config.heads,
+                config.head_width,
+                config.expand_v,
+                config.conv,
+                config.chunk,
+            )
+
+        return RecurrentDecoder(config, teacher.backbone, make_mixer, config.ffn_width)
 
 
 class Mamba2Student(Student):
@@ -305,18 +323,27 @@ class Mamba2Student(Student):
 
     @staticmethod
     def build_decoder(config: Mamba2Config, teacher: Retriever) -> RecurrentDecoder:
+        """Return a stack of Mamba2 blocks on the teacher's backbone.
+
+        Raises:
+            UserError: If the inner width is not a multiple of the head width.
+        """
         backbone = teacher.backbone
         inner = config.expand * (config.width or backbone.embedding.embedding_dim)
         if inner % config.head_width:
             raise UserError(
-                f"the inner width {inner} of mamba2 does not divide by head_width "
-                f"{config.head_width}; give one that divides expand times width"
+                f"the inner width {inner} of mamba2 is not a multiple of head_width "
+                f"{config.head_width}; give a head_width that divides expand * width"
             )
-        sizes = (
-            config.head_width,
-            config.state,
-            config.expand,
-            config.conv,
-            config.chunk,
-        )
-        return RecurrentDecoder(config, backbone, lambda width: Mamba2(width, *sizes))
+
+        def make_mixer(width: int) -> Mamba2:
+            return Mamba2(
+                width,
+                config.head_width,
+                config.state,
+                config.expand,
+                config.conv,
+                config.chunk,
+            )
+
+        return RecurrentDecoder(config, backbone, make_mixer)

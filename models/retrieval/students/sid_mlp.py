@@ -1,10 +1,11 @@
-"""SID-MLP (Guo et al., 2026): TIGER's decoder distilled into one attention readout and an MLP per digit.
+r"""SID-MLP (Guo et al., 2026): TIGER's decoder distilled into a readout and MLPs.
 
-    python -m jobs.train --config jobs/configs/sid_mlp.yaml --tables TABLES --sids SIDS --storage runs \\
-        --name sid_mlp --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/sid_mlp.yaml --tables TABLES \
+        --sids SIDS --storage runs --name sid_mlp --model.teacher runs/tiger
 
-The decoder is in `decoders/sid_mlp.py`, the loss in `distillation/student.py`, the
-search here.
+One attention readout per user and an MLP per digit replace the decoder. The decoder is
+in `decoders/sid_mlp.py`, the loss in `distillation/student.py`, the fast search in
+`models/cpu/fast.py`.
 
 Shapes: `B` requests.
 """
@@ -25,7 +26,7 @@ from models.retrieval.retriever import Retriever
 
 
 class SidMlp(Student):
-    """The student, with a fast search for the paper's main model."""
+    """SID-MLP and its ablations, with a fast search for the paper's main model."""
 
     name = "sid_mlp"
     config_class: ClassVar[type] = SidMlpConfig
@@ -35,15 +36,17 @@ class SidMlp(Student):
 
     @staticmethod
     def build_decoder(config: SidMlpConfig, teacher: Retriever) -> SidMlpDecoder:
+        """Return SID-MLP's decoder on the teacher's backbone."""
         return SidMlpDecoder(config, teacher.backbone)
 
-    def fast_supported(self) -> bool:
-        """Return whether the fast search covers this variant: the paper's main model."""
+    def supports_fast_search(self) -> bool:
+        """Return whether fast search covers the model: the paper's main model."""
         config = self.config
         return (
             config.m == 0
-            and (config.prefix, config.readout, config.logits)
-            == ("concat", "attention", "codebook")
+            and config.prefix == "concat"
+            and config.readout == "attention"
+            and config.logits == "codebook"
             and config.context_ffn
         )
 
@@ -57,22 +60,29 @@ class SidMlp(Student):
         constrained: bool | None = None,
         path: DecodePath | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Recommend as `Student.recommend` does, by the fast search where it covers the model.
+        """Rank items as `Student.recommend` does, by the fast search if supported.
+
+        Arguments that are None default to the config.
 
         Args:
-            path: How to decode: `fast` or `plain`; None for the config's.
+            batch: Histories of B requests.
+            k: Number of items to return.
+            beam: Number of beams.
+            scores: Codes that log-probabilities are normalised over.
+            constrained: False to search without the trie.
+            path: `fast` or `plain` search.
+
+        Returns:
+            Items and scores, (B, k) both, best first.
         """
-        if (
-            (path or self.config.path) == "plain"
-            or constrained is False
-            or not self.fast_supported()
-        ):
-            return self.search(
-                self.encode(batch), k, beam, scores, constrained, batch.allowed
-            )
-        search, outputs = fast_search(self), self.teacher_outputs("encoder", batch)
-        z = search.read(outputs) if outputs else search.context(batch)
+        is_fast = (path or self.config.path) == "fast" and constrained is not False
+        if not is_fast or not self.supports_fast_search():
+            history = self.encode(batch)
+            return self.search(history, k, beam, scores, constrained, batch.allowed)
+        search = fast_search(self)
+        cached = self.teacher_outputs("encoder", batch)
+        z = search.read(cached) if cached else search.context(batch)
         beam = self.config.beam if beam is None else beam
         return search.beam_search(
-            z, k, beam, self.among_children(scores), batch.allowed
+            z, k, beam, self.normalizes_children(scores), batch.allowed
         )

@@ -1,21 +1,23 @@
-"""SID-MLP++ (Guo et al., 2026, Sec. 3.5): SID-MLP with the teacher's encoder distilled into MLPs as well.
+r"""SID-MLP++ (Guo et al., 2026, Sec. 3.5): SID-MLP with an encoder of MLPs.
 
-    python -m jobs.train --config jobs/configs/sid_mlp_pp_encoder.yaml --tables TABLES --sids SIDS --storage runs \\
-        --name encoder --model.teacher runs/tiger
-    python -m jobs.train --config jobs/configs/sid_mlp_pp.yaml --tables TABLES --sids SIDS --storage runs \\
-        --name sid_mlp_pp --model.encoder runs/encoder
+    python -m jobs.train --config jobs/configs/sid_mlp_pp_encoder.yaml \
+        --tables TABLES --sids SIDS --storage runs --name encoder \
+        --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/sid_mlp_pp.yaml --tables TABLES \
+        --sids SIDS --storage runs --name sid_mlp_pp --model.encoder runs/encoder
 
-Stage 1 (`sid_mlp_pp_encoder`) matches the frozen teacher's encoder states by squared
-error. Stage 2 (`sid_mlp_pp`) freezes that encoder and trains SID-MLP's readout and
-heads on its states by equation 3. The encoder is in `backbones/mlp.py`.
+Stage 1 (`sid_mlp_pp_encoder`) trains MLPs to match the encoder states of the frozen
+teacher by squared error. Stage 2 (`sid_mlp_pp`) freezes the MLPs and trains SID-MLP's
+readout and heads on their states by equation 3. The encoder is in `backbones/mlp.py`.
 
 Shapes: `B` requests, `S` tokens of a history, `D` width.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Self, cast
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ from models.retrieval.distillation.teacher import (
     load_teacher,
     resolve_teacher,
 )
-from models.retrieval.distillation.teacher_cache import Query, States
+from models.retrieval.distillation.teacher_cache import CachedStates, TeacherOutput
 from models.retrieval.parts import History, real_positions
 from models.retrieval.retriever import Retriever
 from models.retrieval.students.sid_mlp import SidMlp
@@ -47,7 +49,7 @@ class SidMlpPpEncoderConfig(EncoderSizes, TeacherConfig):
 
 
 class SidMlpPpEncoder(TaughtModel):
-    """Stage 1: the encoder alone, trained to give the teacher's encoder states. It recommends nothing."""
+    """Stage 1: an encoder that learns the teacher's states and ranks nothing."""
 
     name = "sid_mlp_pp_encoder"
     config_class = SidMlpPpEncoderConfig
@@ -62,91 +64,92 @@ class SidMlpPpEncoder(TaughtModel):
         teacher = build_teacher(config, catalogue)
         if type(teacher.backbone) is not T5Backbone:
             raise UserError(
-                f"stage 1 gives the states of T5's encoder, and those of a '{teacher.name}' are others; give a "
-                f"TIGER as model.teacher"
+                "sid_mlp_pp_encoder matches the states of TIGER's encoder, which a "
+                f"'{teacher.name}' does not have; give a TIGER as model.teacher"
             )
         self.backbone = MlpBackbone(teacher.backbone, config)
         self._catalogue = catalogue
-        self._teacher: tuple[Retriever, ...] = ()  # no submodule: not saved with it
-        self._states: States | None = None  # table of `teacher_cache`, while training
+        # in a tuple, so that it is no submodule and is not saved
+        self._teacher: tuple[Retriever, ...] = ()
+        # table of `teacher_cache`, set for training
+        self._cached_states: CachedStates | None = None
 
     def set_teacher(self, teacher: Retriever) -> None:
-        """Copy the teacher's embeddings, and keep it, outside of the weights, for its states.
+        """Copy the teacher's embeddings and last norm, and store the teacher.
 
-        The last norm starts at the teacher's scale: AdamW's steps of 0.001 would take a
-        thousand to come from 1 to the 0.2 of a trained TIGER, more than a small log
-        has.
+        The last norm of a trained TIGER has weights of about 0.2. From 1, AdamW would
+        need a thousand steps of 0.001 to reach 0.2, more than a small log has.
         """
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
-        self.backbone.norm.weight.data.copy_(
-            cast(T5Backbone, teacher.backbone).encoder.final_layer_norm.weight
-        )
-        self._teacher = (
-            teacher.requires_grad_(False).eval().to(self.backbone.tokens.items.device),
-        )
+        encoder = cast(T5Backbone, teacher.backbone).encoder
+        self.backbone.norm.weight.data.copy_(encoder.final_layer_norm.weight)
+        device = self.backbone.tokens.items.device
+        self._teacher = (teacher.requires_grad_(False).eval().to(device),)
 
     @property
     def teacher(self) -> Retriever:
-        """The teacher whose states are matched; after loading a checkpoint it is read from its path again."""
+        """The teacher, loaded from the path in the config at first use."""
         if not self._teacher:
             teacher = load_teacher(self.config, self._catalogue)
             self._teacher = (teacher.to(self.backbone.tokens.items.device),)
         return self._teacher[0]
 
-    def teacher_queries(self) -> list[Query]:
-        """Return a query for the teacher's states."""
-        config = {
-            "width": self.backbone.embedding.embedding_dim,
-            "teacher_model": self.config.teacher_model,
-        }
+    def outputs_to_cache(self) -> list[TeacherOutput]:
+        """Return the teacher's encoder states."""
         return [
-            Query(
-                "encoder",
-                self.config.teacher_hash,
-                config,
-                self._encode_by_teacher,
-                ("train", "val"),
+            TeacherOutput(
+                name="encoder",
+                weights=self.config.teacher_hash,
+                config={
+                    "width": self.backbone.embedding.embedding_dim,
+                    "teacher_model": self.config.teacher_model,
+                },
+                compute=self._encode_by_teacher,
+                splits=("train", "val"),
             )
         ]
 
     def _encode_by_teacher(self, batch: RequestBatch) -> tuple[Tensor, Tensor]:
-        """Return the teacher's states and their lengths."""
+        """Return the teacher's states (B, S, D) and their lengths (B,)."""
         history = self.teacher.encode(batch)
         return history.states, history.lengths
 
-    def set_teacher_outputs(self, tables: dict[str, States]) -> None:
-        self._states = tables["encoder"]
+    def set_teacher_outputs(self, tables: dict[str, CachedStates]) -> None:
+        """Set the table of the teacher's cached states."""
+        self._cached_states = tables["encoder"]
 
     def match_states(self, batch: RequestBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return errors (B, S, D), the teacher's states (B, S, D), both 0 at padding, and real positions (B, S, 1)."""
+        """Compare the encoder's states with the teacher's.
+
+        Returns:
+            Errors (B, S, D) and the teacher's states (B, S, D), both 0 at padding, and
+            a mask (B, S, 1) of real positions.
+        """
         history = self.backbone.encode(batch)
-        outputs = self._states.pad_states(batch) if self._states else None
+        cached = self._cached_states.pad_states(batch) if self._cached_states else None
         with torch.no_grad():
-            target = (outputs or self.teacher.encode(batch)).states
+            target = (cached or self.teacher.encode(batch)).states
         states = history.states
-        real = real_positions(history.lengths, states.shape[1]).unsqueeze(-1)
-        target = target.float().masked_fill(~real, 0.0)
-        return states.float() - target, target, real
+        is_real = real_positions(history.lengths, states.shape[1]).unsqueeze(-1)
+        target = target.float().masked_fill(~is_real, 0.0)
+        return states.float() - target, target, is_real
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the mean squared error over the real tokens' states (Sec. 3.5, stage 1)."""
-        error, _, real = self.match_states(batch)
-        tokens = real.sum()
-        return {
-            "loss": global_mean(
-                error.square().sum() / (tokens * error.shape[-1]), tokens
-            )
-        }
+        """Return the mean squared error of real tokens' states (Sec. 3.5, stage 1)."""
+        error, _, is_real = self.match_states(batch)
+        num_tokens = is_real.sum()
+        mse = error.square().sum() / (num_tokens * error.shape[-1])
+        return {"loss": global_mean(mse, num_tokens)}
 
     @torch.no_grad()
-    def measure(  # type: ignore[override]  # it ranks nothing
+    def measure(  # type: ignore[override]  # no ranking, so no `shown` and options
         self, batch: RequestBatch, by_user: int = 0
     ) -> dict[str, Tensor]:
-        """Return float64 sums over the batch; nothing user by user."""
-        error, target, real = (x.double() for x in self.match_states(batch))
+        """Return the float64 sums of `metric_means`; `by_user` is ignored."""
+        error, target, is_real = (x.double() for x in self.match_states(batch))
         return {
             "examples": target.new_full((), len(target)),
-            "tokens": real.sum(),
+            "tokens": is_real.sum(),
             "squared_error": error.square().sum(),
             "state": target.sum((0, 1)),  # (D,)
             "squared_state": target.square().sum(),
@@ -154,11 +157,15 @@ class SidMlpPpEncoder(TaughtModel):
 
     @classmethod
     def metric_names(cls, catalogue: Catalogue) -> list[str]:
+        """Return the names of the metrics of `metric_means`."""
         return list(cls.shown_metrics)
 
     @classmethod
     def metric_means(cls, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Return `mse` per number, `neg_mse`, to select by, and `r2`, the explained variance."""
+        """Return `mse` per element, `neg_mse` for model selection, and `r2`.
+
+        `r2` is the share of the states' variance that the encoder explains.
+        """
         tokens, error = sums["tokens"], sums["squared_error"]
         mse = float(error / (tokens * len(sums["state"])))
         variance = sums["squared_state"] - sums["state"].square().sum() / tokens
@@ -166,6 +173,7 @@ class SidMlpPpEncoder(TaughtModel):
 
     @classmethod
     def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
+        """Return one line with all metrics."""
         values = (f"{name} {value:.6g}" for name, value in metrics_.items())
         return ["  " + "  ".join(values)]
 
@@ -175,29 +183,31 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
     """Options of stage 2 of SID-MLP++: SID-MLP on the student encoder's states."""
 
     encoder: str = field(default="", metadata={"names": "checkpoint"})
-    """Checkpoint of stage 1 or folder of its finished run, which decides the encoder's
-    sizes; for training only."""
+    """Checkpoint of stage 1 or folder of its finished run, which sets the encoder's
+    sizes; used in training only."""
     encoder_hash: str = ""
     """SHA-256 of stage 1's weights file, filled in from its checkpoint."""
     end_to_end: bool = False
-    """No stage 1: the encoder is trained with readout and heads by equation 3 (Table
-    14, End2End)."""
+    """Whether to skip stage 1 and train the encoder together with readout and heads by
+    equation 3 (Table 14, End2End)."""
 
     def __post_init__(self) -> None:
         SidMlpConfig.__post_init__(self)
         EncoderSizes.__post_init__(self)
         if self.end_to_end and self.encoder:
             raise ValueError(
-                f"encoder {self.encoder} is of stage 1, and end_to_end has none; leave one of them out"
+                f"encoder {self.encoder} and end_to_end cannot be set together, as "
+                "end_to_end trains its own encoder; leave one of them out"
             )
         if self.m:
             raise ValueError(
-                f"m {self.m}: the teacher's decoder cannot read the student's encoder; set m 0"
+                f"m {self.m} is not 0, but the teacher's decoder cannot read the "
+                "student's encoder; set m to 0"
             )
 
 
 class SidMlpPp(SidMlp):
-    """Stage 2, which recommends: `SidMlp` with the student's encoder in place of the teacher's."""
+    """Stage 2: SID-MLP on the states of the student's encoder."""
 
     name = "sid_mlp_pp"
     config_class = SidMlpPpConfig
@@ -215,88 +225,94 @@ class SidMlpPp(SidMlp):
     ) -> SidMlpPpConfig:
         """Return the config with teacher and stage 1 filled in from their checkpoints.
 
-        The teacher is stage 1's where none is named.
+        If no teacher is set, the teacher of stage 1 is used.
         """
         if config.end_to_end:
             return resolve_teacher(config, catalogue)
         return resolve_encoder(config, catalogue)
 
     def load_teacher(self, catalogue: Catalogue) -> None:
-        """Load the teacher, and the encoder that stage 1 trained."""
+        """Load the teacher, and the encoder trained in stage 1."""
         super().load_teacher(catalogue)
         if not self.config.end_to_end:
-            about = checkpoint.read(self.config.encoder)
-            stage_1 = cast(SidMlpPpEncoder, build_model(about.model, catalogue))
+            stage_1_options = checkpoint.read(self.config.encoder).model
+            stage_1 = cast(SidMlpPpEncoder, build_model(stage_1_options, catalogue))
             checkpoint.load_weights(stage_1, self.config.encoder)
             self.backbone.load_state_dict(stage_1.backbone.state_dict())
 
     def train(self, mode: bool = True) -> Self:
+        """Set training mode, for the encoder only with `end_to_end`."""
         super().train(mode)
         self.backbone.train(mode and self.config.end_to_end)
         return self
 
-    def take_backbone(self, teacher: Retriever) -> None:
-        """Copy the teacher's embeddings; the encoder is the student's own."""
+    def copy_backbone(self, teacher: Retriever) -> None:
+        """Copy the teacher's embeddings only, as the student has its own encoder."""
         self.backbone.embedding.load_state_dict(teacher.backbone.embedding.state_dict())
 
     def encode(self, batch: HistoryBatch) -> History:
-        """Return the states of the student's own encoder."""
-        if found := self.teacher_outputs("encoder", batch):
-            return found
+        """Return the states of the student's encoder, cached or computed."""
+        cached = self.teacher_outputs("encoder", batch)
+        if cached:
+            return cached
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.end_to_end):
             return self.backbone.encode(batch)
 
     def teacher_history(self, batch: HistoryBatch, history: History) -> History:
-        """Return the states of the teacher's own encoder."""
+        """Return the states of the teacher's encoder."""
         return self.teacher.encode(batch)
 
-    def teacher_queries(self) -> list[Query]:
-        """Return the queries of `SidMlp`, with the student's encoder unless it is trained."""
-        encoder, *rest = super().teacher_queries()
+    def outputs_to_cache(self) -> list[TeacherOutput]:
+        """Return the outputs of `SidMlp`, with the states of the student's encoder.
+
+        With `end_to_end` the states change in training and are not cached.
+        """
+        encoder_output, *other_outputs = super().outputs_to_cache()
         if self.config.end_to_end:
-            return rest
-        sizes = {
-            name: value
-            for name, value in asdict(self.config).items()
-            if name in EncoderSizes.__dataclass_fields__
-        }
-        return [
-            replace(
-                encoder,
-                weights=self.config.encoder_hash,
-                config={**encoder.config, **sizes},
-            ),
-            *rest,
-        ]
+            return other_outputs
+        config = encoder_output.config | encoder_sizes(asdict(self.config))
+        encoder_output = replace(
+            encoder_output, weights=self.config.encoder_hash, config=config
+        )
+        return [encoder_output, *other_outputs]
+
+
+def encoder_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `EncoderSizes` among a model's options."""
+    return {f.name: options[f.name] for f in fields(EncoderSizes)}
 
 
 def resolve_encoder(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpConfig:
     """Return the config with stage 1 and its teacher filled in.
 
     Raises:
-        UserError: If stage 1 is not named, does not exist, or is of another model, of
-            other tables or of another teacher.
+        UserError: If stage 1 is not set or does not exist, or was trained as another
+            model, on other tables, or with another teacher.
     """
     if not config.encoder:
         raise UserError(
-            "model.encoder is not set; give the folder of a trained sid_mlp_pp_encoder (jobs.train --config "
-            "jobs/configs/sid_mlp_pp_encoder.yaml), or set model.end_to_end true"
+            "model.encoder is not set; give the folder of a trained sid_mlp_pp_encoder "
+            "(jobs.train --config jobs/configs/sid_mlp_pp_encoder.yaml), or set "
+            "model.end_to_end to true"
         )
     uri = checkpoint.locate(config.encoder, "encoder")
-    about = checkpoint.read(uri)
-    checkpoint.check(about, uri, catalogue.versions, SidMlpPpEncoder.name)
-    teacher = config.teacher or about.model["teacher"]
+    stage_1 = checkpoint.read(uri)
+    checkpoint.check(stage_1, uri, catalogue.versions, SidMlpPpEncoder.name)
+    teacher = config.teacher or stage_1.model["teacher"]
     config = resolve_teacher(replace(config, teacher=teacher), catalogue)
-    if about.model["teacher_hash"] != config.teacher_hash:
+    stage_1_teacher_hash = stage_1.model["teacher_hash"]
+    if stage_1_teacher_hash != config.teacher_hash:
         raise UserError(
-            f"the encoder {uri} matches another teacher ({about.model['teacher_hash'][:12]}) than {config.teacher} "
-            f"({config.teacher_hash[:12]}); leave model.teacher out, or train stage 1 with this one"
+            f"the encoder {uri} matches another teacher ({stage_1_teacher_hash[:12]}) "
+            f"than {config.teacher} ({config.teacher_hash[:12]}); leave model.teacher "
+            "out, or train stage 1 with this teacher"
         )
     weights = checkpoint.weights_hash(uri)
     if config.encoder_hash not in ("", weights):
         raise UserError(
-            f"the encoder {uri} is not the one that this run began with ({weights[:12]} and "
-            f"{config.encoder_hash[:12]}); give that one back, or take another --name"
+            f"the encoder {uri} is not the one that this run started with (its weights "
+            f"are {weights[:12]}, not {config.encoder_hash[:12]}); restore the former "
+            "encoder, or use another --name"
         )
-    sizes = {name: about.model[name] for name in EncoderSizes.__dataclass_fields__}
+    sizes = encoder_sizes(stage_1.model)
     return replace(config, encoder=uri, encoder_hash=weights, **sizes)

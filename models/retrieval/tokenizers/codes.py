@@ -1,11 +1,11 @@
 """Quality of codes, and conflict codes, which separate items with equal codes.
 
-The conflict code (Sec. 3.1 of TIGER) is one more level as long as no codes are shared
-by more items than a codebook has codes. Otherwise it is two levels, the digits of the
-item's rank: items with equal texts have equal embeddings, so no number of ordinary
-levels would separate them. The last level is as wide as the largest group needs, while
-published tries have 256 codes at each level. This gives a smaller vocabulary and, in
-models that normalise over the vocabulary, other probabilities.
+The conflict code (Sec. 3.1 of TIGER) is the rank of an item among the items with equal
+codes. It is one more level, or two if a group has more items than a codebook has codes:
+items with equal texts have equal embeddings, so further ordinary levels would not
+separate them. The last level is as wide as the largest group needs, while published
+tries have 256 codes at each level. The vocabulary is therefore smaller, and models that
+normalise over the vocabulary compute other probabilities.
 
 Shapes: N items, C levels.
 """
@@ -30,13 +30,15 @@ def collision_groups(codes: np.ndarray) -> np.ndarray:
 
     Equal rows share a group. Groups are numbered in the order of their codes.
     """
-    groups, count = np.zeros(len(codes), dtype=np.int64), 1
-    for level in codes.T.astype(np.int64):
-        size = int(level.max(initial=0)) + 1
-        if count * size >= 2**62:  # renumber before int64 overflows
+    groups = np.zeros(len(codes), dtype=np.int64)
+    max_groups = 1
+    for level_codes in codes.T.astype(np.int64):
+        size = int(level_codes.max(initial=0)) + 1
+        if max_groups * size >= 2**62:  # renumber before int64 overflows
             present, groups = np.unique(groups, return_inverse=True)
-            count = len(present)
-        groups, count = groups * size + level, count * size
+            max_groups = len(present)
+        groups = groups * size + level_codes
+        max_groups *= size
     return np.unique(groups, return_inverse=True)[1].reshape(-1)
 
 
@@ -58,6 +60,10 @@ def add_conflict_levels(
     codes: np.ndarray, limit: int = MAX_CONFLICT_CODES
 ) -> np.ndarray:
     """Append the conflict code to `codes` (N, C), which makes all rows distinct.
+
+    Args:
+        codes: (N, C) codes.
+        limit: Most codes of a conflict level.
 
     Returns:
         (N, C + 1), or (N, C + 2) if more than `limit` items share their codes.
@@ -84,6 +90,10 @@ def add_conflict_levels(
 def measure_levels(codes: np.ndarray, sizes: list[int]) -> list[dict[str, float]]:
     """Measure the use of each level's codebook.
 
+    Args:
+        codes: (N, C) codes.
+        sizes: Number of codes per level.
+
     Returns:
         Per level: number of `used` codes, share `use` of the codebook, and
         `entropy_bits` of the codes.
@@ -97,7 +107,7 @@ def measure_levels(codes: np.ndarray, sizes: list[int]) -> list[dict[str, float]
             {
                 "used": len(shares),
                 "use": len(shares) / size,
-                "entropy_bits": entropy + 0.0,
+                "entropy_bits": entropy + 0.0,  # 0.0 instead of -0.0
             }
         )
     return measures

@@ -16,13 +16,13 @@ class RqkmeansConfig:
     codebook_size: int = 256
     """Codes per level (Sec. 2.1 of SID-MLP)."""
     iterations: int = 100
-    """Most k-means iterations per level. Stops early when no item changes its
+    """Most k-means iterations per level; a level stops early if no item changes its
     cluster."""
     seed: int = 0
     """Seed of the k-means++ draws."""
     train_items: bool = False
-    """Whether to fit codebooks on the items of training requests only. Other items get
-    the nearest codes."""
+    """Whether to fit codebooks on the items of training requests only; other items get
+    their nearest codes."""
 
     def __post_init__(self) -> None:
         check_codebooks(self.levels, self.codebook_size, "rqkmeans.")
@@ -52,14 +52,15 @@ class RqvaeConfig:
     batch_size: int = 1024
     """Items per step (TIGER, Sec. 4)."""
     epochs: int = 1000
-    """Passes over the items. TIGER trains 20,000 for a use of codes that k-means
-    centres have from the start."""
+    """Passes over the items. TIGER trains 20,000 epochs to use most codes, which the
+    k-means initialisation does from the start."""
     restart_every: int = 10
     """Epochs between restarts of unused codes; 0 for no restarts."""
     sinkhorn: float = 0.0
     """Epsilon of the optimal transport that spreads a batch evenly over the codes of
-    the last level, after which no two items share all codes: LC-Rec's uniform semantic
-    mapping (its Sec. 3.1.2; published 0.003). 0 for nearest codes, as in TIGER."""
+    the last level, so that items rarely share all codes: LC-Rec's uniform semantic
+    mapping (Sec. 3.1.2 of LC-Rec; published 0.003). 0 for nearest codes, as in
+    TIGER."""
     seed: int = 0
     """Seed of weights, batches and restarts."""
 
@@ -84,10 +85,10 @@ class PsidConfig:
     """Options of unique codes without a conflict code."""
 
     width: int = 8
-    """Nearest centroids per level that an item may choose from. Doubled for an item
-    that finds no free codes."""
+    """Number of nearest centroids per level to combine; doubled for an item without
+    free codes."""
     max_candidates: int = 200_000
-    """Most combinations of codes to rank for an item."""
+    """Most combinations of codes to rank per item."""
 
     def __post_init__(self) -> None:
         check_least(self, ("width", "max_candidates"), 1, "psid.")

@@ -1,11 +1,10 @@
 """Purely semantic indexing (PSID, arXiv 2509.16446): unique codes, no conflict code.
 
-Applied to the codebooks of RQ-KMeans. If several items have the same nearest codes, the
-closest item keeps them. The others relax the choice of nearest centroids until they
-reach free codes, by exhaustive candidate matching: the best of all combinations of the
-`width` nearest centroids per level, by score(c) = -sum over levels of the norm of the
-residual after the chosen centroid. (Recursive residual searching of the paper is not
-implemented.)
+PSID is applied to the codebooks of RQ-KMeans. If several items have the same nearest
+codes, the closest item gets them. The other items get the best free codes by exhaustive
+candidate matching over all combinations of the `width` nearest centroids per level. The
+score of codes is score(c) = -sum over levels of the norm of the residual after the
+level's centroid. (The paper's recursive residual searching is not implemented.)
 
 Shapes: N items, D width, C levels, K codes per level, P partial codes.
 """
@@ -26,7 +25,12 @@ from models.storage.tables import UserError
 def _nearest_first(
     residuals: np.ndarray, codebook: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the `width` nearest centroids of each residual (P, D), nearest first.
+    """Return the `width` nearest centroids of each residual, nearest first.
+
+    Args:
+        residuals: (P, D) residuals.
+        codebook: (K, D) centroids.
+        width: Number of centroids.
 
     Returns:
         Codes and distances, (P, width) both.
@@ -43,9 +47,16 @@ def _nearest_first(
 def exhaustive_candidates(
     vector: np.ndarray, codebooks: np.ndarray, width: int
 ) -> np.ndarray:
-    """Return all width**C combinations of codes (P, C) for `vector` (D,), best first.
+    """Return all combinations of the nearest codes of a vector, best first.
 
-    Ties are in order of nearness.
+    Args:
+        vector: (D,) vector.
+        codebooks: (C, K, D) centroids.
+        width: Number of nearest codes per level.
+
+    Returns:
+        (width**C, C) codes. Ties are in order of the nearness of the first code, then
+        of the next ones.
     """
     codes = np.empty((1, 0), dtype=np.int64)
     residuals, cost = vector[None], np.zeros(1)
@@ -58,10 +69,10 @@ def exhaustive_candidates(
     return codes[np.argsort(cost, kind="stable")]
 
 
-def assign(quantized: Quantized, config: PsidConfig) -> np.ndarray:
+def assign_unique_codes(quantized: Quantized, config: PsidConfig) -> np.ndarray:
     """Assign unique codes (N, C) to the items of a trained quantiser.
 
-    Items that lost their nearest codes choose in the order of item_index.
+    Items whose nearest codes are taken get codes in the order of item_index.
 
     Raises:
         UserError: If there are fewer code combinations than items, or more than
@@ -85,7 +96,7 @@ def assign(quantized: Quantized, config: PsidConfig) -> np.ndarray:
     keeps_codes[order[np.unique(groups[order], return_index=True)[1]]] = True
     taken = set(map(tuple, codes[keeps_codes].tolist()))
     for item in np.flatnonzero(~keeps_codes):
-        free_codes = first_free(
+        free_codes = find_free_codes(
             vectors[item],
             codebooks,
             config,
@@ -97,7 +108,7 @@ def assign(quantized: Quantized, config: PsidConfig) -> np.ndarray:
     return codes
 
 
-def first_free(
+def find_free_codes(
     vector: np.ndarray,
     codebooks: np.ndarray,
     config: PsidConfig,
@@ -109,8 +120,8 @@ def first_free(
     Args:
         vector: (D,) vector.
         codebooks: (C, K, D) centroids.
-        config: Options.
-        is_free: Whether codes are free.
+        config: Options of PSID.
+        is_free: Returns whether a tuple of codes is free.
         item: Number of the item, for messages.
 
     Raises:
@@ -122,9 +133,9 @@ def first_free(
     while True:
         if width**depth > config.max_candidates:
             raise UserError(
-                f"item {item} has no free SID nearby, and {width**depth} combinations "
-                f"are more than psid.max_candidates {config.max_candidates}; use a "
-                f"larger codebook"
+                f"item {item} has no free SID among its nearest codes, and "
+                f"{width**depth} combinations are more than psid.max_candidates "
+                f"{config.max_candidates}; use a larger codebook"
             )
         for codes in exhaustive_candidates(vector, codebooks, width).tolist():
             if is_free(tuple(codes)):
@@ -132,13 +143,13 @@ def first_free(
         if width == size:
             raise UserError(
                 f"item {item} gets no SID, as all {width**depth} of {depth} levels of "
-                f"{size} codes are taken; make the SIDs anew, with more levels or a "
-                f"larger codebook"
+                f"{size} codes are taken; run jobs.tokenize again with more levels or "
+                f"a larger codebook"
             )
         width = min(width * 2, size)
 
 
-def extend(
+def extend_codes(
     vectors: np.ndarray,
     nearest: np.ndarray,
     taken: np.ndarray,
@@ -146,10 +157,11 @@ def extend(
     conflicts: list[int],
     config: PsidConfig,
 ) -> np.ndarray:
-    """Assign codes to new items beside existing ones.
+    """Assign codes to new items without changing the codes of existing items.
 
-    A new item gets its nearest codes with the next conflict code, or the best codes
-    that have a conflict code left. New items choose in their order.
+    A new item gets its nearest codes with the next conflict code, or, if no conflict
+    code is free, the best codes with a free conflict code. New items get codes in their
+    order.
 
     Args:
         vectors: (M, D) vectors of the new items.
@@ -158,13 +170,13 @@ def extend(
         codebooks: (C, K, D) centroids.
         conflicts: Sizes of the conflict levels. They do not change, as they are part of
             a model's vocabulary.
-        config: Options.
+        config: Options of PSID.
 
     Returns:
-        (M, C + conflict levels)
+        (M, C + conflict levels) codes of the new items.
 
     Raises:
-        UserError: As in `first_free`.
+        UserError: As in `find_free_codes`.
     """
     depth = codebooks.shape[0]
     items_per_codes = int(np.prod(conflicts))
@@ -178,7 +190,7 @@ def extend(
         codes: tuple[int, ...] = tuple(nearest[item].tolist())
         if not is_free(codes):
             number = len(taken) + item
-            codes = first_free(vector, codebooks, config, is_free, number)
+            codes = find_free_codes(vector, codebooks, config, is_free, number)
         digits = np.unravel_index(used[codes], conflicts) if conflicts else ()
         result[item] = [*codes, *digits]
         used[codes] += 1

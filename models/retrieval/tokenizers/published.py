@@ -12,16 +12,21 @@ import hashlib
 import io
 import json
 import re
+from typing import Any
 
 import numpy as np
 
 from models.storage.tables import UserError, open_uri
 
 TOKEN = re.compile(r"<?[A-Za-z]+_(\d+)>?")
+"""A code as a token of LC-Rec, such as `<a_128>`."""
+
 MAX_CODES = 65536
+"""Most codes of a level."""
 
 
-def _code(value: object, item: str, uri: str) -> int:
+def _parse_code(value: object, item: str, uri: str) -> int:
+    """Return a code from a value of the file; `item` and `uri` are for messages."""
     match = TOKEN.fullmatch(value) if isinstance(value, str) else None
     text = match.group(1) if match else str(value).strip()
     if not text.isdecimal() or int(text) >= MAX_CODES:
@@ -45,6 +50,34 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
     Raises:
         UserError: If the file is not valid.
     """
+    rows = _parse_rows(content, uri)
+    sids: dict[str, list[int]] = {}
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not (isinstance(row, tuple) and isinstance(row[1], list)):
+            raise UserError(
+                f"{uri} is not a JSON object of item_id to codes, such as "
+                f"{{'0': ['<a_12>', '<b_7>']}}"
+            )
+        item = row[0].strip()  # as in the items table
+        if item in sids:
+            raise UserError(f"{uri} has item {item!r} twice; each item has one SID")
+        sids[item] = [_parse_code(value, item, uri) for value in row[1]]
+    depths = {len(codes) for codes in sids.values()}
+    if len(depths) != 1 or 0 in depths:
+        raise UserError(
+            f"{uri} has SIDs of {sorted(depths)} codes; all must have the same number, "
+            f"at least 1"
+        )
+    return sids
+
+
+def _parse_rows(content: bytes, uri: str) -> Any:
+    """Decompress and parse a file; arguments are as in `parse_published`.
+
+    Returns:
+        A list of pairs (item_id, codes) for a valid file. A JSON file may have any
+        other value.
+    """
     name = uri.lower().removesuffix(".gz")
     if not name.endswith((".json", ".csv")):
         raise UserError(
@@ -56,32 +89,14 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
             content = gzip.decompress(content)
         text = content.decode("utf-8-sig")
         if name.endswith(".csv"):
-            rows = _csv_rows(text, uri)
-        else:  # pairs keep repeated keys, unlike a dict
-            rows = json.loads(text, object_pairs_hook=list)
+            return _csv_rows(text, uri)
+        # pairs keep repeated keys, unlike a dict
+        return json.loads(text, object_pairs_hook=list)
     except (OSError, EOFError, ValueError) as error:
         raise UserError(
             f"{uri} is damaged or not UTF-8 text of its layout ({error}); fetch it "
             f"again"
         ) from error
-    sids: dict[str, list[int]] = {}
-    for row in rows if isinstance(rows, list) else [rows]:
-        if not (isinstance(row, tuple) and isinstance(row[1], list)):
-            raise UserError(
-                f"{uri} is not a JSON object of item_id to codes, such as "
-                f"{{'0': ['<a_12>', '<b_7>']}}"
-            )
-        item = row[0].strip()  # as in the items table
-        if item in sids:
-            raise UserError(f"{uri} has item {item!r} twice; each item has one SID")
-        sids[item] = [_code(value, item, uri) for value in row[1]]
-    depths = {len(codes) for codes in sids.values()}
-    if len(depths) != 1 or 0 in depths:
-        raise UserError(
-            f"{uri} has SIDs of {sorted(depths)} codes; all must have the same number, "
-            f"at least 1"
-        )
-    return sids
 
 
 def _csv_rows(text: str, uri: str) -> list[tuple[str, list[object]]]:
@@ -119,9 +134,14 @@ def read_published(uri: str) -> tuple[dict[str, list[int]], str]:
 def catalogue_codes(
     sids: dict[str, list[int]], item_ids: list[str], uri: str
 ) -> np.ndarray:
-    """Return the codes (N, C) of the catalogue's items, in their order.
+    """Return the codes (N, C) of the catalogue's items, in the order of `item_ids`.
 
     SIDs of other items are ignored.
+
+    Args:
+        sids: Codes by item_id.
+        item_ids: Ids of the catalogue's items.
+        uri: Location of the SIDs, for messages.
 
     Raises:
         UserError: If an item of the catalogue has no SID.

@@ -1,8 +1,8 @@
 """RQ-KMeans: one k-means per level on the residuals of the levels above.
 
 Codebooks of a large catalogue are fitted on a sample with as many points per centroid
-as in faiss; all items then get their nearest codes. A training is a generator of
-`Progress` that returns its result. `rqvae` shares the functions of this module.
+as in faiss; then all items get their nearest codes. Training is a generator that yields
+`Progress` and returns the result. `rqvae` uses functions of this module.
 
 Shapes: N items, D width of the quantised space, C levels, K codes per level.
 """
@@ -24,13 +24,13 @@ from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.storage.tables import UserError
 
 CHUNK_ROWS = 16384
-"""Rows at a time for steps that need an N x K matrix."""
+"""Rows of a chunk in steps that compute a rows x K matrix."""
 BLOCK_ROWS = 64 * CHUNK_ROWS
-"""Rows at a time for steps that need a few more N x D matrices."""
+"""Rows of a chunk in steps that compute rows x D matrices."""
 ITEMS_PER_CODE = 256
 """Most items per code to fit a level on: 65,536 items for codebooks of 256."""
 PROGRESS_INTERVAL_S = 30.0
-"""Seconds after which progress within a step is shown."""
+"""Least seconds between two progress messages within a step."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,30 @@ class Progress:
     """Progress of a tokenizer's training."""
 
     step: int
-    """Finished steps: epochs or levels."""
+    """Number of finished steps: epochs or levels."""
     steps: int
-    """Number of steps."""
+    """Number of all steps."""
     message: str
     """Message, such as the losses."""
     within: bool = False
-    """Whether the progress is within a step, and only shown after a silence."""
+    """Whether the message is sent within a step; `limit_progress` drops most of
+    them."""
 
 
 T = TypeVar("T")
 Training = Generator[Progress, None, T]
+"""A training that yields its progress and returns a result."""
 
 
 def limit_progress(
     training: Training[T], clock: Callable[[], float] = time.monotonic
 ) -> Training[T]:
-    """Drop progress within steps, except after `PROGRESS_INTERVAL_S` of silence."""
+    """Drop progress within steps that follows another message too soon.
+
+    Args:
+        training: The training.
+        clock: Returns the time in seconds.
+    """
     last = clock()
     while True:
         try:
@@ -85,13 +92,16 @@ def limit_progress(
 def fit(
     embeddings: Tensor, config: RqkmeansConfig, chosen: Tensor | None = None
 ) -> Training[Quantized]:
-    """Train the codebooks; yields progress per level and within.
+    """Train the codebooks by k-means, and yield the progress.
 
     Args:
         embeddings: (N, D) embeddings; training runs on their device.
-        config: Options.
-        chosen: (n,) items to fit the codebooks on; None for all. Of many items a sample
-            is used.
+        config: Options of residual k-means.
+        chosen: (n,) items to fit the codebooks on; None for all. If there are more than
+            `ITEMS_PER_CODE` per code, a random sample is used.
+
+    Returns:
+        The codes of all items.
 
     Raises:
         UserError: If there are fewer items than codes per level.
@@ -108,22 +118,26 @@ def fit(
         codebook = yield from kmeans(
             residual, config.codebook_size, generator, config.iterations, progress
         )  # (K, D)
-        codes, _ = nearest(residual, codebook)
+        codes, _ = nearest_centres(residual, codebook)
         residual = residual - codebook[codes]
         codebooks.append(codebook)
         error = unexplained_variance(sample, sample - residual)
         yield Progress(level + 1, config.levels, f"unexplained variance {error:.4f}")
     stacked = torch.stack(codebooks)
-    codes, quantized = encode(embeddings, stacked)
+    codes, quantized = quantize_vectors(embeddings, stacked)
     error = unexplained_variance(embeddings, quantized)
     return Quantized(embeddings.cpu(), stacked.cpu(), codes.cpu(), error)
 
 
-def nearest(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the nearest centre (K, D) of each point (N, D); of equal ones the first.
+def nearest_centres(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the nearest centre of each point, the first one of ties.
+
+    Args:
+        points: (N, D) points.
+        centres: (K, D) centres.
 
     Returns:
-        Codes and squared distances, (N,) both.
+        Index of the centre and squared distance, (N,) both.
     """
     squares = centres.square().sum(1)
     codes, distances = [], []
@@ -136,17 +150,21 @@ def nearest(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(codes), torch.cat(distances)
 
 
-def encode(vectors: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise vectors (N, D) greedily, level by level.
+def quantize_vectors(vectors: Tensor, codebooks: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise vectors greedily, level by level.
+
+    Args:
+        vectors: (N, D) vectors.
+        codebooks: (C, K, D) centroids.
 
     Returns:
-        Codes (N, C), and the quantised vectors (N, D): the sums of their centroids.
+        Codes (N, C), and the quantised vectors (N, D), which are sums of centroids.
     """
     all_codes, quantized = [], []
     for rows in vectors.split(BLOCK_ROWS):
         residual, codes = rows, []
         for codebook in codebooks:
-            code, _ = nearest(residual, codebook)
+            code, _ = nearest_centres(residual, codebook)
             residual = residual - codebook[code]
             codes.append(code)
         all_codes.append(torch.stack(codes, 1))
@@ -170,7 +188,7 @@ def kmeans(
         k: Number of centres.
         generator: CPU generator. Equal seeds give equal centres.
         iterations: Most iterations.
-        progress: Step of the training, and the prefix of messages.
+        progress: Progress of the training; its message is the prefix of all messages.
 
     Returns:
         (k, D) centres.
@@ -186,7 +204,7 @@ def kmeans(
     centres = yield from _seed_centres(points, k, generator, progress)
     previous = torch.full((len(points),), -1, device=points.device)
     for iteration in range(iterations):
-        codes, distances = nearest(points, centres)
+        codes, distances = nearest_centres(points, centres)
         counts = torch.bincount(codes, minlength=k)
         empty = (counts == 0).nonzero().flatten()
         can_fill_empty = len(empty) and float(distances.max()) > 0
@@ -215,37 +233,41 @@ def _seed_centres(
 ) -> Training[Tensor]:
     """Choose initial centres (k, D) by greedy k-means++.
 
-    Of some points sampled by their squared distance to the seeds so far, the next seed
-    is the one that minimises the total distance. Plain k-means++ prefers outliers in
-    high dimensions.
+    Each step draws several candidates with probabilities proportional to their squared
+    distance to the seeds, and selects the candidate that minimises the total distance.
+    Plain k-means++, with one candidate, prefers outliers in high dimensions.
     """
-    trials = 2 + int(math.log(k))
-    draws = torch.rand(k, trials, generator=generator, dtype=torch.float64)
-    draws = draws.to(points.device)
+    num_candidates = 2 + int(math.log(k))
+    uniform = torch.rand(k, num_candidates, generator=generator, dtype=torch.float64)
+    uniform = uniform.to(points.device)
     squares = points.square().sum(1)
-    chosen = [int(draws[0, 0] * len(points))]
-    distances = (points - points[chosen[0]]).square().sum(1)
-    for draw in draws[1:]:
+    seeds = [int(uniform[0, 0] * len(points))]
+    distances = (points - points[seeds[0]]).square().sum(1)
+    for draw in uniform[1:]:
         mass = distances.double().cumsum(0)
-        trial = torch.searchsorted(mass, draw * mass[-1], right=True)
-        trial = trial.clamp(max=len(points) - 1)  # (trials,)
-        products = points @ points[trial].T
-        # (N, trials): squared distances if a trial becomes a seed
-        after = squares[:, None] - 2 * products + squares[trial]
-        after = torch.minimum(after.clamp(min=0), distances[:, None])
-        best = int(after.double().sum(0).argmin())
-        chosen.append(int(trial[best]))
-        distances = after[:, best].clone()
-        distances[chosen[-1]] = 0
-        message = f"k-means seed {len(chosen)} of {k}"
+        candidates = torch.searchsorted(mass, draw * mass[-1], right=True)
+        candidates = candidates.clamp(max=len(points) - 1)  # (candidates,)
+        products = points @ points[candidates].T
+        # (N, candidates): squared distances if a candidate becomes a seed
+        new_distances = squares[:, None] - 2 * products + squares[candidates]
+        new_distances = torch.minimum(new_distances.clamp(min=0), distances[:, None])
+        best = int(new_distances.double().sum(0).argmin())
+        seeds.append(int(candidates[best]))
+        distances = new_distances[:, best].clone()
+        distances[seeds[-1]] = 0
+        message = f"k-means seed {len(seeds)} of {k}"
         yield replace(progress, message=progress.message + message)
-    return points[chosen]
+    return points[seeds]
 
 
 def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:
-    """Return ||x - x'||^2 / ||x - mean||^2, summed over items.
+    """Return ||x - x'||^2 / ||x - mean||^2, with both norms summed over items.
 
-    0 is exact, 1 is as good as the mean.
+    0 is an exact reconstruction, 1 is as good as the mean.
+
+    Args:
+        embeddings: (N, D) vectors x.
+        reconstruction: (N, D) vectors x'.
     """
     mean = embeddings.mean(0)
     error = spread = torch.zeros((), dtype=torch.float64, device=embeddings.device)
@@ -259,11 +281,9 @@ def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:
 
 def quantization_error(quantized: Quantized, codes: np.ndarray) -> float:
     """Return the share of the vectors' variance that `codes` (N, C) do not explain."""
-    blocks, level = (
-        torch.from_numpy(codes).split(BLOCK_ROWS),
-        torch.arange(codes.shape[1]),
-    )
-    chosen = torch.cat(
-        [quantized.codebooks[level, rows].sum(1) for rows in blocks]
-    )  # (N, D), from (rows, C, D)
-    return unexplained_variance(quantized.vectors, chosen)
+    level = torch.arange(codes.shape[1])
+    blocks = []
+    for rows in torch.from_numpy(codes).split(BLOCK_ROWS):
+        centroids = quantized.codebooks[level, rows]  # (rows, C, D)
+        blocks.append(centroids.sum(1))
+    return unexplained_variance(quantized.vectors, torch.cat(blocks))

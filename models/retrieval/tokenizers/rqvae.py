@@ -1,14 +1,15 @@
 """RQ-VAE (Sec. 3.1 of TIGER): an autoencoder with a residually quantised latent.
 
-With `sinkhorn`, the codes of the last level are used equally often by optimal
-transport: LC-Rec's uniform semantic mapping (Zheng et al., 2024, Sec. 3.1.2),
+With `sinkhorn`, optimal transport makes the codes of the last level equally frequent:
+LC-Rec's uniform semantic mapping (Zheng et al., 2024, Sec. 3.1.2),
 
     min over Q of sum Q_bk ||x_b - e_k||^2, rows of Q sum to 1/B, columns to 1/K
 
-solved by Sinkhorn iterations on exp(-cost / epsilon). Each item takes the code with the
-most mass in its row. Costs are first scaled to [-1, 1], which gives epsilon a meaning;
-this is from LC-Rec's code, not the paper. For items with equal codes after training,
-LC-Rec repeats Sinkhorn among them; here `spread` solves an assignment problem.
+solved by Sinkhorn iterations on exp(-cost / epsilon). Each item gets the code with the
+most mass in its row. Costs are first scaled to [-1, 1], so that epsilon does not depend
+on the scale of the vectors; this is from LC-Rec's code, not the paper. For items with
+equal codes after training, LC-Rec repeats Sinkhorn iterations among them; here
+`separate_equal_codes` solves an assignment problem.
 
 Shapes: N items, B batch, E embedding width, D latent width, C levels, K codes per
 level.
@@ -30,17 +31,18 @@ from models.retrieval.tokenizers.rqkmeans import (
     Progress,
     Quantized,
     Training,
-    encode,
     kmeans,
-    nearest,
+    nearest_centres,
+    quantize_vectors,
     unexplained_variance,
 )
 
 SINKHORN_ITERATIONS = 50
-"""Number of Sinkhorn iterations."""
+"""Number of Sinkhorn iterations per batch."""
 
 
 def _mlp(widths: list[int]) -> nn.Sequential:
+    """Return linear layers of these widths, with ReLU between them."""
     layers: list[nn.Module] = []
     for source, target in itertools.pairwise(widths):
         layers += [nn.Linear(source, target), nn.ReLU()]
@@ -48,7 +50,7 @@ def _mlp(widths: list[int]) -> nn.Sequential:
 
 
 class Rqvae(nn.Module):
-    """Encoder, codebooks (C, K, D) and decoder."""
+    """An autoencoder of embeddings (N, E) with codebooks (C, K, D)."""
 
     def __init__(self, width: int, config: RqvaeConfig) -> None:
         super().__init__()
@@ -61,22 +63,22 @@ class Rqvae(nn.Module):
         )
 
     def forward(self, embeddings: Tensor) -> dict[str, Tensor]:
-        """Compute the losses of a batch (B, E).
+        """Return the losses of a batch (B, E).
 
             loss = mse(x, x') + sum over levels of mse(sg(r), e) + beta mse(r, sg(e))
 
-        TIGER's squared norms are sums over the width; these are means over all
-        elements. Levels are added up as in TIGER. LC-Rec takes their mean, so
-        quantization has a `levels` times lower weight there.
+        sg stops gradients, r is a residual, and e its code. TIGER sums squared errors
+        over the width; here they are means over all elements. Levels are summed as in
+        TIGER. LC-Rec takes the mean over levels, a `levels` times lower weight.
         """
         latent = self.encoder(embeddings)  # (B, D)
         residual, quantization = latent, latent.new_zeros(())
         for level, codebook in enumerate(self.codebooks):
             with torch.no_grad():
                 if self.config.sinkhorn and level == self.config.levels - 1:
-                    code = transport(residual, codebook, self.config.sinkhorn)
+                    code = assign_evenly(residual, codebook, self.config.sinkhorn)
                 else:
-                    code = nearest(residual, codebook)[0]
+                    code = nearest_centres(residual, codebook)[0]
             chosen = codebook[code]  # (B, D)
             quantization = quantization + F.mse_loss(chosen, residual.detach())
             quantization = quantization + self.config.commitment * F.mse_loss(
@@ -111,7 +113,7 @@ class Rqvae(nn.Module):
                 residual, self.config.codebook_size, generator, progress=progress
             )
             codebook.copy_(centres)  # (K, D), keeps the layout of the codebook
-            code, _ = nearest(residual, centres)
+            code, _ = nearest_centres(residual, centres)
             residual = residual - centres[code]
 
     @torch.no_grad()
@@ -123,8 +125,13 @@ class Rqvae(nn.Module):
     ) -> list[int]:
         """Move unused codes to the residuals of random items.
 
-        Levels are restarted in order, so a moved code is in use when the residuals of
-        the next level are computed. Adam's moments of moved codes are cleared.
+        Levels are restarted in order, so the residuals of a level account for the moved
+        codes of the levels above. Adam's moments of moved codes are cleared.
+
+        Args:
+            embeddings: (N, E) embeddings of all items.
+            generator: CPU generator, which draws the items.
+            optimizer: Optimizer of the codebooks.
 
         Returns:
             Number of moved codes per level.
@@ -132,38 +139,59 @@ class Rqvae(nn.Module):
         moments = optimizer.state.get(self.codebooks, {})
         residual, restarted = self.latents(embeddings), []
         for level, codebook in enumerate(self.codebooks):
-            code, distances = nearest(residual, codebook)
+            code, distances = nearest_centres(residual, codebook)
             counts = torch.bincount(code, minlength=len(codebook))
             if self.config.sinkhorn and level == self.config.levels - 1:
                 restarted.append(0)  # transport uses all codes
                 continue
-            dead = (counts == 0).nonzero().flatten()
-            # only items that differ from their code can make a dead one useful
-            off = (distances > 1e-12).nonzero().flatten()
-            order = torch.randperm(len(off), generator=generator)
-            drawn = off[order[: len(dead)].to(off.device)]
-            dead = dead[: len(drawn)]
-            codebook[dead] = residual[drawn]
+            unused = (counts == 0).nonzero().flatten()
+            # a code at an item that equals its code would stay unused
+            inexact = (distances > 1e-12).nonzero().flatten()
+            order = torch.randperm(len(inexact), generator=generator)
+            items = inexact[order[: len(unused)].to(inexact.device)]
+            unused = unused[: len(items)]
+            codebook[unused] = residual[items]
             for name in ("exp_avg", "exp_avg_sq"):
                 if name in moments:
-                    moments[name][level, dead] = 0
-            code, _ = nearest(residual, codebook)
+                    moments[name][level, unused] = 0
+            code, _ = nearest_centres(residual, codebook)
             residual = residual - codebook[code]
-            restarted.append(len(dead))
+            restarted.append(len(unused))
         return restarted
+
+    @torch.no_grad()
+    def quantize(self, embeddings: Tensor) -> Quantized:
+        """Return the codes of all items and the reconstruction error."""
+        config = self.config
+        latents, codebooks = self.latents(embeddings), self.codebooks.detach()
+        codes, quantized = quantize_vectors(latents, codebooks)
+        if config.sinkhorn:
+            codes = separate_equal_codes(latents, codebooks, codes)
+            level = torch.arange(config.levels, device=codes.device)
+            quantized = codebooks[level, codes].sum(1)
+        decoded = torch.cat(
+            [self.decoder(rows) for rows in quantized.split(CHUNK_ROWS)]
+        )
+        error = unexplained_variance(embeddings, decoded)
+        weights = self.encoder.state_dict()
+        encoder = {name: weight.cpu() for name, weight in weights.items()}
+        return Quantized(latents.cpu(), codebooks.cpu(), codes.cpu(), error, encoder)
 
 
 def fit(
     embeddings: Tensor, config: RqvaeConfig, report_every: int = 50
 ) -> Training[Quantized]:
-    """Train an RQ-VAE; yields progress every `report_every` epochs and within.
+    """Train an RQ-VAE, and yield its progress.
 
     Equal seeds give equal codes on the same hardware.
 
     Args:
         embeddings: (N, E) embeddings; training runs on their device.
-        config: Options.
-        report_every: Epochs between progress messages.
+        config: Options of the RQ-VAE.
+        report_every: Epochs between progress messages with losses.
+
+    Returns:
+        The codes of all items.
 
     Raises:
         UserError: If there are fewer items than codes per level.
@@ -208,76 +236,63 @@ def fit(
                 config.epochs,
                 ", ".join(f"{name} {value:.4f}" for name, value in sums.items()),
             )
-    with torch.no_grad():
-        latents, codebooks = model.latents(embeddings), model.codebooks.detach()
-        codes, quantized = encode(latents, codebooks)
-        if config.sinkhorn:
-            codes = spread(latents, codebooks, codes)
-            level = torch.arange(config.levels, device=codes.device)
-            quantized = codebooks[level, codes].sum(1)
-        decoded = torch.cat(
-            [model.decoder(rows) for rows in quantized.split(CHUNK_ROWS)]
-        )
-        error = unexplained_variance(embeddings, decoded)
-    encoder = {
-        name: weight.cpu() for name, weight in model.encoder.state_dict().items()
-    }
-    return Quantized(latents.cpu(), codebooks.cpu(), codes.cpu(), error, encoder)
+    return model.quantize(embeddings)
 
 
-def transport(points: Tensor, centres: Tensor, epsilon: float) -> Tensor:
-    """Assign points to centres so that all centres are used about equally often.
+def assign_evenly(points: Tensor, centres: Tensor, epsilon: float) -> Tensor:
+    """Assign points to centres so that all centres are about equally frequent.
 
     Args:
         points: (B, D) points.
         centres: (K, D) centres.
-        epsilon: Regularisation of the transport.
+        epsilon: Entropic regularisation of the transport, for costs scaled to [-1, 1].
 
     Returns:
-        (B,) codes.
+        (B,) index of each point's centre.
     """
     cost = torch.cdist(points.double(), centres.double()).square()
     middle, half = (cost.max() + cost.min()) / 2, (cost.max() - cost.min()) / 2
-    # the logarithm of the plan, as the plan itself would overflow
-    plan = -(cost - middle) / (half.clamp(min=1e-12) * epsilon)
-    rows, columns = -math.log(len(points)), -math.log(len(centres))
+    # (B, K) logarithm of the plan Q, as Q itself would overflow
+    log_plan = -(cost - middle) / (half.clamp(min=1e-12) * epsilon)
+    log_row_mass, log_column_mass = -math.log(len(points)), -math.log(len(centres))
     for _ in range(SINKHORN_ITERATIONS):
-        plan = plan - plan.logsumexp(0, keepdim=True) + columns
-        plan = plan - plan.logsumexp(1, keepdim=True) + rows
-    return plan.argmax(1)
+        log_plan = log_plan - log_plan.logsumexp(0, keepdim=True) + log_column_mass
+        log_plan = log_plan - log_plan.logsumexp(1, keepdim=True) + log_row_mass
+    return log_plan.argmax(1)
 
 
-def spread(vectors: Tensor, codebooks: Tensor, codes: Tensor) -> Tensor:
-    """Give items with equal codes distinct last codes, as far as codes suffice.
+def separate_equal_codes(vectors: Tensor, codebooks: Tensor, codes: Tensor) -> Tensor:
+    """Give items with equal codes distinct last codes.
 
-    The last codes of items that share all other codes minimise the total cost (an
-    assignment problem). Groups with more items than codes do not change.
+    Among the items that share all codes but the last, the new last codes minimise the
+    total squared distance (an assignment problem). Groups with more items than codes do
+    not change.
 
     Args:
         vectors: (N, D) vectors to quantise.
-        codebooks: (C, K, D) codes.
+        codebooks: (C, K, D) centroids.
         codes: (N, C) nearest codes.
 
     Returns:
-        (N, C)
+        (N, C) codes.
     """
-    # imported here, as ranking models need PyTorch alone
+    # imported here, as ranking models do not need SciPy
     from scipy.optimize import linear_sum_assignment
 
     codes = codes.clone()
     level = torch.arange(codes.shape[1] - 1, device=codes.device)
-    above = codebooks[level, codes[:, :-1]].sum(1)
-    residual = (vectors - above).cpu()  # (N, D)
-    last = codebooks[-1].cpu()
+    quantized_above = codebooks[level, codes[:, :-1]].sum(1)
+    residual = (vectors - quantized_above).cpu()  # (N, D)
+    last_codebook = codebooks[-1].cpu()
     _, group, counts = codes[:, :-1].unique(
         dim=0, return_inverse=True, return_counts=True
     )
-    order, ends = group.argsort(stable=True), counts.cumsum(0)
-    for number in range(len(counts)):
-        items = order[ends[number] - counts[number] : ends[number]]
-        if len(items) <= len(last) and len(codes[items, -1].unique()) < len(items):
-            items_residual = residual[items.cpu()].double()
-            cost = torch.cdist(items_residual, last.double()).square()
-            assigned = linear_sum_assignment(cost.numpy())[1]
+    order = group.argsort(stable=True)
+    for items in order.split(counts.tolist()):
+        has_equal_codes = len(codes[items, -1].unique()) < len(items)
+        if has_equal_codes and len(items) <= len(last_codebook):
+            group_residual = residual[items.cpu()].double()
+            cost = torch.cdist(group_residual, last_codebook.double()).square()
+            _, assigned = linear_sum_assignment(cost.numpy())
             codes[items, -1] = torch.from_numpy(assigned).to(codes.device)
     return codes

@@ -28,7 +28,7 @@ from models.retrieval.tokenizers.codes import (
     measure_collisions,
     measure_levels,
 )
-from models.retrieval.tokenizers.rqkmeans import encode
+from models.retrieval.tokenizers.rqkmeans import quantize_vectors
 from models.retrieval.tokenizers.rqvae import Rqvae
 from models.storage.tables import (
     Manifest,
@@ -513,9 +513,9 @@ def _extend_codes(
         model = Rqvae(embeddings.shape[1], config.rqvae)
         model.encoder.load_state_dict(weights)
         latents = model.latents(latents)
-    nearest = encode(latents, torch.from_numpy(codebooks))[0].numpy()
+    nearest = quantize_vectors(latents, torch.from_numpy(codebooks))[0].numpy()
     vectors = latents.numpy()
-    new_codes = psid.extend(
+    new_codes = psid.extend_codes(
         vectors[num_old:].astype(np.float64),
         nearest[num_old:],
         old_codes,

@@ -30,7 +30,7 @@ from models.retrieval.tokenizers.codes import (
     measure_collisions,
     measure_levels,
 )
-from models.retrieval.tokenizers.psid import assign
+from models.retrieval.tokenizers.psid import assign_unique_codes
 from models.retrieval.tokenizers.published import catalogue_codes, read_published
 from models.retrieval.tokenizers.rqkmeans import (
     Progress,
@@ -160,7 +160,7 @@ def _train_task(
         if config.tokenizer == "psid":
             duplicates = measure_collisions(codes)["duplicates"]
             yield Progress(1, 1, f"relaxing the codes of {duplicates} duplicate items")
-            codes = assign(quantized, config.psid)
+            codes = assign_unique_codes(quantized, config.psid)
     finally:
         torch.set_float32_matmul_precision(previous_precision)
     num_levels, codebook_size, _ = quantized.codebooks.shape

@@ -21,7 +21,12 @@ from models.retrieval.retriever import Retriever
 from models.retrieval.search import speculative
 from models.retrieval.search.beam import beam_search
 from models.retrieval.search.speculative import Tree
-from models.retrieval.students.atspeed import TOP, AtSpeed, relaxed_loss, strict_loss
+from models.retrieval.students.atspeed import (
+    TOP_CODES,
+    AtSpeed,
+    relaxed_loss,
+    strict_loss,
+)
 from models.storage.tables import UserError
 from tests.models.retrieval.conftest import World
 
@@ -187,11 +192,11 @@ def test_the_losses_written_out(codes: int) -> None:
     for q, p in zip(
         map(softmax, draft.tolist()), map(softmax, taught.tolist()), strict=True
     ):
-        top = sorted(range(codes), key=lambda code: -q[code])[:TOP]
-        kth = sorted(p, reverse=True)[min(TOP, codes) - 1]
+        top = sorted(range(codes), key=lambda code: -q[code])[:TOP_CODES]
+        kth = sorted(p, reverse=True)[min(TOP_CODES, codes) - 1]
         strict += sum(q[i] * math.log(q[i] / p[i]) for i in top)
         rest_q, rest_p = 1 - sum(q[i] for i in top), 1 - sum(p[i] for i in top)
-        if codes > TOP:
+        if codes > TOP_CODES:
             strict += rest_q * math.log(rest_q / rest_p)
         strict -= kth * sum(q[i] * math.log(q[i]) for i in top)
         relaxed += sum(abs(a - b) for a, b in zip(q, p, strict=True)) / 2
@@ -286,7 +291,7 @@ def test_what_is_measured_without_known_items_is_what_is_recommended_without_the
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="AtSpeed-S draws nothing, leave it out"):
+    with pytest.raises(ValueError, match="AtSpeed-S does not sample; leave seed out"):
         student().recommend(requests(2), 3, seed=1)
     spoiled = student()
     spoiled.decoder.stack.final_layer_norm.weight.data.fill_(torch.nan)
@@ -297,7 +302,7 @@ def test_what_cannot_be_is_refused() -> None:
 def test_draws_are_spread_evenly() -> None:
     keys = torch.arange(200)
     noise = speculative.Noise(keys, 1).at_level(None, 2)
-    drawn = noise.uniform(torch.arange(500).expand(200, -1), "keep")
+    drawn = noise.uniform(torch.arange(500).expand(200, -1), "beams")
     assert drawn.mean().item() == pytest.approx(0.5, abs=0.005)
     assert drawn.var().item() == pytest.approx(1 / 12, abs=0.002)
     assert len(drawn.flatten().unique()) == 100_000

@@ -512,7 +512,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "mamba2",
         {"width": 20, "head_width": 12},
-        "the inner width 40 of mamba2 does not divide by head_width 12",
+        "the inner width 40 of mamba2 is not a multiple of head_width 12",
     ),
     (
         "mamba2",
@@ -528,7 +528,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "earn",
         {"teacher_cache": "runs/cache"},
-        "teacher_cache runs/cache would hold what changes in every step",
+        "teacher_cache runs/cache cannot be used, as the states change",
     ),
     (
         "nezha",
@@ -538,7 +538,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "nezha",
         {"rates": {"heads": 1}},
-        "rates has 'heads'; its parts are head, embedding, transition",
+        "rates has the unknown part 'heads'; the parts are head, embedding,",
     ),
     ("nezha", {"rates": {"head": 0}}, r"rates\.head is 0, it must be above 0"),
     (
@@ -570,7 +570,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "lc_rec_sid_mlp",
         {**LC_REC_NAMED, **EARLY, "layer": 4},
-        "layer 4 exceeds the 3 of the language model",
+        "layer 4 exceeds the 3 layers of the language model",
     ),
     ("lc_rec_sid_mlp", {"readout_layers": 0}, "readout_layers 0 must be at least 1"),
     ("lc_rec_sid_mlp", {"width": 10, "attention_heads": 4}, "does not divide"),

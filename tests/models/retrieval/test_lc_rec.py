@@ -22,9 +22,9 @@ from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.language.lc_rec import LcRec, LcRecConfig
 from models.retrieval.language.prompts import (
-    FORM,
     INSTRUCTIONS,
     TASKS,
+    TEMPLATE,
     Words,
     encode_prompt,
     read_titles,
@@ -322,7 +322,7 @@ def test_the_tasks_are_instructions_and_what_answers_them(
         drawn[task] = torch.randint(0, 24, (4,))
     for task, items in drawn.items():
         torch.manual_seed(3)
-        prompts, (response, there) = model._texts.example(
+        prompts, (response, there) = model._texts.make_examples(
             model.backbone, task, batch, 4
         )
         for row, item in enumerate(items.tolist()):
@@ -358,7 +358,7 @@ def words_of(text: str) -> list[str]:
 def test_without_titles_the_log_gives_one_task(small: tuple[str, str]) -> None:
     setup = build_training(TINY, FitConfig(batch_size=8), Inputs(*small))
     assert setup.config.tasks == ["next"]
-    assert setup.messages[0].startswith("tasks: next alone")
+    assert setup.messages[0].startswith("tasks: next; other")
     assert set(setup.model(next(setup.train(0, 0)))) == {"loss"}
 
 
@@ -374,7 +374,7 @@ def test_the_vocabulary_is_that_of_the_tables() -> None:
     assert Words(reversed(titles), 2).number == words.number
     fixed = {
         word
-        for text in (FORM, *INSTRUCTIONS.values())
+        for text in (TEMPLATE, *INSTRUCTIONS.values())
         for word in text.lower().replace("{}", "").split()
     }
     assert all(0 not in words.encode(word) for word in fixed)
@@ -458,7 +458,7 @@ def save_pretrained(folder: Path) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    text = " ".join([*INSTRUCTIONS.values(), FORM]).replace("{}", "").split()
+    text = " ".join([*INSTRUCTIONS.values(), TEMPLATE]).replace("{}", "").split()
     vocabulary = {word: 3 + i for i, word in enumerate(dict.fromkeys(text))} | {
         "<unk>": 0,
         "<s>": 1,

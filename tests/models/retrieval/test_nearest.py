@@ -62,5 +62,5 @@ def test_those_of_item_knn_are_its_neighbours() -> None:
 
 
 def test_a_model_without_vectors_is_refused() -> None:
-    with pytest.raises(UserError, match="'popularity' has no vectors of items"):
+    with pytest.raises(UserError, match="'popularity' has no item vectors"):
         build("popularity").nearest_items(3)

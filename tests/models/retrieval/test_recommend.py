@@ -19,7 +19,7 @@ from models.build import build_model
 from models.cpu import kernels
 from models.cpu.fast import fast_search
 from models.retrieval.data import PAD, Catalogue
-from models.retrieval.recommend import latest
+from models.retrieval.recommend import truncate_history
 from models.storage.tables import UserError
 
 LONGEST = 6
@@ -146,7 +146,7 @@ def test_of_a_longer_history_the_latest_items_are_read(
         history=nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD),
         history_length=torch.tensor([len(row) for row in rows]),
     )
-    cut = latest(batch, LONGEST)
+    cut = truncate_history(batch, LONGEST)
     assert torch.equal(cut.history, by_hand.history)
     assert torch.equal(cut.history_length, by_hand.history_length)
     (items, scores), (expected, values) = (

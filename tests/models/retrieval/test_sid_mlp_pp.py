@@ -383,7 +383,7 @@ def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
         UserError, match="of the model 'tiger', not of 'sid_mlp_pp_encoder'"
     ):
         resolve(encoder=str(trained.teacher))
-    with pytest.raises(UserError, match="is not the one that this run began with"):
+    with pytest.raises(UserError, match="is not the one that this run started with"):
         resolve(encoder=str(trained.encoder), encoder_hash="0" * 64)
     tiger, about = load_model(trained.teacher / "best", trained.catalogue)
     tiger.backbone.embedding.weight.data += 1.0

@@ -25,7 +25,7 @@ from training_tables import write_tables
 from trainings import build_training
 
 from models.retrieval.data import RequestBatch, RetrievalDataset
-from models.retrieval.distillation.teacher_cache import States
+from models.retrieval.distillation.teacher_cache import CachedStates
 from models.retrieval.parts import History
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -219,7 +219,7 @@ def test_it_holds_each_request_once_without_padding_at_half_precision(
     counts = {"encoder": len(train) + len(val), "decoder": len(train)}
     for line, (name, count) in zip(setup.messages[:2], counts.items(), strict=True):
         assert f"{name} states of {count:,} requests, " in line
-        assert "MiB at half precision, found" in line
+        assert "MiB in half precision, reused" in line
     batch = train.collate(np.array([5, 0, 9]))
     found, expected = (
         setup.model.teacher_outputs("encoder", batch),
@@ -255,7 +255,7 @@ def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
     (uri / "manifest.json").unlink()
     (uri / "part-00000000000000000000.parquet").write_bytes(b"cut o")
     setup = world.build(tmp_path, **ENCODER)
-    assert "made in" in setup.messages[0]
+    assert "computed in" in setup.messages[0]
     assert read_table(str(uri)).equals(content)
     assert files(str(uri)) == sorted(
         ["manifest.json", *(part.path for part in read_manifest(str(uri)).files)]
@@ -299,7 +299,7 @@ def test_a_wrong_one_is_refused_with_what_to_do(
     part.write_bytes(whole[:-7])
     refused("truncated or replaced")
     shutil.rmtree(uri)
-    assert "made in" in world.build(copy).messages[0]
+    assert "computed in" in world.build(copy).messages[0]
 
     (tmp_path / "file").write_text("")
     with pytest.raises(
@@ -318,7 +318,7 @@ def test_vectors_of_any_requests_in_any_order(
     numbers = data.draw(st.permutations([3 * i + 2 for i in range(len(lengths))]))
     values = np.arange(4 * sum(lengths), dtype=np.float16).reshape(-1, 4)
     own = dict(zip(numbers, np.split(values, np.cumsum(lengths)[:-1]), strict=True))
-    states = States(np.array(numbers), np.array(lengths), values)
+    states = CachedStates(np.array(numbers), np.array(lengths), values)
     asked = data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=6))
 
     def find(numbers: list[int], target: int = 0) -> History | None:
@@ -467,7 +467,7 @@ def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(
     killed.kill()
     killed.wait()
     assert "part-00000000000000000000.parquet" in files(uri)
-    assert "made in" in world.build(f"{s3}/killed").messages[0]
+    assert "computed in" in world.build(f"{s3}/killed").messages[0]
     assert read_table(uri).equals(read_table(str(cache / name)))
     assert files(uri) == files(str(cache / name))
 

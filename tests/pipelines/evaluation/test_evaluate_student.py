@@ -189,11 +189,11 @@ def test_an_exported_student_ranks_as_it_did(
         (["--beam", "0"], "--beam is 0, it must be at least 1"),
         (
             ["--constrained", "false", "--scores", "children"],
-            "--scores is of the search in the trie",
+            "--scores children has no effect with --constrained false",
         ),
         (
             ["--constrained", "false", "--path", "plain"],
-            "--path is of the search in the trie",
+            "--path plain has no effect with --constrained false",
         ),
         (["--decoder", "hf"], "the model 'sid_mlp' has no option --decoder"),
     ],

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
-from models.retrieval.tokenizers.psid import extend as free_codes
+from models.retrieval.tokenizers.psid import extend_codes as free_codes
 from models.storage.tables import (
     UserError,
     commit,

@@ -14,12 +14,12 @@ from models.retrieval.tokenizers import rqkmeans, rqvae
 from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
     Progress,
-    encode,
     kmeans,
     limit_progress,
-    nearest,
+    nearest_centres,
+    quantize_vectors,
 )
-from models.retrieval.tokenizers.rqvae import Rqvae, spread, transport
+from models.retrieval.tokenizers.rqvae import Rqvae, assign_evenly, separate_equal_codes
 from models.storage.tables import UserError
 
 BRANCHES = (4, 3, 2)
@@ -82,7 +82,7 @@ def test_kmeans_gives_each_distinct_point_a_centre_where_there_are_enough(
         [torch.zeros(50, 2), torch.arange(1.0, 8.0)[:, None].repeat(1, 2)]
     )  # 8 distinct points
     centres = finish(kmeans(points, codes, torch.Generator().manual_seed(0)))
-    assert float(nearest(points, centres)[1].max()) < 1e-6
+    assert float(nearest_centres(points, centres)[1].max()) < 1e-6
 
 
 def test_more_codes_than_items_is_an_error_that_names_both() -> None:
@@ -107,7 +107,9 @@ def test_codebooks_of_many_items_are_fitted_on_a_sample_and_all_get_nearest_code
     sampled = finish(rqkmeans.fit(vectors, config))
     assert not torch.equal(sampled.codebooks, whole.codebooks)
     assert sampled.codes.shape == (1000, 2)
-    assert torch.equal(sampled.codes[:, 0], nearest(vectors, sampled.codebooks[0])[0])
+    assert torch.equal(
+        sampled.codes[:, 0], nearest_centres(vectors, sampled.codebooks[0])[0]
+    )
     assert sampled.reconstruction_error < 1.1 * whole.reconstruction_error
     total = sampled.codebooks[torch.arange(2), sampled.codes].sum(1)
     expected = (vectors - total).square().sum() / (
@@ -122,7 +124,7 @@ def test_greedy_codes_are_the_nearest_centroids_of_the_residuals() -> None:
         torch.randn(30, 6, generator=generator),
         torch.randn(3, 5, 6, generator=generator),
     )
-    codes, quantized = encode(vectors, codebooks)
+    codes, quantized = quantize_vectors(vectors, codebooks)
     for vector, code, total in zip(vectors, codes, quantized, strict=True):
         residual = vector
         for level in range(3):
@@ -143,7 +145,7 @@ def test_rqkmeans_of_some_items_encodes_the_others_by_what_it_learned() -> None:
     )
     assert torch.equal(alone.codebooks, all_.codebooks)
     assert torch.equal(alone.codes, all_.codes[chosen])
-    assert torch.equal(encode(points, all_.codebooks)[0], all_.codes)
+    assert torch.equal(quantize_vectors(points, all_.codebooks)[0], all_.codes)
 
 
 def test_rqkmeans_recovers_planted_hierarchy() -> None:
@@ -191,7 +193,7 @@ def test_kmeans_initialisation_lowers_the_quantisation_error_and_uses_every_code
     def error() -> list[float]:
         residual, errors = latents, []
         for codebook in model.codebooks.detach():
-            code, distances = nearest(residual, codebook)
+            code, distances = nearest_centres(residual, codebook)
             residual = residual - codebook[code]
             errors.append(float(distances.mean()))
         return errors
@@ -205,7 +207,7 @@ def test_kmeans_initialisation_lowers_the_quantisation_error_and_uses_every_code
     assert (
         initialised[0] > initialised[1] > initialised[2]
     )  # each level is fitted to what the last left over
-    codes, _ = encode(latents, model.codebooks.detach())
+    codes, _ = quantize_vectors(latents, model.codebooks.detach())
     assert all(len(codes[:, level].unique()) == 16 for level in range(3))
 
 
@@ -223,7 +225,7 @@ def test_dead_codes_restart_at_residuals_and_come_into_use() -> None:
         points, torch.Generator().manual_seed(0), optimizer
     )
     assert restarted[0] == 5
-    codes, _ = encode(model.latents(points), model.codebooks.detach())
+    codes, _ = quantize_vectors(model.latents(points), model.codebooks.detach())
     assert len(codes[:, 0].unique()) == 8
     assert float(optimizer.state[model.codebooks]["exp_avg"][0, 3:].abs().max()) == 0
     assert float(optimizer.state[model.codebooks]["exp_avg"][0, :3].abs().max()) > 0
@@ -246,7 +248,7 @@ def test_straight_through_gradient_reaches_the_encoder_and_commitment_pulls_it_t
     assert model.codebooks.grad is not None
     # the codebook term's gradient is 2 (e - r) / elements, summed over the code's items
     latents = model.latents(points)
-    code, _ = nearest(latents, model.codebooks.detach()[0])
+    code, _ = nearest_centres(latents, model.codebooks.detach()[0])
     expected = torch.zeros(4, 3).index_add_(
         0, code, 2 * (model.codebooks.detach()[0][code] - latents) / latents.numel()
     )
@@ -361,7 +363,7 @@ def test_the_plan_is_that_of_plain_sinkhorn(seed: int) -> None:
         plan /= plan.sum(0) * 8
         plan /= plan.sum(1, keepdims=True) * 30
     assert (
-        transport(torch.tensor(points), torch.tensor(centres), 0.05).tolist()
+        assign_evenly(torch.tensor(points), torch.tensor(centres), 0.05).tolist()
         == plan.argmax(1).tolist()
     )
 
@@ -370,7 +372,9 @@ def test_the_last_codes_that_differ_cost_the_least() -> None:
     generator = torch.Generator().manual_seed(3)
     codebooks = torch.randn(2, 6, 3, generator=generator)
     vectors = codebooks[0, 0] + 0.3 * torch.randn(4, 3, generator=generator)
-    codes = spread(vectors, codebooks, torch.zeros(4, 2, dtype=torch.long))
+    codes = separate_equal_codes(
+        vectors, codebooks, torch.zeros(4, 2, dtype=torch.long)
+    )
     cost = torch.cdist(
         (vectors - codebooks[0, 0]).double(), codebooks[1].double()
     ).square()
@@ -386,7 +390,7 @@ def test_codes_are_used_evenly_where_the_nearest_is_the_same_for_all() -> None:
     points = 5 + 0.1 * torch.randn(64, 4, generator=generator)
     centres = torch.randn(16, 4, generator=generator)
     assert torch.bincount(
-        transport(points, centres, 0.003), minlength=16
+        assign_evenly(points, centres, 0.003), minlength=16
     ).tolist() == pytest.approx([4] * 16, abs=2)
 
 
@@ -401,12 +405,12 @@ def test_items_with_equal_codes_are_spread_and_others_stay() -> None:
     vectors = codebooks[0][torch.arange(18) % 3] + 0.2 * torch.randn(
         18, 4, generator=generator
     )
-    codes, _ = encode(vectors, codebooks)
+    codes, _ = quantize_vectors(vectors, codebooks)
     assert len(codes.unique(dim=0)) < 18
-    after = spread(vectors, codebooks, codes)
+    after = separate_equal_codes(vectors, codebooks, codes)
     assert len(after.unique(dim=0)) == 18
     assert torch.equal(after[:, 0], codes[:, 0])
-    again = spread(vectors, codebooks, after)
+    again = separate_equal_codes(vectors, codebooks, after)
     assert torch.equal(again, after)
 
 

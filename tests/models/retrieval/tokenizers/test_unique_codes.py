@@ -19,8 +19,8 @@ from models.retrieval.tokenizers.codes import (
     measure_levels,
 )
 from models.retrieval.tokenizers.config import PsidConfig
-from models.retrieval.tokenizers.psid import assign
-from models.retrieval.tokenizers.rqkmeans import Quantized, encode
+from models.retrieval.tokenizers.psid import assign_unique_codes
+from models.retrieval.tokenizers.rqkmeans import Quantized, quantize_vectors
 from models.storage.tables import UserError
 
 
@@ -32,7 +32,7 @@ def quantized(
     vectors = spread * torch.randn(
         items, 3, generator=generator
     )  # close together, so that codes collide
-    return Quantized(vectors, codebooks, encode(vectors, codebooks)[0], 0.0)
+    return Quantized(vectors, codebooks, quantize_vectors(vectors, codebooks)[0], 0.0)
 
 
 def ranked(
@@ -61,7 +61,10 @@ def test_each_relaxed_item_takes_the_best_candidate_that_is_free(
     size: int, depth: int, items: int, width: int, seed: int
 ) -> None:
     trained = quantized(items, size, depth, seed)
-    codes = [tuple(row) for row in assign(trained, PsidConfig(width=width)).tolist()]
+    codes = [
+        tuple(row)
+        for row in assign_unique_codes(trained, PsidConfig(width=width)).tolist()
+    ]
     assert len(set(codes)) == items
     vectors, codebooks = (
         trained.vectors.double().numpy(),
@@ -91,10 +94,10 @@ def test_identical_items_get_codes_of_their_own_in_a_fixed_order_down_to_the_las
     None
 ):
     trained = quantized(125, 5, 3, 1, spread=0.0)
-    codes = assign(trained, PsidConfig(width=1))
+    codes = assign_unique_codes(trained, PsidConfig(width=1))
     assert len(np.unique(codes, axis=0)) == 125
     assert codes[0].tolist() == trained.codes[0].tolist()
-    assert np.array_equal(codes, assign(trained, PsidConfig(width=1)))
+    assert np.array_equal(codes, assign_unique_codes(trained, PsidConfig(width=1)))
 
 
 def test_psid_refuses_more_items_than_codes_too_wide_a_search_and_impossible_settings() -> (
@@ -103,9 +106,11 @@ def test_psid_refuses_more_items_than_codes_too_wide_a_search_and_impossible_set
     with pytest.raises(
         UserError, match="10 items need as many SIDs, 2 levels of 3 codes have 9"
     ):
-        assign(quantized(10, 3, 2, 0), PsidConfig())
+        assign_unique_codes(quantized(10, 3, 2, 0), PsidConfig())
     with pytest.raises(UserError, match=r"psid\.max_candidates 10"):
-        assign(quantized(12, 4, 3, 0), PsidConfig(width=4, max_candidates=10))
+        assign_unique_codes(
+            quantized(12, 4, 3, 0), PsidConfig(width=4, max_candidates=10)
+        )
     with pytest.raises(ValueError, match=r"psid\.width is 0"):
         PsidConfig(width=0)
 
