@@ -165,11 +165,10 @@ def weight_counts(matrix: csr_array, weights: str) -> csr_array:
     if weights == "tfidf":
         weighted = np.sqrt(count) * count_idf
     else:
-        item_length = matrix.sum(axis=0)  # (N,)
-        relative_length = item_length / max(item_length.mean(), 1e-12)
-        norm = BM25_K1 * (1 - BM25_B + BM25_B * relative_length)
-        saturated = count * (BM25_K1 + 1) / (count + norm[matrix.indices])
-        weighted = count_idf * saturated
+        item_length = matrix.sum(axis=0)  # (N,) behaviours of each item
+        relative_length = BM25_B * item_length / max(item_length.mean(), 1e-12)
+        norm = BM25_K1 * (1 - BM25_B + relative_length)
+        weighted = count_idf * count * (BM25_K1 + 1) / (count + norm[matrix.indices])
     return csr_array((weighted, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
