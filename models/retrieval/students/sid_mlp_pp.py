@@ -241,7 +241,7 @@ class SidMlpPp(SidMlp):
             self.backbone.load_state_dict(stage_1.backbone.state_dict())
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode, for the encoder only with `end_to_end`."""
+        """Set training mode; a frozen encoder stays in evaluation mode."""
         super().train(mode)
         self.backbone.train(mode and self.config.end_to_end)
         return self
