@@ -1,1 +1,1 @@
-"""An impression asks: what will this user do with this item?"""
+"""The request kind `actions`: which actions will a user take on an item?"""

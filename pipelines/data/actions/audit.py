@@ -25,9 +25,9 @@ from pipelines.data.audit.sequences import (
     check_training,
     check_values,
     count_per_split,
+    custom_columns,
     expected_behaviours,
     join_as_of,
-    own_columns,
 )
 
 VECTORS = ["tasks", "actions", "features"]
@@ -142,7 +142,7 @@ def check_statistics(
     info = tables.info
     rule = rules["counts"]
     train = rows.filter(split="train")
-    check_training(info, train.select(own_columns(info)), rules["features"])
+    check_training(info, train.select(custom_columns(info)), rules["features"])
     is_train = (rows["split"] == "train").to_numpy()
     rates = values["tasks"][is_train].mean(0)
     features = values["features"][is_train]

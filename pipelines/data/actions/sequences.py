@@ -366,7 +366,7 @@ def feature_scale(
 
 @dataclass(frozen=True)
 class ActionsStep(SequencesStep):
-    """Makes the sequences of a log of actions."""
+    """The step of prepare that makes the sequences of a log of actions."""
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def check_files(tables: Tables, rule: Rule) -> None:
 
 
 def check_inputs(tables: Tables, rule: Rule) -> None:
-    """Check that the tables were made from the tables beside them, by their hashes."""
+    """Check that recorded hashes of inputs are those of the tables in the folder."""
     for table, manifest in tables.manifests.items():
         for name, recorded in manifest.inputs.items():
             if name not in tables.manifests:

@@ -471,7 +471,7 @@ def check_values(
 # Custom features.
 
 
-def own_columns(info: dict[str, Any]) -> list[str]:
+def custom_columns(info: dict[str, Any]) -> list[str]:
     """Return the columns of custom features listed in the manifest of `sequences`."""
     custom = info.get("own") or {}
     entries = [*custom.get("numbers", ()), *custom.get("categories", ())]

@@ -1,1 +1,1 @@
-"""Each behaviour asks for itself: which item comes next?"""
+"""The request kind `retrieval`: which item comes next?"""

@@ -116,7 +116,7 @@ class RetrievalBuilder(SequenceBuilder):
 
 @dataclass(frozen=True)
 class RetrievalStep(SequencesStep):
-    """Makes the sequences of a retrieval log."""
+    """The step of prepare that makes the sequences of a retrieval log."""
 
     builder_class: ClassVar[type[RetrievalBuilder]] = RetrievalBuilder
 

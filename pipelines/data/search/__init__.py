@@ -1,1 +1,1 @@
-"""A search asks, with the results that it showed: which of them will be clicked?"""
+"""The request kind `search`: which results will a user click?"""

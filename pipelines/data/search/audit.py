@@ -27,9 +27,9 @@ from pipelines.data.audit.sequences import (
     check_values,
     compare_rows,
     count_per_split,
+    custom_columns,
     expected_behaviours,
     join_as_of,
-    own_columns,
     unfold,
 )
 
@@ -148,7 +148,7 @@ def check_requests(
         requests: Requests of `sequences`.
         rules: `targets` takes wrong results and labels, `features` wrong features.
     """
-    custom_features = own_columns(tables.info)
+    custom_features = custom_columns(tables.info)
     labels = [f"label_{name}" for name in tables.info["labels"]]
     shown = filter_shown(tables, users_log)
     expected = expected_requests(shown, [*labels, *custom_features])
@@ -189,7 +189,7 @@ def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) ->
 
     Requests whose lists differ in length are skipped: `check_requests` reports them.
     """
-    names = own_columns(tables.info)
+    names = custom_columns(tables.info)
     if not names:
         return
     num_candidates = pl.col("candidates").list.len()

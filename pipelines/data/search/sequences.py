@@ -240,7 +240,7 @@ def _count_candidates(
 
 @dataclass(frozen=True)
 class SearchStep(SequencesStep):
-    """Makes the sequences of a search log."""
+    """The step of prepare that makes the sequences of a search log."""
 
     queries: Manifest
     """Manifest of `queries`."""

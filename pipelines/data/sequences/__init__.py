@@ -1,1 +1,1 @@
-"""Steps that the sequence builders share."""
+"""Building of the `sequences` table: steps that all kinds of request share."""

@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 TEXTS_PER_BLOCK = 512
 ROWS_PER_PART = 262_144
 ITEMS_PER_RANGE = 4 * ROWS_PER_PART
-"""Items whose embeddings are in the driver's memory at a time."""
+"""Number of items whose embeddings the driver holds in memory at a time."""
 MAX_FIT_TEXTS = 1 << 20
 """Maximum number of texts that TF-IDF and its SVD are fitted on. A larger catalogue is
 sampled."""

@@ -75,6 +75,7 @@ MIN_PART_PAIRS = 2048
 MAX_PART_PAIRS = 1 << 15
 """Maximum number of pairs per part, even if there are more parts then."""
 PAIR = ("item_index", "query_index")
+"""Key columns of the `pairs` table."""
 NUM_CHECKED_DOCUMENTS = 64
 """Documents on which an encoder is compared with its stored embeddings."""
 MAX_DIFFERENCE = {"fp32": 1e-4, "bf16": 0.05}
@@ -158,7 +159,7 @@ class PairEncoder:
         keys = [pa.array(items), pa.array(queries)]
         table = pa.Table.from_arrays([*keys, *lists], schema=schema)
         part = write_part(self.output_uri, table)
-        first_key = _pair_keys(items[:1].astype(np.int64), queries[:1].astype(np.int64))
+        first_key = _pair_keys(items[:1], queries[:1])
         return pa.table(
             {
                 "first": first_key,
@@ -178,7 +179,7 @@ def _pair_keys(items: np.ndarray, queries: np.ndarray) -> np.ndarray:
 
     The upper 32 bits are item_index, the lower query_index + 1, as -1 means no query.
     """
-    return items << 32 | queries + 1
+    return items.astype(np.int64) << 32 | queries.astype(np.int64) + 1
 
 
 def _split_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -202,7 +203,7 @@ def _part_pairs(uri: str) -> np.ndarray:
     queries = np.concatenate(
         [np.repeat(request_queries, num_candidates), behaviour_queries]
     )
-    return sorted_unique(_pair_keys(items.astype(np.int64), queries.astype(np.int64)))
+    return sorted_unique(_pair_keys(items, queries))
 
 
 def distinct_pairs(parts: list[str]) -> np.ndarray:
