@@ -306,7 +306,7 @@ def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        ({"split": {"kind": "leave_last_out"}}, "cut"),
+        ({"split": {"kind": "leave_last_out"}}, "use temporal"),
         ({"core": 5}, "use --core 0"),
         ({"behaviour": "click"}, "every impression is a behaviour"),
         ({"ties": "log_order"}, "--ties strict"),
