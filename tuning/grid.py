@@ -41,6 +41,7 @@ Point = dict[str, Any]
 """Values of the axes, by dotted key."""
 
 SEED = "fit.seed"
+FOLD = "fit.fold"
 """The axis that every grid of trainings has: runs that differ in it alone are one row
 of a comparison."""
 
@@ -166,7 +167,7 @@ class Grid:
     def vary(self, smoke: bool, axes: dict[str, list[Any]] | None = None) -> Grid:
         """Return the grid with its smoke settings, and with the values of axes that the user gives.
 
-        Any grid can be repeated over seeds.
+        Any grid can be repeated over seeds, and over the folds of tables that have some.
         """
         grid = self
         if smoke:
@@ -176,12 +177,17 @@ class Grid:
             }
             grid = replace(grid, scheduler=Scheduler(), **{**self.smoke, **nested})
         for key in axes or {}:
-            if key not in grid.axes and key != SEED:
+            if key not in grid.axes and key not in (SEED, FOLD):
                 near = did_you_mean(key, grid.axes, "it has none")
                 raise UserError(
                     f"the grid {self.name} has no axis '{key}' to give values to; {near}"
                 )
         grid = replace(grid, axes={**grid.axes, **(axes or {})})
+        if FOLD in grid.axes and grid.scheduler.name != "none":
+            raise UserError(
+                f"the grid {self.name} has the axis {FOLD} and the scheduler {grid.scheduler.name}, which would stop the "
+                f"trials of harder folds; leave one of them out"
+            )
         if grid.seeds:
             several = (
                 {SEED: list(grid.seeds)}

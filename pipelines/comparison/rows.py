@@ -24,8 +24,8 @@ from pipelines.comparison.runs import Selection
 TEACHER_PARAMS = ("model.teacher_hash", "model.encoder_hash")
 """Params in which students of one teacher's seeds differ."""
 
-SEED_SUFFIX = re.compile(r"[-_]?seed[-_]?\d*$")
-"""End of the common prefix of run names that differ in their seed."""
+SEED_SUFFIX = re.compile(r"[-_]?(seed|fold)[-_]?\d*$")
+"""End of the common prefix of run names that differ in their seed or fold."""
 
 ALL_ITEMS, KNOWN_LEFT_OUT = "all items", "known items left out"
 """Which items a ranking of the catalogue has."""

@@ -37,6 +37,7 @@ from pipelines.evaluation.record import record_result
 from pipelines.training.settings import check_training
 from tests.audited import broken, rewrite
 from tests.trainings import build_training, make_config, train
+from tuning.grid import Grid, Scheduler
 from tuning.sweep import TrialResult, find_best
 
 BEGIN = 1_600_000_000_000
@@ -353,6 +354,15 @@ def test_the_best_settings_of_a_sweep_are_best_over_all_folds() -> None:
     best = find_best(results)
     assert best is not None
     assert best.name == "8-3"  # of the last fold, not the one with the largest value
+
+
+def test_any_grid_can_be_repeated_over_folds_but_not_stopped_early() -> None:
+    grid = Grid("x", "ours", axes={"model.dim": [4, 8]})
+    varied = grid.vary(False, {"fit.fold": [1, 2]})
+    assert varied.axes == {"model.dim": [4, 8], "fit.fold": [1, 2]}
+    early = replace(grid, scheduler=Scheduler("asha"))
+    with pytest.raises(UserError, match="harder folds"):
+        early.vary(False, {"fit.fold": [1, 2]})
 
 
 def test_by_default_the_last_fold_is_trained_on(simulated: str, tmp_path: Path) -> None:
