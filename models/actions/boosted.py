@@ -1,15 +1,16 @@
-"""Gradient-boosted trees (LightGBM) over counts of a user's context, one booster per task.
+"""Gradient-boosted trees (LightGBM) over counts of a user's context, one per task.
 
     python -m jobs.train --config jobs/configs/actions/boosted.yaml --tables TABLES
         --storage runs --name boosted_actions
 
-Each training sequence is cut into context and candidates, so the trees learn from
-candidates as evaluation has them. Boosting of a task stops when its log loss on the val
-split has not fallen for `early_stopping_rounds` trees. A task with one label in all
-training events keeps its rate. The model reads neither ids nor text.
+Each training sequence is cut into context and candidates, so that the trees learn from
+candidates as in evaluation. Boosting of a task stops when the task's log loss on the
+val split has not fallen for `early_stopping_rounds` trees. A task whose label is the
+same in all training events is predicted by its rate. The model reads neither ids nor
+text.
 
-Shapes: `B` users, `T` context events, `C` candidates, `N` candidates without padding,
-`K` tasks, `J` keys, `X` columns.
+Shapes: `B` users, `T` context events, `C` candidates, `N` valid candidates, `K` tasks,
+`G` categories of items, viewers and the log, `J` keys of counts, `X` columns.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class BoostedActionsConfig(TreeConfig):
     """Options of gradient-boosted trees for actions."""
 
     max_history: int = 1024
-    """Latest events among which the user's actions are counted."""
+    """Number of latest events in which the user's actions are counted."""
 
     window_overlap: ClassVar[float] = 0.5
 
@@ -61,7 +62,9 @@ class BoostedActions(ActionsModel):
     requirements = ("lightgbm",)
     config: BoostedActionsConfig
     categories: Tensor
+    """(items, categories) int64 codes of the catalogue's items."""
     numbers: Tensor
+    """(items, numbers) float32 attributes of the catalogue's items."""
 
     def __init__(
         self, config: BoostedActionsConfig, catalogue: ActionsCatalogue
@@ -70,57 +73,63 @@ class BoostedActions(ActionsModel):
         self.labels = catalogue.labels
         self.train_rates = catalogue.train_rates
         self.masks = [None] * len(self.labels)
-        # what a served request's missing features are filled with
+        # a served request's missing features are filled with its means
         self.features = Standardised(catalogue.feature_mean, catalogue.feature_std)
         self.num_own_numbers = len(catalogue.own.numbers)
-        items = catalogue.num_items
+        num_items = catalogue.num_items
         for name in ("numbers", "categories"):
             table = getattr(catalogue, name)
-            width = table.numel() // items
-            self.register_buffer(name, table.view(items, width), persistent=False)
+            width = table.numel() // num_items
+            self.register_buffer(name, table.view(num_items, width), persistent=False)
         self.boosters: list[Booster | None] = []
         """The trees of each task; None for a task with one label in training."""
 
     def columns(self, batch: ActionsBatch) -> Tensor:
-        """Return (N, X) float32 columns of the trees, row by row without padding.
+        """Return the columns (N, X) float32 that the trees read, row by row.
 
-        First the candidate's features, its item's numbers and the log's own numbers.
-        Then, for the strictly earlier events of the context: their number, and how many
-        of them were positive for each task; the same again for those of the same item,
-        and of the same value of each category of items, viewers and the log.
+        The candidate's features come first, followed by its item's numbers and the
+        log's own numbers. The last columns are counts of strictly earlier context
+        events: the number of events, and the number of positive events of each task.
+        They are counted over all events, over events of the same item, and for each
+        category over events with the same value.
         """
-        same = self._match_context(batch)  # (B, J, C, T)
-        done = same @ batch.label[:, None]  # (B, J, C, K)
-        counts = torch.cat([same.sum(-1, keepdim=True), done], -1)
+        is_match = self._match_context(batch)  # (B, J, C, T)
+        num_positive = is_match @ batch.label[:, None]  # (B, J, C, K)
+        counts = torch.cat([is_match.sum(-1, keepdim=True), num_positive], -1)
         counts = counts.movedim(1, 2).flatten(2)  # (B, C, J * (1 + K))
-        numbers = [batch.candidate_feature, self._item_values("numbers", batch)]
+        numbers = [
+            batch.candidate_feature,
+            self._item_attributes("numbers", batch.candidate_item, batch),
+        ]
         if batch.candidate_own is not None:
             numbers.append(batch.candidate_own[..., : self.num_own_numbers])
         return torch.cat([*numbers, counts], -1)[batch.candidate_valid]
 
     def _match_context(self, batch: ActionsBatch) -> Tensor:
-        """Return (B, J, C, T) float32, 1 where a context event counts for a candidate.
+        """Match the context events of each candidate by each key.
 
-        The first key matches all earlier events, the second one the same item, and the
-        others the same known value of a category.
+        The first key matches all earlier events, the second one events of the same
+        item, and the others events with the same known value of a category.
+
+        Returns:
+            (B, J, C, T) float32, 1 for a match.
         """
         context = batch.item.shape[1]
         end = batch.count_earlier()[:, context:, None]  # (B, C, 1)
-        earlier = torch.arange(context, device=end.device) < end  # (B, C, T)
+        is_earlier = torch.arange(context, device=end.device) < end  # (B, C, T)
         same_item = batch.candidate_item[:, :, None] == batch.item[:, None]
-        matches = [earlier, earlier & same_item]
-        past, candidate = self._categories(batch)
-        for key in range(past.shape[2]):
-            value = candidate[:, :, None, key]
-            same_value = (value == past[:, None, :, key]) & (value > 0)
-            matches.append(earlier & same_value)
+        matches = [is_earlier, is_earlier & same_item]
+        event_codes, candidate_codes = self._categories(batch)
+        for category in range(event_codes.shape[2]):
+            code = candidate_codes[:, :, None, category]  # (B, C, 1)
+            event_code = event_codes[:, None, :, category]  # (B, 1, T)
+            matches.append(is_earlier & (code == event_code) & (code > 0))
         return torch.stack(matches, 1).float()
 
     def _categories(self, batch: ActionsBatch) -> tuple[Tensor, Tensor]:
-        """Return the categories of context events (B, T, G) and candidates (B, C, G)."""
+        """Return codes of context events (B, T, G) and of candidates (B, C, G)."""
         context = batch.item.shape[1]
-        of_items = self._item_values("categories", batch, of_candidates=False)
-        parts = [of_items]
+        parts = [self._item_attributes("categories", batch.join("item"), batch)]
         if batch.viewer is not None:
             parts.append(batch.join("viewer"))
         if batch.own is not None:
@@ -128,22 +137,22 @@ class BoostedActions(ActionsModel):
         values = torch.cat(parts, -1)
         return values[:, :context], values[:, context:]
 
-    def _item_values(
-        self, name: str, batch: ActionsBatch, of_candidates: bool = True
-    ) -> Tensor:
-        """Return (B, C, ...) attributes of the candidates' items, else (B, T + C, ...).
+    def _item_attributes(self, name: str, item: Tensor, batch: ActionsBatch) -> Tensor:
+        """Return attributes (..., width) of items.
 
-        Attributes of items that a served request brings come from the batch.
+        Args:
+            name: `numbers` or `categories`.
+            item: (...) items of the catalogue, or new items of the batch.
+            batch: Batch with the attributes of new items.
         """
         table = getattr(self, name)
-        item = batch.candidate_item if of_candidates else batch.join("item")
         new = getattr(batch, f"new_{name}")
         if new is not None:
             table = torch.cat([table, new])
         return table[item.clamp(max=len(table) - 1)]
 
     def score(self, batch: ActionsBatch) -> Tensor:
-        """Return (N, K) float64 log-odds of the tasks for the candidates."""
+        """Return (N, K) float64 log-odds of the valid candidates of all users."""
         assert self.boosters, "fit or load the trees first"
         columns = self.columns(batch)
         scores = []
@@ -158,13 +167,13 @@ class BoostedActions(ActionsModel):
     def fit_counts(
         self, train: Iterable[ActionsBatch], val: Iterable[ActionsBatch]
     ) -> None:
-        """Grow the trees of each task on batches of train; stop by the log loss on val.
+        """Grow the trees of each task until the task's log loss on val stops falling.
 
         Raises:
             UserError: If the val split is empty.
         """
-        columns, labels = self._read(train)
-        val_columns, val_labels = self._read(val)
+        columns, labels = self._concat_batches(train)
+        val_columns, val_labels = self._concat_batches(val)
         if not len(val_labels):
             raise UserError(
                 "the val split is empty, so boosting cannot stop; check the split of "
@@ -174,11 +183,16 @@ class BoostedActions(ActionsModel):
         for task in range(len(self.labels)):
             label = np.ascontiguousarray(labels[:, task])
             val_label = np.ascontiguousarray(val_labels[:, task])
-            is_constant = label.min() == label.max()
-            trees = (label, val_columns, val_label, self.config)
-            self.boosters.append(None if is_constant else grow_trees(columns, *trees))
+            booster = None
+            if label.min() != label.max():
+                booster = grow_trees(
+                    columns, label, val_columns, val_label, self.config
+                )
+            self.boosters.append(booster)
 
-    def _read(self, batches: Iterable[ActionsBatch]) -> tuple[NDArray, NDArray]:
+    def _concat_batches(
+        self, batches: Iterable[ActionsBatch]
+    ) -> tuple[NDArray, NDArray]:
         """Return the columns (N, X) and labels (N, K) of batches."""
         columns, labels = [], []
         for batch in batches:
@@ -199,7 +213,7 @@ class BoostedActions(ActionsModel):
         )
 
     def set_extra_state(self, state: Any) -> None:
-        """Load the trees from `get_extra_state`."""
+        """Load the trees from the result of `get_extra_state`."""
         from lightgbm import Booster
 
         texts = json.loads(bytes(state.numpy()))

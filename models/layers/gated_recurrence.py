@@ -168,7 +168,7 @@ class MixerState(NamedTuple):
 
 
 class ShortConvolution(nn.Module):
-    """A causal convolution of `size` positions per channel, followed by SiLU."""
+    """A causal depthwise convolution over `size` positions, followed by SiLU."""
 
     def __init__(self, channels: int, size: int, bias: bool) -> None:
         super().__init__()

@@ -157,7 +157,10 @@ class Attention(nn.Module):
     def heads_output(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float
     ) -> Tensor:
-        """Return the output (B, T, H * K) of `attend` before the output projection."""
+        """Return the output (B, T, H * K) of `attend` before the output projection.
+
+        The arguments are those of `attend`.
+        """
         # PyTorch's fused kernel for CPUs is ten times slower at these lengths
         if dropout_p == 0.0 and q.device.type != "cpu":
             mixed = functional.scaled_dot_product_attention(
@@ -191,7 +194,13 @@ class DenseReluDense(nn.Module):
 
 
 class Layer(nn.Module):
-    """A norm and the module that it precedes, named as in `transformers`."""
+    """A norm and the module that it precedes, named as in `transformers`.
+
+    Args:
+        sizes: Sizes of the model.
+        name: Name of the module in the state dict, such as "SelfAttention".
+        module: Module that reads the normalised states.
+    """
 
     def __init__(self, sizes: T5Sizes, name: str, module: nn.Module) -> None:
         super().__init__()
@@ -200,7 +209,13 @@ class Layer(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention (decoders only) and feed-forward sub-layers."""
+    """Self-attention, cross-attention (decoders only) and feed-forward sub-layers.
+
+    Args:
+        sizes: Sizes of the model.
+        decoder: Whether the block has cross-attention.
+        first: Whether the block's self-attention holds the position bias.
+    """
 
     def __init__(self, sizes: T5Sizes, decoder: bool, first: bool) -> None:
         super().__init__()

@@ -68,7 +68,15 @@ class LinearHSTUEncoder(nn.Module):
 
 
 class HSTUEncoder(nn.Module):
-    """A stack of HSTU layers with biases by relative position and time difference."""
+    """A stack of HSTU layers with biases by relative position and time difference.
+
+    Args:
+        width: Width D of the states.
+        num_layers: Number of layers.
+        heads: Attention heads of a layer.
+        length: Maximum number of positions T.
+        dropout: Dropout probability of a layer's output.
+    """
 
     def __init__(
         self, width: int, num_layers: int, heads: int, length: int, dropout: float = 0.0
@@ -87,7 +95,16 @@ class HSTUEncoder(nn.Module):
 
 
 class CausalBert(nn.Module):
-    """BERT with a causal mask over input embeddings, the user tower of HLLM."""
+    """BERT with a causal mask over input embeddings, the user tower of HLLM.
+
+    Args:
+        width: Width D of the states.
+        num_layers: Number of layers.
+        heads: Attention heads of a layer.
+        ffn: Inner width of the feed-forward blocks.
+        length: Maximum number of positions T.
+        dropout: Dropout probability of hidden states and attention weights.
+    """
 
     def __init__(
         self,

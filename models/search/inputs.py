@@ -74,7 +74,13 @@ class TextProjection(nn.Module):
 
 
 class FeatureScaler(Standardised):
-    """Scale features: standardise built-in features, embed the log's own features."""
+    """Scale features: standardise built-in features, embed the log's own features.
+
+    Args:
+        catalogue: Catalogue with the features and their scales.
+        width: Width of the embedding of each category.
+        dropout: Share of category values replaced by the unknown value in training.
+    """
 
     def __init__(self, catalogue: SearchCatalogue, width: int, dropout: float) -> None:
         super().__init__(
