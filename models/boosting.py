@@ -1,9 +1,9 @@
-"""Gradient-boosted trees (LightGBM), which stop on validation.
+"""Gradient-boosted trees (LightGBM) with early stopping on validation.
 
     trees = grow_trees(columns, labels, val_columns, val_labels, TreeConfig())
     log_odds = predict_log_odds(trees, columns)
 
-A model that uses them saves `trees.model_to_string()` in its checkpoint.
+A model with trees saves `trees.model_to_string()` in its checkpoint.
 
 Shapes: `N` examples, `X` columns.
 """
@@ -31,9 +31,9 @@ class TreeConfig:
     num_iterations: int = 1000
     """Maximum number of trees; early stopping chooses how many are used."""
     early_stopping_rounds: int = 30
-    """Stop after this many trees without a lower log loss on val."""
+    """Number of trees without a lower validation log loss after which training stops."""
     learning_rate: float = 0.1
-    """Factor on the values of each tree."""
+    """Factor on the leaf values of each tree."""
     num_leaves: int = 31
     """Maximum number of leaves of a tree."""
     max_depth: int = 6
@@ -43,7 +43,7 @@ class TreeConfig:
     lambda_l2: float = 0.0
     """Weight of the L2 penalty on leaf values."""
     feature_fraction: float = 0.5
-    """Share of the columns that each tree samples, with the seed `fit.seed`."""
+    """Fraction of the columns that are sampled for each tree, with the seed `fit.seed`."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -58,7 +58,7 @@ class TreeConfig:
         if not 0 < self.feature_fraction <= 1:
             raise ValueError(
                 f"feature_fraction {self.feature_fraction} is not in (0, 1]; "
-                "give a share, 1 for all"
+                "give a fraction, 1 for all"
             )
 
 
@@ -70,17 +70,18 @@ def grow_trees(
     config: TreeConfig,
     num_categories: int = 0,
 ) -> Booster:
-    """Grow trees that predict a binary label, as many as are best on validation.
+    """Train trees that predict a binary label.
 
-    The seed is drawn from PyTorch's generator.
+    The number of trees is the best on the validation examples. The seed of LightGBM is
+    sampled from PyTorch's generator.
 
     Args:
         columns: (N, X) columns of the training examples.
-        labels: (N,) their labels, 0 or 1.
+        labels: (N,) labels of the training examples, 0 or 1.
         val_columns: (M, X) columns of the validation examples.
-        val_labels: (M,) their labels.
-        config: Options.
-        num_categories: Number of columns, the first ones, that hold codes of categories.
+        val_labels: (M,) labels of the validation examples.
+        config: Options of the trees.
+        num_categories: Number of categorical columns, which come first.
     """
     import lightgbm
 
@@ -115,7 +116,7 @@ def grow_trees(
 
 
 def predict_log_odds(booster: Booster, columns: Tensor) -> Tensor:
-    """Return (N,) float64 log-odds of the label for `columns` (N, X)."""
+    """Return the (N,) float64 log-odds of the label for (N, X) columns."""
     if not len(columns):
         return columns.new_zeros(0, dtype=torch.float64)
     log_odds = booster.predict(

@@ -66,16 +66,16 @@ def load_model(
     Raises:
         UserError: If the checkpoint is damaged, or is of another model or other tables.
     """
-    about = checkpoint.read(uri)
-    checkpoint.check(about, uri, catalogue.versions, name, extending=True)
-    model = build_model(about.model, catalogue)
+    metadata = checkpoint.read(uri)
+    checkpoint.check(metadata, uri, catalogue.versions, name, extending=True)
+    model = build_model(metadata.model, catalogue)
     extended = [
         table
-        for table, trained in about.hashes.items()
+        for table, trained in metadata.hashes.items()
         if trained and trained != catalogue.hashes[table]
     ]
     if extended:
-        load_extended_weights(model, uri, about, catalogue.num_items)
+        load_extended_weights(model, uri, metadata, catalogue.num_items)
     else:
         checkpoint.load_weights(model, uri)
-    return model.eval(), about
+    return model.eval(), metadata

@@ -419,20 +419,22 @@ def expected_type(kind: Any, default: Any = None) -> str:
         default: Default of the option; a number is shown as an example.
     """
     choices: list[str] = []
-    others: list[str] = []
+    descriptions: list[str] = []
     for member in union_members(kind):
         if member is bool:
             choices += ["true", "false"]
         elif get_origin(member) is Literal:
             choices += map(str, get_args(member))
         elif get_origin(member) is list:
-            others.append(f"a list of {ITEM_WORDS.get(get_args(member)[0], 'values')}")
+            items = ITEM_WORDS.get(get_args(member)[0], "values")
+            descriptions.append(f"a list of {items}")
         elif member is not NoneType:
-            other = "a mapping" if is_dataclass(member) else "another one"
-            others.append(TYPE_WORDS.get(get_origin(member) or member, other))
-    if not others:
+            fallback = "a mapping" if is_dataclass(member) else "another value"
+            plain_type = get_origin(member) or member
+            descriptions.append(TYPE_WORDS.get(plain_type, fallback))
+    if not descriptions:
         is_flag = choices == ["true", "false"]
         return "true or false" if is_flag else f"one of {', '.join(choices)}"
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
     example = f", such as {default}" if is_number and default else ""
-    return " or ".join([*choices, *others]) + example
+    return " or ".join([*choices, *descriptions]) + example

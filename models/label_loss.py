@@ -87,7 +87,7 @@ def check_label(name: str, labels: Sequence[str], option: str) -> None:
     """Raise a UserError if `name`, set by `option`, is not one of the labels."""
     if name not in labels:
         raise UserError(
-            f"{option} names '{name}', which is no label of the tables; "
+            f"{option} names '{name}', which is not a label of the tables; "
             f"{did_you_mean(name, list(labels))}"
         )
 

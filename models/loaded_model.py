@@ -52,16 +52,16 @@ class LoadedModel:
         Raises:
             UserError: If the checkpoint is damaged or belongs to other tables.
         """
-        about = checkpoint.read(uri)
-        catalogue = load_catalogue(about.name, inputs, about)
+        metadata = checkpoint.read(uri)
+        catalogue = load_catalogue(metadata.name, inputs, metadata)
         trained = replace(
-            catalogue, versions=accept_other_log(catalogue.versions, about)
+            catalogue, versions=accept_other_log(catalogue.versions, metadata)
         )
         model, _ = load_model(uri, trained)
-        return cls(about, model.to(device), catalogue)
+        return cls(metadata, model.to(device), catalogue)
 
     def fold(self, inputs: Inputs) -> int | None:
-        """Return the number of the fold that the model is evaluated on, None without folds."""
+        """Return the number of the fold to evaluate the model on (`evaluation_fold`)."""
         info = read_manifest(inputs.sequences, "sequences").info
         return evaluation_fold(self.checkpoint, info, inputs.sequences)
 
@@ -99,40 +99,53 @@ class LoadedModel:
         )
 
 
-def evaluation_fold(about: Checkpoint, info: Mapping[str, Any], uri: str) -> int | None:
-    """Return the number of the fold that a checkpoint is evaluated on, None without folds.
+def evaluation_fold(
+    metadata: Checkpoint, info: Mapping[str, Any], uri: str
+) -> int | None:
+    """Return the number of the fold to evaluate a checkpoint on.
 
     Args:
-        about: `config.json` of the checkpoint.
+        metadata: `config.json` of the checkpoint.
         info: `info` of the manifest of sequences.
-        uri: Where the table is, for messages.
+        uri: Folder of the table, for messages.
+
+    Returns:
+        The number of the training's fold, or of the last fold if the training had none;
+        None for a table without folds.
 
     Raises:
-        UserError: If the table does not have the fold of the training, or the model was
-            trained on later requests.
+        UserError: If the table does not have the fold, or the model was trained on
+            requests after the fold's training window.
     """
     if not count_folds(info):
         return None
-    fold = resolve_fold(info, about.fit.get("fold"), uri)
-    check_trained_before(about, find_train_end(info, fold), "the model")
+    fold = resolve_fold(info, metadata.fit.get("fold"), uri)
+    check_trained_before(metadata, find_train_end(info, fold), "the model")
     return fold
 
 
-def check_trained_before(about: Checkpoint, end: int | None, noun: str) -> None:
-    """Raise UserError if a checkpoint was trained on requests from `end` (ms) on.
+def check_trained_before(metadata: Checkpoint, end: int | None, noun: str) -> None:
+    """Check that a checkpoint was not trained on requests after a time.
 
-    `noun` is what the message calls the checkpoint.
+    Args:
+        metadata: `config.json` of the checkpoint.
+        end: Time in ms, such as the end of a training window; None skips the check.
+        noun: Name of the checkpoint in the message, such as `the teacher`.
+
+    Raises:
+        UserError: If the training window of the checkpoint ends later.
     """
-    until = about.learned.get("until")
+    until = metadata.learned.get("until")
     if end is not None and until is not None and until > end:
         raise UserError(
-            f"{noun} was trained on requests before {until} ms, but the training of this fold ends at {end} ms; give "
-            f"one of the same fold or an earlier one (fit.fold)"
+            f"{noun} was trained on requests before {until} ms, but the training of "
+            f"this fold ends at {end} ms; give a checkpoint of the same fold or of an "
+            "earlier fold (fit.fold)"
         )
 
 
 def accept_other_log(
-    versions: dict[str, TableVersion], about: Checkpoint
+    versions: dict[str, TableVersion], metadata: Checkpoint
 ) -> dict[str, TableVersion]:
     """Return the versions of tables for `checkpoint.check`, which accepts another log.
 
@@ -141,12 +154,12 @@ def accept_other_log(
 
     Args:
         versions: Versions of the tables by name.
-        about: The checkpoint.
+        metadata: The checkpoint.
     """
-    trained = about.hashes.get("sequences")
+    trained = metadata.hashes.get("sequences")
     items = versions.get("items")
-    same_items = items is not None and items.hash == about.hashes.get("items")
-    if trained and same_items and registry.find(about.name).ranks == "catalogue":
+    same_items = items is not None and items.hash == metadata.hashes.get("items")
+    if trained and same_items and registry.find(metadata.name).ranks == "catalogue":
         return {**versions, "sequences": TableVersion(trained)}
     return versions
 
@@ -174,19 +187,21 @@ def select_inputs(name: str, inputs: Inputs) -> Inputs:
     return inputs.select(name, model_class.extra_inputs)
 
 
-def load_catalogue(name: str, inputs: Inputs, about: Checkpoint | None = None) -> Any:
+def load_catalogue(
+    name: str, inputs: Inputs, metadata: Checkpoint | None = None
+) -> Any:
     """Load the catalogue of a model.
 
     Args:
         name: Name of the model.
         inputs: Folders of the tables.
-        about: Checkpoint whose scales features are read with; None to use the scales of
-            the tables.
+        metadata: Checkpoint whose scales features are read with; None to use the scales
+            of the tables.
 
     Raises:
         UserError: As in `select_inputs`.
     """
-    scales = about.learned.get("scales") if about else None
+    scales = metadata.learned.get("scales") if metadata else None
     inputs = select_inputs(name, inputs)
     return registry.find(name).load_catalogue(inputs, scales=scales)
 

@@ -189,7 +189,7 @@ class Model(nn.Module):
         Args:
             info: `info` of the manifest of `sequences`.
         """
-        return cls.requests_class.about(info)
+        return cls.requests_class.list_names(info)
 
     @classmethod
     def list_unread(cls, info: Mapping[str, Any]) -> list[str]:

@@ -60,7 +60,15 @@ def run_starts(*keys: NDArray) -> NDArray[np.int64]:
 
 
 def max_by_run(values: NDArray, starts: NDArray[np.int64]) -> NDArray:
-    """Return the maximum of each run of `values`, given the runs' first indices."""
+    """Return the maximum of each run of consecutive values.
+
+    Args:
+        values: (n,) values of all runs.
+        starts: (r,) index of each run's first value, from `run_starts`.
+
+    Returns:
+        (r,) maxima.
+    """
     if not len(starts):
         return values[:0]
     return np.maximum.reduceat(values, starts)
@@ -85,7 +93,7 @@ def pad_indices(
 
 
 def pad_ragged(
-    values: NDArray, index: NDArray[np.int64], inside: NDArray[np.bool_], empty: int
+    values: NDArray, index: NDArray[np.int64], inside: NDArray[np.bool_], fill: int
 ) -> NDArray:
     """Gather ragged rows into a padded array.
 
@@ -93,34 +101,34 @@ def pad_ragged(
         values: (E, ...) values of all rows, end to end.
         index: (B, T) indices from `pad_indices`.
         inside: (B, T) mask from `pad_indices`.
-        empty: Value at padding.
+        fill: Value at padding.
 
     Returns:
         (B, T, ...) values.
     """
     if not len(values):
-        return np.full((*index.shape, *values.shape[1:]), empty, values.dtype)
+        return np.full((*index.shape, *values.shape[1:]), fill, values.dtype)
     mask = inside.reshape(inside.shape + (1,) * (values.ndim - 1))
-    return np.where(mask, values[index], empty).astype(values.dtype, copy=False)
+    return np.where(mask, values[index], fill).astype(values.dtype, copy=False)
 
 
 def find_sorted(
-    values: NDArray, wanted: NDArray
+    values: NDArray, queries: NDArray
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Look up values in an ascending array.
 
     Args:
         values: (n,) ascending values.
-        wanted: (m,) values to look up.
+        queries: (m,) values to look up.
 
     Returns:
         (m,) indices into `values`, and a (m,) mask that is true for values that occur
         in `values`.
     """
-    index = np.minimum(np.searchsorted(values, wanted), max(0, len(values) - 1))
+    index = np.minimum(np.searchsorted(values, queries), max(0, len(values) - 1))
     if not len(values):
-        return index, np.zeros(len(wanted), bool)
-    return index, values[index] == wanted
+        return index, np.zeros(len(queries), bool)
+    return index, values[index] == queries
 
 
 def split_evenly(weights: NDArray, parts: int) -> NDArray[np.int64]:

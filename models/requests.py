@@ -233,7 +233,7 @@ class Requests:
         return columns
 
     @classmethod
-    def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+    def list_names(cls, info: Mapping[str, Any]) -> dict[str, Any]:
         """Return the ordered names of features, actions and labels in requests.
 
         Args:

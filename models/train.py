@@ -130,18 +130,18 @@ def train_sgd(
                 print(describe(event, run.fit, run.progress_unit), flush=True)
             if not event.state:
                 continue
-            about = run.checkpoint(
+            metadata = run.checkpoint(
                 epoch=event.epoch,
                 step=event.step,
                 metrics=drop_undefined(event.metrics),
                 best=best_fields(event.state),
                 attempt=attempt,
             )
-            about.set_best_folder(last)
-            last = about
+            metadata.set_best_folder(last)
+            last = metadata
             if event.metrics or isinstance(event, EpochEvent):
                 print(describe(event, run.fit, run.progress_unit), flush=True)
-            checkpoint.keep(output, run.model, about, event.state)
+            checkpoint.keep(output, run.model, metadata, event.state)
             if event.interrupted:
                 print(f"stopped at step {event.step}; the same command again continues")
                 sys.exit(128 + signals[0])

@@ -136,12 +136,12 @@ class TrainingRun:
                 checkpoint, or have no training example.
         """
         model_class = registry.find_by_config(config)
-        first = None if last or not init else checkpoint.read(init)
-        scales, scale_messages = choose_scales(last, first, inputs)
+        initial = None if last or not init else checkpoint.read(init)
+        scales, scale_messages = choose_scales(last, initial, inputs)
         catalogue = model_class.load_catalogue(inputs, scales=scales)
         if not model_class.trains_by_gradient:  # fitted in one pass, by one worker
             rank, world = 0, 1
-        since = last.learned.get("since", 0) if last else trained_until(first, fit)
+        since = last.learned.get("since", 0) if last else trained_until(initial, fit)
         new = NewExamples(since, fit.replay_fraction, fit.seed)
         train, val = load_datasets(
             model_class, config, catalogue, inputs, new, rank, world, fit.fold
@@ -151,9 +151,9 @@ class TrainingRun:
         torch.manual_seed(fit.seed)
         module = model_class(config, catalogue).to(device)
         messages = []
-        if first and init:
+        if initial and init:
             changes = load_extended_weights(
-                module, init, first, catalogue.num_items, trains=True
+                module, init, initial, catalogue.num_items, trains=True
             )
             messages += [f"weights of {init}", *changes, *scale_messages]
         messages += module.prepare_training(catalogue, {"train": train, "val": val})
@@ -274,7 +274,7 @@ class TrainingRun:
             "since": new.since if new else 0,
         }
 
-    def resume(self, folder: str, about: Checkpoint) -> dict[str, Any] | None:
+    def resume(self, folder: str, metadata: Checkpoint) -> dict[str, Any] | None:
         """Load the weights of a checkpoint of the run in `folder`.
 
         Returns:
@@ -284,15 +284,15 @@ class TrainingRun:
         Raises:
             UserError: If the checkpoint is of another model or of other tables.
         """
-        uri = join(folder, about.folder)
-        checkpoint.check(about, uri, self.catalogue.versions, self.model.name)
+        uri = join(folder, metadata.folder)
+        checkpoint.check(metadata, uri, self.catalogue.versions, self.model.name)
         with checkpoint.local(uri) as copy:
             checkpoint.load_weights(self.model, copy)
             if not self.model.trains_by_gradient:
                 return None
             state = checkpoint.load_state(copy)
-        has_ended = about.epoch == about.fit["max_epochs"]
-        if has_ended and about.epoch < self.fit.max_epochs:
+        has_ended = metadata.epoch == metadata.fit["max_epochs"]
+        if has_ended and metadata.epoch < self.fit.max_epochs:
             state["cursor"]["stopped"] = False
         return state
 
@@ -326,13 +326,13 @@ class ConstantScores(nn.Module):
 
 
 def choose_scales(
-    last: Checkpoint | None, first: Checkpoint | None, inputs: Inputs
+    last: Checkpoint | None, initial: Checkpoint | None, inputs: Inputs
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Choose the scales with which features are read.
 
     Args:
         last: Last checkpoint of the run to resume, which has the scales of the run.
-        first: Checkpoint from whose weights a new run starts, whose scales are adopted.
+        initial: Checkpoint from which a new run starts, whose scales are adopted.
         inputs: Folders of the tables.
 
     Returns:
@@ -341,10 +341,10 @@ def choose_scales(
     """
     if last:
         return last.learned.get("scales"), []
-    if first is None or "scales" not in first.learned:
+    if initial is None or "scales" not in initial.learned:
         return None, []
     info = read_manifest(inputs.sequences, "sequences").info
-    return adopt_scales(first.learned["scales"], info)
+    return adopt_scales(initial.learned["scales"], info)
 
 
 def resolve_training(
@@ -368,14 +368,14 @@ def resolve_training(
     model_class = registry.find_by_config(config)
     catalogue = load_catalogue(model_class.name, inputs)
     if init:
-        first = checkpoint.read(init)
-        check_init(first, init, catalogue.versions, model_class, fit)
+        initial = checkpoint.read(init)
+        check_init(initial, init, catalogue.versions, model_class, fit)
     resolved = model_class.resolve_config(config, catalogue)
     return resolved, select_inputs(model_class.name, inputs)
 
 
 def check_init(
-    first: Checkpoint,
+    initial: Checkpoint,
     init: str,
     versions: Mapping[str, TableVersion],
     model_class: type[Model],
@@ -384,7 +384,7 @@ def check_init(
     """Check that a training can start from the weights of a checkpoint.
 
     Args:
-        first: `config.json` of the checkpoint.
+        initial: `config.json` of the checkpoint.
         init: URI of the checkpoint, for messages.
         versions: Versions of the tables by name.
         model_class: Class of the model.
@@ -398,8 +398,8 @@ def check_init(
             f"'{model_class.name}' is not trained by gradient, so it cannot start from "
             "a checkpoint; leave out --init"
         )
-    checkpoint.check(first, init, versions, model_class.name, extending=True)
-    if fit.replay_fraction < 1 and not first.learned.get("until"):
+    checkpoint.check(initial, init, versions, model_class.name, extending=True)
+    if fit.replay_fraction < 1 and not initial.learned.get("until"):
         raise UserError(
             f"fit.replay_fraction is {fit.replay_fraction:g}, but the training of the "
             "--init checkpoint has no end time; leave out fit.replay_fraction, or "
@@ -407,19 +407,19 @@ def check_init(
         )
 
 
-def trained_until(first: Checkpoint | None, fit: FitConfig) -> int:
+def trained_until(initial: Checkpoint | None, fit: FitConfig) -> int:
     """Return the time in ms from which all training examples are used.
 
     Of older examples, only a fraction `fit.replay_fraction` is used. The time is the
     end of the training of the --init checkpoint, or 0 to use all examples.
 
     Args:
-        first: The --init checkpoint, if given.
+        initial: The --init checkpoint, if given.
         fit: Options of the training loop.
     """
-    if first is None or fit.replay_fraction == 1:
+    if initial is None or fit.replay_fraction == 1:
         return 0
-    return int(first.learned["until"])
+    return int(initial.learned["until"])
 
 
 def explain_empty_training(since: int, init: str | None, inputs: Inputs) -> str:
@@ -461,7 +461,8 @@ def load_datasets(
         new: Selection of the training examples.
         rank: Rank of this worker.
         world: Number of workers.
-        fold: Number of the fold, of tables that are cut into folds.
+        fold: Number of the fold, from 1; None for the last fold, and for tables without
+            folds.
     """
     dataset_class = model_class.dataset_class
     common: dict[str, Any] = {

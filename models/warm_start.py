@@ -1,6 +1,6 @@
 """Loading of a checkpoint into a model whose tables extend the training tables.
 
-    messages = load_extended_weights(model, "runs/monday/best", about, num_items)
+    messages = load_extended_weights(model, "runs/monday/best", metadata, num_items)
 
 Old items keep their index, so they keep their rows. Rows of category values are matched
 by name. A new value is initialised like the unknown value. A new item is initialised
@@ -69,7 +69,7 @@ def collect_row_names(model: nn.Module) -> dict[str, RowNames]:
 def load_extended_weights(
     model: Any,
     uri: str | Path,
-    about: Checkpoint,
+    metadata: Checkpoint,
     num_items: int,
     *,
     trains: bool = False,
@@ -79,7 +79,7 @@ def load_extended_weights(
     Args:
         model: Model on the new tables, with the scales of the checkpoint.
         uri: Path or URI of the checkpoint.
-        about: `config.json` of the checkpoint.
+        metadata: `config.json` of the checkpoint.
         num_items: Number of items of the new tables.
         trains: Whether the model is trained next. Parameters that the old training
             could not learn are then initialised from the new tables: scales of constant
@@ -93,14 +93,14 @@ def load_extended_weights(
     """
     with local(uri) as folder:
         saved = safetensors.torch.load_file(verify_file(folder, WEIGHTS, uri))
-    check_tasks(model, about, uri)
+    check_tasks(model, metadata, uri)
     messages = []
     if trains:
         messages += keep_new_scales(model, saved)
-        messages += keep_new_rates(model, saved, about)
+        messages += keep_new_rates(model, saved, metadata)
     targets: dict[str, Tensor] = model.state_dict()
     catalogue_buffers = set(list_catalogue_buffers(model))
-    row_names = dict(pair_row_names(model, about))
+    row_names = dict(pair_row_names(model, metadata))
     loaded = set()  # addresses of tensors, as tied weights are saved once
     for name, weights in saved.items():
         module, _, key = name.rpartition(".")
@@ -171,19 +171,19 @@ def keep_new_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
 
 
 def keep_new_rates(
-    model: Any, saved: dict[str, Tensor], about: Checkpoint
+    model: Any, saved: dict[str, Tensor], metadata: Checkpoint
 ) -> list[str]:
     """Replace the saved biases of constant tasks by the biases of the model.
 
     Args:
         model: Model on the new tables.
         saved: Weights of the checkpoint, which are changed in place.
-        about: `config.json` of the checkpoint.
+        metadata: `config.json` of the checkpoint.
 
     Returns:
         Messages that name the tasks.
     """
-    old_rates = about.learned.get("scales", {}).get("rates", {})
+    old_rates = metadata.learned.get("scales", {}).get("rates", {})
     messages = []
     for task, (name, rate) in enumerate(
         zip(model.labels, model.train_rates, strict=False)
@@ -206,9 +206,9 @@ def list_catalogue_buffers(model: nn.Module) -> Iterator[str]:
                 yield f"{path}.{name}"
 
 
-def check_tasks(model: Any, about: Checkpoint, uri: str | Path) -> None:
+def check_tasks(model: Any, metadata: Checkpoint, uri: str | Path) -> None:
     """Raise OtherTablesError if the tasks of the tables differ from the training's."""
-    old_tasks = set(about.learned.get("scales", {}).get("rates", {}))
+    old_tasks = set(metadata.learned.get("scales", {}).get("rates", {}))
     others = old_tasks ^ set(model.labels)
     if old_tasks and others:
         raise OtherTablesError(
@@ -219,7 +219,7 @@ def check_tasks(model: Any, about: Checkpoint, uri: str | Path) -> None:
 
 
 def pair_row_names(
-    model: nn.Module, about: Checkpoint
+    model: nn.Module, metadata: Checkpoint
 ) -> Iterator[tuple[str, tuple[Sequence[str], Sequence[str] | None]]]:
     """Yield the embedding tables whose rows have names in the checkpoint.
 
@@ -227,7 +227,7 @@ def pair_row_names(
         The name of the weights; the row names in the checkpoint, and the row names in
         the model, which are None for a hashed table.
     """
-    old_names: Mapping[str, Any] = about.learned.get("names", {})
+    old_names: Mapping[str, Any] = metadata.learned.get("names", {})
     for path, tables in collect_row_names(model).items():
         pairs = zip(old_names.get(path, ()), tables, strict=False)
         for number, (old, new) in enumerate(pairs):

@@ -253,10 +253,10 @@ class ActionsRequests(Requests):
         return {**columns, "new_items": {"item_id": "id", **fields}}
 
     @classmethod
-    def about(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+    def list_names(cls, info: Mapping[str, Any]) -> dict[str, Any]:
         """Return the names that requests refer to, and the definitions of actions."""
         inputs = info.get("definitions", {}).get("inputs", {})
-        return {**super().about(info), "inputs": inputs}
+        return {**super().list_names(info), "inputs": inputs}
 
     def parse(self, row: Row) -> Request:
         """Return the request of a row, with the latest `max_history` readable events.

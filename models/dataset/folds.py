@@ -68,7 +68,13 @@ def find_train_end(info: Mapping[str, Any], fold: int | None) -> int | None:
 
 
 def describe_windows(info: Mapping[str, Any], fold: int | None) -> dict[str, int]:
-    """Return the number of folds and the starts of a fold's windows in ms; empty without folds."""
+    """Return the number of folds, and the start of a fold's windows in ms, by name.
+
+    Args:
+        info: `info` of the manifest of sequences.
+        fold: Number of the fold, from 1; None for a table without folds, for which the
+            result is empty.
+    """
     if fold is None:
         return {}
     window = info["split"]["folds"][fold - 1]

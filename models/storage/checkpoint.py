@@ -1,6 +1,6 @@
 """Checkpoints: folders with weights, a `config.json`, and a state to resume from.
 
-    about = checkpoint.read("runs/sasrec/best")
+    metadata = checkpoint.read("runs/sasrec/best")
     checkpoint.load_weights(model, "runs/sasrec/best")
 
 Weights are stored as safetensors. No file contains pickled code: the state is stored in
@@ -158,7 +158,7 @@ class Completion:
 def save(
     uri: str | Path,
     model: nn.Module,
-    about: Checkpoint,
+    metadata: Checkpoint,
     state: dict[str, Any] | None = None,
     shards: Sequence[WrittenFile] = (),
     extra: Mapping[str, bytes] | None = None,
@@ -169,7 +169,7 @@ def save(
     Args:
         uri: Folder of the checkpoint.
         model: Model whose weights are saved.
-        about: Content of `config.json`, which is written last.
+        metadata: Content of `config.json`, which is written last.
         state: State to resume from. The state of a sharded model contains the full
             weights under `weights`.
         shards: Files that `write_shards` has written into the folder.
@@ -183,10 +183,10 @@ def save(
         _make_empty_folder(filesystem, path)
     staging = None if is_local else TemporaryDirectory()
     folder = Path(staging.name if staging else path)
-    _write_files(folder, model, about, state, extra or {})
-    about.files |= {shard.name: shard.size for shard in shards}
-    about.sha256 |= {shard.name: shard.sha256 for shard in shards}
-    config = about.to_json().encode()
+    _write_files(folder, model, metadata, state, extra or {})
+    metadata.files |= {shard.name: shard.size for shard in shards}
+    metadata.sha256 |= {shard.name: shard.sha256 for shard in shards}
+    config = metadata.to_json().encode()
 
     def upload() -> None:
         if staging:
@@ -207,13 +207,13 @@ def save(
 def _write_files(
     folder: Path,
     model: nn.Module,
-    about: Checkpoint,
+    metadata: Checkpoint,
     state: dict[str, Any] | None,
     extra: Mapping[str, bytes],
 ) -> None:
     """Write the files of a checkpoint, except `config.json`, into a local folder.
 
-    Their sizes and hashes are set in `about`.
+    Their sizes and hashes are set in `metadata`.
     """
     if state is not None and "weights" in state:
         state = dict(state)
@@ -226,8 +226,8 @@ def _write_files(
     for name, content in extra.items():
         (folder / name).write_bytes(content)
     names = [WEIGHTS, *([STATE] if state is not None else []), *extra]
-    about.files = {name: (folder / name).stat().st_size for name in names}
-    about.sha256 = {name: _hash(folder / name) for name in names}
+    metadata.files = {name: (folder / name).stat().st_size for name in names}
+    metadata.sha256 = {name: _hash(folder / name) for name in names}
 
 
 SHARD = re.compile(r"state-\d+\.pt")
@@ -244,7 +244,7 @@ class WrittenFile(NamedTuple):
 
 
 def write_shards(
-    folder: str, about: Checkpoint, state: dict[str, Any], rank: int
+    folder: str, metadata: Checkpoint, state: dict[str, Any], rank: int
 ) -> list[WrittenFile]:
     """Write the optimizer states of all ranks except 0 into a checkpoint's folder.
 
@@ -253,14 +253,14 @@ def write_shards(
 
     Args:
         folder: Folder of the run.
-        about: Content of the checkpoint's `config.json`.
+        metadata: Content of the checkpoint's `config.json`.
         state: State of this rank, whose optimizer state is the rank's share.
         rank: Rank of this worker.
 
     Returns:
         The files that all ranks have written.
     """
-    filesystem, path = open_uri(join(folder, about.folder))
+    filesystem, path = open_uri(join(folder, metadata.folder))
     if rank == 0:
         _make_empty_folder(filesystem, path)
     dist.barrier()
@@ -304,7 +304,7 @@ def _hash(path: Path) -> str:
 def keep(
     folder: str,
     model: nn.Module,
-    about: Checkpoint,
+    metadata: Checkpoint,
     state: dict[str, Any] | None,
     uploads: Uploads | None = None,
     shards: Sequence[WrittenFile] = (),
@@ -315,7 +315,7 @@ def keep(
     Args:
         folder: Folder of the run.
         model: Model whose weights are saved.
-        about: Content of `config.json`.
+        metadata: Content of `config.json`.
         state: State to resume from.
         uploads: Thread that uploads checkpoints to a URI.
         shards: Files that `write_shards` has written into the checkpoint's folder.
@@ -325,9 +325,9 @@ def keep(
         SupersededError: If a newer attempt trains the run; no checkpoint is removed
             then.
     """
-    attempt = Attempt.parse(about.attempt)
+    attempt = Attempt.parse(metadata.attempt)
     check_attempt = partial(require_current, folder, attempt)
-    current_folders = (about.folder, about.best_folder)
+    current_folders = (metadata.folder, metadata.best_folder)
 
     def remove_older() -> None:
         check_attempt()
@@ -338,8 +338,8 @@ def keep(
                 filesystem.delete_dir(f"{path}/{name}")
 
     completion = Completion(check_attempt, remove_older, uploads)
-    uri = join(folder, about.folder)
-    save(uri, model, about, state, shards, extra, completion)
+    uri = join(folder, metadata.folder)
+    save(uri, model, metadata, state, shards, extra, completion)
 
 
 STEP = re.compile(r"step-(\d+)(?:-a(\d+\.\d+))?")
@@ -388,17 +388,17 @@ def last(folder: str) -> Checkpoint | None:
     return None
 
 
-def publish(folder: str, about: Checkpoint) -> str:
+def publish(folder: str, metadata: Checkpoint) -> str:
     """Copy the best checkpoint of a run to `best`, without the state to resume from.
 
     Args:
         folder: Folder of the run.
-        about: Last checkpoint of the run.
+        metadata: Last checkpoint of the run.
 
     Returns:
         The URI of the copy.
     """
-    source = join(folder, about.best_folder)
+    source = join(folder, metadata.best_folder)
     target = join(folder, BEST)
     best = read(source)
     best.files = {WEIGHTS: best.files[WEIGHTS]}
@@ -474,14 +474,14 @@ def read(uri: str | Path) -> Checkpoint:
         with filesystem.open_input_stream(config_path) as stream:
             content = check_seal(stream.read())
         content.pop("shards", None)  # written by older versions
-        about = Checkpoint(**content)
-        about.model, about.files = dict(about.model), dict(about.files)
-        check_file_names(about.files)
+        metadata = Checkpoint(**content)
+        metadata.model, metadata.files = dict(metadata.model), dict(metadata.files)
+        check_file_names(metadata.files)
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{config_path} is damaged ({error}); use another checkpoint or train again"
         ) from error
-    for name, size in about.files.items():
+    for name, size in metadata.files.items():
         info = filesystem.get_file_info(f"{path}/{name}")
         if info.type != fs.FileType.File:
             raise UserError(
@@ -492,7 +492,7 @@ def read(uri: str | Path) -> Checkpoint:
                 f"{uri}/{name} has {info.size} bytes, {CONFIG} says {size}: truncated "
                 "or replaced; use another checkpoint or train again"
             )
-    return about
+    return metadata
 
 
 def verify_file(folder: Path, name: str, uri: str | Path) -> Path:
@@ -534,7 +534,7 @@ def _remedy(table: str) -> str:
 
 
 def is_extended(
-    about: Checkpoint, table: str, versions: Mapping[str, TableVersion]
+    metadata: Checkpoint, table: str, versions: Mapping[str, TableVersion]
 ) -> bool:
     """Return whether a table extends the table that the checkpoint was trained on.
 
@@ -542,7 +542,7 @@ def is_extended(
     `sequences` is extended, and their texts if the texts of items are.
 
     Args:
-        about: The checkpoint.
+        metadata: The checkpoint.
         table: Name of the table.
         versions: Versions of all tables by name.
     """
@@ -552,11 +552,11 @@ def is_extended(
         "text_pairs": "text_items",
     }.get(table, table)
     version = versions.get(table)
-    return version is not None and about.hashes.get(table) in version.extends
+    return version is not None and metadata.hashes.get(table) in version.extends
 
 
 def check(
-    about: Checkpoint,
+    metadata: Checkpoint,
     uri: str | Path,
     versions: Mapping[str, TableVersion],
     name: str | None = None,
@@ -565,7 +565,7 @@ def check(
     """Check that a checkpoint is of the expected model and tables.
 
     Args:
-        about: The checkpoint.
+        metadata: The checkpoint.
         uri: Path or URI of the checkpoint, for messages.
         versions: Versions of the tables by name.
         name: Name of the expected model; None for any.
@@ -575,12 +575,12 @@ def check(
         UserError: If the checkpoint is of another model, or a table is missing.
         OtherTablesError: If a table differs from the table of the training.
     """
-    if name is not None and about.name != name:
+    if name is not None and metadata.name != name:
         raise UserError(
-            f"{uri} is a checkpoint of the model '{about.name}', not of '{name}'; give "
-            f"a checkpoint of '{name}'"
+            f"{uri} is a checkpoint of the model '{metadata.name}', not of '{name}'; "
+            f"give a checkpoint of '{name}'"
         )
-    for table, trained in about.hashes.items():
+    for table, trained in metadata.hashes.items():
         version = versions.get(table)
         if not trained:
             continue
@@ -589,13 +589,13 @@ def check(
                 f"{uri} was trained with a table '{table}' that is not given; "
                 f"{_remedy(table)}"
             )
-        is_accepted = extending and is_extended(about, table, versions)
+        is_accepted = extending and is_extended(metadata, table, versions)
         if version.hash != trained and not is_accepted:
             raise OtherTablesError(
                 f"{uri} belongs to another table '{table}': {trained[:12]} was trained "
                 f"on, {version.hash[:12]} is given; {_remedy(table)}"
             )
-    if about.hashes and OPTIONAL in versions and OPTIONAL not in about.hashes:
+    if metadata.hashes and OPTIONAL in versions and OPTIONAL not in metadata.hashes:
         raise UserError(
             f"{uri} was trained without text, and a table '{OPTIONAL}' is given; leave "
             "out --text"

@@ -78,9 +78,8 @@ class FitConfig:
     seed: int = 0
     """Random seed of the initial weights, the order of batches and dropout."""
     fold: int | None = None
-    """Number of the fold, from 1, of tables that `split.folds` cuts into several. The
-    windows of training, validation and test are those of the fold; by default of the
-    last one."""
+    """Number of the fold, from 1, whose training, validation and test windows are used,
+    for tables made with `split.folds`; the last fold by default."""
     log_every_steps: int = 50
     """Steps between logged training losses."""
     checkpoint_every_steps: int = 0

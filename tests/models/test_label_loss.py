@@ -84,7 +84,7 @@ def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
         ({"label_masks": {"purchase": "clik"}}, "label_masks names 'clik'.*click"),
         (
             {"label_weights": {"likes": 2.0}},
-            "label_weights names 'likes', which is no label of the tables",
+            "label_weights names 'likes', which is not a label of the tables",
         ),
         ({"label_weights": {"click": -1}}, "label_weights has -1 for 'click'"),
         ({"label_masks": {"click": "click"}}, "label_masks has 'click' for itself"),
