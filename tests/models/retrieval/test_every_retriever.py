@@ -458,7 +458,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sasrec", {"dim": 15}, "dim 15 is not a multiple"),
     ("sasrec", {"dropout": 1.0}, "dropout 1.0 is not in"),
     ("sasrec", {"num_layers": 0}, "num_layers is 0, it must be at least 1"),
-    ("sid_mlp", {"alpha": 1.5}, "alpha is 1.5, it is a share"),
+    ("sid_mlp", {"alpha": 1.5}, "alpha is 1.5"),
     ("sid_mlp", {"tau": 0.0}, "tau 0.0 is not above 0"),
     ("sid_mlp", {"dropout": 1.0}, "dropout 1.0 is not in"),
     ("sid_mlp", {"m": -1}, "m is -1, it must be at least 0"),
@@ -474,7 +474,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "sid_mlp",
         {"prefix": "none", "embeddings": "random"},
-        "prefix none has no embeddings",
+        "embeddings random has no effect with prefix none",
     ),
     (
         "sid_mlp",
@@ -484,7 +484,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "sid_mlp",
         {"readout": "per_digit", "prefix": "cascade"},
-        "prefix cascade does not fit it",
+        "cannot with prefix cascade; set prefix concat or sum",
     ),
     ("sid_mlp", {"prefix": "cascade", "m": 1}, "starts at the first digit"),
     ("sid_mlp", {**TIGER_NAMED, "m": 4}, "m 4 leaves no digit of 4 to the student"),
@@ -492,7 +492,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sid_mlp_pp", {"encoder_layers": 0}, "encoder_layers is 0, it must be at least 1"),
     ("sid_mlp_pp", {"encoder_width": 0}, "encoder_width is 0, it must be at least 1"),
     ("sid_mlp_pp", {"encoder_dropout": 1.0}, "encoder_dropout 1.0 is not in"),
-    ("sid_mlp_pp", {"m": 1}, "set m 0"),
+    ("sid_mlp_pp", {"m": 1}, "set m to 0"),
     (
         "sid_mlp_pp",
         {"end_to_end": True, "encoder": "somewhere"},
@@ -501,7 +501,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "sid_mlp_pp_encoder",
         {"teacher_model": {"name": "earn", **TIGER_NAMED}},
-        "those of a 'earn' are others",
+        "which a 'earn' does not have",
     ),
     ("gdn", {"heads": 0}, "heads is 0, it must be at least 1"),
     ("gdn", {"width": -1}, "width is -1, it must be at"),
@@ -517,7 +517,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "mamba2",
         {**TIGER_NAMED, "width": 0, "head_width": 12},
-        "inner width 32 of mamba2 does not divide",
+        "inner width 32 of mamba2 is not a multiple",
     ),
     ("earn", {"register_layer": 0}, "register_layer 0 is below 1"),
     (
@@ -572,7 +572,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {**LC_REC_NAMED, **EARLY, "layer": 4},
         "layer 4 exceeds the 3 layers of the language model",
     ),
-    ("lc_rec_sid_mlp", {"readout_layers": 0}, "readout_layers 0 must be at least 1"),
+    ("lc_rec_sid_mlp", {"readout_layers": 0}, "readout_layers is 0 and layer 0;"),
     ("lc_rec_sid_mlp", {"width": 10, "attention_heads": 4}, "does not divide"),
 ]
 
