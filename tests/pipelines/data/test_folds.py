@@ -273,7 +273,7 @@ def test_a_table_names_the_folds_that_it_has(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"choose fit\.fold from 1 to 2"):
         RetrievalDataset.load(join(tables, "sequences"), "train", fold=3)
     plain = make_tables(tmp_path / "plain", draw_rows(5), split={"kind": "temporal"})
-    with pytest.raises(UserError, match="not cut into folds"):
+    with pytest.raises(UserError, match="has no folds"):
         RetrievalDataset.load(join(plain, "sequences"), "train", fold=1)
 
 
