@@ -248,6 +248,7 @@ def sweep(
             best = close(spec, run, results)
         except KeyboardInterrupt:
             ray.shutdown()  # ends the trials
+            tracking.end_stopped(run)  # before the requests for results
             say(
                 "trials that were running continue from their last checkpoint: the end of an epoch, or "
                 "fit.checkpoint_every_steps"

@@ -300,6 +300,14 @@ def end_trials(run: RunRef, failed: Collection[str | None]) -> None:
         client.set_terminated(trial.info.run_id, status)
 
 
+def end_stopped(run: RunRef) -> None:
+    """End the run of a stopped job as KILLED, with a single request.
+
+    A stopped job is ended after 25 s, and a slow server may need 10 s per request.
+    """
+    connect(run.uri).set_terminated(run.run_id, "KILLED")
+
+
 def end_dead(client: MlflowClient, runs: Iterable[Any]) -> None:
     """End runs as KILLED that are marked as running while no process holds their folder.
 

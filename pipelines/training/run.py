@@ -189,9 +189,11 @@ def run_training(
             about = conclude(config.folder, record, last, log_model)
         except (SystemExit, attempts.SupersededError):
             raise  # a sweep stops the trial where it stands, or another job has the run
-        except BaseException as error:
-            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
-            tracking.Logger(run).end(status)
+        except KeyboardInterrupt:
+            tracking.end_stopped(run)
+            raise
+        except BaseException:
+            tracking.Logger(run).end("FAILED")
             raise
     best = join(config.folder, BEST)
     seconds = time.monotonic() - began

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -342,3 +343,25 @@ def test_a_run_at_s3_whose_job_is_gone_is_ended(
 
     states = {name: client.get_run(run).info.status for name, run in runs.items()}
     assert states == {"alive": "RUNNING", "killed": "KILLED", "gone": "KILLED"}
+
+
+def test_a_stopped_run_is_ended_with_a_single_request(
+    tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tracking.open_run(
+        uri, "retrieval/x", "one", str(tmp_path), config={}, hashes={}
+    )
+    requests: list[str] = []
+    client = tracking.connect(uri)
+    store = type(client._tracking_client.store)
+    for name in ("get_run", "update_run_info", "log_batch", "search_runs"):
+        inner = getattr(store, name)
+
+        def count(*args: Any, inner: Any = inner, name: str = name, **more: Any) -> Any:
+            requests.append(name)
+            return inner(*args, **more)
+
+        monkeypatch.setattr(store, name, count)
+    tracking.end_stopped(run)
+    assert requests == ["update_run_info"]
+    assert client.get_run(run.run_id).info.status == "KILLED"
