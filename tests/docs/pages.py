@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "jobs/configs/sources/README.md",
+    ROOT / "deploy/README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
