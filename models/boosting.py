@@ -31,7 +31,7 @@ class TreeConfig:
     num_iterations: int = 1000
     """Maximum number of trees; early stopping chooses how many are used."""
     early_stopping_rounds: int = 30
-    """Number of trees without a lower validation log loss after which training stops."""
+    """Number of trees without a lower validation log loss before training stops."""
     learning_rate: float = 0.1
     """Factor on the leaf values of each tree."""
     num_leaves: int = 31
@@ -43,7 +43,7 @@ class TreeConfig:
     lambda_l2: float = 0.0
     """Weight of the L2 penalty on leaf values."""
     feature_fraction: float = 0.5
-    """Fraction of the columns that are sampled for each tree, with the seed `fit.seed`."""
+    """Fraction of the columns sampled for each tree, with the seed `fit.seed`."""
 
     def __post_init__(self) -> None:
         positive = (

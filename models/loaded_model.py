@@ -61,7 +61,7 @@ class LoadedModel:
         return cls(metadata, model.to(device), catalogue)
 
     def fold(self, inputs: Inputs) -> int | None:
-        """Return the number of the fold to evaluate the model on (`evaluation_fold`)."""
+        """Return the number of the fold on which the model is evaluated."""
         info = read_manifest(inputs.sequences, "sequences").info
         return evaluation_fold(self.checkpoint, info, inputs.sequences)
 

@@ -240,8 +240,8 @@ class Requests:
             info: `info` of the manifest of sequences.
         """
         labels = info.get("tasks", info.get("labels"))
-        lists = {"labels": labels} | {name: info.get(name) for name in NAMES}
-        names = {key: list(names) for key, names in lists.items() if names is not None}
+        lists = {"labels": labels} | {key: info.get(key) for key in NAMES}
+        names = {key: list(value) for key, value in lists.items() if value is not None}
         return names | _own_names(OwnFeatures.from_info(info))
 
 

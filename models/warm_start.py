@@ -209,12 +209,12 @@ def list_catalogue_buffers(model: nn.Module) -> Iterator[str]:
 def check_tasks(model: Any, metadata: Checkpoint, uri: str | Path) -> None:
     """Raise OtherTablesError if the tasks of the tables differ from the training's."""
     old_tasks = set(metadata.learned.get("scales", {}).get("rates", {}))
-    others = old_tasks ^ set(model.labels)
-    if old_tasks and others:
+    differing_tasks = old_tasks ^ set(model.labels)
+    if old_tasks and differing_tasks:
         raise OtherTablesError(
-            f"the tables and {uri} have different tasks, such as {min(others)}: train "
-            "a new model, without --init; tables that jobs.prepare makes with --append "
-            "from the first day on keep their tasks"
+            f"the tables and {uri} have different tasks, such as "
+            f"{min(differing_tasks)}: train a new model, without --init; tables that "
+            "jobs.prepare makes with --append from the first day on keep their tasks"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def resident_peak_mb() -> float:
-    """Return the peak resident memory of this process in MB."""
+    """Return the peak resident memory of this process in MiB."""
     status = Path("/proc/self/status")
     if status.exists():  # Linux: getrusage includes the parent process's peak
         lines = status.read_text().splitlines()
