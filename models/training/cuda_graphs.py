@@ -58,8 +58,7 @@ class CudaGraphs(Generic[Result]):
         self._graphs: dict[Any, tuple[Callable[[], Result], Batch] | None] = {}
         self._num_captured = 0
         if device.type == "cuda":
-            # A default stream cannot be captured, so tensors that outlive a call must
-            # not be allocated on it.
+            # A default stream cannot be captured, so no state may be bound to it.
             self._side_stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
         self._synchronizes = False
