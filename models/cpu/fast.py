@@ -100,7 +100,7 @@ class FastSearch:
         z_weights = [layer.weight[:, :dim] for layer in first_layers]
         self.z_weight = torch.cat(z_weights)  # (L * N, D)
         self.z_bias = torch.cat([layer.bias for layer in first_layers])
-        # norm and activation of each head
+        # norm, activation and dropout of each head
         self.inner_layers = [head[1:-1] for head in heads]
         self.outputs = [cast(nn.Linear, head[-1]) for head in heads]
         codes = [
