@@ -187,11 +187,11 @@ class Scorer(Protocol):
     """A model of the next code that stores the states of a search's beams."""
 
     def start(self) -> Tensor:
-        """Return (B, C_0) log-probabilities of the first code."""
+        """Return the log-probabilities (B, C_0) of the first code."""
         ...
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return (B, W, C_l) log-probabilities of the next code of each beam.
+        """Return the log-probabilities (B, W, C_l) of the next code of each beam.
 
         Args:
             parents: (B, W) index of each beam's parent among the beams of the last

@@ -142,11 +142,11 @@ class LmScorer:
         self.paths = history.lengths.new_zeros((len(history.lengths), 1, 0))
 
     def start(self) -> Tensor:
-        """Return (B, C_0) log-probabilities of the first code."""
+        """Return the log-probabilities (B, C_0) of the first code."""
         return self.decoder.level_logits(0, self.query).float().log_softmax(-1)
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
+        """Return the log-probabilities (B, W, C_l) of each beam's next code."""
         level = self.paths.shape[2]
         num_beams = tokens.shape[1]
         keys, _ = self.memory[0]

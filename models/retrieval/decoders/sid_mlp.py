@@ -308,7 +308,7 @@ class SidMlpDecoder(Decoder):
         return super().span(level)
 
     def embedding(self) -> Tensor:
-        """Return (V, D) embeddings of the tokens."""
+        """Return the embeddings (V, D) of the tokens."""
         if self.config.embeddings == "random":
             return self.embeddings.weight
         return self._embedding[0].weight
@@ -348,20 +348,21 @@ class SidMlpDecoder(Decoder):
         return cast(nn.Sequential, self.heads[level])[:-1](x)
 
     def output(self, level: int, hidden: Tensor) -> Tensor:
-        """Return (..., O_l) logits of a level from its hidden layer (..., N)."""
+        """Return the logits (..., O_l) of a level from its hidden layer (..., N)."""
         logits = cast(nn.Sequential, self.heads[level])[-1](hidden)
         return logits[..., : self.span(level)[1]]
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """Return (B, L - first_level, N) hidden layers of the heads."""
+        """Return the heads' hidden layers (B, L - first_level, N) before each code."""
         tokens = (codes + self.tokens.offset)[:, None, :-1]
         embedded = functional.embedding(tokens, self.embedding())  # (B, 1, L - 1, D)
         z = self.context(history)
-        previous, layers = None, []
+        hidden = None  # (B, 1, N) of the level before
+        layers = []
         for level in range(self.first_level, self.tokens.levels):
             prefix = embedded[:, :, :level]
-            previous = self.head_hidden(level, history, z, prefix, previous)
-            layers.append(previous[:, 0])
+            hidden = self.head_hidden(level, history, z, prefix, hidden)
+            layers.append(hidden[:, 0])
         return torch.stack(layers, 1)
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
@@ -387,11 +388,11 @@ class HeadScorer:
         self.hidden: Tensor | None = None
 
     def start(self) -> Tensor:
-        """Return (B, C_0) log-probabilities of the first code."""
+        """Return the log-probabilities (B, C_0) of the first code."""
         return self._score(0)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
+        """Return the log-probabilities (B, W, C_l) of each beam's next code."""
         level = self.prefix.shape[2] + 1
         parent = parents.unsqueeze(-1)  # (B, W, 1)
         parent_prefix = self.prefix.gather(1, parent.expand(-1, -1, level - 1))
@@ -403,7 +404,7 @@ class HeadScorer:
         return self._score(level)
 
     def _score(self, level: int) -> Tensor:
-        """Return (B, W, C_level) log-probabilities after the prefixes."""
+        """Return the log-probabilities (B, W, C_level) after the prefixes."""
         decoder = self.decoder
         if level < decoder.first_level:
             return self.history.states.new_zeros((*self.prefix.shape[:2], 0))

@@ -235,13 +235,13 @@ class SharedKV:
         return heads.transpose(1, 2).flatten(1, 2)
 
     def start(self) -> Tensor:
-        """Return (B, C_0) log-probabilities of the first code."""
+        """Return the log-probabilities (B, C_0) of the first code."""
         # T5's start token is padding, 0
         start = torch.zeros((self.batch, 1), dtype=torch.long, device=self.device)
         return self._advance(start, 0)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
+        """Return the log-probabilities (B, W, C_l) of each beam's next code."""
         level = len(self.ancestors)
         user = torch.arange(self.batch, device=parents.device).unsqueeze(1)
         num_beams = len(self.ancestors[-1]) // self.batch
@@ -250,7 +250,7 @@ class SharedKV:
         return self._advance(tokens + self.tokens.first[level - 1], level)
 
     def _advance(self, tokens: Tensor, level: int) -> Tensor:
-        """Return (B, W, C_level) log-probabilities after the last tokens (B, W)."""
+        """Return the log-probabilities (B, W, C_level) after the last tokens (B, W)."""
         decoder, shape = self.decoder, tokens.shape
         self.ancestors.append(torch.arange(tokens.numel(), device=tokens.device))
         tokens = tokens.flatten()
@@ -268,7 +268,7 @@ class SharedKV:
     def _self_attention(
         self, block: int, x: Tensor, tokens: Tensor, level: int
     ) -> Tensor:
-        """Return (N, D): x plus self-attention of the last tokens (N,)."""
+        """Return `x` (N, D) plus the self-attention of the last tokens (N,)."""
         decoder = self.decoder
         if block == 0:
             q = functional.embedding(tokens, decoder.first_q)
@@ -283,7 +283,7 @@ class SharedKV:
         return decoder.o[block](self._attend_to_codes(q, codes, bias), add=x)
 
     def _cross_attention(self, block: int, x: Tensor) -> Tensor:
-        """Return (B, W, D): x plus cross-attention to the history."""
+        """Return `x` (B, W, D) plus its cross-attention to the history."""
         keys, values = self.cross[block]
         scores = self.decoder.normalize(x) @ keys.transpose(1, 2)
         scores = scores.unflatten(-1, (self.decoder.heads, -1))  # (B, W, H, S)
@@ -292,7 +292,7 @@ class SharedKV:
         return x + scores.softmax(-1).flatten(2) @ values
 
     def _normalize_level(self, logits: Tensor, level: int) -> Tensor:
-        """Return (N, C_level) log-probabilities of logits (N, V)."""
+        """Return the log-probabilities (N, C_level) of logits (N, V)."""
         first, size = self.tokens.first[level], self.tokens.sizes[level]
         if not self.vocabulary:
             return logits.narrow(1, first, size).float().log_softmax(1)
@@ -377,7 +377,7 @@ class T5Target:
         ]
 
     def _normalize_level(self, hidden: Tensor, level: int) -> Tensor:
-        """Return (R, W_level, C_level) log-probabilities of scaled states."""
+        """Return the log-probabilities (R, W_level, C_level) of scaled states."""
         weight, tokens = self.decoder.embedding.weight, self.decoder.tokens
         first, size = tokens.first[level], tokens.sizes[level]
         if self.decoder.codebook_scores:

@@ -142,12 +142,12 @@ class SwitchingScorer:
         self.level = 0
 
     def start(self) -> Tensor:
-        """Return (B, C_0) log-probabilities of the first code, by the teacher."""
+        """Return the log-probabilities (B, C_0) of the first code, by the teacher."""
         self.student.start()
         return self.teacher.start()
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
+        """Return the log-probabilities (B, W, C_l) of each beam's next code."""
         self.level += 1
         student_scores = self.student.step(parents, tokens)
         if self.level < self.m:

@@ -28,7 +28,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,8 +241,11 @@ class _CacheTable:
         Returns:
             Whether the table existed.
         """
-        with _lock_if_missing(self.uri) if self.rank == 0 else nullcontext() as existed:
-            existed = _broadcast(existed, self.world)
+        lock: AbstractContextManager[bool | None] = nullcontext()
+        if self.rank == 0:
+            lock = _lock_if_missing(self.uri)
+        with lock as rank_0_existed:
+            existed = bool(_broadcast(rank_0_existed, self.world))
             if not existed:
                 start = time.monotonic()
                 parts_by_rank = _gather(self._write_parts(device), self.world)

@@ -43,12 +43,12 @@ def item_counts(matrix: csr_array) -> Tensor:
 
 
 def history_counts(batch: HistoryBatch, num_items: int) -> Tensor:
-    """Return (B, N): how often each item occurs in each history, float32."""
+    """Return the number of occurrences (B, N) of items in histories, float32."""
     return _scatter_history(batch, num_items, accumulate=True)
 
 
 def history_indicators(batch: HistoryBatch, num_items: int) -> Tensor:
-    """Return (B, N): 1 where the item occurs in the history, else 0, float32."""
+    """Return a float32 matrix (B, N), 1 for items in the history and 0 for others."""
     return _scatter_history(batch, num_items, accumulate=False)
 
 

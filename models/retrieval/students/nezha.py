@@ -163,18 +163,18 @@ class RootScorer:
         self.digit_states = history.states[:, 1:]  # (B, L, D)
 
     def start(self) -> Tensor:
-        """Return (B, C_0) log-probabilities of the first code."""
+        """Return the log-probabilities (B, C_0) of the first code."""
         return self._score()[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
+        """Return the log-probabilities (B, W, C_l) of each beam's next code."""
         parent_root = self.root.take_along_dim(parents.unsqueeze(-1), 1)
         self.root = self.decoder.update_root(parent_root, self.level, tokens)
         self.level += 1
         return self._score()
 
     def _score(self) -> Tensor:
-        """Return (B, W, C_level) log-probabilities of the current level."""
+        """Return the log-probabilities (B, W, C_level) of the current level."""
         hidden = self.root + self.digit_states[:, self.level, None]
         return self.decoder.heads[self.level](hidden).float().log_softmax(-1)
 

@@ -206,7 +206,7 @@ class RecurrentDecoder(Decoder):
         return self.norm.weight.element_size() * numbers
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return (..., D) embeddings of `tokens` (...)."""
+        """Return the embeddings (..., D) of `tokens` (...)."""
         return functional.embedding(tokens, self._embedding[0].weight)
 
     def read(self, history: History, prefix: Tensor) -> tuple[Tensor, list[MixerState]]:
@@ -265,14 +265,14 @@ class RecurrentScorer:
         self.states: list[MixerState] = []  # per block, of B * W rows
 
     def start(self) -> Tensor:
-        """Return (B, C_0) log-probabilities of the first code."""
+        """Return the log-probabilities (B, C_0) of the first code."""
         states = self.history.states
         no_prefix = states.new_zeros((len(states), 0, states.shape[2]))
         x, self.states = self.decoder.read(self.history, no_prefix)
         return self._score(x)[:, 0]
 
     def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return (B, W, C_l) log-probabilities of the next code, as `Scorer.step`."""
+        """Return the log-probabilities (B, W, C_l) of each beam's next code."""
         decoder = self.decoder
         users = torch.arange(len(parents), device=parents.device).unsqueeze(1)
         num_beams = len(self.states[0].memory) // len(parents)
@@ -286,7 +286,7 @@ class RecurrentScorer:
         return self._score(decoder.norm(x).unflatten(0, parents.shape))
 
     def _score(self, x: Tensor) -> Tensor:
-        """Return (B, W, C_level) log-probabilities of outputs `x` (B, W, N)."""
+        """Return the log-probabilities (B, W, C_level) of outputs `x` (B, W, N)."""
         if self.level < self.decoder.first_level:
             return x.new_zeros((*x.shape[:2], 0))
         return self.decoder.heads[self.level](x).float().log_softmax(-1)
