@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from jobs.options import parse, read_mapping, say_loading, to_words
 from models.config import pluralize
-from models.storage.tables import UserError
+from models.storage.tables import RAY_PACKAGE, UserError
 from models.storage.uri import check_buckets_first
 from pipelines.faults import explain, find_user_error, first_line
 from pipelines.training.stop import STOP_REQUEST
@@ -336,8 +336,26 @@ def is_output_closed() -> bool:
 
 
 def line(module: str, **options: str) -> str:
-    """Return the command line of a job, quoted for a shell."""
-    return shlex.join(["python", "-m", module, *to_words(options)])
+    """Return the command line of a job, quoted for a shell.
+
+    A submitted job runs in a private copy of the user's working directory. Paths in
+    this copy are shown relative to it, as the user wrote them.
+    """
+    words = [shorten_private_path(word) for word in to_words(options)]
+    return shlex.join(["python", "-m", module, *words])
+
+
+def shorten_private_path(word: str) -> str:
+    """Return a path in the working directory of a submitted job relative to it.
+
+    Other words are returned unchanged.
+    """
+    folder = Path.cwd()
+    is_private = any(RAY_PACKAGE.fullmatch(part) for part in folder.parts)
+    path = Path(word)
+    if not is_private or not path.is_relative_to(folder):
+        return word
+    return str(path.relative_to(folder))
 
 
 def runs_beside(output: str) -> str:

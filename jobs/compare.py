@@ -73,7 +73,7 @@ def run(config: Config) -> None:
     from pipelines.comparison.runs import select
     from pipelines.comparison.tables import best_table, tables
 
-    uri = tracking.named_store(config.tracking_uri)
+    uri = tracking.find_store(config.tracking_uri)
     if config.sweep or config.run:
         selections = [select(uri, config.experiment, config.sweep, config.run)]
     else:
@@ -87,7 +87,7 @@ def run(config: Config) -> None:
     write_files(config, uri, comparisons, all_tables)
     if config.register:
         register_best(comparisons[0], config.register)
-    print(f"look at it: {tracking.viewer(uri)}")
+    print(f"look at it: {tracking.view_command(uri)}")
 
 
 def write_files(

@@ -132,7 +132,7 @@ def run(config: Options) -> Result | None:
     require_folders(**folders)
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
-        tracking.named_store(config.tracking_uri)
+        tracking.find_store(config.tracking_uri)
     checked = check_evaluation(config.checkpoint, inputs, config.recommending())
     cli.preflight(
         **folders, batch_inference=config.batch_inference, export=config.export
@@ -144,7 +144,7 @@ def run(config: Options) -> Result | None:
     elif config.batch_inference:
         write_inference(config, inputs, config.batch_inference)
     else:
-        return measure(config, inputs, checked.about)
+        return measure(config, inputs, checked.checkpoint)
     return None
 
 

@@ -91,14 +91,14 @@ class Config:
 
 def read_trials(config: Config) -> tuple[Grid, list[Trial]]:
     """Return the grid with the values of the command line, and its trials."""
-    from tuning.grid import load
-    from tuning.sweep import best_trial
+    from tuning.grid import load_grid
+    from tuning.sweep import resolve_best_trial
 
     axes = dict(config.axes)
     for key in TRAINED:
         if key in axes:
-            axes[key] = [best_trial(value) for value in axes[key]]
-    grid = load(config.grid).vary(config.smoke, axes)
+            axes[key] = [resolve_best_trial(value) for value in axes[key]]
+    grid = load_grid(config.grid).vary(config.smoke, axes)
     if config.samples is not None:
         if config.samples < 1:
             raise UserError(f"--samples is {config.samples}, it must be at least 1")
@@ -111,7 +111,7 @@ def read_trials(config: Config) -> tuple[Grid, list[Trial]]:
     }
     for key in TRAINED:
         if isinstance(sets.get(key), str):
-            sets[key] = best_trial(sets[key])
+            sets[key] = resolve_best_trial(sets[key])
     trials = grid.trials(sets)
     if config.dry_run or not all(takes_cache(trial.model) for trial in trials):
         return grid, trials
@@ -137,7 +137,7 @@ def takes_cache(model: Any) -> bool:
 def run(config: Config) -> SweepResult | None:
     """Run the sweep and print its result, or print the trials alone."""
     cli.say_loading("torch", "ray", "mlflow")
-    from tuning.sweep import sweep
+    from tuning.sweep import run_sweep
 
     grid, trials = read_trials(config)
     if config.dry_run:
@@ -170,7 +170,9 @@ def run(config: Config) -> SweepResult | None:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    swept = sweep(grid, trials, settings, say=partial(print, flush=True), start=start)
+    swept = run_sweep(
+        grid, trials, settings, say=partial(print, flush=True), start=start
+    )
     print_result(config, grid, swept)
     if failed := swept.failed:
         raise UserError(
@@ -204,7 +206,7 @@ def print_result(config: Config, grid: Grid, swept: SweepResult) -> None:
     )
     print(f"  checkpoint  {swept.best.checkpoint}")
     print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
-    print(f"  look at it  {tracking.viewer(swept.run.uri)}")
+    print(f"  look at it  {tracking.view_command(swept.run.uri)}")
     options = {"experiment": swept.run.experiment}
     if config.smoke:
         options = {"sweep": swept.name}
@@ -225,7 +227,7 @@ def print_trials(grid: Grid, trials: list[Trial]) -> None:
             f"  {trial.name}  "
             + "  ".join(f"{key} {value}" for key, value in trial.point.items())
         )
-    size = pluralize(len(grid.all_points()), "point")
+    size = pluralize(len(grid.list_points()), "point")
     print(
         f"{len(trials)} of {size}; metric {grid.metric}; scheduler {grid.scheduler.name}"
     )

@@ -23,7 +23,7 @@ from models.training.fit_config import FitConfig
 from pipelines.training.config import FEWER, TrainConfig
 
 if TYPE_CHECKING:
-    from pipelines.training.run import Trained
+    from pipelines.training.run import TrainingResult
 
 Config = TrainConfig
 
@@ -73,7 +73,7 @@ def learned_nothing(
     )
 
 
-def describe_floor(config: TrainConfig, trained: Trained) -> str:
+def describe_floor(config: TrainConfig, trained: TrainingResult) -> str:
     """Return a warning or a note on a training beside the models without training.
 
     They are read from the training's experiment and not computed here.
@@ -81,12 +81,12 @@ def describe_floor(config: TrainConfig, trained: Trained) -> str:
     from models import registry
     from pipelines.comparison.floors import best_trained_floor
 
-    model_class = registry.find(trained.about.name)
+    model_class = registry.find(trained.best.name)
     if model_class.is_floor or model_class.is_diagnostic:
         return ""
     names = registry.find_floors(model_class.family)
     floor = best_trained_floor(trained.run, config.fit.metric) if names else None
-    about = trained.about
+    about = trained.best
     warning = learned_nothing(
         about.metrics, config.fit, floor, model_class.trains_by_gradient
     )
@@ -100,14 +100,14 @@ def describe_floor(config: TrainConfig, trained: Trained) -> str:
     )
 
 
-def print_result(config: TrainConfig, trained: Trained) -> None:
+def print_result(config: TrainConfig, trained: TrainingResult) -> None:
     """Print the result of a training, and the commands to run next."""
     from models import registry
     from models.metrics.ranking_metrics import format_metric
     from pipelines import tracking
 
-    best = trained.about
-    if trained.already:
+    best = trained.best
+    if trained.was_finished:
         print(
             f"The run '{trained.name}' is finished; nothing to do. --overwrite trains it anew."
         )
@@ -130,12 +130,12 @@ def print_result(config: TrainConfig, trained: Trained) -> None:
         f"  best epoch  {best.epoch}: {metrics} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"
         f"  MLflow run  {trained.run.run_id} in {trained.run.experiment}\n"
-        f"  look at it  {tracking.viewer(trained.run.uri)}\n"
+        f"  look at it  {tracking.view_command(trained.run.uri)}\n"
         f"  next        {cli.line('jobs.evaluate', **evaluate)}"
     )
 
 
-def run(config: TrainConfig) -> Trained:
+def run(config: TrainConfig) -> TrainingResult:
     """Train a model, print the result, and return it."""
     cli.say_loading("torch", "ray", "mlflow")
     from pipelines.training.run import run_training

@@ -33,7 +33,7 @@ from papers.published import (
     param_value,
 )
 from pipelines.comparison.load import load_rows
-from pipelines.comparison.over_users import intervals, same_users
+from pipelines.comparison.over_users import bootstrap_intervals, load_paired_metric
 from pipelines.comparison.plots import group_controlled, to_number
 from pipelines.comparison.rows import Row, lower_is_better, ratio
 from pipelines.comparison.table import Table, percent
@@ -277,11 +277,11 @@ def format_interval(claim: Claim, pair: Pair) -> str:
     It is empty if the metric per user is not saved.
     """
     split, _, metric = claim.metric.partition("/")
-    if split != "test" or (same := same_users(pair.runs, metric)) is None:
+    if split != "test" or (same := load_paired_metric(pair.runs, metric)) is None:
         return ""
-    (found,) = intervals(same.difference[None], same.counts)
+    (found,) = bootstrap_intervals(same.difference[None], same.counts)
     low, high = (
-        format_size(claim, claimed_size(claim, same.mean + end, same.mean))
+        format_size(claim, claimed_size(claim, same.base_mean + end, same.base_mean))
         for end in (found.low, found.high)
     )
     return f"; 95% {low} to {high}"

@@ -34,10 +34,10 @@ from pipelines.comparison.over_users import download_per_user
 from pipelines.comparison.page import write
 from pipelines.comparison.runs import (
     Selection,
+    filter_trainings,
     is_sweep,
     search_runs,
     select,
-    trainings,
 )
 from pipelines.evaluation.record import group_evaluations
 from pipelines.tracking import PARENT_TAG
@@ -110,7 +110,7 @@ def to_line(selection: Selection, run: Any) -> Line:
     }
     curves = {
         "train/loss",
-        f"val/{tracking.metric_name(run.data.params.get('fit.metric', ''))}",
+        f"val/{tracking.to_mlflow_name(run.data.params.get('fit.metric', ''))}",
     } & metrics.keys()
     tags = {
         name: shorten_paths(value)
@@ -256,8 +256,8 @@ def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> 
         Metric(name, value, line["start_ms"], step) for name, value, step in points
     ]
     client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
-    for start in range(0, max(len(params), len(metrics)), tracking.BATCH):
-        part = slice(start, start + tracking.BATCH)
+    for start in range(0, max(len(params), len(metrics)), tracking.MAX_METRICS):
+        part = slice(start, start + tracking.MAX_METRICS)
         client.log_batch(run_id, metrics=metrics[part], params=params[part])
     for name, values in line.get("by_user", {}).items():
         client.log_dict(run_id, {"by_user": values}, name)
@@ -270,7 +270,9 @@ def select_all(uri: str) -> Selection:
     names = {str(e.experiment_id): e.name for e in client.search_experiments()}
     runs = search_runs(client, list(names))
     evaluations = group_evaluations(runs)
-    return Selection(uri, "all runs", trainings(runs), names, evaluations=evaluations)
+    return Selection(
+        uri, "all runs", filter_trainings(runs), names, evaluations=evaluations
+    )
 
 
 if __name__ == "__main__":

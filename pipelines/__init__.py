@@ -1,1 +1,1 @@
-"""Everything distributed, in the order the data flows: data, training, evaluation."""
+"""Code that uses Ray and MLflow: data, training, evaluation, comparison and serving."""

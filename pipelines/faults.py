@@ -1,9 +1,9 @@
-"""Turn infrastructure failures (full disk, lost storage, dead process) into one-line messages.
+"""Turn infrastructure failures (full disk, lost process) into one-line messages.
 
     error: the disk is full (No space left on device); free some space, then run the
         same command again, which ...
 
-These failures are neither mistakes of the user (`UserError`) nor defects. Exception
+These failures are neither mistakes of the user (`UserError`) nor bugs. Exception
 classes are compared by name, so this module imports neither Ray nor MLflow.
 """
 
@@ -19,20 +19,21 @@ from models.storage.tables import UserError
 AGAIN = "then run the same command again, which continues from what is finished"
 
 DISK_FULL = re.compile(
-    r"no space left on device|disk is full|disk quota exceeded|file too large|PytorchStreamWriter failed|"
-    r"unexpected pos \d+ vs",
+    r"no space left on device|disk is full|disk quota exceeded|file too large|"
+    r"PytorchStreamWriter failed|unexpected pos \d+ vs",
     re.I,
 )
 """Messages of Python, Arrow, SQLite, safetensors and PyTorch about a full disk."""
 
 NO_MEMORY = re.compile(
-    r"can't allocate memory|cannot allocate memory|not enough memory|std::bad_alloc|enforce fail at alloc_cpu",
+    r"can't allocate memory|cannot allocate memory|not enough memory|std::bad_alloc|"
+    r"enforce fail at alloc_cpu",
     re.I,
 )
-"""Messages of PyTorch and C++ about a machine whose memory does not suffice."""
+"""Messages of PyTorch and C++ about a machine without enough memory."""
 
 FORBIDDEN = re.compile(r"ACCESS_DENIED|AccessDenied|HTTP response code 403")
-"""Messages of Arrow about S3 or GCS refusing a request."""
+"""Messages of Arrow about a request that S3 or GCS rejects."""
 
 LOST_PROCESS = {
     "RayActorError",
@@ -48,31 +49,34 @@ LOST_PROCESS = {
 """Errors of Ray about a lost process or node."""
 
 BOTO = {"BotoCoreError", "ClientError", "Boto3Error"}
-"""Errors of boto3, by which MLflow reads and writes artifacts on S3."""
+"""Errors of boto3, which MLflow uses for artifacts on S3."""
 
 LOST_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-"""Errors of PyTorch about a lost worker or store of the process group. Errors of NCCL
-are among them."""
+"""Errors of PyTorch about a lost worker or store of the process group, including those
+of NCCL."""
 
 GLOO_LOST_PEER = re.compile(r"^\[\S*/gloo/\S*\] *(.*?)(?:\. This is typically|$)")
-"""Message of gloo about a worker that it exchanges gradients with."""
+"""Message of gloo about a lost worker."""
 
 LOST_RAY = {"RaySystemError", "GetTimeoutError", "RpcError"}
 """Errors of Ray about a cluster that does not answer."""
 
 NODE = re.compile(r"\[Node ([^\]\s]+)\]|\bip[=:] ?(\d+(?:\.\d+){3})")
-"""Node in errors of Ray's runtime-environment agent, of tasks and of actors."""
+"""Node in the errors of Ray's runtime-environment agent, of tasks and of actors."""
 
 PATH = re.compile(r"(?:No space left on device|Disk quota exceeded):? '([^']+)'")
-"""File in the text of an OSError."""
+"""Path of the file in the text of an OSError."""
 
 
 def iter_causes(
-    error: BaseException | None, handled: bool = False
+    error: BaseException | None, include_context: bool = False
 ) -> Iterator[BaseException]:
-    """Yield an error and the errors that it was raised from, also through errors of Ray that carry others.
+    """Yield an error and its causes, including those in attributes of Ray's errors.
 
-    With `handled`, errors that were being handled when one was raised are included.
+    Args:
+        error: The error; None yields nothing.
+        include_context: Whether to follow `__context__` too, the error that was being
+            handled when another was raised.
     """
     visited: set[int] = set()
     queue: list[BaseException | None] = [error]
@@ -83,7 +87,7 @@ def iter_causes(
         visited.add(id(current))
         yield current
         queue.append(current.__cause__)
-        if handled:
+        if include_context:
             queue.append(current.__context__)
         queue += [
             getattr(current, "cause", None),
@@ -95,17 +99,21 @@ def iter_causes(
 
 
 def find_user_error(error: BaseException | None) -> UserError | None:
-    """Return the UserError behind a failed Ray task, actor or training worker, or None."""
-    for current in iter_causes(error, handled=True):
+    """Return the UserError that caused the failure of a task or worker, or None."""
+    for current in iter_causes(error, include_context=True):
         if isinstance(current, UserError):
-            # an error of a Ray task is of its cause's class too
+            # the error of a Ray task is an instance of its cause's class too
             cause = getattr(current, "cause", None)
             return cause if isinstance(cause, UserError) else current
     return None
 
 
 def explain(error: BaseException) -> str | None:
-    """Return one line with the cause and the remedy, or None if the error is no fault of the machines."""
+    """Return a one-line message about an infrastructure failure, with its remedy.
+
+    Returns:
+        The message, or None if the error is not an infrastructure failure.
+    """
     # the text of a RayTaskError is a traceback; its cause has the message
     errors = [
         current
@@ -114,82 +122,106 @@ def explain(error: BaseException) -> str | None:
     ]
     for explain_cause in (
         partial(explain_full_disk, root=error),
-        explain_loss,
+        lambda current: explain_memory(current) or explain_loss(current),
         explain_connection,
     ):
         for current in errors:
-            if line := explain_cause(current):
-                return f"{line}, {AGAIN}"
+            message = explain_cause(current)
+            if message:
+                return f"{message}, {AGAIN}"
     return None
 
 
 def explain_full_disk(error: BaseException, root: BaseException) -> str | None:
-    """Return a line about a full disk, with its node and path if `root` or one of its causes names them."""
+    """Return a message about a full disk, with its node and path if they are known.
+
+    Args:
+        error: The error to explain.
+        root: The error that was raised; its causes can name the node and the path.
+
+    Returns:
+        The message, or None if the error is not about a full disk.
+    """
     if not is_disk_full(error):
         return None
     text = "\n".join(map(str, iter_causes(root)))
     node = NODE.search(text)
     path = PATH.search(text)
     file = getattr(error, "filename", None) or (path and path[1])
-    where = f" on node {node[1] or node[2]}" if node else ""
+    location = f" on node {node[1] or node[2]}" if node else ""
     if file:
-        where += f" at {file}"
+        location += f" at {file}"
     lines = [" ".join(line.split()) for line in str(error).splitlines()]
     reasons = [line for line in lines if DISK_FULL.search(line)]
     reason = reasons[0] if reasons else first_line(error)
-    return f"the disk is full{where} ({reason[:200]}); free some space"
+    return f"the disk is full{location} ({reason[:200]}); free some space"
 
 
-def explain_loss(error: BaseException) -> str | None:
-    """Return a line about a lost process or service, or about memory that does not suffice."""
+def explain_memory(error: BaseException) -> str | None:
+    """Return a message about insufficient memory, or None for another error."""
     line = first_line(error)
-    names = class_names(error)
     if is_gpu_memory_short(error):
         return (
-            f"the GPU's memory does not suffice ({line}); use smaller batches, a smaller model, or in a training "
-            f"more workers, which share each batch"
+            f"the GPU's memory does not suffice ({line}); use smaller batches, a "
+            "smaller model, or in a training more workers, which share each batch"
         )
     if is_memory_short(error):
         return (
-            f"the memory does not suffice ({line}); use smaller batches, a smaller model, fewer workers on a node or "
-            f"nodes with more memory"
+            f"the memory does not suffice ({line}); use smaller batches, a smaller "
+            "model, fewer workers on a node or nodes with more memory"
         )
-    if "OutOfMemoryError" in names:
+    if "OutOfMemoryError" in class_names(error):
         return (
-            f"the memory ran out and Ray ended a process ({line}); use fewer workers or smaller "
-            f"batches"
+            f"the memory ran out and Ray ended a process ({line}); use fewer workers "
+            "or smaller batches"
         )
+    return None
+
+
+def explain_loss(error: BaseException) -> str | None:
+    """Return a message about a lost process or service, or None for another error."""
+    line = first_line(error)
+    names = class_names(error)
     if "MlflowException" in names:
         return f"MLflow fails ({line}); see that its store can be reached"
     gloo = GLOO_LOST_PEER.match(line)
     if gloo or names & LOST_PEER:
         reason = gloo[1] if gloo else line
-        return f"a training worker lost another one ({reason}); see that the machines are well"
+        return (
+            f"a training worker lost another one ({reason}); see that the machines are "
+            "well"
+        )
     if names & BOTO:
-        return f"S3 fails ({line}); see that it can be reached and the credentials are right"
+        return (
+            f"S3 fails ({line}); see that it can be reached and the credentials are "
+            "right"
+        )
     if names & LOST_PROCESS:
-        return f"a process of Ray was lost ({describe_lost_process(error)}); see that the machines are well"
+        return (
+            f"a process of Ray was lost ({describe_lost_process(error)}); see that the "
+            "machines are well"
+        )
     return None
 
 
 def explain_connection(error: BaseException) -> str | None:
-    """Return a line about a lost connection or a file that cannot be read or written."""
+    """Return a message about a lost connection or an inaccessible file, or None."""
     line = first_line(error)
     if class_names(error) & LOST_RAY:
         return f"Ray is not there any more ({line}); see that it runs"
     if isinstance(error, ConnectionError | TimeoutError):
-        return f"a connection failed ({line}); see that what it leads to runs"
+        return f"a connection failed ({line}); see that the service it leads to runs"
     if isinstance(error, OSError):
         file = f"{error.filename}: " if error.filename else ""
         return (
-            f"a file cannot be read or written ({file}{error.strerror or line}); see that the storage is there and "
-            f"may be written"
+            f"a file cannot be read or written ({file}{error.strerror or line}); see "
+            "that the storage is there and may be written"
         )
     return None
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Return whether the same error would come again at once, so that a retry is useless."""
+    """Return whether a retry would fail with the same error."""
     checks = (is_disk_full, is_forbidden, is_gpu_memory_short, is_memory_short)
     return find_user_error(error) is not None or any(
         check(current) for current in iter_causes(error) for check in checks
@@ -197,13 +229,16 @@ def is_permanent(error: BaseException) -> bool:
 
 
 def is_gpu_memory_short(error: BaseException) -> bool:
-    """Return whether a model or its batch does not fit on a GPU. Ray has an error of the same name as PyTorch's."""
+    """Return whether a model or its batch does not fit on a GPU.
+
+    Ray has an error of the same name as PyTorch, so the module is checked too.
+    """
     is_torch = type(error).__module__.startswith("torch")
     return is_torch and "OutOfMemoryError" in class_names(error)
 
 
 def is_memory_short(error: BaseException) -> bool:
-    """Return whether a process got no memory from its machine."""
+    """Return whether a process could not allocate memory on its machine."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(first_line(error)))
@@ -217,12 +252,13 @@ def is_disk_full(error: BaseException) -> bool:
     names = class_names(error)
     if "OutOfDiskError" in names:
         return True
-    is_of_a_write = "RayTaskError" not in names and not isinstance(error, UserError)
-    return is_of_a_write and bool(DISK_FULL.search(str(error)))
+    # texts of these errors can quote a message about a full disk
+    is_quoting = "RayTaskError" in names or isinstance(error, UserError)
+    return not is_quoting and bool(DISK_FULL.search(str(error)))
 
 
 def is_forbidden(error: BaseException) -> bool:
-    """Return whether a storage refuses the request for good."""
+    """Return whether a storage rejects a request for lack of permission."""
     if not isinstance(error, OSError):
         return False
     numbers = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -235,15 +271,19 @@ def class_names(error: BaseException) -> set[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's text that is not empty, at most 200 characters, else its class name."""
+    """Return the first non-empty line of an error's text, at most 200 characters.
+
+    For an error without text it is the name of its class.
+    """
     for line in str(error).splitlines():
-        if words := line.split():
+        words = line.split()
+        if words:
             return " ".join(words)[:200]
     return type(error).__name__
 
 
 def describe_lost_process(error: BaseException) -> str:
-    """Return the class of a lost actor and the reason, as far as Ray knows them."""
+    """Return the class of a lost actor and the reason, if Ray reports them."""
     text = " ".join(str(error).split())
     actor = re.search(r"class_name: (\w+)", text)
     detail = re.search(

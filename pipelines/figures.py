@@ -1,4 +1,4 @@
-"""Figures: their colours, axes and layout.
+"""Create Matplotlib figures with common colours, axes and layout.
 
 figure, (axes,) = new_figure(1)
 label_axes(axes, "optimizer step", "val/ndcg@10")
@@ -14,22 +14,30 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
-"""Tol's bright scheme, safe for colour-blind readers on light and dark ground."""
+"""Tol's bright scheme, which colour-blind readers can distinguish on light and dark
+backgrounds."""
 
 NEUTRAL = "#888888"
-"""Colour of lines through several models."""
+"""Colour of lines that connect several models."""
 
 MARKERS = "os^Dv"
-"""Markers that tell lines of one colour apart."""
+"""Markers that distinguish lines of one colour."""
 
 MAX_TICKS = 8
-"""Ticks of a logarithmic axis within one decade, at most."""
+"""Largest number of ticks on a logarithmic axis."""
 
 
 def new_figure(
     columns: int, rows: int = 1, width: float = 4.6, height: float = 3.2
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `rows` x `columns` axes of a size in inches."""
+    """Return a figure and its axes in row-major order.
+
+    Args:
+        columns: Number of columns of axes.
+        rows: Number of rows of axes.
+        width: Width of a column in inches; the figure is at least 6 inches wide.
+        height: Height of a row in inches.
+    """
     figure = Figure(
         figsize=(max(columns * width, 6), rows * height), layout="constrained"
     )
@@ -38,7 +46,7 @@ def new_figure(
 
 
 def label_axes(axes: Axes, x: str, y: str, legend: bool = False) -> None:
-    """Label both axes, and draw a faint grid and, on request, a legend."""
+    """Label both axes, and draw a faint grid and optionally a legend."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.15)
@@ -49,7 +57,8 @@ def label_axes(axes: Axes, x: str, y: str, legend: bool = False) -> None:
 def make_logarithmic(axes: Axes) -> None:
     """Make the x axis logarithmic, with plain numbers as ticks: 300, 500, 1,000.
 
-    Matplotlib's own ticks are mathematical markup, which text in an SVG shows as it is.
+    Matplotlib's default ticks are mathematical markup, which an SVG with text elements
+    shows unrendered.
     """
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FewTicks())
@@ -58,7 +67,7 @@ def make_logarithmic(axes: Axes) -> None:
 
 
 class FewTicks(LogLocator):
-    """Ticks of a logarithmic axis that do not overlap: fewer per decade on long axes."""
+    """Tick locator of a logarithmic axis with at most `MAX_TICKS` ticks."""
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
         """Return the positions of the ticks."""

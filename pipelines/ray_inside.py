@@ -1,10 +1,11 @@
-"""Every use of Ray's private interfaces. Jobs do without the result if a version of Ray has changed one of them.
+"""All uses of Ray's private interfaces.
 
-`models.storage.tables.submission_id` reads one more, an environment variable, because
-`models` imports no Ray.
+If a version of Ray has changed one of them, jobs run without what it provides.
+`models.storage.tables.submission_id` reads a further one, an environment variable, as
+`models` does not import Ray.
 
-Ray 2.60 is supported. Ray 2.59 has the shuffle that prepare uses, but refuses an empty
-block between two shuffles, which windowed counts have. All other tests of data and
+Ray 2.60 is supported. Ray 2.59 has the shuffle that prepare uses, but rejects an empty
+block between two shuffles, which windowed counts produce. All other tests of data and
 training pass with it (`make test-ray RAY=2.59.0`).
 """
 
@@ -26,11 +27,12 @@ SHUFFLE_ENV = {
         "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1",
     }
 }
-"""Runtime environment with the variables that Ray Data gives the tasks of its shuffle.
+"""Runtime environment with the variables that Ray Data sets for the tasks of its
+shuffle.
 
-Ray starts separate processes for each environment. If all tasks have this one, they
-share processes, which spares a small log 5 s of process starts. With a version of Ray
-that sets other variables, only this saving is lost.
+Ray starts separate processes for each environment. If all tasks have this environment,
+they share processes, which saves 5 s of process starts for a small log. With a version
+of Ray that sets other variables, only this saving is lost.
 """
 
 
@@ -54,9 +56,10 @@ def keep_sigterm_handler() -> Iterator[None]:
 def has_autoscaler() -> bool:
     """Return whether an autoscaler starts nodes of this cluster.
 
-    Version 1 reports node types to GCS; on a cluster without an autoscaler it reports
-    one type per node, `node_ID`. Version 2 numbers its reports. KubeRay sets the label
-    `ray.io/node-group` on all pods, so the label tells nothing.
+    Version 1 of the autoscaler reports node types to GCS. On a cluster without an
+    autoscaler the types are called `node_ID`, one per node. Version 2 numbers its
+    reports. The label `ray.io/node-group` does not help, as KubeRay sets it on all
+    pods.
     """
     with suppress(ImportError, AttributeError, ValueError):
         from ray.experimental.internal_kv import _internal_kv_get
@@ -78,17 +81,17 @@ MISLEADING = ("maximum expected startup concurrency", "infeasible resource reque
 """Parts of warnings that are not printed.
 
 The first is about processes without a CPU, such as trials that wait for their workers.
-The second is about requests that an autoscaler is about to serve;
-`pipelines.cluster.check_room` refuses all others.
+The second is about requests for which an autoscaler starts nodes;
+`pipelines.cluster.check_room` has rejected all other infeasible requests.
 """
 
 
 def shorten_raylet_errors() -> None:
-    """Patch Ray to print only the first line of each raylet error, and to drop the warnings in `MISLEADING`.
+    """Patch Ray to print only the first line of each raylet error.
 
-    Both agents of a lost node push the node's last 20 log lines to the driver, and Ray
-    has no option for that. The dashboard has the logs. Does nothing if Ray is patched
-    already.
+    The warnings in `MISLEADING` are not printed at all. Both agents of a lost node send
+    the node's last 20 log lines to the driver, and Ray has no option against it. The
+    dashboard has the logs. A second call has no effect.
     """
     worker: Any = getattr(getattr(ray, "_private", None), "worker", None)
     print_lines = getattr(worker, "print_to_stdstream", None)
@@ -111,16 +114,19 @@ def shorten_raylet_errors() -> None:
 
 
 def first_line_of_error(text: str) -> str:
-    """Return the first line of an error, without the announcement of the log lines below it."""
+    """Return the first line of an error, without ` Last 20 lines ...` at its end."""
     first = text.strip().partition("\n")[0]
     return first.partition(" Last 20 lines")[0]
 
 
 def probe_token(address: str, token: str) -> grpc.StatusCode:
-    """Return the status with which the cluster at HOST:PORT answers a client with the token, within 10 seconds.
+    """Return the status of a request with a token to a cluster, within 10 seconds.
 
-    `ray.init` would try for minutes if the cluster refuses the token. An empty token is
-    not sent.
+    `ray.init` would retry for minutes if the cluster rejects the token.
+
+    Args:
+        address: HOST:PORT of the cluster's GCS.
+        token: The token; an empty text sends none.
     """
     try:
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -129,7 +135,8 @@ def probe_token(address: str, token: str) -> grpc.StatusCode:
     metadata = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(address) as channel:
         try:
-            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # made at import
+            # mypy does not see the classes, which are generated at import
+            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
             stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
             stub.CheckAlive(request, 10, metadata)
         except grpc.RpcError as error:
@@ -140,11 +147,11 @@ def probe_token(address: str, token: str) -> grpc.StatusCode:
 
 @contextmanager
 def silence_cpp_log() -> Iterator[None]:
-    """Keep log lines of Ray's C++ code off the terminal.
+    """Keep log lines of Ray's C++ code off the terminal while the block runs.
 
-    Ray's log files have these lines, and failures are raised in Python. Python's output
-    to stderr is still printed. RAY_BACKEND_LOG_LEVEL would print a line about itself in
-    every job.
+    Ray's log files have the lines, and failures are raised in Python. Python's output
+    to stderr is still printed. The variable RAY_BACKEND_LOG_LEVEL is no alternative: it
+    prints a line about itself in every job.
     """
     sys.stderr.flush()
     original = sys.stderr

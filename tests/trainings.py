@@ -12,7 +12,7 @@ from models.storage.tables import UserError
 from models.training.fit_config import FitConfig, check_replay
 from models.training_run import TrainingRun, resolve_training
 from pipelines.training.config import RayOptions, TrackingOptions, TrainConfig
-from pipelines.training.run import Trained, TrialContext, run_training
+from pipelines.training.run import TrainingResult, TrialContext, run_training
 from pipelines.training.settings import check_training
 from tuning.options import SweepConfig
 
@@ -93,7 +93,7 @@ def train(
     on_checkpoint: Callable[[Checkpoint], Any] | None = None,
     lock_timeout_s: float = 0,
     **options: Any,
-) -> Trained:
+) -> TrainingResult:
     """Train as jobs.train does; other options are arguments of `make_config`.
 
     With `on_checkpoint`, one worker trains in this process.

@@ -1,1 +1,1 @@
-"""Search spaces as data (`grids/*.yaml`, one per documented grid) and the sweep over them."""
+"""Sweeps over the search spaces of `grids/*.yaml`, one file per documented grid."""

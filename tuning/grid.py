@@ -1,13 +1,14 @@
 """Read a grid file: the settings that a sweep tries, and the published results.
 
-    trials = load("tuning/grids/sid_mlp_alpha.yaml").trials({"model.teacher": "runs/tiger"})
+    grid = load_grid("tuning/grids/sid_mlp_alpha.yaml")
+    trials = grid.trials({"model.teacher": "runs/tiger"})
 
-The file names the base config, the axes, the metric, the scheduler, where the values
-are documented and the published results. An axis is a dotted key of jobs.train's config
+The file names the base config, the axes, the metric, the scheduler, the source of the
+values and the published results. An axis is a dotted key of jobs.train's config
 (`model.alpha`, `fit.lr`, `fit.seed`), `sids` or `text`, or, in grids of kind evaluate,
 `checkpoint` or an option of jobs.evaluate (`evaluate.beam`). `points` lists settings
-that are no product. An axis without values is for the user to fill in (`--axes.sids
-'[A, B]'`).
+that are not a product of axes. The user gives values to an axis that has none
+(`--axes.sids '[A, B]'`).
 """
 
 from __future__ import annotations
@@ -41,33 +42,35 @@ Point = dict[str, Any]
 """Values of the axes, by dotted key."""
 
 SEED = "fit.seed"
+"""Key of the seed, which every grid of trainings can have as an axis. Runs that differ
+only in seed and fold are one row of a comparison."""
+
 FOLD = "fit.fold"
-"""The axis that every grid of trainings has: runs that differ in it alone are one row
-of a comparison."""
+"""Key of the fold, an axis of every grid on tables with folds."""
 
 INPUTS = ("sids", "text")
-"""Folders that a point can name beside the tables."""
+"""Input folders that a point can replace."""
 
 SMOKE = ("fixed", "axes", "points", "samples", "seeds")
-"""What a grid's small variant can change."""
+"""Keys that the `smoke` section of a grid file can replace."""
 
 EXAMPLE = "give a file such as tuning/grids/sid_mlp.yaml"
 
 
 @dataclass
 class Scheduler:
-    """When trials are stopped early."""
+    """Rule by which trials are stopped early."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     name: Literal["none", "asha"] = "none"
-    """none: all run to their end; asha: asynchronous successive halving (Li et al.,
+    """none: no trial is stopped; asha: asynchronous successive halving (Li et al.,
     2020)."""
     grace: int = 1
-    """asha: epochs that every trial gets."""
+    """asha: number of epochs before a trial can be stopped."""
     reduction: int = 3
-    """asha: at epochs grace, grace * reduction, ... only the best 1 / reduction go
-    on."""
+    """asha: at epochs grace, grace * reduction, grace * reduction^2, ... only the best
+    1 / reduction of the trials continue."""
 
     def __post_init__(self) -> None:
         check_choices(self, "scheduler.")
@@ -77,12 +80,12 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Trial:
-    """A point of the grid, with everything that it needs to run."""
+    """A point of the grid with the resolved configuration of its run."""
 
     id: str
-    """Stable hash of the axes' values."""
+    """Hash of the point, the same in every call."""
     name: str
-    """Folder and MLflow name: the values in short, and the id."""
+    """Name of the folder and the MLflow run: the point in short, and the id."""
     point: Point
     """Values of the axes."""
     model: Any
@@ -90,14 +93,14 @@ class Trial:
     fit: FitConfig
     """Options of the training loop."""
     folders: dict[str, str]
-    """The trial's `sids`, `text` or `checkpoint`, if the point names them."""
+    """Folders named `sids`, `text` or `checkpoint`, if the settings have them."""
     evaluate: dict[str, Any]
     """Options of the evaluation."""
 
     def inputs(self, shared: Inputs) -> Inputs:
-        """Return the trial's own SIDS or TEXT, beside the folders of the sweep."""
-        own = {name: self.folders[name] for name in INPUTS if name in self.folders}
-        return replace(shared, **own)
+        """Return the inputs of the sweep with the folders that the trial replaces."""
+        folders = {name: self.folders[name] for name in INPUTS if name in self.folders}
+        return replace(shared, **folders)
 
 
 @dataclass
@@ -105,69 +108,74 @@ class Grid:
     """The content of a grid file."""
 
     name: str
-    """Name of the grid: that of the file."""
+    """Name of the grid; by default that of the file."""
     source: str
     """Paper and the section, table or figure that documents the values."""
     config: str | list[str] | None = None
-    """Base config of jobs.train, relative to the grid file; of several the later ones
-    win."""
+    """Base configs of jobs.train, relative to the grid file; later files win."""
     kind: Literal["train", "evaluate"] = "train"
-    """What a trial does: trains a model, or measures a trained checkpoint."""
+    """Whether a trial trains a model or evaluates a trained checkpoint."""
     axes: dict[str, list[Any] | None] = field(default_factory=dict)
-    """Values by dotted key; the trials are their product. Without values: to be given
-    by the user."""
+    """Values by dotted key; the trials are their product. The user gives the values of
+    an axis that has none."""
     together: list[list[str]] = field(default_factory=list)
-    """Axes that run side by side instead of crosswise: the first value with the first,
-    and so on."""
+    """Groups of axes that are zipped instead of multiplied: the first value of one goes
+    with the first value of the others, and so on."""
     points: list[Point] = field(default_factory=list)
-    """Settings one by one, crossed with the axes."""
+    """Settings listed one by one, each combined with all values of the axes."""
     fixed: Point = field(default_factory=dict)
-    """Settings of all trials, over the base config."""
+    """Settings of all trials, which replace those of the base config."""
     seeds: list[int] = field(default_factory=list)
-    """Values of fit.seed; more than one make an axis."""
+    """Values of fit.seed; two or more become an axis."""
     metric: str = "val/ndcg@10"
-    """What the trials are ranked by, larger is better: `val/` or, in grids of kind
-    evaluate, `test/`."""
+    """Metric that ranks the trials, larger is better. It begins with `val/`, in grids
+    of kind evaluate with `test/`."""
     scheduler: Scheduler = field(default_factory=Scheduler)
-    """When trials are stopped early."""
+    """Rule by which trials are stopped early."""
     samples: int | None = None
-    """Points drawn at random, without repetition; all where absent."""
+    """Number of points that are drawn at random, without repetition; None: all."""
     published: list[dict[str, Any]] = field(default_factory=list)
-    """The paper's results: `point`, `dataset`, `metrics` and `source` each."""
+    """The paper's results, each with `point`, `dataset`, `metrics` and `source`."""
     findings: list[str] = field(default_factory=list)
-    """What the paper says in words."""
+    """Findings of the paper that are not figures."""
     notes: str = ""
-    """What this grid does otherwise than the paper, or what the paper leaves open."""
+    """Differences from the paper, and details that the paper does not give."""
     smoke: dict[str, Any] = field(default_factory=dict)
-    """`fixed`, `axes`, `points`, `samples` and `seeds` of the variant that takes about
+    """`fixed`, `axes`, `points`, `samples` and `seeds` of a smoke test that takes about
     a minute on 2 cores."""
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_least(self, ["samples"], 1)
-        wanted = "val/" if self.kind == "train" else "test/"
-        if not self.metric.startswith(wanted):
+        prefix = "val/" if self.kind == "train" else "test/"
+        if not self.metric.startswith(prefix):
             raise ValueError(
-                f"metric is {self.metric!r}, in a grid of kind {self.kind} it starts with {wanted}"
+                f"metric is {self.metric!r}, in a grid of kind {self.kind} it starts "
+                f"with {prefix}"
             )
-        if unknown := self.smoke.keys() - set(SMOKE):
+        unknown = self.smoke.keys() - set(SMOKE)
+        if unknown:
             raise ValueError(
                 f"smoke has the key '{unknown.pop()}'; it takes {', '.join(SMOKE)}"
             )
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the axes."""
-        return list(
-            dict.fromkeys(
-                [*(key for point in self.points for key in point), *self.axes]
-            )
-        )
+        """Keys of `points` and `axes`."""
+        keys = dict.fromkeys(key for point in self.points for key in point)
+        return list(keys | dict.fromkeys(self.axes))
 
     def vary(self, smoke: bool, axes: dict[str, list[Any]] | None = None) -> Grid:
-        """Return the grid with its smoke settings, and with the values of axes that the user gives.
+        """Return the grid with other values of its axes.
 
-        Any grid can be repeated over seeds, and over the folds of tables that have some.
+        Args:
+            smoke: Whether to apply the `smoke` section of the grid file.
+            axes: Values that the user gives, by key. Every grid accepts
+                `fit.seed` and `fit.fold`.
+
+        Raises:
+            UserError: If the grid does not have one of the axes, or has folds and a
+                scheduler.
         """
         grid = self
         if smoke:
@@ -178,103 +186,106 @@ class Grid:
             grid = replace(grid, scheduler=Scheduler(), **{**self.smoke, **nested})
         for key in axes or {}:
             if key not in grid.axes and key not in (SEED, FOLD):
-                near = did_you_mean(key, grid.axes, "it has none")
+                suggestion = did_you_mean(key, grid.axes, "it has none")
                 raise UserError(
-                    f"the grid {self.name} has no axis '{key}' to give values to; {near}"
+                    f"the grid {self.name} has no axis '{key}' to give values to; "
+                    f"{suggestion}"
                 )
         grid = replace(grid, axes={**grid.axes, **(axes or {})})
         if FOLD in grid.axes and grid.scheduler.name != "none":
             raise UserError(
-                f"the grid {self.name} has the axis {FOLD} and the scheduler {grid.scheduler.name}, which would stop the "
-                f"trials of harder folds; leave one of them out"
+                f"the grid {self.name} has the axis {FOLD} and the scheduler "
+                f"{grid.scheduler.name}, which would stop the trials of harder folds; "
+                "leave one of them out"
             )
-        if grid.seeds:
-            several = (
-                {SEED: list(grid.seeds)}
-                if len(grid.seeds) > 1 and SEED not in grid.axes
-                else {}
-            )
-            grid = replace(
-                grid,
-                axes={**grid.axes, **several},
-                fixed={**grid.fixed, SEED: grid.seeds[0]},
-                seeds=[],
-            )
-        return grid
+        return grid.expand_seeds()
 
-    def all_points(self) -> list[Point]:
-        """Return the points of the whole grid, with the last axis running fastest."""
-        columns = [self.points] if self.points else []
-        done: set[str] = set()
+    def expand_seeds(self) -> Grid:
+        """Return the grid with `seeds` turned into a fixed setting and an axis."""
+        if not self.seeds:
+            return self
+        axes = self.axes
+        if len(self.seeds) > 1 and SEED not in axes:
+            axes = {**axes, SEED: list(self.seeds)}
+        fixed = {**self.fixed, SEED: self.seeds[0]}
+        return replace(self, axes=axes, fixed=fixed, seeds=[])
+
+    def list_points(self) -> list[Point]:
+        """Return the points of the whole grid, the last axis varying fastest.
+
+        Raises:
+            UserError: If the grid is empty, an axis has no values, or axes that go
+                together have different numbers of values.
+        """
+        factors = [self.points] if self.points else []
+        listed: set[str] = set()
         for key in self.axes:
-            if key in done:
+            if key in listed:
                 continue
             group = next((keys for keys in self.together if key in keys), [key])
-            done |= set(group)
-            for name in group:
-                if not self.axes.get(name):
-                    raise UserError(
-                        f"the axis '{name}' of the grid {self.name} has no values; give --axes.{name} '[A, B]'"
-                    )
-            lists = [self.axes[name] or [] for name in group]
-            if len({len(values) for values in lists}) > 1:
-                counts = ", ".join(
-                    f"{name} has {len(values)}"
-                    for name, values in zip(group, lists, strict=True)
-                )
-                raise UserError(
-                    f"axes that go together in {self.name} need equally many values, but {counts}"
-                )
-            columns.append(
-                [
-                    dict(zip(group, values, strict=True))
-                    for values in zip(*lists, strict=True)
-                ]
-            )
-        if not columns:
+            listed |= set(group)
+            factors.append(self._zip_axes(group))
+        if not factors:
             raise UserError(
-                f"the grid {self.name} is empty: it has neither axes nor points; add axes to its file"
+                f"the grid {self.name} is empty: it has neither axes nor points; add "
+                "axes to its file"
             )
-        return [
-            {key: v for part in parts for key, v in part.items()}
-            for parts in itertools.product(*columns)
-        ]
+        points = []
+        for parts in itertools.product(*factors):
+            point: Point = {}
+            for part in parts:
+                point |= part
+            points.append(point)
+        return points
 
-    def trials(self, sets: Point | None = None) -> list[Trial]:
+    def _zip_axes(self, keys: list[str]) -> list[Point]:
+        """Return the points of axes that go together: i-th values with i-th values."""
+        for key in keys:
+            if not self.axes.get(key):
+                raise UserError(
+                    f"the axis '{key}' of the grid {self.name} has no values; give "
+                    f"--axes.{key} '[A, B]'"
+                )
+        axes = {key: self.axes[key] or [] for key in keys}
+        if len({len(values) for values in axes.values()}) > 1:
+            counts = ", ".join(f"{key} has {len(axes[key])}" for key in keys)
+            raise UserError(
+                f"axes that go together in {self.name} need equally many values, but "
+                f"{counts}"
+            )
+        rows = zip(*axes.values(), strict=True)
+        return [dict(zip(keys, row, strict=True)) for row in rows]
+
+    def trials(self, settings: Point | None = None) -> list[Trial]:
         """Return the trials, in the grid's order.
 
         Args:
-            sets: Settings of all trials, which win over the file's.
+            settings: Settings of all trials, which replace those of the grid file.
 
         Raises:
-            UserError: for an empty grid, an axis that the model does not have, or a
-                value that it refuses.
+            UserError: If the grid is empty, if a setting is an axis or is unknown, or
+                if the model's config rejects a value.
         """
-        for key in sets or {}:
+        settings = settings or {}
+        for key in settings:
             if key in self.keys:
                 raise UserError(
-                    f"'{key}' is an axis of the grid {self.name}; give --axes.{key} '[...]' instead"
+                    f"'{key}' is an axis of the grid {self.name}; give --axes.{key} "
+                    "'[...]' instead"
                 )
         files = [self.config] if isinstance(self.config, str) else self.config or []
-        base = {
-            **flatten_sections(read_configs(files, EXAMPLE)),
-            **self.fixed,
-            **(sets or {}),
-        }
-        points = self.all_points()
+        base = flatten_sections(read_configs(files, EXAMPLE))
+        base = {**base, **self.fixed, **settings}
+        points = self.list_points()
         if self.samples is not None and self.samples < len(points):
-            points = [
-                points[at]
-                for at in sorted(
-                    random.Random(0).sample(range(len(points)), self.samples)
-                )
-            ]
-        made = [self._trial({**base, **point}, point) for point in points]
-        if len({trial.id for trial in made}) < len(made):
+            drawn = random.Random(0).sample(range(len(points)), self.samples)
+            points = [points[index] for index in sorted(drawn)]
+        trials = [self._build_trial({**base, **point}, point) for point in points]
+        if len({trial.id for trial in trials}) < len(trials):
             raise UserError(f"the grid {self.name} has a point twice; remove one")
-        return made
+        return trials
 
-    def _trial(self, settings: Point, point: Point) -> Trial:
+    def _build_trial(self, settings: Point, point: Point) -> Trial:
         """Build the trial of a point.
 
         Args:
@@ -283,23 +294,25 @@ class Grid:
         """
         is_training = self.kind == "train"
         sections: dict[str, dict[str, Any]] = {"model": {}, "fit": {}, "evaluate": {}}
-        used = ("model", "fit") if is_training else ("evaluate",)
-        names = INPUTS if is_training else (*INPUTS, "checkpoint")
+        section_names = ("model", "fit") if is_training else ("evaluate",)
+        folder_names = INPUTS if is_training else (*INPUTS, "checkpoint")
         folders: dict[str, str] = {}
         for key, value in settings.items():
-            head, _, tail = key.partition(".")
-            if tail and head in used:
-                sections[head][tail] = value
-            elif key in names:
+            section, _, option = key.partition(".")
+            if option and section in section_names:
+                sections[section][option] = value
+            elif key in folder_names:
                 folders[key] = absolute(value)  # as trials run in other folders
             else:
-                known = ", ".join([*(f"{section}.…" for section in used), *names])
+                patterns = [f"{name}.…" for name in section_names]
                 raise UserError(
-                    f"the grid {self.name} of kind {self.kind} has no use for '{key}'; it takes {known}"
+                    f"the grid {self.name} of kind {self.kind} has no use for '{key}'; "
+                    f"it takes {', '.join([*patterns, *folder_names])}"
                 )
         if not is_training and "checkpoint" not in folders:
             raise UserError(
-                "a grid of kind evaluate needs checkpoints; give --axes.checkpoint '[RUN, ...]'"
+                "a grid of kind evaluate needs checkpoints; give --axes.checkpoint "
+                "'[RUN, ...]'"
             )
         hash_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()
         return Trial(
@@ -313,10 +326,11 @@ class Grid:
         )
 
     def _build_model(self, options: dict[str, Any]) -> Any:
-        """Build a model's config, with absolute paths."""
+        """Build a model's config, with its paths made absolute."""
         if "name" not in options:
             raise UserError(
-                f"the grid {self.name} names no model; give it a config, or fixed.model.name"
+                f"the grid {self.name} names no model; give it a config, or "
+                "fixed.model.name"
             )
         config_class = registry.find(str(options.pop("name"))).config_class
         folders = path_fields(config_class, "checkpoint", "folder")
@@ -329,30 +343,34 @@ class Grid:
         return self._build(config_class, options, "model.")
 
     def _build_fit(self, options: dict[str, Any]) -> FitConfig:
-        """Build the options of the training loop, whose metric is the grid's."""
+        """Build the options of the training loop, with the grid's metric."""
         metric = self.metric.removeprefix("val/")
         if options.setdefault("metric", metric) != metric:
             raise UserError(
-                f"fit.metric is {options['metric']}, the grid {self.name} ranks by {self.metric}; leave it out"
+                f"fit.metric is {options['metric']}, the grid {self.name} ranks by "
+                f"{self.metric}; leave it out"
             )
         fit: FitConfig = self._build(FitConfig, options, "fit.")
         return fit
 
-    def _build(self, kind: type, options: dict[str, Any], where: str) -> Any:
+    def _build(self, kind: type, options: dict[str, Any], prefix: str) -> Any:
         try:
-            return build(kind, options, where)
+            return build(kind, options, prefix)
         except ValueError as error:
             raise UserError(f"the grid {self.name}: {error}") from error
 
 
-def load(path: str) -> Grid:
-    """Read the grid of a YAML file."""
+def load_grid(path: str) -> Grid:
+    """Load the grid in a YAML file.
+
+    Raises:
+        UserError: If the file is missing or has unknown keys or wrong values.
+    """
     content = {"name": Path(path).stem, **read_yaml(path, EXAMPLE)}
-    named = content.get("config") or []
-    content["config"] = [
-        str(Path(path).parent / name)
-        for name in ([named] if isinstance(named, str) else named)
-    ]
+    files = content.get("config") or []
+    if isinstance(files, str):
+        files = [files]
+    content["config"] = [str(Path(path).parent / file) for file in files]
     try:
         grid: Grid = build(Grid, content)
     except ValueError as error:
@@ -361,23 +379,27 @@ def load(path: str) -> Grid:
 
 
 def flatten_sections(content: dict[str, Any]) -> Point:
-    """Return the settings of a config's sections under dotted keys."""
-    flat: Point = {}
-    for key, value in content.items():
-        flat |= (
-            {f"{key}.{name}": inner for name, inner in value.items()}
-            if isinstance(value, dict)
-            else {key: value}
-        )
-    return flat
+    """Return a config's settings by dotted key: {"fit": {"lr": 1}} gives {"fit.lr": 1}.
+
+    Only the first level is flattened.
+    """
+    settings: Point = {}
+    for section, value in content.items():
+        if isinstance(value, dict):
+            settings |= {f"{section}.{key}": nested for key, nested in value.items()}
+        else:
+            settings[section] = value
+    return settings
 
 
 def format_point(point: Point) -> str:
-    """Format values in a few characters that can name a folder: `alpha-0.7`."""
-    words = []
+    """Format a point as a short file name: {"model.alpha": 0.7} gives `alpha-0.7`.
+
+    The name of an empty point is `base`.
+    """
+    parts = []
     for key, value in point.items():
-        shown = (
-            Path(value).name if isinstance(value, str) and "/" in value else str(value)
-        )
-        words.append(f"{key.rpartition('.')[2]}-{shown}")
-    return re.sub(r"[^A-Za-z0-9._+=-]", "_", "-".join(words))[:60] or "base"
+        is_path = isinstance(value, str) and "/" in value
+        text = Path(value).name if is_path else str(value)
+        parts.append(f"{key.rpartition('.')[2]}-{text}")
+    return re.sub(r"[^A-Za-z0-9._+=-]", "_", "-".join(parts))[:60] or "base"

@@ -1,4 +1,7 @@
-"""The configuration of a sweep, without Ray, so that a command line is parsed before its import."""
+"""The configuration of a sweep.
+
+The module does not import Ray, so that a command line is parsed before that import.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ class Options:
     """Concurrency and test measurements of a sweep."""
 
     concurrency: int = 0
-    """Trials at once at most; 0: as many as the cluster has room for. Trials of several
-    workers: as many as its nodes had room for at the start, and with an autoscaler at
-    least 16, whose workers make it start nodes."""
+    """Largest number of trials that run at once; 0: as many as the cluster holds. For
+    trials of several workers that number is taken from the nodes at the start; with an
+    autoscaler it is at least 16, so that waiting trials make it start nodes."""
     test: bool = True
-    """Measure each finished trial on the test split too; the best is chosen on val all
-    the same."""
+    """Evaluate each finished trial on the test split too. The best trial is chosen on
+    the validation split in any case."""
 
     def __post_init__(self) -> None:
         check_least(self, ["concurrency"], 0, "options.")
@@ -32,7 +35,7 @@ class SweepConfig:
     """Tables, storage and resources of a sweep."""
 
     inputs: Inputs
-    """Tables of the trials; a point can name other SIDS or TEXT."""
+    """Tables of the trials; a trial's point can replace `sids` and `text`."""
     storage: str
     """Folder for all runs."""
     name: str
@@ -42,11 +45,11 @@ class SweepConfig:
     options: Options = field(default_factory=Options)
     """Concurrency and test measurements."""
     tracking: TrackingOptions = field(default_factory=TrackingOptions)
-    """MLflow."""
+    """Options of MLflow."""
     command: str = ""
-    """Command line of the sweep, for MLflow."""
+    """Command line of the sweep, which MLflow shows."""
     smoke: bool = False
-    """Whether comparisons of the experiment leave the trials out."""
+    """Whether this is a smoke test, which comparisons of the experiment leave out."""
 
     def __post_init__(self) -> None:
         check_run_name(self.name)
@@ -54,5 +57,5 @@ class SweepConfig:
 
     @property
     def folder(self) -> str:
-        """The sweep's folder."""
+        """Folder of the sweep."""
         return join(self.storage, self.name)

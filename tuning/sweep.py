@@ -1,9 +1,11 @@
-"""Run the trials of a grid through Ray Tune, as child runs of one MLflow run. `jobs.sweep` is the command.
+"""Run the trials of a grid through Ray Tune, as child runs of one MLflow run.
 
-`STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values;
-finished trials and the reports that the scheduler needs (`tuning/halving.py`) are read
-from there. `trials.json` beside them lists the trials of the last call and the best
-one. Tune's own folder is never read, and is removed when the sweep has ended.
+    python -m jobs.sweep --grid tuning/grids/sid_mlp.yaml --name alpha ...
+
+`STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values. A
+repeated command reads from there which trials are finished, and what the scheduler
+needs to know of the others (`tuning/halving.py`). `trials.json` lists the trials and
+the best one. Tune's own folder is never read, and is removed when the sweep has ended.
 """
 
 from __future__ import annotations
@@ -14,25 +16,21 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
 from typing import Any
 
-os.environ.setdefault(
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1"
-)  # MLflow has the metrics; no files beside it
-os.environ.setdefault(
-    "TUNE_FUNCTION_THREAD_TIMEOUT_S", "30"
-)  # a stopped trial leaves its process to the next one
-os.environ.setdefault(
-    "TUNE_DISABLE_SIGINT_HANDLER", "1"
-)  # it would end a sweep as if it were done
-os.environ.setdefault(
-    "RAY_AIR_NEW_OUTPUT", "0"
-)  # the reporter below says what there is to say
+# MLflow has the metrics, so Tune need not write them to files.
+os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+# Time for a stopped trial to leave its process, which runs the next trial.
+os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "30")
+# Tune's handler of SIGINT would end an interrupted sweep like a finished one.
+os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
+# `TrialReporter` prints the progress instead of Tune.
+os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
 
 import ray
 from pyarrow import fs
@@ -63,7 +61,13 @@ from pipelines.training.run import (
 )
 from pipelines.training.settings import CheckedTraining, check_training
 from tuning.grid import Grid, Trial
-from tuning.halving import Halving, make_scheduler, past_reports, replay, trial_name
+from tuning.halving import (
+    Halving,
+    load_past_reports,
+    make_scheduler,
+    replay_reports,
+    trial_name,
+)
 from tuning.options import SweepConfig
 from tuning.trial import (
     EPOCH,
@@ -77,9 +81,8 @@ from tuning.trial import (
     stop_trial,
 )
 
-logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(
-    logging.ERROR
-)  # misses the files left out above
+# Its warnings are about the missing files of the disabled loggers.
+logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)
 
 
 @dataclass
@@ -87,60 +90,68 @@ class TrialResult:
     """The result of a trial, as `trials.json` lists it."""
 
     trial: str
-    """Stable id."""
+    """Id of the trial, a hash of `point`."""
     name: str
-    """Folder and MLflow name."""
+    """Name of the trial's folder and MLflow run."""
     point: dict[str, Any]
     """Values of the axes."""
     status: str
     """finished, stopped (early, by the scheduler), failed, or unfinished."""
     value: float | None = None
-    """The sweep's metric: of the best epoch, or of the evaluation."""
+    """Value of the sweep's metric: of the best epoch, or of the evaluation."""
     epochs: int | None = None
-    """Epochs done."""
+    """Number of epochs that the trial was trained for."""
     run_id: str | None = None
-    """MLflow run."""
+    """Id of the MLflow run."""
     checkpoint: str | None = None
     """Folder of the best weights."""
     error: str | None = None
-    """Why it failed."""
+    """Error message of a failed trial."""
 
 
 @dataclass
 class SweepResult:
-    """The result of a sweep."""
+    """The result of a sweep: its trials and the best one."""
 
     name: str
     """Name of the sweep."""
     folder: str
-    """The sweep's folder."""
+    """Folder of the sweep."""
     run: tracking.RunRef
-    """The sweep's MLflow run."""
+    """MLflow run of the sweep."""
     trials: list[TrialResult]
     """All trials, in the grid's order."""
     best: TrialResult
     """The best trial with a value; if trials failed, the best of an incomplete grid."""
     seconds: float
-    """Time of this call."""
+    """Duration of this call."""
     results: tune.ResultGrid | None = None
-    """Tune's results of the trials that ran in this call; None if the sweep was
+    """Tune's results of the trials that ran in this call; None if all trials were
     finished before."""
 
     @property
     def failed(self) -> list[TrialResult]:
-        """Trials that failed, so that the grid is incomplete."""
+        """Trials that failed, without which the grid is incomplete."""
         return [trial for trial in self.trials if trial.status == "failed"]
 
 
 class TrialReporter(Callback):
-    """Prints the progress of trials, ends stopped trials, and collects the errors of failed trials."""
+    """Callback of Tune that prints progress, ends stopped trials and collects errors.
 
-    def __init__(self, spec: SweepSpec, done: int, say: Callable[[str], None]) -> None:
-        self.spec, self.done, self.say = spec, done, say
+    Args:
+        spec: The sweep.
+        num_done: Number of trials that were done before this call.
+        say: Called with lines of progress.
+    """
+
+    def __init__(
+        self, spec: SweepSpec, num_done: int, say: Callable[[str], None]
+    ) -> None:
+        self.spec, self.num_done, self.say = spec, num_done, say
         self.errors: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a state without the function `say`, as Tune saves its callbacks."""
+        """Return a state that Tune can pickle, without the function `say`."""
         return {**self.__dict__, "say": None}
 
     def on_trial_result(
@@ -151,46 +162,48 @@ class TrialReporter(Callback):
             self.errors[trial_name(trial)] = result[ERROR]
         elif VALUE in result:
             self.say(
-                f"  {trial_name(trial)}  epoch {result[EPOCH]:>3}  {self.spec.grid.metric} "
-                f"{format_metric(result[VALUE])}"
+                f"  {trial_name(trial)}  epoch {result[EPOCH]:>3}  "
+                f"{self.spec.grid.metric} {format_metric(result[VALUE])}"
             )
 
     def on_trial_complete(
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
-        """End a trial that Tune has ended."""
-        one = self.spec.trials[trial_name(trial)]
-        if one.name not in self.errors:
-            # its workers may still replace checkpoints; if so, it ends with the sweep
+        """Finish a trial that Tune has ended, and print its result."""
+        planned = self.spec.trials[trial_name(trial)]
+        if planned.name not in self.errors:
+            # fails while its workers still write checkpoints; the sweep then does it
             with suppress(UserError, OSError):
-                stop_trial(one, self.spec)
-        self.print_result(one)
+                stop_trial(planned, self.spec)
+        self.print_result(planned)
 
     def on_trial_error(
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
-        """Collect the error of a trial that Tune gave up."""
-        one = self.spec.trials[trial_name(trial)]
-        lines = str(trial.get_pickled_error() or "").strip().splitlines()
-        self.errors[one.name] = (
-            lines[-1].strip() if lines else "the process of the trial was lost"
-        )
-        self.print_result(one)
+        """Collect the error of a trial that Tune no longer retries, and print it."""
+        planned = self.spec.trials[trial_name(trial)]
+        error_lines = str(trial.get_pickled_error() or "").strip().splitlines()
+        error = "the process of the trial was lost"
+        if error_lines:
+            error = error_lines[-1].strip()
+        self.errors[planned.name] = error
+        self.print_result(planned)
 
     def print_result(self, trial: Trial) -> None:
-        """Print the result of a trial that ended."""
-        self.done += 1
+        """Print the result of a trial that has ended."""
+        self.num_done += 1
         result = collect_result(trial, self.spec, self.errors)
         value = ""
         if result.value is not None:
             value = f"  {self.spec.grid.metric} {result.value:.4f}"
-        why = f": {result.error}" if result.error else ""
+        error = f": {result.error}" if result.error else ""
         self.say(
-            f"[{self.done}/{len(self.spec.trials)}] {result.name} {result.status}{value}{why}"
+            f"[{self.num_done}/{len(self.spec.trials)}] {result.name} "
+            f"{result.status}{value}{error}"
         )
 
 
-def sweep(
+def run_sweep(
     grid: Grid,
     trials: list[Trial],
     config: SweepConfig,
@@ -200,89 +213,111 @@ def sweep(
 ) -> SweepResult:
     """Run the trials of a grid that are not finished.
 
-    Failed trials are in the result (`SweepResult.failed`), which does not raise for
-    them.
+    Failed trials do not raise; `SweepResult.failed` lists them.
 
     Args:
         grid: The grid.
-        trials: Its trials.
+        trials: The grid's trials, as `Grid.trials` returns them.
         config: Tables, storage and resources of the trials.
         say: Called with lines of progress.
-        start: Start Ray if trials are to run; by default Ray runs already.
+        start: Start Ray; called only if trials are to run. By default Ray runs already.
 
     Raises:
-        UserError: before anything is started, if tables, models or settings do not fit,
-            the metric is not measured, or
-            MLflow does not answer; at the end, if no trial has a value.
+        UserError: Before anything is started, if tables, models or settings do not fit,
+            if the metric is not measured, or if MLflow does not answer; at the end, if
+            trials are unfinished or none has a value.
     """
     began = time.monotonic()
     spec = check_spec(make_spec(grid, trials, config), config)
     pending = [trial for trial in trials if not is_done(trial, spec)]
+    num_done = len(trials) - len(pending)
     tracking.connect(spec.uri)
     with lock_run(config.storage, config.name, LOCK_TIMEOUT_S):
         if pending:
             start()
-            tracking.check_nodes(spec.uri, sum(node["Alive"] for node in ray.nodes()))
-            workers = 1 if grid.kind == "evaluate" else config.ray.num_workers
-            check_cluster(config.ray, workers, wants_gpu(config.ray))
+            check_resources(spec)
         run = open_run(spec, config)
         spec = replace(spec, parent=run.run_id)
-        if pending:  # the folder has no best trial until the sweep has ended
-            results = [collect_result(trial, spec, {}) for trial in trials]
-            write_trials(spec.folder, results)
-        num_done = len(trials) - len(pending)
+        if pending:  # `trials.json` names no best trial until the sweep has ended
+            write_trials(spec.folder, collect_results(spec, {}))
         reporter = TrialReporter(spec, num_done, say)
         tune_results = None
-        try:
+        with finish_interrupted(spec, run, reporter):
             say(
-                f"{pluralize(len(trials), 'trial')} of {grid.name}, {num_done} done before; metric {grid.metric}"
+                f"{pluralize(len(trials), 'trial')} of {grid.name}, {num_done} done "
+                f"before; metric {grid.metric}"
             )
             if pending:
-                tune_results = run_pending(
-                    spec, pending, config.options.concurrency, reporter
-                )
+                concurrency = config.options.concurrency
+                tune_results = run_pending(spec, pending, concurrency, reporter)
                 for trial in pending:
                     if trial.name not in reporter.errors:
                         stop_trial(trial, spec)
-            results = [collect_result(one, spec, reporter.errors) for one in trials]
-            best = close(spec, run, results)
-        except KeyboardInterrupt:
-            ray.shutdown()  # ends the trials
-            tracking.end_stopped(run)  # before the requests for results
-            say(
-                "trials that were running continue from their last checkpoint: the end of an epoch, or "
-                "fit.checkpoint_every_steps"
-            )
-            results = [collect_result(one, spec, reporter.errors) for one in trials]
-            close(spec, run, results)
-            raise
-        except BaseException:
-            tracking.Logger(run).end("FAILED")
-            raise
-    best = require_best(best, results, config)
-    seconds = time.monotonic() - began
+            results = collect_results(spec, reporter.errors)
+            best = finish_sweep(spec, run, results)
     return SweepResult(
-        config.name, spec.folder, run, results, best, seconds, tune_results
+        name=config.name,
+        folder=spec.folder,
+        run=run,
+        trials=results,
+        best=require_best(best, results, config),
+        seconds=time.monotonic() - began,
+        results=tune_results,
     )
+
+
+def check_resources(spec: SweepSpec) -> None:
+    """Raise UserError if the cluster can never hold a trial or use the MLflow store."""
+    tracking.check_nodes(spec.uri, sum(node["Alive"] for node in ray.nodes()))
+    check_cluster(spec.ray, spec.num_workers, wants_gpu(spec.ray))
+
+
+@contextmanager
+def finish_interrupted(
+    spec: SweepSpec, run: tracking.RunRef, reporter: TrialReporter
+) -> Iterator[None]:
+    """End the trials and the sweep's MLflow run if the block is interrupted or raises.
+
+    On KeyboardInterrupt the results so far are written.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        ray.shutdown()  # ends the trials
+        tracking.end_stopped(run)  # before the requests for results
+        reporter.say(
+            "trials that were running continue from their last checkpoint: the end of "
+            "an epoch, or fit.checkpoint_every_steps"
+        )
+        finish_sweep(spec, run, collect_results(spec, reporter.errors))
+        raise
+    except BaseException:
+        tracking.Logger(run).end("FAILED")
+        raise
 
 
 def require_best(
     best: TrialResult | None, results: list[TrialResult], config: SweepConfig
 ) -> TrialResult:
-    """Return the best trial, or raise UserError if trials are left or none has a value."""
+    """Return the best trial of a sweep that has ended.
+
+    Raises:
+        UserError: If trials are unfinished, or if none has a value.
+    """
     num_unfinished = sum(result.status == "unfinished" for result in results)
     if num_unfinished:
         raise UserError(
-            f"the sweep '{config.name}' stopped with {num_unfinished} of {len(results)} trials unfinished; "
-            f"run the same command again to continue"
+            f"the sweep '{config.name}' stopped with {num_unfinished} of "
+            f"{len(results)} trials unfinished; run the same command again to continue"
         )
     if best is None:
         errors = [
             f" ({result.name}: {result.error})" for result in results if result.error
         ]
         raise UserError(
-            f"no trial of the sweep {config.folder} has a value; fix what failed and run the same command again, or with "
-            f"other settings another --name{''.join(errors[:1])}"
+            f"no trial of the sweep {config.folder} has a value; fix what failed and "
+            "run the same command again, or choose another --name for other settings"
+            f"{''.join(errors[:1])}"
         )
     return best
 
@@ -305,12 +340,14 @@ def make_spec(grid: Grid, trials: list[Trial], config: SweepConfig) -> SweepSpec
 
 
 def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
-    """Check the trials of a sweep, and return it with its experiment and checked trainings.
+    """Check the trials of a sweep, without writing anything.
 
-    Nothing is written.
+    Returns:
+        The specification with its experiment, its checked trainings and the hashes of
+        its tables.
 
     Raises:
-        UserError: if a trial cannot run with its settings and tables.
+        UserError: If a trial cannot run with its settings and tables.
     """
     if spec.grid.kind == "train":
         first = next(iter(spec.trials.values()))
@@ -329,17 +366,23 @@ def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
 
 
 def check_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
-    """Check the trials of a grid that trains, and return their trainings by name.
+    """Check the trials of a grid that trains, without writing anything.
 
-    Nothing is written. The catalogue of a model is loaded once for all trials.
+    The catalogue of a model is loaded once for all trials.
+
+    Returns:
+        The checked trainings, by name of the trial.
 
     Raises:
-        UserError: if a trial could not train.
+        UserError: If a trial cannot train.
     """
     load = cache(load_catalogue)
     trainings = {}
     for name, trial in spec.trials.items():
-        remedy = f"choose another --name, or remove {spec.folder}/{name} to begin this trial anew"
+        remedy = (
+            f"choose another --name, or remove {spec.folder}/{name} to train this "
+            "trial again"
+        )
         training = check_training(spec.train_config(trial), remedy, load)
         record = read_record(training.config.folder)
         if record and record["status"] != "opening":
@@ -349,13 +392,14 @@ def check_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
 
 
 def check_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]]:
-    """Check the trials of a grid that evaluates checkpoints. Nothing is written.
+    """Check the trials of a grid that evaluates checkpoints, without writing anything.
 
     Returns:
-        The family of the models, and by trial the hashes of the tables that it reads.
+        The family of the models, and the hashes of each trial's tables by name of the
+        trial.
 
     Raises:
-        UserError: if a trial could not be measured.
+        UserError: If a trial cannot be evaluated, or its metric is not measured.
     """
     family, hashes = "", {}
     metric = spec.grid.metric.removeprefix("test/")
@@ -363,47 +407,53 @@ def check_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]]:
         options = dict(trial.evaluate)
         options.pop("batch_size", None)
         inputs = trial.inputs(spec.inputs)
-        checkpoint_ = trial.folders["checkpoint"]
-        about = check_evaluation(checkpoint_, inputs, options).about
-        known = [*about.metrics, "users_per_s", "peak_memory_mb"]
-        if metric not in known:
+        checkpoint_folder = trial.folders["checkpoint"]
+        evaluated = check_evaluation(checkpoint_folder, inputs, options).checkpoint
+        available = [*evaluated.metrics, "users_per_s", "peak_memory_mb"]
+        if metric not in available:
             raise UserError(
-                f"the metric of the grid {spec.grid.name} is {spec.grid.metric}, which is not measured; "
-                f"{did_you_mean(metric, known)}; known are {', '.join(known)}"
+                f"the metric of the grid {spec.grid.name} is {spec.grid.metric}, "
+                f"which is not measured; {did_you_mean(metric, available)}; choose one "
+                f"of {', '.join(available)}"
             )
         record = read_record(join(spec.folder, trial.name))
         if record and record.get("evaluate") != trial.evaluate:
             raise UserError(
-                f"{trial.name} was measured with other options in {spec.folder}; choose another --name"
+                f"{trial.name} was measured with other options in {spec.folder}; "
+                "choose another --name"
             )
-        family = registry.find(about.name).family
-        hashes[trial.name] = about.hashes
+        family = registry.find(evaluated.name).family
+        hashes[trial.name] = evaluated.hashes
     return family, hashes
 
 
-def find_experiment(spec: SweepSpec, given: str | None) -> str | None:
-    """Return the experiment of the sweep's trials, or the given one for a new sweep.
+def find_experiment(spec: SweepSpec, option: str | None) -> str | None:
+    """Return the MLflow experiment of the sweep's trials.
+
+    Args:
+        spec: The sweep.
+        option: Value of `--experiment`, which is returned if no trial has a run yet.
 
     Raises:
-        UserError: if the trials are in another experiment, or at another tracking URI.
+        UserError: If the trials are in another experiment, or at another tracking URI.
     """
     records = [read_record(join(spec.folder, name)) for name in spec.trials]
     for record in records:
         if not record or "tracking" not in record:
             continue
         run = tracking.RunRef(**record["tracking"])
-        if run.uri != spec.uri or given not in (None, run.experiment):
+        if run.uri != spec.uri or option not in (None, run.experiment):
             raise UserError(
-                f"the trials in {spec.folder} are in the experiment {run.experiment} at {run.uri}, not in "
-                f"{given or run.experiment} at {spec.uri}; give --tracking_uri and --experiment as before, or choose "
-                f"another --name"
+                f"the trials in {spec.folder} are in the experiment {run.experiment} "
+                f"at {run.uri}, not in {option or run.experiment} at {spec.uri}; give "
+                "--tracking_uri and --experiment as before, or choose another --name"
             )
         return run.experiment
-    return given
+    return option
 
 
 def open_run(spec: SweepSpec, config: SweepConfig) -> tracking.RunRef:
-    """Return the MLflow run of the sweep in this folder, or open a new one."""
+    """Reopen the MLflow run of the sweep in this folder, or open a new one."""
     key = sha256(spec.folder.encode()).hexdigest()
     run = reopen_run(spec, key)
     if run:
@@ -427,7 +477,7 @@ def open_run(spec: SweepSpec, config: SweepConfig) -> tracking.RunRef:
         "ray": asdict(spec.ray),
         "options": asdict(config.options),
     }
-    shared = set.intersection(*(set(read.items()) for read in spec.hashes.values()))
+    shared = set.intersection(*(set(hashes.items()) for hashes in spec.hashes.values()))
     return tracking.open_run(
         spec.uri,
         spec.experiment,
@@ -440,11 +490,14 @@ def open_run(spec: SweepSpec, config: SweepConfig) -> tracking.RunRef:
 
 
 def reopen_run(spec: SweepSpec, key: str) -> tracking.RunRef | None:
-    """Return the MLflow run of a sweep that was begun before, or None.
+    """Reopen the MLflow run of a sweep that an earlier call began.
 
     Args:
         spec: The sweep.
         key: Value of the run's tag `tracking.KEY_TAG`.
+
+    Returns:
+        The run, or None if the sweep is new or its folder was removed.
     """
     client = tracking.connect(spec.uri)
     has_trials = any(read_record(join(spec.folder, name)) for name in spec.trials)
@@ -455,11 +508,12 @@ def reopen_run(spec: SweepSpec, key: str) -> tracking.RunRef | None:
     for run in client.search_runs([experiment.experiment_id], query):
         if not run.data.params:  # the sweep was killed while the run was opened
             client.delete_run(run.info.run_id)
-        elif has_trials or run.info.status != "FINISHED":
+            continue
+        # a finished run without trials is that of a folder that was removed since
+        if has_trials or run.info.status != "FINISHED":
             reference = tracking.RunRef(spec.uri, spec.experiment, run.info.run_id)
             tracking.reopen(reference)
             return reference
-        # else the folder of a sweep that ended was removed
     return None
 
 
@@ -469,43 +523,43 @@ def run_pending(
     concurrency: int,
     reporter: TrialReporter,
 ) -> tune.ResultGrid | None:
-    """Run the trials that are not done through Tune."""
+    """Run the trials that are not done through Tune.
+
+    Args:
+        spec: The sweep.
+        pending: Trials that are not done.
+        concurrency: Largest number of trials that run at once, or 0 for as many as the
+            cluster holds.
+        reporter: Callback that prints and collects the results.
+
+    Returns:
+        Tune's results, or None if the scheduler has stopped all pending trials.
+    """
     epochs = max(trial.fit.max_epochs for trial in spec.trials.values())
     scheduler = make_scheduler(spec.grid.scheduler, epochs)
     if isinstance(scheduler, Halving):
-        stopped = replay(scheduler, past_reports(spec))
-        for trial in pending:
-            if trial.name in stopped:  # it was killed before it was told
-                stop_trial(trial, spec)
-        pending = [trial for trial in pending if trial.name not in stopped]
+        pending = stop_losing_trials(spec, pending, scheduler)
     if not pending:
         return None
-    each = worker_resources(spec.ray, wants_gpu(spec.ray))
-    needs = tune.PlacementGroupFactory([each])
-    if spec.ray.label_selector:
-        selectors = [spec.ray.label_selector]
-        needs = tune.PlacementGroupFactory([each], bundle_label_selector=selectors)
-    if spec.grid.kind == "evaluate":
-        concurrency = 1  # it measures how fast they are
-    workers = spec.workers
-    if workers > 1:  # the trial's own process waits for its workers
-        needs = tune.PlacementGroupFactory([{"memory": WAITING_TRIAL_BYTES}])
-        concurrency = concurrency or waiting_trials(each, workers)
-    points = [
-        {TRIAL: t.name} | {key: t.point.get(key) for key in spec.grid.keys}
-        for t in pending
-    ]
+    points = []
+    for trial in pending:
+        values = {key: trial.point.get(key) for key in spec.grid.keys}
+        points.append({TRIAL: trial.name, **values})
+    search = BasicVariantGenerator(
+        points, max_concurrent=limit_concurrency(spec, concurrency)
+    )
+    trainable = tune.with_parameters(run_trial, spec=spec)
     results = tune.Tuner(
-        tune.with_resources(tune.with_parameters(run_trial, spec=spec), needs),
+        tune.with_resources(trainable, trial_resources(spec)),
         param_space={
             key: tune.choice([point[key] for point in points]) for key in points[0]
         },
         tune_config=tune.TuneConfig(
             scheduler=scheduler,
-            # one process for many trials, but not where a trial waits for workers,
-            # which end with its process
-            reuse_actors=spec.grid.kind == "train" and workers == 1,
-            search_alg=BasicVariantGenerator(points, max_concurrent=concurrency),
+            # A process runs many trials, unless a trial has workers of its own, which
+            # must end with the process.
+            reuse_actors=spec.grid.kind == "train" and spec.num_workers == 1,
+            search_alg=search,
             num_samples=len(points),
             trial_name_creator=trial_name,
             trial_dirname_creator=trial_name,
@@ -524,22 +578,74 @@ def run_pending(
     return results
 
 
-WAITING_TRIAL_BYTES = 1 << 30
-"""Memory of a trial's own process while its workers train: PyTorch, Ray and MLflow."""
+DRIVER_TRIAL_BYTES = 1 << 30
+"""Memory of a process that drives the workers of a trial: PyTorch, Ray and MLflow."""
 
-WAITING_TRIALS = 16
+MIN_QUEUED_TRIALS = 16
 """Trials of several workers that run or wait at once on a cluster with an autoscaler,
-by default."""
+unless the cluster holds more."""
 
 
-def waiting_trials(each: dict[str, float], workers: int) -> int:
-    """Return how many trials of several workers to start at once.
+def stop_losing_trials(
+    spec: SweepSpec, pending: list[Trial], scheduler: Halving
+) -> list[Trial]:
+    """Replay earlier reports to the scheduler, and stop the trials that it stops.
 
-    Ray reserves the workers of a trial together, so trials beyond the room of the
-    cluster wait, and an autoscaler starts nodes for them.
+    An earlier call was killed before it could stop them.
+
+    Returns:
+        The trials that continue.
     """
-    room = cluster.count_room(cluster.alive_nodes(), each) // workers
-    return max(room, WAITING_TRIALS if has_autoscaler() else 1)
+    stopped = replay_reports(scheduler, load_past_reports(spec))
+    for trial in pending:
+        if trial.name in stopped:
+            stop_trial(trial, spec)
+    return [trial for trial in pending if trial.name not in stopped]
+
+
+def trial_resources(spec: SweepSpec) -> tune.PlacementGroupFactory:
+    """Return the resources of the process that Tune starts for a trial.
+
+    If a trial has several workers, Ray Train reserves their resources separately.
+    """
+    if spec.num_workers > 1:
+        return tune.PlacementGroupFactory([{"memory": DRIVER_TRIAL_BYTES}])
+    needs = worker_resources(spec.ray, wants_gpu(spec.ray))
+    if not spec.ray.label_selector:
+        return tune.PlacementGroupFactory([needs])
+    return tune.PlacementGroupFactory(
+        [needs], bundle_label_selector=[spec.ray.label_selector]
+    )
+
+
+def limit_concurrency(spec: SweepSpec, concurrency: int) -> int:
+    """Return the largest number of trials that Tune runs at once; 0 is no limit.
+
+    Evaluations run one by one, as their speed is measured. Ray reserves the workers of
+    a trial together, so trials beyond the capacity of the cluster wait, and an
+    autoscaler starts nodes for them.
+
+    Args:
+        spec: The sweep.
+        concurrency: The limit that the user set, or 0.
+    """
+    if spec.grid.kind == "evaluate":
+        return 1
+    if concurrency or spec.num_workers == 1:
+        return concurrency
+    needs = worker_resources(spec.ray, wants_gpu(spec.ray))
+    room = cluster.count_room(cluster.alive_nodes(), needs) // spec.num_workers
+    return max(room, MIN_QUEUED_TRIALS if has_autoscaler() else 1)
+
+
+def collect_results(spec: SweepSpec, errors: dict[str, str]) -> list[TrialResult]:
+    """Return the results of all trials so far, in the grid's order.
+
+    Args:
+        spec: The sweep.
+        errors: Errors of the trials that failed in this call, by name.
+    """
+    return [collect_result(trial, spec, errors) for trial in spec.trials.values()]
 
 
 def collect_result(
@@ -574,42 +680,46 @@ def collect_result(
 
 
 def find_best(results: list[TrialResult]) -> TrialResult | None:
-    """Return the best trial of the settings with the largest mean, or None if no trial has a value.
+    """Return the best trial of the settings with the largest mean over seeds and folds.
 
-    Settings are compared over the seeds and folds that all of them have a value for, so
+    The mean is taken over the seeds and folds for which all settings have a value, so
     that a failed seed neither helps nor harms its settings. Settings without any value
-    are left out. Where no seed is common to the others, as in a grid that draws seeds
-    at random, each setting's mean is over its own seeds. Of the folds of the best
-    settings the last one's trial is the best, as it has the newest training requests.
+    are left out. If no seed is common to all settings, as in a grid with random seeds,
+    each mean is over all seeds of its settings.
+
+    Returns:
+        The best trial, or None if no trial has a value. With folds it is a trial of the
+        last fold, which has the newest training requests.
     """
     with_value = [result for result in results if result.value is not None]
     values: dict[str, dict[Any, float]] = {}
     for result in with_value:
-        seeds = values.setdefault(tracking.settings_of(result.point), {})
+        seeds = values.setdefault(tracking.settings_key(result.point), {})
         repeat = (result.point.get("fit.seed"), result.point.get("fit.fold"))
         seeds[repeat] = result.value or 0.0
     if not values:
         return None
-    shared = set.intersection(*(set(seeds) for seeds in values.values()))
+    shared_seeds = set.intersection(*(set(seeds) for seeds in values.values()))
 
-    def rank(result: TrialResult) -> tuple[float, int, float]:
-        seeds = values[tracking.settings_of(result.point)]
-        mean = statistics.fmean(seeds[seed] for seed in shared or seeds)
+    def sort_key(result: TrialResult) -> tuple[float, int, float]:
+        seeds = values[tracking.settings_key(result.point)]
+        mean = statistics.fmean(seeds[seed] for seed in shared_seeds or seeds)
         return mean, result.point.get("fit.fold") or 0, result.value or 0.0
 
-    return max(with_value, key=rank)
+    return max(with_value, key=sort_key)
 
 
 TRIALS = "trials.json"
-"""File of a sweep's folder, and artifact of its MLflow run: `complete`, the name of the
-`best` trial, and `trials`."""
+"""Name of a file in the sweep's folder, and of an artifact of its MLflow run, with the
+keys `complete`, `best` (name of the best trial) and `trials`."""
 
 
 def describe_trials(results: list[TrialResult]) -> dict[str, Any]:
     """Return the content of `trials.json`."""
     best = find_best(results)
+    complete = all(result.status in ("finished", "stopped") for result in results)
     return {
-        "complete": all(o.status in ("finished", "stopped") for o in results),
+        "complete": complete,
         "best": best.name if best else None,
         "trials": [asdict(result) for result in results],
     }
@@ -621,34 +731,37 @@ def write_trials(folder: str, results: list[TrialResult]) -> None:
     write_file(join(folder, TRIALS), content.encode())
 
 
-def best_trial(folder: str) -> str:
-    """Return the folder of the best trial for the folder of a sweep, and any other path as it is.
+def resolve_best_trial(path: str) -> str:
+    """Return the folder of the best trial if `path` is the folder of a sweep.
+
+    Any other path is returned unchanged.
 
     Raises:
-        UserError: if trials of the sweep failed or are not finished.
+        UserError: If trials of the sweep failed or are not finished.
     """
-    if not folder:
-        return folder
-    place = absolute(folder)
-    filesystem, path = open_uri(join(place, TRIALS))
-    if filesystem.get_file_info(path).type == fs.FileType.NotFound:
-        return folder
-    with filesystem.open_input_file(path) as file:
-        swept = json.loads(file.read())
-    left = [
+    if not path:
+        return path
+    sweep_folder = absolute(path)
+    filesystem, trials_path = open_uri(join(sweep_folder, TRIALS))
+    if filesystem.get_file_info(trials_path).type == fs.FileType.NotFound:
+        return path
+    with filesystem.open_input_file(trials_path) as file:
+        content = json.loads(file.read())
+    without_result = [
         trial["name"]
-        for trial in swept["trials"]
+        for trial in content["trials"]
         if trial["status"] in ("failed", "unfinished")
     ]
-    if left:
+    if without_result:
         raise UserError(
-            f"{len(left)} of {len(swept['trials'])} trials of the sweep {folder} are not finished, such as {left[0]}; "
-            f"run the sweep's line again, or give the folder of a trial"
+            f"{len(without_result)} of {len(content['trials'])} trials of the sweep "
+            f"{path} are not finished, such as {without_result[0]}; run the sweep's "
+            "command again, or give the folder of a trial"
         )
-    return join(place, swept["best"])
+    return join(sweep_folder, content["best"])
 
 
-def close(
+def finish_sweep(
     spec: SweepSpec, run: tracking.RunRef, results: list[TrialResult]
 ) -> TrialResult | None:
     """Write the results to MLflow and the sweep's folder, and end the sweep's run.
@@ -659,30 +772,57 @@ def close(
     write_trials(spec.folder, results)
     tracking.log_yaml(run, asdict(spec.grid), "grid.yaml")
     tracking.log_json(run, describe_trials(results), TRIALS)
-    logger, best = tracking.Logger(run), find_best(results)
-    counts = Counter(result.status for result in results)
+    logger = tracking.Logger(run)
+    best = find_best(results)
     if best and best.run_id and best.value is not None:
-        best_run = tracking.RunRef(run.uri, run.experiment, best.run_id)
-        logged = tracking.connect(run.uri).get_run(best.run_id).data.metrics
-        logged = {**logged, **load_test_metrics(best_run)}
-        names = [name for name in logged if name.startswith(("best/", "test/"))]
-        values = {
-            f"best/{tracking.shown_name(name).removeprefix('best/')}": logged[name]
-            for name in names
-        }
+        values = load_best_metrics(run, best.run_id)
         logger.update(values | {spec.grid.metric: best.value}, len(results))
         logger.tag(**{tracking.BEST_TAG: best.run_id})
-    incomplete = counts["failed"] + counts["unfinished"]
-    told = f"{incomplete} of {len(results)} trials have no result" if incomplete else ""
-    logger.tag(**{tracking.INCOMPLETE_TAG: told})
-    # every status, as one of an earlier call may be of no trial any more
+    counts = Counter(result.status for result in results)
+    num_missing = counts["failed"] + counts["unfinished"]
+    incomplete = ""
+    if num_missing:
+        incomplete = f"{num_missing} of {len(results)} trials have no result"
+    logger.tag(**{tracking.INCOMPLETE_TAG: incomplete})
+    # zeros too, as they replace the counts of an earlier call
     statuses = ("finished", "stopped", "failed", "unfinished")
     logger.update(
         {f"trials/{status}": counts[status] for status in statuses}, len(results)
     )
-    # found by their parent: a trial that was killed may not have noted its run yet
-    tracking.end_trials(run, {o.run_id for o in results if o.status == "failed"})
-    failed = counts["failed"] or best is None
-    status = "FAILED" if failed else "FINISHED"
-    logger.end("KILLED" if counts["unfinished"] else status)
+    # MLflow finds the runs by their parent, even of trials killed before they wrote
+    # `run.json`
+    failed_ids = {result.run_id for result in results if result.status == "failed"}
+    tracking.end_trials(run, failed_ids)
+    logger.end(run_status(counts, best))
     return best
+
+
+def load_best_metrics(run: tracking.RunRef, best_id: str) -> dict[str, float]:
+    """Return the metrics of the best trial, as the sweep's MLflow run shows them.
+
+    Args:
+        run: The sweep's MLflow run.
+        best_id: Id of the best trial's MLflow run.
+    """
+    best_run = tracking.RunRef(run.uri, run.experiment, best_id)
+    metrics = tracking.connect(run.uri).get_run(best_id).data.metrics
+    metrics = {**metrics, **load_test_metrics(best_run)}
+    names = [name for name in metrics if name.startswith(("best/", "test/"))]
+    return {
+        f"best/{tracking.from_mlflow_name(name).removeprefix('best/')}": metrics[name]
+        for name in names
+    }
+
+
+def run_status(counts: Counter[str], best: TrialResult | None) -> str:
+    """Return MLflow's status of a sweep that ended.
+
+    Args:
+        counts: Number of trials by status.
+        best: The best trial, or None if no trial has a value.
+    """
+    if counts["unfinished"]:
+        return "KILLED"
+    if counts["failed"] or best is None:
+        return "FAILED"
+    return "FINISHED"

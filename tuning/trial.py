@@ -1,8 +1,8 @@
-"""Run one trial of a sweep: an ordinary run with its own folder, in the process that Tune gives it.
+"""Run one trial of a sweep in a process of Ray Tune.
 
-`run.json` and the checkpoints in the folder hold its state, and MLflow its metrics. So
-a trial that is started again, by Tune or by the same command of jobs.sweep, continues
-or is finished already.
+A trial is an ordinary run with its own folder, which holds `run.json` and checkpoints.
+If Tune or the same `jobs.sweep` command starts the trial again, it continues from its
+last checkpoint, or returns its result if it is finished.
 """
 
 from __future__ import annotations
@@ -32,65 +32,64 @@ from pipelines.evaluation.record import (
 )
 from pipelines.training.config import RayOptions, TrackingOptions, TrainConfig
 from pipelines.training.record import is_longer, read_record, write_record
-from pipelines.training.run import TrialContext, conclude, run_training, wants_gpu
+from pipelines.training.run import TrialContext, finish_run, run_training, wants_gpu
 from pipelines.training.settings import CheckedTraining
 from pipelines.training.worker import threads_per_worker
 from tuning.grid import Grid, Trial
 
 EPOCH, VALUE, ERROR = "epoch", "value", "error"
-"""Keys of the values that trials report to Tune."""
+"""Keys of the results that trials report to Tune."""
 
 TRIAL = "trial"
 """Key of the trial's name in Tune's config."""
 
 LOCK_TIMEOUT_S = 60.0
-"""Seconds that a trial waits for a process of an interrupted sweep to release its
-folder."""
+"""Seconds that a trial waits until a process of an interrupted sweep releases the lock
+of the trial's folder."""
 
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """Grid, tables and resources that the trials of a sweep share."""
+    """Grid, tables and resources of a sweep, which every trial receives."""
 
     grid: Grid
-    """The grid that the sweep tries."""
+    """The grid."""
     trials: dict[str, Trial]
     """All trials, by name."""
     inputs: Inputs
-    """Tables of the trials; a point can name other SIDS or TEXT."""
+    """Tables of the trials; a trial's point can replace `sids` and `text`."""
     folder: str
-    """The sweep's folder."""
+    """Folder of the sweep."""
     uri: str
-    """MLflow."""
+    """Tracking URI of MLflow."""
     ray: RayOptions
     """Workers of each trial."""
     test: bool
-    """Whether finished trials are measured on the test split too."""
+    """Whether finished trainings are also evaluated on the test split."""
     command: str
     """Command line of the sweep."""
     experiment: str = ""
-    """MLflow experiment."""
+    """MLflow experiment; empty until the spec is checked."""
     parent: str = ""
-    """Id of the sweep's MLflow run, once it is open."""
+    """Id of the sweep's MLflow run; empty until the run is open."""
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Hashes of the tables that each trial reads, by trial, as the sweep checked
-    them."""
+    """Hashes of the tables that each trial reads, by trial name and table name."""
     trainings: dict[str, CheckedTraining] = field(default_factory=dict)
-    """The trials' trainings as the driver checked them, by name."""
+    """Checked trainings, by trial name; empty for a grid that evaluates."""
 
     @property
     def metric(self) -> str:
-        """Metric that ranks the trials, by its name in a validation."""
+        """Metric that ranks the trials, without the prefix `val/`."""
         return self.grid.metric.removeprefix("val/")
 
     @property
-    def workers(self) -> int:
+    def num_workers(self) -> int:
         """Number of workers of a trial."""
         return 1 if self.grid.kind == "evaluate" else self.ray.num_workers
 
     @property
     def device(self) -> str:
-        """Device of a trial's model."""
+        """Device type of a trial's model."""
         return "cuda" if wants_gpu(self.ray) else "cpu"
 
     def train_config(self, trial: Trial) -> TrainConfig:
@@ -117,7 +116,14 @@ class SweepSpec:
 
 
 def run_trial(config: dict[str, Any], spec: SweepSpec) -> None:
-    """Run a trial in Tune's process. Report a UserError instead of raising it, so that Tune does not retry."""
+    """Run a trial in Tune's process.
+
+    A UserError is reported instead of raised, as Tune would retry the trial.
+
+    Args:
+        config: Tune's config, with the name of the trial under `TRIAL`.
+        spec: The sweep.
+    """
     trial = spec.trials[config[TRIAL]]
     tracking.mark_reachable(spec.uri)
     try:
@@ -130,39 +136,43 @@ def run_trial(config: dict[str, Any], spec: SweepSpec) -> None:
 
 
 def train_trial(trial: Trial, spec: SweepSpec) -> None:
-    """Train and report every validation to Tune; then measure on test if the spec says so.
+    """Train a model, report each validation to Tune, and evaluate on the test split.
 
-    A trial of several workers is measured by a Ray task, as its own process holds
-    neither a GPU nor a CPU.
+    The evaluation is left out if the spec does not request it. If the trial has several
+    workers, a Ray task evaluates, as the trial's own process has no GPU and no CPU.
     """
 
-    def report(about: checkpoint.Checkpoint) -> None:
-        if spec.metric in about.metrics:
-            tune.report(
-                {EPOCH: about.epoch, VALUE: about.metrics[spec.metric], **about.metrics}
-            )
+    def report(saved: checkpoint.Checkpoint) -> None:
+        metrics = saved.metrics
+        if spec.metric in metrics:
+            tune.report({EPOCH: saved.epoch, VALUE: metrics[spec.metric], **metrics})
 
+    has_workers = spec.num_workers > 1
     context = TrialContext(
         parent_run=spec.parent,
         tags=spec.tags(trial),
         on_checkpoint=report,
-        callbacks=[ToTune(spec.metric)] if spec.workers > 1 else (),
+        callbacks=[TuneReporter(spec.metric)] if has_workers else (),
         lock_timeout_s=LOCK_TIMEOUT_S,
     )
     training = spec.trainings[trial.name]
     trained = run_training(training, say=ignore_line, trial=context)
     if not is_done(trial, spec):
-        result, about = evaluate(
+        result, best = evaluate(
             trained.checkpoint,
             training.config.inputs,
             batch_size=trial.fit.eval_batch_size,
-            workers=Workers(device=spec.device, remote=spec.workers > 1),
+            workers=Workers(device=spec.device, remote=has_workers),
         )
-        record_result(result, about)
+        record_result(result, best)
 
 
-class ToTune(TuneReportCallback):
-    """A callback in the controller of Ray Train that reports every validation of several workers to Tune."""
+class TuneReporter(TuneReportCallback):
+    """Callback of Ray Train's controller that reports the validations of its workers.
+
+    Args:
+        metric: Metric that ranks the trials.
+    """
 
     def __init__(self, metric: str) -> None:
         super().__init__()
@@ -171,20 +181,20 @@ class ToTune(TuneReportCallback):
     def after_report(
         self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
     ) -> None:
-        """Report the metrics of rank 0; all ranks have the same."""
-        if self.metric in metrics[0]:
-            super().after_report(
-                run_context, [{**metrics[0], VALUE: metrics[0][self.metric]}], None
-            )
+        """Report the metrics of rank 0 to Tune, as all ranks have the same metrics."""
+        first = metrics[0]
+        if self.metric in first:
+            result = {**first, VALUE: first[self.metric]}
+            super().after_report(run_context, [result], None)
 
 
 def measure_checkpoint(trial: Trial, spec: SweepSpec) -> None:
-    """Measure a checkpoint on test with the options of the trial's point."""
+    """Evaluate a checkpoint on the test split, as an MLflow run of the sweep."""
     folder = join(spec.folder, trial.name)
     options = dict(trial.evaluate)
     batch_size = int(options.pop("batch_size", 256))
     torch.set_num_threads(threads_per_worker(spec.ray.threads, 1))
-    result, about = evaluate(
+    result, evaluated = evaluate(
         trial.folders["checkpoint"],
         trial.inputs(spec.inputs),
         batch_size=batch_size,
@@ -192,8 +202,8 @@ def measure_checkpoint(trial: Trial, spec: SweepSpec) -> None:
         workers=Workers(device=spec.device),
     )
     config = {
-        "model": about.model,
-        "fit": about.fit,
+        "model": evaluated.model,
+        "fit": evaluated.fit,
         "evaluate": result.options,
         "checkpoint": result.checkpoint,
     }
@@ -203,21 +213,19 @@ def measure_checkpoint(trial: Trial, spec: SweepSpec) -> None:
         trial.name,
         spec.folder,
         config=config,
-        hashes=about.hashes,
+        hashes=evaluated.hashes,
         parent=spec.parent,
         tags=spec.tags(trial),
     )
-    peak = (
-        torch.cuda.max_memory_allocated() / 2**20
-        if spec.device == "cuda"
-        else resident_peak_mb()
-    )
-    values = drop_undefined(result.to_metrics()) | {"test/peak_memory_mb": peak}
+    if spec.device == "cuda":
+        peak_mb = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        peak_mb = resident_peak_mb()
+    values = drop_undefined(result.to_metrics()) | {"test/peak_memory_mb": peak_mb}
     logger = tracking.Logger(run)
-    logger.update(values, about.step)
-    logger.tag(
-        **{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)}
-    )  # students find their teacher
+    logger.update(values, evaluated.step)
+    # comparisons find the run of a student's teacher by its weights
+    logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})
     tracking.log_text(run, to_json(result), artifact_name("test"))
     logger.end()
     record = {
@@ -231,19 +239,23 @@ def measure_checkpoint(trial: Trial, spec: SweepSpec) -> None:
 
 
 def stop_trial(trial: Trial, spec: SweepSpec) -> None:
-    """End a trial that the scheduler stopped at its last checkpoint."""
+    """Finish the run of a trial that the scheduler stopped, at its last checkpoint."""
     folder = join(spec.folder, trial.name)
-    run = read_record(folder)
-    if not run or run["status"] != "running":
+    record = read_record(folder)
+    if not record or record["status"] != "running":
         return
-    attempts.begin(folder)  # its workers may continue for a while
+    attempts.begin(folder)  # fences off workers that have not ended yet
     last = checkpoint.last(folder)
     if last:
-        conclude(folder, run, last, stopped=True)
+        finish_run(folder, record, last, stopped=True)
 
 
 def is_done(trial: Trial, spec: SweepSpec) -> bool:
-    """Return whether a trial is finished, and measured on test if the sweep measures its trials."""
+    """Return whether a trial needs no further work.
+
+    It was stopped early, or it is finished and evaluated on the test split if the spec
+    requests that.
+    """
     record = read_record(join(spec.folder, trial.name))
     if record is None or record["status"] != "finished":
         return False
@@ -254,11 +266,11 @@ def is_done(trial: Trial, spec: SweepSpec) -> bool:
     if not spec.test:
         return True
     run = tracking.RunRef(**record["tracking"])
-    if spec.grid.kind == "evaluate":  # the run is its own evaluation
-        measured = tracking.connect(run.uri).get_run(run.run_id).data
-        return bool(measured.tags.get(tracking.WEIGHTS_TAG))
+    if spec.grid.kind == "evaluate":  # has no child run, but is itself the evaluation
+        data = tracking.connect(run.uri).get_run(run.run_id).data
+        return bool(data.tags.get(tracking.WEIGHTS_TAG))
     return bool(load_test_metrics(run))
 
 
 def ignore_line(line: str) -> None:
-    """Print nothing, as trials run side by side."""
+    """Discard a line of progress, as the lines of concurrent trials would mix."""

@@ -2,8 +2,8 @@
 
     floor_tables(compare(select(uri, ["retrieval/DATASET"])))
 
-A floor is a model whose class has `is_floor`. Every log and ranking has its own best
-floor. It is the best on test: a bar that favours the floor.
+A floor is a model whose class has `is_floor`. Each log and ranking has its own best
+floor, chosen on test, which favours the floor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pipelines.comparison.over_users import (
     PER_USER_METRIC,
     Group,
     Interval,
+    bootstrap_intervals,
     group_rows,
-    intervals,
-    same_users,
+    load_paired_metric,
 )
 from pipelines.comparison.rows import (
     ALL_ITEMS,
@@ -39,48 +39,69 @@ from pipelines.comparison.runs import search_runs
 from pipelines.comparison.table import Table, percent
 from pipelines.evaluation.floors import Floor
 from pipelines.evaluation.record import Result
-from pipelines.tracking import RunRef, connect, metric_name
+from pipelines.tracking import RunRef, connect, to_mlflow_name
 
-CLEARS, BELOW, NOT_TOLD = "clears it", "below it", "not told apart"
-"""Verdicts on a model beside its floor."""
+CLEARS, BELOW, UNDECIDED = "clears it", "below it", "not told apart"
+"""Verdicts on a model and its floor."""
 
 VALIDATION_PARAMS = ("fit.eval_options.unseen", "fit.eval_examples", "fit.fold")
-"""Params in which two trainings must agree for their validations to compare."""
+"""Params that must be equal for the validations of two trainings to be comparable."""
 
 
 def is_floor(row: Row) -> bool:
-    """Return whether the row is of a model without training."""
+    """Return whether the row's model is a floor."""
     return row.model in registry.MODELS and registry.find(row.model).is_floor
 
 
 def best_trained_floor(run: RunRef, metric: str) -> tuple[str, float] | None:
-    """Return the best floor of a training's experiment by validation, or None.
+    """Return the best floor of a training's experiment on validation.
 
-    A floor counts if it was trained on the tables of the training `run`, and validated
-    on as many requests and with the same items left out.
+    A floor counts if it was trained on the same tables, and validated on as many
+    requests and with the same items left out.
+
+    Args:
+        run: MLflow run of the training.
+        metric: Name of the metric, without its split.
+
+    Returns:
+        The name of the floor and the value of its metric, or None without a floor.
     """
     client = connect(run.uri)
-    trained = client.get_run(run.run_id)
-    sequences = trained.data.tags.get("table.sequences")
-    validated = [trained.data.params.get(name) for name in VALIDATION_PARAMS]
-    key = metric_name(f"val/{metric}")
+    training = client.get_run(run.run_id)
+    key = to_mlflow_name(f"val/{metric}")
     values = {}
-    for other in search_runs(client, [trained.info.experiment_id]):
+    for other in search_runs(client, [training.info.experiment_id]):
         name = other.data.params.get("model.name", "")
         if name not in registry.MODELS or not registry.find(name).is_floor:
             continue
-        params = [other.data.params.get(param) for param in VALIDATION_PARAMS]
-        if params == validated and other.data.tags.get("table.sequences") == sequences:
-            values[name] = other.data.metrics.get(key, math.nan)
+        value = other.data.metrics.get(key, math.nan)
+        if has_comparable_validation(other, training):
+            values[name] = value
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     if not finite:
         return None
-    best = (min if lower_is_better(metric) else max)(finite, key=finite.__getitem__)
+    choose = min if lower_is_better(metric) else max
+    best = choose(finite, key=finite.__getitem__)
     return best, finite[best]
 
 
+def has_comparable_validation(run: Any, other: Any) -> bool:
+    """Return whether the validations of two MLflow runs are on the same requests."""
+    has_same_params = all(
+        run.data.params.get(name) == other.data.params.get(name)
+        for name in VALIDATION_PARAMS
+    )
+    sequences = [
+        mlflow_run.data.tags.get("table.sequences") for mlflow_run in (run, other)
+    ]
+    return has_same_params and sequences[0] == sequences[1]
+
+
 def explain_ranking(rows: Sequence[Row]) -> str:
-    """Return a sentence on the ranking that is shown first, empty if unmeasured."""
+    """Return a sentence on why a ranking is shown first.
+
+    It is empty if the share of repeated items was not measured.
+    """
     share = repeat_share(rows)
     if math.isnan(share):
         return ""
@@ -91,7 +112,11 @@ def explain_ranking(rows: Sequence[Row]) -> str:
 
 
 def best_floors(groups: Sequence[Group]) -> dict[tuple[str, ...], Group]:
-    """Return the best floor of each log and ranking; `groups` are best first."""
+    """Return the best floor of each log and ranking, by `Row.log`.
+
+    Args:
+        groups: Groups of rows, best first.
+    """
     best: dict[tuple[str, ...], Group] = {}
     for group in groups:
         if is_floor(group.row):
@@ -100,13 +125,19 @@ def best_floors(groups: Sequence[Group]) -> dict[tuple[str, ...], Group]:
 
 
 def judge(interval: Interval, users: int, metric: str) -> str:
-    """Return whether a model clears its floor, from the paired difference to it."""
+    """Return the verdict on a model and its floor.
+
+    Args:
+        interval: Interval of the model's paired difference to the floor.
+        users: Number of users; below `MIN_USERS` the verdict is `-`.
+        metric: Name of the metric.
+    """
     if users < MIN_USERS:
         return "-"
     if interval.is_noise:
-        return NOT_TOLD
-    better = (interval.mean > 0) != lower_is_better(metric)
-    return CLEARS if better else BELOW
+        return UNDECIDED
+    is_better = (interval.mean > 0) != lower_is_better(metric)
+    return CLEARS if is_better else BELOW
 
 
 def compare_per_user(
@@ -114,28 +145,43 @@ def compare_per_user(
 ) -> tuple[Interval, int] | None:
     """Return the paired difference of two metrics per user and the number of users.
 
-    The result is None if the two are of different users.
+    Args:
+        model: Encoded metric per user of the model (see `decode_values`).
+        floor: Encoded metric per user of the floor.
+
+    Returns:
+        The difference and the number of users, or None if the users differ.
     """
     if model["users"] != floor["users"]:
         return None
     values, counts = decode_values(dict(model))
     base = decode_values(dict(floor))[0]
-    return intervals((values - base)[None], counts)[0], len(counts)
+    return bootstrap_intervals((values - base)[None], counts)[0], len(counts)
 
 
 def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, Any]:
-    """Return the verdict on the result of an evaluation against the best of the floors.
+    """Return the verdict on the result of an evaluation against the best floor.
 
-    A `metric` that is not measured per user gives way to the first one that is.
+    Args:
+        result: Result of the model's evaluation.
+        floors: Results of the floors on the same requests.
+        metric: Name of the metric. If it is not measured per user, the first metric
+            that is measured per user replaces it.
+
+    Returns:
+        The verdict, which `describe_verdict` formats.
+
+    Raises:
+        ValueError: If the floors were measured on other users.
     """
     if metric not in result.by_user:
         metric = next(iter(result.by_user))
     sign = -1 if lower_is_better(metric) else 1
     best = max(floors, key=lambda floor: sign * floor.metrics[metric])
-    compared = compare_per_user(result.by_user[metric], best.by_user[metric])
-    if compared is None:
+    comparison = compare_per_user(result.by_user[metric], best.by_user[metric])
+    if comparison is None:
         raise ValueError(f"{best.name} was measured on other users than the model")
-    interval, users = compared
+    interval, users = comparison
     first = result.metrics.get("first/examples", 0.0)
     ranking = KNOWN_LEFT_OUT if result.options.get("unseen") else ALL_ITEMS
     if "first/examples" not in result.metrics:
@@ -155,7 +201,11 @@ def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, 
 
 
 def describe_verdict(verdict: dict[str, Any]) -> str:
-    """Return one line on a model and the best model without training."""
+    """Return a line about a model and the best model without training.
+
+    Args:
+        verdict: Content that `judge_result` returned.
+    """
     return (
         f"{verdict['ranking']}: {verdict['metric']} {verdict['value']:.4f}, "
         f"{verdict['floor']} without training {verdict['floor_value']:.4f} "
@@ -165,7 +215,10 @@ def describe_verdict(verdict: dict[str, Any]) -> str:
 
 
 def floor_tables(comparison: Comparison) -> list[Table]:
-    """Return the table of trained models beside the best floor of their log and ranking."""
+    """Return the table of trained models and the best floors of their logs.
+
+    The list is empty if no floor was evaluated.
+    """
     metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
     groups = group_rows(comparison)
     floors = best_floors(groups)
@@ -186,12 +239,11 @@ def floor_tables(comparison: Comparison) -> list[Table]:
         num_words = 2
         del header[1]
         cells = [row[:1] + row[2:] for row in cells]
-    notes = (
-        [explain_ranking(comparison.rows)] if explain_ranking(comparison.rows) else []
-    )
+    ranking_note = explain_ranking(comparison.rows)
+    notes = [ranking_note] if ranking_note else []
     notes.append(
-        "The best model without training of each ranking, by test; differences per user "
-        "with a bootstrap over users."
+        "The best model without training of each ranking, by test; differences per "
+        "user with a bootstrap over users."
     )
     if any(row.folds for row in comparison.rows):
         notes.append(FOLDS_NOTE)
@@ -200,22 +252,29 @@ def floor_tables(comparison: Comparison) -> list[Table]:
 
 
 def to_floor_cells(group: Group, floor: Group, metric: str) -> list[list[str]]:
-    """Return the row of a group beside its floor, or nothing without common users."""
-    same = same_users(tuple(product(group.runs, floor.runs)), metric)
-    if same is None:
+    """Return a group's row of the floor table, or [] if its users are not the floor's.
+
+    Args:
+        group: Runs of a trained model.
+        floor: Runs of the best floor.
+        metric: Name of the metric per user, without its split.
+    """
+    paired = load_paired_metric(tuple(product(group.runs, floor.runs)), metric)
+    if paired is None:
         return []
-    (interval,) = intervals(same.difference[None], same.counts)
-    users = len(same.counts)
+    (interval,) = bootstrap_intervals(paired.difference[None], paired.counts)
+    users = len(paired.counts)
+    base = paired.base_mean
     return [
         [
             group.row.label,
             group.row.ranking,
             floor.row.model,
-            f"{same.mean:.4f}",
+            f"{base:.4f}",
             f"{users:,}",
             f"{interval.mean:+.4f}",
             str(interval),
-            percent(interval.mean / same.mean if same.mean else math.nan),
+            percent(interval.mean / base if base else math.nan),
             judge(interval, users, metric),
         ]
     ]

@@ -37,27 +37,29 @@ PARAMS_WITHOUT_EFFECT = {
     "fit.eval_batch_size",
     "fit.checkpoint_every_steps",
 }
-"""Params in which runs of one row may differ; teachers are told apart by their hash."""
+"""Params in which the runs of one row may differ. Teachers differ if their hashes do,
+whatever their folders."""
 
 
 def compare(selection: Selection, metric: str | None = None) -> Comparison:
     """Group the selected runs into rows, best first.
 
     Args:
-        selection: the runs.
-        metric: the metric that rows are compared by, without its split; by default the
-            sweep's, gauc or mean/normalised_entropy where runs have it, or ndcg@10.
+        selection: The runs to compare.
+        metric: Metric that sorts the rows, without its split. By default the metric of
+            the sweep, else gauc, mean/normalised_entropy or ndcg@10, whichever of them
+            the runs have first.
 
     Raises:
-        UserError: if no run has the metric, or no run is finished.
+        UserError: If no run has the metric, or no run is finished.
     """
     rows = load_rows(selection)
     if not any(run.finished for row in rows for run in row.runs) and not any(
         row.measured() for row in rows
     ):
         raise UserError(
-            f"no run of {selection.title} at {selection.uri} is finished; wait for one, "
-            f"or train one"
+            f"no run of {selection.title} at {selection.uri} is finished; wait for "
+            "one, or train one"
         )
     metric = choose_metric(selection, rows, metric)
     teachers = []
@@ -67,12 +69,19 @@ def compare(selection: Selection, metric: str | None = None) -> Comparison:
 
 
 def choose_metric(selection: Selection, rows: Sequence[Row], metric: str | None) -> str:
-    """Return the metric that rows are compared by (see `compare`)."""
+    """Return the metric that sorts the rows.
+
+    Args:
+        selection: The compared runs.
+        rows: Their rows.
+        metric: Metric that the user gave, or None for the default (see `compare`).
+    """
     measured = {name.split("/", 1)[1] for row in rows for name in row.measured()}
     if metric is not None and metric not in measured:
-        near = did_you_mean(metric, sorted(measured), "none is evaluated yet")
+        suggestion = did_you_mean(metric, sorted(measured), "none is evaluated yet")
         raise UserError(
-            f"no run of {selection.title} has the metric '{metric}' on val or test; {near}"
+            f"no run of {selection.title} has the metric '{metric}' on val or test; "
+            f"{suggestion}"
         )
     if metric is None and selection.sweep is not None:
         metric = selection.sweep.data.tags.get("sweep.metric", "").split("/", 1)[-1]
@@ -87,13 +96,13 @@ def choose_metric(selection: Selection, rows: Sequence[Row], metric: str | None)
 def sort_rows(rows: Sequence[Row], metric: str) -> list[Row]:
     """Sort rows by the metric on test, then on val, best first.
 
-    Rows of fresh logs come last, after those with the ranking that does not fit the
-    log.
+    Rows whose ranking does not fit the log (see `leading_ranking`) come after the
+    others, and rows of fresh logs come last.
     """
     sign = 1 if lower_is_better(metric) else -1
     leading = leading_ranking(rows)
 
-    def rank(row: Row) -> tuple[str, bool, float, float]:
+    def sort_key(row: Row) -> tuple[str, bool, float, float]:
         test, val = (sign * row.mean(f"{split}/{metric}") for split in ("test", "val"))
         return (
             row.options.fresh_log,
@@ -102,32 +111,37 @@ def sort_rows(rows: Sequence[Row], metric: str) -> list[Row]:
             val if math.isfinite(val) else math.inf,
         )
 
-    return sorted(rows, key=rank)
+    return sorted(rows, key=sort_key)
 
 
 def load_rows(selection: Selection) -> list[Row]:
-    """Group the selected runs into rows."""
+    """Group the selected runs into rows, with the settings in which the rows differ."""
     rows: dict[tuple[Any, ...], Row] = {}
     for training in selection.runs:
         for row in split_evaluations(selection, training):
             key = (row.experiment, row.model, row.options, *sorted(row.params.items()))
             rows.setdefault(key, replace(row, runs=[])).runs += row.runs
+    params_by_model: dict[tuple[str, str], list[dict[str, str]]] = {}
     for row in rows.values():
-        others = [
-            other.params
-            for other in rows.values()
-            if (other.model, other.experiment) == (row.model, row.experiment)
-        ]
-        for name in sorted({name for params in others for name in params}):
-            if len({params.get(name) for params in others}) > 1:
+        model = (row.model, row.experiment)
+        params_by_model.setdefault(model, []).append(row.params)
+    for row in rows.values():
+        row_params = params_by_model[row.model, row.experiment]
+        for name in sorted({name for params in row_params for name in params}):
+            if len({params.get(name) for params in row_params}) > 1:
                 row.settings[name] = row.params.get(name, "none")
     return list(rows.values())
 
 
 def split_evaluations(selection: Selection, training: Any) -> list[Row]:
-    """Return a row with one run for each way in which a training was evaluated."""
+    """Return a row of one run for each set of options of a training's evaluations.
+
+    Args:
+        selection: The compared runs, with their evaluations.
+        training: MLflow run of the training.
+    """
     tags = training.data.tags
-    # tags hold values of a training that was continued, as params never change
+    # params cannot change, so a continued training has its new values as tags
     continued = {key: value for key, value in tags.items() if key.startswith("fit.")}
     params = {
         **default_params(training.data.params),
@@ -135,46 +149,55 @@ def split_evaluations(selection: Selection, training: Any) -> list[Row]:
         **continued,
     }
     row = Row(
-        params["model.name"],
+        model=params["model.name"],
         experiment=selection.experiments[training.info.experiment_id],
         params=read_identity(params, tags),
         simulated=tracking.SIMULATED_TAG in tags,
     )
     run = Run(
-        training.info.run_id,
-        training.info.run_name,
-        params.get("fit.seed", ""),
-        training.info.status == "FINISHED",
-        tags.get(tracking.WEIGHTS_TAG, ""),
-        params.get("model.teacher_hash", ""),
-        {},
-        Path(params.get("sids", "")).name,
-        selection.uri,
-        training.info.run_id,
+        id=training.info.run_id,
+        name=training.info.run_name,
+        seed=params.get("fit.seed", ""),
+        finished=training.info.status == "FINISHED",
+        weights=tags.get(tracking.WEIGHTS_TAG, ""),
+        teacher=params.get("model.teacher_hash", ""),
+        metrics={},
+        sids=Path(params.get("sids", "")).name,
+        uri=selection.uri,
+        evaluation_id=training.info.run_id,
         fold=read_fold(params),
     )
     metrics = read_metrics(training)
-    of_training = {
+    training_metrics = {
         name: value
         for name, value in metrics.items()
         if not name.startswith(("val/", "test/")) or name == "val/epoch"
     }
-    runs = {EvaluationOptions(): replace(run, metrics=dict(metrics))}
+    no_options = EvaluationOptions()
+    runs = {no_options: replace(run, metrics=dict(metrics))}
     for evaluation in selection.evaluations.get(training.info.run_id, []):
-        options = EvaluationOptions.of(
+        options = EvaluationOptions.from_values(
             read_options(evaluation, training), read_fresh_log(evaluation, training)
         )
-        before = runs.get(options, replace(run, metrics=of_training))
-        runs[options] = add_evaluation(before, evaluation)
-    plain = runs[EvaluationOptions()].metrics
-    plain |= {name: value for name, value in metrics.items() if name.startswith("val/")}
+        earlier = runs.get(options, replace(run, metrics=training_metrics))
+        runs[options] = add_evaluation(earlier, evaluation)
+    # the training's own validation replaces that of an evaluation without options
+    validation = {
+        name: value for name, value in metrics.items() if name.startswith("val/")
+    }
+    runs[no_options].metrics.update(validation)
     return [replace(row, options=options, runs=[run]) for options, run in runs.items()]
 
 
 def add_evaluation(run: Run, evaluation: Any) -> Run:
-    """Return a run with the metrics of an evaluation."""
+    """Return a run with the metrics of an evaluation added.
+
+    Args:
+        run: The run.
+        evaluation: MLflow run of the evaluation.
+    """
     measured = {
-        tracking.shown_name(name): value
+        tracking.from_mlflow_name(name): value
         for name, value in evaluation.data.metrics.items()
     }
     metrics = {**run.metrics, **measured}
@@ -184,13 +207,13 @@ def add_evaluation(run: Run, evaluation: Any) -> Run:
 
 
 def read_metrics(training: Any) -> dict[str, float]:
-    """Return the metrics of a training; `val/` is measured at the best epoch.
+    """Return the metrics of a training or of a trial that evaluates a checkpoint.
 
-    Trials that measure a checkpoint have metrics on test of their own.
+    Metrics that begin with `val/` are those of the best epoch.
     """
     metrics, best = {}, {}
     for logged_name, value in training.data.metrics.items():
-        name = tracking.shown_name(logged_name)
+        name = tracking.from_mlflow_name(logged_name)
         if name.startswith("best/"):
             best[f"val/{name.removeprefix('best/')}"] = value
         else:
@@ -200,72 +223,88 @@ def read_metrics(training: Any) -> dict[str, float]:
 
 def read_identity(params: dict[str, str], tags: dict[str, str]) -> dict[str, str]:
     """Return the params and table hashes that runs of one row share."""
-    without = set(PARAMS_WITHOUT_EFFECT)
+    ignored = set(PARAMS_WITHOUT_EFFECT)
     if "model.encoder_hash" in params:  # the encoder of SID-MLP++ is a checkpoint
-        without.add("model.encoder")
+        ignored.add("model.encoder")
     identity = {
         name: value
         for name, value in params.items()
-        if name.startswith(("model.", "fit.", "evaluate.")) and name not in without
+        if name.startswith(("model.", "fit.", "evaluate.")) and name not in ignored
     }
     identity |= {
         name: value for name, value in tags.items() if name.startswith("table.")
     }
-    if "split.folds" in params:  # a fold is known by its number and theirs
+    if "split.folds" in params:  # equal numbers of folds make fold numbers comparable
         identity["split.folds"] = params["split.folds"]
-    if "evaluate.batch_size" in params:  # a trial that measures a checkpoint
+    if "evaluate.batch_size" in params:  # a trial that evaluates a checkpoint
         identity["checkpoint"] = params.get("checkpoint", "")
     return identity
 
 
 def read_fold(params: Mapping[str, str]) -> str:
-    """Return the number of the fold of a training, or an empty text for tables without folds."""
+    """Return the number of a training's fold, or "" for tables without folds."""
     fold = params.get("fit.fold", "")
     return fold if fold.isdigit() else ""
 
 
 def default_params(params: dict[str, str]) -> dict[str, str]:
-    """Return options that are newer than a run, at their defaults, which change nothing.
+    """Return the defaults of options that are newer than a run.
 
-    With them a run stands in one row with seeds of a later version.
+    The defaults of new options keep the behaviour of earlier versions. With them, runs
+    of an earlier version share a row with runs of this one.
+
+    Args:
+        params: MLflow params of the run.
     """
-    configs = {
-        name.removesuffix("name"): registry.find(model).config_class
-        for name, model in params.items()
-        if name.startswith("model.")
-        and name.endswith(".name")
-        and model in registry.MODELS
-    }
-    if any(name.startswith("fit.") for name in params):
-        configs["fit."] = FitConfig
     defaults: dict[str, str] = {}
-    for prefix, config in configs.items():
-        values = {
-            f.name: f.default if f.default_factory is MISSING else f.default_factory()
-            for f in fields(config)
-        }
-        known = {name: value for name, value in values.items() if value is not MISSING}
-        defaults |= flatten(known, prefix)
-    parents = {
-        name.rsplit(".", depth)[0]
-        for name in params
-        for depth in range(1, name.count(".") + 1)
-    }
+    for prefix, config_class in find_config_classes(params).items():
+        defaults |= flatten(read_defaults(config_class), prefix)
+    # the default of a whole section, such as None, does not apply to a run that has
+    # options of the section
+    sections = set()
+    for name in params:
+        parts = name.split(".")
+        sections |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
     return {
         name: value
         for name, value in defaults.items()
-        if name not in params and name not in parents
+        if name not in params and name not in sections
     }
+
+
+def find_config_classes(params: dict[str, str]) -> dict[str, type]:
+    """Return the config dataclasses of a run by the prefix of their params.
+
+    Besides the model, a param such as `model.draft.name` can name a further model.
+    """
+    classes = {}
+    for name, model in params.items():
+        is_model = name.startswith("model.") and name.endswith(".name")
+        if is_model and model in registry.MODELS:
+            classes[name.removesuffix("name")] = registry.find(model).config_class
+    if any(name.startswith("fit.") for name in params):
+        classes["fit."] = FitConfig
+    return classes
+
+
+def read_defaults(config_class: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass by field, without fields that have none."""
+    defaults = {}
+    for option in fields(config_class):
+        if option.default_factory is not MISSING:
+            defaults[option.name] = option.default_factory()
+        elif option.default is not MISSING:
+            defaults[option.name] = option.default
+    return defaults
 
 
 def find_best_run(comparison: Comparison) -> Run:
     """Return the finished run that is best on validation.
 
-    With folds it is a run of the last one that was trained on, as it has the newest
-    training requests.
+    With folds it is a run of the last fold, which has the newest training requests.
 
     Raises:
-        UserError: if no finished run has the metric.
+        UserError: If no finished run has the metric.
     """
     metric = f"val/{comparison.metric}"
     runs = [
@@ -277,8 +316,8 @@ def find_best_run(comparison: Comparison) -> Run:
     ]
     if not runs:
         raise UserError(
-            f"no finished run of {comparison.selection.title} has {metric}; train one, or "
-            f"choose another --metric"
+            f"no finished run of {comparison.selection.title} has {metric}; train one, "
+            "or choose another --metric"
         )
     last_fold = max(int(run.fold or 0) for run in runs)
     newest = [run for run in runs if int(run.fold or 0) == last_fold]

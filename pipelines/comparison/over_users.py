@@ -1,12 +1,13 @@
-"""Compare two models on the same users: a paired bootstrap over the users of the test split.
+"""Compare two models on the same users by a paired bootstrap over the test split.
 
-    for table in over_users_tables(comparison): print(table.text())
+    for table in over_users_tables(comparison):
+        print(table.text())
 
 `jobs.evaluate` stores a metric per user. Differences per user are averaged over pairs
-of runs of any seed, users are drawn with replacement `DRAWS` times, and the middle 95%
-of the mean differences are the interval. A difference whose interval holds 0 is called
-noise. The interval covers users; how much trainings with other seeds differ, the tests
-over seeds show (`tables.py`).
+of runs of any seed, users are drawn with replacement `DRAWS` times, and the interval
+holds the middle 95% of the mean differences. A difference whose interval contains 0 is
+called noise. The interval covers the choice of users, not of seeds, which the tests
+over seeds cover (`tables.py`).
 
 Shapes: `U` users, `D` differences.
 """
@@ -28,6 +29,7 @@ from models.metrics.per_user_metrics import decode_values
 from pipelines.comparison.rows import (
     TEACHER_PARAMS,
     Comparison,
+    EvaluationOptions,
     Row,
     Run,
     connect_once,
@@ -38,7 +40,7 @@ from pipelines.comparison.table import Table, percent
 from pipelines.evaluation.record import artifact_name
 
 DRAWS = 2000
-"""Draws of the bootstrap."""
+"""Number of draws of the bootstrap."""
 
 FOLDS_NOTE = (
     "Over folds, which weigh the same, a user counts once in each; that makes the "
@@ -47,54 +49,63 @@ FOLDS_NOTE = (
 """Note on intervals over the users of several folds."""
 
 MIN_USERS = 200
-"""Users below which an interval has no verdict."""
+"""Smallest number of users for which an interval has a verdict."""
 
 PER_USER_METRIC = {
     "mean/normalised_entropy": "eval_loss",
     "mean/rig": "eval_loss",
     "mean/auc": "eval_loss",
 }
-"""Stand-ins for metrics that are no mean over users."""
+"""Metrics per user that replace metrics which are not a mean over users."""
 
 
 @dataclass
 class Group:
-    """Runs of one setting: a row, or students that differ in their teacher's seed alone."""
+    """Runs of one row, or of students whose teachers differ only in their seed."""
 
     row: Row
     """First row of the group."""
     teacher: Row | None
-    """The row of the teachers, if it is compared too."""
+    """Row of the teachers, or None if it is not compared."""
     name: str
     """Common prefix of the runs' names."""
     runs: list[Run]
-    """All runs."""
+    """Runs of all rows of the group."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A group beside its teachers, or beside the best group of its log."""
+    """A group and its base: the group's teachers, or the best group of its log."""
 
     name: str
     """Name of the group."""
-    other: str
-    """Name of the other group."""
+    base: str
+    """Name of the base."""
     runs: tuple[tuple[Run, Run], ...]
-    """Pairs of their runs."""
+    """Pairs of a run of the group and a run of the base."""
     training_difference: str
-    """How their trainings differ in steps, batch or seeds."""
+    """Differences of their trainings in steps, batch size, seeds or folds."""
 
     @classmethod
-    def of(cls, group: Group, other: Group, runs: Iterable[tuple[Run, Run]]) -> Self:
-        """Pair two groups by these of their runs."""
-        row, other_row = (replace(side.row, runs=side.runs) for side in (group, other))
-        difference = row.describe_training_difference(other_row)
-        return cls(group.name, other.name, tuple(runs), difference)
+    def from_groups(
+        cls, group: Group, base: Group, runs: Iterable[tuple[Run, Run]]
+    ) -> Self:
+        """Pair two groups.
+
+        Args:
+            group: The group.
+            base: The group that it is compared with.
+            runs: Pairs of a run of the group and a run of the base.
+        """
+        row = replace(group.row, runs=group.runs)
+        base_row = replace(base.row, runs=base.runs)
+        difference = row.describe_training_difference(base_row)
+        return cls(group.name, base.name, tuple(runs), difference)
 
 
 @dataclass(frozen=True)
-class SameUsers:
-    """A metric of two models on the users that they share, averaged over pairs of runs."""
+class PairedMetric:
+    """A metric per user of two models, averaged over pairs of their runs."""
 
     users: str
     """Hash of the users and their counts."""
@@ -107,14 +118,14 @@ class SameUsers:
     same."""
 
     @property
-    def mean(self) -> float:
-        """The base's mean over all requests."""
+    def base_mean(self) -> float:
+        """Mean of the base over all requests."""
         return float(self.base @ self.counts / self.counts.sum())
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean difference and the middle 95% of its draws."""
+    """A mean difference and the middle 95% of its bootstrap draws."""
 
     mean: float
     low: float
@@ -122,14 +133,14 @@ class Interval:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the interval holds 0."""
+        """Whether the interval contains 0."""
         return self.low <= 0 <= self.high
 
     def __str__(self) -> str:
         return f"{self.low:+.4f} to {self.high:+.4f}"
 
 
-def intervals(
+def bootstrap_intervals(
     differences: NDArray[np.float64], counts: NDArray[np.number]
 ) -> list[Interval]:
     """Return the bootstrap intervals of mean differences, with the same draws for all.
@@ -139,23 +150,25 @@ def intervals(
         counts: (U,) requests per user, the weights of the mean.
     """
     num_users = len(counts)
-    sums, weights = differences * counts, counts.astype(np.float64)
+    sums = differences * counts  # (D, U)
+    weights = counts.astype(np.float64)  # (U,)
     generator = np.random.default_rng(0)
     means = np.empty((DRAWS, len(differences)))
     for draw in range(DRAWS):
-        drawn = generator.integers(num_users, size=num_users)
-        times = np.bincount(drawn, minlength=num_users).astype(np.float64)
-        means[draw] = (sums @ times) / (weights @ times)
-    low, high = np.quantile(means, [0.025, 0.975], axis=0)
-    mean = sums.sum(1) / weights.sum()
+        users = generator.integers(num_users, size=num_users)
+        # (U,) how often each user was drawn
+        multiplicity = np.bincount(users, minlength=num_users).astype(np.float64)
+        means[draw] = (sums @ multiplicity) / (weights @ multiplicity)
+    lows, highs = np.quantile(means, [0.025, 0.975], axis=0)  # (D,) each
+    observed = sums.sum(1) / weights.sum()  # (D,)
     return [
-        Interval(float(m), float(a), float(b))
-        for m, a, b in zip(mean, low, high, strict=True)
+        Interval(float(mean), float(low), float(high))
+        for mean, low, high in zip(observed, lows, highs, strict=True)
     ]
 
 
 def group_rows(comparison: Comparison) -> list[Group]:
-    """Return the groups of rows with a value on test, best first."""
+    """Group the rows that have the metric on test, best first."""
     groups: dict[tuple[Any, ...], Group] = {}
     for row in comparison.rows:
         if math.isnan(row.mean(f"test/{comparison.metric}")):
@@ -170,7 +183,10 @@ def group_rows(comparison: Comparison) -> list[Group]:
 
 
 def find_teacher(comparison: Comparison, student: Row) -> Row | None:
-    """Return the row of a student's teacher, preferably evaluated as the student was."""
+    """Return the row of a student's teacher, or None if it is not compared.
+
+    A row with the student's evaluation options is preferred to a row without options.
+    """
     weights = student.runs[0].teacher
     if not weights:
         return None
@@ -179,110 +195,135 @@ def find_teacher(comparison: Comparison, student: Row) -> Row | None:
         for row in (*comparison.rows, *comparison.teachers)
         if any(run.weights == weights for run in row.runs)
     ]
-    alike = [row for row in teachers if row.options == student.options]
-    plain = [row for row in teachers if not row.options]
-    return next(iter([*alike, *plain]), None)
+    for options in (student.options, EvaluationOptions()):
+        for row in teachers:
+            if row.options == options:
+                return row
+    return None
 
 
 def pair_groups(comparison: Comparison) -> list[Pair]:
     """Pair students with their teachers, then all groups with the best of their log."""
     groups = group_rows(comparison)
-    pairs = []
-    for group in groups:
-        if teacher := group.teacher:
-            taught = [
-                (run, teacher_run)
-                for run in group.runs
-                for teacher_run in teacher.runs
-                if run.teacher == teacher_run.weights
-            ]
-            other = Group(teacher, None, teacher.name, teacher.runs)
-            pairs.append(Pair.of(group, other, taught))
+    pairs = [pair_teacher(group, group.teacher) for group in groups if group.teacher]
     best: dict[tuple[str, ...], Group] = {}
     for group in groups:
-        first = best.setdefault(group.row.log, group)
-        if first is group or group.teacher is first.row:
+        base = best.setdefault(group.row.log, group)
+        if base is group or group.teacher is base.row:
             continue
-        newest, newest_of_best = (
-            {run.repeat: run for run in side.runs}.values() for side in (group, first)
-        )
-        same_fold = [
-            (run, other)
-            for run, other in product(newest, newest_of_best)
-            if run.fold == other.fold
+        runs = [
+            (run, base_run)
+            for run, base_run in product(newest_runs(group), newest_runs(base))
+            if run.fold == base_run.fold
         ]
-        pairs.append(Pair.of(group, first, same_fold))
+        pairs.append(Pair.from_groups(group, base, runs))
     return pairs
 
 
-def same_users(runs: Sequence[tuple[Run, Run]], metric: str) -> SameUsers | None:
-    """Average a metric per user over the pairs of runs that were measured on the same users.
+def pair_teacher(group: Group, teacher: Row) -> Pair:
+    """Pair students with their teachers, each run with the run of its own teacher."""
+    runs = []
+    for run in group.runs:
+        teacher_runs = [other for other in teacher.runs if other.weights == run.teacher]
+        runs += [(run, teacher_run) for teacher_run in teacher_runs]
+    base = Group(teacher, None, teacher.name, teacher.runs)
+    return Pair.from_groups(group, base, runs)
 
-    Runs of different folds are no pair. The users of several folds follow each other,
-    so a user counts once in each fold, and all folds weigh the same.
+
+def newest_runs(group: Group) -> list[Run]:
+    """Return the newest run of each seed and fold, and all runs without a seed."""
+    return list({run.repeat: run for run in group.runs}.values())
+
+
+def load_paired_metric(
+    runs: Sequence[tuple[Run, Run]], metric: str
+) -> PairedMetric | None:
+    """Load a metric per user, averaged over pairs of runs with the same users.
+
+    Pairs of different folds are ignored. The users of several folds are concatenated,
+    so that a user counts once per fold, and `counts` are scaled so that all folds weigh
+    the same.
+
+    Args:
+        runs: Pairs of a run of a model and a run of its base.
+        metric: Name of a metric per user, without its split.
 
     Returns:
-        The averages, or None if no pair has the metric of the same users.
+        The averages, or None if no pair has the metric for the same users.
     """
     by_fold: dict[str, list[tuple[Run, Run]]] = {}
-    for run, other in runs:
-        if run.fold == other.fold:
-            by_fold.setdefault(run.fold, []).append((run, other))
-    folds = [same_users_of_fold(by_fold[fold], metric) for fold in sorted(by_fold)]
-    measured = [fold for fold in folds if fold is not None]
-    if len(measured) < 2:
-        return measured[0] if measured else None
-    mean_requests = np.mean([fold.counts.sum() for fold in measured])
-    weights = [fold.counts * (mean_requests / fold.counts.sum()) for fold in measured]
-    return SameUsers(
-        " ".join(fold.users for fold in measured),
-        np.concatenate([fold.difference for fold in measured]),
-        np.concatenate([fold.base for fold in measured]),
-        np.concatenate(weights),
+    for run, base_run in runs:
+        if run.fold == base_run.fold:
+            by_fold.setdefault(run.fold, []).append((run, base_run))
+    folds = []
+    for fold in sorted(by_fold):
+        paired = load_fold_metric(by_fold[fold], metric)
+        if paired is not None:
+            folds.append(paired)
+    return concatenate_folds(folds) if len(folds) > 1 else next(iter(folds), None)
+
+
+def concatenate_folds(folds: Sequence[PairedMetric]) -> PairedMetric:
+    """Return the metrics of several folds as one, in which all folds weigh the same."""
+    mean_requests = np.mean([fold.counts.sum() for fold in folds])
+    weights = [fold.counts * (mean_requests / fold.counts.sum()) for fold in folds]
+    return PairedMetric(
+        users=" ".join(fold.users for fold in folds),
+        difference=np.concatenate([fold.difference for fold in folds]),
+        base=np.concatenate([fold.base for fold in folds]),
+        counts=np.concatenate(weights),
     )
 
 
-def same_users_of_fold(
+def load_fold_metric(
     runs: Sequence[tuple[Run, Run]], metric: str
-) -> SameUsers | None:
-    """Average a metric per user over pairs of runs of one fold (see `same_users`)."""
+) -> PairedMetric | None:
+    """Load a metric per user, averaged over pairs of runs of one fold.
+
+    Arguments and result are those of `load_paired_metric`.
+    """
     users = ""
     counts = np.zeros(0, np.int64)
-    values, bases = [], []
-    for run, other in runs:
-        mine = load_per_user(run).get(metric)
-        theirs = load_per_user(other).get(metric)
-        if mine and theirs and mine["users"] == theirs["users"]:
-            users = mine["users"]
-            value, counts = decode_values(mine)
-            values.append(value)
-            bases.append(decode_values(theirs)[0])
+    values, base_values = [], []
+    for run, base_run in runs:
+        encoded = load_per_user(run).get(metric)
+        encoded_base = load_per_user(base_run).get(metric)
+        if not encoded or not encoded_base:
+            continue
+        if encoded["users"] != encoded_base["users"]:
+            continue
+        users = encoded["users"]
+        value, counts = decode_values(encoded)
+        values.append(value)
+        base_values.append(decode_values(encoded_base)[0])
     if not values or not len(counts):  # no user has a request that the metric counts
         return None
-    base = np.mean(bases, 0)
-    return SameUsers(users, np.mean(values, 0) - base, base, counts)
+    base = np.mean(base_values, 0)
+    return PairedMetric(users, np.mean(values, 0) - base, base, counts)
 
 
 def over_users_tables(comparison: Comparison) -> list[Table]:
-    """Return the table of paired differences, or nothing without metrics per user."""
+    """Return the table of paired differences, or [] without metrics per user."""
     metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
-    by_users: dict[str, list[tuple[Pair, SameUsers]]] = {}
+    by_users: dict[str, list[tuple[Pair, PairedMetric]]] = {}
     for pair in pair_groups(comparison):
-        same = same_users(pair.runs, metric)
-        if same is not None:
-            by_users.setdefault(same.users, []).append((pair, same))
+        paired = load_paired_metric(pair.runs, metric)
+        if paired is not None:
+            by_users.setdefault(paired.users, []).append((pair, paired))
     cells = []
     for pairs in by_users.values():
         counts = pairs[0][1].counts
-        found = intervals(np.stack([same.difference for _, same in pairs]), counts)
-        for (pair, same), interval in zip(pairs, found, strict=True):
-            cells.append(to_cells(pair, interval, same.mean, len(counts), metric))
+        differences = np.stack([paired.difference for _, paired in pairs])  # (D, U)
+        intervals = bootstrap_intervals(differences, counts)
+        for (pair, paired), interval in zip(pairs, intervals, strict=True):
+            base = paired.base_mean
+            cells.append(to_cells(pair, interval, base, len(counts), metric))
     if not cells:
         return []
     header = ["model", "against", "pairs of runs", "users", f"test/{metric}"]
     header += ["95% interval", "relative", "verdict", "training differs"]
     note = (
-        f"Differences per user, averaged over the pairs of runs; the interval is of a "
+        "Differences per user, averaged over the pairs of runs; the interval is of a "
         f"bootstrap over users ({DRAWS:,} draws) and does not cover other seeds. Below "
         f"{MIN_USERS} users there is no verdict."
     )
@@ -294,10 +335,18 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
 def to_cells(
     pair: Pair, interval: Interval, base: float, users: int, metric: str
 ) -> list[str]:
-    """Return the cells of a pair."""
+    """Return the table cells of a pair.
+
+    Args:
+        pair: The pair.
+        interval: Interval of the mean difference.
+        base: Mean of the base's metric.
+        users: Number of users.
+        metric: Name of the metric, without its split.
+    """
     return [
         pair.name,
-        pair.other,
+        pair.base,
         str(len(pair.runs)),
         f"{users:,}",
         f"{interval.mean:+.4f}",
@@ -309,7 +358,7 @@ def to_cells(
 
 
 def judge_difference(interval: Interval, users: int, metric: str) -> str:
-    """Return `better`, `worse` or `noise`, or `-` for too few users."""
+    """Return `better`, `worse` or `noise`, or `-` below `MIN_USERS` users."""
     if users < MIN_USERS:
         return "-"
     if interval.is_noise:
@@ -319,7 +368,7 @@ def judge_difference(interval: Interval, users: int, metric: str) -> str:
 
 
 def load_per_user(run: Run) -> dict[str, Any]:
-    """Return the metrics per user of a run's evaluation on test, empty without any."""
+    """Return a run's metrics per user on test by name; {} if there are none."""
     if not run.uri:
         return {}
     return download_per_user(run.uri, run.evaluation_id).get(artifact_name("test"), {})
@@ -327,7 +376,7 @@ def load_per_user(run: Run) -> dict[str, Any]:
 
 @lru_cache
 def download_per_user(uri: str, run_id: str) -> dict[str, dict[str, Any]]:
-    """Return the metrics per user of an MLflow run by the name of their artifact."""
+    """Return the metrics per user of an MLflow run, by artifact and name."""
     client = connect_once(uri)
     per_user = {}
     for artifact in client.list_artifacts(run_id):

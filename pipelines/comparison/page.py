@@ -2,7 +2,7 @@
 
     write(build(title, uri, tables, plots), "page.html")
 
-The page loads nothing from the network, and is light or dark as the reader's system is.
+The page loads nothing from the network, and follows the colour scheme of the browser.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ nav { color: var(--soft); } nav a { color: inherit; margin-right: .9em; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; line-height: 1.35;
   font-variant-numeric: tabular-nums; }
-th, td { padding: .28rem .5rem; text-align: left; border-bottom: 1px solid var(--line); }
+th, td { padding: .28rem .5rem; text-align: left;
+  border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
 .number { text-align: right; } tbody tr:hover { background: var(--row); }
 .notes { color: var(--soft); font-size: 12.5px; margin: .5rem 0; padding-left: 1.2em; }
@@ -50,10 +51,13 @@ def build(
     """Build a page: the first two tables, the plots, then the other tables.
 
     Args:
-        title: heading of the page.
-        source: where the runs are from.
-        tables: tables, the verdicts first.
-        plots: plots.
+        title: Heading of the page.
+        source: Text that names the store of the runs.
+        tables: Tables, those with verdicts first.
+        plots: Rendered plots.
+
+    Returns:
+        The HTML document.
     """
     links = "".join(
         f'<a href="#{escape(plot.name)}">{escape(plot.title)}</a>' for plot in plots
@@ -91,10 +95,10 @@ def build_section(plot: Plot) -> str:
 
 
 def write(content: str, path: str) -> None:
-    """Write a file and its folder.
+    """Write a file, and create its folder if needed.
 
     Raises:
-        UserError: if the file cannot be written.
+        UserError: If the file cannot be written.
     """
     try:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -108,11 +112,16 @@ def write(content: str, path: str) -> None:
 def log_page(selection: Selection, content: str, markdown: str) -> str:
     """Log a page as `compare.html`, and its tables as `compare.md`, to MLflow.
 
-    They are artifacts of the sweep's run, or else of the run `compare` of the
-    experiment of the first run, which is made if needed.
+    The files become artifacts of the compared sweep, or else of a run `compare` in the
+    experiment of the first compared run.
+
+    Args:
+        selection: The compared runs.
+        content: The page.
+        markdown: The tables as Markdown.
 
     Returns:
-        The name of the run.
+        The name of the MLflow run.
     """
     client = selection.client
     run = selection.sweep or open_page_run(selection)
@@ -124,7 +133,7 @@ def log_page(selection: Selection, content: str, markdown: str) -> str:
 
 
 def open_page_run(selection: Selection) -> Any:
-    """Return the MLflow run of an experiment's page, made if needed."""
+    """Return the MLflow run of an experiment's page, and create it if needed."""
     client = selection.client
     experiment_id = next(iter(selection.experiments))
     if selection.runs:

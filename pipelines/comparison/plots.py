@@ -1,10 +1,11 @@
-"""The plots of a comparison, each only where its runs exist.
+"""Draw the plots of a comparison.
 
-    for plot in plots(compare(select(uri, ["retrieval/DATASET"]))): plot.svg
+    for plot in plots(compare(select(uri, ["retrieval/DATASET"]))):
+        print(plot.svg)
 
-They are the validation of all models beside each other, the effect of each setting of a
-sweep, learning curves, and accuracy against throughput. A model has one colour in all
-plots of a page.
+The plots show the validation of all models, the effect of each setting of a sweep,
+learning curves, and accuracy against throughput. A plot without data is left out. A
+model has one colour in all plots of a page.
 """
 
 from __future__ import annotations
@@ -39,20 +40,23 @@ from pipelines.figures import (
     new_figure,
 )
 
-MAX_PANELS, MAX_ROWS = 4, 7
-"""Models, and rows of a model, with learning curves; the best ones."""
+MAX_PANELS = 4
+"""Largest number of models with learning curves."""
+
+MAX_ROWS = 7
+"""Largest number of a model's rows with learning curves."""
 
 MAX_POINTS = 300
-"""Points of a curve; neighbours are averaged."""
+"""Largest number of points of a curve; neighbouring points are averaged."""
 
 MAX_HOVER_POINTS = 25
-"""Points of a learning curve that have a marker, and show their values on hover."""
+"""Largest number of points of a learning curve with a marker and a hover text."""
 
 MIN_VALUES = 3
-"""Values of a setting that make a plot where no sweep varied it."""
+"""Smallest number of values for which a setting outside of a sweep is plotted."""
 
 LINE_STYLES = ("-", "--", ":", "-.")
-"""Styles that tell lines of one colour apart."""
+"""Styles that distinguish lines of one colour."""
 
 Points = list[tuple[float, float]]
 """Steps and values of a curve."""
@@ -63,14 +67,12 @@ Colours = Mapping[str, str]
 
 def choose_colours(comparisons: Iterable[Comparison]) -> dict[str, str]:
     """Return a colour for each model of a page; beyond seven models, colours repeat."""
-    models = dict.fromkeys(
-        row.model
-        for comparison in comparisons
-        for row in (*comparison.rows, *comparison.teachers)
-    )
-    return {
-        model: COLOURS[number % len(COLOURS)] for number, model in enumerate(models)
-    }
+    colours: dict[str, str] = {}
+    for comparison in comparisons:
+        for row in (*comparison.rows, *comparison.teachers):
+            if row.model not in colours:
+                colours[row.model] = COLOURS[len(colours) % len(COLOURS)]
+    return colours
 
 
 def plots(
@@ -78,12 +80,12 @@ def plots(
     colours: Colours | None = None,
     more: Iterable[Callable[[Comparison], list[Drawing]]] = (),
 ) -> list[Plot]:
-    """Render all plots that the rows have something to show in.
+    """Draw and render all plots for which the rows have data.
 
     Args:
-        comparison: the rows.
-        colours: colours of the page (`choose_colours`), by default of this comparison.
-        more: functions that draw further plots.
+        comparison: The rows.
+        colours: Colours of the page's models; by default those of this comparison.
+        more: Functions that draw further plots.
     """
     colours = colours or choose_colours([comparison])
     prefix = re.sub(r"\W+", "-", comparison.selection.title)
@@ -100,13 +102,13 @@ def plots(
 
 
 class MarkerCycle:
-    """Markers and line styles that tell lines of one colour apart."""
+    """Markers and line styles that distinguish lines of one colour."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def next(self, colour: str) -> tuple[str, str]:
-        """Return marker and line style of the next line of a colour."""
+        """Return the marker and the line style for the next line of a colour."""
         number = self.counts[colour]
         self.counts[colour] += 1
         marker = MARKERS[number % len(MARKERS)]
@@ -114,10 +116,10 @@ class MarkerCycle:
 
 
 def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
-    """Draw the metric on validation over steps, of the best row of each model.
+    """Draw the metric on validation over steps for the best row of each model.
 
-    A model that was measured once is a dashed line. Nothing is drawn for a single
-    model.
+    A model with one validation has a dashed horizontal line. Nothing is drawn for a
+    single model.
     """
     metric = f"val/{comparison.metric}"
     best: dict[str, Row] = {}
@@ -151,7 +153,7 @@ def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
     figure.legend(loc="outside right upper")
     caption = (
         f"{metric} of the best row of each model, best first, a line per run; in the "
-        f"legend the value at the best epoch. Dashed: measured once."
+        "legend the value at the best epoch. Dashed: measured once."
     )
     return [Drawing("validation", "Validation of all models", caption, figure, hover)]
 
@@ -164,7 +166,7 @@ def sort_by_validation(comparison: Comparison, rows: Iterable[Row]) -> list[Row]
 
 
 def describe_point(name: str, step: float, value: float) -> str:
-    """Return the text of a point of a curve."""
+    """Return the hover text of a point of a curve."""
     return f"{name}, step {step:,.0f}: {value:.4g}"
 
 
@@ -180,18 +182,7 @@ class Curve:
 
 def draw_curves(comparison: Comparison, colours: Colours) -> list[Drawing]:
     """Draw training loss and the metric on validation over steps, a panel per model."""
-    by_model: dict[str, list[Row]] = {}
-    for row in comparison.rows:
-        if not row.options:
-            by_model.setdefault(row.model, []).append(row)
-    panels: list[tuple[str, str, list[Curve]]] = []
-    for model, rows in by_model.items():
-        if len({drawn for drawn, _, _ in panels}) == MAX_PANELS:
-            break
-        for metric in ("train/loss", f"val/{comparison.metric}"):
-            curves = load_curves(comparison, rows[:MAX_ROWS], metric)
-            if curves:
-                panels.append((model, metric, curves))
+    panels = load_panels(comparison)
     if not panels:
         return []
     columns = min(len(panels), 2)
@@ -204,30 +195,57 @@ def draw_curves(comparison: Comparison, colours: Colours) -> list[Drawing]:
     for axes in all_axes[len(panels) :]:
         axes.remove()
     caption = (
-        "Training loss as logged, and validation, by optimizer step; one line per run, a "
-        "line style per row of the table. Losses of different models are different sums, "
-        "so each model has its own panel."
+        "Training loss as logged, and validation, by optimizer step; one line per run, "
+        "a line style per row of the table. Losses of different models are different "
+        "sums, so each model has its own panel."
     )
     return [Drawing("curves", "Learning curves", caption, figure, hover)]
+
+
+def load_panels(comparison: Comparison) -> list[tuple[str, str, list[Curve]]]:
+    """Load the learning curves of the best models.
+
+    Returns:
+        Panels as (model, metric, curves), at most two for each of `MAX_PANELS` models.
+    """
+    by_model: dict[str, list[Row]] = {}
+    for row in comparison.rows:
+        if not row.options:
+            by_model.setdefault(row.model, []).append(row)
+    panels: list[tuple[str, str, list[Curve]]] = []
+    for model, rows in by_model.items():
+        if len({panel_model for panel_model, _, _ in panels}) == MAX_PANELS:
+            break
+        for metric in ("train/loss", f"val/{comparison.metric}"):
+            curves = load_curves(comparison, rows[:MAX_ROWS], metric)
+            if curves:
+                panels.append((model, metric, curves))
+    return panels
 
 
 def load_curves(
     comparison: Comparison, rows: Sequence[Row], metric: str
 ) -> list[Curve]:
-    """Return the curves of all runs of the rows that logged the metric at two steps."""
-    curves = [
-        Curve(row, comparison.history(run, metric))
-        for row in rows
-        for run in row.runs
-        if metric in run.metrics
-    ]
+    """Return a curve for each run that logged the metric at two steps or more."""
+    curves = []
+    for row in rows:
+        for run in row.runs:
+            if metric in run.metrics:
+                curves.append(Curve(row, comparison.history(run, metric)))
     return [curve for curve in curves if len(curve.points) > 1]
 
 
 def draw_panel(
     axes: Axes, colour: str, curves: Sequence[Curve], hover: dict[str, list[str]]
 ) -> None:
-    """Draw the curves of one model, its rows told apart by style and opacity."""
+    """Draw the curves of one model; its rows differ in line style and opacity.
+
+    Args:
+        axes: Axes of the panel.
+        colour: Colour of the model.
+        curves: Curves of the model's runs.
+        hover: Hover texts by group id, to which the curves are added.
+    """
     names = list(dict.fromkeys(curve.row.name for curve in curves))
     labelled = set()
     for curve in curves:
@@ -258,10 +276,11 @@ def draw_panel(
 def average_neighbours(points: Points, count: int) -> Points:
     """Return at most `count` points, each the mean of neighbouring points."""
     size = max(1, math.ceil(len(points) / count))
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [
-        (sum(p[0] for p in g) / len(g), sum(p[1] for p in g) / len(g)) for g in groups
-    ]
+    averages = []
+    for begin in range(0, len(points), size):
+        steps, values = zip(*points[begin : begin + size], strict=True)
+        averages.append((sum(steps) / len(steps), sum(values) / len(values)))
+    return averages
 
 
 @dataclass(frozen=True)
@@ -273,29 +292,34 @@ class Point:
     speed: float
     """Requests per second on test."""
     accuracy: float
-    """The metric on test, mean over seeds."""
+    """Mean over seeds of the metric on test."""
 
 
 def to_points(rows: Sequence[Row], metric: str) -> list[Point]:
-    """Return the rows with speed and accuracy on test, all of one log and ranking."""
+    """Return the speed and accuracy on test of all rows of one log and ranking.
+
+    The ranking is that of all items if there are rows for it.
+    """
     task = min((row.task for row in rows), default=None)
-    return [
-        Point(row, row.mean("test/users_per_s"), row.mean(f"test/{metric}"))
-        for row in rows
-        if row.task == task
-        and row.values("test/users_per_s")
-        and row.values(f"test/{metric}")
-    ]
+    points = []
+    for row in rows:
+        is_timed = bool(row.values("test/users_per_s"))
+        if row.task == task and is_timed and row.values(f"test/{metric}"):
+            speed = row.mean("test/users_per_s")
+            points.append(Point(row, speed, row.mean(f"test/{metric}")))
+    return points
 
 
-def frontier(points: Sequence[Point], lower: bool = False) -> list[Point]:
+def pareto_frontier(
+    points: Sequence[Point], is_lower_better: bool = False
+) -> list[Point]:
     """Return the Pareto-optimal points, slowest first.
 
     Args:
-        points: the points.
-        lower: whether a smaller metric is better.
+        points: Speed and accuracy of rows.
+        is_lower_better: Whether a smaller value of the metric is better.
     """
-    sign = -1 if lower else 1
+    sign = -1 if is_lower_better else 1
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (-p.speed, -sign * p.accuracy)):
         if not best or sign * point.accuracy > sign * best[-1].accuracy:
@@ -310,7 +334,7 @@ def draw_pareto(comparison: Comparison, colours: Colours) -> list[Drawing]:
     if len(points) < 2:
         return []
     figure, (axes,) = new_figure(1, width=9, height=max(5, 1 + 0.2 * len(points)))
-    best = frontier(points, lower_is_better(metric))
+    best = pareto_frontier(points, lower_is_better(metric))
     speeds, accuracies = [p.speed for p in best], [p.accuracy for p in best]
     axes.plot(speeds, accuracies, "--", color="#999999", drawstyle="steps-pre")
     hover: dict[str, list[str]] = {}
@@ -334,14 +358,15 @@ def draw_pareto(comparison: Comparison, colours: Colours) -> list[Drawing]:
     label_axes(axes, "requests per second on test (log scale)", f"test {metric}")
     figure.legend(loc="outside right upper")
     caption = (
-        "Each row evaluated on test; dashed: no other is both faster and better. Speeds "
-        "compare only where they were measured on the same machine, with the same batch."
+        "Each row evaluated on test; dashed: no other is both faster and better. "
+        "Speeds compare only where they were measured on the same machine, with the "
+        "same batch."
     )
     return [Drawing("pareto", f"{metric} against throughput", caption, figure, hover)]
 
 
 def to_number(text: str | None) -> float | None:
-    """Return the number that a param is, or None."""
+    """Return a param as a number, or None if it is not a number."""
     if text in (None, "", "True", "False"):
         return None
     try:
@@ -351,20 +376,25 @@ def to_number(text: str | None) -> float | None:
 
 
 def sort_key(value: str) -> tuple[bool, float, str]:
-    """Return a key that sorts numbers by size, before words."""
+    """Return a key that sorts numbers by size, and words after numbers."""
     number = to_number(value)
     return number is None, number or 0.0, value
 
 
 def read_setting(row: Row, key: str) -> str:
-    """Return the row's value of a param, and of a path its last part."""
+    """Return the value of a row's param; of a path the last part."""
     if key == "model.name":
         return row.model
     return Path(row.params.get(key, "none")).name
 
 
 def group_controlled(rows: Sequence[Row], key: str) -> list[list[Row]]:
-    """Return groups of rows that differ in one param alone, sorted by its value."""
+    """Group rows that differ only in one param, sorted by its value.
+
+    Args:
+        rows: Rows; those without the param or with evaluation options are left out.
+        key: Name of the param.
+    """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if not row.options and key in row.params:
@@ -378,47 +408,51 @@ def group_controlled(rows: Sequence[Row], key: str) -> list[list[Row]]:
 
 
 def draw_settings(comparison: Comparison, colours: Colours) -> list[Drawing]:
-    """Draw the effect of each axis of a sweep, seeds and folds together.
+    """Draw the effect of each axis of a sweep, over all seeds and folds.
 
-    Without a sweep every number of the models' configs that has three values, all else
-    equal, is such an axis.
+    Without a sweep, a numeric option of the models' configs takes the place of an axis
+    if it has at least `MIN_VALUES` values with all other options equal.
     """
-    sweep = comparison.selection.sweep
-    axes = json.loads(sweep.data.tags.get("sweep.axes", "[]")) if sweep else []
-    swept = [key for key in axes if key not in ("fit.seed", "fit.fold")]
+    axes = swept_settings(comparison)
     rows = [row for row in comparison.rows if not row.options]
     drawings = []
-    for key in swept or numeric_settings(rows):
-        groups = [
-            group
-            for group in group_controlled(rows, key)
-            if len(group) >= (2 if swept else MIN_VALUES)
-        ]
-        chosen = "all else equal"
-        if swept and not groups:
+    for key in axes or numeric_settings(rows):
+        min_values = 2 if axes else MIN_VALUES
+        groups = group_controlled(rows, key)
+        groups = [group for group in groups if len(group) >= min_values]
+        selection = "all else equal"
+        if axes and not groups:
             groups = [best_by_setting(comparison, rows, key)]
-            chosen = "the best trial on validation for each value"
+            selection = "the best trial on validation for each value"
         groups = [group for group in groups if len(group) > 1]
         groups = sorted(groups, key=len, reverse=True)[: len(COLOURS)]
         if groups:
             hover: dict[str, list[str]] = {}
             figure = draw_setting(comparison.metric, key, groups, colours, hover)
-            caption = f"{key}: {chosen}; bars are the deviation over seeds."
+            caption = f"{key}: {selection}; bars are the deviation over seeds."
             name, title = key.replace(".", "-"), f"What {key} does"
             drawings.append(Drawing(name, title, caption, figure, hover))
     return drawings
 
 
+def swept_settings(comparison: Comparison) -> list[str]:
+    """Return the compared sweep's axes except seed and fold; [] without a sweep."""
+    sweep = comparison.selection.sweep
+    if not sweep:
+        return []
+    axes = json.loads(sweep.data.tags.get("sweep.axes", "[]"))
+    return [key for key in axes if key not in ("fit.seed", "fit.fold")]
+
+
 def numeric_settings(rows: Sequence[Row]) -> list[str]:
-    """Return the numbers of the models' configs in which rows differ."""
+    """Return the numeric options of the models' configs in which rows differ."""
     keys = {key for row in rows for key in row.settings if key.startswith("model.")}
-    return sorted(
-        key
-        for key in keys
-        if all(
-            to_number(row.params[key]) is not None for row in rows if key in row.params
-        )
-    )
+    numeric = []
+    for key in sorted(keys):
+        values = [row.params[key] for row in rows if key in row.params]
+        if all(to_number(value) is not None for value in values):
+            numeric.append(key)
+    return numeric
 
 
 def best_by_setting(comparison: Comparison, rows: Iterable[Row], key: str) -> list[Row]:
@@ -438,57 +472,100 @@ def draw_setting(
 ) -> Figure:
     """Draw the panels of one setting: the metric, requests per second, peak memory.
 
-    The metric is the normalised entropy of each task where the comparison is by
-    entropy.
+    If the comparison is by normalised entropy, the metric's panel shows the entropy of
+    each task.
+
+    Args:
+        metric: Metric of the comparison, without its split.
+        key: Name of the setting.
+        groups: Rows that differ only in the setting, sorted by its value.
+        colours: Colours by model.
+        hover: Hover texts by group id, to which the lines are added.
     """
     rows = [row for group in groups for row in group]
     panels = choose_panels(metric, rows)
     figure, all_axes = new_figure(max(len(panels), 1))
     values = sorted({read_setting(row, key) for row in rows}, key=sort_key)
-    is_numeric = all(to_number(value) is not None for value in values)
     for axes, names in zip(all_axes, panels, strict=False):
         markers = MarkerCycle()
         for name in names:
             for group in groups:
                 models = {row.model for row in group}
                 colour = colours[group[0].model] if len(models) == 1 else NEUTRAL
-                marker, line_style = markers.next(colour)
-                measured = [row for row in group if row.values(name)]
                 label = name
                 if len(groups) > 1:
                     label = f"{name}: {describe_group(group[0], groups, key)}"
-                container = axes.errorbar(
-                    [values.index(read_setting(row, key)) for row in measured],
-                    [row.mean(name) for row in measured],
-                    [zero_if_nan(row.deviation(name)) for row in measured],
-                    marker=marker,
-                    capsize=2,
-                    color=colour,
-                    linestyle=line_style if is_numeric else "none",
-                    label=label,
-                )
-                texts = [f"{row.name}: {name} {row.mean(name):.4g}" for row in measured]
-                add_hover(hover, container[0], texts)
+                marker, line_style = markers.next(colour)
+                style = {
+                    "color": colour,
+                    "marker": marker,
+                    "linestyle": line_style if are_numbers(values) else "none",
+                    "label": label,
+                }
+                measured = [row for row in group if row.values(name)]
+                positions = [values.index(read_setting(row, key)) for row in measured]
+                draw_error_bars(axes, measured, name, positions, style, hover)
         axes.set_xticks(range(len(values)), [value or "none" for value in values])
-        y = names[0] if len(names) == 1 else metric
-        if names[0].endswith("/normalised_entropy") and len(names) > 1:
-            y = "normalised entropy"
-        label_axes(axes, key, y, legend=True)
+        label_axes(axes, key, label_values(names, metric), legend=True)
     return figure
 
 
+def draw_error_bars(
+    axes: Axes,
+    rows: Sequence[Row],
+    metric: str,
+    positions: Sequence[int],
+    style: dict[str, Any],
+    hover: dict[str, list[str]],
+) -> None:
+    """Draw a metric's mean and deviation over seeds for each row.
+
+    Args:
+        axes: Axes of the panel.
+        rows: Rows that have the metric.
+        metric: Name of the metric, with its split.
+        positions: Position of each row on the horizontal axis.
+        style: Colour, marker, line style and label.
+        hover: Hover texts by group id, to which the line is added.
+    """
+    means = [row.mean(metric) for row in rows]
+    deviations = [zero_if_nan(row.deviation(metric)) for row in rows]
+    container = axes.errorbar(positions, means, deviations, capsize=2, **style)
+    texts = [f"{row.name}: {metric} {row.mean(metric):.4g}" for row in rows]
+    add_hover(hover, container[0], texts)
+
+
+def are_numbers(values: Sequence[str]) -> bool:
+    """Return whether all values of a setting are numbers."""
+    return all(to_number(value) is not None for value in values)
+
+
+def label_values(names: Sequence[str], metric: str) -> str:
+    """Return the label of a panel's vertical axis.
+
+    Args:
+        names: Metrics that the panel shows.
+        metric: Metric of the comparison, without its split.
+    """
+    if len(names) == 1:
+        return names[0]
+    if names[0].endswith("/normalised_entropy"):
+        return "normalised entropy"
+    return metric
+
+
 def choose_panels(metric: str, rows: Sequence[Row]) -> list[list[str]]:
-    """Return the metrics of each panel of a setting that at least two rows have."""
-    measured = {
-        name
-        for name in {name for row in rows for name in row.measured()}
-        if sum(bool(row.values(name)) for row in rows) > 1
-    }
+    """Return the metrics of each panel of a setting.
+
+    Args:
+        metric: Metric of the comparison, without its split.
+        rows: Rows; a metric is shown if at least two of them have it.
+    """
+    counts = Counter(name for row in rows for name in row.measured())
+    measured = {name for name, count in counts.items() if count > 1}
     names = [f"val/{metric}", f"test/{metric}"]
     if metric.endswith(("normalised_entropy", "/rig")):
-        entropies = sorted(n for n in measured if n.endswith("/normalised_entropy"))
-        on_test = [name for name in entropies if name.startswith("test/")]
-        names = on_test or entropies or names
+        names = task_entropies(measured) or names
     main = [name for name in names if name in measured][: len(COLOURS)]
     panels = [main] if main else []
     for name in ("test/users_per_s", "test/peak_memory_mb"):
@@ -497,20 +574,30 @@ def choose_panels(metric: str, rows: Sequence[Row]) -> list[list[str]]:
     return panels
 
 
+def task_entropies(metrics: Iterable[str]) -> list[str]:
+    """Return the normalised entropies of tasks on test, or else on validation."""
+    names = sorted(name for name in metrics if name.endswith("/normalised_entropy"))
+    on_test = [name for name in names if name.startswith("test/")]
+    return on_test or names
+
+
 def zero_if_nan(value: float) -> float:
-    """Return the value, or 0 for NaN."""
+    """Return the value, or 0 if it is NaN."""
     return 0.0 if math.isnan(value) else value
 
 
 def describe_group(row: Row, groups: Sequence[Sequence[Row]], key: str) -> str:
-    """Return a row's model, with the settings in which its group differs from others."""
-    others = [group[0] for group in groups if group[0].model == row.model]
-    names = [
-        name
-        for name in row.params
-        if name != key and len({other.params.get(name) for other in others}) > 1
-    ]
-    words = [
-        f"{name.split('.', 1)[-1]} {read_setting(row, name)[:14]}" for name in names
-    ]
-    return " ".join([row.model, *words])
+    """Return a row's model with the settings in which its group differs from others.
+
+    Args:
+        row: First row of its group.
+        groups: All groups.
+        key: Setting that varies within the groups, which is left out.
+    """
+    first_rows = [group[0] for group in groups if group[0].model == row.model]
+    words = [row.model]
+    for name in row.params:
+        values = {first.params.get(name) for first in first_rows}
+        if name != key and len(values) > 1:
+            words.append(f"{name.split('.', 1)[-1]} {read_setting(row, name)[:14]}")
+    return " ".join(words)

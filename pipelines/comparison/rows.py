@@ -1,4 +1,4 @@
-"""Rows of a comparison: trainings that differ in their seed or fold alone, evaluated alike.
+"""Rows of a comparison: trainings that differ only in their seed or fold.
 
 `load.py` groups MLflow runs into rows. A training that was evaluated with several
 options, such as all items and known items left out, has a row for each.
@@ -22,19 +22,20 @@ from pipelines import tracking
 from pipelines.comparison.runs import Selection
 
 TEACHER_PARAMS = ("model.teacher_hash", "model.encoder_hash")
-"""Params in which students of one teacher's seeds differ."""
+"""Params in which students differ if their teachers differ only in their seed."""
 
 SEED_SUFFIX = re.compile(r"[-_]?(seed|fold)[-_]?\d*$")
 """End of the common prefix of run names that differ in their seed or fold."""
 
 ALL_ITEMS, KNOWN_LEFT_OUT = "all items", "known items left out"
-"""Which items a ranking of the catalogue has."""
+"""Names of the two rankings of the catalogue: with and without items of the history."""
 
 CANDIDATES = "candidates"
-"""What models of search and actions rank."""
+"""Name of the ranking by models of search and actions."""
 
 REPEATS = 0.05
-"""Share of test requests for an item of the history above which repeats count."""
+"""Share of test requests for an item of the user's history from which the ranking of
+all items fits the log."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class EvaluationOptions:
     """Hash of the evaluated log if it is not the log of the training."""
 
     @classmethod
-    def of(cls, values: Mapping[str, str], fresh_log: str = "") -> Self:
-        """Return the options of a mapping."""
+    def from_values(cls, values: Mapping[str, str], fresh_log: str = "") -> Self:
+        """Return options by name, and the hash of a fresh log, as options."""
         return cls(tuple(sorted(values.items())), fresh_log)
 
     def __bool__(self) -> bool:
@@ -76,7 +77,7 @@ class EvaluationOptions:
 
 @dataclass
 class Run:
-    """A training, with the metrics of one way of evaluating it."""
+    """A training, with its metrics for one set of evaluation options."""
 
     id: str
     """Id of the training's MLflow run."""
@@ -103,17 +104,17 @@ class Run:
 
     @property
     def repeat(self) -> str:
-        """The seed, with the fold if there are folds: by it two rows are paired."""
+        """Seed and fold as text, by which the runs of two rows are paired."""
         seed = self.seed or self.id
         return f"{seed} of fold {self.fold}" if self.fold else seed
 
 
 @dataclass
 class Row:
-    """Runs that differ in their seed or fold alone, evaluated alike."""
+    """Runs that differ only in seed or fold, with the same evaluation options."""
 
     model: str
-    """Name in the registry."""
+    """Name of the model in the registry."""
     options: EvaluationOptions = field(default_factory=EvaluationOptions)
     """Options of the evaluation."""
     runs: list[Run] = field(default_factory=list)
@@ -138,16 +139,14 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The name, after the model's name if it does not begin with that."""
-        return (
-            self.name
-            if self.name.startswith(self.model)
-            else f"{self.model}: {self.name}"
-        )
+        """The name, prefixed by the model's name unless it begins with the model's."""
+        if self.name.startswith(self.model):
+            return self.name
+        return f"{self.model}: {self.name}"
 
     @property
     def beam(self) -> int:
-        """Beams of the evaluation; 0 if unknown or if other options differ too."""
+        """Beam size of the evaluation; 0 if unknown or if other options differ too."""
         if self.options.fresh_log or self.options.names not in ([], ["beam"]):
             return 0
         beam = dict(self.options.values).get("beam")
@@ -164,13 +163,13 @@ class Row:
         }
 
     def values(self, metric: str) -> list[float]:
-        """Return the metric of each run that has it."""
+        """Return the values of a metric, without runs that lack the metric."""
         return [run.metrics[metric] for run in self.runs if metric in run.metrics]
 
     def by_seed(self, metric: str) -> dict[str, float]:
-        """Return the metric of the newest run of each seed, and of each fold if there are folds.
+        """Return the values of a metric by seed and fold, each of the newest run.
 
-        Runs without a seed, such as timings, count one by one.
+        A run without a seed, such as a timing, has its id as the key.
         """
         return {
             run.repeat: run.metrics[metric]
@@ -179,18 +178,18 @@ class Row:
         }
 
     def mean(self, metric: str) -> float:
-        """Return the mean over seeds and folds, or NaN."""
+        """Return the mean of a metric over seeds and folds; NaN if no run has it."""
         values = self.by_seed(metric).values()
         return statistics.fmean(values) if values else math.nan
 
     def deviation(self, metric: str) -> float:
-        """Return the sample standard deviation over seeds and folds, or NaN for one value."""
+        """Return the sample standard deviation over seeds and folds; NaN for one."""
         values = self.by_seed(metric).values()
         return statistics.stdev(values) if len(values) > 1 else math.nan
 
     @property
     def log(self) -> tuple[str, ...]:
-        """Experiment, items, sequences and task; rows of different ones do not compare."""
+        """Key that comparable rows share: experiment, hashes of tables, and task."""
         tables = [
             self.params.get(f"table.{name}", "") for name in ("items", "sequences")
         ]
@@ -198,73 +197,83 @@ class Row:
 
     @property
     def task(self) -> tuple[str, str]:
-        """The fresh log of the evaluation, and the items that it ranks."""
+        """Hash of the fresh log of the evaluation, and its ranking."""
         return self.options.fresh_log, self.ranking
 
     @property
     def ranking(self) -> str:
-        """Which items the evaluation ranks."""
+        """Name of the evaluation's ranking, `ALL_ITEMS` or `KNOWN_LEFT_OUT`."""
         return KNOWN_LEFT_OUT if self.options.unseen else ALL_ITEMS
 
     @property
     def place(self) -> str:
-        """The experiment, with the folder of semantic IDs."""
+        """The experiment, with the folder of semantic IDs if the model has them."""
         if "table.trie" in self.params:
             return f"{self.experiment}, {self.runs[0].sids}"
         return self.experiment
 
     def describe_training_difference(self, other: Row) -> str:
-        """Return the difference to another row's training in steps, batch, seeds and folds.
+        """Return in which of steps, batch size, seeds and folds two trainings differ.
 
-        It is empty beside a model that is not trained by steps.
+        Returns:
+            Text such as "steps 1,000 / 2,000; batch 64 / 128", or an empty text if the
+            trainings are equal or one of the models is not trained by steps.
         """
         if not (self.is_trained_by_steps() and other.is_trained_by_steps()):
             return ""
-        pairs = zip(
-            ("steps", "batch", "seeds", "folds"),
-            self.describe_training(),
-            other.describe_training(),
-            strict=True,
-        )
+        other_training = other.describe_training()
         return "; ".join(
-            f"{name} {mine} / {theirs}"
-            for name, mine, theirs in pairs
-            if mine != theirs and mine and theirs
+            f"{name} {value} / {other_training[name]}"
+            for name, value in self.describe_training().items()
+            if value and other_training[name] not in ("", value)
         )
 
     def is_trained_by_steps(self) -> bool:
-        """Return whether the model is trained by gradient steps, or unknown."""
+        """Return whether the model is trained by gradient steps.
+
+        A model that this version does not have is taken as one that is.
+        """
         if self.model not in registry.MODELS:
             return True
         return registry.find(self.model).trains_by_gradient
 
     @property
     def folds(self) -> list[str]:
-        """Numbers of the folds, ascending; none for tables without folds."""
+        """Numbers of the folds in ascending order; [] for tables without folds."""
         return sorted({run.fold for run in self.runs if run.fold}, key=int)
 
-    def describe_training(self) -> tuple[str, str, str, str]:
-        """Return steps, batch size, seeds and folds as texts, empty where unknown."""
+    def describe_training(self) -> dict[str, str]:
+        """Return steps, batch size, seeds and folds as text, empty if unknown."""
         steps = self.mean("train/steps")
-        seeds = ", ".join(sorted({run.seed for run in self.runs}))
-        batch = self.params.get("fit.batch_size", "")
-        folds = ", ".join(self.folds)
-        return "" if math.isnan(steps) else f"{steps:,.0f}", batch, seeds, folds
+        return {
+            "steps": "" if math.isnan(steps) else f"{steps:,.0f}",
+            "batch": self.params.get("fit.batch_size", ""),
+            "seeds": ", ".join(sorted({run.seed for run in self.runs})),
+            "folds": ", ".join(self.folds),
+        }
 
     def identity(self, without: Collection[str] = ()) -> tuple[Any, ...]:
-        """Return the key of a row, without some of its params."""
+        """Return a key that is equal for rows of the same log, model and params.
+
+        Args:
+            without: Names of params in which the rows may differ.
+        """
         params = [item for item in self.params.items() if item[0] not in without]
         return *self.log, self.model, self.options, *sorted(params)
 
 
 def shared_name(first: str, second: str) -> str:
-    """Return the common prefix of two names: `tiger*` for two seeds."""
+    """Return the common prefix of two run names with `*` appended.
+
+    A suffix such as `-seed` is removed: `tiger-seed1` and `tiger-seed2` give `tiger*`.
+    Equal names are returned unchanged.
+    """
     if first == second:
         return first
-    common = Path(first.rstrip("*")).name
-    while not second.startswith(common):
-        common = common[:-1]
-    return f"{SEED_SUFFIX.sub('', common)}*"
+    prefix = Path(first.rstrip("*")).name
+    while not second.startswith(prefix):
+        prefix = prefix[:-1]
+    return f"{SEED_SUFFIX.sub('', prefix)}*"
 
 
 @dataclass
@@ -276,14 +285,14 @@ class Comparison:
     rows: list[Row]
     """Rows, best first by the metric on test, then on val."""
     metric: str
-    """The metric that rows are compared by."""
+    """Metric that sorts the rows, without its split."""
     teachers: list[Row] = field(default_factory=list)
     """Rows of the teachers of a sweep's trials."""
 
     def history(self, run: Run, metric: str) -> list[tuple[float, float]]:
-        """Return the (step, value) points of a run's metric in order of the steps."""
+        """Return the history of a run's metric as (step, value), in order of steps."""
         points = connect_once(run.uri).get_metric_history(
-            run.id, tracking.metric_name(metric)
+            run.id, tracking.to_mlflow_name(metric)
         )
         return sorted((point.step, point.value) for point in points)
 
@@ -295,7 +304,7 @@ class Comparison:
 
 @lru_cache
 def connect_once(uri: str) -> MlflowClient:
-    """Return the client that all runs of a store share."""
+    """Return the MLflow client of a store; connect on the first call only."""
     return tracking.connect(uri)
 
 
@@ -308,7 +317,10 @@ def lower_is_better(metric: str) -> bool:
 
 
 def repeat_share(rows: Sequence[Row]) -> float:
-    """Return the share of test requests for an item of the history, NaN if not measured."""
+    """Return the share of test requests for an item of the history.
+
+    It is NaN if it was not measured on the log of the training.
+    """
     for row in rows:
         requests = row.mean("test/examples")
         first = row.mean("test/first/examples")
@@ -318,7 +330,11 @@ def repeat_share(rows: Sequence[Row]) -> float:
 
 
 def leading_ranking(rows: Sequence[Row]) -> str:
-    """Return the ranking that fits the log: all items where users come back to items."""
+    """Return the ranking that fits the log.
+
+    Known items are left out if fewer than `REPEATS` of the test requests are for an
+    item of the user's history.
+    """
     return KNOWN_LEFT_OUT if repeat_share(rows) < REPEATS else ALL_ITEMS
 
 

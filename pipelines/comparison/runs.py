@@ -1,10 +1,10 @@
-"""Select the MLflow runs of a comparison: of experiments, of a sweep, or named one by one.
+"""Select the MLflow runs of a comparison: of experiments, of a sweep, or by name.
 
     selection = select(uri, ["retrieval/DATASET"])
 
-An experiment shows each sweep as the best settings with all their seeds, and leaves
-smoke sweeps out; a sweep asked for by name shows all its trials. An experiment with
-nothing but a sweep whose best trial is unknown, as while it runs, shows all trials too.
+Of each sweep in an experiment only the best settings are selected, with all their
+seeds; smoke sweeps are left out. All trials are selected if the sweep is named, or if
+the experiment has nothing else, as while its first sweep runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 @dataclass
 class Selection:
-    """The runs of a comparison, oldest first."""
+    """MLflow runs of a comparison, oldest first."""
 
     uri: str
     """Tracking URI."""
@@ -40,7 +40,7 @@ class Selection:
     experiments: dict[str, str]
     """Names of the experiments by id."""
     sweep: Any = None
-    """MLflow run of the sweep whose trials are compared."""
+    """MLflow run of the sweep whose trials are compared, or None."""
     notes: list[str] = field(default_factory=list)
     """Notes on runs that were left out."""
     teachers: list[Any] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Selection:
 
     @property
     def client(self) -> MlflowClient:
-        """A client of the store."""
+        """MLflow client of the store."""
         return tracking.connect(self.uri)
 
 
@@ -63,76 +63,88 @@ def select(
     """Select the trainings of experiments, the trials of a sweep, or single runs.
 
     Args:
-        uri: tracking URI.
-        experiments: names of the experiments to search; by default all.
-        sweep: name or run id of a sweep.
-        runs: names or ids of runs.
+        uri: Tracking URI.
+        experiments: Names of the experiments to search; empty for all.
+        sweep: Name or run id of the sweep whose trials are selected.
+        runs: Names or ids of the selected runs, if no sweep is given.
 
     Raises:
-        UserError: if a name is not in the store, or nothing is left to compare.
+        UserError: If a name is not in the store, or there is nothing to compare.
     """
     client = tracking.connect(uri)
     names = find_experiments(client, uri, experiments)
-    found = search_runs(client, list(names))
-    tracking.end_dead(client, found)
+    all_runs = search_runs(client, list(names))
+    tracking.end_dead_runs(client, all_runs)
     if sweep:
-        selection = select_sweep(uri, names, found, sweep)
+        selection = select_sweep(uri, names, all_runs, sweep)
     elif runs:
-        selection = select_named(uri, names, found, runs)
+        selection = select_named(uri, names, all_runs, runs)
     else:
-        selection = select_trainings(uri, names, found, ", ".join(experiments))
-    selection.evaluations = group_evaluations(found)
+        selection = select_trainings(uri, names, all_runs, ", ".join(experiments))
+    selection.evaluations = group_evaluations(all_runs)
     return selection
 
 
 def find_experiments(
     client: MlflowClient, uri: str, names: Sequence[str]
 ) -> dict[str, str]:
-    """Return the names of the given experiments by id; of all without names.
+    """Return the names of experiments by id.
+
+    Args:
+        client: MLflow client of the store.
+        uri: Tracking URI, for messages.
+        names: Names of the experiments; empty for all.
 
     Raises:
-        UserError: if an experiment is not in the store, or deleted.
+        UserError: If an experiment is not in the store, or deleted.
     """
-    ids = {e.name: str(e.experiment_id) for e in client.search_experiments()}
+    ids = {
+        experiment.name: str(experiment.experiment_id)
+        for experiment in client.search_experiments()
+    }
     for name in names:
         if name in ids:
             continue
         if client.get_experiment_by_name(name):  # MLflow finds deleted experiments too
             raise UserError(
                 f"the experiment '{name}' is deleted at {uri}; restore it with mlflow "
-                f"experiments restore"
+                "experiments restore"
             )
-        raise UserError(tracking.unknown("experiment", name, uri, ids))
+        raise UserError(tracking.describe_unknown("experiment", name, uri, ids))
     return {ids[name]: name for name in names or ids}
 
 
 def select_sweep(
     uri: str, experiments: dict[str, str], runs: Sequence[Any], name: str
 ) -> Selection:
-    """Select the trials of a sweep and the trainings that taught them."""
+    """Select the trials of a sweep, with the trainings of their teachers.
+
+    Args:
+        uri: Tracking URI.
+        experiments: Names of the experiments by id.
+        runs: All runs of the experiments.
+        name: Name or run id of the sweep.
+    """
     sweep = find_run([run for run in runs if is_sweep(run)], name, "sweep", uri)
+    trainings = filter_trainings(runs)
     trials = [
-        run
-        for run in trainings(runs)
-        if run.data.tags.get(PARENT_TAG) == sweep.info.run_id
+        run for run in trainings if run.data.tags.get(PARENT_TAG) == sweep.info.run_id
     ]
     if not trials:
         raise UserError(
             f"the sweep '{name}' at {uri} has no trials yet; start it with jobs.sweep"
         )
-    taught = {run.data.params.get("model.teacher_hash") for run in trials} - {None}
+    hashes = {run.data.params.get("model.teacher_hash") for run in trials} - {None}
     teachers = [
-        run
-        for run in trainings(runs)
-        if run.data.tags.get(tracking.WEIGHTS_TAG) in taught
+        run for run in trainings if run.data.tags.get(tracking.WEIGHTS_TAG) in hashes
     ]
     experiment = experiments[sweep.info.experiment_id]
     return Selection(
-        uri,
-        f"{experiment}: {sweep.info.run_name}",
-        trials,
-        experiments,
-        sweep,
+        uri=uri,
+        title=f"{experiment}: {sweep.info.run_name}",
+        runs=trials,
+        experiments=experiments,
+        sweep=sweep,
         notes=describe_incomplete(sweep),
         teachers=teachers,
     )
@@ -141,43 +153,62 @@ def select_sweep(
 def select_named(
     uri: str, experiments: dict[str, str], runs: Sequence[Any], names: Sequence[str]
 ) -> Selection:
-    """Select single trainings by name or id."""
-    chosen = [find_run(trainings(runs), name, "run", uri) for name in names]
-    title = ", ".join(run.info.run_name for run in chosen)
-    if len(chosen) > 3:
-        homes = dict.fromkeys(experiments[run.info.experiment_id] for run in chosen)
-        title = f"{', '.join(homes)}: {pluralize(len(chosen), 'run')}"
-    return Selection(uri, title, chosen, experiments)
+    """Select single trainings by name or id.
+
+    Args:
+        uri: Tracking URI.
+        experiments: Names of the experiments by id.
+        runs: All runs of the experiments.
+        names: Names or ids of the selected runs.
+    """
+    trainings = filter_trainings(runs)
+    selected = [find_run(trainings, name, "run", uri) for name in names]
+    title = ", ".join(run.info.run_name for run in selected)
+    if len(selected) > 3:
+        parents = dict.fromkeys(experiments[run.info.experiment_id] for run in selected)
+        title = f"{', '.join(parents)}: {pluralize(len(selected), 'run')}"
+    return Selection(uri, title, selected, experiments)
 
 
 def select_trainings(
     uri: str, experiments: dict[str, str], runs: Sequence[Any], title: str
 ) -> Selection:
-    """Select the trainings of experiments, with the best settings of each sweep."""
+    """Select the trainings of experiments, with the best settings of each sweep.
+
+    Args:
+        uri: Tracking URI.
+        experiments: Names of the experiments by id.
+        runs: All runs of the experiments.
+        title: Names of the experiments for the heading; empty for all.
+    """
     title = title or "all experiments"
-    smoke = {
+    smoke_sweeps = {
         run.info.run_id: run.info.run_name
         for run in runs
         if tracking.SMOKE_TAG in run.data.tags
     }
-    chosen = [
-        run for run in trainings(runs) if run.data.tags.get(PARENT_TAG) not in smoke
+    trainings = [
+        run
+        for run in filter_trainings(runs)
+        if run.data.tags.get(PARENT_TAG) not in smoke_sweeps
     ]
-    sweeps = [run for run in runs if is_sweep(run) and run.info.run_id not in smoke]
-    best, notes = keep_best_trials(chosen, sweeps, runs)
-    if chosen and not best:
-        best = chosen
+    sweeps = [run for run in runs if is_sweep(run)]
+    sweeps = [run for run in sweeps if run.info.run_id not in smoke_sweeps]
+    selected, notes = keep_best_trials(trainings, sweeps, runs)
+    if trainings and not selected:
+        selected = trainings
         notes = ["the best settings are not known yet: all trials of sweeps are here"]
     notes += [
         f"{name}: a smoke sweep, left out; its trials: --sweep {name}"
-        for name in smoke.values()
+        for name in smoke_sweeps.values()
     ]
-    if not best:
-        told = "".join(f"; {note}" for note in notes)
+    if not selected:
+        details = "".join(f"; {note}" for note in notes)
         raise UserError(
-            f"the experiment '{title}' at {uri} has no runs; train one with jobs.train{told}"
+            f"the experiment '{title}' at {uri} has no runs; train one with jobs.train"
+            f"{details}"
         )
-    return Selection(uri, title, best, experiments, notes=notes)
+    return Selection(uri, title, selected, experiments, notes=notes)
 
 
 def search_runs(client: MlflowClient, experiment_ids: list[str]) -> list[Any]:
@@ -196,8 +227,8 @@ def search_runs(client: MlflowClient, experiment_ids: list[str]) -> list[Any]:
             return runs
 
 
-def trainings(runs: Sequence[Any]) -> list[Any]:
-    """Return the runs of trainings and trials, without sweeps, evaluations and pages."""
+def filter_trainings(runs: Sequence[Any]) -> list[Any]:
+    """Return the runs of trainings, trials included, among all MLflow runs."""
     return [
         run for run in runs if "model.name" in run.data.params and not is_sweep(run)
     ]
@@ -211,15 +242,15 @@ def is_sweep(run: Any) -> bool:
 def keep_best_trials(
     runs: Sequence[Any], sweeps: Sequence[Any], all_runs: Sequence[Any]
 ) -> tuple[list[Any], list[str]]:
-    """Leave out the trials of sweeps, except for the best settings with all their seeds.
+    """Drop the trials of sweeps, except for the best settings with all their seeds.
 
     Args:
-        runs: trainings and trials.
-        sweeps: the sweeps.
-        all_runs: all runs of the experiments, with the best trial of each sweep.
+        runs: Trainings and trials.
+        sweeps: Runs of the sweeps.
+        all_runs: All runs of the experiments, with the best trial of each sweep.
 
     Returns:
-        The runs that are left, and a note per sweep.
+        The remaining runs, and notes on dropped trials and incomplete sweeps.
     """
     by_id = {run.info.run_id: run for run in all_runs}
     best_settings = {
@@ -228,8 +259,8 @@ def keep_best_trials(
         )
         for sweep in sweeps
     }
-    kept = []
-    num_trials, num_kept = Counter[str](), Counter[str]()
+    selected = []
+    num_trials, num_selected = Counter[str](), Counter[str]()
     for run in runs:
         sweep_id = run.data.tags.get(PARENT_TAG)
         if sweep_id in best_settings:
@@ -237,68 +268,75 @@ def keep_best_trials(
             settings = best_settings[sweep_id]
             if settings is None or read_settings(run) != settings:
                 continue
-            num_kept[sweep_id] += 1
-        kept.append(run)
+            num_selected[sweep_id] += 1
+        selected.append(run)
     notes = []
     for sweep in sweeps:
-        count, total = num_kept[sweep.info.run_id], num_trials[sweep.info.run_id]
+        count, total = num_selected[sweep.info.run_id], num_trials[sweep.info.run_id]
         notes += describe_incomplete(sweep)
         if count < total:
             notes.append(describe_left_out(sweep.info.run_name, count, total))
-    return kept, notes
+    return selected, notes
 
 
 def describe_left_out(sweep: str, count: int, total: int) -> str:
     """Return a note that `count` of the `total` trials of a sweep are compared."""
-    what = f"the {count} of the best settings are here"
+    compared = f"the {count} of the best settings are here"
     if count == 0:
-        what = "none is here"
+        compared = "none is here"
     if count == 1:
-        what = "the best is here"
+        compared = "the best is here"
     return (
-        f"{sweep}: of its {pluralize(total, 'trial')} {what}; all of them: "
+        f"{sweep}: of its {pluralize(total, 'trial')} {compared}; all of them: "
         f"--sweep {sweep}"
     )
 
 
 def describe_incomplete(sweep: Any) -> list[str]:
-    """Return a note that a sweep has trials without a result, or nothing."""
+    """Return a note on the trials of a sweep that have no result.
+
+    The list is empty if all trials have a result.
+    """
     incomplete = sweep.data.tags.get(tracking.INCOMPLETE_TAG)
     if not incomplete:
         return []
     return [
         f"{sweep.info.run_name}: {incomplete}, so its best is of an incomplete grid; "
-        f"the sweep's line again does what failed"
+        "the sweep's command again runs them"
     ]
 
 
 def read_settings(trial: Any) -> str | None:
-    """Return a trial's values of the sweep's axes, without the seed, as text."""
+    """Return the sweep's axes with a trial's values as text, without the seed.
+
+    None has no settings.
+    """
     if trial is None:
         return None
     point: Mapping[str, Any] = json.loads(trial.data.tags[tracking.POINT_TAG])
-    return tracking.settings_of(dict(point))
+    return tracking.settings_key(dict(point))
 
 
-def find_run(runs: Sequence[Any], name: str, what: str, uri: str) -> Any:
-    """Return the one run with this id or name.
+def find_run(runs: Sequence[Any], name: str, kind: str, uri: str) -> Any:
+    """Return the run with an id or name.
 
     Args:
-        runs: runs to search.
-        name: id or name.
-        what: `run` or `sweep`, for messages.
-        uri: tracking URI, for messages.
+        runs: Runs to search.
+        name: Id or name.
+        kind: `run` or `sweep`, for messages.
+        uri: Tracking URI, for messages.
 
     Raises:
-        UserError: if there is no such run, or several.
+        UserError: If no run has the id or name, or if several runs have the name.
     """
     matches = [run for run in runs if name in (run.info.run_id, run.info.run_name)]
     if len(matches) > 1:
         ids = ", ".join(run.info.run_id for run in matches)
         raise UserError(
-            f"{len(matches)} {what}s at {uri} are called '{name}'; give the id of one: {ids}"
+            f"{len(matches)} {kind}s at {uri} are called '{name}'; give the id of one: "
+            f"{ids}"
         )
     if not matches:
         names = [run.info.run_name for run in runs]
-        raise UserError(tracking.unknown(what, name, uri, names))
+        raise UserError(tracking.describe_unknown(kind, name, uri, names))
     return matches[0]

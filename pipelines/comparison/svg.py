@@ -1,11 +1,12 @@
-"""Render figures as SVG that fits a page of either colour scheme and shows values on hover.
+"""Render figures as SVG for light and dark pages, with values shown on hover.
 
     with plot_style():
-        plot = render(Drawing("pareto", "Accuracy against speed", caption, figure,
-        hover))
+        drawing = Drawing("pareto", "Accuracy against speed", caption, figure, hover)
+        plot = render(drawing)
 
-The colours of text and ground are placeholders, which the SVG names `currentColor` and
-`var(--page)`, so the page decides. A title of a marker is shown by browsers on hover.
+Figures are drawn in placeholder colours, which become `currentColor` and `var(--page)`
+in the SVG, so that the page sets its colours. Browsers show the title of a marker on
+hover.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 INK, PAGE = "#010203", "#040506"
-"""Placeholders of the page's colours of text and ground."""
+"""Placeholders for the page's colours of text and background."""
 
 STYLE: Any = {
     "text.color": INK,
@@ -51,7 +52,7 @@ STYLE: Any = {
 """Matplotlib's settings while a figure is drawn and rendered."""
 
 SVG_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
-"""Metadata that would differ from run to run."""
+"""Metadata to leave out, as it would differ between calls."""
 
 
 @dataclass
@@ -59,11 +60,11 @@ class Drawing:
     """A figure that is not rendered yet."""
 
     name: str
-    """Short name, which becomes its anchor in the page."""
+    """Short name, which becomes the anchor in the page."""
     title: str
     """Heading."""
     caption: str
-    """What the figure shows."""
+    """Explanation of the figure."""
     figure: Figure
     """The figure."""
     hover: dict[str, list[str]] = field(default_factory=dict)
@@ -75,20 +76,20 @@ class Plot:
     """A rendered figure."""
 
     name: str
-    """Short name, which is also its anchor in the page."""
+    """Short name, which is also the anchor in the page."""
     title: str
     """Heading."""
     caption: str
-    """What the figure shows."""
+    """Explanation of the figure."""
     svg: str
     """The figure as an `<svg>` element."""
 
     def to_file(self) -> str:
-        """Return the content of an SVG file, dark on white and without hover."""
+        """Return the content of an SVG file, dark on white and without hover texts."""
         svg = re.sub(r"><title>[^<]*</title></use>", "/>", self.svg)
         svg = svg.replace("currentColor", "#1c1e21")
-        head, _, rest = svg.replace("var(--page)", "#ffffff").partition(" ")
-        return f'{head} xmlns="http://www.w3.org/2000/svg" {rest}'
+        tag, _, attributes = svg.replace("var(--page)", "#ffffff").partition(" ")
+        return f'{tag} xmlns="http://www.w3.org/2000/svg" {attributes}'
 
 
 def plot_style() -> Any:
@@ -97,21 +98,39 @@ def plot_style() -> Any:
 
 
 def add_hover(hover: dict[str, list[str]], line: Line2D, texts: Sequence[str]) -> None:
-    """Register the texts that a line's markers show on hover."""
+    """Register the texts that a line's markers show on hover.
+
+    Args:
+        hover: Texts by group id, to which the line is added.
+        line: The line, which gets a group id.
+        texts: A text for each marker, in order.
+    """
     group = f"hover{len(hover)}"
     line.set_gid(group)
     hover[group] = list(texts)
 
 
 def render(drawing: Drawing, prefix: str = "") -> Plot:
-    """Render a drawing; `prefix` keeps ids apart where several pages are one."""
+    """Render a drawing as SVG.
+
+    Args:
+        drawing: The drawing.
+        prefix: Prefix of the name, which distinguishes the drawings of several
+            comparisons on one page.
+    """
     name = f"{prefix}{drawing.name}"
     svg = to_svg(drawing.figure, name, drawing.hover)
     return Plot(name, drawing.title, drawing.caption, svg)
 
 
 def to_svg(figure: Figure, name: str, hover: dict[str, list[str]] | None = None) -> str:
-    """Return a figure as an `<svg>` element whose ids begin with `name`."""
+    """Return a figure as an `<svg>` element.
+
+    Args:
+        figure: The figure, drawn with `plot_style`.
+        name: Prefix of all ids in the element, unique on the page.
+        hover: Texts by group id (`add_hover`).
+    """
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata=SVG_METADATA)
@@ -128,7 +147,13 @@ def to_svg(figure: Figure, name: str, hover: dict[str, list[str]] | None = None)
 
 
 def add_titles(svg: str, group: str, texts: Sequence[str]) -> str:
-    """Return the SVG with a title in each marker of a group, in the order of `texts`."""
+    """Return an SVG with titles added to the markers of one group.
+
+    Args:
+        svg: The SVG.
+        group: Id of the group.
+        texts: A title for each marker, in order.
+    """
     begin = svg.index(f'<g id="{group}">')
     end = svg.find('<g id="', begin + 1)
     titles: Iterator[str] = iter(texts)
@@ -141,5 +166,8 @@ def add_titles(svg: str, group: str, texts: Sequence[str]) -> str:
 
 
 def to_label(name: str) -> str:
-    """Return a name as a legend shows it; legends leave out names that begin with `_`."""
+    """Return a name as a label of a legend.
+
+    Matplotlib leaves out labels that begin with `_`, so a space is put before it.
+    """
     return f" {name}" if name.startswith("_") else name

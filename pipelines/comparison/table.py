@@ -1,6 +1,7 @@
 """A table of a comparison as text for the terminal, as Markdown, and as HTML.
 
-print(Table("retrieval/x", ["model", "test/ndcg@10"], [["sasrec", "0.0662"]]).text())
+table = Table("retrieval/x", ["model", "test/ndcg@10"], [["sasrec", "0.0662"]])
+print(table.text())
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from dataclasses import dataclass, field
 from html import escape
 
 NBSP = "\u00a0"
-"""A space at which no line is broken."""
+"""No-break space."""
 
 
 def percent(change: float | None) -> str:
-    """Format a relative change; None is empty, and NaN is `-`."""
+    """Format a relative change as `+1.5%`; None gives an empty text, and NaN `-`.
+
+    Changes below 1% have two decimals.
+    """
     if change is None:
         return ""
     if math.isnan(change):
@@ -25,7 +29,7 @@ def percent(change: float | None) -> str:
 
 @dataclass
 class Table:
-    """Cells with a title, a header and notes."""
+    """A table of text cells with a title, a header and notes."""
 
     title: str
     """Heading."""
@@ -34,10 +38,10 @@ class Table:
     cells: list[list[str]]
     """Rows of cells."""
     notes: list[str] = field(default_factory=list)
-    """Lines below the table."""
+    """Notes below the table."""
     num_words: int = 2
-    """Number of leading columns that hold words, aligned left; the others hold
-    numbers."""
+    """Number of leading columns with words, which are aligned left; the columns after
+    them have numbers and are aligned right."""
 
     def text(self) -> str:
         """Render the table for the terminal, with aligned columns."""
@@ -79,19 +83,19 @@ class Table:
         )
 
     def _html_row(self, cells: Iterable[str], tag: str) -> str:
-        """Return cells, given as HTML, as a row."""
+        """Return a row of HTML cells as HTML; `tag` is `th` or `td`."""
         row = "<tr>"
         for column, cell in enumerate(cells):
-            kind = "" if column < self.num_words else " class=number"
-            row += f"<{tag}{kind}>{cell}"
+            attribute = "" if column < self.num_words else " class=number"
+            row += f"<{tag}{attribute}>{cell}"
         return row
 
 
 def break_header(name: str) -> str:
-    """Return the name of a column as HTML whose lines may break after slashes."""
+    """Return the name of a column as HTML that can be broken after slashes."""
     return escape(name).replace("/", "/<wbr>")
 
 
 def break_cell(cell: str) -> str:
-    """Return a cell as HTML whose lines break before a deviation, not within it."""
+    """Return a cell as HTML that can be broken before `±` but not after it."""
     return escape(cell).replace(" ± ", f" ±{NBSP}")

@@ -1,6 +1,7 @@
-"""The tables of a comparison: verdicts, runs, seed by seed, on the same users, task by task.
+"""Build the tables of a comparison: verdicts, runs, paired tests, tasks and costs.
 
-for table in tables(compare(select(uri, ["retrieval/DATASET"]))): print(table.text())
+for table in tables(compare(select(uri, ["retrieval/DATASET"]))):
+    print(table.text())
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TASK_ENTROPY = re.compile(r"test/(?!mean/|with_position/)\w+/normalised_entropy"
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Return all tables of a comparison, without empty ones; verdicts come first."""
+    """Return all tables of a comparison that are not empty, with verdicts first."""
     return [
         *floor_tables(comparison),
         runs_table(comparison),
@@ -89,7 +90,12 @@ def name_row(row: Row, rows: Sequence[Row]) -> str:
 
 
 def describe_columns(comparison: Comparison, is_measured: bool) -> list[str]:
-    """Return notes that explain the columns of the table of runs."""
+    """Return notes that explain the columns of the table of runs.
+
+    Args:
+        comparison: The rows.
+        is_measured: Whether the table has columns of metrics.
+    """
     rows, notes = comparison.rows, []
     ranks_candidates = comparison.metric.endswith(("auc", "entropy", "rig", "loss"))
     ranked = "each ranked over the full catalogue"
@@ -110,21 +116,21 @@ def describe_columns(comparison: Comparison, is_measured: bool) -> list[str]:
         notes.append("±: sample standard deviation over the seeds of a row.")
     if any(len(row.folds) > 1 for row in rows):
         notes.append(
-            "folds: windows of time (fit.fold) that a row is the mean over, each with its own "
-            "training; ± is over the folds too."
+            "folds: windows of time (fit.fold) that a row is the mean over, each with "
+            "its own training; ± is over the folds too."
         )
     return notes
 
 
 def describe_rows(rows: Sequence[Row]) -> list[str]:
-    """Return notes on single rows: diagnostics, settings, trainings that are not done."""
+    """Return notes on single rows: diagnostics, settings and unfinished trainings."""
     notes = []
     for row in rows:
         if row.model in registry.MODELS and registry.find(row.model).is_diagnostic:
             notes.append(
-                f"{row.name}: results in the order that the log showed, a diagnostic of "
-                "the log. A position is unknown when a search is ranked, so this is no "
-                "floor, and it is never the best model."
+                f"{row.name}: results in the order that the log showed, a diagnostic "
+                "of the log. A position is unknown when a search is ranked, so this is "
+                "no floor, and it is never the best model."
             )
     for row in rows:
         if row.options:
@@ -141,30 +147,30 @@ def describe_rows(rows: Sequence[Row]) -> list[str]:
 
 
 def describe_training(row: Row) -> list[str]:
-    """Return notes on a training that ended early or used a part of its examples.
+    """Return notes on a training that is too short or uses only some of its examples.
 
-    A training ended early if its last epoch is the best one; early stopping is no such
-    end.
+    A training is too short if it ran all of `fit.max_epochs` and the last epoch is the
+    best.
     """
     best, last = row.mean("val/epoch"), row.mean("epoch")
     notes = []
     if best == last and str(row.params.get("fit.max_epochs")) == f"{last:.0f}":
         epochs = pluralize(int(last), "epoch")
         notes.append(
-            f"{row.name}: not trained to its end, the last of its {epochs} is the best; "
-            f"a larger fit.max_epochs may be better"
+            f"{row.name}: not trained to its end, the last of its {epochs} is the "
+            "best; a larger fit.max_epochs may be better"
         )
     examples = row.params.get("fit.train_examples", "0")
     if examples not in ("0", ""):
         notes.append(
             f"{row.name}: trained on {int(examples):,} of its training examples alone "
-            f"(fit.train_examples)"
+            "(fit.train_examples)"
         )
     return notes
 
 
 def exposure_tables(comparison: Comparison) -> list[Table]:
-    """Return the table of coverage, novelty and Gini index, if they are measured."""
+    """Return the table of coverage, novelty and Gini index, or [] if unmeasured."""
     measured = {name for row in comparison.rows for name in row.measured()}
     metrics = [name for name in EXPOSURE_METRICS if name in measured]
     rows = [row for row in comparison.rows if any(row.values(name) for name in metrics)]
@@ -175,8 +181,8 @@ def exposure_tables(comparison: Comparison) -> list[Table]:
         for row in rows
     ]
     note = (
-        "coverage: share of the catalogue in the top 10 of a request; new_items: share of "
-        "recommended items without an event in training; gini: 0 if all items are "
+        "coverage: share of the catalogue in the top 10 of a request; new_items: share "
+        "of recommended items without an event in training; gini: 0 if all items are "
         "recommended equally often."
     )
     return [Table("Recommended items", ["model", "run", *metrics], cells, [note])]
@@ -206,8 +212,10 @@ def costs_table(comparison: Comparison) -> Table:
 def best_table(comparisons: Sequence[Comparison]) -> Table | None:
     """Return the best settings of each model by validation, over several comparisons.
 
-    A `*` marks the best model of each experiment. The result is None if no model has
-    more than one row and there is one comparison alone.
+    A `*` marks the best model of each experiment.
+
+    Returns:
+        The table, or None for a single comparison with one row per model.
     """
     cells = []
     for comparison in comparisons:
@@ -221,88 +229,103 @@ def best_table(comparisons: Sequence[Comparison]) -> Table | None:
 
 
 def best_cells(comparison: Comparison) -> list[list[str]]:
-    """Return a row of cells for each model of a comparison."""
-    name = comparison.metric
+    """Return the table cells of the best settings, one list per model."""
+    metric = comparison.metric
     rows = [
         row
         for row in comparison.rows
-        if not row.options and math.isfinite(row.mean(f"val/{name}"))
+        if not row.options and math.isfinite(row.mean(f"val/{metric}"))
     ]
-    rows.sort(key=lambda row: comparison.sign * row.mean(f"val/{name}"))
+    rows.sort(key=lambda row: comparison.sign * row.mean(f"val/{metric}"))
     best_of_experiment: dict[str, Row] = {}
     by_model: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         best_of_experiment.setdefault(row.experiment, row)
         by_model.setdefault((row.experiment, row.model), []).append(row)
     cells = []
-    for (experiment, model), (best, *others) in by_model.items():
+    for (experiment, model), model_rows in by_model.items():
+        best = model_rows[0]
         star = " *" if best is best_of_experiment[experiment] else ""
-        values = [format_mean(best, f"{split}/{name}") for split in ("val", "test")]
-        tried = str(1 + len(others))
-        cells.append([experiment, model + star, best.name, tried, name, *values])
+        values = [format_mean(best, f"{split}/{metric}") for split in ("val", "test")]
+        num_settings = str(len(model_rows))
+        cells.append(
+            [experiment, model + star, best.name, num_settings, metric, *values]
+        )
     return cells
 
 
 def paired_tables(comparison: Comparison) -> list[Table]:
-    """Compare rows with several seeds with the best row of their log, seed by seed."""
-    name = f"test/{comparison.metric}"
-    best: dict[tuple[str, ...], Row] = {}
+    """Return the paired test over seeds of each row against the best row of its log.
+
+    Rows with one seed are left out; the list is empty if no row remains.
+    """
+    metric = f"test/{comparison.metric}"
+    best_by_log: dict[tuple[str, ...], Row] = {}
     cells = []
     for row in comparison.rows:
-        if len(row.by_seed(name)) < 2:
+        if len(row.by_seed(metric)) < 2:
             continue
-        first = best.setdefault(row.log, row)
-        if first is not row:
-            cells += to_paired_cells(row, first, name)
+        best = best_by_log.setdefault(row.log, row)
+        if best is not row:
+            cells += to_paired_cells(row, best, metric)
     if not cells:
         return []
-    header = ["model", "run", "seeds", f"{name} less the best's", "relative", "p"]
+    header = ["model", "run", "seeds", f"{metric} less the best's", "relative", "p"]
     header.append("training differs")
-    names = ", ".join(row.name for row in best.values())
+    names = ", ".join(row.name for row in best_by_log.values())
     note = (
-        f"the best: {names}. p: two-sided paired t-test over shared seeds; with few seeds "
-        f"only large, steady differences are below 0.05."
+        f"the best: {names}. p: two-sided paired t-test over shared seeds; with few "
+        "seeds only large, steady differences are below 0.05."
     )
-    if any(row.folds for row in best.values()):
+    if any(row.folds for row in best_by_log.values()):
         note += (
-            " Runs are paired by seed and fold; later folds train on what earlier ones do, so p is somewhat "
-            "too small."
+            " Runs are paired by seed and fold; later folds train on what earlier ones "
+            "do, so p is somewhat too small."
         )
     return [Table("Against the best, seed by seed", header, cells, [note])]
 
 
 def to_paired_cells(row: Row, best: Row, metric: str) -> list[list[str]]:
-    """Return the cells of a row beside the best, or nothing if they share few seeds."""
-    mine, theirs = row.by_seed(metric), best.by_seed(metric)
-    shared = sorted(mine.keys() & theirs.keys())
-    if len(shared) < 2:
+    """Return the table cells of a row and the best row.
+
+    Args:
+        row: The row.
+        best: The best row of the same log.
+        metric: Name of the metric, with its split.
+
+    Returns:
+        One list of cells, or [] if the rows share fewer than two seeds.
+    """
+    values, best_values = row.by_seed(metric), best.by_seed(metric)
+    seeds = sorted(values.keys() & best_values.keys())
+    if len(seeds) < 2:
         return []
-    differences = [mine[seed] - theirs[seed] for seed in shared]
+    differences = [values[seed] - best_values[seed] for seed in seeds]
     mean = statistics.fmean(differences)
-    relative = ratio(mean, statistics.fmean(theirs[seed] for seed in shared))
+    relative = ratio(mean, statistics.fmean(best_values[seed] for seed in seeds))
     return [
         [
             row.model,
             row.name,
-            ", ".join(shared),
+            ", ".join(seeds),
             f"{mean:+.4f} ± {statistics.stdev(differences):.4f}",
             percent(relative),
-            f"{paired_test(differences):.3f}",
+            f"{paired_t_test(differences):.3f}",
             row.describe_training_difference(best),
         ]
     ]
 
 
-def paired_test(differences: Sequence[float]) -> float:
-    """Return p of the two-sided paired t-test that the mean of differences is 0.
+def paired_t_test(differences: Sequence[float]) -> float:
+    """Return the p-value of the two-sided paired t-test that the mean difference is 0.
 
     Raises:
-        ValueError: if there are fewer than two differences.
+        ValueError: If there are fewer than two differences.
     """
     if len(differences) < 2:
         raise ValueError(
             f"there are {len(differences)} differences, the test needs at least 2; "
-            f"train more seeds"
+            "train more seeds"
         )
     deviation, mean = statistics.stdev(differences), statistics.fmean(differences)
     if deviation == 0:  # equal differences: t is infinite, or 0 / 0
@@ -318,7 +341,7 @@ def task_entropies(rows: Sequence[Row]) -> list[str]:
 
 
 def task_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the normalised entropy of every task on test, if it is measured."""
+    """Return the table of every task's normalised entropy, or [] if unmeasured."""
     names = task_entropies(rows)
     if not names:
         return []
@@ -327,20 +350,20 @@ def task_tables(rows: Sequence[Row]) -> list[Table]:
         for row in rows
     ]
     note = (
-        "by the test candidates' own rate: 1 is what the base rate alone gives, below 1 is "
-        "better."
+        "by the test candidates' own rate: 1 is what the base rate alone gives, below "
+        "1 is better."
     )
     header = ["model", "run", *map(task_name, names)]
     return [Table("Normalised entropy by task", header, cells, [note])]
 
 
 def task_name(metric: str) -> str:
-    """Return `like` for `test/like/normalised_entropy`."""
+    """Return the task in a metric's name: `like` in `test/like/normalised_entropy`."""
     return metric.split("/")[1]
 
 
 def format_mean(row: Row, metric: str) -> str:
-    """Format the mean, with the standard deviation over several seeds."""
+    """Format the mean of a metric, with its standard deviation over several seeds."""
     mean, deviation = row.mean(metric), row.deviation(metric)
     if math.isnan(mean):
         return "-"
@@ -348,6 +371,6 @@ def format_mean(row: Row, metric: str) -> str:
 
 
 def format_count(row: Row, metric: str) -> str:
-    """Format the mean as a whole number."""
+    """Format the mean of a metric as a whole number, or `-` if it is not measured."""
     mean = row.mean(metric)
     return "-" if math.isnan(mean) else f"{mean:,.0f}"

@@ -1,1 +1,1 @@
-"""Checkpoints and tables to metrics, predictions and latency."""
+"""Evaluation of checkpoints: metrics, batch inference and speed."""

@@ -1,4 +1,4 @@
-"""Read the items that may be recommended from a file of their ids.
+"""Read a file with the ids of the items that may be recommended.
 
 mask, sha256 = read_allowed("in_stock.txt", "runs/shop/tables")
 """
@@ -23,17 +23,17 @@ COLUMN = "item_id"
 
 
 def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
-    """Read a file of item ids: Parquet or CSV with a column `item_id`, or an id per line.
+    """Read item ids from a Parquet or CSV column `item_id`, or from lines of text.
 
     Args:
-        uri: the file.
-        tables: the folder that jobs.prepare made.
+        uri: URI of the file.
+        tables: Folder of the tables, with N items.
 
     Returns:
         (N,) bool, whether an item is in the file, and the SHA-256 of the file.
 
     Raises:
-        UserError: if the file has no id, or ids of items that the tables do not have.
+        UserError: If the file has no id, or an id that is not among the items.
     """
     filesystem, path = open_uri(uri)
     with storage_errors(uri), filesystem.open_input_stream(path) as stream:
@@ -42,16 +42,16 @@ def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
     ids = parse_item_ids(uri, read(content, uri))
     if not ids:
         raise UserError(
-            f"{uri} has no item id, so nothing could be recommended; give the ids of the "
-            f"allowed items"
+            f"{uri} has no item id, so nothing could be recommended; give the ids of "
+            "the allowed items"
         )
     items = read_table(join(tables, "items"), "items", [COLUMN])[COLUMN].to_pylist()
     item_index = {item: index for index, item in enumerate(items)}
     unknown = [item for item in dict.fromkeys(ids) if item not in item_index]
     if unknown:
         raise UserError(
-            f"{uri} has {len(unknown):,} ids that are not among the {len(items):,} items "
-            f"of {tables}, the first is {unknown[0]!r}; leave them out"
+            f"{uri} has {len(unknown):,} ids that are not among the {len(items):,} "
+            f"items of {tables}, the first is {unknown[0]!r}; leave them out"
         )
     mask = torch.zeros(len(items), dtype=torch.bool)
     mask[[item_index[item] for item in ids]] = True
@@ -59,19 +59,36 @@ def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
 
 
 def read_parquet_ids(content: bytes, uri: str) -> list[object]:
-    """Return the ids of a Parquet file."""
+    """Return the ids in a Parquet file.
+
+    Args:
+        content: Content of the file.
+        uri: URI of the file, for messages.
+
+    Raises:
+        UserError: If the file has no column `item_id`.
+    """
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
         return file.read([COLUMN])[COLUMN].to_pylist()
     except (pa.ArrowException, KeyError) as error:
-        first = str(error).splitlines()[0]
+        message = str(error).splitlines()[0]
         raise UserError(
-            f"{uri} is not a Parquet file with a column {COLUMN} ({first}); give one"
+            f"{uri} is not a Parquet file with a column {COLUMN} ({message}); give one"
         ) from error
 
 
 def read_text_ids(content: bytes, uri: str) -> list[str]:
-    """Return the ids of a CSV file with a header, or of a text with one id per line."""
+    """Return the ids in a CSV file with a header, or in a text with one id per line.
+
+    Args:
+        content: Content of the file.
+        uri: URI of the file, for messages.
+
+    Raises:
+        UserError: If the file is not UTF-8 text, or a row has other columns than the
+            header.
+    """
     try:
         lines = csv.reader(io.StringIO(content.decode("utf-8-sig")))
         rows = [row for row in lines if any(map(str.strip, row))]
@@ -87,7 +104,7 @@ def read_text_ids(content: bytes, uri: str) -> list[str]:
     for row in rows:
         if len(row) != width:
             raise UserError(
-                f"{uri} has the row {','.join(row)!r}; give one item id per line, or a CSV "
-                f"with {COLUMN}"
+                f"{uri} has the row {','.join(row)!r}; give one item id per line, or a "
+                f"CSV with {COLUMN}"
             )
     return [row[column] for row in rows]

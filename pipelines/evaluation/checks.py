@@ -1,4 +1,4 @@
-"""Check an evaluation before it is started: its checkpoint, its options and its devices.
+"""Check the checkpoint, the options and the devices of an evaluation before its start.
 
 checked = check_evaluation("runs/sasrec", Inputs(tables), {"unseen": True})
 """
@@ -27,12 +27,12 @@ class CheckedEvaluation:
 
     uri: str
     """Folder of the checkpoint."""
-    about: Checkpoint
-    """Config of the checkpoint."""
+    checkpoint: Checkpoint
+    """Content of the checkpoint's `config.json`."""
     options: dict[str, Any]
-    """Options of `recommend`."""
+    """Options of `recommend`, without None values."""
     hashes: dict[str, str]
-    """Hashes of the tables."""
+    """Hashes of the tables, by table name."""
 
 
 def check_evaluation(
@@ -41,56 +41,64 @@ def check_evaluation(
     """Check that a checkpoint can be evaluated on tables with options of `recommend`.
 
     Args:
-        uri: folder of a checkpoint, or of a run, whose best checkpoint is taken.
-        inputs: the tables.
-        options: options of `recommend`; None values are left out.
+        uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
+        inputs: The tables.
+        options: Options of `recommend`; None values are ignored.
 
     Raises:
-        UserError: if the checkpoint takes other tables, or its model refuses an option.
+        UserError: If the checkpoint does not fit the tables, or its model rejects an
+            option.
     """
     uri = find_checkpoint(uri)
-    about = checkpoint.read(uri)
-    chosen = check_options(about.name, options)
-    versions = read_versions(about.name, inputs)
-    checkpoint.check(about, uri, accept_other_log(versions, about), extending=True)
+    saved = checkpoint.read(uri)
+    given_options = check_options(saved.name, options)
+    versions = read_versions(saved.name, inputs)
+    checkpoint.check(saved, uri, accept_other_log(versions, saved), extending=True)
     sequences = read_manifest(inputs.sequences, "sequences")
-    evaluation_fold(about, sequences.info, inputs.sequences)
-    return CheckedEvaluation(uri, about, chosen, table_hashes(versions))
+    evaluation_fold(saved, sequences.info, inputs.sequences)  # raises for a wrong fold
+    return CheckedEvaluation(uri, saved, given_options, table_hashes(versions))
 
 
 def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `recommend` that are not None.
 
+    Args:
+        name: Name of the model.
+        options: Values by option.
+
     Raises:
-        UserError: if the model has no such option, or refuses its value.
+        UserError: If the model does not have an option, or rejects its value.
     """
-    chosen = {key: value for key, value in options.items() if value is not None}
-    known = registry.find(name).recommend_options()
-    for key in chosen:
-        if key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    given_options = {key: value for key, value in options.items() if value is not None}
+    available = registry.find(name).recommend_options()
+    for key in given_options:
+        if key not in available:
+            remedy = (
+                f"it takes {', '.join(available)}" if available else "it takes none"
+            )
             raise UserError(
-                f"the model '{name}' has no option --{key} when recommending; {takes}"
+                f"the model '{name}' has no option --{key} when recommending; {remedy}"
             )
     options_class = registry.find(name).options_class
     if options_class:
         try:
-            options_class(**chosen)
+            options_class(**given_options)
         except ValueError as error:
             raise UserError(str(error)) from error
-    return chosen
+    return given_options
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes and devices of an evaluation."""
+    """Processes and devices of an evaluation."""
 
     shards: int = 1
-    """Number of Ray tasks or actors; 1 stays in this process unless `remote` is set."""
+    """Number of Ray tasks or actors. A single shard runs in this process unless
+    `remote` is set."""
     device: str = "auto"
-    """`cpu`, `cuda`, or `auto` for a GPU where there is one."""
+    """`cpu`, `cuda`, or `auto` for a GPU if there is one."""
     remote: bool = False
-    """Whether a single shard is a Ray task too, as the GPUs of a cluster need it."""
+    """Whether a single shard is a Ray task too, which can use the GPUs of a cluster."""
 
     @property
     def use_ray(self) -> bool:
@@ -99,16 +107,16 @@ class Workers:
 
     @property
     def num_threads(self) -> int:
-        """Threads of PyTorch per shard; 0 leaves PyTorch's own number."""
+        """Threads of PyTorch per shard; 0 leaves PyTorch's default."""
         return 1 if self.use_ray else 0
 
     def needs_gpu(self, num_tasks: int) -> bool:
         """Return whether `num_tasks` Ray tasks or actors take a GPU each.
 
-        A cluster's GPUs count, as the machine of a job may have none.
+        The GPUs of the cluster decide, as this machine may have none.
 
         Raises:
-            UserError: if the cluster has too few GPUs and no autoscaler.
+            UserError: If the cluster has too few GPUs and no autoscaler.
         """
         has_gpu = self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         if self.device != "cuda" and not has_gpu:
@@ -119,10 +127,12 @@ class Workers:
 
 
 def resolve_device(option: str) -> torch.device:
-    """Return the device of `cpu`, `cuda` or `auto`, a GPU of this machine if it has one.
+    """Return the device for the option `cpu`, `cuda` or `auto`.
+
+    `auto` is a GPU if this machine has one.
 
     Raises:
-        UserError: for `cuda` on a machine without a GPU.
+        UserError: If the option is `cuda` and this machine has no GPU.
     """
     if option == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

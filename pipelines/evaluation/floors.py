@@ -1,9 +1,9 @@
 """Compute the models without training from tables, and measure them on a split.
 
-    for floor in measure_floors("sasrec", Inputs(tables), "test"): print(floor.name)
+    (floors,) = measure_floors("sasrec", Inputs(tables), "test", [{}])
 
-`jobs.daily` compares its models with them. Nothing is written; `jobs.train` trains each
-of them as a run of its own.
+`jobs.daily` compares its models with the floors. Nothing is written; `jobs.train`
+trains a floor as a run of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models.training_run import TrainingRun, resolve_training
 from pipelines.evaluation.record import pop_per_user
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
-"""Rows per batch of counting, by the unit of a model's training rows."""
+"""Examples per batch while a floor counts, by the model's unit of examples."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Floor:
     """Metrics of one model without training."""
 
     name: str
-    """Name in the registry."""
+    """Name of the model in the registry."""
     metrics: dict[str, float]
-    """Metrics of the split."""
+    """Metrics on the split, by name."""
     by_user: dict[str, dict[str, str]]
     """Metrics per user, as in the result of an evaluation."""
 
@@ -42,33 +42,44 @@ class Floor:
 def measure_floors(
     model: str, inputs: Inputs, split: str, rankings: list[dict[str, Any]]
 ) -> list[list[Floor]]:
-    """Measure every model without training of a model's family on a split.
+    """Measure the floors of a model's family on a split.
 
     Args:
-        model: name of a trained model.
-        inputs: the tables.
+        model: Name of a trained model.
+        inputs: The tables.
         split: `val` or `test`.
-        rankings: options of `recommend`, such as `{"unseen": True}`.
+        rankings: Options of `recommend`, such as `{"unseen": True}`; the floors are
+            measured once with each.
 
     Returns:
-        The floors of each ranking, none for a family without floors.
+        A list of floors for each of `rankings`, empty for a family without floors.
     """
     floors: list[list[Floor]] = [[] for _ in rankings]
     for name in registry.find_floors(registry.find(model).family):
         batch_size = BATCH_SIZES[registry.find(name).example_unit]
         fit = FitConfig(batch_size=batch_size)
-        config, read = resolve_training(registry.find(name).config_class(), fit, inputs)
-        floor = TrainingRun.build(config, fit, read)
+        config, model_inputs = resolve_training(
+            registry.find(name).config_class(), fit, inputs
+        )
+        floor = TrainingRun.build(config, fit, model_inputs)
         floor.fit_counts()
-        for options, measured in zip(rankings, floors, strict=True):
-            measured.append(measure_floor(floor, name, inputs, split, options))
+        for options, ranking_floors in zip(rankings, floors, strict=True):
+            ranking_floors.append(measure_floor(floor, name, inputs, split, options))
     return floors
 
 
 def measure_floor(
     floor: TrainingRun, name: str, inputs: Inputs, split: str, options: dict[str, Any]
 ) -> Floor:
-    """Measure one computed model on a split."""
+    """Measure one floor on a split.
+
+    Args:
+        floor: Training of the floor, after counting.
+        name: Name of the model.
+        inputs: The tables.
+        split: `val` or `test`.
+        options: Options of `recommend`.
+    """
     model = floor.model
     examples = model.dataset_class.load(
         inputs.sequences,

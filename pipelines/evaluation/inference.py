@@ -1,16 +1,19 @@
-"""Rank for many users and write the rankings as a table.
+"""Rank for many users, and write the rankings as a table.
 
-    manifest, existed = infer_all(checkpoint, inputs, "recommendations", InferenceOptions(k=20))
+    options = InferenceOptions(k=20)
+    manifest, existed = infer_all(checkpoint, inputs, "recommendations", options)
 
 A model that ranks a catalogue writes `recommendations`: the top K items after all
-behaviours of each user, or, for a split, after the history of each request, with its
-time and target. A model that ranks candidates writes `scores`: scores and labels of all
-candidates of a split's requests. All metrics of an evaluation can be computed again
-from the table of its split.
+behaviours of each user, or, for a split, after the history of each request, with the
+request's time and target. A model that ranks candidates writes `scores`: scores and
+labels of all candidates of a split's requests. All metrics of an evaluation can be
+computed from the table of its split.
 
-A unit of work is a range of users of one file of `sequences`. Units are processed one
-after the other in this process, or by Ray Data actors that each hold the model. An
-actor also holds the catalogue and the user ids of one file.
+A unit of work is a range of users of one file of `sequences`. This process runs one
+unit after the other, or Ray Data actors run them in parallel. An actor holds the model,
+the catalogue, and the user ids of one file.
+
+Shapes: `B` rows of a batch, `K` items of a ranking.
 """
 
 from __future__ import annotations
@@ -65,11 +68,11 @@ from pipelines.evaluation.checks import (
 from pipelines.ray_inside import silence_cpp_log
 
 USERS_PER_PART = 50_000
-"""Users per file of the table, at most."""
+"""Largest number of users per file of the table."""
 
 
-def list_of(item_type: pa.DataType) -> pa.DataType:
-    """Return the type of lists of values."""
+def list_type(item_type: pa.DataType) -> pa.DataType:
+    """Return the Arrow type of lists whose items have a type."""
     return pa.list_(pa.field("item", item_type))
 
 
@@ -77,9 +80,9 @@ RECOMMENDATIONS = pa.schema(
     [
         pa.field("user_id", pa.string(), nullable=False),
         # best first, at most K
-        pa.field("item_id", list_of(pa.string()), nullable=False),
-        # on the model's own scale
-        pa.field("score", list_of(pa.float32()), nullable=False),
+        pa.field("item_id", list_type(pa.string()), nullable=False),
+        # on the model's scale
+        pa.field("score", list_type(pa.float32()), nullable=False),
     ]
 )
 
@@ -90,7 +93,7 @@ RANKED_REQUESTS = pa.schema(
         pa.field("request", pa.int32(), nullable=False),
         pa.field("timestamp_ms", pa.int64()),
         pa.field("target", pa.string(), nullable=False),
-        # whether the target is in the history; metrics under first/ leave it out
+        # whether the target is in the history; metrics under first/ skip the request
         pa.field("target_is_known", pa.bool_(), nullable=False),
         RECOMMENDATIONS.field("item_id"),
         RECOMMENDATIONS.field("score"),
@@ -99,13 +102,13 @@ RANKED_REQUESTS = pa.schema(
 
 
 def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
-    """Return the schema of `scores`: one row per request, in the order of the sequences.
+    """Return the schema of `scores`: one row per request, ordered as the sequences.
 
     A request is a search, or the impressions of a user at one time of a feed.
 
     Args:
-        labels: names of the labels.
-        has_queries: whether requests have a query.
+        labels: Names of the labels.
+        has_queries: Whether requests have a query.
     """
     fields = [
         pa.field("user_id", pa.string(), nullable=False),
@@ -114,11 +117,12 @@ def scores_schema(labels: Sequence[str], has_queries: bool) -> pa.Schema:
     if has_queries:
         fields.append(pa.field("query", pa.string()))
     # candidates, best first by the first label
-    fields.append(pa.field("item_id", list_of(pa.string()), nullable=False))
-    for name in labels:  # probabilities
-        fields.append(pa.field(f"score_{name}", list_of(pa.float32()), nullable=False))
+    fields.append(pa.field("item_id", list_type(pa.string()), nullable=False))
+    probabilities, booleans = list_type(pa.float32()), list_type(pa.bool_())
     for name in labels:
-        fields.append(pa.field(f"label_{name}", list_of(pa.bool_()), nullable=False))
+        fields.append(pa.field(f"score_{name}", probabilities, nullable=False))
+    for name in labels:
+        fields.append(pa.field(f"label_{name}", booleans, nullable=False))
     return pa.schema(fields)
 
 
@@ -127,25 +131,25 @@ class InferenceOptions:
     """Options of a batch inference."""
 
     k: int = 20
-    """Items per ranking, of a model that ranks a catalogue."""
+    """Number of items per ranking; models that rank candidates ignore it."""
     split: str | None = None
-    """Rank for the requests of this split; None: after all behaviours of each user, or
-    `test` for a model that ranks candidates."""
+    """Split whose requests are ranked. None: rank after all behaviours of each user, or
+    for a model that ranks candidates the requests of `test`."""
     batch_size: int = 256
     """Requests per batch."""
     recommend: dict[str, Any] = field(default_factory=dict)
     """Options of `recommend`."""
     allowed: str | None = None
-    """File of the only items to rank."""
+    """File with the ids of the items that may be ranked; None: all items."""
     overwrite: bool = False
     """Whether to replace another table in the folder."""
     users_per_part: int = USERS_PER_PART
-    """Users per file of the table, at most."""
+    """Largest number of users per file of the table."""
 
 
 @dataclass(frozen=True)
 class InferenceTask:
-    """Arguments of every worker of a batch inference."""
+    """Arguments that all workers of a batch inference share."""
 
     uri: str
     """Folder of the checkpoint."""
@@ -156,9 +160,9 @@ class InferenceTask:
     schema: pa.Schema
     """Schema of the table."""
     k: int
-    """Items per ranking."""
+    """Number of items per ranking."""
     split: str
-    """Requests to rank for; `next`: after all behaviours of each user."""
+    """Split whose requests are ranked; `next`: after all behaviours of each user."""
     batch_size: int
     """Requests per batch."""
     recommend: dict[str, Any]
@@ -168,17 +172,18 @@ class InferenceTask:
 
 
 class Inference:
-    """A worker of a batch inference: it holds the model, ranks for users and writes parts.
+    """Worker of a batch inference, which Ray Data runs as an actor.
 
-    Ray Data makes actors of it.
+    Args:
+        task: Arguments that all workers share.
     """
 
     table: ClassVar[str]
     """Kind of the table."""
     count_name: ClassVar[str]
-    """Name of the count that parts add up to, in the manifest."""
+    """Key in the manifest of the sum of the parts' counts."""
     examples: RequestDataset
-    """The requests to rank for."""
+    """The requests to rank."""
 
     def __init__(self, task: InferenceTask) -> None:
         if task.workers.num_threads:
@@ -198,7 +203,14 @@ class Inference:
         self.file = -1
 
     def __call__(self, block: dict[str, NDArray]) -> dict[str, NDArray]:
-        """Write the parts of units of work, as a step of Ray Data."""
+        """Write the parts of a block of units.
+
+        Args:
+            block: Columns `file`, `first` and `last`, as `cut_units` returns them.
+
+        Returns:
+            The block with the columns `part` (as JSON) and `count`.
+        """
         columns = (block[name].tolist() for name in ("file", "first", "last"))
         written = [self.write_unit(*unit) for unit in zip(*columns, strict=True)]
         parts = np.array([json.dumps(vars(part)) for part, _ in written], dtype=object)
@@ -206,10 +218,15 @@ class Inference:
         return {**block, "part": parts, "count": counts}
 
     def write_unit(self, file: int, first: int, last: int) -> tuple[Part, int]:
-        """Rank for users `first` to `last` - 1 of a file of `sequences`, and write a part.
+        """Rank for a range of users, and write a part of the table.
+
+        Args:
+            file: Number of a file of `sequences`.
+            first: First user of the range, counted within the file.
+            last: End of the range, exclusive.
 
         Returns:
-            The part, and the unit's summand of `count_name`.
+            The part, and its count for `count_name`.
         """
         if file != self.file:
             self.load_users(file)
@@ -224,7 +241,14 @@ class Inference:
         return write_part(self.task.output, table), count
 
     def rank_rows(self, rows: NDArray[np.int64]) -> list[list[NDArray]]:
-        """Rank for examples in batches of similar lengths; return the arrays of each batch."""
+        """Rank for examples in batches of similar lengths.
+
+        Args:
+            rows: Rows of the examples in the dataset.
+
+        Returns:
+            The arrays that `rank` returns, for each batch.
+        """
         ranked = []
         ordered = self.examples.sort_for_evaluation(rows)
         for batch_rows in self.examples.cut_batches(ordered, self.task.batch_size):
@@ -243,36 +267,47 @@ class Inference:
         self.file = file
 
     def load_examples(self) -> RequestDataset:
-        """Load the requests to rank for."""
+        """Load the requests to rank."""
         return self.loaded.load_examples(self.task.inputs, self.task.split)
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
-        """Rank for a batch; the first tensor has the users' rows of `sequences`."""
+        """Rank for a batch.
+
+        Returns:
+            Tensors of B rows each. The first has the users' rows in `sequences`.
+        """
         raise NotImplementedError
 
     def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
-        """Return the columns of the table, and the summand of `count_name`."""
+        """Return the columns of a part of the table, and its count for `count_name`.
+
+        Args:
+            user: (B,) rows of the users in `sequences`, of all batches of the part.
+            ranked: The other arrays that `rank` returned, of B rows each.
+        """
         raise NotImplementedError
 
 
 class UserInference(Inference):
-    """Rank the catalogue after all behaviours of each user."""
+    """Inference that ranks the catalogue after all behaviours of each user."""
 
     table = "recommendations"
     count_name = "users_below_k"
 
     def load_examples(self) -> RequestDataset:
-        """Load the requests, with as much history as the options need."""
-        longest = required_history(self.model.config.max_history, self.recommend)
+        """Load the requests, with histories as long as the options need."""
+        max_history = required_history(self.model.config.max_history, self.recommend)
         return self.loaded.load_examples(
-            self.task.inputs, self.task.split, max_history=longest
+            self.task.inputs, self.task.split, max_history=max_history
         )
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
+        """Return user rows (B,), items (B, K) and scores (B, K)."""
         items, scores = self.model.recommend(batch, self.task.k, **self.recommend)
         return batch.user_row, items, scores.float()
 
     def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
+        """Return the columns of `RECOMMENDATIONS`, and the number of short rankings."""
         order = np.argsort(user, kind="stable")
         user_ids = pc.take(self.users, pa.array(user[order] - self.first_user))
         items, scores = (values[order] for values in ranked)
@@ -288,26 +323,34 @@ class UserInference(Inference):
             items: (B, K) items, negative after the end of a short ranking.
             scores: (B, K) scores.
         """
-        is_real = items >= 0
-        lengths = is_real.sum(1)
+        is_item = items >= 0  # (B, K)
+        lengths = is_item.sum(1)  # (B,)
         offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
-        names = pc.take(self.items, pa.array(items[is_real]))
-        values = pa.array(scores[is_real], pa.float32())
-        columns = [pa.ListArray.from_arrays(offsets, each) for each in (names, values)]
+        item_ids = pc.take(self.items, pa.array(items[is_item]))
+        item_scores = pa.array(scores[is_item], pa.float32())
+        columns = [
+            pa.ListArray.from_arrays(offsets, values)
+            for values in (item_ids, item_scores)
+        ]
         return columns, int((lengths < self.task.k).sum())
 
 
 class RequestInference(UserInference):
-    """Rank the catalogue after the history of each request of a split."""
+    """Inference that ranks the catalogue for each request of a split."""
 
     count_name = "requests_below_k"
     examples: RetrievalDataset
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
+        """Return user rows, request numbers, targets, repeats, items and scores.
+
+        Items and scores are (B, K), the other tensors (B,).
+        """
         user, items, scores = super().rank(batch)
         return user, batch.request, batch.target, batch.repeats, items, scores
 
     def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
+        """Return the columns of `RANKED_REQUESTS`, and the number of short rankings."""
         order = np.argsort(ranked[0], kind="stable")  # by user, then by request
         user = user[order]
         number, target, repeats, items, scores = (values[order] for values in ranked)
@@ -325,7 +368,10 @@ class RequestInference(UserInference):
 
 
 class CandidateInference(Inference):
-    """Score all candidates of a split's requests."""
+    """Inference that scores all candidates of a split's requests.
+
+    Shapes: `C` candidates of a batch, `T` labels.
+    """
 
     table = "scores"
     count_name = "candidates"
@@ -337,6 +383,10 @@ class CandidateInference(Inference):
             self.queries = read_queries(task.inputs.tables)
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
+        """Return user rows, requests, times, queries, items, labels and scores.
+
+        Labels and scores are (C, T), the other tensors (C,).
+        """
         keys = self.examples.candidate_keys(batch)
         scores = torch.sigmoid(check_finite(self.model.score(batch).float()))
         labels = keys["labels"][:, : scores.shape[1]]  # some models learn the first
@@ -344,12 +394,15 @@ class CandidateInference(Inference):
         return *(keys[name] for name in names), labels, scores
 
     def to_columns(self, user: NDArray, *ranked: NDArray) -> tuple[list[pa.Array], int]:
-        by_first_label = -ranked[-1][:, 0]
-        order = np.lexsort((by_first_label, ranked[0], user))
+        """Return the columns of `scores_schema`, and the number of candidates."""
+        first_scores = ranked[-1][:, 0]  # (C,) by the first label
+        order = np.lexsort((-first_scores, ranked[0], user))
         user = user[order]
-        request, time, query, item, labels, scores = (each[order] for each in ranked)
+        request, time, query, item, labels, scores = (
+            values[order] for values in ranked
+        )
         is_first = np.append(True, (np.diff(user) != 0) | (np.diff(request) != 0))
-        first = np.flatnonzero(is_first)
+        first = np.flatnonzero(is_first)  # first candidate of each request
         offsets = pa.array(np.append(first, len(user)), pa.int32())
         user_index = pa.array(user[first] - self.first_user)
         columns = [pc.take(self.users, user_index), pa.array(time[first])]
@@ -364,7 +417,7 @@ class CandidateInference(Inference):
 
 
 def read_queries(tables: str) -> pa.Array:
-    """Return the texts of the table of queries, which is empty for a log without queries."""
+    """Return the texts of the table of queries; none for a log without queries."""
     uri = join(tables, "queries")
     if not read_manifest(uri, "queries").rows:
         return pa.array([], pa.string())
@@ -382,43 +435,33 @@ def infer_all(
     """Write the rankings of a checkpoint for many users to a table.
 
     Args:
-        uri: folder of a checkpoint, or of a run, whose best checkpoint is taken.
-        inputs: the tables.
-        output: folder of the table.
-        options: what is ranked.
-        workers: processes and devices, by default this process.
-        start_ray: called before Ray is needed.
+        uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
+        inputs: The tables.
+        output: Folder of the table.
+        options: Options of the inference.
+        workers: Processes and devices; by default this process.
+        start_ray: Start Ray; called only if the workers need it.
 
     Returns:
-        The manifest of the table, and whether the table existed already.
+        The manifest of the table, and whether an equal table existed already.
 
     Raises:
-        UserError: if the model ranks nothing, does not fit the tables or the options,
-            or
-            another table is in the folder.
+        UserError: If the model cannot rank, does not fit the tables or the options, or
+            if another table is in the folder.
     """
     output = absolute(output)
     options, workers = options or InferenceOptions(), workers or Workers()
     checked = check_evaluation(uri, inputs, options.recommend)
     kind = choose_kind(checked, options)
-    about, recommend = checked.about, dict(checked.options)
-    sequences = read_manifest(inputs.sequences, "sequences")
-    if kind is CandidateInference:
-        asked: dict[str, Any] = {"split": options.split or "test"}
-    else:
-        asked = {"k": options.k}
-        if options.split:
-            asked["split"] = options.split
+    ranked = describe_ranked(kind, options)
+    recommend = dict(checked.options)
     config = {
-        **asked,
+        **ranked,
         "users_per_part": options.users_per_part,
-        "model": about.model,
+        "model": checked.checkpoint.model,
         **recommend,
     }
-    hashes = {
-        **{name: checked.hashes[name] for name, value in about.hashes.items() if value},
-        "checkpoint": checkpoint.weights_hash(checked.uri),
-    }
+    hashes = hash_inputs(checked)
     if options.allowed:
         recommend["allowed"], hashes["allowed"] = read_allowed(
             options.allowed, inputs.tables
@@ -427,19 +470,21 @@ def infer_all(
         if up_to_date(output, fingerprint(config, hashes)):
             return read_manifest(output, kind.table), True
         raise UserError(
-            f"{output} holds other {kind.table}; choose another folder or replace it with "
-            f"--overwrite"
+            f"{output} holds other {kind.table}; choose another folder or replace it "
+            "with --overwrite"
         )
+    sequences = read_manifest(inputs.sequences, "sequences")
+    name = checked.checkpoint.name
     task = InferenceTask(
-        checked.uri,
-        inputs,
-        output,
-        choose_schema(kind, about.name, sequences),
-        options.k,
-        asked.get("split", "next"),
-        options.batch_size,
-        recommend,
-        workers,
+        uri=checked.uri,
+        inputs=inputs,
+        output=output,
+        schema=choose_schema(kind, name, sequences),
+        k=options.k,
+        split=ranked.get("split", "next"),
+        batch_size=options.batch_size,
+        recommend=recommend,
+        workers=workers,
     )
     if workers.use_ray:
         start_ray()
@@ -447,9 +492,9 @@ def infer_all(
         written = write_units(kind, task, cut_units(sequences, options.users_per_part))
         info = {
             "users": sequences.rows,
-            **asked,
+            **ranked,
             kind.count_name: sum(count for _, count in written),
-            "model": about.name,
+            "model": name,
             "checkpoint": checked.uri,
         }
         parts = [part for part, _ in written]
@@ -465,33 +510,61 @@ def infer_all(
     return manifest, False
 
 
+def describe_ranked(kind: type[Inference], options: InferenceOptions) -> dict[str, Any]:
+    """Return the number of items per ranking and the split, for the manifest.
+
+    Scores of candidates have no number of items, and rankings of users no split.
+    """
+    if kind is CandidateInference:
+        return {"split": options.split or "test"}
+    if options.split:
+        return {"k": options.k, "split": options.split}
+    return {"k": options.k}
+
+
+def hash_inputs(checked: CheckedEvaluation) -> dict[str, str]:
+    """Return the hashes of the tables that the model reads, and of its weights."""
+    table_hashes = checked.checkpoint.hashes
+    hashes = {
+        name: checked.hashes[name] for name, value in table_hashes.items() if value
+    }
+    return {**hashes, "checkpoint": checkpoint.weights_hash(checked.uri)}
+
+
 def choose_kind(
     checked: CheckedEvaluation, options: InferenceOptions
 ) -> type[Inference]:
-    """Return the inference class for the options.
+    """Return the inference class for a checkpoint and options.
 
     Raises:
-        UserError: if the model ranks nothing, or refuses the options.
+        UserError: If the model is not served, or does not take `allowed`.
     """
-    name = checked.about.name
+    name = checked.checkpoint.name
     model_class = registry.find(name)
     reason = model_class.reason_not_served()
     if reason:
         raise UserError(
-            f"the model '{name}' is not served: {reason}; give --checkpoint of another model"
+            f"the model '{name}' is not served: {reason}; give --checkpoint of another "
+            "model"
         )
     if model_class.ranks == "catalogue":
         return RequestInference if options.split else UserInference
     if options.allowed:
         raise UserError(
-            f"--allowed is {options.allowed}, but the model '{name}' scores what is given; "
-            f"leave it out"
+            f"--allowed is {options.allowed}, but the model '{name}' scores given "
+            "candidates; leave it out"
         )
     return CandidateInference
 
 
 def choose_schema(kind: type[Inference], name: str, sequences: Manifest) -> pa.Schema:
-    """Return the schema of the table that a kind of inference writes for a model."""
+    """Return the schema of the table that an inference writes.
+
+    Args:
+        kind: Class of the inference.
+        name: Name of the model.
+        sequences: Manifest of the sequences.
+    """
     if kind is UserInference:
         return RECOMMENDATIONS
     if kind is RequestInference:
@@ -502,18 +575,33 @@ def choose_schema(kind: type[Inference], name: str, sequences: Manifest) -> pa.S
 
 
 def cut_units(sequences: Manifest, users_per_part: int) -> list[dict[str, int]]:
-    """Return units of work: ranges of at most `users_per_part` users of one file."""
-    return [
-        {"file": number, "first": first, "last": min(first + users_per_part, file.rows)}
-        for number, file in enumerate(sequences.files)
-        for first in range(0, file.rows, users_per_part)
-    ]
+    """Cut the files of `sequences` into units of at most `users_per_part` users.
+
+    Returns:
+        Units with the number of the file, and first (inclusive) and last (exclusive)
+        user, counted within the file.
+    """
+    units = []
+    for number, file in enumerate(sequences.files):
+        for first in range(0, file.rows, users_per_part):
+            last = min(first + users_per_part, file.rows)
+            units.append({"file": number, "first": first, "last": last})
+    return units
 
 
 def write_units(
     kind: type[Inference], task: InferenceTask, units: list[dict[str, int]]
 ) -> list[tuple[Part, int]]:
-    """Return part and count of each unit, written by this process or by Ray Data actors."""
+    """Write the parts of all units, in this process or by Ray Data actors.
+
+    Args:
+        kind: Class of the inference.
+        task: Arguments that all workers share.
+        units: Units, as `cut_units` returns them.
+
+    Returns:
+        Part and count of each unit, in the order of the units.
+    """
     if not task.workers.use_ray:
         worker = kind(task)
         return [worker.write_unit(**unit) for unit in units]

@@ -1,10 +1,10 @@
-"""Measure a checkpoint on every request of a split.
+"""Measure a checkpoint on all requests of a split.
 
-    result, about = evaluate("runs/sasrec", Inputs(tables), split="test")
+    result, checkpoint = evaluate("runs/sasrec", Inputs(tables), split="test")
 
-The metrics are those of the model's family, such as Recall@K and NDCG@K of the full
-catalogue, with requests per second in steady state. With several shards, Ray tasks
-measure a part of the users each; their sums add up exactly.
+The metrics depend on the model's family, such as Recall@K and NDCG@K over the full
+catalogue. Requests per second are measured after a warm-up. With several shards, each
+Ray task measures some of the users, and the sums of the tasks are added.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from pipelines.evaluation.record import Result, pop_per_user
 SPLITS = ("val", "test")
 
 SHOWN, TRAINED = "shown", "trained"
-"""Keys of counts per item among the sums: in a top 10, and in training behaviours."""
+"""Keys in the sums for counts per item: how often it is in a top 10, and how often in
+the training behaviours."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Arguments of every shard of an evaluation."""
+    """Arguments that all shards of an evaluation share."""
 
     uri: str
     """Folder of the checkpoint."""
@@ -56,7 +57,7 @@ class Task:
     options: dict[str, Any]
     """Options of `recommend`."""
     user_stride: int
-    """Every `user_stride`-th user is measured."""
+    """Distance between measured users: every `user_stride`-th user of the table."""
     workers: Workers
     """Processes and devices."""
 
@@ -66,17 +67,17 @@ class ShardResult:
     """The result of one shard."""
 
     sums: dict[str, Any]
-    """Sums that add up to metrics."""
+    """Sums from which the metrics are computed."""
     requests: int
-    """Requests ranked."""
+    """Number of ranked requests."""
     skipped: int
-    """Requests without a history."""
+    """Number of requests without a history, which are not ranked."""
     seconds: float
     """Time spent in `recommend` or `score`."""
     device: str
-    """CPU threads, or the GPU's name."""
+    """Name of the GPU, or `cpu` with the number of threads."""
     users: int
-    """Users with a ranked request."""
+    """Number of users with a ranked request."""
 
 
 def evaluate(
@@ -92,18 +93,21 @@ def evaluate(
     """Measure a checkpoint on a split, without writing anything.
 
     Args:
-        uri: folder of a checkpoint, or of a run, whose best checkpoint is taken.
-        inputs: the tables.
+        uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
+        inputs: The tables.
         split: `val` or `test`.
-        batch_size: requests per batch.
-        options: options of `recommend`.
-        user_stride: measure every `user_stride`-th user of the table, the same users
-            for
-            every model.
-        workers: processes and devices, by default this process.
+        batch_size: Requests per batch.
+        options: Options of `recommend`.
+        user_stride: Measure every `user_stride`-th user of the table; all models are
+            measured on the same users.
+        workers: Processes and devices; by default this process.
+
+    Returns:
+        The result, and the content of the checkpoint's `config.json`.
 
     Raises:
-        UserError: if checkpoint, tables and options do not fit, or the split is empty.
+        UserError: If checkpoint, tables and options do not fit, or if the split has no
+            request with a history.
     """
     began = time.monotonic()
     if split not in SPLITS:
@@ -111,22 +115,29 @@ def evaluate(
     checked = check_evaluation(uri, inputs, options or {})
     workers = workers or Workers()
     task = Task(
-        checked.uri, inputs, split, batch_size, checked.options, user_stride, workers
+        uri=checked.uri,
+        inputs=inputs,
+        split=split,
+        batch_size=batch_size,
+        options=checked.options,
+        user_stride=user_stride,
+        workers=workers,
     )
     shards = measure_shards(task)
     if sum(shard.requests for shard in shards) == 0:
         raise UserError(
             f"the split '{split}' of {inputs.tables} has no request with a history; "
-            f"choose another --split"
+            "choose another --split"
         )
-    return to_result(task, checked, shards, time.monotonic() - began), checked.about
+    result = to_result(task, checked, shards, time.monotonic() - began)
+    return result, checked.checkpoint
 
 
 def measure_shards(task: Task) -> list[ShardResult]:
     """Measure all shards, in this process or in Ray tasks."""
     if not task.workers.use_ray:
         return [measure_shard(task, 0)]
-    # a trial's placement group holds no CPU, so tasks are scheduled outside of it
+    # the placement group of a trial has no CPU, so tasks are scheduled outside of it
     remote = ray.remote(
         num_cpus=1,
         num_gpus=1 if task.workers.needs_gpu(1) else 0,
@@ -136,7 +147,12 @@ def measure_shards(task: Task) -> list[ShardResult]:
 
 
 def measure_shard(task: Task, rank: int) -> ShardResult:
-    """Measure the users of one shard."""
+    """Measure the users of one shard.
+
+    Args:
+        task: Arguments that all shards share.
+        rank: Number of the shard, from 0.
+    """
     if task.workers.num_threads:
         torch.set_num_threads(task.workers.num_threads)
     device = resolve_device(task.workers.device)
@@ -170,17 +186,16 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
         measured.sums[TRAINED] = count_trained_items(
             loaded, task.inputs, rank, task.workers.shards
         )
-    name = f"cpu, {torch.get_num_threads()} threads"
+    device_name = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
-        name = torch.cuda.get_device_name()
-    users = examples.count_users(task.user_stride)
+        device_name = torch.cuda.get_device_name()
     return ShardResult(
-        measured.sums,
-        measured.num_examples,
-        examples.num_skipped,
-        measured.seconds,
-        name,
-        users,
+        sums=measured.sums,
+        requests=measured.num_examples,
+        skipped=examples.num_skipped,
+        seconds=measured.seconds,
+        device=device_name,
+        users=examples.count_users(task.user_stride),
     )
 
 
@@ -191,7 +206,7 @@ def warm_up(
     options: dict[str, Any],
     device: torch.device,
 ) -> None:
-    """Measure one batch, so that the timing is of the steady state."""
+    """Measure one batch without using the result, so that later timings are steady."""
     measure_examples(
         loaded.model,
         examples,
@@ -205,7 +220,17 @@ def warm_up(
 def count_trained_items(
     loaded: LoadedModel, inputs: Inputs, rank: int, world: int
 ) -> torch.Tensor:
-    """Return the (N,) training behaviours per item, by the users of one shard."""
+    """Count the training behaviours per item of one shard's users.
+
+    Args:
+        loaded: The model, whose catalogue has N items.
+        inputs: The tables.
+        rank: Number of the shard, from 0.
+        world: Number of shards.
+
+    Returns:
+        (N,) counts.
+    """
     train: Any = loaded.model.dataset_class.load(
         inputs.sequences,
         "train",
@@ -223,14 +248,21 @@ def count_trained_items(
 def to_result(
     task: Task, checked: CheckedEvaluation, shards: list[ShardResult], seconds: float
 ) -> Result:
-    """Return the metrics of all shards together."""
-    about = checked.about
+    """Combine the results of all shards.
+
+    Args:
+        task: Arguments that all shards share.
+        checked: The checkpoint with its options and tables.
+        shards: Results of all shards.
+        seconds: Wall time of the evaluation.
+    """
+    saved = checked.checkpoint
     sums: dict[str, Any] = add_sums(shard.sums for shard in shards)
     by_user = pop_per_user(sums)
-    exposed: dict[str, float] = {}
+    exposure_metrics: dict[str, float] = {}
     if SHOWN in sums:
-        exposed = exposure(sums.pop(SHOWN), sums.pop(TRAINED))
-    metrics = registry.find(about.name).metric_means(sums) | exposed
+        exposure_metrics = exposure(sums.pop(SHOWN), sums.pop(TRAINED))
+    metrics = registry.find(saved.name).metric_means(sums) | exposure_metrics
     requests = sum(shard.requests for shard in shards)
     device = shards[0].device
     if task.workers.shards > 1:
@@ -238,26 +270,26 @@ def to_result(
     options = {**checked.options, "batch_size": task.batch_size}
     if task.user_stride > 1:
         options["user_stride"] = task.user_stride
+    hashes = {
+        name: checked.hashes[name] for name in saved.hashes if name in checked.hashes
+    }
+    timed = [shard for shard in shards if shard.seconds > 0]
     result = Result(
-        model=about.name,
+        model=saved.name,
         checkpoint=checked.uri,
         split=task.split,
         examples=int(metrics.get("requests", requests)),
         users=sum(shard.users for shard in shards),
         skipped=sum(shard.skipped for shard in shards),
         metrics=metrics,
-        users_per_s=sum(s.requests / s.seconds for s in shards if s.seconds > 0),
+        users_per_s=sum(shard.requests / shard.seconds for shard in timed),
         seconds=seconds,
-        seed=about.fit.get("seed"),
+        seed=saved.fit.get("seed"),
         options=options,
-        hashes={
-            name: checked.hashes[name]
-            for name in about.hashes
-            if name in checked.hashes
-        },
+        hashes=hashes,
         device=device,
         by_user=by_user,
     )
-    if result.is_fresh(about):  # the training items of a fresh log are unknown
+    if result.is_fresh(saved):  # items of the training are unknown for a fresh log
         metrics.pop("new_items@10", None)
     return result

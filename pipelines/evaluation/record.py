@@ -2,9 +2,10 @@
 
     path = record_result(*evaluate("runs/sasrec", Inputs(tables)))
 
-In MLflow an evaluation is a run of its own: a child of its training, with its options
-as params and the metrics of its split, such as `test/ndcg@10`. A repeated evaluation is
-a new child; readers take the newest one of the weights that were evaluated last.
+In MLflow an evaluation is a child run of its training, with its options as params and
+the metrics of its split, such as `test/ndcg@10`. A repeated evaluation is a further
+child run, and the newest one counts. Evaluations of weights from before the training
+was continued are ignored.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from models.storage.uri import write_file
 from pipelines import tracking
 
 OPTIONS_WITHOUT_EFFECT = ("batch_size", "user_stride")
-"""Params that do not tell evaluations of one training apart."""
+"""Options in which evaluations may differ and still count as the same evaluation."""
 
 
 @dataclass
 class Result:
-    """The result of an evaluation, as `evaluation-SPLIT.json` beside the checkpoint."""
+    """The result of an evaluation, which `evaluation-SPLIT.json` contains."""
 
     model: str
-    """Name in the registry."""
+    """Name of the model in the registry."""
     checkpoint: str
     """Folder of the checkpoint."""
     split: str
     """`val` or `test`."""
     examples: int
-    """Requests ranked."""
+    """Number of ranked requests."""
     users: int
-    """Users with a ranked request."""
+    """Number of users with a ranked request."""
     skipped: int
-    """Requests without a history, left out."""
+    """Number of requests without a history, which are not ranked."""
     metrics: dict[str, float]
     """Metrics by name, such as `recall@10`."""
     users_per_s: float
@@ -55,19 +56,19 @@ class Result:
     options: dict[str, Any]
     """Options of `recommend`, with batch size and user stride."""
     hashes: dict[str, str]
-    """Hashes of the tables."""
+    """Hashes of the tables, by table name."""
     device: str
-    """CPU threads or the GPU's name, after the number of shards if there are
-    several."""
+    """Name of the GPU, or `cpu` with the number of threads; several shards are counted
+    before it."""
     by_user: dict[str, dict[str, str]]
-    """Metrics per user (`models/metrics/per_user_metrics.py`, as text)."""
+    """Metrics per user, encoded as text (`models/metrics/per_user_metrics.py`)."""
 
-    def is_fresh(self, about: Checkpoint) -> bool:
+    def is_fresh(self, evaluated: Checkpoint) -> bool:
         """Return whether the requests come from another log than the training."""
-        return self.hashes.get("sequences") != about.hashes.get("sequences")
+        return self.hashes.get("sequences") != evaluated.hashes.get("sequences")
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics by their MLflow names: `test/ndcg@10`."""
+        """Return the metrics by MLflow name, such as `test/ndcg@10`."""
         metrics = {
             **self.metrics,
             "examples": float(self.examples),
@@ -77,66 +78,64 @@ class Result:
         return {f"{self.split}/{name}": value for name, value in metrics.items()}
 
     def to_params(self) -> dict[str, Any]:
-        """Return the params of an MLflow run: the split and all options."""
+        """Return the params of the MLflow run: split, options and checkpoint."""
         return {"split": self.split, **self.options, "checkpoint": self.checkpoint}
 
 
 def changed_options(
-    options: Mapping[str, Any], own: Mapping[str, Any]
+    options: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options of an evaluation that differ from its checkpoint's own
-    options.
+    """Return the options of an evaluation that differ from the model's config.
 
     Args:
         options: Options of the evaluation.
-        own: Config of the model.
+        config: Config of the model.
     """
     return {
         name: value
         for name, value in sorted(options.items())
-        if name not in OPTIONS_WITHOUT_EFFECT and own.get(name) != value
+        if name not in OPTIONS_WITHOUT_EFFECT and config.get(name) != value
     }
 
 
 def record_result(
-    result: Result, about: Checkpoint, tracking_uri: str | None = None
+    result: Result, evaluated: Checkpoint, tracking_uri: str | None = None
 ) -> str:
     """Write a result to a file beside its checkpoint and to MLflow.
 
     Args:
-        result: the result.
-        about: the config of the checkpoint.
-        tracking_uri: the MLflow store; by default the store of the training.
+        result: The result.
+        evaluated: Content of the checkpoint's `config.json`.
+        tracking_uri: Tracking URI; by default that of the training.
 
     Returns:
         The path of the file.
 
     Raises:
-        UserError: if MLflow or the run of the training is gone.
+        UserError: If the MLflow store or the run of the training is missing.
     """
-    changed = changed_options(result.options, about.model)
-    name = "-".join(
-        ["evaluation", result.split, *(f"{k}-{v}" for k, v in changed.items())]
-    )
-    if result.is_fresh(about):
-        name += f"-fresh-{result.hashes['sequences'][:8]}"
-    path = join(result.checkpoint, f"{name}.json")
+    changed = changed_options(result.options, evaluated.model)
+    option_names = [f"{name}-{value}" for name, value in changed.items()]
+    file_name = "-".join(["evaluation", result.split, *option_names])
+    if result.is_fresh(evaluated):
+        file_name += f"-fresh-{result.hashes['sequences'][:8]}"
+    path = join(result.checkpoint, f"{file_name}.json")
     content = to_json(result)
     write_file(path, content.encode())
-    if not about.tracking:
+    if not evaluated.tracking:
         return path
-    training = tracking.RunRef(**about.tracking)
+    training = tracking.RunRef(**evaluated.tracking)
     if tracking_uri:
         training = tracking.RunRef(tracking_uri, training.experiment, training.run_id)
     try:
         weights = checkpoint.weights_hash(result.checkpoint)
         log_evaluation(training, result, changed, weights)
     except (MlflowException, UserError) as error:
-        first = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise UserError(
-            f"the figures are in {path}, but not in MLflow: run {training.run_id} at "
-            f"{training.uri} ({first}); give the --tracking_uri where that run is now, "
-            f"and evaluate again"
+            f"the metrics are in {path}, but not in MLflow: run {training.run_id} at "
+            f"{training.uri} ({message}); give the --tracking_uri of the store that "
+            "has the run, and evaluate again"
         ) from error
     return path
 
@@ -149,12 +148,13 @@ def log_evaluation(
 ) -> None:
     """Log a result as a child run of its training.
 
-    The child is finished last, so an evaluation that was cut short is never read.
+    The status of the child becomes FINISHED last, so that readers never use an
+    interrupted evaluation.
 
     Args:
-        training: the run of the training.
-        result: the result.
-        changed: options that differ from the checkpoint's own.
+        training: MLflow run of the training.
+        result: The result.
+        changed: Options that differ from the model's config.
         weights: SHA-256 of the evaluated weights.
     """
     words = [
@@ -179,15 +179,15 @@ def log_evaluation(
 
 
 def artifact_name(split: str) -> str:
-    """Return the name of the artifact with a result, metrics per user included."""
+    """Return the name of the artifact with a result and its metrics per user."""
     return f"evaluation-{split}.json"
 
 
 def group_evaluations(runs: Iterable[Any]) -> dict[str, list[Any]]:
-    """Return the finished evaluations among MLflow runs by the id of their training.
+    """Return the finished evaluations among MLflow runs, by the id of their training.
 
-    Evaluations of other weights than those that were evaluated last, as before a
-    training was continued, are left out.
+    If a training was evaluated, continued and evaluated again, the evaluations of the
+    earlier weights are left out.
     """
     runs = list(runs)
     weights = {run.info.run_id: run.data.tags.get(tracking.WEIGHTS_TAG) for run in runs}
@@ -203,34 +203,38 @@ def group_evaluations(runs: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def read_options(evaluation: Any, training: Any) -> dict[str, str]:
-    """Return the options of an evaluation that differ from its checkpoint's own.
+    """Return the options of an evaluation that differ from the model's config.
 
     Args:
-        evaluation: an MLflow run of an evaluation.
-        training: the MLflow run of its training.
+        evaluation: MLflow run of the evaluation.
+        training: MLflow run of its training.
     """
-    own = training.data.params
+    config = training.data.params
     return {
         name: value
         for name, value in sorted(evaluation.data.params.items())
         if name not in ("split", "checkpoint", *OPTIONS_WITHOUT_EFFECT)
-        and own.get(f"model.{name}") != value
+        and config.get(f"model.{name}") != value
     }
 
 
 def read_fresh_log(evaluation: Any, training: Any) -> str:
-    """Return the hash of an evaluation's log if it is not the log of the training."""
-    trained, evaluated = (
-        run.data.tags.get("table.sequences", "") for run in (training, evaluation)
-    )
-    return evaluated if trained and evaluated != trained else ""
+    """Return the hash of an evaluation's log, or "" if it is the training's log.
+
+    Args:
+        evaluation: MLflow run of the evaluation.
+        training: MLflow run of its training.
+    """
+    training_log = training.data.tags.get("table.sequences", "")
+    log = evaluation.data.tags.get("table.sequences", "")
+    return log if training_log and log != training_log else ""
 
 
 def load_test_metrics(run: tracking.RunRef) -> dict[str, float]:
-    """Return the metrics of a training's latest evaluation on test, by their MLflow names.
+    """Return the metrics of a training's latest evaluation on test, by MLflow name.
 
-    Evaluations with other options than the checkpoint's do not count. The result is
-    empty if the current weights were not evaluated on test.
+    Evaluations with options that differ from the model's config do not count. The
+    result is empty if the current weights were not evaluated on test.
     """
     client = tracking.connect(run.uri)
     training = client.get_run(run.run_id)
@@ -240,18 +244,18 @@ def load_test_metrics(run: tracking.RunRef) -> dict[str, float]:
         order_by=["attributes.start_time ASC"],
     )
     evaluations = group_evaluations([training, *children]).get(run.run_id, [])
-    tested = [
+    on_test = [run for run in evaluations if run.data.params["split"] == "test"]
+    plain = [
         evaluation
-        for evaluation in evaluations
-        if evaluation.data.params["split"] == "test"
-        and not read_options(evaluation, training)
+        for evaluation in on_test
+        if not read_options(evaluation, training)
         and not read_fresh_log(evaluation, training)
     ]
-    return dict(tested[-1].data.metrics) if tested else {}
+    return dict(plain[-1].data.metrics) if plain else {}
 
 
 def pop_per_user(sums: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Take the metrics per user out of the sums of an evaluation, and return them as text."""
+    """Remove the metrics per user from the sums, and return them encoded as text."""
     names = [name for name in sums if name.startswith(PER_USER_PREFIX)]
     return {
         name.removeprefix(PER_USER_PREFIX): sums.pop(name).to_text() for name in names
@@ -259,13 +263,13 @@ def pop_per_user(sums: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def to_json(result: Result) -> str:
-    """Return the result as JSON, with null for undefined metrics."""
+    """Return a result as JSON, with null for undefined metrics."""
     content = to_standard_json(asdict(result))
     return json.dumps(content, indent=2, sort_keys=True, allow_nan=False)
 
 
 def to_standard_json(value: Any) -> Any:
-    """Return nested content with None in place of numbers that JSON does not have."""
+    """Return nested content with None in place of NaN and infinity."""
     if isinstance(value, dict):
         return {key: to_standard_json(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,1 +1,1 @@
-"""A checkpoint made ready for use elsewhere: an MLflow model, a registered version, a service, an exported program."""
+"""Serve checkpoints: as MLflow models, by Ray Serve, or as exported programs."""

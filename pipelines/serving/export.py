@@ -1,8 +1,9 @@
-"""Export a trained student as one `.pt2` program, checked against its model.
+r"""Export a trained student as one `.pt2` program, and compare it with its model.
 
-    python -m jobs.evaluate --checkpoint runs/sid_mlp --tables TABLES --sids SIDS --export student.pt2 --k 10
+    python -m jobs.evaluate --checkpoint runs/sid_mlp --tables TABLES --sids SIDS \
+        --export student.pt2 --k 10
 
-`models/retrieval/search/export.py` describes the inputs and outputs of the program.
+`models/retrieval/search/export.py` documents the inputs and outputs of the program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pipelines.evaluation.checks import resolve_device
 from pipelines.training.record import find_checkpoint
 
 ROUNDING = 1e-5
-"""Tolerance, relative and absolute, for float32 scores whose sums have another
+"""Relative and absolute tolerance for float32 scores, which are summed in another
 order."""
 
 
@@ -38,25 +39,27 @@ def export(
     batch_size: int = 256,
     device: str = "auto",
 ) -> int:
-    """Write a checkpoint as a program, checked on requests of all history lengths.
+    """Export a checkpoint as a program, and compare it with the model.
 
-    The requests are ranked as one batch, and the one with the longest history once more
-    alone. No file is written if program and model disagree on a top k.
+    Program and model rank a batch of requests with short to long histories, and the
+    request with the longest history once more alone. No file is written if a ranking
+    differs.
 
     Args:
-        uri: folder of a checkpoint, or of a run, whose best checkpoint is taken.
-        inputs: the tables.
-        path: the file.
-        k: items per ranking.
-        batch_size: requests to check.
+        uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
+        inputs: The tables.
+        path: Path of the program's file.
+        k: Number of items per ranking.
+        batch_size: Largest number of requests to compare.
         device: `cpu`, `cuda` or `auto`.
 
     Returns:
-        The number of requests that were checked.
+        The number of requests that were compared.
 
     Raises:
-        UserError: if the checkpoint is no student, or the file cannot be written.
-        RuntimeError: if program and model disagree.
+        UserError: If the checkpoint is not that of a student, or the file cannot be
+            written.
+        RuntimeError: If program and model disagree.
     """
     loaded = LoadedModel.load(find_checkpoint(uri), inputs, resolve_device(device))
     model, examples = loaded.model, loaded.load_examples(inputs, "next")
@@ -72,8 +75,8 @@ def export(
             program = load_exported(file)
             for checked_rows in (rows, rows[-1:]):
                 batch = examples.collate(checked_rows)
-                check(program, model, batch.to(model.tokens.items.device), k)
-            file.replace(target)  # only a program that passed the checks
+                check_program(program, model, batch.to(model.tokens.items.device), k)
+            file.replace(target)
     except OSError as error:
         raise UserError(
             f"cannot write {path} ({error.strerror}); choose another file"
@@ -81,16 +84,22 @@ def export(
     return count
 
 
-def check(
+def check_program(
     program: Callable[..., tuple[Tensor, Tensor]],
     model: Any,
     batch: HistoryBatch,
     k: int,
 ) -> None:
-    """Check that program and model rank alike for a batch.
+    """Check that a program ranks a batch as its model does.
+
+    Args:
+        program: The exported program.
+        model: The model.
+        batch: The requests.
+        k: Number of items per ranking.
 
     Raises:
-        RuntimeError: if they do not.
+        RuntimeError: If a ranking differs.
     """
     with torch.no_grad():
         expected = model.recommend(batch, k)
@@ -98,8 +107,8 @@ def check(
     num_different = int(differs(*exported, *expected).sum())
     if num_different:
         raise RuntimeError(
-            f"the exported program ranks otherwise than the model for {num_different} of "
-            f"{len(expected[0])} requests"
+            f"the exported program ranks otherwise than the model for {num_different} "
+            f"of {len(expected[0])} requests"
         )
 
 
@@ -108,9 +117,9 @@ def differs(
 ) -> Tensor:
     """Return which rankings differ from the model's by more than rounding.
 
-    Scores must be close rank by rank. Items must be equal, except at ranks whose score
-    is close to a neighbour's, and at the last rank, whose neighbour is left out: there
-    rounding decides the order.
+    The scores of each rank must be close. Items may differ at ranks where rounding
+    decides the order: ranks whose score is close to a neighbouring rank's, and the last
+    rank, whose next neighbour is not part of the ranking.
 
     Args:
         items: (B, K) items of the program.
@@ -119,7 +128,7 @@ def differs(
         model_scores: (B, K) scores of the model.
 
     Returns:
-        (B,) bool.
+        (B,) bool, whether a ranking differs.
     """
     is_close = torch.isclose(scores, model_scores, rtol=ROUNDING, atol=ROUNDING)
     ties_next = torch.isclose(

@@ -1,9 +1,9 @@
-"""Log a trained model to MLflow with a signature, loadable with `mlflow.pyfunc.load_model`.
+"""Log a trained model to MLflow, to be loaded with `mlflow.pyfunc.load_model`.
 
     model_uri = log_model(run, "runs/sasrec/best", Inputs(tables))
 
-The logged model holds the code of `models/`, the checkpoint and the tables that it
-needs, and no pickle.
+The logged model contains the code of `models/`, the checkpoint, the tables that the
+model needs and a signature, but no pickle.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pipelines.tracking import RunRef, connect
 
 STRINGS, NUMBERS, ANY = Array(DataType.string), Array(DataType.double), AnyType()
 COLUMN_TYPES: dict[str, Any] = {
-    # strings, or integers for the strings of their digits (models/item_ids.py)
+    # strings, or integers for strings of digits, see models/item_ids.py
     "ids": Array(ANY),
     "string": DataType.string,
     "strings": STRINGS,
@@ -57,7 +57,7 @@ COLUMN_TYPES: dict[str, Any] = {
     "id": ANY,
     "number": ANY,
     "numbers": NUMBERS,
-    "vectors": Array(NUMBERS),  # MLflow takes no 3 for a double
+    "vectors": Array(NUMBERS),  # MLflow accepts 3.0 but not 3 as a double
     "own_numbers": Map(NUMBERS),
     "own_categories": Map(STRINGS),
 }
@@ -68,10 +68,10 @@ CATALOGUE_OPTIONS = [
     ParamSpec("unseen", DataType.boolean, False),
     ParamSpec("allowed", DataType.string, EVERY, (-1,)),
 ]
-"""Options of a call to a model that ranks the catalogue."""
+"""Params of a request to a model that ranks the catalogue."""
 
 CANDIDATE_OPTIONS = [ParamSpec("label", DataType.string, "")]  # "": the first label
-"""Options of a call to a model that ranks candidates."""
+"""Params of a request to a model that ranks candidates."""
 
 REQUIREMENTS = [
     "mlflow",
@@ -87,7 +87,12 @@ REQUIREMENTS = [
 
 
 def make_schema(columns: Columns, required: Columns) -> Schema:
-    """Return MLflow's schema of the columns of requests or answers."""
+    """Return MLflow's schema for columns of requests or answers.
+
+    Args:
+        columns: Kind of each column (see `COLUMN_TYPES`), by name.
+        required: Columns that must be present.
+    """
     return Schema(
         [
             ColSpec(column_type(kind), name, required=name in required)
@@ -97,7 +102,11 @@ def make_schema(columns: Columns, required: Columns) -> Schema:
 
 
 def column_type(kind: Any) -> Any:
-    """Return MLflow's type of a column; a mapping is a list of objects with these fields."""
+    """Return MLflow's type for a kind of column.
+
+    Args:
+        kind: Key of `COLUMN_TYPES`, or for a list of objects the kinds of their fields.
+    """
     if isinstance(kind, str):
         return COLUMN_TYPES[kind]
     properties = [
@@ -111,8 +120,8 @@ def make_signature(model_class: type[Model], optional: Columns) -> ModelSignatur
     """Return the signature of a served model.
 
     Args:
-        model_class: class of the model.
-        optional: columns that a request may have.
+        model_class: Class of the model.
+        optional: Columns that a request can have, by name.
     """
     requests = model_class.requests_class
     required, answer = requests.required_columns, requests.answer_columns
@@ -130,9 +139,9 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     """Log a checkpoint to a run, with the tables that its model needs.
 
     Args:
-        run: the run of the training.
-        uri: folder of the checkpoint.
-        inputs: the tables.
+        run: MLflow run of the training.
+        uri: Folder of the checkpoint.
+        inputs: The tables.
 
     Returns:
         The model's URI in MLflow.
@@ -145,7 +154,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     with tempfile.TemporaryDirectory() as folder:
         bundle, target = Path(folder) / "data", Path(folder) / "model"
         write_bundle(bundle, uri, inputs)
-        # `mlflow.pyfunc.log_model` would read the history of every metric, one by one
+        # `mlflow.pyfunc.log_model` would request the history of each metric separately
         logged = client.create_logged_model(
             training.info.experiment_id,
             "model",
@@ -162,7 +171,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
         if inputs.text:
             requirements.append("scikit-learn")
         with use_store(run.uri), warnings.catch_warnings():
-            # MLflow asks for an input example, which it would run
+            # MLflow warns about a missing input example, which it would run
             warnings.simplefilter("ignore")
             mlflow.pyfunc.save_model(
                 target,
@@ -182,9 +191,9 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
 
 
 def write_code(folder: Path) -> Path:
-    """Write `models/` as one archive that a served model imports from.
+    """Write the archive of `models/` from which a served model imports.
 
-    A server takes seconds for each single file.
+    A tracking server takes seconds to store each file, so the code is one file.
     """
     package = Path(models.__path__[0])
     with zipfile.ZipFile(folder / "models.zip", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -195,12 +204,12 @@ def write_code(folder: Path) -> Path:
 
 
 def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
-    """Write the data of a served model to a new folder: checkpoint, tables and text encoder.
+    """Write the checkpoint, tables and text encoder of a served model to a folder.
 
     Args:
-        bundle: the folder.
-        uri: folder of the checkpoint.
-        inputs: the tables.
+        bundle: Path of the new folder.
+        uri: Folder of the checkpoint.
+        inputs: The tables.
     """
     name = checkpoint.read(uri).name
     inputs = select_inputs(name, inputs)
@@ -219,7 +228,7 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
 
 
 def copy_table(uri: str, target: Path, manifest_only: bool = False) -> None:
-    """Copy a table, or its manifest alone, to a new local folder."""
+    """Copy a table, or only its manifest, to a new local folder."""
     filesystem, source = open_uri(uri)
     target.mkdir(parents=True)
     destination = str(target)
@@ -234,31 +243,31 @@ def copy_table(uri: str, target: Path, manifest_only: bool = False) -> None:
 
 
 def write_encoder(inputs: Inputs, bundle: Path) -> None:
-    """Write the text encoder, so that a served model encodes texts that are new to it.
+    """Write the text encoder, with which a served model encodes new texts.
 
-    A log without its encoder is a warning.
+    A warning is issued if the tables have no encoder.
     """
-    from pipelines.data.sids.texts import save_encoder  # it imports Ray, so only now
+    from pipelines.data.sids.texts import save_encoder  # imports Ray
 
     try:
         save_encoder(inputs.tables, str(inputs.text), bundle / "encoder")
     except UserError as error:
         warnings.warn(
-            f"the model comes without its text encoder, so what training has not seen has "
-            f"no text: {error}",
+            "the model has no text encoder, so texts that are not in the training data "
+            f"cannot be encoded: {error}",
             stacklevel=2,
         )
 
 
 @contextmanager
 def use_store(uri: str) -> Iterator[None]:
-    """Point MLflow's global functions to a store during the block.
+    """Make MLflow's global functions use a store while the block runs.
 
-    MLflow sets MLFLOW_TRACKING_URI with it, which is restored afterwards.
+    MLflow also sets MLFLOW_TRACKING_URI, which is restored afterwards.
     """
-    before = os.environ.get("MLFLOW_TRACKING_URI")
+    previous_uri = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(uri)
     try:
         yield
     finally:
-        mlflow.set_tracking_uri(before)  # type: ignore[arg-type]
+        mlflow.set_tracking_uri(previous_uri)  # type: ignore[arg-type]

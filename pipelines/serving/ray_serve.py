@@ -1,18 +1,20 @@
-"""Serve a registered version as a Ray Serve application, with the interface of `mlflow models serve`.
+"""Serve a registered version by Ray Serve, with the interface of `mlflow models serve`.
 
     serve run pipelines.serving.ray_serve:build model=models:/searches/1 num_replicas=2
 
-`build` is the `import_path` in a config file too, with `Options` as its `args`
-(`deploy/serve.yaml`). Each replica loads the version, from MLFLOW_TRACKING_URI and with
-SERVING_MODEL_CONFIG as `build` finds them, onto its GPU if it has one. POST
-/invocations takes JSON: `dataframe_records`, `dataframe_split`, `inputs` or
-`instances`, and `params`. A request that the model refuses is answered with 400 and one
-line, a fault of the server with 500; its log has more. Requests that wait together and
-have the same columns and params are one call of the model.
+In a config file, `build` is the `import_path` and the fields of `Options` are its
+`args` (`deploy/serve.yaml`). Each replica loads the version onto its GPU if it has one;
+it uses the values that MLFLOW_TRACKING_URI and SERVING_MODEL_CONFIG have when `build`
+is called.
 
-If `model` is an alias, or models:/NAME/latest, a replica asks the registry which
-version that is, loads a new version beside its own, and then answers by the new one.
-GET /ping names the version that answers, and the result of the last change.
+POST /invocations accepts JSON with `dataframe_records`, `dataframe_split`, `inputs` or
+`instances`, and `params`. A request that the model rejects gets status 400 and a
+one-line message, a failure of the server status 500, with details in its log. Waiting
+requests with the same columns and params are answered by one call of the model.
+
+If `model` is an alias or models:/NAME/latest, a replica checks the registry for a new
+version, loads it while the old version answers, and then switches to it. GET /ping
+returns the current version and the result of the last change.
 """
 
 # Serve and FastAPI read the annotations below, so there is no `from __future__ import
@@ -53,52 +55,56 @@ class Options(BaseModel, extra="forbid"):
     """Options of an application."""
 
     model: str
-    """A registered version, models:/NAME/VERSION, or one to follow: models:/NAME@ALIAS
-    or models:/NAME/latest."""
+    """Registered version, models:/NAME/VERSION, or an alias to follow:
+    models:/NAME@ALIAS or models:/NAME/latest."""
     follow_s: float = Field(default=60, gt=0)
-    """Seconds between questions to the registry which version that is."""
+    """Seconds between two checks of the registry for a new version."""
     num_replicas: int | Literal["auto"] = 1
-    """Processes with the model; `auto` lets Serve scale them (from 1 to 100)."""
+    """Number of processes with the model; `auto` lets Serve scale from 1 to 100."""
     num_cpus: float = 1
-    """CPUs of a replica, and threads of PyTorch."""
+    """CPUs of a replica, which is also its number of PyTorch threads."""
     num_gpus: float = 0
-    """GPUs of a replica, or a fraction of one."""
+    """GPUs of a replica; may be a fraction."""
     max_batch_size: int = Field(default=16, ge=1)
-    """Requests that are ranked together, at most."""
+    """Largest number of requests that are ranked together."""
     batch_wait_timeout_s: float = Field(default=0.002, ge=0)
-    """Seconds that a request waits for others."""
+    """Seconds that a request waits for others to be ranked with."""
 
 
 @dataclass
 class ParsedRequest:
-    """A parsed request."""
+    """Rows and params of a request."""
 
     data: Any
-    """Rows: a frame, or another input that the model takes."""
+    """Rows: a frame, or another input that the model accepts."""
     params: dict[str, Any]
-    """Options of the call."""
+    """Params of the request."""
 
     def batch_key(self) -> Hashable:
-        """Return a key that is equal for requests that one call of the model can answer."""
+        """Return a key that is equal for requests that one model call can answer."""
         columns = tuple(self.data) if isinstance(self.data, pd.DataFrame) else id(self)
         return columns, json.dumps(self.params, sort_keys=True)
 
 
 def to_json(predictions: Any) -> str:
-    """Return the body of an answer."""
+    """Return predictions as the JSON body of an answer."""
     body = StringIO()
     predictions_to_json(predictions, body)
     return body.getvalue()
 
 
-def version_of(model: str) -> str:
-    """Return the version that an alias points to now."""
+def resolve_version(model: str) -> str:
+    """Return the URI of the version that an alias currently points to.
+
+    Args:
+        model: URI of a version or of an alias.
+    """
     name, version = get_model_name_and_version(mlflow.MlflowClient(), model)
     return f"models:/{name}/{version}"
 
 
 def code_checksums(folder: str) -> dict[str, int]:
-    """Return the checksums of the code of a version, by file."""
+    """Return the checksums of a version's code, by file name."""
     checksums = {
         file.name: crc32(file.read_bytes()) for file in Path(folder).glob("*.py")
     }
@@ -109,7 +115,7 @@ def code_checksums(folder: str) -> dict[str, int]:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's message as one line."""
+    """Return the message of an error as one line."""
     return " ".join(str(error).split())
 
 
@@ -120,7 +126,13 @@ log = logging.getLogger("ray.serve")
 @serve.deployment(name="model")
 @serve.ingress(app)
 class Replica:
-    """A process with the model."""
+    """Process that answers requests with the model.
+
+    Args:
+        options: Options of the application.
+        tracking_uri: Tracking URI of the registry.
+        settings: Settings of the model, such as its device.
+    """
 
     def __init__(
         self, options: Options, tracking_uri: str, settings: dict[str, Any]
@@ -129,60 +141,67 @@ class Replica:
         if ray.get_runtime_context().get_accelerator_ids()["GPU"]:
             settings = {"device": "cuda", **settings}
         self.settings = settings
-        self.version = self.last_seen = version_of(options.model)
+        self.version = self.last_seen = resolve_version(options.model)
         folder = mlflow.artifacts.download_artifacts(self.version)
         self.model = mlflow.pyfunc.load_model(folder, model_config=settings)
         self.code = code_checksums(folder)
         self.note = f"{self.version} answers"
-        # from the version's own code, which is loaded now
+        # imported from the version's code, which MLflow has put on the path by now
         from models.storage.tables import UserError
 
         self.refusals = (UserError, MlflowException)
         if not hasattr(self.model.unwrap_python_model(), "check_body"):
             raise UserError(
-                f"{self.version} was registered before requests were checked; register its run again"
+                f"{self.version} was registered before requests were checked; register "
+                "its run again"
             )
         self.answer_batched.set_max_batch_size(options.max_batch_size)  # type: ignore[attr-defined]
         self.answer_batched.set_batch_wait_timeout_s(options.batch_wait_timeout_s)  # type: ignore[attr-defined]
         Thread(target=self.follow, args=[options], daemon=True).start()
 
     def follow(self, options: Options) -> None:
-        """Change to the version that `options.model` points to, whenever it changes."""
+        """Load each new version that the registry has, every `follow_s` seconds."""
         while True:
             time.sleep(options.follow_s)
             try:
-                version = version_of(options.model)
+                version = resolve_version(options.model)
                 if version != self.last_seen:
                     self.note = self.change_to(version)
                     log.info(self.note)
-            except Exception as error:  # the registry is asked again
+            except Exception as error:  # such as a registry that does not answer
                 log.warning(f"{self.version} stays: {first_line(error)}")
 
     def change_to(self, version: str) -> str:
-        """Load a version while the current one answers, then answer by the new one.
+        """Load a new version while the current one answers, then switch to it.
+
+        Args:
+            version: URI of the version.
 
         Returns:
-            The result, as one line.
+            A message with the result.
         """
         with TemporaryDirectory() as folder:
             path = mlflow.artifacts.download_artifacts(version, dst_path=folder)
-            self.last_seen = version  # what fails from here on fails always
+            self.last_seen = version  # later failures are permanent: no second try
             if code_checksums(path) != self.code:
                 return (
-                    f"{self.version} stays: {version} has other code; start the application "
-                    f"anew"
+                    f"{self.version} stays: {version} has other code; start the "
+                    "application again"
                 )
             try:
                 model = mlflow.pyfunc.load_model(path, model_config=self.settings)
             except Exception as error:
-                return f"{self.version} stays: {version} cannot be loaded: {first_line(error)}"
+                return (
+                    f"{self.version} stays: {version} cannot be loaded: "
+                    f"{first_line(error)}"
+                )
         self.model, self.version = model, version
         return f"{version} answers"
 
     @app.get("/ping")
     @app.get("/health")
     async def ping(self) -> dict[str, str]:
-        """Return the version that answers, and the result of the last change."""
+        """Return the current version, and the result of the last change."""
         return {"version": self.version, "note": self.note}
 
     @app.post("/invocations")
@@ -208,11 +227,12 @@ class Replica:
         """Parse the body of a request.
 
         Raises:
-            MlflowException: if it is no request.
+            MlflowException: If the body is not a JSON object with rows.
+            UserError: If the body has unknown keys.
         """
         try:
             content = json.loads(body)
-        except (ValueError, RecursionError) as error:  # also of what is no UTF-8
+        except (ValueError, RecursionError) as error:  # also if it is not UTF-8
             raise MlflowException(
                 f"the request is no JSON ({error})", BAD_REQUEST
             ) from error
@@ -231,15 +251,19 @@ class Replica:
     async def answer_batched(
         self, requests: list[ParsedRequest]
     ) -> list[str | Exception]:
-        """Answer requests that wait together, while others are parsed.
+        """Answer a batch of requests in a thread, while other requests are parsed.
 
         Returns:
-            The body of each answer, or the error of the request.
+            The JSON body or the error of each request.
         """
         return await asyncio.to_thread(self.answer, requests)
 
     def answer(self, requests: list[ParsedRequest]) -> list[str | Exception]:
-        """Call the model once for all requests with one batch key."""
+        """Answer requests with one model call per batch key.
+
+        Returns:
+            The JSON body or the error of each request.
+        """
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             groups[request.batch_key()].append(index)
@@ -250,9 +274,10 @@ class Replica:
         return [answers[index] for index in range(len(requests))]
 
     def answer_group(self, requests: list[ParsedRequest]) -> list[str | Exception]:
-        """Call the model once; if it fails, call it for each request alone.
+        """Answer requests that have the same batch key with one model call.
 
-        So no request fails by its neighbours.
+        If the call fails, the model is called for each request separately, so that one
+        request does not make the others fail.
         """
         rows = [request.data for request in requests]
         params = requests[0].params
@@ -270,12 +295,12 @@ class Replica:
 
 
 def build(options: Options) -> serve.Application:
-    """Build the application."""
+    """Build the Serve application."""
     settings = json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}")
-    # the decorator makes a deployment of the class
+    # mypy does not see that the decorator turns the class into a deployment
     deployment = Replica.options(  # type: ignore[attr-defined]
         num_replicas=options.num_replicas,
-        # a batch is collected while another one is ranked
+        # so that a batch is collected while another is ranked
         max_ongoing_requests=2 * options.max_batch_size,
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
     )

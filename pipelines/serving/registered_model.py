@@ -1,11 +1,11 @@
-"""Register the best checkpoint of a run as a version of a model in MLflow's model registry.
+"""Register the best checkpoint of a run in MLflow's model registry.
 
     version = register(RunRef(uri, experiment, run_id), "industrial")
     model = mlflow.pyfunc.load_model("models:/industrial/1")
     model.predict(pandas.DataFrame({"history": [["item-1", "item-7"]]}))
 
-A version has the hashes of its weights, tables, semantic IDs and trie as tags; loading
-it checks them again. `served_model.py` says what the models take and answer.
+A version has the hashes of its weights, tables, semantic IDs and trie as tags, which
+are checked when it is loaded. `served_model.py` documents requests and answers.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ RUN_TAG = "trieline.run"
 def register(
     run: tracking.RunRef, name: str, metric: str | None = None
 ) -> ModelVersion:
-    """Register the best checkpoint of a run, or return its version if it has one.
+    """Register the best checkpoint of a run, or return the version that it has already.
 
     The model is logged to the run first if needed.
 
     Args:
-        run: the run of a training.
-        name: name of the registered model.
-        metric: metric on validation (`val/...`) for the version's description.
+        run: MLflow run of a training.
+        name: Name of the registered model.
+        metric: Metric on validation (`val/...`) for the version's description.
 
     Raises:
-        UserError: if the run has no checkpoint, its checkpoint was replaced by a later
-            run,
-            or its model is not served.
+        UserError: If the run has no checkpoint, if a later run has replaced it, or if
+            its model cannot be served.
     """
     client = tracking.connect(run.uri)
     training = client.get_run(run.run_id)
@@ -69,7 +68,7 @@ def register(
     with package.use_store(run.uri):
         version = mlflow.register_model(model, name, tags=version_tags)
         best = f"best/{(metric or '').removeprefix('val/')}"
-        value = training.data.metrics.get(tracking.metric_name(best))
+        value = training.data.metrics.get(tracking.to_mlflow_name(best))
         if value is not None:
             description = f"{run_name}: {metric} {value:.4f}"
             client.update_model_version(name, version.version, description)
@@ -77,29 +76,31 @@ def register(
 
 
 def check_servable(training: Any, run: tracking.RunRef) -> None:
-    """Check that a run has a checkpoint of its own whose model is served.
+    """Raise UserError if a run has no checkpoint, or its model cannot be served.
 
-    Raises:
-        UserError: if not.
+    Args:
+        training: MLflow run of the training.
+        run: Reference to the run, for messages.
     """
     params, tags = training.data.params, training.data.tags
     name = training.info.run_name
     if "model.name" not in params or "checkpoint" not in tags:
         raise UserError(
-            f"the run '{name}' at {run.uri} has no checkpoint to register; name a finished "
-            f"one"
+            f"the run '{name}' at {run.uri} has no checkpoint to register; name a "
+            "finished one"
         )
     reason = registry.find(params["model.name"]).reason_not_served()
     if reason:
         raise UserError(
-            f"the model '{params['model.name']}' is not served: {reason}; register another"
+            f"the model '{params['model.name']}' is not served: {reason}; register "
+            "another"
         )
     owner = checkpoint.read(tags["checkpoint"]).tracking.get("run_id")
     if owner != run.run_id:
         raise UserError(
-            f"the checkpoint {tags['checkpoint']} is now of the MLflow run {owner}, not of "
-            f"'{name}' ({run.run_id}), which was overwritten; register that one, or mlflow "
-            f"runs delete --run-id {run.run_id}"
+            f"the checkpoint {tags['checkpoint']} is now of the MLflow run {owner}, "
+            f"not of '{name}' ({run.run_id}), which was overwritten; register that "
+            f"one, or mlflow runs delete --run-id {run.run_id}"
         )
 
 
@@ -107,11 +108,12 @@ def find_versions(client: Any, name: str) -> list[ModelVersion]:
     """Return all versions of a registered model, or an empty list if it does not exist.
 
     Raises:
-        UserError: if MLflow does not take the name.
+        UserError: If MLflow rejects the name.
     """
     try:
         return list(client.search_model_versions(f"name = '{name}'"))
     except MlflowException as error:
         raise UserError(
-            f"'{name}' is no name for a registered model ({error.message}); choose another"
+            f"'{name}' is no name for a registered model ({error.message}); choose "
+            "another"
         ) from error

@@ -3,15 +3,15 @@
     model = mlflow.pyfunc.load_model("models:/industrial/1")
     model.predict(pandas.DataFrame([{"history": ["B01", "B02"]}]), params={"k": 10})
 
-It is logged as a "model from code": MLflow runs this file, beside `models/` and the
-data of `package.py`, without pickle. It needs PyTorch and MLflow alone. Retrieval
-models rank their catalogue after a history, the others the candidates of a request;
-`models/<family>/requests.py` has the columns of a request. `model_config={"device":
-"cuda"}` puts the model on a GPU.
+The model is logged as a "model from code": MLflow runs this file, next to `models/` and
+the data of `package.py`, without pickle. The file needs only PyTorch and MLflow.
+Retrieval models rank their catalogue after a history, other models the candidates of a
+request; `models/<family>/requests.py` documents the columns of a request.
+`model_config={"device": "cuda"}` puts the model on a GPU.
 
-A key that the signature does not have is refused: MLflow would drop it, with a warning
-in its log, and a misspelt `allowed` would then let all items through
-(`refuse_unknown_keys`).
+A key that the signature does not have is rejected (`refuse_unknown_keys`). MLflow would
+drop the key with a warning in its log, so that a misspelt `allowed` would allow all
+items.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from mlflow.pyfunc import PyFuncModel, PythonModel, scoring_server
 
-if (
-    code := Path(__file__).with_name("code") / "models.zip"
-).is_file():  # where it is served
-    sys.path.insert(0, str(code))
+# MLflow stores `models/` as an archive beside this file.
+if Path(__file__).with_name("code").joinpath("models.zip").is_file():
+    sys.path.insert(0, str(Path(__file__).with_name("code") / "models.zip"))
 
 from models import registry
 from models.build import load_model
@@ -54,31 +53,34 @@ from models.storage import checkpoint
 from models.storage.tables import UserError
 
 MAX_CACHED_SETS = 64
-"""Sets of allowed items whose masks are cached; least recently used sets are
+"""Largest number of cached sets of allowed items; the least recently used set is
 dropped."""
 
 MAX_K = 10_000
-"""Items of an answer, at most: a longer ranking takes the memory of other requests."""
+"""Largest number of items of an answer, which limits the memory of one request."""
 
 MAX_SCORED_REQUESTS = 256
-"""Requests whose candidates are scored in one batch, at most."""
+"""Largest number of requests whose candidates are scored in one batch."""
 
 ROW_KEYS = ("dataframe_records", "dataframe_split", "inputs", "instances")
-"""Keys of a request's body under which MLflow takes rows."""
+"""Keys under which the body of a request can have its rows."""
 
 Ranking = tuple[list[str], list[float]]
 """Item ids, best first, and their scores."""
 
 
 class RefusedRequest(MlflowException, UserError):
-    """A request that the model refuses: HTTP 400 with one line, also from MLflow's server."""
+    """Error for a request that the model rejects: HTTP 400 with a one-line message.
+
+    MLflow's server answers so too.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, BAD_REQUEST)
 
     @property
     def message(self) -> str:
-        """The reason, which MLflow's server cannot prefix with all rows."""
+        """The reason. MLflow's server cannot prepend all rows of the request to it."""
         return self._reason
 
     @message.setter
@@ -93,16 +95,20 @@ class ServedModel(PythonModel):
     """Marks models of this project for `refuse_unknown_keys`."""
 
     def load_context(self, context: Any) -> None:
-        """Load the model from its bundle, with the settings of MLflow and of the server."""
+        """Load the model from its bundle.
+
+        Raises:
+            UserError: If SERVING_MODEL_CONFIG has an unknown setting.
+        """
         folder = context.artifacts["data"]
-        about = checkpoint.read(f"{folder}/checkpoint")
-        model_class = registry.find(about.name)
-        known = model_class.requests_class.settings
+        saved = checkpoint.read(f"{folder}/checkpoint")
+        model_class = registry.find(saved.name)
+        defaults = model_class.requests_class.settings
         # MLflow drops unknown keys of a server's config, so they are checked here
         server_config = json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}")
-        refuse_unknown("SERVING_MODEL_CONFIG", server_config, known, {})
-        settings = {**known, **(context.model_config or {})}
-        scales = about.learned.get("scales")
+        refuse_unknown("SERVING_MODEL_CONFIG", server_config, defaults, {})
+        settings = {**defaults, **(context.model_config or {})}
+        scales = saved.learned.get("scales")
         catalogue = model_class.load_catalogue(
             find_bundled_inputs(folder), scales=scales, manifest_only=True
         )
@@ -120,16 +126,20 @@ class ServedModel(PythonModel):
         model_input: pd.DataFrame,
         params: dict[str, Any] | None = None,
     ) -> pd.DataFrame:
-        """Return the answer of the ranker to each row."""
+        """Return an answer for each row (see `answer` of the rankers)."""
         rows = [Row(row) for row in model_input.to_dict("records")]
         return self.ranker.answer(rows, **(params or {}))
 
     @staticmethod
     def check_body(body: Mapping[str, Any], model: PyFuncModel) -> None:
-        """Check the keys of the body of an HTTP request.
+        """Check the keys in the body of an HTTP request.
+
+        Args:
+            body: The parsed body.
+            model: The model as MLflow has loaded it.
 
         Raises:
-            UserError: if a key is unknown, or the body does not have one set of rows.
+            UserError: If a key is unknown, or not exactly one key has rows.
         """
         columns, params = signature_names(model)
         refuse_unknown(
@@ -138,21 +148,27 @@ class ServedModel(PythonModel):
             (*ROW_KEYS, "params"),
             dict.fromkeys(params, "params") | dict.fromkeys(columns, "each record"),
         )
-        given = [key for key in ROW_KEYS if key in body]
-        if len(given) != 1:
+        row_keys = [key for key in ROW_KEYS if key in body]
+        if len(row_keys) != 1:
             raise UserError(
-                f"the request has {' and '.join(given) or 'no rows'}; give one of "
+                f"the request has {' and '.join(row_keys) or 'no rows'}; give one of "
                 f"{', '.join(ROW_KEYS)}"
             )
 
 
 class CatalogueRanker:
-    """A model that ranks the catalogue after the history of each request."""
+    """Ranker of the catalogue after the history of each request.
+
+    Args:
+        model: The model.
+        requests: Parser of requests, of the model's `requests_class`.
+        device: Device of the model.
+    """
 
     def __init__(self, model: Any, requests: Any, device: torch.device) -> None:
         self.model, self.requests, self.device = model, requests, device
         self.warned = False
-        # by hash of the ids: the encoded set, and its number of items
+        # encoded set and its number of items, by hash of the ids
         self.allowed_sets: LRUCache[bytes, tuple[torch.Tensor, int]] = LRUCache(
             MAX_CACHED_SETS
         )
@@ -165,20 +181,22 @@ class CatalogueRanker:
         unseen: bool = False,
         allowed: list[str] = EVERY,
     ) -> pd.DataFrame:
-        """Return the columns `item_id` and `score`, best first, `unknown_items` and `note`.
-
-        `unknown_items` counts the entries of a history that the catalogue does not
-        have, which are skipped. A history without other entries gets an empty ranking.
-        `note` says why there are fewer than `k` items.
+        """Rank the catalogue for each request.
 
         Args:
             rows: The requests.
-            k: Items to rank.
-            unseen: Leave out the items of the history.
-            allowed: Ids of the only items to rank; ["*"] for all.
+            k: Number of items per ranking.
+            unseen: Whether to leave out the items of the history.
+            allowed: Ids of the items that may be ranked; ["*"] for all.
+
+        Returns:
+            A row for each request with the columns `item_id` and `score` (lists, best
+            first), `unknown_items` (number of history entries that the catalogue does
+            not have and that are skipped) and `note` (the reason if there are fewer
+            than `k` items). A history without known items gets an empty ranking.
 
         Raises:
-            UserError: For an impossible `k`, and for a request that cannot be read.
+            UserError: If `k` is out of range, or a request cannot be parsed.
         """
         if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
             raise UserError(
@@ -191,8 +209,8 @@ class CatalogueRanker:
         for request, (items, scores) in zip(requests, rankings, strict=True):
             note = ""
             if len(items) < k:
-                why = self.explain_short(request, k, num_allowed, unseen)
-                note = f"{len(items):,} of {k:,} items: {why}"
+                reason = self.explain_short(request, k, num_allowed, unseen)
+                note = f"{len(items):,} of {k:,} items: {reason}"
             answers.append((items, scores, request.unknown, note))
         self.warn_of_unknown(requests)
         return pd.DataFrame(
@@ -202,40 +220,59 @@ class CatalogueRanker:
     def rank(
         self, requests: list[Any], k: int, unseen: bool, allowed: torch.Tensor | None
     ) -> list[Ranking]:
-        """Rank for each request; a history without known items gets an empty ranking."""
+        """Rank the catalogue for each request.
+
+        Args:
+            requests: Parsed requests; those without items get an empty ranking.
+            k: Number of items per ranking.
+            unseen: Whether to leave out the items of the history.
+            allowed: Encoded set of allowed items, or None for all.
+        """
         rankings: list[Ranking] = [([], []) for _ in requests]
-        known = [index for index, request in enumerate(requests) if request.items]
-        if not known:
+        with_history = [i for i, request in enumerate(requests) if request.items]
+        if not with_history:
             return rankings
-        batch = self.requests.collate([requests[index] for index in known])
-        ranked, scores = self.model.recommend(
+        batch = self.requests.collate([requests[index] for index in with_history])
+        # (B, K) each, of the requests with a history
+        ranked_items, scores = self.model.recommend(
             batch.to(self.device),
             min(int(k), len(self.requests.items)),
             unseen=unseen,
             allowed=allowed,
         )
-        for index, items, values in zip(known, ranked, scores, strict=True):
-            is_real = items >= 0
-            names = [self.requests.items[item] for item in items[is_real].tolist()]
-            rankings[index] = names, values[is_real].tolist()
+        for index, items, values in zip(
+            with_history, ranked_items, scores, strict=True
+        ):
+            is_item = items >= 0  # negative after the end of a short ranking
+            item_ids = [self.requests.items[item] for item in items[is_item].tolist()]
+            rankings[index] = item_ids, values[is_item].tolist()
         return rankings
 
     def explain_short(
         self, request: Any, k: int, num_allowed: int, unseen: bool
     ) -> str:
-        """Return why a ranking has fewer than `k` items."""
+        """Return the reason why a ranking has fewer than `k` items.
+
+        Args:
+            request: The parsed request.
+            k: Number of items that were requested.
+            num_allowed: Number of items that may be ranked.
+            unseen: Whether the items of the history are left out.
+        """
         if not request.items:
             return "no item of the history is in the catalogue"
         if num_allowed < len(self.requests.items):
-            why = f"allowed has {pluralize(num_allowed, 'item')} of the catalogue"
+            reason = f"allowed has {pluralize(num_allowed, 'item')} of the catalogue"
         elif num_allowed < k:
-            why = f"the catalogue has {pluralize(num_allowed, 'item')}"
+            reason = f"the catalogue has {pluralize(num_allowed, 'item')}"
         else:
-            why = "the search found no more"
-        return f"{why}, and the items of the history are left out" if unseen else why
+            reason = "the search found no more"
+        if unseen:
+            reason += ", and the items of the history are left out"
+        return reason
 
     def warn_of_unknown(self, requests: list[Any]) -> None:
-        """Warn once that a history of unknown items alone gets an empty ranking."""
+        """Warn, but only once, about a history with unknown items only."""
         is_empty = any(request.unknown and not request.items for request in requests)
         if is_empty and not self.warned:
             self.warned = True
@@ -246,7 +283,10 @@ class CatalogueRanker:
             )
 
     def encode_allowed(self, ids: list[str]) -> tuple[torch.Tensor | None, int]:
-        """Return the encoded set of item ids, cached, and its number of items."""
+        """Return the encoded set of item ids from the cache, and its number of items.
+
+        The set is None if all items are allowed.
+        """
         if ids == EVERY:
             return None, len(self.requests.items)
         key = hashlib.sha256(json.dumps([*map(str, ids)]).encode()).digest()
@@ -261,16 +301,32 @@ class CatalogueRanker:
 
 
 class CandidateRanker:
-    """A model that ranks the candidates of each request."""
+    """Ranker of the candidates of each request.
+
+    Args:
+        model: The model.
+        requests: Parser of requests, of the model's `requests_class`.
+        device: Device of the model.
+    """
 
     def __init__(self, model: Any, requests: Any, device: torch.device) -> None:
         self.model, self.requests, self.device = model, requests, device
 
     def answer(self, rows: list[Row], label: str = "") -> pd.DataFrame:
-        """Return the columns `item_id` and `score`, best first.
+        """Rank the candidates of each request.
 
-        The score is the probability of `label`, by default of the model's first label.
-        Candidates that the model does not know are last, in the order given, with NaN.
+        Args:
+            rows: The requests.
+            label: Label whose probability is the score; by default the model's first.
+
+        Returns:
+            A row for each request with the columns `item_id` and `score` (lists, best
+            first). Candidates that the model does not know come last, in the order of
+            the request, with NaN.
+
+        Raises:
+            UserError: If the model does not have the label, or a request cannot be
+                parsed.
         """
         labels = list(self.model.labels)
         if label and label not in labels:
@@ -286,7 +342,12 @@ class CandidateRanker:
 
     @torch.no_grad()
     def rank(self, requests: list[Any], label: int) -> list[Ranking]:
-        """Return the candidates of each request with their scores, best first."""
+        """Return the candidates of each request with their scores, best first.
+
+        Args:
+            requests: Parsed requests.
+            label: Index of the label.
+        """
         batch = self.requests.collate(requests).to(self.device)
         probabilities = torch.zeros(0)
         if any(request.known for request in requests):
@@ -305,8 +366,8 @@ def sort_candidates(
     """Sort the known candidates by probability, and append the others without a score.
 
     Args:
-        candidates: ids of all candidates of a request.
-        known: indices of the candidates that were scored.
+        candidates: Ids of all candidates of a request.
+        known: Indices of the candidates that the model knows.
         probabilities: (K,) scores of the known candidates.
     """
     order = probabilities.argsort(descending=True, stable=True).tolist()
@@ -318,53 +379,60 @@ def sort_candidates(
 
 
 def refuse_unknown(
-    where: str,
+    part: str,
     names: Iterable[str],
-    known: Collection[str],
-    elsewhere: Mapping[str, str],
+    valid: Collection[str],
+    other_parts: Mapping[str, str],
 ) -> None:
-    """Refuse names that are not known.
+    """Raise UserError for the first name that is not valid in a part of a request.
 
     Args:
-        where: what has the names, for the message.
-        names: the names.
-        known: the known names.
-        elsewhere: names that belong to another part of a request, which is named.
-
-    Raises:
-        UserError: for the first unknown name.
+        part: Name of the part, for the message.
+        names: Names to check.
+        valid: Names that are valid in the part.
+        other_parts: Parts of the request by names that are valid there, for the
+            message.
     """
     for name in names:
-        if name in known:
+        if name in valid:
             continue
-        near = nearest(name, [*known, *elsewhere])
-        remedy = f"the nearest is '{near}'"
-        if near == name:
-            remedy = f"it belongs to {elsewhere[name]}"
-        elif near in elsewhere:
-            remedy += f", of {elsewhere[near]}"
-        raise UserError(f"{where} has '{name}', which is not known there; {remedy}")
+        similar = nearest(name, [*valid, *other_parts])
+        remedy = f"the nearest is '{similar}'"
+        if similar == name:
+            remedy = f"it belongs to {other_parts[name]}"
+        elif similar in other_parts:
+            remedy += f", of {other_parts[similar]}"
+        raise UserError(f"{part} has '{name}', which is not known there; {remedy}")
 
 
 def signature_names(model: PyFuncModel) -> tuple[list[str], list[str]]:
-    """Return the columns and the params of the model's signature."""
+    """Return the names of the columns and the params in a model's signature."""
     columns = model.metadata.get_input_schema().input_names()
     return columns, [spec.name for spec in model.metadata.get_params_schema().params]
 
 
 def check_request(model: PyFuncModel, data: Any, params: Any) -> Any:
-    """Check the columns and params of a request; return the params with item ids as texts.
+    """Check the columns and params of a request.
+
+    Args:
+        model: The model as MLflow has loaded it.
+        data: Rows of the request, in any form that MLflow accepts.
+        params: Params of the request.
+
+    Returns:
+        The params, with the ids in `allowed` as strings.
 
     Raises:
-        UserError: for a column or a param that the signature does not have.
+        UserError: If the signature does not have a column or a param, or a param is
+            None.
     """
-    columns, known = signature_names(model)
+    columns, param_names = signature_names(model)
     refuse_unknown(
-        "a record", column_names(data), columns, dict.fromkeys(known, "params")
+        "a record", column_names(data), columns, dict.fromkeys(param_names, "params")
     )
     if not isinstance(params, dict):
-        return params  # nothing, or refused by MLflow
-    refuse_unknown("params", params, known, dict.fromkeys(columns, "each record"))
+        return params  # None, or a type that MLflow rejects
+    refuse_unknown("params", params, param_names, dict.fromkeys(columns, "each record"))
     for name, value in params.items():
         if value is None:
             raise UserError(
@@ -376,7 +444,7 @@ def check_request(model: PyFuncModel, data: Any, params: Any) -> Any:
 
 
 def column_names(data: Any) -> list[str]:
-    """Return the names of all columns of a frame, of a mapping of columns, or of a list of records."""
+    """Return the names of all columns of a frame, a mapping, or a list of records."""
     if isinstance(data, pd.DataFrame | dict):
         return list(data)
     if isinstance(data, list):
@@ -386,7 +454,7 @@ def column_names(data: Any) -> list[str]:
 
 
 def is_ours(model: Any) -> bool:
-    """Return whether MLflow's model is a `ServedModel`, of this version or of another."""
+    """Return whether a model is a `ServedModel` of any version of this project."""
     try:
         return bool(getattr(model.unwrap_python_model(), "refuses_unknown_keys", False))
     except (MlflowException, AttributeError):
@@ -394,18 +462,16 @@ def is_ours(model: Any) -> bool:
 
 
 def refuse_unknown_keys() -> None:
-    """Make MLflow's `predict` and its server refuse keys of requests to our models that they would drop.
+    """Patch MLflow to reject unknown keys in requests to models of this project.
 
     MLflow has no option for it. `PyFuncModel.predict` drops columns and params that are
-    not in the signature before the model sees them, and `scoring_server.invocations`
-    keys of the body. Requests to other models pass as they are.
+    not in the signature, and `scoring_server.invocations` drops keys of the body,
+    before the model is called. Requests to other models are not changed.
     """
     if hasattr(PyFuncModel.predict, "refuses_unknown_keys"):
         return
-    lenient_predict, lenient_invocations = (
-        PyFuncModel.predict,
-        scoring_server.invocations,
-    )
+    lenient_predict = PyFuncModel.predict
+    lenient_invocations = scoring_server.invocations
 
     @wraps(lenient_predict)
     def predict(self: PyFuncModel, data: Any, params: Any = None) -> Any:
@@ -417,7 +483,7 @@ def refuse_unknown_keys() -> None:
             raise
         except UserError as error:
             raise RefusedRequest(str(error)) from error
-        except MlflowException as error:  # it repeats all rows and the whole schema
+        except MlflowException as error:  # its message has all rows and the schema
             raise RefusedRequest(error.message.rpartition("Error: ")[2]) from error
 
     @wraps(lenient_invocations)
@@ -425,12 +491,7 @@ def refuse_unknown_keys() -> None:
         data: Any, content_type: str, model: PyFuncModel, input_schema: Any
     ) -> Any:
         if is_ours(model) and content_type.startswith("application/json"):
-            try:
-                body = json.loads(data)
-            except (ValueError, RecursionError) as error:
-                raise RefusedRequest(f"the request is no JSON ({error})") from error
-            if not isinstance(body, dict):
-                raise RefusedRequest("the request is no JSON object with rows")
+            body = parse_body(data)
             try:
                 ServedModel.check_body(body, model)
             except UserError as error:
@@ -440,6 +501,21 @@ def refuse_unknown_keys() -> None:
     predict.refuses_unknown_keys = True  # type: ignore[attr-defined]
     PyFuncModel.predict = predict  # type: ignore[method-assign]
     scoring_server.invocations = invocations
+
+
+def parse_body(data: Any) -> dict[str, Any]:
+    """Parse the JSON body of an HTTP request.
+
+    Raises:
+        RefusedRequest: If the body is not a JSON object.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(f"the request is no JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise RefusedRequest("the request is no JSON object with rows")
+    return body
 
 
 refuse_unknown_keys()

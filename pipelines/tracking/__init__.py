@@ -1,19 +1,21 @@
 """MLflow: one run per training, in the experiment `family/dataset`, at an explicit URI.
 
-    run = tracking.open_run(uri, "retrieval/x", "sasrec", storage, config=config, hashes=hashes)
+    run = tracking.open_run(
+        uri, "retrieval/x", "sasrec", storage, config=config, hashes=hashes
+    )
     logger = tracking.Logger(run)
 
-The driver opens the run of a training and hands its id and URI to rank 0, which alone
-logs to it; a continued training continues its run. A run has each point once, however
-often the training is killed: a key that is written down before a run is opened finds
-the runs of openings that were cut short, and a logger first reads what the run has.
+The driver opens the run of a training and sends its id and URI to rank 0, the only
+process that logs metrics. A continued training continues its run, and a killed training
+logs no point twice: a key that is stored before a run is opened identifies runs whose
+opening was interrupted, and a logger first reads the points that the run has.
 """
 
 import os
 
 # before the first import of mlflow
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-# jobs say where their runs are
+# the jobs print the addresses of their runs
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 from pipelines.tracking.curves import (
@@ -40,43 +42,42 @@ from pipelines.tracking.names import (
     SUBMISSION_TAG,
     TRIAL_TAG,
     WEIGHTS_TAG,
-    metric_name,
-    settings_of,
-    shown_name,
-    unknown,
+    describe_unknown,
+    from_mlflow_name,
+    settings_key,
+    to_mlflow_name,
 )
 from pipelines.tracking.runs import (
-    BATCH,
+    MAX_METRICS,
     RunRef,
     delete,
-    discard,
-    end_dead,
+    describe_hardware,
+    discard_opening,
+    end_dead_runs,
     end_stopped,
     end_trials,
-    hardware,
-    lock_of,
+    lock_path,
     log_json,
     log_text,
     log_yaml,
+    make_opening,
     open_child,
     open_run,
-    opening,
     reopen,
 )
 from pipelines.tracking.store import (
     check_nodes,
     connect,
+    find_store,
     mark_reachable,
-    named_store,
     resolve_uri,
     sqlite_file,
     sqlite_uri,
-    viewer,
+    view_command,
     warn_if_slow,
 )
 
 __all__ = [
-    "BATCH",
     "BEST_TAG",
     "CODE_TAG",
     "COMMIT_TAG",
@@ -86,6 +87,7 @@ __all__ = [
     "INCOMPLETE_TAG",
     "KEY_TAG",
     "KIND_TAG",
+    "MAX_METRICS",
     "PARENT_TAG",
     "POINT_TAG",
     "SIMULATED_TAG",
@@ -100,31 +102,31 @@ __all__ = [
     "connect",
     "curves_to_bytes",
     "delete",
-    "discard",
-    "end_dead",
+    "describe_hardware",
+    "describe_unknown",
+    "discard_opening",
+    "end_dead_runs",
     "end_stopped",
     "end_trials",
-    "hardware",
-    "lock_of",
+    "find_store",
+    "from_mlflow_name",
+    "lock_path",
     "log_curves",
     "log_json",
     "log_text",
     "log_yaml",
+    "make_opening",
     "mark_reachable",
-    "metric_name",
-    "named_store",
     "open_child",
     "open_run",
-    "opening",
     "read_curves",
     "reopen",
     "resolve_uri",
-    "settings_of",
-    "shown_name",
+    "settings_key",
     "sqlite_file",
     "sqlite_uri",
     "system_metrics",
-    "unknown",
-    "viewer",
+    "to_mlflow_name",
+    "view_command",
     "warn_if_slow",
 ]

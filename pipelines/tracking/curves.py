@@ -1,4 +1,4 @@
-"""Curves of a run: stored in its checkpoints, and logged as a table and a drawing."""
+"""Curves of a run: stored in its checkpoints, and logged as a CSV file and a plot."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Curves = dict[str, list[tuple[int, float, int]]]
 """Points of each metric: step, value and time in milliseconds."""
 
 CURVES = "curves.json"
-"""File of a checkpoint with the curves of its run up to it."""
+"""Name of the file in a checkpoint with the curves of its run up to the checkpoint."""
 
 
 def curves_to_bytes(curves: Curves) -> bytes:
-    """Return the content of `CURVES`."""
+    """Return the content of the file `CURVES`."""
     return json.dumps(curves).encode()
 
 
 def read_curves(checkpoint: str) -> Curves:
-    """Return the curves of a run up to a checkpoint, empty without the file `CURVES`."""
+    """Return the curves in a checkpoint, or {} if it has no file `CURVES`."""
     content = read_json(join(checkpoint, CURVES)) or {}
     return {
         name: [tuple(point) for point in points] for name, points in content.items()
@@ -47,7 +47,7 @@ def log_curves(run: RunRef, curves: Curves) -> None:
 
 
 def draw_curves(run: RunRef, curves: Curves) -> None:
-    """Log a drawing of the training loss and of the metrics at rank 10 on validation."""
+    """Log a plot of the training loss and of the metrics at rank 10 on validation."""
     from pipelines.figures import label_axes, new_figure
 
     figure, panels = new_figure(2, width=5.5, height=4)
@@ -55,11 +55,11 @@ def draw_curves(run: RunRef, curves: Curves) -> None:
         name for name in curves if name.startswith("val/") and name.endswith("@10")
     ]
     for axes, names in zip(panels, (["train/loss"], at_10), strict=True):
-        drawn = [name for name in names if name in curves]
-        for name in drawn:
+        available = [name for name in names if name in curves]
+        for name in available:
             steps, values, _ = zip(*curves[name], strict=True)
             axes.plot(steps, values, label=name, marker=".")
-        label_axes(axes, "optimizer step", "", legend=bool(drawn))
+        label_axes(axes, "optimizer step", "", legend=bool(available))
     with tempfile.TemporaryDirectory() as folder:
         figure.savefig(f"{folder}/curves.png", dpi=110)
         connect(run.uri).log_artifact(run.run_id, f"{folder}/curves.png")

@@ -1,4 +1,4 @@
-"""Log the metrics of one run, once each, while its training goes on.
+"""Log the metrics of a run to MLflow without waiting for MLflow.
 
 logger = Logger(run)
 logger.log({"train/loss": 2.1}, step=100)
@@ -16,18 +16,19 @@ from contextlib import contextmanager
 from mlflow.entities import Metric, RunTag
 
 from pipelines.tracking.curves import Curves
-from pipelines.tracking.names import metric_name
-from pipelines.tracking.runs import BATCH, RunRef
+from pipelines.tracking.names import to_mlflow_name
+from pipelines.tracking.runs import MAX_METRICS, RunRef
 from pipelines.tracking.store import connect
 
 
 class Logger:
-    """Log metrics and tags of one run; points that the run has are not logged again.
+    """Logger of metrics and tags that sends each point of a run once.
 
-    A thread sends metrics while the training goes on, all that are pending in one
-    request, and `flush` waits for it. (MLflow's own queue sends one request every two
-    seconds, however many metrics there are.) A checkpoint holds the curves up to it, so
-    that a run that goes on from it sends what a kill kept back.
+    A thread sends all pending metrics in one request while the training continues, and
+    `flush` waits for the thread. (MLflow's queue sends one request every two seconds,
+    however many metrics there are.) A checkpoint stores the curves up to its step. A
+    training that continues from the checkpoint sends the points that a killed process
+    did not send.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class Logger:
         Args:
             run: Run to log to.
             curves: Curves up to the checkpoint that the run continues from.
-            check_attempt: Called before metrics are sent; raises if a newer attempt
-                logs to the run.
+            check_attempt: Called before metrics are sent; raises SupersededError if a
+                newer attempt logs to the run.
         """
         self.run, self.curves = run, curves or {}
         self.check_attempt = check_attempt
@@ -64,9 +65,10 @@ class Logger:
         self._send(missing)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Log metrics at a step, unless that step was logged before.
+        """Log metrics at a step, without waiting for MLflow.
 
-        The call does not wait for MLflow.
+        A metric that was logged at this step or a later one is not logged again. NaN
+        and infinity are not logged.
         """
         now = int(time.time() * 1000)
         finite = {
@@ -81,9 +83,10 @@ class Logger:
         )
 
     def update(self, metrics: dict[str, float], step: int) -> None:
-        """Log metrics of the run as a whole, and wait for MLflow.
+        """Log metrics that describe the whole run, and wait for MLflow.
 
-        A metric that was logged before is logged again, at a later step, if it changed.
+        A metric that was logged before is logged at a later step if its value has
+        changed.
         """
         now = int(time.time() * 1000)
         changed = {
@@ -100,10 +103,10 @@ class Logger:
         self.flush()
 
     def flush(self) -> float:
-        """Wait until MLflow has all metrics; return the seconds that took.
+        """Wait until MLflow has stored all metrics, and return the seconds waited.
 
         Raises:
-            MlflowException: if MLflow does not take them.
+            MlflowException: If MLflow rejects the metrics or cannot be reached.
         """
         began = time.monotonic()
         if self._sending:
@@ -116,9 +119,10 @@ class Logger:
         self.client.log_batch(self.run.run_id, tags=pairs)
 
     def end(self, status: str = "FINISHED") -> None:
-        """End the run; FAILED and KILLED leave a run as it is that has ended.
+        """Send all metrics, and end the run.
 
-        A stopped trial loses its workers after its end.
+        FAILED and KILLED do not change the status of a run that has ended: the workers
+        of a stopped trial are lost after its end.
         """
         self.flush()
         is_running = self.client.get_run(self.run.run_id).info.status == "RUNNING"
@@ -126,18 +130,19 @@ class Logger:
             self.client.set_terminated(self.run.run_id, status)
 
     def _step(self, name: str) -> int:
-        return self._last.get(metric_name(name), (-1, 0.0))[0]
+        return self._last.get(to_mlflow_name(name), (-1, 0.0))[0]
 
     def _value(self, name: str) -> float | None:
-        return self._last.get(metric_name(name), (-1, None))[1]
+        return self._last.get(to_mlflow_name(name), (-1, None))[1]
 
     def _send(self, curves: Curves) -> None:
-        """Queue the points of curves, and start to send them if nothing is being sent."""
-        points = [
-            Metric(metric_name(name), value, time_ms, step)
-            for name, curve in curves.items()
-            for step, value, time_ms in curve
-        ]
+        """Queue the points of curves, and start the thread unless it is sending."""
+        points = []
+        for name, curve in curves.items():
+            key = to_mlflow_name(name)
+            points += [
+                Metric(key, value, time_ms, step) for step, value, time_ms in curve
+            ]
         with self._lock:
             self._pending += points
         if self._sending is None or self._sending.done():
@@ -145,8 +150,8 @@ class Logger:
         self._last.update({point.key: (point.step, point.value) for point in points})
 
     def _drain(self) -> None:
-        """Send the pending metrics; metrics that MLflow does not take stay pending."""
-        while batch := self._pending[:BATCH]:
+        """Send the pending metrics; metrics that MLflow rejects stay pending."""
+        while batch := self._pending[:MAX_METRICS]:
             self.check_attempt()
             self.client.log_batch(self.run.run_id, metrics=batch)
             with self._lock:
@@ -155,7 +160,7 @@ class Logger:
 
 @contextmanager
 def system_metrics(run: RunRef) -> Iterator[None]:
-    """Log this machine's CPU, memory, disk, network and GPU to a run during the block."""
+    """Log the use of this machine's CPU, memory, disk, network and GPU in the block."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     monitor = SystemMetricsMonitor(

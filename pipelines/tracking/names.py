@@ -1,4 +1,4 @@
-"""Names in MLflow: tags of runs, and metrics, whose names take no `@` there."""
+"""Names in MLflow: tags of runs, and metrics, whose names cannot contain `@`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from models.config import did_you_mean
 
 PARENT_TAG = "mlflow.parentRunId"
-"""MLflow's own tag of a child run with the id of its parent."""
+"""MLflow's tag with the id of a child run's parent."""
 
 COMMIT_TAG = "mlflow.source.git.commit"
-"""MLflow's own tag with the git commit."""
+"""MLflow's tag with the git commit."""
 
 CODE_TAG = "trieline.code"
 """Tag with the versions of the code that made the run, oldest first
@@ -23,59 +23,63 @@ SUBMISSION_TAG = "ray.submission_id"
 """Tag with the ids of the Ray jobs that made the run, oldest first."""
 
 WEIGHTS_TAG = "checkpoint.weights"
-"""Tag with the SHA-256 of the evaluated weights, by which a student's teacher is
-found."""
+"""Tag with the SHA-256 of the evaluated weights, which identifies a student's
+teacher."""
 
 SIMULATED_TAG = "simulated"
-"""Tag of runs on a simulated log, which do not compare with figures of papers."""
+"""Tag of runs on a simulated log, which are not compared with figures of papers."""
 
 KIND_TAG = "trieline.kind"
-"""Tag with the kind of a run: `sweep`, `trial`, `evaluation` or `compare`; trainings
-have none."""
+"""Tag with the kind of a run: `sweep`, `trial`, `evaluation` or `compare`. Trainings do
+not have the tag."""
 
 EVALUATION = "evaluation"
-"""Value of `KIND_TAG` of an evaluation, a child run of its training."""
+"""Value of `KIND_TAG` for an evaluation, a child run of its training."""
 
-TRIAL_TAG, POINT_TAG = "sweep.trial", "sweep.point"
-"""Tags of a trial: its stable id, and its values of the sweep's axes."""
+TRIAL_TAG = "sweep.trial"
+"""Tag of a trial with its id, the same in every call of the sweep."""
+
+POINT_TAG = "sweep.point"
+"""Tag of a trial with its values of the sweep's axes, as JSON."""
 
 BEST_TAG = "sweep.best"
 """Tag of a sweep with the run id of its best trial."""
 
 INCOMPLETE_TAG = "sweep.incomplete"
-"""Tag of a sweep with the number of trials without a result, as text; empty for
-none."""
+"""Tag of a sweep with the number of trials without a result, as text; empty if all have
+one."""
 
 SMOKE_TAG = "sweep.smoke"
-"""Tag of a sweep of a grid's small variant."""
+"""Tag of a sweep that is a smoke test."""
 
 FOLDER_TAG = "trieline.folder"
-"""Tag with the folder of a training or a sweep; its lock is beside the folder."""
+"""Tag with the folder of a training or a sweep; the lock file is beside the folder."""
 
 KEY_TAG = "trieline.key"
-"""Tag with the key that was written down before the run was opened."""
+"""Tag with a key that is stored before the run is opened."""
 
 CUTOFF = re.compile(r"@([0-9]+)\Z")
 """End of a metric's name: the rank at which it is measured."""
 
-LOGGED_CUTOFF = re.compile(r"_at_(_*)([0-9]+)\Z")
-"""The same in MLflow; more underscores belong to a name without a cutoff."""
+MLFLOW_CUTOFF = re.compile(r"_at_(_*)([0-9]+)\Z")
+"""End of a metric's name in MLflow. Further underscores mark a name that has no cutoff
+but ends like one with a cutoff."""
 
 
-def metric_name(name: str) -> str:
-    """Return a metric's name in MLflow: `val/ndcg@10` is `val/ndcg_at_10`.
+def to_mlflow_name(name: str) -> str:
+    """Return the name of a metric in MLflow: `val/ndcg@10` becomes `val/ndcg_at_10`.
 
-    A name that ends so by itself gets one more underscore, so that `shown_name` is the
-    inverse for all names.
+    A name that already ends in `_at_10` gets a further underscore, so that
+    `from_mlflow_name` is the inverse for all names.
     """
     if CUTOFF.search(name):
         return CUTOFF.sub(r"_at_\1", name)
-    return LOGGED_CUTOFF.sub(r"_at__\1\2", name)
+    return MLFLOW_CUTOFF.sub(r"_at__\1\2", name)
 
 
-def shown_name(name: str) -> str:
-    """Return the name that `metric_name` was given."""
-    match = LOGGED_CUTOFF.search(name)
+def from_mlflow_name(name: str) -> str:
+    """Return the name of a metric by its name in MLflow."""
+    match = MLFLOW_CUTOFF.search(name)
     if match is None:
         return name
     underscores, cutoff = match.groups()
@@ -83,25 +87,29 @@ def shown_name(name: str) -> str:
     return name[: match.start()] + end
 
 
-def settings_of(point: dict[str, Any]) -> str:
-    """Return a trial's values without its seed and fold, as text; equal texts are one setting."""
+def settings_key(point: dict[str, Any]) -> str:
+    """Return a text that is equal for trials that differ only in their seed or fold.
+
+    Args:
+        point: Values of the sweep's axes.
+    """
     repeats = ("fit.seed", "fit.fold")
     settings = {key: value for key, value in point.items() if key not in repeats}
     return json.dumps(settings, sort_keys=True)
 
 
-def unknown(what: str, name: str, uri: str, known: Iterable[str]) -> str:
-    """Return the message for a name that is not in the store.
+def describe_unknown(kind: str, name: str, uri: str, available: Iterable[str]) -> str:
+    """Return the error message for a name that is not in the store.
 
     Args:
-        what: `experiment`, `sweep` or `run`.
-        name: the name.
-        uri: the store.
-        known: names in the store.
+        kind: `experiment`, `sweep` or `run`.
+        name: The unknown name.
+        uri: Tracking URI of the store.
+        available: Names in the store.
     """
-    names = sorted(set(known) - {"Default"})
-    if what != "experiment":
-        return f"there is no {what} '{name}' at {uri}; {did_you_mean(name, names)}"
-    there = f"there are {', '.join(names)}" if names else "no experiment is there"
-    near = f"; {did_you_mean(name, names)}" if len(names) > 1 else ""
-    return f"the experiment '{name}' is not at {uri}; {there}{near}"
+    names = sorted(set(available) - {"Default"})
+    if kind != "experiment":
+        return f"there is no {kind} '{name}' at {uri}; {did_you_mean(name, names)}"
+    listing = f"there are {', '.join(names)}" if names else "no experiment is there"
+    suggestion = f"; {did_you_mean(name, names)}" if len(names) > 1 else ""
+    return f"the experiment '{name}' is not at {uri}; {listing}{suggestion}"

@@ -1,4 +1,4 @@
-"""Runs in MLflow: opened with params and tags, taken up again, ended.
+"""Open, reopen, end and delete runs in MLflow.
 
 run = open_run(uri, "retrieval/x", "sasrec", storage, config=config, hashes=hashes)
 """
@@ -35,22 +35,25 @@ from pipelines.tracking.names import (
 )
 from pipelines.tracking.store import connect
 
-BATCH, PARAMS = 1000, 100
-"""Metrics and params per request, at most."""
+MAX_METRICS = 1000
+"""Largest number of metrics that MLflow accepts in one request."""
+
+MAX_PARAMS = 100
+"""Largest number of params that MLflow accepts in one request."""
 
 MAX_PARAM_LENGTH = 6000
-"""Characters of a param, at most."""
+"""Largest number of characters of a param."""
 
 MAX_COMMAND_LENGTH = 5000
-"""Characters of the tag with the command line, at most."""
+"""Largest number of characters of the tag with the command line."""
 
 TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}
-"""Tag of experiments that makes MLflow's page open them in the view for trainings."""
+"""Tag of an experiment for which MLflow's page shows the view for trainings."""
 
 
 @dataclass(frozen=True)
 class RunRef:
-    """The address of a run."""
+    """Reference to an MLflow run: store, experiment and id."""
 
     uri: str
     """Tracking URI."""
@@ -60,7 +63,7 @@ class RunRef:
     """Id of the run."""
 
     def to_dict(self) -> dict[str, str]:
-        """Return the address as a mapping."""
+        """Return the fields as a dictionary."""
         return asdict(self)
 
 
@@ -77,40 +80,40 @@ def open_run(
 ) -> RunRef:
     """Open a run with its params and tags, and its config as an artifact.
 
-    A trial whose run was opened before, by a process that was killed before it could
-    note the run, takes that run up again.
+    If an earlier process opened the run of the same trial and was killed before it
+    wrote `run.json`, that run is opened again.
 
     Args:
-        uri: tracking URI.
-        experiment: name of the experiment, which is made if needed.
-        name: name of the run.
-        storage: folder of the runs, where a SQLite store keeps artifacts too.
-        config: nested config; every value is a param.
-        hashes: hashes of the tables.
-        parent: id of the run of the sweep that the run is a trial of.
-        tags: tags beside those of the run's origin.
+        uri: Tracking URI.
+        experiment: Name of the experiment, which is created if needed.
+        name: Name of the run.
+        storage: Folder of the runs; artifacts of a SQLite store are below it.
+        config: Nested config; each value becomes a param.
+        hashes: Hashes of the tables, by table name.
+        parent: Id of the sweep's run if the run is a trial.
+        tags: Tags to add to those with the run's origin.
 
     Raises:
-        UserError: if the store cannot be reached, or takes no artifacts.
+        UserError: If the store cannot be reached, or artifacts cannot be written.
     """
     client = connect(uri)
-    labels = {**origin_tags(hashes), **(tags or {})}
+    all_tags = {**origin_tags(hashes), **(tags or {})}
     if parent:
-        labels[PARENT_TAG] = parent
-    experiment_id = find_or_make_experiment(client, uri, experiment, storage)
-    run = find_trial_run(client, experiment_id, labels)
+        all_tags[PARENT_TAG] = parent
+    experiment_id = get_or_create_experiment(client, uri, experiment, storage)
+    run = find_trial_run(client, experiment_id, all_tags)
     if run is None:
-        run = client.create_run(experiment_id, run_name=name, tags=labels)
+        run = client.create_run(experiment_id, run_name=name, tags=all_tags)
     log_params(client, run.info.run_id, config)
     try:
         client.log_dict(run.info.run_id, config, "config.yaml")
     except (MlflowException, OSError, ImportError) as error:
         client.delete_run(run.info.run_id)
-        first = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise UserError(
-            f"cannot write to {run.info.artifact_uri} ({first}), where the experiment "
-            f"'{experiment}' keeps its artifacts; make that work, or give another "
-            f"--experiment or a tracking server as --tracking_uri"
+            f"cannot write to {run.info.artifact_uri} ({message}), the artifact store "
+            f"of the experiment '{experiment}'; check its address and credentials, or "
+            "give another --experiment or a tracking server as --tracking_uri"
         ) from error
     return RunRef(uri, experiment, run.info.run_id)
 
@@ -126,27 +129,27 @@ def open_child(
     """Open a child run in the experiment of its parent.
 
     Args:
-        parent: the parent.
-        name: name of the child.
-        params: its params.
-        hashes: hashes of the tables that it reads.
-        tags: tags beside those of the run's origin.
+        parent: The parent.
+        name: Name of the child.
+        params: Params of the child.
+        hashes: Hashes of the tables that the child reads, by table name.
+        tags: Tags to add to those with the run's origin.
 
     Raises:
-        UserError: if the parent is deleted.
+        UserError: If the parent is deleted.
     """
     client = connect(parent.uri)
-    found = client.get_run(parent.run_id)
-    if found.info.lifecycle_stage == "deleted":
+    parent_info = client.get_run(parent.run_id).info
+    if parent_info.lifecycle_stage == "deleted":
         raise UserError("the run is deleted")
-    labels = {**origin_tags(hashes), **tags, PARENT_TAG: parent.run_id}
-    child = client.create_run(found.info.experiment_id, run_name=name, tags=labels)
+    all_tags = {**origin_tags(hashes), **tags, PARENT_TAG: parent.run_id}
+    child = client.create_run(parent_info.experiment_id, run_name=name, tags=all_tags)
     log_params(client, child.info.run_id, params)
     return RunRef(parent.uri, parent.experiment, child.info.run_id)
 
 
 def origin_tags(hashes: dict[str, str]) -> dict[str, str]:
-    """Return the tags that say where a run comes from: command, code, job and tables."""
+    """Return the tags with a run's origin: command, code, Ray job and tables."""
     tags = {
         "mlflow.source.name": Path(sys.argv[0]).name,
         "mlflow.source.type": "JOB",
@@ -154,15 +157,17 @@ def origin_tags(hashes: dict[str, str]) -> dict[str, str]:
         CODE_TAG: code_version(),
         **{f"table.{table}": value for table, value in hashes.items()},
     }
-    if commit := run_git("rev-parse", "HEAD"):
+    commit = run_git("rev-parse", "HEAD")
+    if commit:
         tags[COMMIT_TAG] = commit
-    if submission := submission_id():
+    submission = submission_id()
+    if submission:
         tags[SUBMISSION_TAG] = submission
     return tags
 
 
 def command_line() -> str:
-    """Return the command line of this process."""
+    """Return the command line of this job, at most `MAX_COMMAND_LENGTH` characters."""
     job = f"python -m jobs.{Path(sys.argv[0]).stem}"
     return " ".join([job, *sys.argv[1:]])[:MAX_COMMAND_LENGTH]
 
@@ -172,73 +177,95 @@ def log_params(client: MlflowClient, run_id: str, config: dict[str, Any]) -> Non
     params = [
         Param(key, value[:MAX_PARAM_LENGTH]) for key, value in flatten(config).items()
     ]
-    for start in range(0, len(params), PARAMS):
-        client.log_batch(run_id, params=params[start : start + PARAMS])
+    for start in range(0, len(params), MAX_PARAMS):
+        client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
 
 
-def find_or_make_experiment(
+def get_or_create_experiment(
     client: MlflowClient, uri: str, name: str, storage: str
 ) -> str:
-    """Return the id of an experiment, which is made if needed.
+    """Return the id of an experiment, and create the experiment if needed.
+
+    Args:
+        client: MLflow client of the store.
+        uri: Tracking URI.
+        name: Name of the experiment.
+        storage: Folder of the runs; artifacts of a SQLite store are below it.
 
     Raises:
-        UserError: if the experiment is deleted.
+        UserError: If the experiment is deleted.
     """
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        location = artifacts_in(storage) if uri.startswith("sqlite") else None
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        location = artifact_location(storage) if uri.startswith("sqlite") else None
         try:
-            return str(
-                client.create_experiment(
-                    name, artifact_location=location, tags=TRAINING_VIEW
-                )
+            experiment_id = client.create_experiment(
+                name, artifact_location=location, tags=TRAINING_VIEW
             )
-        except MlflowException:  # made by another run meanwhile
-            found = client.get_experiment_by_name(name)
-            if found is None:
+            return str(experiment_id)
+        except MlflowException:  # another process has created it meanwhile
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-    if found.lifecycle_stage == "deleted":
+    if experiment.lifecycle_stage == "deleted":
         raise UserError(
-            f"the experiment '{name}' is deleted in MLflow; restore it or choose another "
-            f"--experiment"
+            f"the experiment '{name}' is deleted in MLflow; restore it or choose "
+            "another --experiment"
         )
-    return str(found.experiment_id)
+    return str(experiment.experiment_id)
 
 
-def artifacts_in(storage: str) -> str:
-    """Return the URI of the artifacts of a store that is a file, in the storage folder."""
+def artifact_location(storage: str) -> str:
+    """Return the URI for the artifacts of a SQLite store, below the storage folder."""
     if "://" in storage:
         return f"{storage.rstrip('/')}/mlartifacts"
     folder = Path(storage).expanduser().absolute() / "mlartifacts"
-    return folder.as_uri()  # MLflow decodes a path with % as it does a URI
+    return folder.as_uri()  # MLflow decodes a % in paths too, as in URIs
 
 
 def find_trial_run(
     client: MlflowClient, experiment_id: str, tags: dict[str, str]
 ) -> Any:
-    """Return the run of the same trial of the same sweep, or None."""
+    """Return the run that a sweep's trial has in an experiment.
+
+    Args:
+        client: MLflow client of the store.
+        experiment_id: Id of the experiment.
+        tags: Tags of the run that is to be opened.
+
+    Returns:
+        The MLflow run, or None if there is none or `tags` are not those of a trial.
+    """
     if PARENT_TAG not in tags or TRIAL_TAG not in tags:
         return None
-    found = client.search_runs(
+    runs = client.search_runs(
         [experiment_id], f"tags.`{TRIAL_TAG}` = '{tags[TRIAL_TAG]}'"
     )
-    same = [run for run in found if run.data.tags.get(PARENT_TAG) == tags[PARENT_TAG]]
-    return same[0] if same else None
+    for run in runs:
+        if run.data.tags.get(PARENT_TAG) == tags[PARENT_TAG]:
+            return run
+    return None
 
 
-def opening(uri: str, experiment: str) -> dict[str, str]:
-    """Return the record written before a run is opened, with the value of its
+def make_opening(uri: str, experiment: str) -> dict[str, str]:
+    """Return a record that identifies a run even if its opening is interrupted.
+
+    The record is stored before the run is opened; its `key` becomes the run's
     `KEY_TAG`.
 
     Raises:
-        UserError: if the store cannot be reached.
+        UserError: If the store cannot be reached.
     """
     connect(uri)
     return {"uri": uri, "experiment": experiment, "key": uuid.uuid4().hex}
 
 
-def discard(opening: dict[str, str]) -> None:
-    """Delete the runs of an opening that was cut short."""
+def discard_opening(opening: dict[str, str]) -> None:
+    """Delete the run of an interrupted opening, if it exists.
+
+    Args:
+        opening: Record of `make_opening`.
+    """
     client = connect(opening["uri"])
     experiment = client.get_experiment_by_name(opening["experiment"])
     if experiment is None:
@@ -253,43 +280,49 @@ def reopen(run: RunRef) -> None:
     """Mark a run as running again.
 
     Raises:
-        UserError: if the run is gone.
+        UserError: If the store does not have the run.
     """
     client = connect(run.uri)
     try:
         client.update_run(run.run_id, status="RUNNING")
     except MlflowException as error:
         raise UserError(
-            f"the MLflow run {run.run_id} of this training is not at {run.uri}; give the "
-            f"--tracking_uri that it was started with, or start anew with --overwrite"
+            f"the MLflow run {run.run_id} of this training is not at {run.uri}; give "
+            "the --tracking_uri that it was started with, or start again with "
+            "--overwrite"
         ) from error
 
 
 def delete(run: RunRef) -> None:
-    """Delete a run, so that no comparison counts it.
+    """Delete a run, so that comparisons no longer include it.
 
     Raises:
-        UserError: if it cannot be deleted.
+        UserError: If the run cannot be deleted.
     """
     try:
         connect(run.uri).delete_run(run.run_id)
     except (MlflowException, UserError) as error:
-        first = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise UserError(
-            f"the MLflow run {run.run_id} of what was there before cannot be deleted at "
-            f"{run.uri} ({first}); delete it there with mlflow runs delete, or comparisons "
-            f"count it too"
+            f"the MLflow run {run.run_id} of the overwritten training cannot be "
+            f"deleted at {run.uri} ({message}); delete it with mlflow runs delete, or "
+            "comparisons include it"
         ) from error
 
 
-def lock_of(folder: str) -> str:
-    """Return the lock of the training or sweep in a folder."""
+def lock_path(folder: str) -> str:
+    """Return the path of the lock file for the folder of a training or a sweep."""
     storage, _, name = folder.rpartition("/")
     return f"{storage}/.{name}.lock"
 
 
 def end_trials(run: RunRef, failed: Collection[str | None]) -> None:
-    """End a sweep's running trials: as FAILED if their ids are in `failed`, else KILLED."""
+    """End the trials of a sweep that are still marked as running.
+
+    Args:
+        run: Run of the sweep.
+        failed: Run ids of failed trials, which end as FAILED; the others end as KILLED.
+    """
     client = connect(run.uri)
     is_running = (
         f"tags.`{PARENT_TAG}` = '{run.run_id}' and attributes.status = 'RUNNING'"
@@ -303,16 +336,21 @@ def end_trials(run: RunRef, failed: Collection[str | None]) -> None:
 def end_stopped(run: RunRef) -> None:
     """End the run of a stopped job as KILLED, with a single request.
 
-    A stopped job is ended after 25 s, and a slow server may need 10 s per request.
+    Ray kills a stopped job after 25 s, and a slow server may need 10 s per request.
     """
     connect(run.uri).set_terminated(run.run_id, "KILLED")
 
 
-def end_dead(client: MlflowClient, runs: Iterable[Any]) -> None:
-    """End runs as KILLED that are marked as running while no process holds their folder.
+def end_dead_runs(client: MlflowClient, runs: Iterable[Any]) -> None:
+    """End running runs as KILLED if no process holds the locks of their folders.
 
-    The lock of a folder at a URI has to be watched for some seconds, all of them at
-    once. A local folder counts if it is on this machine, or its lock would say nothing.
+    A run in a local folder of another machine is left alone, as its lock cannot be
+    read. Locks at URIs are watched for some seconds each, so all locks are checked in
+    parallel.
+
+    Args:
+        client: MLflow client of the store.
+        runs: MLflow runs; those that are not running are ignored.
     """
     folders = {
         run.info.run_id: run.data.tags.get(FOLDER_TAG, "")
@@ -324,34 +362,39 @@ def end_dead(client: MlflowClient, runs: Iterable[Any]) -> None:
         folder = folders[run_id]
         if not folder or ("://" not in folder and not Path(folder).is_dir()):
             return
-        with suppress(UserError), hold_lock(lock_of(folder), "it is alive"):
+        with suppress(UserError), hold_lock(lock_path(folder), "it is alive"):
             client.set_terminated(run_id, "KILLED")
 
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(end, folders))
 
 
-def hardware(gpu: str = "") -> str:
-    """Return this machine's processor and cores as text, after `gpu`."""
+def describe_hardware(gpu: str = "") -> str:
+    """Return the GPU and this machine's processor as text.
+
+    Args:
+        gpu: Text about the GPUs, which comes first; empty for none.
+    """
     name = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("model name"))
-        name = line.split(":", 1)[1].strip()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
     cpu = f"{name}, {os.cpu_count()} cores"
     return f"{gpu}; {cpu}" if gpu else cpu
 
 
 def log_text(run: RunRef, text: str, name: str) -> None:
-    """Log a text as an artifact."""
+    """Log text as an artifact."""
     connect(run.uri).log_text(run.run_id, text, name)
 
 
 def log_json(run: RunRef, content: Any, name: str) -> None:
-    """Log JSON-like content as an artifact."""
+    """Log content as a JSON artifact."""
     log_text(run, json.dumps(content, indent=2, sort_keys=True), name)
 
 
 def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:
-    """Log a mapping as an artifact; `name` ends in .yaml."""
+    """Log content as a YAML artifact; `name` ends in `.yaml`."""
     connect(run.uri).log_dict(run.run_id, content, name)

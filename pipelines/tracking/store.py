@@ -1,6 +1,8 @@
-"""The tracking store: its URI, a SQLite file or a server, and whether it can be reached.
+"""Resolve the tracking URI of MLflow, and connect to its store.
 
-client = connect(resolve_uri(option, storage))
+    client = connect(resolve_uri(option, storage))
+
+The store is a SQLite file or a tracking server.
 """
 
 from __future__ import annotations
@@ -26,50 +28,56 @@ from models.storage.locks import hold_lock
 from models.storage.tables import UserError
 from models.storage.uri import refuse_secrets
 
-for chatty in ("mlflow", "alembic"):
-    logging.getLogger(chatty).setLevel(logging.WARNING)
-# it logs the traceback of an exception that it raises anyway
+for logger_name in ("mlflow", "alembic"):
+    logging.getLogger(logger_name).setLevel(logging.WARNING)
+# it logs the traceback of exceptions that it also raises
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 SQLITE = "sqlite:///"
 """Beginning of the URI of a SQLite store; the path of its file follows."""
 
 SERVER_ERROR = "error responses"
-"""What MLflow says of a server that answers with a status of 500 or above."""
+"""Part of MLflow's message about a server that answers with a status of 500 or
+above."""
 
 SLOW_S = 5.0
-"""Seconds after which a user is told that MLflow is waited for."""
+"""Seconds after which a message reports that MLflow is slow."""
 
-_reached: set[str] = set()
-"""Servers that were reached before, so that a server that is gone for a while is waited
-for."""
+_reachable: set[str] = set()
+"""URIs of servers that were reached before. If one of them fails, requests are retried
+for minutes instead of seconds."""
 
 
 def resolve_uri(option: str | None, storage: str) -> str:
-    """Return the tracking URI: the option, MLFLOW_TRACKING_URI, or SQLite in the storage folder.
+    """Return the tracking URI.
+
+    Args:
+        option: Value of `--tracking_uri`; by default MLFLOW_TRACKING_URI, else a SQLite
+            file in the storage folder.
+        storage: Folder of the runs.
 
     Raises:
-        UserError: for a URI that workers elsewhere cannot use, or that MLflow cannot
-            write.
+        UserError: If workers on other nodes cannot use the URI, or MLflow does not
+            support it.
     """
     uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
     refuse_secrets(uri, "the tracking URI")
     if not uri:
         if "://" in storage:
             raise UserError(
-                f"there is no tracking URI, and SQLite cannot live in {storage}; give "
-                f"--tracking_uri or set MLFLOW_TRACKING_URI to a tracking server"
+                f"there is no tracking URI, and SQLite cannot be used in {storage}; "
+                "give --tracking_uri or set MLFLOW_TRACKING_URI to a tracking server"
             )
         return sqlite_uri(Path(storage).expanduser() / "mlflow.db")
     if uri.startswith("file:") or "://" not in uri:
         raise UserError(
-            f"the tracking URI {uri} is a folder, which MLflow no longer writes; use "
-            f"sqlite:///ABSOLUTE/PATH/mlflow.db or a tracking server"
+            f"the tracking URI {uri} is a folder, which MLflow no longer supports; use "
+            "sqlite:///ABSOLUTE/PATH/mlflow.db or a tracking server"
         )
     if uri.startswith(SQLITE) and not uri.startswith("sqlite:////"):
         raise UserError(
-            f"the tracking URI {uri} is relative, so workers elsewhere would write other "
-            f"files; use {sqlite_uri(Path(sqlite_file(uri)))}"
+            f"the tracking URI {uri} is relative, so workers elsewhere would write "
+            f"other files; use {sqlite_uri(Path(sqlite_file(uri)))}"
         )
     return uri
 
@@ -77,25 +85,28 @@ def resolve_uri(option: str | None, storage: str) -> str:
 def sqlite_uri(file: Path) -> str:
     """Return the URI of a SQLite store.
 
-    SQLAlchemy decodes `%20` in it and takes `?` for the beginning of options, so only
-    `%` and `?` are encoded: MLflow makes a folder, which stays empty, of the encoded
-    name.
+    SQLAlchemy decodes `%20` in the URI, and options follow a `?`. Only `%` and `?` are
+    encoded, because MLflow creates an empty folder with the encoded name.
     """
     return SQLITE + str(file.absolute()).replace("%", "%25").replace("?", "%3F")
 
 
 def sqlite_file(uri: str) -> str:
-    """Return the path of the file of a SQLite store, or an empty text for another store."""
+    """Return the file of a SQLite store, or an empty text for another store."""
     if not uri.startswith(SQLITE):
         return ""
     return unquote(uri.removeprefix(SQLITE).partition("?")[0])
 
 
-def named_store(option: str | None) -> str:
-    """Return the URI of an existing store: of the option, the environment, or this folder.
+def find_store(option: str | None) -> str:
+    """Return the tracking URI of an existing store.
+
+    Args:
+        option: Value of `--tracking_uri`; by default MLFLOW_TRACKING_URI, else
+            `runs/mlflow.db` in the working directory.
 
     Raises:
-        UserError: if no store is named, or the named SQLite file does not exist.
+        UserError: If there is no URI, or its SQLite file does not exist.
     """
     uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri and not Path("runs/mlflow.db").is_file():
@@ -104,20 +115,20 @@ def named_store(option: str | None) -> str:
         )
     uri = resolve_uri(uri or sqlite_uri(Path("runs/mlflow.db")), ".")
     file = sqlite_file(uri)
-    if file and not Path(file).is_file():  # MLflow would make it
+    if file and not Path(file).is_file():  # MLflow would create it
         raise UserError(
-            f"there is no MLflow store at {uri}; give the --tracking_uri that jobs.train "
-            f"prints"
+            f"there is no MLflow store at {uri}; give the --tracking_uri that "
+            "jobs.train prints"
         )
     return uri
 
 
-def viewer(uri: str, mlflow: str = "mlflow") -> str:
-    """Return the address of a server, or the command that shows another store.
+def view_command(uri: str, mlflow: str = "mlflow") -> str:
+    """Return the command that shows a store, or the address of a server.
 
     Args:
-        uri: the store.
-        mlflow: the program.
+        uri: Tracking URI.
+        mlflow: Name or path of the program `mlflow`.
     """
     if uri.startswith(("http://", "https://")):
         return uri
@@ -125,67 +136,74 @@ def viewer(uri: str, mlflow: str = "mlflow") -> str:
 
 
 def check_nodes(uri: str, nodes: int) -> None:
-    """Refuse a SQLite file on several nodes, which would write files of their own.
+    """Raise UserError if a cluster of several nodes would use a SQLite file.
 
-    Raises:
-        UserError: if the store is a file and there is more than one node.
+    Each node would write a file of its own.
+
+    Args:
+        uri: Tracking URI.
+        nodes: Number of nodes.
     """
     if uri.startswith("sqlite") and nodes > 1:
         raise UserError(
-            f"the tracking URI {uri} is a file, and the cluster has {nodes} nodes; start a "
-            f"tracking server (mlflow server) and give its address with --tracking_uri or "
-            f"MLFLOW_TRACKING_URI"
+            f"the tracking URI {uri} is a file, and the cluster has {nodes} nodes; "
+            "start a tracking server (mlflow server) and give its address with "
+            "--tracking_uri or MLFLOW_TRACKING_URI"
         )
 
 
 def connect(uri: str) -> MlflowClient:
-    """Return a client of a store that can be reached; a SQLite file is made if needed.
+    """Return a client of a store, after checking that the store can be reached.
 
-    User and password of a server are MLFLOW_TRACKING_USERNAME and
-    MLFLOW_TRACKING_PASSWORD.
+    A SQLite file is created if needed. User and password of a server are taken from
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
 
     Raises:
-        UserError: if the store cannot be reached, or goes on answering with errors.
+        UserError: If the store cannot be reached, or keeps answering with errors.
     """
     file = sqlite_file(uri)
-    if not file and uri in _reached:
+    if not file and uri in _reachable:
         return MlflowClient(uri)
     try:
-        # one of several processes makes the tables of a file: MLflow's lock leaves some
-        # out
+        # a lock of ours, as under MLflow's two processes can create a part of the
+        # tables each
         with hold_lock(f"{file}.lock", "", math.inf) if file else nullcontext():
             if file and not Path(file).exists():
-                make_store(file)
+                create_store(file)
             client = MlflowClient(uri)
-            contact_patiently(client, uri)
+            contact_store(client, uri)
         mark_reachable(uri)
         return client
     except (MlflowException, OSError, SQLAlchemyError) as error:
-        first = " ".join(str(error).split())[:200]
-        what = "cannot reach MLflow"
+        message = " ".join(str(error).split())[:200]
+        problem = "cannot reach MLflow"
         if SERVER_ERROR in str(error):
-            what = "MLflow answers with errors"
+            problem = "MLflow answers with errors"
         raise UserError(
-            f"{what} at {uri} ({first}); start it or give another --tracking_uri"
+            f"{problem} at {uri} ({message}); start it or give another --tracking_uri"
         ) from error
 
 
-def make_store(file: str) -> None:
-    """Make a SQLite store under another name, then rename it.
+def create_store(file: str) -> None:
+    """Create a SQLite store under a temporary name, and rename it when it is complete.
 
-    MLflow cannot go on from a half-made file, as a kill leaves it.
+    MLflow cannot use the incomplete file that a killed process would leave.
     """
-    Path(new := f"{file}.new").unlink(missing_ok=True)
-    Path(new).parent.mkdir(parents=True, exist_ok=True)
-    MlflowClient(sqlite_uri(Path(new))).search_experiments(max_results=1)
-    os.replace(new, file)
+    temporary = Path(f"{file}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    MlflowClient(sqlite_uri(temporary)).search_experiments(max_results=1)
+    os.replace(temporary, file)
 
 
-def contact_patiently(client: MlflowClient, uri: str) -> None:
-    """Ask a store for an experiment, with MLflow's patience once a server answers at all.
+def contact_store(client: MlflowClient, uri: str) -> None:
+    """Request an experiment from a store.
+
+    If a server answers with an error, the request is repeated with MLflow's retries. If
+    it does not answer, the request fails in seconds.
 
     Raises:
-        MlflowException: if the store does not answer, or goes on answering with errors.
+        MlflowException: If the store does not answer, or keeps answering with errors.
     """
     try:
         if uri.startswith(("http://", "https://")):
@@ -199,13 +217,15 @@ def contact_patiently(client: MlflowClient, uri: str) -> None:
 
 
 def contact_server(uri: str) -> None:
-    """Ask a server for an experiment, with few retries: a wrong address fails in seconds.
+    """Request an experiment from a server with few retries.
+
+    With a wrong address the request fails in seconds.
 
     Raises:
-        MlflowException: if the server does not answer, or answers with an error.
+        MlflowException: If the server does not answer, or answers with an error.
     """
     endpoint = "/api/2.0/mlflow/experiments/search"
-    answer = http_request(
+    response = http_request(
         get_default_host_creds(uri),
         endpoint,
         "POST",
@@ -213,17 +233,22 @@ def contact_server(uri: str) -> None:
         timeout=int(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")),
         json={"max_results": 1},
     )
-    verify_rest_response(answer, endpoint)
+    verify_rest_response(response, endpoint)
 
 
 def mark_reachable(uri: str) -> None:
-    """Record that a server was reached, so that later requests wait for it for minutes."""
-    _reached.add(uri)
+    """Record that a server was reached, so that later requests are retried longer."""
+    _reachable.add(uri)
 
 
 @contextmanager
 def warn_if_slow(uri: str, say: Callable[[str], Any]) -> Iterator[None]:
-    """Say that MLflow is waited for if the block takes longer than `SLOW_S`."""
+    """Report that MLflow is slow if the block takes longer than `SLOW_S`.
+
+    Args:
+        uri: Tracking URI, for the message.
+        say: Called with the message.
+    """
     timer = threading.Timer(SLOW_S, say, [f"waiting for MLflow at {uri}"])
     timer.daemon = True
     timer.start()

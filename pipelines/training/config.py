@@ -1,7 +1,14 @@
-"""The configuration of a training, without PyTorch, Ray or MLflow, so that a command line is parsed before their import.
+"""The configuration of a training.
 
-config = TrainConfig(inputs=Inputs("tables"), model=SASRecConfig(dim=64),
-storage="runs", name="sasrec")
+    config = TrainConfig(
+        inputs=Inputs("tables"),
+        model=SASRecConfig(dim=64),
+        storage="runs",
+        name="sasrec",
+    )
+
+The module imports neither PyTorch nor Ray nor MLflow, so that a command line is parsed
+before their import.
 """
 
 from __future__ import annotations
@@ -25,42 +32,41 @@ class RayOptions:
     """Workers of a training and their resources."""
 
     num_workers: int = 1
-    """Training processes; each gets an equal part of `fit.batch_size`. On GPUs one per
-    GPU. One alone, without a cluster, is the job's own process, to which options about
-    lost workers do not apply."""
+    """Number of training processes, one per GPU; each gets an equal part of
+    `fit.batch_size`. Without a cluster, a single worker runs in the job's process, and
+    options about lost workers do not apply."""
     min_workers: int = 0
-    """Number of workers with which a training continues while nodes are lost or not
-    there yet; it takes the others in when their nodes are back. 0: all of them, so that
-    it waits."""
+    """Smallest number of workers to train with while nodes are missing; further workers
+    join when their nodes are back. 0: `num_workers`, so that the training waits for
+    missing nodes."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """Whether each worker takes a GPU; auto: if the cluster has any, then one for
-    each."""
+    """Whether each worker takes one GPU; auto: if the cluster has any."""
     cpus_per_worker: float = 1
     """CPUs that Ray reserves for each worker."""
     memory_gb: float = 0
-    """GiB of memory that Ray reserves for each worker, so that it starts only as many
-    on a node as fit; 0: Ray counts CPUs and GPUs alone."""
+    """GiB of memory that Ray reserves for each worker, which limits the workers per
+    node; 0: Ray places workers by CPUs and GPUs alone."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
         "PACK"
     )
-    """Whether the workers share nodes (PACK) or have different ones (SPREAD); STRICT_:
-    they wait until that is so."""
+    """Whether workers are placed on as few nodes as possible (PACK) or on different
+    nodes (SPREAD); with STRICT_ they wait until all of them can be."""
     accelerator_type: str = ""
-    """Type of GPU by Ray's name, such as A100; empty: any."""
+    """Type of GPU by Ray's name, such as A100; empty: any type."""
     label_selector: dict[str, str] = field(default_factory=dict)
     """Labels of the nodes that workers run on, such as {ray.io/node-group: trainer}."""
     threads: int = 0
     """PyTorch threads per worker; 0 divides the machine's cores among its workers."""
     max_failures: int = 2
-    """How often a run continues by itself when workers are lost and it has made no
-    progress since the last loss; a new checkpoint counts as progress, so that nodes may
-    come and go for days."""
+    """Number of times that lost workers are started again without a new checkpoint in
+    between. Each new checkpoint resets the count, so that nodes may be lost any number
+    of times in a training of days."""
     hang_minutes: float = 10
-    """Minutes after which the workers are started again from the last checkpoint if one
-    of them does not answer, or if the others wait for it to exchange gradients. A
-    single worker that still answers is not ended."""
+    """Minutes after which an unresponsive worker, or one that the others wait for in a
+    gradient exchange, is considered lost: all workers start again from the last
+    checkpoint. A single worker that responds is never ended."""
     fsdp: bool = False
-    """Cut weights, gradients and the optimizer's state over the workers (FSDP2), for
+    """Shard weights, gradients and the optimizer's state over the workers (FSDP2), for
     language models whose training does not fit on one device."""
 
     def __post_init__(self) -> None:
@@ -71,7 +77,8 @@ class RayOptions:
         check_choices(self, "ray.")
         if self.min_workers > self.num_workers:
             raise ValueError(
-                f"ray.min_workers is {self.min_workers}, it must be at most {self.num_workers}, as ray.num_workers is"
+                f"ray.min_workers is {self.min_workers}, it must be at most "
+                f"{self.num_workers}, the value of ray.num_workers"
             )
         if self.use_gpu not in (True, False, "auto"):
             raise ValueError(
@@ -80,7 +87,7 @@ class RayOptions:
 
     @property
     def fewest_workers(self) -> int:
-        """Smallest number of workers with which a training continues."""
+        """Smallest number of workers to train with."""
         return self.min_workers or self.num_workers
 
 
@@ -89,16 +96,16 @@ class TrackingOptions:
     """Options of MLflow."""
 
     tracking_uri: str | None = None
-    """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage
-    folder."""
+    """URI of the MLflow store; by default MLFLOW_TRACKING_URI, else a SQLite file in
+    the storage folder."""
     experiment: str | None = None
-    """MLflow experiment; by default family/dataset."""
+    """MLflow experiment; by default FAMILY/DATASET."""
     log_model: bool = True
     """Store the best model in MLflow, with the tables that it needs to be served."""
 
 
 def check_run_name(name: str) -> None:
-    """Raise ValueError for a name that cannot be a folder's."""
+    """Raise ValueError if a run's folder cannot have this name."""
     if name in ("", ".", "..", "mlartifacts") or "/" in name:
         raise ValueError(
             f"the run's name is '{name}'; it names a folder, so give a word without '/'"
@@ -106,7 +113,7 @@ def check_run_name(name: str) -> None:
 
 
 class ModelConfigs(Mapping[str, type]):
-    """The config dataclasses of the models by name, each imported when it is looked up."""
+    """Mapping from model names to config dataclasses, imported when they are read."""
 
     def __getitem__(self, name: str) -> type:
         from models import registry
@@ -126,31 +133,31 @@ class ModelConfigs(Mapping[str, type]):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training: a model, the tables that it reads, and where its results go."""
+    """Configuration of a training: model, input tables, training loop and storage."""
 
     inputs: Inputs = field(metadata={"inline": True})
     """Folders of tables."""
     storage: str
-    """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is
-    named."""
+    """Folder for all runs: their checkpoints, and MLflow's SQLite store unless
+    tracking_uri is given."""
     name: str
     """Name of this run; the same name again continues it."""
     model: Any = field(metadata={"variants": ModelConfigs()})
     """Config of the model: an instance of its config dataclass."""
     fit: FitConfig = field(default_factory=FitConfig)
-    """The training loop."""
+    """Options of the training loop."""
     ray: RayOptions = field(default_factory=RayOptions)
     """Workers and their resources."""
     tracking: TrackingOptions = field(
         default_factory=TrackingOptions, metadata={"inline": True}
     )
-    """MLflow."""
+    """Options of MLflow."""
     init: str | None = None
-    """A run, or its checkpoint, whose weights it begins with, of tables that these may
-    extend: it continues with another day. `fit.replay_fraction` then says how much of
-    the days before is trained on again."""
+    """A run, or one of its checkpoints, whose weights the training starts from. The
+    tables may be extended ones with newer days; `fit.replay_fraction` is then the
+    fraction of older examples that are trained on again."""
     overwrite: bool = False
-    """Delete the results of the run of this name, and train anew."""
+    """Delete the results of an earlier run of this name, and start again."""
 
     def __post_init__(self) -> None:
         check_run_name(self.name)
@@ -159,5 +166,5 @@ class TrainConfig:
 
     @property
     def folder(self) -> str:
-        """The run's folder."""
+        """Folder of the run."""
         return join(self.storage, self.name)

@@ -1,9 +1,10 @@
-"""Attempt numbers for the worker groups of Ray Train, so that a newer group fences off an older one.
+"""Number the worker groups of Ray Train, so that a newer group fences off an older one.
 
-    TorchTrainer(worker, torch_config=FencedTorchConfig("gloo", folder=run_folder, attempt=str(attempt)))
+    config = FencedTorchConfig("gloo", folder=run_folder, attempt=str(attempt))
+    TorchTrainer(run_worker, torch_config=config)
 
-Ray Train's controller starts a worker group after each change of the nodes. Its hook
-`Backend.on_start` runs before the workers of a group begin.
+Ray Train's controller starts a new worker group whenever nodes are lost or join. Its
+hook `Backend.on_start` runs before the workers of the group begin.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ ATTEMPT = "TRIELINE_ATTEMPT"
 
 @dataclass
 class FencedTorchConfig(TorchConfig):
-    """Settings of PyTorch's process group, and of the training whose worker groups are numbered."""
+    """Settings of PyTorch's process group for numbered worker groups."""
 
     folder: str = ""
     """Folder of the run."""
     attempt: str = "0.0"
-    """Number of the training job (`attempts.begin`)."""
+    """Attempt number of the training job (`attempts.begin`)."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -46,7 +47,7 @@ class FencedBackend(Backend):
         self.torch = TorchConfig().backend_cls()
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Claim the next attempt number, set it in all workers, and start PyTorch's process group."""
+        """Start PyTorch's process group, after numbering the worker group."""
         job = Attempt.parse(backend_config.attempt)
         attempt = attempts.start(backend_config.folder, job)
         worker_group.execute(set_worker_attempt, str(attempt))

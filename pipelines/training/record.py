@@ -1,4 +1,4 @@
-"""`run.json`, the record of a run: its settings, tables and status, and its MLflow run."""
+"""Read and write `run.json`, the record of a run with its settings and its status."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAY_CHANGE = {
     "checkpoint_every_steps",
     "ray.num_workers",
 }
-"""Options, of `fit` by default, that a continued run may change, as its results stay
-the same."""
+"""Options that a continued run may change without changing its results; names without
+a prefix are options of `fit`."""
 
 
 def read_record(folder: str) -> dict[str, Any] | None:
-    """Return the record of the run in a folder, or None if the folder has none.
+    """Return the record of the run in a folder, or None if the folder has no record.
 
     Raises:
-        UserError: if the record is damaged.
+        UserError: If the record is damaged.
     """
     try:
         content = read_json(join(folder, RUN))
@@ -35,26 +35,33 @@ def read_record(folder: str) -> dict[str, Any] | None:
             return None
         record = dict(content)
         status = record.get("status")
-        if not isinstance(status, str) or not isinstance(
-            record.get("opening" if status == "opening" else "tracking"), dict
-        ):
-            raise ValueError("it does not say the run's status and its MLflow run")
+        run_key = "opening" if status == "opening" else "tracking"
+        if not isinstance(status, str) or not isinstance(record.get(run_key), dict):
+            raise ValueError("it lacks the run's status or its MLflow run")
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or remove that folder"
+            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or "
+            "remove that folder"
         ) from error
     return record
 
 
 def find_checkpoint(uri: str) -> str:
-    """Return the checkpoint at `uri`, or the best checkpoint of the run in that folder."""
+    """Return the folder of a checkpoint, given itself or the folder of its run.
+
+    For a run that is the best checkpoint.
+
+    Raises:
+        UserError: If the run is not finished.
+    """
     uri = absolute(uri).rstrip("/")
     record = read_record(uri)
     if record is None:
         return uri
     if record["status"] != "finished":
         raise UserError(
-            f"the run {uri} is not finished ({RUN}); run its jobs.train line again, which continues it"
+            f"the run {uri} is not finished ({RUN}); run its jobs.train command again, "
+            "which continues it"
         )
     return join(uri, BEST)
 
@@ -65,7 +72,7 @@ def write_record(folder: str, record: dict[str, Any]) -> None:
 
 
 def is_longer(record: dict[str, Any], max_epochs: int) -> bool:
-    """Return whether a finished run is to continue for more epochs."""
+    """Return whether `max_epochs` exceeds the epochs that a run was finished with."""
     return (
         record["status"] == "finished"
         and max_epochs > record["config"]["fit"]["max_epochs"]
@@ -83,8 +90,8 @@ def check_same(
     Args:
         record: The run's `run.json`.
         identity: Settings of the training (`CheckedTraining.identity`).
-        hashes: Hashes of its tables.
-        remedy: What the user can do then.
+        hashes: Hashes of its tables, by table name.
+        remedy: End of the error message that names the user's options.
     """
     model, expected = record["config"]["model"]["name"], identity["model"]["name"]
     if model != expected:
@@ -98,7 +105,8 @@ def check_same(
         may_change = key.removeprefix("fit.") in MAY_CHANGE
         if not may_change and before.get(key) != now.get(key):
             raise UserError(
-                f"the run was started with {key} {before.get(key)}, not {now.get(key)}; {remedy}"
+                f"the run was started with {key} {before.get(key)}, not "
+                f"{now.get(key)}; {remedy}"
             )
     for table, value in hashes.items():
         if record["hashes"].get(table) != value:

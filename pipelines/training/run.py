@@ -1,11 +1,11 @@
 """Run a training under a fixed storage folder and name, so that it can be continued.
 
-Workers are those of a `TorchTrainer`. A single worker that is not on a cluster trains
+Ray Train's `TorchTrainer` starts the workers. A single worker without a cluster trains
 in this process, as starting Ray and a trainer takes 30 s of processor time.
 
 `STORAGE/NAME/` holds `run.json` (settings and status), the checkpoints to resume from
-(`step-*`, the last one and the best one) and, when the run is finished, `best/`: the
-weights to use.
+(`step-*`, the last one and the best one) and, once the run is finished, the best
+weights in `best/`.
 """
 
 from __future__ import annotations
@@ -64,63 +64,76 @@ from pipelines.training.record import (
 )
 from pipelines.training.settings import CheckedTraining
 from pipelines.training.stop import STOP_REQUEST
-from pipelines.training.worker import Progress, Task, WorkerContext, perform, worker
+from pipelines.training.worker import (
+    Progress,
+    Task,
+    WorkerContext,
+    run_task,
+    run_worker,
+)
 
-# How often Ray Train's controller asks for reports. A worker that has one waits until
-# it is asked: by default up to 2 s, which is longer than many an epoch.
+# How often Ray Train's controller polls its workers. A worker that reports waits for
+# the next poll: by default up to 2 s, which is longer than many epochs.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-WATCH = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-# A local Ray's node is not taken away with notice: one process fewer.
-os.environ.setdefault(WATCH, "1" if os.environ.get("RAY_ADDRESS") else "0")
+
+WATCH_PREEMPTION = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+"""Environment variable that starts Ray Train's process for notices of preemption."""
+# The node of a local Ray is never preempted, so the process would be useless.
+os.environ.setdefault(WATCH_PREEMPTION, "1" if os.environ.get("RAY_ADDRESS") else "0")
 
 UNRESPONSIVE_S = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
-"""Variable with the seconds after which Ray Train ends a worker that does not
-answer."""
+"""Environment variable with the seconds after which Ray Train ends an unresponsive
+worker."""
 
 RETRY_PAUSE_S = 5.0
 """Seconds between the loss of workers and their next start."""
 
-PENDING_CHECK_S, PENDING_REPEAT_S = 5.0, 30.0
-"""Seconds between two checks whether workers wait for resources, and between two lines
-about it."""
+PENDING_CHECK_S = 5.0
+"""Seconds between two checks whether workers wait for resources."""
+
+PENDING_REPEAT_S = 30.0
+"""Seconds between two messages about the resources that workers wait for."""
 
 
 @dataclass
-class Trained:
-    """The result of a training."""
+class TrainingResult:
+    """The result of a training: its best checkpoint and its MLflow run."""
 
     name: str
     """Name of the run."""
     checkpoint: str
     """Folder with the best weights."""
-    about: Checkpoint
+    best: Checkpoint
     """The best checkpoint's config, metrics and timing."""
     run: tracking.RunRef
     """The MLflow run."""
     epochs: int
-    """Epochs of the run."""
+    """Number of epochs that the run was trained for."""
     seconds: float
-    """Time of this call."""
-    already: bool = False
-    """Whether the run was finished before, so that nothing was done."""
+    """Duration of this call."""
+    was_finished: bool = False
+    """Whether an earlier call finished the run, so that this one did nothing."""
 
 
 @dataclass(frozen=True)
 class TrialContext:
-    """Settings of a training that is a trial of a sweep; the defaults are for any other training."""
+    """Settings that a sweep adds to the training of a trial.
+
+    The defaults are those of a training outside of a sweep.
+    """
 
     parent_run: str | None = None
-    """Id of the sweep's MLflow run, whose child the trial's run is."""
+    """Id of the sweep's MLflow run, which becomes the parent of the trial's run."""
     tags: dict[str, str] = field(default_factory=dict)
     """Further tags of the MLflow run."""
     on_checkpoint: Callable[[Checkpoint], Any] | None = None
-    """Called with every checkpoint. One worker then trains in this process on a cluster
-    too. A SystemExit that the function raises leaves the run as it is, to be continued
-    or concluded."""
+    """Called with every checkpoint. A single worker then trains in this process even
+    on a cluster. If the function raises SystemExit, the training ends and the run
+    stays open, so that it can be continued or finished later."""
     callbacks: Sequence[UserCallback] = ()
-    """Ray Train's callbacks of a training with several workers."""
+    """Callbacks for Ray Train, used if the training has several workers."""
     lock_timeout_s: float = 0
-    """Seconds to wait for another process that holds the run."""
+    """Seconds to wait for another process that holds the run's lock."""
 
 
 def run_training(
@@ -129,106 +142,174 @@ def run_training(
     say: Callable[[str], None] = print,
     start: Callable[[], None] | None = None,
     trial: TrialContext = TrialContext(),
-) -> Trained:
-    """Train a model, continue the run of this name, or find that it is finished.
+) -> TrainingResult:
+    """Train a model, or continue the run of this name, or return its result.
 
-    One worker trains in this process unless the job was submitted to a cluster.
+    A single worker trains in this process unless the job was submitted to a cluster.
 
     Args:
-        training: The training.
+        training: The checked training.
         say: Called with lines of progress.
-        start: Start Ray if workers need it; by default Ray runs already.
-        trial: Settings of a trial of a sweep.
+        start: Start Ray; called only if workers need it. None if Ray runs already.
+        trial: Settings that a sweep adds.
 
     Raises:
-        UserError: for what the user can correct, if possible before anything is started
-            or written.
+        UserError: If the run was begun with other settings or tables, if another
+            process trains it, or if the cluster can never hold the workers. As far as
+            possible it is raised before anything is started or written.
     """
     began = time.monotonic()
     config = training.config
     for note in training.notes:
         say(f"note: {note}")
     with lock_run(config.storage, config.name, trial.lock_timeout_s):
-        record = None if config.overwrite else read_record(config.folder)
-        if record and record["status"] != "opening":
-            check_continues(training, record)
-            if record["status"] == "finished" and not is_longer(
-                record, config.fit.max_epochs
-            ):
-                return load_finished(config, record)
-        in_process = config.ray.num_workers == 1 and bool(
-            trial.on_checkpoint or not os.environ.get("RAY_ADDRESS")
-        )
+        record = find_record(training)
+        if record and is_complete(record, config.fit.max_epochs):
+            return load_finished(config, record)
+        in_process = trains_in_process(config.ray, trial)
         if start and not in_process:
             start_cluster(str(config.tracking.tracking_uri), start, say)
         use_gpu = wants_gpu(config.ray) and training.model_class.trains_by_gradient
         check_resources(training, in_process, use_gpu, trial)
-        if config.overwrite:
-            delete_run(config.folder, say)
-        if record is None or record["status"] == "opening":
-            record = open_run(training, record, trial, say)
-        else:
-            record = reopen_run(training, record, say)
+        record = prepare_run(training, record, trial, say)
         run = tracking.RunRef(**record["tracking"])
         attempt = attempts.begin(config.folder)
         task = Task(config, training.hashes, run)
-        try:
+        with end_failed_run(run):
             if in_process:
-                train_here(task, attempt, use_gpu, trial.on_checkpoint, say)
+                train_in_process(task, attempt, use_gpu, trial.on_checkpoint, say)
             else:
                 run_workers(task, attempt, use_gpu, say, trial.callbacks)
-            attempts.require_job(config.folder, attempt)
-            last = checkpoint.last(config.folder)
-            if last is None:
-                raise RuntimeError(
-                    f"the run in {config.folder} ended without a checkpoint"
-                )
+            last = require_last_checkpoint(config.folder, attempt)
             log_model = config.tracking.log_model
             if log_model and training.model_class.logs_every_run:
                 say("logging the model to MLflow")
-            about = conclude(config.folder, record, last, log_model)
-        except (SystemExit, attempts.SupersededError):
-            raise  # a sweep stops the trial where it stands, or another job has the run
-        except KeyboardInterrupt:
-            tracking.end_stopped(run)
-            raise
-        except BaseException:
-            tracking.Logger(run).end("FAILED")
-            raise
-    best = join(config.folder, BEST)
-    seconds = time.monotonic() - began
-    return Trained(config.name, best, about, run, last.epoch, seconds)
+            best = finish_run(config.folder, record, last, log_model)
+    return TrainingResult(
+        name=config.name,
+        checkpoint=join(config.folder, BEST),
+        best=best,
+        run=run,
+        epochs=last.epoch,
+        seconds=time.monotonic() - began,
+    )
+
+
+def find_record(training: CheckedTraining) -> dict[str, Any] | None:
+    """Return the `run.json` of the run to continue, or None if a new run begins.
+
+    Raises:
+        UserError: If the run was begun with other settings, tables or experiment.
+    """
+    if training.config.overwrite:
+        return None
+    record = read_record(training.config.folder)
+    if record and record["status"] != "opening":
+        check_continues(training, record)
+    return record
+
+
+def is_complete(record: dict[str, Any], max_epochs: int) -> bool:
+    """Return whether a run is finished and `max_epochs` asks for no further epochs."""
+    return record["status"] == "finished" and not is_longer(record, max_epochs)
 
 
 def check_continues(training: CheckedTraining, record: dict[str, Any]) -> None:
     """Raise UserError if a run was begun with other settings, tables or experiment."""
     check_same(record, training.identity, training.hashes, training.remedy)
-    config, before = training.config, record["tracking"]["experiment"]
-    if config.tracking.experiment not in (None, "", before):
+    config = training.config
+    experiment = record["tracking"]["experiment"]
+    if config.tracking.experiment not in (None, "", experiment):
         raise UserError(
-            f"the run '{config.name}' is in the experiment {before}, not {config.tracking.experiment}; leave out "
-            f"--experiment, or {training.remedy}"
+            f"the run '{config.name}' is in the experiment {experiment}, not "
+            f"{config.tracking.experiment}; leave out --experiment, or "
+            f"{training.remedy}"
         )
 
 
-def load_finished(config: TrainConfig, record: dict[str, Any]) -> Trained:
-    """Return the result of a run that was finished before."""
+def trains_in_process(options: RayOptions, trial: TrialContext) -> bool:
+    """Return whether the only worker of a training runs in this process."""
+    is_submitted = bool(os.environ.get("RAY_ADDRESS"))
+    return options.num_workers == 1 and bool(trial.on_checkpoint or not is_submitted)
+
+
+def prepare_run(
+    training: CheckedTraining,
+    record: dict[str, Any] | None,
+    trial: TrialContext,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Open or reopen the MLflow run of a training, after deleting an overwritten run.
+
+    Args:
+        training: The checked training.
+        record: `run.json` of the run to continue, or None for a new run.
+        trial: Settings that a sweep adds.
+        say: Called with lines of progress.
+
+    Returns:
+        The content of `run.json`.
+    """
+    if training.config.overwrite:
+        delete_run(training.config.folder, say)
+    if record is None or record["status"] == "opening":
+        return open_run(training, record, trial, say)
+    return reopen_run(training, record, say)
+
+
+@contextmanager
+def end_failed_run(run: tracking.RunRef) -> Iterator[None]:
+    """End the MLflow run as FAILED or KILLED if the block raises.
+
+    The run stays open on SystemExit, by which a sweep stops a trial, and on
+    SupersededError, after which another job trains the run.
+    """
+    try:
+        yield
+    except (SystemExit, attempts.SupersededError):
+        raise
+    except KeyboardInterrupt:
+        tracking.end_stopped(run)
+        raise
+    except BaseException:
+        tracking.Logger(run).end("FAILED")
+        raise
+
+
+def require_last_checkpoint(folder: str, attempt: Attempt) -> Checkpoint:
+    """Return the last checkpoint of a run that this job has trained to its end.
+
+    Raises:
+        SupersededError: If another job has continued the run meanwhile.
+    """
+    attempts.require_job(folder, attempt)
+    last = checkpoint.last(folder)
+    if last is None:
+        raise RuntimeError(f"the run in {folder} ended without a checkpoint")
+    return last
+
+
+def load_finished(config: TrainConfig, record: dict[str, Any]) -> TrainingResult:
+    """Return the result of a run that an earlier call finished."""
     best = join(config.folder, BEST)
-    return Trained(
+    return TrainingResult(
         name=config.name,
         checkpoint=best,
-        about=checkpoint.read(best),
+        best=checkpoint.read(best),
         run=tracking.RunRef(**record["tracking"]),
         epochs=record["epochs"],
         seconds=0.0,
-        already=True,
+        was_finished=True,
     )
 
 
 def start_cluster(
     tracking_uri: str, start: Callable[[], None], say: Callable[[str], None]
 ) -> None:
-    """Start Ray, and meanwhile MLflow's store: making a new one takes as long."""
+    """Start Ray, and connect to MLflow meanwhile.
+
+    Creating a new MLflow store takes about as long as starting Ray.
+    """
     with ThreadPoolExecutor(1) as thread:
         is_running = ray.is_initialized()
         store = None if is_running else thread.submit(tracking.connect, tracking_uri)
@@ -241,7 +322,7 @@ def start_cluster(
 def check_resources(
     training: CheckedTraining, in_process: bool, use_gpu: bool, trial: TrialContext
 ) -> None:
-    """Raise UserError if the workers can never have their resources."""
+    """Raise UserError if the machine or the cluster can never hold the workers."""
     config = training.config
     if not in_process:
         if trial.parent_run is None:  # the sweep has checked the cluster already
@@ -250,7 +331,8 @@ def check_resources(
         tracking.check_nodes(str(config.tracking.tracking_uri), nodes)
     elif use_gpu and not torch.cuda.is_available():
         raise UserError(
-            "ray.use_gpu is true, and this machine has no GPU that PyTorch finds; leave it out"
+            "ray.use_gpu is true, and this machine has no GPU that PyTorch finds; "
+            "leave it out"
         )
 
 
@@ -263,9 +345,10 @@ def open_run(
     """Open the MLflow run of a new training, and write `run.json`.
 
     Args:
-        training: The training.
-        opening: `run.json` of a run that was killed while its MLflow run was opened.
-        trial: Settings of a trial of a sweep.
+        training: The checked training.
+        opening: `run.json` of an earlier job that was killed while it opened the MLflow
+            run, whose run is discarded; None if there is none.
+        trial: Settings that a sweep adds.
         say: Called with lines of progress.
 
     Returns:
@@ -273,11 +356,11 @@ def open_run(
     """
     config, identity = training.config, training.identity
     if opening:
-        tracking.discard(opening["opening"])
+        tracking.discard_opening(opening["opening"])
     inputs, uri = config.inputs, str(config.tracking.tracking_uri)
     dataset = f"{training.model_class.family}/{dataset_name(inputs.tables)}"
     experiment = config.tracking.experiment or dataset
-    opened = tracking.opening(uri, experiment)
+    opened = tracking.make_opening(uri, experiment)
     write_record(config.folder, {"status": "opening", "opening": opened})
     tags = {
         **trial.tags,
@@ -297,7 +380,7 @@ def open_run(
             parent=trial.parent_run,
             tags=tags,
         )
-    if inputs.sids:  # metrics of the tokenizer stand beside those of the model
+    if inputs.sids:  # log the tokenizer's metrics beside the model's
         info = read_manifest(join(inputs.sids, "sids"), "sids").info
         tracking.Logger(run).update(collect_numbers(info, "sids"), 0)
     record = {
@@ -327,11 +410,13 @@ def reopen_run(
     if is_longer(record, config.fit.max_epochs):
         epochs = config.fit.max_epochs
         say(
-            f"note: {config.name} goes on to epoch {epochs}, with the learning rates of that schedule from here"
+            f"note: {config.name} continues to epoch {epochs}, from here with the "
+            "learning rates of the longer schedule"
         )
         record = {**record, "config": training.identity, "status": "running"}
         write_record(config.folder, record)
-        # MLflow's params never change; the model is logged and measured anew
+        # MLflow's params cannot change, so a tag has the new value. Without its tags
+        # the model is logged and measured again.
         tags = {
             "fit.max_epochs": str(epochs),
             "model": "",
@@ -343,18 +428,28 @@ def reopen_run(
     return record_code(config.folder, record, run, say)
 
 
-def train_here(
+def train_in_process(
     task: Task,
     attempt: Attempt,
     use_gpu: bool,
     on_checkpoint: Callable[[Checkpoint], Any] | None,
     say: Callable[[str], None],
 ) -> None:
-    """Train with one worker in this process."""
+    """Train with one worker in this process.
+
+    Raises:
+        KeyboardInterrupt: If the job was asked to stop, after a checkpoint was saved.
+    """
     task.attempt = str(attempts.start(task.config.folder, attempt))
-    device = torch.device("cuda" if use_gpu else "cpu")
-    report = on_checkpoint or (lambda about: None)
-    perform(task, WorkerContext(0, 1, device, 1, report, say))
+    context = WorkerContext(
+        rank=0,
+        world_size=1,
+        device=torch.device("cuda" if use_gpu else "cpu"),
+        local_world_size=1,
+        report=on_checkpoint or (lambda new_checkpoint: None),
+        say=say,
+    )
+    run_task(task, context)
     if STOP_REQUEST.requested:
         raise KeyboardInterrupt
 
@@ -365,14 +460,21 @@ def record_code(
     run: tracking.RunRef,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return the record of a continued run with the code and the job that continue it.
+    """Add the versions of the code and the job that continue a run to its record.
 
-    A run that continues with other code says so, also in MLflow: its results are those
-    of no single version.
+    If the code has changed since, a note and MLflow's tags report all versions, as the
+    results come from more than one.
+
+    Returns:
+        The new content of `run.json`, which is written already.
     """
-    before, code = record.get("code", "unknown"), code_version()
-    if code != before:
-        say(f"note: this run was trained by the code {before}, and goes on with {code}")
+    old_code = record.get("code", "unknown")
+    code = code_version()
+    if code != old_code:
+        say(
+            f"note: this run was trained by the code {old_code}, and continues with "
+            f"{code}"
+        )
     record = {**record, "code": code, "submission_id": submission_id()}
     write_record(folder, record)
     logger = tracking.Logger(run)
@@ -384,45 +486,51 @@ def record_code(
     return record
 
 
-def conclude(
+def finish_run(
     folder: str,
     record: dict[str, Any],
     last: Checkpoint,
     log_model: bool = False,
-    **more: Any,
+    **record_values: Any,
 ) -> Checkpoint:
-    """End a run: publish its best checkpoint, log the result to MLflow, and finish `run.json`.
+    """Publish the best checkpoint of a run, and log its results to MLflow.
+
+    The status in `run.json` becomes `finished` last.
 
     Args:
         folder: The run's folder.
         record: The content of `run.json`.
         last: The run's last checkpoint.
         log_model: Whether to store the best model in MLflow.
-        more: Further values for `run.json`.
+        record_values: Further values for `run.json`.
 
     Returns:
         The best checkpoint's `config.json`.
     """
-    run, best = tracking.RunRef(**record["tracking"]), join(folder, BEST)
-    about = checkpoint.read(checkpoint.publish(folder, last))
+    run = tracking.RunRef(**record["tracking"])
+    best_folder = join(folder, BEST)
+    best = checkpoint.read(checkpoint.publish(folder, last))
     curves = tracking.read_curves(join(folder, last.folder))
-    logger = tracking.Logger(run, curves)  # a trial that was stopped may owe points
+    # given the curves, the logger also sends points that a stopped trial did not send
+    logger = tracking.Logger(run, curves)
     eval_seconds = last.timing.get("eval_seconds", 0.0)
     values = {
         "best/epoch": last.best["epoch"],
-        **{f"best/{name}": value for name, value in about.metrics.items()},
+        **{f"best/{name}": value for name, value in best.metrics.items()},
         "train/steps": last.step,
         "train/total_seconds": last.timing["train_seconds"] + eval_seconds,
     }
     logger.update(values, last.step)
-    logger.tag(checkpoint=best)
+    logger.tag(checkpoint=best_folder)
     tracking.log_curves(run, curves)
-    is_served = registry.find(about.name).logs_every_run
+    is_served = registry.find(best.name).logs_every_run
     if log_model and is_served and not logger.tags.get("model"):
-        logger.tag(model=package.log_model(run, best, Inputs(**record["inputs"])))
+        inputs = Inputs(**record["inputs"])
+        logger.tag(model=package.log_model(run, best_folder, inputs))
     logger.end()
-    write_record(folder, {**record, "status": "finished", "epochs": last.epoch, **more})
-    return about
+    finished = {**record, "status": "finished", "epochs": last.epoch, **record_values}
+    write_record(folder, finished)
+    return best
 
 
 def run_workers(
@@ -432,19 +540,32 @@ def run_workers(
     say: Callable[[str], None],
     callbacks: Sequence[UserCallback] = (),
 ) -> None:
-    """Train with workers of Ray Train, which continue after losses."""
+    """Train with workers of Ray Train, and start them again when workers are lost.
+
+    Args:
+        task: The training.
+        attempt: Attempt number of this job.
+        use_gpu: Whether each worker has a GPU.
+        say: Called with lines of progress.
+        callbacks: Callbacks for Ray Train.
+
+    Raises:
+        UserError: If a worker raised it.
+        TrainingFailedError: If workers were lost more than `ray.max_failures` times
+            without a new checkpoint in between, or for a reason that will not go away.
+    """
     options, folder = task.config.ray, task.config.folder
     needs = worker_resources(options, use_gpu)
     os.environ[UNRESPONSIVE_S] = str(options.hang_minutes * 60)
     failures, furthest_step = 0, -1
     while True:
-        # Ray would repeat an error of the user, so losses are retried here. The actor
-        # of the progress is new each time, as it may have been lost too.
+        # Ray Train would retry user errors too, so its retries are off. Each try has a
+        # new actor for the progress, as the last one may be lost with its node.
         with stream_progress(
             say, lambda: pending_resources(options.num_workers, needs)
         ) as progress:
             trainer = make_trainer(task, attempt, use_gpu, progress, callbacks)
-            # in the main thread, Ray Train would take SIGINT for itself
+            # in the main thread, Ray Train would replace the handler of SIGINT
             thread = ThreadPoolExecutor(1)
             training = thread.submit(trainer.fit)
             try:
@@ -479,19 +600,19 @@ def make_trainer(
 
     Args:
         task: The training.
-        attempt: Number of the job.
+        attempt: Attempt number of this job.
         use_gpu: Whether each worker has a GPU.
-        progress: Actor of the class `Progress`.
-        callbacks: Ray Train's callbacks.
+        progress: Handle of a `Progress` actor.
+        callbacks: Callbacks for Ray Train.
     """
     config, options = task.config, task.config.ray
     workers, fewest = options.num_workers, options.fewest_workers
     return TorchTrainer(
-        worker,
+        run_worker,
         train_loop_config={
             "task": pickle.dumps(task),
             "progress": progress,
-            "watch": os.environ[WATCH] != "0",
+            "watch": os.environ[WATCH_PREEMPTION] != "0",
         },
         torch_config=FencedTorchConfig(
             "nccl" if use_gpu else "gloo",
@@ -499,8 +620,9 @@ def make_trainer(
             folder=config.folder,
             attempt=str(attempt),
         ),
-        scaling_config=ScalingConfig(  # type: ignore[call-arg]  # label_selector is of version 2
-            num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]  # the class of version 1 has no range
+        # mypy reads the class of Train V1, which has no `label_selector` and no range
+        scaling_config=ScalingConfig(  # type: ignore[call-arg]
+            num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]
             use_gpu=use_gpu,
             resources_per_worker=worker_resources(options, use_gpu),
             placement_strategy=options.placement_strategy,
@@ -511,21 +633,30 @@ def make_trainer(
             name=config.name,
             storage_path=config.storage,
             failure_config=FailureConfig(max_failures=0),
-            callbacks=list(callbacks),  # type: ignore[arg-type]  # Ray names those of its version 1
+            callbacks=list(callbacks),  # type: ignore[arg-type]  # the type of Train V1
         ),
     )
 
 
 def describe_retry(error: BaseException, failures: int, max_failures: int) -> str:
-    """Return a note on a loss of workers after which the training continues."""
-    cause = list(faults.iter_causes(error))[-1]
-    why = faults.explain(error) or faults.first_line(cause)
-    tries = f"{failures} of {max_failures} times"
-    return f"note: {why.partition(';')[0]}; going on from the last checkpoint, {tries}"
+    """Return a note that the training continues after a loss of workers."""
+    root_cause = list(faults.iter_causes(error))[-1]
+    reason = faults.explain(error) or faults.first_line(root_cause)
+    return (
+        f"note: {reason.partition(';')[0]}; continuing from the last checkpoint, "
+        f"{failures} of {max_failures} times"
+    )
 
 
 def save_before_stop(progress: Any, training: Future[Any]) -> None:
-    """Let workers that train save a checkpoint, and wait for it; return at once if none of them trains yet."""
+    """Stop the workers and wait until their last checkpoint is saved.
+
+    Return at once if the training loop has not begun, as there is nothing to save.
+
+    Args:
+        progress: Handle of a `Progress` actor.
+        training: The running call of `TorchTrainer.fit`.
+    """
     with suppress(RayError):
         if not ray.get(progress.stop.remote()):
             return
@@ -534,7 +665,10 @@ def save_before_stop(progress: Any, training: Future[Any]) -> None:
 
 
 def last_step(folder: str) -> int:
-    """Return the step of the run's last checkpoint, -1 while its storage cannot be read."""
+    """Return the step of the run's last checkpoint.
+
+    The step is 0 without a checkpoint, and -1 if the storage cannot be read.
+    """
     try:
         last = checkpoint.last(folder)
     except (OSError, UserError):
@@ -547,10 +681,10 @@ def pending_resources(workers: int, needs: dict[str, float]) -> str | None:
 
     Args:
         workers: Number of workers.
-        needs: Resources of each of them.
+        needs: Resources of one worker, such as {"CPU": 1}.
 
     Returns:
-        A line, or None if they do not wait or Ray does not answer.
+        A message, or None if the workers do not wait or Ray does not answer.
     """
     bundle = {kind: float(need) for kind, need in needs.items() if need}
     try:
@@ -565,24 +699,39 @@ def pending_resources(workers: int, needs: dict[str, float]) -> str | None:
         total, free = ray.cluster_resources(), ray.available_resources()
     except RayError:
         return None
-    has = ", ".join(
+    capacity = ", ".join(
         f"{total.get(kind, 0):g} {kind}s, of which {free.get(kind, 0):g} are free"
         for kind in bundle
     )
-    each = ", ".join(f"{kind}: {need:g}" for kind, need in bundle.items())
-    return f"waiting for {workers} x {{{each}}}; the cluster has {has}"
+    demand = ", ".join(f"{kind}: {need:g}" for kind, need in bundle.items())
+    return f"waiting for {workers} x {{{demand}}}; the cluster has {capacity}"
 
 
 def lock_run(
     storage: str, name: str, timeout_s: float = 0
 ) -> AbstractContextManager[None]:
-    """Hold the lock of a run, and refuse if another process holds it."""
-    busy = f"the run '{name}' in {storage} is being trained by another process; wait for it or choose another --name"
-    return hold_lock(tracking.lock_of(join(storage, name)), busy, timeout_s)
+    """Hold the lock of a run.
+
+    Args:
+        storage: Folder of all runs.
+        name: Name of the run.
+        timeout_s: Seconds to wait for another process that holds the lock.
+
+    Raises:
+        UserError: If another process still holds the lock after `timeout_s`.
+    """
+    busy = (
+        f"the run '{name}' in {storage} is being trained by another process; wait for "
+        "it or choose another --name"
+    )
+    return hold_lock(tracking.lock_path(join(storage, name)), busy, timeout_s)
 
 
 def wants_gpu(options: RayOptions) -> bool:
-    """Return whether workers take GPUs; auto: if the cluster has any, or without Ray this machine."""
+    """Return whether workers take GPUs.
+
+    With `use_gpu: auto` they do if the cluster has GPUs, or without Ray this machine.
+    """
     if options.use_gpu != "auto":
         return options.use_gpu
     if ray.is_initialized():
@@ -597,20 +746,20 @@ def worker_resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
         needs["GPU"] = 1
     if options.memory_gb:
         needs["memory"] = options.memory_gb * 2**30
-    if options.accelerator_type:  # ScalingConfig's `accelerator_type` adds the same
+    if options.accelerator_type:  # as ScalingConfig does for `accelerator_type`
         needs[f"{cluster.ACCELERATOR}{options.accelerator_type}"] = 0.001
     return needs
 
 
 def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
-    """Raise UserError if the cluster never has room for the workers, which would wait for ever."""
+    """Raise UserError if the cluster can never hold the workers."""
     remedy = f"{FEWER}, or give --ray.use_gpu false" if use_gpu else FEWER
     fewest = min(options.min_workers or workers, workers)
     cluster.check_room(fewest, worker_resources(options, use_gpu), remedy)
 
 
 def is_simulated(tables: str) -> bool:
-    """Return whether the mapping file says that the log is simulated."""
+    """Return whether the log's mapping file declares it as simulated."""
     uri = join(tables, "events")
     return has_manifest(uri) and bool(
         read_manifest(uri, "events").config.get("source", {}).get("simulated")
@@ -618,7 +767,11 @@ def is_simulated(tables: str) -> bool:
 
 
 def dataset_name(tables: str) -> str:
-    """Return the dataset's name from the manifest of the sequences, else the folder's name."""
+    """Return the dataset's name from the manifest of the sequences.
+
+    Without one, the name is that of the folder `tables`, or of its parent if the folder
+    is called `tables` itself.
+    """
     manifest = read_manifest(join(tables, "sequences"), "sequences")
     for content in (manifest.info, manifest.config):
         if isinstance(content.get("dataset"), str):
@@ -628,7 +781,12 @@ def dataset_name(tables: str) -> str:
 
 
 def collect_numbers(content: Any, name: str) -> dict[str, float]:
-    """Return the numbers in nested content, each under the path to it."""
+    """Return the numbers in nested content by their path, such as `sids/loss/0`.
+
+    Args:
+        content: Dictionaries and lists of any depth; other values are skipped.
+        name: First part of each path.
+    """
     if isinstance(content, int | float):
         return {name: float(content)}
     pairs: Iterable[tuple[Any, Any]] = ()
@@ -637,19 +795,19 @@ def collect_numbers(content: Any, name: str) -> dict[str, float]:
     elif isinstance(content, list):
         pairs = enumerate(content)
     numbers: dict[str, float] = {}
-    for key, part in pairs:
-        numbers |= collect_numbers(part, f"{name}/{key}")
+    for key, value in pairs:
+        numbers |= collect_numbers(value, f"{name}/{key}")
     return numbers
 
 
 def delete_run(folder: str, say: Callable[[str], None]) -> None:
     """Delete the content of a run's folder, and its MLflow run.
 
-    The number of its last attempt stays, as a worker of that attempt may still be
+    The file with the attempt number stays, as a worker of the last attempt may still be
     alive.
 
     Raises:
-        UserError: if the folder holds something else.
+        UserError: If the folder is not empty and not that of a run.
     """
     filesystem, path = open_uri(folder)
     infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
@@ -657,34 +815,49 @@ def delete_run(folder: str, say: Callable[[str], None]) -> None:
     record: dict[str, Any] | None
     try:
         record = read_record(folder)
-    except UserError:  # a damaged record is still that of a run
+    except UserError:  # a damaged record still marks the folder as that of a run
         record = {}
         say(
-            f"note: {folder}/{RUN} is damaged and does not tell the MLflow run, which stays in comparisons"
+            f"note: {folder}/{RUN} is damaged and does not name the MLflow run, which "
+            "stays in comparisons"
         )
     if record is None and entries:
         raise UserError(
-            f"{folder} is not the folder of a run, so --overwrite leaves it alone; choose another --name"
+            f"{folder} is not the folder of a run, so --overwrite does not delete it; "
+            "choose another --name"
         )
     if record:
-        try:
-            if record["status"] == "opening":
-                tracking.discard(record["opening"])
-            else:
-                tracking.delete(tracking.RunRef(**record["tracking"]))
-        except UserError as error:
-            say(f"note: {error}")
-    for entry in entries:  # run.json last, as it marks the folder as a run's
+        delete_mlflow_run(record, say)
+    for entry in entries:
         if entry.type == fs.FileType.Directory:
             filesystem.delete_dir(entry.path)
         elif entry.base_name != RUN:
             filesystem.delete_file(entry.path)
+    # deleted last: a killed deletion leaves the folder of a run, not an unknown folder
     if record is not None:
         filesystem.delete_file(f"{path}/{RUN}")
 
 
+def delete_mlflow_run(record: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Delete the MLflow run that a `run.json` names; a note reports a failure."""
+    try:
+        if record["status"] == "opening":
+            tracking.discard_opening(record["opening"])
+        else:
+            tracking.delete(tracking.RunRef(**record["tracking"]))
+    except UserError as error:
+        say(f"note: {error}")
+
+
 class ProgressReader:
-    """Hands the lines of a `Progress` actor on to the driver's output."""
+    """Reader of a `Progress` actor that prints its lines on the driver.
+
+    Args:
+        progress: Handle of the actor.
+        say: Called with each line.
+        describe_pending: Return a message about resources that the workers wait for, or
+            None if they do not wait.
+    """
 
     def __init__(
         self,
@@ -698,16 +871,17 @@ class ProgressReader:
         self.stopped = threading.Event()
 
     def read(self, timeout_s: float | None = None) -> None:
-        """Hand on the new lines."""
+        """Print the new lines; a lost actor is reported once."""
         if self.is_lost:
             return
         try:
-            new = self.progress.since.remote(self.num_lines)
-            lines = ray.get(new, timeout=timeout_s)
+            new_lines = self.progress.lines_after.remote(self.num_lines)
+            lines = ray.get(new_lines, timeout=timeout_s)
         except RayError as error:
             self.is_lost = True
             self.say(
-                f"note: no more progress is shown, as the actor that tells it is lost ({type(error).__name__})"
+                "note: no more progress is shown, as the actor that reports it is lost "
+                f"({type(error).__name__})"
             )
             return
         for line in lines:
@@ -715,23 +889,23 @@ class ProgressReader:
             self.say(line)
 
     def run(self) -> None:
-        """Hand on lines until `stopped` is set, and name resources that the workers wait for."""
-        checked_at, said_at = time.monotonic(), -math.inf
+        """Print lines, and resources that workers wait for, until `stopped` is set."""
+        checked_at, reported_at = time.monotonic(), -math.inf
         while not self.stopped.wait(0.5):
             self.read()
             now = time.monotonic()
             if self.is_lost or now - checked_at < PENDING_CHECK_S:
                 continue
             checked_at = now
-            if now - said_at < PENDING_REPEAT_S or self.is_alive():
+            if now - reported_at < PENDING_REPEAT_S or self.is_alive():
                 continue
-            line = self.describe_pending()
-            if line:
-                said_at = now
-                self.say(line)
+            message = self.describe_pending()
+            if message:
+                reported_at = now
+                self.say(message)
 
     def is_alive(self) -> bool:
-        """Return whether a worker is alive; true if Ray does not answer."""
+        """Return whether a worker is alive; True if Ray does not answer."""
         try:
             return bool(ray.get(self.progress.is_alive.remote(), timeout=60))
         except RayError:
@@ -743,17 +917,18 @@ def stream_progress(
     say: Callable[[str], None],
     describe_pending: Callable[[], str | None] = lambda: None,
 ) -> Iterator[Any]:
-    """Start an actor for rank 0's lines of progress, and a thread that hands them on.
+    """Start a `Progress` actor for rank 0's lines, and a thread that prints them.
 
-    The actor is on the driver's node, whose loss ends the training anyway. If only the
-    actor is lost, its lines are.
+    The actor runs on the driver's node, whose loss ends the training anyway. If only
+    the actor is lost, the training continues without lines of progress.
 
     Args:
         say: Called with each line.
-        describe_pending: Return a line about resources that workers wait for, or None.
+        describe_pending: Return a message about resources that the workers wait for, or
+            None if they do not wait.
 
     Yields:
-        The actor, of the class `Progress`.
+        The handle of the actor.
     """
     node = ray.get_runtime_context().get_node_id()
     on_this_node = NodeAffinitySchedulingStrategy(node, soft=False)

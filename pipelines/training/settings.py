@@ -1,4 +1,8 @@
-"""Check a training as far as possible before Ray starts, and resolve what its model takes from checkpoints."""
+"""Check a training before Ray starts, and resolve the values of its configuration.
+
+training = check_training(config)
+run_training(training)
+"""
 
 from __future__ import annotations
 
@@ -25,32 +29,34 @@ from pipelines.training.record import read_record
 
 @dataclass(frozen=True)
 class CheckedTraining:
-    """A training that may begin."""
+    """A training whose configuration is checked and resolved."""
 
     config: TrainConfig
-    """Its configuration, with everything resolved: sizes of a teacher, checkpoints, the
-    tracking URI, the number of workers, and the folders that the model reads."""
+    """The resolved configuration: with sizes taken from the teacher, paths of
+    checkpoints, the tracking URI, the number of workers, and only those input folders
+    that the model reads."""
     given_model: Any
     """Config of the model before it was resolved."""
     hashes: dict[str, str]
-    """Hashes of the tables that the model reads."""
+    """Hashes of the tables that the model reads, by table name."""
     remedy: str
-    """What the user can do if the run of this name has other settings."""
+    """End of the error message if the run of this name has other settings."""
     init_weights: str | None = None
-    """SHA-256 of the weights that it begins with."""
+    """SHA-256 of the weights that the training starts from; None for random weights."""
     windows: dict[str, int] = field(default_factory=dict)
-    """Number of folds and starts of the windows of its fold, of tables with folds."""
+    """Number of folds, and start times of the windows of this training's fold; empty
+    for tables without folds."""
     notes: list[str] = field(default_factory=list)
     """Messages to show before the training."""
 
     @property
     def model_class(self) -> type[Model]:
-        """The model's class."""
+        """Class of the model."""
         return registry.find_by_config(self.config.model)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings that a continued run must have in common, as `run.json` holds them."""
+        """Settings in `run.json` that a continued run must share."""
         fit = asdict(self.config.fit)
         if fit["fold"] is None:  # of tables without folds
             del fit["fold"]
@@ -61,7 +67,9 @@ class CheckedTraining:
         }
         if self.windows:
             identity["split"] = self.windows
-        return identity | {"init": self.init_weights} if self.init_weights else identity
+        if self.init_weights:
+            identity["init"] = self.init_weights
+        return identity
 
 
 def check_training(
@@ -69,18 +77,20 @@ def check_training(
     remedy: str = "",
     load: Callable[[str, Inputs], Any] = load_catalogue,
 ) -> CheckedTraining:
-    """Check a training against its tables and checkpoints. Nothing is written.
+    """Check a training against its tables and checkpoints, without writing anything.
 
     Args:
-        config: The training.
-        remedy: What the user can do if the run of this name has other settings.
-        load: Load the catalogue of a model.
+        config: Configuration as the user gave it.
+        remedy: End of the error message if the run of this name has other settings; by
+            default it suggests another name or --overwrite.
+        load: Load the catalogue of a model, by model name and inputs.
 
     Raises:
-        UserError: for what the user can correct and is known without Ray.
+        UserError: If options, tables and checkpoints do not fit together.
     """
     remedy = remedy or (
-        f"choose another --name, or --overwrite the run '{config.name}' in {config.storage}"
+        f"choose another --name, or --overwrite the run '{config.name}' in "
+        f"{config.storage}"
     )
     model_class = registry.find_by_config(config.model)
     name = model_class.name
@@ -90,13 +100,8 @@ def check_training(
     catalogue = load(name, config.inputs)
     record = None if config.overwrite else read_record(config.folder)
     resolved = resolve_model(model, catalogue, record)
-    if config.ray.fsdp and not model_class.supports_fsdp:
-        sharded = [
-            other for other in registry.MODELS if registry.find(other).supports_fsdp
-        ]
-        raise UserError(
-            f"ray.fsdp is true, but '{name}' is not trained in shards; {', '.join(sharded)} are; leave it out"
-        )
+    if config.ray.fsdp:
+        check_fsdp(model_class)
     ray = config.ray
     if not model_class.trains_by_gradient:
         ray = replace(ray, num_workers=1, min_workers=0)
@@ -106,9 +111,9 @@ def check_training(
     init, init_weights = config.init, None
     if init:
         init = checkpoint.locate(init)
-        about = checkpoint.read(init)
-        check_init(about, init, catalogue.versions, model_class, config.fit)
-        init_weights = about.sha256[checkpoint.WEIGHTS]
+        init_checkpoint = checkpoint.read(init)
+        check_init(init_checkpoint, init, catalogue.versions, model_class, config.fit)
+        init_weights = init_checkpoint.sha256[checkpoint.WEIGHTS]
     sequences = config.inputs.sequences
     info = read_manifest(sequences, "sequences").info
     fold = resolve_fold(info, config.fit.fold, sequences)
@@ -133,33 +138,45 @@ def check_training(
     )
 
 
-def check_origins(model: Any, init: str | None, end: int | None) -> None:
-    """Raise UserError if a model is made from a checkpoint that was trained on later requests.
+def check_origins(model: Any, init: str | None, train_end: int | None) -> None:
+    """Raise UserError if a model starts from one that was trained on later requests.
 
     Args:
         model: The resolved config, which may name a teacher.
-        init: URI of a checkpoint whose weights the training begins with.
-        end: Time in ms before which the training requests lie.
+        init: URI of the checkpoint whose weights the training starts from, or None.
+        train_end: Time in ms before which all training requests lie.
     """
     origins = {"the model of --init": init}
     for option in path_fields(type(model), "checkpoint"):
         origins[f"model.{option}"] = getattr(model, option)
     for noun, uri in origins.items():
         if uri:
-            about = checkpoint.read(checkpoint.locate(uri))
-            check_trained_before(about, end, noun)
+            origin = checkpoint.read(checkpoint.locate(uri))
+            check_trained_before(origin, train_end, noun)
+
+
+def check_fsdp(model_class: type[Model]) -> None:
+    """Raise UserError if a model cannot be trained with sharded weights."""
+    if model_class.supports_fsdp:
+        return
+    supported = [name for name in registry.MODELS if registry.find(name).supports_fsdp]
+    raise UserError(
+        f"ray.fsdp is true, but '{model_class.name}' is not trained in shards; "
+        f"{', '.join(supported)} are; leave it out"
+    )
 
 
 def check_batch(batch_size: int, workers: int) -> None:
-    """Raise UserError if workers cannot have equal parts of a batch."""
+    """Raise UserError if a batch cannot be divided equally among the workers."""
     if batch_size % workers:
         raise UserError(
-            f"fit.batch_size {batch_size} does not divide by {workers} workers; choose a multiple of {workers}"
+            f"fit.batch_size {batch_size} does not divide by {workers} workers; choose "
+            f"a multiple of {workers}"
         )
 
 
 def check_checkpoint_names(config: TrainConfig) -> None:
-    """Raise UserError if a run is named where its folder is needed."""
+    """Raise UserError if an option names a run where it needs the run's folder."""
     for option in path_fields(type(config.model), "checkpoint"):
         path = str(getattr(config.model, option) or "")
         folders = (path, join(path, "best"))
@@ -168,12 +185,13 @@ def check_checkpoint_names(config: TrainConfig) -> None:
         run = join(config.storage, path)
         if CHECKPOINT.matches(run):
             raise UserError(
-                f"model.{option} is {path}, the name of a run; give the run's folder, which is {run}"
+                f"model.{option} is {path}, the name of a run; give the run's folder, "
+                f"which is {run}"
             )
 
 
 def locate_encoders(model: Any) -> Any:
-    """Return a model's config with absolute paths of its text encoders."""
+    """Return a model's config with the paths of its text encoders made absolute."""
     encoders = path_fields(type(model), "encoder")
     return replace(
         model, **{name: resolve_encoder_path(getattr(model, name)) for name in encoders}
@@ -183,31 +201,38 @@ def locate_encoders(model: Any) -> Any:
 def resolve_model(model: Any, catalogue: Any, record: dict[str, Any] | None) -> Any:
     """Return a model's config with the values that it takes from checkpoints.
 
-    A finished run of the same config no longer needs the checkpoints that it was made
-    from.
+    If a finished run has the same config, its resolved config replaces checkpoints that
+    no longer exist.
 
     Args:
-        model: The config.
+        model: The config as the user gave it.
         catalogue: The model's catalogue.
         record: `run.json` of the run, or None for a new run.
+
+    Raises:
+        UserError: If a checkpoint is missing or does not fit.
     """
     model_class = registry.find_by_config(model)
     try:
         return model_class.resolve_config(model, catalogue)
     except UserError:
-        given = model_class.config_to_dict(model)
+        given_model = model_class.config_to_dict(model)
         is_finished = record is not None and record["status"] == "finished"
-        if not record or not is_finished or record.get("given") != given:
+        if not record or not is_finished or record.get("given") != given_model:
             raise
         return parse_options(record["config"]["model"])[1]
 
 
 def describe_unread_columns(model_class: type[Model], inputs: Inputs) -> list[str]:
-    """Return a note on the columns of the tables that a model does not read."""
+    """Return a note that names the table columns that a model does not read.
+
+    The list is empty if the model reads all columns.
+    """
     info = read_manifest(inputs.sequences, "sequences").info
     unread = model_class.list_unread(info)
     if not unread:
         return []
     return [
-        f"'{model_class.name}' reads items and their order, of these tables not the {'; '.join(unread)}"
+        f"'{model_class.name}' reads items and their order, of these tables not the "
+        f"{'; '.join(unread)}"
     ]

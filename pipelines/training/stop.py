@@ -1,8 +1,8 @@
-"""Request to stop this process: a training saves a checkpoint first, everything else ends at once.
+"""Request to stop this process, which a training answers by saving a checkpoint.
 
-The signal handler of `jobs.cli` calls `request`. Inside `defer_to_loop()` the request
-is only noted, for the training loop to read after its current step; elsewhere the
-handler raises KeyboardInterrupt.
+The signal handler of `jobs.cli` calls `request`. Inside `defer_to_loop()` the training
+loop reads the request after its current step; elsewhere the handler raises
+KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from contextlib import contextmanager
 
 
 class StopRequest:
-    """Whether this process is to stop, and whether a training loop reads the request."""
+    """A request to stop this process, and whether a training loop reads it."""
 
     def __init__(self) -> None:
         self.requested = False
-        self._awaited = False
+        self._is_deferred = False
 
     def request(self) -> bool:
-        """Note the request. Return whether a training loop will read it."""
+        """Record the request, and return whether a training loop will read it."""
         self.requested = True
-        return self._awaited
+        return self._is_deferred
 
     @contextmanager
     def defer_to_loop(self) -> Iterator[None]:
-        """Let a training loop read `requested` while the block runs, instead of an interrupt."""
-        self._awaited = True
+        """Leave a stop request to the training loop while the block runs.
+
+        The loop reads `requested`; no KeyboardInterrupt is raised.
+        """
+        self._is_deferred = True
         try:
             yield
         finally:
-            self._awaited = False
+            self._is_deferred = False
 
 
 STOP_REQUEST = StopRequest()

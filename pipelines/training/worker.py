@@ -1,7 +1,7 @@
-"""Run the training loop in a worker, and turn its events into checkpoints, reports and metrics.
+"""Run the training loop in a worker, and save, report and log what it yields.
 
-Every rank reports at the same events. Rank 0 saves the checkpoint before, logs to
-MLflow and sends progress to the driver.
+All ranks report a checkpoint at the same events of the loop. Before that, rank 0 saves
+the checkpoint; it also logs to MLflow and sends progress to the driver.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ from pipelines.training.stop import STOP_REQUEST
 
 @ray.remote(num_cpus=0)
 class Progress:
-    """Lines and heartbeats of a training's workers, and the driver's request to stop."""
+    """Actor that exchanges messages between the workers of a training and the driver.
+
+    Workers send lines of progress and heartbeats; the driver sends a request to stop.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -65,29 +68,34 @@ class Progress:
         """Add a line for the driver to print."""
         self.lines.append(line)
 
-    def since(self, seen: int) -> list[str]:
-        """Return the lines after the first `seen` ones."""
-        return self.lines[seen:]
+    def lines_after(self, num_lines: int) -> list[str]:
+        """Return all lines but the first `num_lines`."""
+        return self.lines[num_lines:]
 
-    def note_heartbeat(self, trains: bool) -> bool:
-        """Note that a worker lives, and whether its training loop has begun.
+    def record_heartbeat(self, trains: bool) -> bool:
+        """Record a heartbeat of a worker.
 
-        Return whether the training is to save a checkpoint and stop.
+        Args:
+            trains: Whether the worker's training loop has begun.
+
+        Returns:
+            Whether the worker is to save a checkpoint and stop.
         """
         self.trains |= trains
         self.last_heartbeat = time.monotonic()
         return self.stopping
 
     def stop(self) -> bool:
-        """Ask the workers to save a checkpoint and stop.
+        """Request that the workers save a checkpoint and stop.
 
-        Return False if no training loop has begun, so that nothing will be saved.
+        Returns:
+            False if no training loop has begun, so that there is nothing to save.
         """
         self.stopping = True
         return self.trains
 
-    def note_saved(self) -> None:
-        """Note that a stopped training has saved its checkpoint."""
+    def mark_saved(self) -> None:
+        """Record that a stopped training has saved its checkpoint."""
         self.saved = True
 
     def is_saved(self) -> bool:
@@ -95,43 +103,47 @@ class Progress:
         return self.saved
 
     def is_alive(self) -> bool:
-        """Return whether a worker sent a heartbeat within the last `ALIVE_S` seconds."""
+        """Return whether a worker sent a heartbeat in the last `ALIVE_S` seconds."""
         return time.monotonic() - self.last_heartbeat < ALIVE_S
 
 
 class Heartbeat:
-    """A thread that tells the driver that this worker lives, and learns from it of a stop."""
+    """Thread of a worker that sends heartbeats and receives a stop request.
+
+    Args:
+        progress: Handle of a `Progress` actor.
+    """
 
     def __init__(self, progress: Any) -> None:
         self.progress = progress
         self.trains = self.stopping = False
-        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        threading.Thread(target=self._send, daemon=True, name="heartbeat").start()
 
-    def _beat(self) -> None:
+    def _send(self) -> None:
         while True:
-            beat = self.progress.note_heartbeat.remote(self.trains)
+            stopping = self.progress.record_heartbeat.remote(self.trains)
             with suppress(RayError):  # the actor is lost; the training continues
-                self.stopping = ray.get(beat)
+                self.stopping = ray.get(stopping)
             time.sleep(HEARTBEAT_S)
 
 
 HEARTBEAT_S = 0.5
-"""Seconds between two heartbeats: by default Ray kills a stopped job, checkpoint
-included, after 3 seconds."""
+"""Seconds between two heartbeats. A stop request arrives with one, and by default Ray
+kills a stopped job 3 seconds later, even if it is saving a checkpoint."""
 
 ALIVE_S = 20.0
 """Seconds for which a worker counts as alive after a heartbeat."""
 
 NOTICE_S = 2.0
-"""Seconds between two questions whether a node is to be taken away."""
+"""Seconds between two checks for preemption notices of nodes."""
 
 
 @dataclass
 class Task:
-    """A training as the driver hands it to its workers, which trust it."""
+    """A checked training, as the driver sends it to its workers."""
 
     config: TrainConfig
-    """The checked training."""
+    """The resolved configuration."""
     hashes: dict[str, str]
     """Hashes of the tables that the driver checked."""
     run: tracking.RunRef | None
@@ -140,16 +152,16 @@ class Task:
     """Number of this attempt at the training (`models/storage/attempts.py`)."""
 
 
-def threads_per_worker(option: int, workers_here: int) -> int:
-    """Return the number of PyTorch's threads.
+def threads_per_worker(option: int, local_world_size: int) -> int:
+    """Return the number of threads that PyTorch uses in a worker.
 
-    Ray starts workers with OMP_NUM_THREADS=1, which idles the other cores.
+    Ray starts workers with OMP_NUM_THREADS=1, which would leave other cores idle.
 
     Args:
-        option: The given number; 0 divides the machine's cores among its workers.
-        workers_here: Number of workers on this machine.
+        option: Value of `ray.threads`; 0 divides the machine's cores among its workers.
+        local_world_size: Number of workers on this machine.
     """
-    return option or max(1, len(os.sched_getaffinity(0)) // workers_here)
+    return option or max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
 @dataclass
@@ -158,68 +170,76 @@ class WorkerContext:
 
     rank: int
     """Number of the worker, from 0."""
-    world: int
+    world_size: int
     """Number of workers."""
     device: torch.device
     """Device of the worker's model."""
-    workers_here: int
-    """Workers on this machine, which share its cores."""
+    local_world_size: int
+    """Number of workers on this machine, which share its cores."""
     report: Callable[[Checkpoint], Any]
     """Called with every checkpoint, on every rank."""
     say: Callable[[str], Any]
     """Send a line of progress to the driver; called by rank 0."""
     heartbeat: Heartbeat | None = None
-    """Learns from the driver of a stop, if the driver is another process."""
+    """Thread that receives stop requests; None if the driver is this process."""
     uploads: checkpoint.Uploads = field(default_factory=checkpoint.Uploads)
-    """Takes checkpoints to a storage elsewhere."""
+    """Thread that uploads checkpoints to a remote storage."""
     has_new_notice: Callable[[], bool] | None = None
-    """Return whether there is a new notice that a node of the training is to be taken
-    away; a collective of all workers. None if nodes are not taken away with notice."""
+    """Return whether a node of the training has received a new preemption notice. The
+    call is a collective of all workers. None if nodes are never preempted."""
 
 
-def worker(config: dict[str, Any]) -> None:
+class PreemptionNotices:
+    """Preemption notices of Ray Train, of which each node's is reported once."""
+
+    def __init__(self) -> None:
+        self.preempted_nodes: set[str] = set()
+
+    def has_new(self) -> bool:
+        """Return whether a further node has received a notice."""
+        info = train.get_preemption_info()
+        new_nodes = set(info.preempted_node_ids if info else [])
+        new_nodes -= self.preempted_nodes
+        self.preempted_nodes |= new_nodes
+        return bool(new_nodes)
+
+
+def report_to_ray(saved: Checkpoint) -> None:
+    """Report a checkpoint's position and metrics to Ray Train."""
+    train.report({"epoch": saved.epoch, "step": saved.step, **saved.metrics})
+
+
+def run_worker(config: dict[str, Any]) -> None:
     """Run a worker of Ray Train.
 
     Args:
-        config: `task` is a pickled `Task`, as Ray's controller reads the values too and
-            would load PyTorch and MLflow
-            for a `Task`; `progress` is an actor; `watch` says whether nodes may be taken away with notice.
+        config: `task` is a pickled `Task`; unpickled it would make Ray Train's
+            controller import PyTorch and MLflow. `progress` is the handle of a
+            `Progress` actor, and `watch` says whether nodes may be preempted.
     """
     task: Task = pickle.loads(config["task"])
     task.attempt = worker_attempt()
     ray_context = train.get_context()
-    leaving: list[str] = []
-
-    def report(about: Checkpoint) -> None:
-        train.report({"epoch": about.epoch, "step": about.step, **about.metrics})
-
-    def has_new_notice() -> bool:
-        info = train.get_preemption_info()
-        nodes = info.preempted_node_ids if info else []
-        new = [node for node in nodes if node not in leaving]
-        leaving.extend(new)
-        return bool(new)
-
     heartbeat = Heartbeat(config["progress"])
     context = WorkerContext(
         rank=ray_context.get_world_rank(),
-        world=ray_context.get_world_size(),
+        world_size=ray_context.get_world_size(),
         device=get_device(),
-        workers_here=ray_context.get_local_world_size(),
-        report=report,
+        local_world_size=ray_context.get_local_world_size(),
+        report=report_to_ray,
         say=config["progress"].say.remote,
         heartbeat=heartbeat,
-        has_new_notice=has_new_notice if config["watch"] else None,
+        has_new_notice=PreemptionNotices().has_new if config["watch"] else None,
     )
-    perform(task, context)
+    run_task(task, context)
     if heartbeat.stopping and context.rank == 0:
-        ray.get(config["progress"].note_saved.remote())
+        ray.get(config["progress"].mark_saved.remote())
 
 
-def perform(task: Task, worker: WorkerContext) -> None:
-    """Train from the run's last checkpoint, to the end or until a stop is requested."""
+def run_task(task: Task, worker: WorkerContext) -> None:
+    """Train from the run's last checkpoint to the end, or until a stop is requested."""
     config = task.config
-    threads = threads_per_worker(config.ray.threads, worker.workers_here)
+    threads = threads_per_worker(config.ray.threads, worker.local_world_size)
     torch.set_num_threads(threads)
     name = registry.find_by_config(config.model).name
     require_tables(name, config.inputs, task.hashes)
@@ -230,12 +250,12 @@ def perform(task: Task, worker: WorkerContext) -> None:
         config.inputs,
         device=worker.device,
         rank=worker.rank,
-        world=worker.world,
+        world=worker.world_size,
         last=last,
         init=config.init,
     )
     run.check_metric()
-    # again: both the hashes and the tables may have changed while they were read
+    # checked again, as the tables may have been replaced while they were read
     require_tables(name, config.inputs, task.hashes)
     state = run.resume(config.folder, last) if last else None
     if worker.rank == 0:
@@ -258,9 +278,9 @@ def perform(task: Task, worker: WorkerContext) -> None:
                 raise
         elif last is None:
             fit_counts(run, task, worker, logger)
-        waited_s = logger.flush() if logger else 0.0
-        if waited_s >= 1:
-            worker.say(f"waited {waited_s:.0f} s for MLflow to take the metrics")
+        flush_seconds = logger.flush() if logger else 0.0
+        if flush_seconds >= 1:
+            worker.say(f"waited {flush_seconds:.0f} s for MLflow to store the metrics")
 
 
 def describe_run(
@@ -269,34 +289,36 @@ def describe_run(
     last: Checkpoint | None,
     state: dict[str, Any] | None,
 ) -> Iterator[str]:
-    """Yield lines about a training before its first step.
+    """Yield messages about a training before its first step.
 
     Args:
         run: The training.
-        worker: Its first worker.
-        last: The checkpoint that it continues from, or None.
-        state: State of that checkpoint, or None.
+        worker: Context of rank 0.
+        last: Checkpoint that the training continues from, or None.
+        state: State of the training loop in that checkpoint, or None.
     """
     yield (
-        f"{pluralize(worker.world, 'worker')} on {worker.device.type}, "
+        f"{pluralize(worker.world_size, 'worker')} on {worker.device.type}, "
         f"{pluralize(torch.get_num_threads(), 'thread')} each; "
         f"{pluralize(count_parameters(run), 'parameter')}"
     )
-    in_training, in_validation = (
+    num_train, num_val = (
         dataset.num_requests - dataset.num_without_history
         for dataset in (run.train.dataset, run.val)
     )
-    requests = f"{in_training:,} training and {in_validation:,} validation {run.val.request_unit} here"
-    yield f"{requests}, {pluralize(run.train.steps(0), 'step')} per epoch"
+    yield (
+        f"{num_train:,} training and {num_val:,} validation "
+        f"{run.val.request_unit} here, {pluralize(run.train.steps(0), 'step')} per epoch"
+    )
     yield from run.messages
     parts = run.model.parameter_counts()
     if parts:
         counts = ", ".join(f"{name} {number:,}" for name, number in parts.items())
         yield f"parameters: {counts}"
     if last is not None:
-        in_epoch = bool(state and state["cursor"]["step_in_epoch"])
-        where = "in" if in_epoch else "after"
-        yield f"continuing {where} epoch {last.epoch}, step {last.step}"
+        is_within_epoch = bool(state and state["cursor"]["step_in_epoch"])
+        preposition = "in" if is_within_epoch else "after"
+        yield f"continuing {preposition} epoch {last.epoch}, step {last.step}"
 
 
 def count_parameters(run: TrainingRun) -> int:
@@ -311,7 +333,16 @@ def open_logger(
     worker: WorkerContext,
     last: Checkpoint | None,
 ) -> tracking.Logger:
-    """Open the logger of the MLflow run, with the curves up to the last checkpoint."""
+    """Open the logger of the MLflow run, and log the model's size and the hardware.
+
+    Args:
+        task: The training, for the run's folder and attempt number.
+        mlflow_run: The MLflow run.
+        run: The model and data of the training.
+        worker: Context of rank 0.
+        last: Checkpoint that the training continues from, whose curves the logger
+            takes over, or None.
+    """
     folder = task.config.folder
     tracking.mark_reachable(mlflow_run.uri)
     is_gpu = worker.device.type == "cuda"
@@ -322,8 +353,8 @@ def open_logger(
         logger = tracking.Logger(
             mlflow_run, curves, partial(attempts.require_current, folder, attempt)
         )
-        gpus = f"{worker.world} x {gpu}" if gpu else ""
-        logger.tag(hardware=tracking.hardware(gpus))
+        gpus = f"{worker.world_size} x {gpu}" if gpu else ""
+        logger.tag(hardware=tracking.describe_hardware(gpus))
     parts = run.model.parameter_counts()
     sizes = {f"parameters/{name}": number for name, number in parts.items()}
     logger.log({"train/parameters": count_parameters(run), **sizes}, 0)
@@ -331,41 +362,52 @@ def open_logger(
 
 
 def find_last_checkpoint(folder: str, worker: WorkerContext) -> Checkpoint | None:
-    """Return the run's last checkpoint as rank 0 finds it, the same for all workers."""
+    """Return the run's last checkpoint, which rank 0 reads and broadcasts."""
     last = [checkpoint.last(folder) if worker.rank == 0 else None]
-    if worker.world > 1:
+    if worker.world_size > 1:
         dist.broadcast_object_list(last, device=worker.device)
     return last[0]
 
 
 class StopRequests:
-    """Requests to stop a training loop, from a signal, the driver or a node that is taken away."""
+    """Requests to stop a training loop or to save a checkpoint at once.
+
+    A signal or the driver requests a stop, a preemption notice a checkpoint.
+    """
 
     def __init__(self, worker: WorkerContext) -> None:
         self.worker = worker
-        self.asked_at = -math.inf
+        self.checked_at = -math.inf
 
     def should_stop(self) -> bool:
-        """Return whether the job is to stop."""
+        """Return whether a signal or the driver has requested a stop."""
         heartbeat = self.worker.heartbeat
         return STOP_REQUEST.requested or bool(heartbeat and heartbeat.stopping)
 
     def next_action(self) -> int:
-        """Return STOP, CONTINUE, or on rank 0 ASK if it is time to ask for notices about nodes."""
+        """Return the action of the training loop before its next step.
+
+        Returns:
+            STOP if a stop is requested, ASK on rank 0 every `NOTICE_S` seconds, for all
+            workers to call `check_notices`, else CONTINUE.
+        """
         if self.should_stop():
             return STOP
         now = time.monotonic()
-        is_early = now - self.asked_at < NOTICE_S
+        is_early = now - self.checked_at < NOTICE_S
         if self.worker.has_new_notice is None or self.worker.rank != 0 or is_early:
             return CONTINUE
-        self.asked_at = now
+        self.checked_at = now
         return ASK
 
-    def ask_for_notice(self) -> bool:
-        """Ask for a new notice that a node is to be taken away; all workers ask together."""
+    def check_notices(self) -> bool:
+        """Return whether a node has received a preemption notice.
+
+        The call is a collective of all workers.
+        """
         is_new = bool(self.worker.has_new_notice and self.worker.has_new_notice())
         if is_new and self.worker.rank == 0:
-            self.worker.say("a node is to be taken away: saving a checkpoint")
+            self.worker.say("a node will be preempted: saving a checkpoint")
         return is_new
 
 
@@ -377,7 +419,16 @@ def train_sgd(
     worker: WorkerContext,
     logger: tracking.Logger | None,
 ) -> None:
-    """Run the training loop to its end, and turn its events into checkpoints, metrics and lines."""
+    """Run the training loop; print, log and save what its events report.
+
+    Args:
+        run: The model and data of the training.
+        task: The training as the driver sent it.
+        state: State of the loop to continue from, or None.
+        last: Checkpoint to continue from, or None.
+        worker: Context of this worker.
+        logger: Logger of the MLflow run; None except on rank 0.
+    """
     timing = {"train_seconds": 0.0, "eval_seconds": 0.0}
     if last:
         timing = dict(last.timing)
@@ -396,9 +447,9 @@ def train_sgd(
         state=state,
         device=run.device,
         rank=worker.rank,
-        world=worker.world,
+        world=worker.world_size,
         next_action=requests.next_action,
-        ask_for_notice=requests.ask_for_notice,
+        ask_for_notice=requests.check_notices,
     ):
         if worker.rank == 0:
             for line in describe_event(event, run):
@@ -409,11 +460,8 @@ def train_sgd(
             log_event(logger, event)
         if not event.state:
             continue
-        timing["eval_seconds"] += event.eval_seconds
-        if isinstance(event, EpochEvent):
-            timing["train_seconds"] += event.seconds
-            timing["examples_per_s"] = event.examples_per_s
-        about = run.checkpoint(
+        add_timing(timing, event)
+        new_checkpoint = run.checkpoint(
             epoch=event.epoch,
             step=event.step,
             metrics=drop_undefined(event.metrics),
@@ -422,9 +470,17 @@ def train_sgd(
             tracking=task.run.to_dict() if task.run else {},
             attempt=task.attempt,
         )
-        about.set_best_folder(last)
-        last = about
-        save_and_report(run, task, about, event.state, worker, logger)
+        new_checkpoint.set_best_folder(last)
+        last = new_checkpoint
+        save_and_report(run, task, new_checkpoint, event.state, worker, logger)
+
+
+def add_timing(timing: dict[str, float], event: Event) -> None:
+    """Add the durations that an event reports to those of the run, in place."""
+    timing["eval_seconds"] += event.eval_seconds
+    if isinstance(event, EpochEvent):
+        timing["train_seconds"] += event.seconds
+        timing["examples_per_s"] = event.examples_per_s
 
 
 def describe_event(event: Event | HeartbeatEvent, run: TrainingRun) -> Iterator[str]:
@@ -443,7 +499,14 @@ def describe_event(event: Event | HeartbeatEvent, run: TrainingRun) -> Iterator[
 def fit_counts(
     run: TrainingRun, task: Task, worker: WorkerContext, logger: tracking.Logger | None
 ) -> None:
-    """Fit a model without gradients in one pass over the training data, and save it."""
+    """Fit a model that counts instead of training by gradients, and save it.
+
+    Args:
+        run: The model and data of the training.
+        task: The training as the driver sent it.
+        worker: Context of this worker.
+        logger: Logger of the MLflow run; None except on rank 0.
+    """
     began = time.perf_counter()
     run.fit_counts()
     seconds = time.perf_counter() - began
@@ -456,7 +519,7 @@ def fit_counts(
     worker.say(
         f"counted in {seconds:.1f} s  val {run.fit.metric} {format_metric(value)}"
     )
-    about = run.checkpoint(
+    new_checkpoint = run.checkpoint(
         epoch=1,
         step=1,
         metrics=drop_undefined(metrics),
@@ -465,14 +528,14 @@ def fit_counts(
         tracking=task.run.to_dict() if task.run else {},
         attempt=task.attempt,
     )
-    about.set_best_folder(None)
-    save_and_report(run, task, about, None, worker, logger)
+    new_checkpoint.set_best_folder(None)
+    save_and_report(run, task, new_checkpoint, None, worker, logger)
 
 
 def save_and_report(
     run: TrainingRun,
     task: Task,
-    about: Checkpoint,
+    new_checkpoint: Checkpoint,
     state: dict[str, Any] | None,
     worker: WorkerContext,
     logger: tracking.Logger | None,
@@ -481,6 +544,14 @@ def save_and_report(
 
     Rank 0 saves the checkpoint and removes outdated ones. If the model is sharded,
     every rank writes its shard first. The upload may finish after the report.
+
+    Args:
+        run: The model and data of the training.
+        task: The training as the driver sent it.
+        new_checkpoint: Position, metrics and timing of the checkpoint.
+        state: State of the training loop, or None for a model without one.
+        worker: Context of this worker.
+        logger: Logger of the MLflow run; None except on rank 0.
     """
     folder = task.config.folder
     curves = {}
@@ -488,10 +559,12 @@ def save_and_report(
         curves[tracking.CURVES] = tracking.curves_to_bytes(logger.curves)
     shards: list[checkpoint.WrittenFile] = []
     if state and "weights" in state:
-        shards = checkpoint.write_shards(folder, about, state, worker.rank)
+        shards = checkpoint.write_shards(folder, new_checkpoint, state, worker.rank)
     if worker.rank == 0:
-        checkpoint.keep(folder, run.model, about, state, worker.uploads, shards, curves)
-    worker.report(about)
+        checkpoint.keep(
+            folder, run.model, new_checkpoint, state, worker.uploads, shards, curves
+        )
+    worker.report(new_checkpoint)
 
 
 def log_event(logger: tracking.Logger, event: Event) -> None:
@@ -525,7 +598,7 @@ def epoch_metrics(event: EpochEvent) -> dict[str, float]:
 
 
 def validation_metrics(event: Event) -> dict[str, float]:
-    """Return the metrics of a validation; nothing for an event without one."""
+    """Return the metrics of an event's validation, or {} if it had none."""
     if not event.metrics:
         return {}
     return {

@@ -108,9 +108,7 @@ def test_a_node_taken_away_with_notice_is_no_failure(
     while not said[-1].startswith("continuing "):
         said.append(next(lines))
     assert [
-        line
-        for line in said
-        if "a node is to be taken away: saving a checkpoint" in line
+        line for line in said if "a node will be preempted: saving a checkpoint" in line
     ]
     training.terminate()
     assert training.wait() == 143

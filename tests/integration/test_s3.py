@@ -24,7 +24,7 @@ from models.storage.inputs import Inputs
 from models.storage.tables import file_info, read_manifest
 from models.training.fit import FitConfig
 from pipelines.training.config import RayOptions
-from tuning.sweep import best_trial
+from tuning.sweep import resolve_best_trial
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
@@ -208,6 +208,8 @@ def test_a_sweep_and_its_comparison(world: World) -> None:
         "compare --experiment retrieval/rates --tracking_uri {store} --markdown {here}/compare.md",
     )
     assert "Swept 2 trials of rates" in said
-    assert best_trial(f"{world.s3}/runs/rates").startswith(f"{world.s3}/runs/rates/lr-")
+    assert resolve_best_trial(f"{world.s3}/runs/rates").startswith(
+        f"{world.s3}/runs/rates/lr-"
+    )
     told = (world.here / "compare.md").read_text()
     assert "sasrec" in told

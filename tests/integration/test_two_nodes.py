@@ -146,7 +146,7 @@ def test_a_paused_node_that_wakes_up_removes_no_checkpoint_of_the_new_attempt(
         training.kill()
 
     assert is_paused.is_set()
-    assert "going on from the last checkpoint, 1 of 2 times" in "".join(printed)
+    assert "continuing from the last checkpoint, 1 of 2 times" in "".join(printed)
     record = read_record(run)
     assert record is not None
     assert (record["status"], record["epochs"]) == ("finished", 40)

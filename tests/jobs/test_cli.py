@@ -199,6 +199,26 @@ def test_a_reader_that_is_gone_is_no_fault(tmp_path: Path) -> None:
     assert b"Exception ignored" not in done.stderr
 
 
+def test_the_next_command_of_a_submitted_job_has_no_private_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "working_dir_files/_ray_pkg_0123456789abcdef"
+    package.mkdir(parents=True)
+    options = {
+        "tables": str(package / "my tables"),
+        "sids": "s3://bucket/sids",
+        "storage": "/mnt/efs/runs",
+        "config": "jobs/configs/tiger.yaml",
+    }
+    monkeypatch.chdir(package)
+    assert cli.line("jobs.train", **options) == (
+        "python -m jobs.train --tables 'my tables' --sids s3://bucket/sids "
+        "--storage /mnt/efs/runs --config jobs/configs/tiger.yaml"
+    )
+    monkeypatch.chdir(tmp_path)  # the working directory of a user
+    assert str(package) in cli.line("jobs.train", **options)
+
+
 def test_the_line_to_run_next_is_quoted_for_a_shell() -> None:
     assert (
         cli.line("jobs.audit", tables="my tables")

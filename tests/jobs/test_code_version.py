@@ -61,9 +61,9 @@ def test_a_run_that_goes_on_with_other_code_says_so(
     after = train(second, 2, "raysubmit_2")
 
     assert "note: this run was trained by the code" not in before
-    (note,) = [line for line in after.splitlines() if "goes on with" in line]
-    assert "_ray_pkg_aaaa" in note.partition("goes on with")[0]
-    assert "_ray_pkg_bbbb" in note.partition("goes on with")[2]
+    (note,) = [line for line in after.splitlines() if "continues with" in line]
+    assert "_ray_pkg_aaaa" in note.partition("continues with")[0]
+    assert "_ray_pkg_bbbb" in note.partition("continues with")[2]
     record = json.loads((tmp_path / "runs/one/run.json").read_text())
     assert record["code"].endswith(second.name)
     assert record["submission_id"] == "raysubmit_2"

@@ -14,7 +14,7 @@ from models.storage.locks import hold_lock
 from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.load import compare
-from pipelines.comparison.plots import Point, frontier
+from pipelines.comparison.plots import Point, pareto_frontier
 from pipelines.comparison.rows import shared_name
 from pipelines.comparison.runs import select
 from pipelines.comparison.table import Table
@@ -96,7 +96,7 @@ def test_the_frontier_is_what_no_other_beats_in_both() -> None:
             for q in points
         )
     }
-    found = [(p.speed, p.accuracy) for p in frontier(points)]
+    found = [(p.speed, p.accuracy) for p in pareto_frontier(points)]
     assert set(found) == unbeaten
     assert found == sorted(found)
 
@@ -122,7 +122,7 @@ def test_a_run_that_nobody_trains_any_more_is_ended(
         opened[name] = tracking.open_run(
             uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}, tags=tags
         )
-    with hold_lock(tracking.lock_of(str(tmp_path / "alive")), "busy"):
+    with hold_lock(tracking.lock_path(str(tmp_path / "alive")), "busy"):
         select(uri, ["retrieval/x"])
     client = tracking.connect(uri)
     said = {

@@ -171,7 +171,7 @@ def test_a_week_whose_jobs_are_killed_ends_as_one_that_is_not(tmp_path: Path) ->
         ]
     )
     assert run.data.tags["accepted"] == "true"
-    assert tracking.metric_name("running/recall@10") in run.data.metrics
+    assert tracking.to_mlflow_name("running/recall@10") in run.data.metrics
 
 
 @pytest.mark.exhaustive

@@ -12,7 +12,7 @@ from jobs import cli
 from jobs import sweep as job
 from models import registry
 from pipelines.training.config import RayOptions
-from tuning.grid import load
+from tuning.grid import load_grid
 
 GRIDS = Path(__file__).parents[2] / "tuning/grids"
 
@@ -53,7 +53,9 @@ def test_all_grids_give_trials_to_run(path: Path, tmp_path: Path) -> None:
     says where that lasts.
     """
     words = ["--smoke", "--tables", "T", "--storage", str(tmp_path), "--name", "s"]
-    left_open = [key for key, values in load(str(path)).axes.items() if values is None]
+    left_open = [
+        key for key, values in load_grid(str(path)).axes.items() if values is None
+    ]
     words += [
         word
         for key in left_open

@@ -209,7 +209,7 @@ def test_what_is_asked_without_known_items_stands_apart() -> None:
             name,
             {NDCG: value, "test/users_per_s": 10.0},
             seeds="1",
-            options=EvaluationOptions.of(options),
+            options=EvaluationOptions.from_values(options),
             **told,
         )
 
@@ -325,7 +325,7 @@ def test_students_are_beside_each_evaluation_of_their_own_teacher() -> None:
         evaluated(
             "tiger",
             "abc",
-            options=EvaluationOptions.of({"constrained": "False"}),
+            options=EvaluationOptions.from_values({"constrained": "False"}),
             _42=0.0323,
         ),
         students,

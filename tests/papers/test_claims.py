@@ -38,7 +38,7 @@ from pipelines import tracking
 from pipelines.comparison.load import compare, load_rows
 from pipelines.comparison.runs import select
 from pipelines.comparison.table import percent
-from pipelines.comparison.tables import paired_test
+from pipelines.comparison.tables import paired_t_test
 
 PAPERS = """
 systems:
@@ -508,8 +508,8 @@ def test_the_paired_test_is_scipys() -> None:
 
     ours, theirs = [0.31, 0.35, 0.33, 0.30], [0.30, 0.31, 0.32, 0.30]
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    assert math.isclose(paired_test(differences), ttest_rel(ours, theirs).pvalue)
-    assert paired_test([0.0, 0.0]) == 1.0
-    assert paired_test([0.1, 0.1]) == 0.0
+    assert math.isclose(paired_t_test(differences), ttest_rel(ours, theirs).pvalue)
+    assert paired_t_test([0.0, 0.0]) == 1.0
+    assert paired_t_test([0.1, 0.1]) == 0.0
     with pytest.raises(ValueError, match="1 differences, the test needs at least 2"):
-        paired_test([0.1])
+        paired_t_test([0.1])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from models.retrieval.sasrec import SASRecConfig
 from models.storage.tables import UserError
 from models.training.fit_config import FitConfig
-from tuning.grid import Grid, Point, load
+from tuning.grid import Grid, Point, load_grid
 
 GRIDS = sorted((Path(__file__).parents[2] / "tuning/grids").glob("*.yaml"))
 SASREC: Point = {"model.name": "sasrec", "model.dim": 16, "fit.lr": 0.01}
@@ -53,7 +53,7 @@ def test_points_are_the_product_or_a_sample_of_it(
     product = [
         dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*values)
     ]
-    assert grid(axes=axes).all_points() == product
+    assert grid(axes=axes).list_points() == product
     drawn = [trial.point for trial in grid(axes=axes, samples=samples).trials()]
     assert len(drawn) == min(samples, len(product))
     assert [
@@ -242,7 +242,7 @@ def test_a_setting_of_an_axis_is_refused() -> None:
 
 def test_files_are_read_with_care(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*none\.yaml"):
-        load(str(tmp_path / "none.yaml"))
+        load_grid(str(tmp_path / "none.yaml"))
     for content, message in [
         ("[1, 2]", "holds list, not a mapping"),
         ("axes: {", "is not valid YAML"),
@@ -264,13 +264,13 @@ def test_files_are_read_with_care(tmp_path: Path) -> None:
     ]:
         (tmp_path / "g.yaml").write_text(content)
         with pytest.raises(UserError, match=message):
-            load(str(tmp_path / "g.yaml"))
+            load_grid(str(tmp_path / "g.yaml"))
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_documented_grids_are_whole(path: Path) -> None:
     for smoke in (False, True):
-        one = load(str(path))
+        one = load_grid(str(path))
         one = one.vary(
             smoke,
             {
@@ -290,7 +290,7 @@ def test_documented_grids_are_whole(path: Path) -> None:
             | set(one.axes)
             | {"model.name"}
         )
-        for entry in load(str(path)).published:
+        for entry in load_grid(str(path)).published:
             assert set(entry) <= {
                 "point",
                 "dataset",
@@ -299,7 +299,7 @@ def test_documented_grids_are_whole(path: Path) -> None:
                 "relative_to",
             }
             assert entry["source"]
-            assert set(entry["point"]) <= points | set(load(str(path)).keys) | {
+            assert set(entry["point"]) <= points | set(load_grid(str(path)).keys) | {
                 "fit.seed"
             }, entry
 

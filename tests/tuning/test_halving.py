@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ray.tune.schedulers import TrialScheduler
 
 from tuning.grid import Scheduler
-from tuning.halving import make_scheduler, replay
+from tuning.halving import Report, make_scheduler, replay_reports
 from tuning.trial import EPOCH, TRIAL, VALUE
 
 ASHA = Scheduler(name="asha", grace=1, reduction=2)
@@ -85,7 +85,7 @@ def test_an_interrupted_sweep_decides_as_an_undisturbed_one(
     cut = data.draw(st.integers(0, len(reports)))
     again = make_scheduler(ASHA, 6)
     past = [
-        (at, epoch, value, name)
+        Report(at, epoch, value, name)
         for at, (name, epoch, value) in enumerate(reports[:cut])
     ]
     told = {
@@ -94,6 +94,6 @@ def test_an_interrupted_sweep_decides_as_an_undisturbed_one(
         if decision == "STOP"
     }
     assert (
-        replay(again, data.draw(st.permutations(past))) == told
+        replay_reports(again, data.draw(st.permutations(past))) == told
     )  # MLflow is asked trial by trial
     assert decisions(again, reports[cut:], ids="new-") == whole[cut:]

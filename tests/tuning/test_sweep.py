@@ -35,7 +35,13 @@ from pipelines.evaluation.record import load_test_metrics
 from pipelines.training.config import RayOptions
 from tuning.grid import Grid, Point, Scheduler, flatten_sections
 from tuning.options import Options
-from tuning.sweep import SweepResult, TrialResult, best_trial, find_best, sweep
+from tuning.sweep import (
+    SweepResult,
+    TrialResult,
+    find_best,
+    resolve_best_trial,
+    run_sweep,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +89,7 @@ class World:
             "options": Options(concurrency=1),
         }
         config = make_sweep(**{**settings, **changes})
-        return sweep(grid, grid.trials(), config, say=say)
+        return run_sweep(grid, grid.trials(), config, say=say)
 
     def children(self, swept: SweepResult) -> dict[str, Any]:
         """MLflow runs of the sweep's trials, by the point's JSON."""
@@ -241,10 +247,10 @@ def test_the_same_line_again_finds_the_sweep_finished(world: World) -> None:
         UserError, match=r"was started with model\.dim 16, not 8; choose another --name"
     ):
         world.sweep(grid(fixed={"model.dim": 8}))
-    assert best_trial(str(world.folder / "runs/halved")) == str(
+    assert resolve_best_trial(str(world.folder / "runs/halved")) == str(
         world.folder / "runs/halved" / again.best.name
     )
-    assert best_trial("runs/elsewhere") == "runs/elsewhere"
+    assert resolve_best_trial("runs/elsewhere") == "runs/elsewhere"
 
 
 @pytest.mark.exhaustive
@@ -350,7 +356,7 @@ def test_the_best_is_of_seeds_that_settings_share_where_a_trial_failed(
     with pytest.raises(
         UserError, match=r"1 of 4 trials of the sweep .* lr-0.03-seed-1"
     ):
-        best_trial(str(world.folder / "runs/seeds"))
+        resolve_best_trial(str(world.folder / "runs/seeds"))
 
     before = len(world.lines)
     again = world.sweep(seeds, name="seeds", ray=once)
@@ -363,7 +369,7 @@ def test_the_best_is_of_seeds_that_settings_share_where_a_trial_failed(
     assert parent.info.status == "FINISHED"
     assert parent.data.tags["sweep.incomplete"] == ""
     assert parent.data.metrics["trials/failed"] == 0
-    assert best_trial(str(world.folder / "runs/seeds")) == str(
+    assert resolve_best_trial(str(world.folder / "runs/seeds")) == str(
         world.folder / "runs/seeds" / again.best.name
     )
 
@@ -486,7 +492,7 @@ def test_a_trial_refuses_tables_that_were_replaced_after_the_check(
     )
 
     with pytest.raises(UserError, match="'sequences' was replaced since this job"):
-        sweep(grid(), grid().trials(), config, start=replace_tables)
+        run_sweep(grid(), grid().trials(), config, start=replace_tables)
 
     assert not list((tmp_path / "runs/replaced").glob("*/step-*"))
 

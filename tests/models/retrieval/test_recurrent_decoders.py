@@ -23,7 +23,7 @@ from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
 from models.retrieval.students.recurrent import RecurrentDecoder, RecurrentScorer
 from models.retrieval.tiger import Tiger, TigerConfig
-from tuning.grid import load
+from tuning.grid import load_grid
 
 ROOT = Path(__file__).parents[3]
 SMALL: dict[str, dict[str, Any]] = {
@@ -164,7 +164,7 @@ def test_it_is_trained_and_swept_as_sid_mlp_is(name: str) -> None:
     )
     shared = ("fit.lr", "model.dropout", "fit.weight_decay", "model.alpha")
     assert grid["axes"] == {axis: theirs["axes"][axis] for axis in shared}
-    assert load(str(ROOT / f"tuning/grids/{name}.yaml"))
+    assert load_grid(str(ROOT / f"tuning/grids/{name}.yaml"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -201,7 +201,7 @@ def test_what_is_asked_without_known_items_stands_apart() -> None:
             name,
             {NDCG: value, "test/users_per_s": 10.0},
             seeds="1",
-            options=EvaluationOptions.of(options, fresh),
+            options=EvaluationOptions.from_values(options, fresh),
             **told,
         )
 

@@ -16,7 +16,7 @@ from pipelines import tracking
 from pipelines.comparison.floors import (
     BELOW,
     CLEARS,
-    NOT_TOLD,
+    UNDECIDED,
     best_trained_floor,
     compare_per_user,
     describe_verdict,
@@ -52,7 +52,7 @@ def test_a_verdict_needs_an_interval_without_zero_and_enough_users() -> None:
     assert judge(above, USERS, "ndcg@10") == CLEARS
     assert judge(below, USERS, "ndcg@10") == BELOW
     assert judge(below, USERS, "log_loss") == CLEARS
-    assert judge(Interval(0.1, -0.1, 0.3), USERS, "ndcg@10") == NOT_TOLD
+    assert judge(Interval(0.1, -0.1, 0.3), USERS, "ndcg@10") == UNDECIDED
     assert judge(above, 100, "ndcg@10") == "-"
 
 

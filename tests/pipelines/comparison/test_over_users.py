@@ -16,7 +16,7 @@ from pipelines.comparison.load import compare
 from pipelines.comparison.over_users import (
     Interval,
     Pair,
-    intervals,
+    bootstrap_intervals,
     over_users_tables,
     to_cells,
 )
@@ -29,7 +29,7 @@ def test_the_interval_is_that_of_the_mean_of_many_users() -> None:
     counts = generator.integers(1, 4, 4000)
     differences = generator.normal(0.02, 0.5, (2, 4000))
     differences[1] -= 0.02
-    found = intervals(differences, counts)
+    found = bootstrap_intervals(differences, counts)
     for interval, difference in zip(found, differences, strict=True):
         mean = (difference * counts).sum() / counts.sum()
         error = (

@@ -26,7 +26,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from models.storage import checkpoint
 from pipelines.serving import package
-from pipelines.serving.ray_serve import Options, Replica, build, version_of
+from pipelines.serving.ray_serve import Options, Replica, build, resolve_version
 from pipelines.serving.registered_model import register
 from tests.pipelines.serving.test_registered_model import train_nothing
 from tests.pipelines.serving.test_served_ranker import trained
@@ -255,7 +255,7 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
             trained(folder, "qgs", tables, text, seed=1)
         assert (
             said(3)
-            == "models:/qgs/2 stays: models:/qgs/3 has other code; start the application anew"
+            == "models:/qgs/2 stays: models:/qgs/3 has other code; start the application again"
         )
 
         trained(folder, "qgs", tables, text, seed=1)
@@ -266,7 +266,7 @@ def test_a_replica_follows_an_alias_and_answers_meanwhile(
         assert want["score"] != pytest.approx(answers[0]["score"], abs=1e-5)
 
         trained(folder, "qgs", tables, text)
-        assert version_of("models:/qgs/latest") == "models:/qgs/5"
+        assert resolve_version("models:/qgs/latest") == "models:/qgs/5"
         stored = Path(mlflow.artifacts.download_artifacts("models:/qgs/5"))
         (stored / "artifacts/data/checkpoint" / checkpoint.WEIGHTS).write_bytes(b"")
         assert said(5).startswith(

@@ -25,7 +25,7 @@ from models.storage.tables import UserError
 from models.training.fit import FitConfig, fit
 from pipelines import tracking
 from pipelines.training.config import RayOptions
-from pipelines.training.run import Trained
+from pipelines.training.run import TrainingResult
 
 TIGER = {
     "name": "tiger",
@@ -64,9 +64,9 @@ class World:
     tables: str
     sids: str
     lines: list[str]
-    student: Trained | None = None
+    student: TrainingResult | None = None
 
-    def train(self, model: dict[str, Any], name: str, **options: Any) -> Trained:
+    def train(self, model: dict[str, Any], name: str, **options: Any) -> TrainingResult:
         return train(
             model=model,
             fit=FIT,
@@ -79,7 +79,7 @@ class World:
             **options,
         )
 
-    def distil(self, name: str, **options: Any) -> Trained:
+    def distil(self, name: str, **options: Any) -> TrainingResult:
         return self.train(
             {**STUDENT, "teacher": str(self.folder / "runs/tiger")}, name, **options
         )
@@ -115,13 +115,13 @@ def world(
 
 def test_the_run_records_its_teacher(world: World) -> None:
     assert world.student is not None
-    about = world.student.about
+    about = world.student.best
     assert about.model["teacher"] == str(world.folder / "runs/tiger/best")
     assert about.model["teacher_model"]["d_model"] == 16
     assert about.metrics["recall@20"] == 1.0
     run = tracking.connect(world.student.run.uri).get_run(world.student.run.run_id)
     assert run.data.params["model.teacher_hash"] == about.model["teacher_hash"]
-    assert world.distil("student").already
+    assert world.distil("student").was_finished
     with pytest.raises(UserError, match=r"started with model\.alpha 0\.7, not 0\.5"):
         world.train(
             {**STUDENT, "teacher": str(world.folder / "runs/tiger"), "alpha": 0.5},
@@ -137,8 +137,8 @@ def test_a_finished_run_is_found_so_where_its_teacher_is_gone(world: World) -> N
     teacher = (runs / "tiger").rename(runs / "elsewhere")
     try:
         again = world.distil("student")
-        assert again.already
-        assert again.about.model["teacher"] == str(runs / "tiger/best")
+        assert again.was_finished
+        assert again.best.model["teacher"] == str(runs / "tiger/best")
         gone = r"tiger is neither a checkpoint nor a finished run"
         with pytest.raises(UserError, match=gone):
             world.distil("student", overwrite=True)

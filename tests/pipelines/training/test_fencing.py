@@ -30,8 +30,8 @@ from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.training import run as runs
 from pipelines.training.config import RayOptions
-from pipelines.training.run import Trained
-from pipelines.training.worker import Task, WorkerContext, perform
+from pipelines.training.run import TrainingResult
+from pipelines.training.worker import Task, WorkerContext, run_task
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
@@ -53,7 +53,7 @@ def run_worker(task: Task, ended: Queue[str], reported: Any) -> None:
 
     place = WorkerContext(0, 1, torch.device("cpu"), 1, report, lambda line: None)
     try:
-        perform(task, place)
+        run_task(task, place)
     except UserError as error:
         ended.put(str(error))
     else:
@@ -117,7 +117,7 @@ def test_a_worker_that_was_paused_wakes_up_and_changes_nothing(
             os.kill(worker.pid, signal.SIGSTOP)
         raise RuntimeError("the worker is lost")
 
-    def trained(name: str) -> Trained:
+    def trained(name: str) -> TrainingResult:
         return train(
             model=MODEL,
             fit=FitConfig(**FIT),
@@ -131,7 +131,7 @@ def test_a_worker_that_was_paused_wakes_up_and_changes_nothing(
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "perform", pause_worker)
+        patch.setattr(runs, "run_task", pause_worker)
         with pytest.raises(RuntimeError, match="the worker is lost"):
             trained("one")
     again = trained("one")
@@ -167,13 +167,13 @@ def test_tables_replaced_after_the_check_are_refused_in_one_line(
     new_store(tmp_path)
     lines: list[str] = []
 
-    def replace_then_perform(task: Task, place: WorkerContext) -> None:
+    def replace_then_run(task: Task, place: WorkerContext) -> None:
         """Train after another job has replaced the tables."""
         for source in Path(other, "sequences").iterdir():
             shutil.copy(source, Path(tables, "sequences"))
-        perform(task, place)
+        run_task(task, place)
 
-    monkeypatch.setattr(runs, "perform", replace_then_perform)
+    monkeypatch.setattr(runs, "run_task", replace_then_run)
     with pytest.raises(UserError) as caught:
         train(
             model=MODEL,

@@ -29,10 +29,10 @@ from pipelines import tracking
 from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
 from pipelines.training.config import RayOptions
-from pipelines.training.run import Trained
+from pipelines.training.run import TrainingResult
 from tuning.grid import Grid
 from tuning.options import Options
-from tuning.sweep import sweep
+from tuning.sweep import run_sweep
 
 pytestmark = pytest.mark.exhaustive
 
@@ -59,7 +59,7 @@ from pipelines.training.run import TrialContext, run_training
 from pipelines.training.settings import check_training
 from tuning.grid import Grid
 from tuning.options import Options, SweepConfig
-from tuning.sweep import sweep
+from tuning.sweep import run_sweep
 
 address, tables, storage, what, places, model, fit = sys.argv[1:]
 model, fit = json.loads(model), json.loads(fit)
@@ -96,7 +96,7 @@ def start():
         grid = Grid("g", "a test", fixed=fixed, axes={"fit.lr": [0.01]})
         config = SweepConfig(inputs=Inputs(tables), storage=storage, name="swept", ray=options,
                              options=Options(concurrency=1, test=False))
-        sweep(grid, grid.trials(), config)
+        run_sweep(grid, grid.trials(), config)
 
 
 for place, call in json.loads(places):  # each start is a process of its own, forked to spare the imports
@@ -165,7 +165,7 @@ def test_a_finished_run_goes_on_for_more_epochs(
 ) -> None:
     lines: list[str] = []
 
-    def trained(epochs: int, **fit: Any) -> Trained:
+    def trained(epochs: int, **fit: Any) -> TrainingResult:
         return train(
             model=MODEL,
             fit=FitConfig(**{**FIT, **fit, "max_epochs": epochs}),
@@ -178,12 +178,12 @@ def test_a_finished_run_goes_on_for_more_epochs(
         )
 
     first = trained(2)
-    assert trained(2).already
+    assert trained(2).was_finished
     with pytest.raises(UserError, match=r"was started with fit\.lr"):
         trained(4, lr=0.5)
     longer = trained(4)
-    assert (longer.epochs, longer.about.epoch > 2, longer.run) == (4, True, first.run)
-    assert any(line.startswith("note: one goes on to epoch 4") for line in lines)
+    assert (longer.epochs, longer.best.epoch > 2, longer.run) == (4, True, first.run)
+    assert any(line.startswith("note: one continues to epoch 4") for line in lines)
     found = tracking.connect(longer.run.uri).get_run(longer.run.run_id)
     assert (found.info.status, found.data.tags["fit.max_epochs"]) == ("FINISHED", "4")
     assert found.data.tags["model"]
@@ -242,7 +242,7 @@ def test_a_sweep_has_one_run_wherever_its_driver_was_killed(
             "mlflow:MlflowClient.log_batch",
             1,
         ),  # the sweep's run is made, its params are not
-        ("tuning.sweep:close", 1),  # its trial is done, and nothing said of it
+        ("tuning.sweep:finish_sweep", 1),  # its trial is done, and nothing said of it
         ("pipelines.tracking:Logger.end", 1),  # all is logged, and its run goes on
     ]
     start(tables, storage, "sweep", places)
@@ -300,7 +300,7 @@ def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(
         ray=RayOptions(threads=1),
         options=Options(concurrency=1, test=False),
     )
-    swept = sweep(grid, grid.trials(), config)
+    swept = run_sweep(grid, grid.trials(), config)
     watch.join()
     assert [outcome.status for outcome in swept.trials] == ["finished"]
     assert len(points_once(storage)) == 2

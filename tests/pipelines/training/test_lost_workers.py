@@ -25,7 +25,7 @@ from pipelines.faults import explain
 from pipelines.ray_inside import has_autoscaler
 from pipelines.training import run as runs
 from pipelines.training.config import RayOptions
-from pipelines.training.run import Trained
+from pipelines.training.run import TrainingResult
 
 pytestmark = pytest.mark.exhaustive
 
@@ -51,7 +51,7 @@ def tables(small: tuple[str, str]) -> str:
     return small[0]
 
 
-def trained(tables: str, storage: Path, **changes: Any) -> Trained:
+def trained(tables: str, storage: Path, **changes: Any) -> TrainingResult:
     fit = FitConfig(**{**FIT, **changes.pop("fit", {})})
     arguments: dict[str, Any] = {
         "model": MODEL,
@@ -106,9 +106,9 @@ def test_a_training_of_counts_that_waits_says_for_what(
         said[0]
         == "waiting for 1 x {CPU: 1}; the cluster has 2 CPUs, of which 0 are free"
     )
-    assert (counted.epochs, counted.about.name) == (1, "popularity")
-    assert counted.about.metrics["recall@20"] > 0
-    assert trained(tables, tmp_path, model={"name": "popularity"}).already
+    assert (counted.epochs, counted.best.name) == (1, "popularity")
+    assert counted.best.metrics["recall@20"] > 0
+    assert trained(tables, tmp_path, model={"name": "popularity"}).was_finished
 
 
 def test_what_the_cluster_can_never_give_is_refused(ray_local: None) -> None:
@@ -172,7 +172,7 @@ def test_workers_start_again_if_one_does_not_answer(
 
     (note,) = [line for line in lines if line.startswith("note:")]
     assert "health check has been hanging for 3" in note
-    assert note.endswith("going on from the last checkpoint, 1 of 2 times")
+    assert note.endswith("continuing from the last checkpoint, 1 of 2 times")
     assert any("continuing " in line for line in lines)
     assert made.epochs == 30
 

@@ -37,9 +37,9 @@ from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.faults import explain
 from pipelines.training.config import RayOptions
-from pipelines.training.run import Trained
+from pipelines.training.run import TrainingResult
 from pipelines.training.settings import check_training
-from pipelines.training.worker import Task, WorkerContext, perform
+from pipelines.training.worker import Task, WorkerContext, run_task
 
 pytestmark = pytest.mark.exhaustive
 
@@ -185,7 +185,7 @@ def one_of_two(rank: int, task: Task, until: int) -> None:
         if about.step >= until:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    perform(
+    run_task(
         task, WorkerContext(rank, 2, torch.device("cpu"), 2, report, lambda line: None)
     )
 
@@ -215,7 +215,9 @@ def test_killed_with_two_workers_and_continued_with_one(
     fit = FitConfig(**{**FIT, **options})
     lines: list[str] = []
 
-    def run(name: str, workers: int, failures: int = 0, **options: Any) -> Trained:
+    def run(
+        name: str, workers: int, failures: int = 0, **options: Any
+    ) -> TrainingResult:
         ray_options = RayOptions(
             num_workers=workers, threads=1, cpus_per_worker=0.5, max_failures=failures
         )
@@ -280,15 +282,15 @@ def test_killed_with_two_workers_and_continued_with_one(
             len(notes) == 2
         )  # it has come further, so the second loss is a first one again
         assert all(
-            note.endswith("going on from the last checkpoint, 1 of 1 times")
+            note.endswith("continuing from the last checkpoint, 1 of 1 times")
             for note in notes
         )
     else:
         again = run("cut", 1, on_checkpoint=lambda about: None)
     assert any("1 worker on" in line for line in lines)
     assert any("continuing " in line for line in lines)
-    assert again.about.step == whole.about.step
-    assert again.about.metrics == pytest.approx(whole.about.metrics, rel=1e-3, abs=1e-4)
+    assert again.best.step == whole.best.step
+    assert again.best.metrics == pytest.approx(whole.best.metrics, rel=1e-3, abs=1e-4)
     check_same(*(at_step(storage / name, last) for name in ("cut", "whole")))
 
     client = tracking.connect(store)

@@ -22,8 +22,8 @@ from models.storage import locks
 from models.storage.tables import UserError
 from models.storage.uri import write_file
 from pipelines import tracking
-from pipelines.tracking import metric_name, resolve_uri, shown_name
-from pipelines.tracking.runs import artifacts_in
+from pipelines.tracking import from_mlflow_name, resolve_uri, to_mlflow_name
+from pipelines.tracking.runs import artifact_location
 from pipelines.training.run import collect_numbers
 
 ROOT = Path(__file__).parents[3]
@@ -44,20 +44,20 @@ NAMES = st.one_of(
 
 @given(NAMES)
 def test_names_of_metrics_survive_the_way_to_mlflow_and_back(name: str) -> None:
-    logged = metric_name(name)
+    logged = to_mlflow_name(name)
     assert "@" not in logged
-    assert shown_name(logged) == name
+    assert from_mlflow_name(logged) == name
 
 
 @given(NAMES, NAMES)
 def test_no_two_metrics_share_a_name_in_mlflow(one: str, other: str) -> None:
-    assert (metric_name(one) == metric_name(other)) == (one == other)
+    assert (to_mlflow_name(one) == to_mlflow_name(other)) == (one == other)
 
 
 def test_only_a_cutoff_at_the_end_is_written_otherwise() -> None:
-    assert metric_name("val/ndcg@10") == "val/ndcg_at_10"
-    assert metric_name("test/looked_at_it/gauc") == "test/looked_at_it/gauc"
-    assert shown_name("test/looked_at_it/gauc") == "test/looked_at_it/gauc"
+    assert to_mlflow_name("val/ndcg@10") == "val/ndcg_at_10"
+    assert to_mlflow_name("test/looked_at_it/gauc") == "test/looked_at_it/gauc"
+    assert from_mlflow_name("test/looked_at_it/gauc") == "test/looked_at_it/gauc"
 
 
 WRITERS = """
@@ -231,7 +231,7 @@ def test_a_locked_store_is_waited_for(tmp_path: Path, uri: str) -> None:
 def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(
     tmp_path: Path, uri: str
 ) -> None:
-    assert artifacts_in("s3://bucket/runs/") == "s3://bucket/runs/mlartifacts"
+    assert artifact_location("s3://bucket/runs/") == "s3://bucket/runs/mlartifacts"
     run = tracking.open_run(
         uri, "x", "a", f"file://{tmp_path}/runs", config={"fit": {"lr": 1}}, hashes={}
     )
@@ -242,7 +242,7 @@ def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(
     nowhere.write_text("no folder")
     with pytest.raises(
         UserError,
-        match=rf"cannot write to file://{nowhere}/.*experiment 'y' keeps its artifacts; make that",
+        match=rf"cannot write to file://{nowhere}/.*experiment 'y'; check its address",
     ):
         tracking.open_run(uri, "y", "b", str(nowhere), config={}, hashes={})
     client = tracking.connect(uri)
@@ -314,8 +314,8 @@ def test_a_storage_folder_of_any_name_holds_its_store_and_artifacts(
     assert (storage / "mlflow.db").is_file()
     assert len(list(storage.glob(f"mlartifacts/{run.run_id}/artifacts/*"))) == 1
     assert tracking.sqlite_file(uri) == str(storage / "mlflow.db")
-    assert tracking.named_store(uri) == uri
-    assert shlex.split(tracking.viewer(uri))[-1] == uri
+    assert tracking.find_store(uri) == uri
+    assert shlex.split(tracking.view_command(uri))[-1] == uri
 
 
 def test_a_run_at_s3_whose_job_is_gone_is_ended(
@@ -336,10 +336,10 @@ def test_a_run_at_s3_whose_job_is_gone_is_ended(
         ).run_id
         for name in ("alive", "killed", "gone")
     }
-    write_file(tracking.lock_of(f"{s3}/runs/killed"), b"process 1 on a lost node")
+    write_file(tracking.lock_path(f"{s3}/runs/killed"), b"process 1 on a lost node")
 
-    with locks.hold_lock(tracking.lock_of(f"{s3}/runs/alive"), "it is alive"):
-        tracking.end_dead(client, [client.get_run(run) for run in runs.values()])
+    with locks.hold_lock(tracking.lock_path(f"{s3}/runs/alive"), "it is alive"):
+        tracking.end_dead_runs(client, [client.get_run(run) for run in runs.values()])
 
     states = {name: client.get_run(run).info.status for name, run in runs.items()}
     assert states == {"alive": "RUNNING", "killed": "KILLED", "gone": "KILLED"}

@@ -35,7 +35,7 @@ from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
 from pipelines.training.config import RayOptions
-from pipelines.training.run import Trained, stream_progress
+from pipelines.training.run import TrainingResult, stream_progress
 from tests.batches import fill_batch
 
 SASREC = {
@@ -68,9 +68,9 @@ class World:
     tables: str
     sids: str
     lines: list[str]
-    trained: Trained
+    trained: TrainingResult
 
-    def again(self, **changes: Any) -> Trained:
+    def again(self, **changes: Any) -> TrainingResult:
         arguments: dict[str, Any] = {
             "model": SASREC,
             "fit": FIT,
@@ -150,7 +150,7 @@ def test_the_mlflow_run_tells_what_was_done(world: World) -> None:
     assert run.data.params["model.name"] == "sasrec"
     assert run.data.params["fit.lr"] == "0.01"
     assert run.data.params["ray.num_workers"] == "2"
-    assert run.data.tags["table.sequences"] == world.trained.about.hashes["sequences"]
+    assert run.data.tags["table.sequences"] == world.trained.best.hashes["sequences"]
     assert run.data.tags["command"]
     assert {
         "train/loss",
@@ -220,7 +220,7 @@ def test_a_finished_run_is_left_alone(world: World) -> None:
         for path in Path(world.folder / "runs/two").rglob("*")
     }
     again = world.again()
-    assert again.already
+    assert again.was_finished
     assert again.checkpoint == world.trained.checkpoint
     assert {
         path: path.stat().st_mtime_ns
@@ -245,7 +245,7 @@ def test_a_name_stands_for_one_run(world: World) -> None:
         world.again(inputs=Inputs(tables))
     assert world.again(
         fit=FitConfig(**{**vars(FIT), "log_every_steps": 99})
-    ).already  # changes nothing that counts
+    ).was_finished  # changes nothing that counts
 
 
 def test_what_cannot_work_is_refused_before_training(
@@ -285,7 +285,7 @@ def test_what_cannot_work_is_refused_before_training(
         ("is not a table", {"inputs": Inputs(str(world.folder))}),
         ("names a folder", {"name": "a/b"}),
         (
-            "is a folder, which MLflow no longer writes",
+            "is a folder, which MLflow no longer supports",
             {"tracking_uri": f"file:{world.folder}/mlruns"},
         ),
         ("is relative", {"tracking_uri": "sqlite:///mlflow.db"}),
@@ -297,7 +297,7 @@ def test_what_cannot_work_is_refused_before_training(
             "cannot write to",
             {"storage": "/proc/nowhere", "tracking_uri": world.trained.run.uri},
         ),
-        ("SQLite cannot live in s3://bucket", {"storage": "s3://bucket"}),
+        ("SQLite cannot be used in s3://bucket", {"storage": "s3://bucket"}),
     ]
     for message, changes in refused:
         with pytest.raises(UserError, match=message):
@@ -316,7 +316,7 @@ def test_a_run_is_trained_by_one_process_at_a_time(world: World) -> None:
             UserError, match=r"the run 'two' in .* is being trained by another process"
         ):
             world.again()
-    assert world.again().already
+    assert world.again().was_finished
 
 
 def test_overwrite_leaves_foreign_folders_alone(world: World) -> None:
@@ -338,9 +338,9 @@ def test_killed_after_training_it_is_only_finished(world: World) -> None:
     again = world.again(
         say=lines.append, ray=RayOptions(threads=1), on_checkpoint=in_place
     )
-    assert not again.already
+    assert not again.was_finished
     assert not [line for line in lines if line.startswith("epoch")]
-    assert again.about == world.trained.about
+    assert again.best == world.trained.best
     assert (run / "best/model.safetensors").read_bytes() == best
 
 
@@ -371,10 +371,10 @@ def test_an_overwritten_run_counts_no_more(world: World) -> None:
     record = json.loads(place.read_text())
     elsewhere = {**record["tracking"], "uri": "http://127.0.0.1:9"}
     place.write_text(json.dumps({**record, "tracking": elsewhere}))
-    assert not world.again(**counted, overwrite=True).already
+    assert not world.again(**counted, overwrite=True).was_finished
     (note,) = [line for line in world.lines if line.startswith("note:")]
     assert (
-        f"the MLflow run {second.run.run_id} of what was there before cannot be deleted"
+        f"the MLflow run {second.run.run_id} of the overwritten training cannot be deleted"
         in note
     )
 
@@ -384,10 +384,10 @@ def test_an_overwritten_run_counts_no_more(world: World) -> None:
         UserError, match=r"anew/run.json is damaged .* train again with --overwrite"
     ):
         world.again(**counted)
-    assert not world.again(**counted, overwrite=True).already
+    assert not world.again(**counted, overwrite=True).was_finished
     (note,) = [line for line in world.lines if line.startswith("note:")]
     assert (
-        "run.json is damaged and does not tell the MLflow run, which stays in comparisons"
+        "run.json is damaged and does not name the MLflow run, which stays in comparisons"
         in note
     )
 
@@ -397,9 +397,9 @@ def test_lost_progress_is_no_lost_training(ray_local: None) -> None:
     with stream_progress(lines.append) as progress:
         ray.kill(progress)
         with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(progress.since.remote(0))
+            ray.get(progress.lines_after.remote(0))
     assert lines == [
-        "note: no more progress is shown, as the actor that tells it is lost (ActorDiedError)"
+        "note: no more progress is shown, as the actor that reports it is lost (ActorDiedError)"
     ]
 
 
@@ -463,7 +463,7 @@ def test_encoders_are_found_from_the_folder_of_the_command(
         on_checkpoint=in_place,
     )
     folder = str(world.folder / "search/bert")
-    assert (trained.about.model["pretrained"], trained.about.model["item_tower"]) == (
+    assert (trained.best.model["pretrained"], trained.best.model["item_tower"]) == (
         folder,
         folder,
     )
