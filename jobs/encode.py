@@ -73,7 +73,7 @@ def run(config: Config) -> None:
     )
     model = KINDS[
         read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]
-    ].model
+    ].first_model
     train = {
         "config": f"jobs/configs/{model}.yaml",
         "tables": config.tables,

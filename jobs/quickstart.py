@@ -364,7 +364,7 @@ def locate(config: Config) -> Folders:
     name = (
         Path(config.data).resolve().name
         if config.data
-        else KINDS[config.family or "retrieval"].source
+        else KINDS[config.family or "retrieval"].simulated_source
     )
     home = Path(config.output).absolute() / name
     source = config.source or find_mapping(config, name, home)
@@ -494,7 +494,7 @@ def codebook_size(items: int) -> int:
 
 def simulate_log(config: Config, folders: Folders, steps: Steps) -> None:
     """Simulate the raw log of a family."""
-    flow, simulated = FLOWS[folders.family], KINDS[folders.family].simulated
+    flow, simulated = FLOWS[folders.family], KINDS[folders.family].simulated_name
     options = {
         "output": str(folders.raw),
         "users": config.users,

@@ -23,7 +23,7 @@ from pipelines.data.kinds import KINDS
 from pipelines.data.simulation import Settings, is_simulated
 
 SOURCES = Path(__file__).parent / "configs" / "sources"
-SIMULATED: dict[str, Kind] = {kind.simulated: kind for kind in KINDS.values()}
+SIMULATED: dict[str, Kind] = {kind.simulated_name: kind for kind in KINDS.values()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Options:
 
     def settings(self) -> Settings:
         """Return the settings of the simulated log."""
-        return SIMULATED[self.kind].settings(
+        return SIMULATED[self.kind].simulator_settings(
             **{name: getattr(self, name) for name in _options(self.kind)}
         )
 
@@ -59,7 +59,7 @@ class Options:
 Config: Any = make_dataclass(
     "Config",
     [],
-    bases=(Options, *most_derived(kind.settings for kind in KINDS.values())),
+    bases=(Options, *most_derived(kind.simulator_settings for kind in KINDS.values())),
     frozen=True,
     kw_only=True,
 )
@@ -68,7 +68,7 @@ Config.__doc__, Config.__module__ = Options.__doc__, __name__
 
 def _options(kind: str) -> list[str]:
     """Return the names of the settings of a kind of simulated log."""
-    return [field.name for field in fields(SIMULATED[kind].settings)]
+    return [field.name for field in fields(SIMULATED[kind].simulator_settings)]
 
 
 def run(config: Any) -> None:
@@ -89,7 +89,7 @@ def run(config: Any) -> None:
         )
         for line in lines:
             print(line)
-    source = SOURCES / f"{kind.source}.yaml"
+    source = SOURCES / f"{kind.simulated_source}.yaml"
     if source.is_relative_to(Path.cwd()):  # as a submitted job's is, in Ray's own copy
         source = source.relative_to(Path.cwd())
     print(

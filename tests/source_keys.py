@@ -94,7 +94,7 @@ EXAMPLES = {
 """Of each key of KINDS what may be written below `search` or `actions`."""
 
 LEFT_OUT = (
-    "prepare.own",
+    "prepare.kind_config",
     "prepare.ray_data",
     "prepare.split",
     "time",

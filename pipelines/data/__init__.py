@@ -1,1 +1,1 @@
-"""On Ray: raw logs to events and sequences; items to embeddings, semantic IDs and a trie."""
+"""Turn raw logs into tables, and items into embeddings and semantic IDs, on Ray."""

@@ -1,16 +1,17 @@
-"""How the steps of prepare run on Ray, through its public interface.
+"""Run the tasks and shuffles of `jobs.prepare` on Ray, or in threads of this process.
 
-    engine.map_unordered(function, calls)   one Ray task per call
-    engine.exchange(Exchange(...))          from_items -> map_batches(read) -> repartition(keys) -> map_batches(kernel)
+    engine.map_unordered(function, calls)   # one Ray task per call
+    engine.exchange(Exchange(...))
+    # from_items -> map_batches(read) -> repartition(keys) -> map_batches(kernel)
 
-Kernels work on whole partitions with polars, numpy and Arrow and write their parts
-themselves. Statistics, progress, backpressure, spilling and retries of lost tasks are
-Ray Data's. `Engine._context` has the settings that matter (measured on 20 million
-events, see docs/scale.md). A kernel has no `concurrency`, so that it fuses into the
-tasks that gather the shards of a partition.
+Kernels process whole partitions with polars, numpy and Arrow and write their own parts.
+Ray Data provides statistics, progress, backpressure, spilling and retries of lost
+tasks. `Engine._build_context` sets its options (measured on 20 million events, see
+docs/scale.md). Kernels set no `concurrency`, so Ray Data fuses them into the tasks that
+gather the shards of a partition.
 
-Functions import Ray when they use it, so a command line is parsed and a log is looked
-at without it.
+Ray is imported inside functions, so parsing a command line and previewing a log do not
+load it.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class ResourceLimits:
     """Part of a shared cluster that one job may use at once."""
 
     cpu: float = 0
-    """CPUs of all tasks together; 0: those of the cluster."""
+    """CPUs of all tasks together; 0: all CPUs of the cluster."""
     memory_gb: float = 0
-    """GiB of memory that all tasks together reserve (`memory_gb` each); 0: that of the
-    cluster."""
+    """GiB of memory that all tasks together reserve (`ray_data.memory_gb` each); 0: all
+    memory of the cluster."""
 
     def __post_init__(self) -> None:
         check_least(self, ["cpu", "memory_gb"], 0, "ray_data.resource_limits.")
@@ -55,18 +56,18 @@ class ResourceLimits:
 
 @dataclass
 class RayDataConfig:
-    """Settings of Ray Data. None of them changes the tables."""
+    """Settings of Ray Data. They do not change the contents of the tables."""
 
     shuffle_batch_mb: int = 64
-    """MiB of rows that one task cuts by partition."""
+    """MiB of rows that one shuffle task splits by partition."""
     compression: Literal["auto", "none", "lz4", "zstd"] = "auto"
     """Compression of rows between tasks; auto: none on one node, lz4 between nodes."""
     read_mb: int = 128
     """MiB of a plain file that one task reads; a compressed file is read by one
     task."""
     memory_gb: float = 0
-    """GiB of memory that Ray reserves for each task, so that it starts only as many on
-    a node as fit; 0: Ray counts CPUs alone."""
+    """GiB of memory that Ray reserves for each task, which limits the tasks per node;
+    0: only CPUs limit the tasks per node."""
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     """Part of a shared cluster that prepare may use at once."""
 
@@ -77,64 +78,66 @@ class RayDataConfig:
         limits = self.resource_limits
         if 0 < limits.memory_gb < self.memory_gb:
             raise ValueError(
-                f"ray_data.resource_limits.memory_gb is {limits.memory_gb:g}, which has no room for a task of "
-                f"ray_data.memory_gb {self.memory_gb:g}; raise it, or lower ray_data.memory_gb"
+                f"ray_data.resource_limits.memory_gb is {limits.memory_gb:g}, less "
+                f"than the {self.memory_gb:g} that one task reserves "
+                f"(ray_data.memory_gb); raise the limit or lower "
+                f"ray_data.memory_gb"
             )
 
 
 MIN_SHARD_BYTES = 128 << 10
-"""Bytes that a map task has at least for each partition: Ray keeps objects below 100
-KiB in the driver's memory."""
+"""Minimum bytes of a map task per partition. Ray would keep objects below 100 KiB in
+the driver's memory."""
 
 MAX_PENDING_TASKS = 256
-"""Tasks that are submitted and not finished at once: `ray.wait` looks at all of them
-each time."""
+"""Maximum number of unfinished tasks, as each call of `ray.wait` scans all of them."""
 
 KEY = "__partition"
 """Column of exchanged rows: the number of the row's partition."""
 
 SUMMARY = "__summary"
-"""Column of exchanged rows: the pickled summary of a read; null in the rows of the
-log."""
+"""Column of exchanged rows: the pickled summary of a read; null in rows of the log."""
 
 RESULT = "__result"
 """Column of an exchange's output: a pickled result of the kernel, or a summary."""
 
 MAX_THREADS = min(4, len(os.sched_getaffinity(0)))
-"""Threads of a process that runs everything itself: each has a partition in memory."""
+"""Threads of an engine without Ray. Each thread holds one partition in memory."""
 
 RAY_DATA_SUFFIX = "\nFailed to apply"
-"""Text that Ray Data appends to the message of an error."""
+"""Start of the text that Ray Data appends to the message of an error."""
 
 Call = tuple[Any, ...]
+"""Positional arguments of one call of a function."""
 Shared = Any
-"""A value of `Engine.put`: an object reference, or the value itself. `fetch` returns
-the value."""
+"""Result of `Engine.put`: an object reference, or the value itself in an engine without
+Ray. `fetch` returns the value."""
 
 
 @dataclass(frozen=True)
 class ReadSummary:
-    """A read's report to the driver beside its rows, for example counts of rejected rows."""
+    """A value that a read sends to the driver, for example counts of rejected rows."""
 
     number: int
-    """Number of the read."""
+    """Index of the read."""
     value: Any
     """Picklable value."""
 
 
 Read = Callable[[int], Iterator[pa.Table | ReadSummary]]
+"""Yields the rows, and optionally a summary, of the read with the given index."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows of many reads, brought together by partition and passed to a kernel."""
+    """A shuffle: rows of many reads are grouped by partition and passed to a kernel."""
 
     read: Read
-    """Yields tables of one schema with the column KEY, given the number of the read."""
+    """Yields tables of one schema that contain the column KEY."""
     num_reads: int
     kernel: Callable[..., Any]
-    """Called as `kernel(*shared, partition, rows)` for each partition with rows; its
-    result is picklable."""
+    """Called as `kernel(*shared, partition, rows)` for each partition that has rows;
+    returns a picklable result."""
     num_partitions: int
     shared: Call = ()
     """First arguments of the kernel; references are replaced by their values."""
@@ -142,12 +145,16 @@ class Exchange:
     """Whether each read ends with a `ReadSummary`, which the exchange yields among the
     results."""
     first_kernel: Callable[[pa.Table], pa.Table] | None = None
-    """Kernel of an exchange before this one: returns rows with the KEY of this one."""
+    """Kernel of a preceding shuffle into `num_first_partitions`, if any. Returns rows
+    with the KEY of the second shuffle."""
     num_first_partitions: int = 0
 
 
 def quiet_ray_data() -> None:
-    """Silence Ray Data's log. Show its progress bars in a terminal only. Errors are still raised."""
+    """Silence Ray Data's log, and its progress bars outside of a terminal.
+
+    Errors are still raised.
+    """
     from ray.data import DataContext
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
@@ -155,15 +162,15 @@ def quiet_ray_data() -> None:
 
 
 class Engine:
-    """Runs the tasks and exchanges of one run of prepare.
+    """Runs the tasks and exchanges of one run of `prepare`.
 
     Args:
         settings: Settings of Ray Data.
-        in_process: Run everything in threads of this process, without Ray: for a log of
-            few partitions, which takes less time than Ray takes to start.
-        share_workers: Run all tasks in the same worker processes. Ray Data would start
-            other processes for its shuffle.
-        start: Starts Ray; called before Ray is first used.
+        in_process: Run everything in threads of this process, without Ray. Small logs
+            take less time than Ray needs to start.
+        share_workers: Run all tasks in the same worker processes. By default Ray Data
+            starts separate processes for its shuffle.
+        start: Starts Ray; called once, before Ray is first used.
     """
 
     def __init__(
@@ -178,10 +185,10 @@ class Engine:
         self.share_workers = share_workers
         self.start = start
         self.stats: list[str] = []
-        """`Dataset.stats()` of the exchanges since `take_stats`."""
+        """`Dataset.stats()` of the exchanges since the last call of `take_stats`."""
 
     def put(self, value: Any) -> Shared:
-        """Store `value` where all tasks can read it."""
+        """Store `value` in Ray's object store, where all tasks can read it."""
         if self.in_process:
             return value
         self._start_ray()
@@ -190,17 +197,24 @@ class Engine:
         return ray.put(value)
 
     def take_stats(self) -> str:
-        """Return Ray Data's statistics since the last call, for a manifest's timings."""
-        stats, self.stats = "\n".join(self.stats), []
+        """Return and clear Ray Data's statistics, for the timings of a manifest."""
+        stats = "\n".join(self.stats)
+        self.stats = []
         return "made by the driver alone" if self.in_process else stats
 
     def submit(
         self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
     ) -> Iterator[Any]:
-        """Yield a reference to the result of `function(*shared, *call)` for each call, in order.
+        """Yield a reference to the result of `function(*shared, *call)` for each call.
 
-        A task is submitted when its reference is taken. Arguments that are references
-        are replaced by their values.
+        References come in the order of `calls`, and a task is submitted when its
+        reference is requested. Arguments that are references are replaced by their
+        values.
+
+        Args:
+            function: Function to run in a task.
+            calls: Arguments of each call, after the shared ones.
+            shared: First arguments of every call.
         """
         if self.in_process:
             yield from _map_in_threads(
@@ -218,7 +232,16 @@ class Engine:
     def map_unordered(
         self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
     ) -> Iterator[tuple[int, Any]]:
-        """Run `function(*shared, *call)` for each call; yield (number of the call, result) as tasks finish."""
+        """Run `function(*shared, *call)` for each call; yield results as tasks finish.
+
+        Args:
+            function: Function to run in a task.
+            calls: Arguments of each call, after the shared ones.
+            shared: First arguments of every call.
+
+        Yields:
+            The index of a call and its result.
+        """
         references = enumerate(self.submit(function, calls, shared))
         if self.in_process:
             yield from references
@@ -239,23 +262,28 @@ class Engine:
 
     @property
     def max_pending_tasks(self) -> int:
-        """Number of tasks that `map_unordered` submits before it waits, within the resource limits."""
-        limits, most = self.settings.resource_limits, MAX_PENDING_TASKS
+        """Maximum number of unfinished tasks of `map_unordered`."""
+        limits = self.settings.resource_limits
+        max_tasks = MAX_PENDING_TASKS
         if limits.cpu:
-            most = min(most, int(limits.cpu))
+            max_tasks = min(max_tasks, int(limits.cpu))
         if limits.memory_gb and self.settings.memory_gb:
-            most = min(most, int(limits.memory_gb / self.settings.memory_gb))
-        return max(1, most)
+            by_memory = int(limits.memory_gb / self.settings.memory_gb)
+            max_tasks = min(max_tasks, by_memory)
+        return max(1, max_tasks)
 
     def exchange(self, exchange: Exchange, in_process: bool = False) -> Iterator[Any]:
-        """Bring the rows of each partition together and run the kernel on each partition.
+        """Shuffle the rows by partition and run the kernel on each partition.
 
         Args:
             exchange: Reads, partitions and kernel.
             in_process: Run this exchange in threads of this process, without Ray.
 
         Yields:
-            The kernel's results and the summaries of the reads, in any order.
+            The results of the kernel and the summaries of the reads, in any order.
+
+        Raises:
+            UserError: if a read or a kernel raises it.
         """
         if self.in_process or in_process:
             yield from _exchange_in_process(exchange)
@@ -264,24 +292,24 @@ class Engine:
         import ray
         from ray.data import DataContext
 
-        most = max(exchange.num_partitions, exchange.num_first_partitions)
+        max_partitions = max(exchange.num_partitions, exchange.num_first_partitions)
         blocks: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
-        with DataContext.current(self._context(most)):
+        with DataContext.current(self._build_context(max_partitions)):
             numbers = [{"number": number} for number in range(exchange.num_reads)]
             rows: Any = ray.data.from_items(
                 numbers, override_num_blocks=exchange.num_reads
             )
-            read = _name_as(partial(_read_rows, exchange), exchange.read)
+            read = _with_name_of(exchange.read, partial(_read_rows, exchange))
             rows = rows.map_batches(read, **self._task_options(), **blocks)
             if exchange.first_kernel:
                 rows = rows.repartition(exchange.num_first_partitions, keys=[KEY])
                 first = partial(_run_first_kernel, exchange)
                 rows = rows.map_batches(
-                    _name_as(first, exchange.first_kernel), **blocks
+                    _with_name_of(exchange.first_kernel, first), **blocks
                 )
             partitions = exchange.num_partitions + exchange.summaries
             rows = rows.repartition(partitions, keys=[KEY])
-            run = _name_as(partial(_run_kernel, exchange), exchange.kernel)
+            run = _with_name_of(exchange.kernel, partial(_run_kernel, exchange))
             rows = rows.map_batches(run, **blocks)
         with _unwrap_user_errors():
             for block in rows.iter_batches(prefetch_batches=0, **blocks):
@@ -294,7 +322,7 @@ class Engine:
             self.start = None
 
     def _task_options(self) -> dict[str, Any]:
-        """Return Ray's options of every task."""
+        """Return the Ray options of every task."""
         from pipelines.ray_inside import SHUFFLE_ENV
 
         options: dict[str, Any] = (
@@ -304,8 +332,8 @@ class Engine:
             options["memory"] = self.settings.memory_gb * 2**30
         return options
 
-    def _context(self, partitions: int) -> DataContext:
-        """Return Ray Data's settings of an exchange with this number of partitions."""
+    def _build_context(self, partitions: int) -> DataContext:
+        """Return the Ray Data context for an exchange into `partitions` partitions."""
         import ray
         from ray.data import DataContext, ExecutionResources
 
@@ -317,10 +345,12 @@ class Engine:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             compression = "lz4" if len(nodes) > 1 else "none"
         context.shuffle_compression = compression
-        # Ray's default of 1 GiB leaves a log of 20 million events to one task.
-        batch = max(self.settings.shuffle_batch_mb << 20, partitions * MIN_SHARD_BYTES)
-        context.shuffle_input_batch_bytes = batch
-        context.target_max_block_size = batch
+        # With Ray's default of 1 GiB, one task would shuffle 20 million events.
+        batch_bytes = max(
+            self.settings.shuffle_batch_mb << 20, partitions * MIN_SHARD_BYTES
+        )
+        context.shuffle_input_batch_bytes = batch_bytes
+        context.target_max_block_size = batch_bytes
         limits = self.settings.resource_limits
         context.execution_options.resource_limits = ExecutionResources.for_limits(
             cpu=limits.cpu or None, memory=limits.memory_gb * 2**30 or None
@@ -329,7 +359,7 @@ class Engine:
 
 
 def fetch(shared: Shared) -> Any:
-    """Return the value that was passed to `Engine.put`."""
+    """Return the value that `Engine.put` stored."""
     import ray
 
     return ray.get(shared) if isinstance(shared, ray.ObjectRef) else shared
@@ -337,7 +367,7 @@ def fetch(shared: Shared) -> Any:
 
 @contextmanager
 def _unwrap_user_errors() -> Iterator[None]:
-    """Raise a UserError of a task as the task raised it, in one line."""
+    """Re-raise a UserError of a task without Ray's wrapper and traceback."""
     try:
         yield
     except Exception as error:
@@ -348,22 +378,24 @@ def _unwrap_user_errors() -> Iterator[None]:
 
 
 def _read_rows(exchange: Exchange, numbers: pa.Table) -> Iterator[pa.Table]:
-    """Yield the rows of reads. A summary becomes a row of one more partition."""
+    """Yield the rows of reads. A summary becomes a row of one additional partition."""
     for number in numbers["number"].to_pylist():
         schema = None
         for block in exchange.read(number):
             if isinstance(block, ReadSummary):
                 assert schema is not None, "a summary follows the rows of its read"
-                yield _summary_row(block, schema, exchange.num_partitions)
+                yield _build_summary_row(block, schema, exchange.num_partitions)
                 continue
             if exchange.summaries:
-                nothing = pa.nulls(block.num_rows, pa.binary())
-                block = block.append_column(SUMMARY, nothing)
+                no_summaries = pa.nulls(block.num_rows, pa.binary())
+                block = block.append_column(SUMMARY, no_summaries)
             schema = block.schema
             yield block
 
 
-def _summary_row(summary: ReadSummary, schema: pa.Schema, partition: int) -> pa.Table:
+def _build_summary_row(
+    summary: ReadSummary, schema: pa.Schema, partition: int
+) -> pa.Table:
     values = {KEY: partition, SUMMARY: pickle.dumps(summary)}
     columns = [pa.array([values.get(field.name)], field.type) for field in schema]
     return pa.table(columns, schema=schema)
@@ -375,30 +407,30 @@ def _run_first_kernel(exchange: Exchange, rows: pa.Table) -> pa.Table:
 
 
 def _run_kernel(exchange: Exchange, rows: pa.Table) -> Iterator[pa.Table]:
-    """Yield the pickled results of the partitions in the rows of one task: none, one or several."""
+    """Yield the pickled kernel result of each partition in the rows of one task."""
     for partition, part in _split_by_partition(rows):
         if exchange.summaries:
             pickled = part[SUMMARY].drop_null()
             if partition == exchange.num_partitions:
-                yield _result_table(pickled.to_pylist())
+                yield _build_result_table(pickled.to_pylist())
                 continue
             part = part.drop_columns([SUMMARY])
         result = exchange.kernel(*map(fetch, exchange.shared), partition, part)
-        yield _result_table([pickle.dumps(result)])
+        yield _build_result_table([pickle.dumps(result)])
 
 
-def _result_table(pickled: list[bytes]) -> pa.Table:
+def _build_result_table(pickled: list[bytes]) -> pa.Table:
     return pa.table({RESULT: pa.array(pickled, pa.large_binary())})
 
 
 def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
-    """Run an exchange in threads of this process; yield as `Engine.exchange` does."""
+    """Run an exchange in threads of this process; yield results and summaries."""
 
     def read(number: int) -> list[pa.Table | ReadSummary]:
         return list(exchange.read(number))
 
-    def run(item: tuple[int, pa.Table]) -> Any:
-        partition, rows = item
+    def run_kernel(partition_rows: tuple[int, pa.Table]) -> Any:
+        partition, rows = partition_rows
         return exchange.kernel(*map(fetch, exchange.shared), partition, rows)
 
     tables: list[pa.Table] = []
@@ -412,15 +444,15 @@ def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
     del tables
     if exchange.first_kernel:
         thread = rows[KEY].to_numpy() % MAX_THREADS
-        shares = [
+        rows_by_thread = [
             rows.filter(pa.array(thread == number)) for number in np.unique(thread)
         ]
-        rows = _concat(_map_in_threads(exchange.first_kernel, shares))
-    yield from _map_in_threads(run, _split_by_partition(rows))
+        rows = _concat(_map_in_threads(exchange.first_kernel, rows_by_thread))
+    yield from _map_in_threads(run_kernel, _split_by_partition(rows))
 
 
 def _split_by_partition(rows: pa.Table) -> Iterator[tuple[int, pa.Table]]:
-    """Yield each partition that has rows and its rows, without KEY."""
+    """Yield each partition that has rows, with its rows without the column KEY."""
     key = rows[KEY].to_numpy()
     partitions = np.flatnonzero(np.bincount(key)).tolist()
     values = rows.drop_columns([KEY])
@@ -438,7 +470,10 @@ def _concat(tables: Iterable[pa.Table]) -> pa.Table:
 def _map_in_threads(
     function: Callable[[Any], Any], values: Iterable[Any]
 ) -> Iterator[Any]:
-    """Yield `function(value)` of every value, in order. Sorting, gathering and writing release the interpreter lock."""
+    """Yield `function(value)` for each value, in order.
+
+    Threads run in parallel where polars, numpy and Arrow release the interpreter lock.
+    """
     with ThreadPoolExecutor(MAX_THREADS) as pool:
         yield from pool.map(function, values)
 
@@ -450,13 +485,13 @@ def _function_name(function: Callable[..., Any]) -> str:
     return named.__name__.strip("_")
 
 
-def _name_as(
-    function: Callable[..., Any], shown: Callable[..., Any]
+def _with_name_of(
+    named: Callable[..., Any], function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return `function` under the name of `shown`, for the dashboard and the statistics."""
+    """Return `function` under the name of `named`, for Ray's dashboard and stats."""
 
     def run(rows: pa.Table) -> Any:
         return function(rows)
 
-    run.__name__ = _function_name(shown)
+    run.__name__ = _function_name(named)
     return run

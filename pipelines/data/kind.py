@@ -1,4 +1,4 @@
-"""The interface of a kind of request: what differs between kinds, from the raw log to audited tables."""
+"""The interface of a kind of request, such as a search or an impression."""
 
 from __future__ import annotations
 
@@ -17,76 +17,105 @@ from pipelines.data.simulation import Settings
 
 
 class Kind(ABC):
-    """A kind of request, from the raw log to audited tables, and its simulated logs."""
+    """A kind of request: its settings, sequences, audit rules and simulated logs."""
 
     name: ClassVar[str]
-    """Name in source files, and of the models' family."""
+    """Name of the kind in source files, and of the family of its models."""
     config: ClassVar[type | None] = None
-    """Dataclass of the kind's settings: the section of a source's `prepare` with the
-    kind's name."""
+    """Dataclass of the section of `prepare` in a source file that has the kind's
+    name."""
     needs_history: ClassVar[bool] = False
-    """Whether requests without a history are skipped in training and evaluation."""
-    repeats: ClassVar[bool] = False
+    """Whether training and evaluation skip requests without a history."""
+    allows_repeats: ClassVar[bool] = False
     """Whether a user may have the same event twice."""
-    all_shown: ClassVar[bool] = False
-    """Whether all events make the catalogue and the split, not the behaviours alone."""
-    as_of: ClassVar[bool] = False
-    """Whether its models read features with a time of their own."""
-    counted: ClassVar[bool] = False
-    """Whether there is a table of counts for served models."""
+    uses_all_events: ClassVar[bool] = False
+    """Whether the catalogue and the split count all events, not behaviours alone."""
+    reads_as_of_features: ClassVar[bool] = False
+    """Whether its models read the features of `as_of` tables, which change over
+    time."""
+    has_counts: ClassVar[bool] = False
+    """Whether `prepare` can write a table of counts for served models."""
     statistics: ClassVar[tuple[str, ...]] = ()
     """Entries of the `info` of sequences that statistics.json repeats."""
-    texts: ClassVar[tuple[str, ...]] = ()
-    """Tables of text that `jobs.encode` makes of its logs; none if its models read no
-    text."""
-    model: ClassVar[str]
-    """Model of a first training: a file of jobs/configs."""
-    without: ClassVar[tuple[str, ...]] = ()
-    """Rules of the audit that do not apply to its tables."""
-    simulated: ClassVar[str]
-    """Name of its logs in `jobs.simulate --kind`."""
-    source: ClassVar[str]
+    text_tables: ClassVar[tuple[str, ...]] = ()
+    """Tables that `jobs.encode` writes; empty if the models read no text."""
+    first_model: ClassVar[str]
+    """Name of the configuration in jobs/configs that is suggested for a first
+    training."""
+    skipped_rules: ClassVar[tuple[str, ...]] = ()
+    """Audit rules that do not apply to tables of the kind."""
+    simulated_name: ClassVar[str]
+    """Name of the kind in `jobs.simulate --kind`."""
+    simulated_source: ClassVar[str]
     """Name of the mapping file that reads simulated logs."""
-    settings: ClassVar[type[Settings]] = Settings
-    """Dataclass of the sizes, seed and causes of simulated logs."""
+    simulator_settings: ClassVar[type[Settings]] = Settings
+    """Dataclass of the size, the seed and the parameters of simulated logs."""
 
     @abstractmethod
-    def check(self, source: Log, config: PrepareConfig) -> None:
-        """Raise UserError for settings that the kind does not have."""
+    def check_settings(self, source: Log, config: PrepareConfig) -> None:
+        """Raise UserError if the settings do not fit the kind or the log."""
 
     @abstractmethod
-    def sequences(
+    def make_sequences(
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     ) -> Manifest:
-        """Make the table `sequences`, with other tables that it needs, and return its manifest.
+        """Write the table `sequences`, with the tables it depends on.
 
-        Models of the family with the kind's name read it, or of the family that its
-        `info` names as `family`.
+        The table is read by the models of the family that `info["family"]` names, by
+        default the family with the name of the kind.
+
+        Args:
+            run: The run.
+            events: Manifest of the events.
+            items: Manifest of the items.
+            split: The split as manifests record it.
+
+        Returns:
+            The manifest of `sequences`.
         """
 
-    def counts(self, run: Run, events: Manifest, items: Manifest, moment: int) -> None:
-        """Make the table of counts as of a moment in ms, which served models read; only if `counted`."""
+    def make_counts(
+        self, run: Run, events: Manifest, items: Manifest, moment: int
+    ) -> None:
+        """Write the table of counts that served models read; only if `has_counts`.
+
+        Args:
+            run: The run.
+            events: Manifest of the events.
+            items: Manifest of the items.
+            moment: Time in epoch ms; only earlier events are counted.
+        """
         raise NotImplementedError
 
     @abstractmethod
-    def audit(
+    def audit_sequences(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
     ) -> pl.DataFrame:
         """Check the rules on sequences.
 
         Args:
             tables: The audited tables.
-            rules: Rules by name; they take the findings.
+            rules: Rules by name; violations are added to them.
             core_users: Users (`user_id`) in the k-core.
 
         Returns:
-            The users that must be in sequences.
+            The users that sequences must contain.
         """
 
-    def notices(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
-        """Yield lines on surprising tables, beside the lines of every kind. `info` belongs to sequences."""
+    def warn(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
+        """Yield warnings about valid tables that only this kind has.
+
+        Args:
+            events: Manifest of the events.
+            info: Entry `info` of the manifest of sequences.
+        """
         yield from ()
 
     @abstractmethod
     def simulate(self, output: str, settings: Any) -> Iterator[str]:
-        """Write a log with known causes; yield lines on the best figures that models can reach on it."""
+        """Write a simulated log, and yield lines on the best metrics models can reach.
+
+        Args:
+            output: Folder of the log.
+            settings: Instance of `simulator_settings`.
+        """

@@ -1,7 +1,7 @@
-"""The table of kinds of request.
+"""All kinds of request, by name.
 
-A new kind is a folder beside this file, whose `kind.py` holds its class, and a row
-here.
+To add a kind, write a subclass of `Kind` in `pipelines/data/NAME/kind.py` and list it
+below.
 """
 
 from __future__ import annotations

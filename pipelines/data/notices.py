@@ -1,6 +1,6 @@
-"""Warnings on valid tables with surprising figures, a line each with its remedy, from manifests alone.
+"""Warnings about valid but unusual tables, computed from their manifests.
 
-`jobs.prepare` prints them last; a healthy log has none.
+`jobs.prepare` prints them at its end, one line each with a remedy.
 """
 
 from __future__ import annotations
@@ -12,50 +12,54 @@ from pipelines.data.kinds import KINDS
 from pipelines.data.sequences.splits import SPLITS
 
 MIN_REQUESTS = 30
-"""Requests of a split below which its figures are noise."""
+"""Number of requests below which the metrics of a split are considered noise."""
 
 MAX_DUPLICATES = 0.01
-"""Share of events that repeat another event, above which there is a warning."""
+"""Share of duplicate events above which a warning is printed."""
 
 MAX_DROPPED = 0.5
-"""Share of behaviours that the k-core leaves out, above which there is a warning."""
+"""Share of behaviours dropped by the k-core above which a warning is printed."""
 
 
-def notices(events: Manifest, items: Manifest, sequences: Manifest) -> list[str]:
-    """Return the warnings on these tables."""
+def collect_warnings(
+    events: Manifest, items: Manifest, sequences: Manifest
+) -> list[str]:
+    """Return the warnings about the tables with these manifests."""
     info = sequences.info
     lines = [
         *_warn_of_repeats(events, items),
         *_warn_of_core(events, items, info),
         *_warn_of_truncation(info),
-        *KINDS[info["kind"]].notices(events, info),
+        *KINDS[info["kind"]].warn(events, info),
     ]
-    if not items.info.get("catalogue_of"):  # on a fresh log nothing is trained
+    # no model is trained on a log with the catalogue of other tables
+    if not items.info.get("catalogue_of"):
         lines += _warn_of_splits(info)
     return [f"warning: {line}" for line in lines]
 
 
 def _warn_of_repeats(events: Manifest, items: Manifest) -> Iterator[str]:
-    """Yield lines on events and items that are described more than once."""
+    """Yield warnings about duplicate events and repeated rows of items."""
     duplicates = events.info["duplicates"]
     share = duplicates / max(events.rows + duplicates, 1)
-    # At the same millisecond it is one event, logged twice.
+    # Equal events at one millisecond are one event that was logged twice.
     is_coarse = not events.info["clock"] or events.info.get("grain_ms", 1) > 1
     if is_coarse and share > MAX_DUPLICATES:
-        columns = ", ".join(_columns_read(events))
+        columns = ", ".join(_list_log_columns(events))
         yield (
-            f"{duplicates:,} events ({share:.1%}) repeat another in every column that is read ({columns}) and "
-            f"were dropped; if they are real, such as two purchases of a day, --duplicates keep"
+            f"{duplicates:,} events ({share:.1%}) repeat another in every column that "
+            f"is read ({columns}) and were dropped; if they are real, such as two "
+            f"purchases of a day, pass --duplicates keep"
         )
     if items.info.get("metadata_differ"):
         yield (
-            f"{items.info['metadata_differ']:,} rows of the item files describe an item otherwise than its first row, "
-            f"which alone counts; leave one row for each item"
+            f"{items.info['metadata_differ']:,} rows of the item files differ from the "
+            f"first row of their item and were ignored; keep one row per item"
         )
 
 
-def _columns_read(events: Manifest) -> list[str]:
-    """Return the columns of events that come from the log."""
+def _list_log_columns(events: Manifest) -> list[str]:
+    """Return the columns of events that the log provides."""
     source = events.config["source"]
     origins = {
         "query": ["query"],
@@ -72,27 +76,30 @@ def _columns_read(events: Manifest) -> list[str]:
 
 
 def _warn_of_core(events: Manifest, items: Manifest, info: dict) -> Iterator[str]:
-    """Yield a line if the k-core leaves out most behaviours."""
-    behaviours = items.info.get("behaviours")
-    left = info["interactions"] + info["truncated_events"]
-    if items.info["core"] > 1 and behaviours and left < (1 - MAX_DROPPED) * behaviours:
+    """Yield a warning if the k-core drops most behaviours."""
+    core, behaviours = items.info["core"], items.info.get("behaviours")
+    in_core = info["interactions"] + info["truncated_events"]
+    if core > 1 and behaviours and in_core < (1 - MAX_DROPPED) * behaviours:
         yield (
-            f"the {items.info['core']}-core leaves {left:,} of {behaviours:,} behaviours, of {info['users']:,} of "
-            f"{events.info['users']:,} users; a lower --core keeps more"
+            f"the {core}-core keeps only {in_core:,} of {behaviours:,} behaviours and "
+            f"{info['users']:,} of {events.info['users']:,} users; a lower --core "
+            f"keeps more"
         )
 
 
 def _warn_of_truncation(info: dict) -> Iterator[str]:
-    """Yield a line if users have more than `max_events` behaviours."""
+    """Yield a warning if users have more than `max_events` behaviours."""
     if info["truncated_events"]:
         yield (
-            f"{info['truncated_users']:,} users have more than max_events {info['max_events']:,} behaviours: their "
-            f"oldest {info['truncated_events']:,} are left out, with what they asked; raise --max_events to keep them"
+            f"{info['truncated_users']:,} users have more than max_events "
+            f"{info['max_events']:,} behaviours: the oldest "
+            f"{info['truncated_events']:,} and their requests were dropped; raise "
+            f"--max_events to keep them"
         )
 
 
 def _warn_of_splits(info: dict) -> Iterator[str]:
-    """Yield lines on empty, small and tied evaluation splits."""
+    """Yield warnings about empty, small and tied evaluation splits."""
     requests = info.get("requests") or info["events"]
     noun = "requests" if "requests" in info else "events"
     for name in SPLITS[1:]:
@@ -100,21 +107,30 @@ def _warn_of_splits(info: dict) -> Iterator[str]:
             effect = ""
             if name == "val":
                 effect = ", so jobs.train cannot choose its best epoch"
-            remedy = "give larger split fractions, or a longer log"
+            remedy = "use larger split fractions or a longer log"
             if info["split"]["kind"] == "leave_last_out":
-                remedy = "each user needs three for that: use --split.kind temporal where the log has clock times"
+                remedy = (
+                    "leave_last_out needs three per user; use --split.kind temporal "
+                    "if the log has clock times"
+                )
             yield f"there are no {name} {noun}{effect}; {remedy}"
             continue
         if tied := info.get("tied_targets", {}).get(name):
             yield (
-                f"{tied:,} of {requests[name]:,} {name} {noun} have the time of another one of their user, such as a "
-                f"basket; a hash of user, time and item decides which is held out: --split.kind temporal holds out all"
+                f"{tied:,} of {requests[name]:,} {name} {noun} have the same time as "
+                f"another of their user, such as items of a basket; a hash of user, "
+                f"time and item decides which is held out; --split.kind temporal holds "
+                f"out all of them"
             )
         if requests[name] < MIN_REQUESTS:
-            yield f"there are only {requests[name]:,} {name} {noun}: their figures are noise; a longer log has more"
-    for number, of_fold in enumerate(info.get("requests_per_fold", [])[:-1], 1):
+            yield (
+                f"there are only {requests[name]:,} {name} {noun}: metrics on them "
+                f"are noise; use a longer log"
+            )
+    for fold, fold_requests in enumerate(info.get("requests_per_fold", [])[:-1], 1):
         for name in SPLITS:
-            if of_fold[name] < MIN_REQUESTS:
+            if fold_requests[name] < MIN_REQUESTS:
                 yield (
-                    f"fold {number} has only {of_fold[name]:,} {name} {noun}; give fewer --split.folds, or a longer log"
+                    f"fold {fold} has only {fold_requests[name]:,} {name} {noun}; use "
+                    f"fewer --split.folds or a longer log"
                 )

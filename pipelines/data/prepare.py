@@ -1,9 +1,10 @@
-"""Raw log to tables: events and rejects, items, sequences, statistics, each committed when whole.
+"""Turn a raw log into the tables `events`, `rejects`, `items` and `sequences`.
 
-`python -m jobs.prepare --source YAML --input RAW_DIR --output TABLES` runs it. Each
-step compares a fingerprint of its configuration and inputs with the fingerprint in the
-table's manifest. So a run that was stopped anywhere continues with what is missing, and
-a finished run does nothing.
+    python -m jobs.prepare --source YAML --input RAW_DIR --output TABLES
+
+Each step commits its tables when they are complete, and skips tables whose manifest has
+the fingerprint of its configuration and inputs. So a run that was interrupted continues
+with the missing tables, and a finished run does nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pipelines.data.events.build_events import LoadStats, count_partitions, make
 from pipelines.data.events.catalogue import make_items
 from pipelines.data.events.frozen_catalogue import copy_items, read_split
 from pipelines.data.kinds import KINDS
-from pipelines.data.notices import notices
+from pipelines.data.notices import collect_warnings
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.unread import describe_unread
@@ -39,14 +40,16 @@ from pipelines.data.settings import STATISTICS, TABLES, resolve_config
 from pipelines.data.statistics import summarise
 
 MAX_SHARED_PARTITIONS = 64
-"""Partitions up to which all tasks share the same worker processes: 2 GiB of text."""
+"""Number of partitions (2 GiB of text) up to which all tasks share worker processes."""
 
 MAX_APPENDED_PARTITIONS = 4
-"""Partitions up to which this process appends alone: a second of each is less than Ray
-takes to start."""
+"""Number of partitions up to which this process appends without Ray: a partition takes
+about a second, less than Ray needs to start."""
 
 
 Existing = Literal["continue", "overwrite", "append"]
+"""What to do with existing tables: `continue` writes missing tables, `overwrite`
+replaces all tables, `append` adds files that the tables do not contain yet."""
 
 
 def prepare(
@@ -58,25 +61,26 @@ def prepare(
     report: Report = print,
     start: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Make the tables of a raw log under `output_uri` and return their statistics.
+    """Write the tables of a raw log to `output_uri`.
 
-    This process makes the tables of a small log alone (`_create_engine`). A larger log
-    needs a running Ray.
+    A small log is processed in this process (`_create_engine`). A larger log needs a
+    running Ray.
 
     Args:
-        source: The raw log.
-        input_uri: Folder of its files.
+        source: Mapping of the raw log.
+        input_uri: Folder of the raw files.
         output_uri: Folder of the tables.
-        config: Settings.
-        existing: What happens to existing tables: `continue` makes what is missing,
-            `overwrite` makes all tables again, `append` adds the files that they do not
-            have.
+        config: Settings of the tables.
+        existing: What to do with existing tables.
         report: Prints a line.
         start: Starts Ray; called before Ray is first used.
 
+    Returns:
+        The content of statistics.json.
+
     Raises:
-        UserError: for input, settings or output that cannot be used. The unfinished
-            table is removed; finished tables stay as they were.
+        UserError: if the input, the settings or the output folder are invalid. The
+            unfinished table is removed; finished tables stay unchanged.
     """
     input_uri, output_uri = str(input_uri), str(output_uri)
     config = resolve_config(source, input_uri, output_uri, config)
@@ -89,7 +93,7 @@ def prepare(
     is_complete = not overwrite and has_finished(output_uri)
     tables = OutputTables(output_uri, report, engine, overwrite, extends, is_complete)
     kind = KINDS[config.kind]
-    behaviour = None if kind.all_shown else config.behaviour
+    behaviour = None if kind.uses_all_events else config.behaviour
     grows = existing == "append"
     run = Run(source, input_uri, config, behaviour, report, engine, tables, grows)
     for line in describe_unread(source, input_uri):
@@ -102,23 +106,24 @@ def prepare(
             items = make_items(run, events, load_stats, split)
         else:
             items = copy_items(run, events, load_stats, config.catalogue, split)
-        sequences = kind.sequences(run, events, items, split)
+        sequences = kind.make_sequences(run, events, items, split)
         tables.put_in_place()
         statistics = summarise(events, items, sequences)
         content = json.dumps(statistics, indent=2) + "\n"
         write_file(join(output_uri, STATISTICS), content.encode())
         if config.counts_as_of is not None:
-            kind.counts(run, events, items, config.counts_as_of)
+            kind.make_counts(run, events, items, config.counts_as_of)
             tables.put_in_place()
-    for line in notices(events, items, sequences):
+    for line in collect_warnings(events, items, sequences):
         report(line)
     return statistics
 
 
 def has_finished(output_uri: str) -> bool:
-    """Return whether a run has finished in the output folder.
+    """Return whether the output folder holds the tables of a finished run.
 
-    Statistics are written last, and sequences name the tables that they were made from.
+    A finished run has written its statistics, and the hashes of its events and items
+    are those that the manifest of its sequences names.
     """
     filesystem, path = open_uri(join(output_uri, STATISTICS))
     if filesystem.get_file_info(path).type != fs.FileType.File:
@@ -136,7 +141,11 @@ def has_finished(output_uri: str) -> bool:
 def _count_partitions(
     source: Log, input_uri: str, output_uri: str, config: PrepareConfig, extends: bool
 ) -> int:
-    """Return the number of partitions of the configuration, of the existing events, or for the size of the log."""
+    """Return the number of partitions of the events.
+
+    The number is configured, or that of the events that are appended to, or derived
+    from the size of the raw files.
+    """
     if config.partitions:
         return config.partitions
     if extends:
@@ -151,14 +160,20 @@ def _count_partitions(
 def _create_engine(
     config: PrepareConfig, partitions: int, start: Callable[[], None], extends: bool
 ) -> Engine:
-    """Return an engine in this process for one partition, or a few that are appended to; else one on Ray.
+    """Return an engine that runs in this process for a small log, otherwise on Ray.
 
     A configured number of partitions always uses Ray.
+
+    Args:
+        config: Settings.
+        partitions: Number of partitions of the events.
+        start: Starts Ray.
+        extends: Whether files are appended to existing events.
     """
-    most = MAX_APPENDED_PARTITIONS if extends else 1
+    max_in_process = MAX_APPENDED_PARTITIONS if extends else 1
     return Engine(
         config.ray_data,
-        in_process=not config.partitions and partitions <= most,
+        in_process=not config.partitions and partitions <= max_in_process,
         share_workers=partitions <= MAX_SHARED_PARTITIONS,
         start=start,
     )
@@ -167,7 +182,8 @@ def _create_engine(
 def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> dict[str, Any]:
     """Return the split as manifests record it.
 
-    Cut times come from the events, or from a finished table of the same events.
+    The cut times are computed from the events, unless a finished table of the same
+    events records them.
     """
     config, clock = run.config, events.info["clock"]
     if config.catalogue is not None:
@@ -175,17 +191,19 @@ def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> dict[str
     if config.split.kind == "leave_last_out":
         if clock:
             run.report(
-                "warning: leave_last_out on a log with clock times: training sees other users' behaviours that are "
-                "later than a test request; use --split.kind temporal for an honest estimate"
+                "warning: leave_last_out on a log with clock times trains on "
+                "behaviours of other users that are later than a test request; use "
+                "--split.kind temporal for a realistic estimate"
             )
         return {"kind": "leave_last_out"}
     if config.core_window == "all" and config.core > 1:
         run.report(
-            "note: the k-core counts the whole log, test window included, as papers do; use --core_window train to "
-            "count the training window only"
+            "note: the k-core counts the whole log, including the test window, as in "
+            "the papers; use --core_window train to count the training window only"
         )
     inputs = run.split_inputs(events)
-    for name in () if run.tables.overwrite else ("sequences", "items"):
+    recorded_in = () if run.tables.overwrite else ("sequences", "items")
+    for name in recorded_in:
         if has_manifest(run.tables.table_uri(name)):
             info = read_manifest(run.tables.table_uri(name), name).info
             if info.get("split_made_from") == inputs:

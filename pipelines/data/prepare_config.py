@@ -1,4 +1,4 @@
-"""Settings of `jobs.prepare`. `settings.py` reads them and checks them against a log."""
+"""Settings of `jobs.prepare`, which `settings.py` parses and checks against a log."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from pipelines.data.sequences.splits import SplitConfig, epoch_ms
 
 @dataclass
 class PrepareConfig:
-    """Settings of the tables of a raw log: the `prepare` section of a source file, below the command line."""
+    """Settings of the tables of a raw log.
+
+    They are the `prepare` section of a source file, overridden by the command line.
+    """
 
     kind: str = "retrieval"
-    """Kind of request: `retrieval`, a behaviour, whose item is predicted; `search`, a
-    search with its results; `actions`, an impression, whose actions are predicted."""
+    """Kind of request: `retrieval` (predict the item of a behaviour), `search` (rank
+    the results of a search) or `actions` (predict the actions on an impression)."""
     core: int = 5
-    """Iterative k-core: users and items with fewer behaviours are left out. 0 or 1
-    keeps all that `core_window` has."""
+    """Iterative k-core: users and items with fewer behaviours are dropped. 0 and 1 keep
+    all users and items with a behaviour in `core_window`."""
     core_window: Literal["all", "train"] = "all"
     """Events that the k-core counts: `all`, the whole log, as in the papers; `train`,
     the training window of a temporal split, with several folds that of the first."""
@@ -31,34 +34,33 @@ class PrepareConfig:
     split: SplitConfig = field(default_factory=SplitConfig)
     """Split of the requests."""
     max_events: int = 10_000
-    """Behaviours kept per user: the most recent ones."""
+    """Maximum number of behaviours per user; the most recent ones are kept."""
     behaviour: str | None = None
-    """A bool label that makes an event a behaviour, such as `click`; by default every
-    event is one."""
+    """Bool label that makes an event a behaviour, such as `click`; by default every
+    event is a behaviour."""
     partitions: int | None = None
-    """Partitions of the shuffle, which are also the parts of the tables; by default
-    from the bytes of the log."""
+    """Number of partitions of the shuffle, and of parts of the tables; by default from
+    the size of the log."""
     max_rejects: float = 0.01
-    """Share of rows that may break the schema; with more the job fails."""
+    """Maximum share of rows that break the schema; above it the job fails."""
     min_matched: float = 0.5
-    """Share of the items (and of the users, if there are user files) that must have a
-    row in their files, by number and by events; with less the job fails. 0 accepts any.
-    """
+    """Minimum share of items (and of users, if there are user files) with a row in
+    their files, both of distinct ids and of events; below it the job fails. 0 accepts
+    any share."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """Events that repeat another in every column that the mapping reads: `drop` them as
-    logged twice; `keep` them as real, such as two purchases of a day."""
+    """Events that repeat another in every column that the mapping reads: `drop` treats
+    them as logged twice; `keep` treats them as real, such as two purchases of a day."""
     catalogue: str | None = None
-    """TABLES of a trained model: the log is read as a fresh log of the same catalogue,
-    for batch inference and evaluation. Events of other items are left out, and requests
-    are split at the same times."""
+    """TABLES of a trained model, whose catalogue and split times are used for this log,
+    for batch inference and evaluation. Events on other items are dropped."""
     counts_as_of: Any = None
-    """A moment, as ISO 8601 (UTC) or epoch ms: also makes the table `counts`, with
-    counts of what is strictly before it, for a served model. Of kind `search`."""
+    """Time as ISO 8601 (UTC) or epoch ms: also writes the table `counts`, with counts
+    of all strictly earlier events, for a served model. Kind `search` only."""
     ray_data: RayDataConfig = field(default_factory=RayDataConfig)
     """Settings of Ray Data."""
-    own: Any = field(default=None, metadata={"hidden": True})
-    """Settings of the kind, such as the features of a search log; None if it has
-    none."""
+    kind_config: Any = field(default=None, metadata={"hidden": True})
+    """Instance of the kind's `config` class, such as `SearchConfig`; None if the kind
+    has no settings."""
 
     def __post_init__(self) -> None:
         check_least(self, ["core"], 0)
@@ -69,8 +71,12 @@ class PrepareConfig:
             self.counts_as_of = epoch_ms(self.counts_as_of, "counts_as_of")
 
 
-def refuse(*faults: tuple[Any, str]) -> None:
-    """Raise UserError with the message of the first true condition of (condition, message) pairs."""
-    for condition, message in faults:
-        if condition:
+def raise_first(*checks: tuple[Any, str]) -> None:
+    """Raise UserError with the message of the first check that fails.
+
+    Args:
+        checks: Pairs of a condition, true if the check fails, and a message.
+    """
+    for failed, message in checks:
+        if failed:
             raise UserError(message)

@@ -1,4 +1,4 @@
-"""One run of `jobs.prepare`: its settings, and the tables that its steps find and commit."""
+"""One run of `jobs.prepare`: its settings and its output tables."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ Report = Callable[[str], None]
 """Prints a line that a user reads."""
 
 EXTENSIBLE = ("events", "items", "sequences")
-"""Tables that name the versions that they extend: users and items keep their rows and
-numbers."""
+"""Tables whose manifests list the hashes of the versions that they extend. Users and
+items keep their row numbers in an extended version."""
 
 
 @dataclass
 class OutputTables:
-    """The tables under the output folder of one run."""
+    """The tables in the output folder of a run."""
 
     uri: str
     """The output folder."""
     report: Report
     engine: Engine
     overwrite: bool = False
-    """Make every table again."""
+    """Replace every table."""
     append: bool = False
-    """Add to existing tables; the new versions replace the old ones together, at the
-    end."""
+    """Extend existing tables. All new versions are put in place together, at the end of
+    the run."""
     is_complete: bool = False
-    """Whether an earlier run finished there: then a table of other inputs or settings
-    is not replaced."""
+    """Whether the folder holds the tables of a finished run, which must not be replaced
+    by tables of other inputs or settings."""
     pending: dict[str, Manifest] = field(default_factory=dict)
-    """Manifests of tables that are written and not yet in place."""
+    """Manifests of tables that are written but not yet in place."""
 
     def table_uri(self, name: str) -> str:
         """Return the folder of a table."""
@@ -76,18 +76,18 @@ class OutputTables:
         inputs: dict[str, str],
         stamps: dict[str, list[int]] | None = None,
     ) -> Manifest | None:
-        """Return the manifest of a table that need not be made again, or None.
+        """Return the manifest of a table that is up to date, or None.
 
         Args:
             name: Name of the table.
-            config: Settings that it is made with.
-            inputs: Hashes of its inputs.
-            stamps: Size and time of change of the raw files that it is made from. A
-                file
-                with another stamp counts as another file.
+            config: Settings of the table.
+            inputs: Hashes of the inputs of the table, by name.
+            stamps: Size and modification time of the raw files that the table is made
+                from. A file whose stamp has changed counts as a changed input.
 
         Raises:
-            UserError: if a finished run made the table from other inputs or settings.
+            UserError: if a finished run made the table from other inputs or settings,
+                or a part of the table is missing or truncated.
         """
         uri = self.table_uri(name)
         if self.overwrite or not has_manifest(uri):
@@ -99,38 +99,47 @@ class OutputTables:
             inputs = {**inputs, file: file_hash}
         if up_to_date(uri, fingerprint(config, inputs)):
             manifest = read_manifest(uri, name)
-            part_uris(uri, manifest)  # names a part that is gone or cut short
+            part_uris(uri, manifest)  # raises for a missing or truncated part
             self.report(f"{name}: up to date, {pluralize(manifest.rows, 'row')}")
             return manifest
         if self.append:
             return None
         if self.is_complete:
             raise UserError(
-                f"{uri} was made from other inputs or settings; add --overwrite to replace it, or choose another "
-                f"--output"
+                f"{uri} was made from other inputs or settings; add --overwrite to "
+                f"replace it, or choose another --output"
             )
         self.report(
-            f"{name}: replaced, as the run that made it from other inputs or settings did not finish"
+            f"{name}: replaced, because it was made from other inputs or settings by a "
+            f"run that did not finish"
         )
         return None
 
     def appended_version(self, name: str) -> Manifest | None:
-        """Return the version of a table that this run adds to, or None."""
+        """Return the manifest of the version that this run extends, or None."""
         uri = self.table_uri(name)
         if not self.append or not has_manifest(uri):
             return None
         return read_manifest(uri, name)
 
     def manifest(self, name: str) -> Manifest:
-        """Return a table's manifest, also of a table that is pending."""
+        """Return the manifest of a pending or committed table."""
         return self.pending.get(name) or read_manifest(self.table_uri(name), name)
 
     def read(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """Read a table, also one that is pending."""
+        """Read a pending or committed table."""
         return read_table(self.table_uri(name), name, columns, self.pending.get(name))
 
     def read_vocabulary(self, name: str, column: str) -> Shared:
-        """Store the `Vocabulary` of a table's column, whose integers are row numbers, for all tasks."""
+        """Store the vocabulary of a column in Ray's object store.
+
+        Args:
+            name: Name of the table.
+            column: Column of unique ids. The integer of an id is its row number.
+
+        Returns:
+            A `Vocabulary`, or a reference to it.
+        """
         if not self.manifest(name).files:
             ids = pa.array([], pa.large_string())
         else:
@@ -139,7 +148,7 @@ class OutputTables:
         return self.engine.put(Vocabulary.from_ids(ids))
 
     def read_catalogue(self) -> Shared:
-        """Store the vocabulary of item ids, whose integers are `item_index`, for all tasks."""
+        """Store the vocabulary from item ids to `item_index` in Ray's object store."""
         return self.read_vocabulary("items", "item_id")
 
     def commit(
@@ -152,7 +161,19 @@ class OutputTables:
         info: dict[str, Any] | None = None,
         **timings: Any,
     ) -> Manifest:
-        """Commit a table with its timings and Ray Data's statistics; with `append`, at the end of the run."""
+        """Commit a table whose parts are written.
+
+        With `append`, the table stays pending until `put_in_place`.
+
+        Args:
+            name: Name of the table.
+            schema: Schema of the table.
+            parts: Written parts, in the order of the table.
+            settings: Settings of the table.
+            inputs: Hashes of the inputs of the table, by name.
+            info: Entries of the manifest's `info`.
+            **timings: Entries of the manifest's `timings`, in seconds.
+        """
         timings["ray_data"] = self.engine.take_stats()
         manifest = make_manifest(
             name,
@@ -174,14 +195,18 @@ class OutputTables:
         return manifest
 
     def put_in_place(self) -> None:
-        """Put the pending tables in place. Rejects come before events, from which an append knows the files."""
+        """Put the pending tables in place.
+
+        Rejects come before events, because a later append takes the list of processed
+        files from the manifest of events.
+        """
         order = sorted(self.pending, key=lambda name: name != "rejects")
         replace_tables({self.table_uri(name): self.pending[name] for name in order})
         self.pending = {}
 
     @contextmanager
     def clean_up_on_error(self, *names: str) -> Iterator[None]:
-        """Remove the parts of unfinished tables if the step inside fails."""
+        """Remove the parts of uncommitted tables if the body of the context fails."""
         try:
             yield
         except BaseException:
@@ -191,7 +216,7 @@ class OutputTables:
 
 
 def _remove_unlisted_parts(uri: str) -> None:
-    """Remove the parts that no manifest lists."""
+    """Remove the parts of a table folder that its manifest does not list."""
     filesystem, root = open_uri(uri)
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return
@@ -208,59 +233,66 @@ class Run:
     source: Log
     """The raw log."""
     input: str
-    """Folder of the log's files."""
+    """Folder of the raw files."""
     config: PrepareConfig
-    """Settings; everything that the source decides is decided."""
+    """Settings as returned by `resolve_config`."""
     behaviour: str | None
-    """Label of the events that make the catalogue and the split; None where all events
-    do."""
+    """Label of the events that the catalogue and the split count; None if they count
+    all events."""
     report: Report
     engine: Engine
     tables: OutputTables
     grows: bool = False
-    """Whether more files will be appended later: `--append` was given, maybe on the
-    first day."""
+    """Whether files may be appended later: `--append` was given, possibly for the first
+    files."""
 
     @property
     def is_late(self) -> bool:
-        """Whether the label that makes an event a behaviour has times of its own."""
+        """Whether the behaviour label becomes known later than its event."""
         return self.behaviour in self.source.info.get("known", {})
 
     def stamps(self, files: Iterable[str]) -> dict[str, list[int]]:
-        """Return size and time of change of raw files, by which a later run recognises them."""
+        """Return [size, modification time in ns] of raw files, to detect changes."""
         infos = {file: file_info(join(self.input, file)) for file in files}
         return {file: [info.size, info.mtime_ns or 0] for file, info in infos.items()}
 
     def check_rejects(self, rejected: RejectCounts, rows: str = "") -> None:
-        """Report rejected rows. `rows` says which rows were read, after a space.
+        """Report rejected rows.
+
+        Args:
+            rejected: Counts of read and rejected rows.
+            rows: Description of the rows that follows the word "rejects", for example
+                " of the item files".
 
         Raises:
-            UserError: if more than a share `max_rejects` was rejected.
+            UserError: if more than a share `max_rejects` of the rows was rejected.
         """
         for line in rejected.lines():
             self.report(f"rejects{rows}: {line}")
         rejected.check(self.config.max_rejects, rows)
 
     def report_progress(self, step: str) -> Report:
-        """Return a function that reports the progress of a step at most once per second."""
-        last = [time.monotonic()]
+        """Return a function that reports progress at most once per second."""
+        last_report = time.monotonic()
 
         def report(line: str) -> None:
-            if time.monotonic() - last[0] >= 1:
-                last[0] = time.monotonic()
+            nonlocal last_report
+            if time.monotonic() - last_report >= 1:
+                last_report = time.monotonic()
                 self.report(f"{step}: {line}")
 
         return report
 
     def split_inputs(self, events: Manifest) -> list[Any]:
-        """Return the inputs of the cut times of a split, as manifests record them."""
+        """Return the inputs of the split's cut times, as manifests record them."""
         return [events.hash, self.config.split.settings(), self.behaviour]
 
     def core_before_ms(self, split: dict[str, Any]) -> int | None:
-        """Return the time before which behaviours count for the k-core; None if all count.
+        """Return the epoch ms before which the k-core counts behaviours, or None.
 
-        All count on the catalogue of other tables. With several folds only the training
-        window that they share counts.
+        None stands for the whole log, which also counts with the catalogue of other
+        tables. With several folds, only the training window that all folds have in
+        common counts.
         """
         whole_log = self.config.core_window == "all" or self.config.catalogue
         return None if whole_log else train_end_ms(split)
@@ -272,9 +304,13 @@ class Run:
         split: dict[str, Any],
         count: Counter[str],
     ) -> dict[str, Any]:
-        """Return the entries of the manifest's `info` that sequences of every kind have.
+        """Return the `info` of the manifest of sequences that all kinds have in common.
 
-        `count` holds the counts of all parts.
+        Args:
+            events: Manifest of the events.
+            items: Manifest of the items.
+            split: The split as manifests record it.
+            count: Counts summed over all parts, by name.
         """
         config = self.config
         return {

@@ -1,4 +1,4 @@
-"""The tables' schemas, with a comment per column."""
+"""Arrow schemas of the tables, with a comment per column."""
 
 from __future__ import annotations
 
@@ -8,9 +8,28 @@ import pyarrow as pa
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
 
-
 CARRIED = ("label_", "known_", "num_", "cat_")
-"""Prefixes of the columns of events that sequences carry."""
+"""Prefixes of the columns that sequences copy from events."""
+
+
+def _required(name: str, kind: pa.DataType) -> pa.Field:
+    """Return a field that is never null."""
+    return pa.field(name, kind, nullable=False)
+
+
+def _list(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a list whose elements are called `item`."""
+    return pa.list_(pa.field("item", kind))
+
+
+def _user_list(name: str, kind: pa.DataType) -> pa.Field:
+    """Return a field with a list of values per user."""
+    return _required(name, _list(kind))
+
+
+def _carried_fields(events: pa.Schema) -> list[pa.Field]:
+    """Return the fields of events that sequences copy."""
+    return [field for field in events if field.name.startswith(CARRIED)]
 
 
 def events_schema(
@@ -22,32 +41,27 @@ def events_schema(
     """Return the schema of events: one row per impression or interaction.
 
     Args:
-        labels: Type by name: `bool` or `float32`.
-        numbers: Names of number features.
-        categories: Names of category features.
-        known: Labels with a time of their own or a delay.
+        labels: Type of each label by name: `bool` or `float32`.
+        numbers: Names of numeric features.
+        categories: Names of categorical features.
+        known: Names of the labels that become known later than their event.
     """
+    label_types = {name: LABEL_TYPES[kind] for name, kind in (labels or {}).items()}
     return pa.schema(
         [
-            pa.field("user_id", pa.string(), nullable=False),
-            pa.field(
-                "request_id", pa.string(), nullable=False
-            ),  # one request or page view; "" if the log has none
-            pa.field(
-                "timestamp_ms", pa.int64(), nullable=False
-            ),  # epoch ms, or the ordinal of an order-only log
-            pa.field("item_id", pa.string(), nullable=False),
-            pa.field("query", pa.string()),  # null where the event had no query
-            pa.field(
-                "position", pa.int32(), nullable=False
-            ),  # rank shown, from 0; 0 if the log has none
-            *(
-                pa.field(f"label_{name}", LABEL_TYPES[kind])
-                for name, kind in (labels or {}).items()
-            ),
-            *(
-                pa.field(f"known_{name}", pa.int64()) for name in known
-            ),  # from when on; null where the label is not set
+            _required("user_id", pa.string()),
+            # id of the request or page view; "" if the log has none
+            _required("request_id", pa.string()),
+            # epoch ms, or the ordinal of a log without clock times
+            _required("timestamp_ms", pa.int64()),
+            _required("item_id", pa.string()),
+            # null if the event has no query
+            pa.field("query", pa.string()),
+            # rank at which the item was shown, from 0; 0 if the log has none
+            _required("position", pa.int32()),
+            *(pa.field(f"label_{name}", kind) for name, kind in label_types.items()),
+            # epoch ms from which the label is known; null if the label is not set
+            *(pa.field(f"known_{name}", pa.int64()) for name in known),
             *(pa.field(f"num_{name}", pa.float32()) for name in numbers),
             *(pa.field(f"cat_{name}", pa.string()) for name in categories),
         ]
@@ -56,21 +70,19 @@ def events_schema(
 
 REJECTS = pa.schema(
     [
-        pa.field(
-            "file", pa.string(), nullable=False
-        ),  # raw file, relative to the input folder
-        pa.field(
-            "piece", pa.int64(), nullable=False
-        ),  # where the piece that was read begins: byte, or row group
-        pa.field(
-            "row", pa.int64(), nullable=False
-        ),  # row in that piece, from 0, without header and blank lines
-        pa.field(
-            "reason", pa.string(), nullable=False
-        ),  # by the log's own column, such as "bought_at: negative"
-        pa.field("source", pa.string(), nullable=False),  # the source row as JSON
+        # raw file, relative to the input folder
+        _required("file", pa.string()),
+        # start of the piece of the file that was read: byte, or row group of Parquet
+        _required("piece", pa.int64()),
+        # index of the row in the piece, without header and blank lines
+        _required("row", pa.int64()),
+        # column of the log and error, such as "bought_at: negative"
+        _required("reason", pa.string()),
+        # raw row as JSON
+        _required("source", pa.string()),
     ]
 )
+"""Schema of rejects: one row per raw row or line that breaks the schema of events."""
 
 
 def items_schema(
@@ -78,13 +90,12 @@ def items_schema(
     attributes: Iterable[str] = (),
     numbers: Iterable[str] = (),
 ) -> pa.Schema:
-    """Return the schema of items: one row per item of the catalogue, sorted by `item_index`."""
+    """Return the schema of items: one row per item, sorted by `item_index`."""
     return pa.schema(
         [
-            pa.field(
-                "item_index", pa.int32(), nullable=False
-            ),  # dense, from 0, by item_id; appended ones follow
-            pa.field("item_id", pa.string(), nullable=False),
+            # dense, from 0, in the order of item_id; appended items follow
+            _required("item_index", pa.int32()),
+            _required("item_id", pa.string()),
             *(pa.field(f"text_{name}", pa.string()) for name in texts),
             *(pa.field(f"cat_{name}", pa.string()) for name in attributes),
             *(pa.field(f"num_{name}", pa.float32()) for name in numbers),
@@ -92,113 +103,107 @@ def items_schema(
     )
 
 
-def _list(name: str, value: pa.DataType) -> pa.Field:
-    """Return a field with a list of values per user."""
-    return pa.field(name, pa.list_(pa.field("item", value)), nullable=False)
-
-
 def sequences_schema(events: pa.Schema) -> pa.Schema:
     """Return the schema of retrieval sequences: one row per user.
 
-    Every column of `events` that is not a key becomes a list of equal length.
-    Behaviours are sorted by (timestamp_ms, request_id, position, item_id), with `ties:
-    log_order` by (timestamp_ms, position, item_id); if their label has a time of its
-    own, by that first. `requests` has one struct per request, in the order of time.
+    The columns of behaviours are lists of equal length. Behaviours are sorted by
+    (timestamp_ms, request_id, position, item_id), or with `ties: log_order` by
+    (timestamp_ms, position, item_id). If the behaviour label becomes known later than
+    its event, they are sorted by that time first. `requests` has one struct per
+    request, sorted by time.
+
+    Args:
+        events: Schema of the events.
     """
-    extra = [
-        field
-        for field in events
-        if field.name == "query" or field.name.startswith(CARRIED)
-    ]
     request = pa.struct(
         [
             pa.field("timestamp_ms", pa.int64()),
             pa.field("query", pa.string()),
-            pa.field(
-                "history_end", pa.int32()
-            ),  # behaviours known strictly before the request
-            pa.field("split", pa.string()),  # train, val or test
-            pa.field(
-                "candidates", pa.list_(pa.field("item", pa.int32()))
-            ),  # item_index; retrieval: the target
+            # number of behaviours known strictly before the request
+            pa.field("history_end", pa.int32()),
+            # train, val or test
+            pa.field("split", pa.string()),
+            # item_index of the target
+            pa.field("candidates", _list(pa.int32())),
         ]
     )
+    copied = [
+        field
+        for field in events
+        if field.name == "query" or field.name.startswith(CARRIED)
+    ]
     return pa.schema(
         [
-            pa.field("user_id", pa.string(), nullable=False),
-            _list("item_index", pa.int32()),
-            _list("timestamp_ms", pa.int64()),
-            *(_list(field.name, field.type) for field in extra),
-            _list("requests", request),
+            _required("user_id", pa.string()),
+            _user_list("item_index", pa.int32()),
+            _user_list("timestamp_ms", pa.int64()),
+            *(_user_list(field.name, field.type) for field in copied),
+            _user_list("requests", request),
         ]
     )
 
 
 QUERIES = pa.schema(
     [
-        pa.field(
-            "query_index", pa.int32(), nullable=False
-        ),  # dense, from 0, in the order of the text
-        pa.field("query", pa.string(), nullable=False),
+        # dense, from 0, in the order of the text
+        _required("query_index", pa.int32()),
+        _required("query", pa.string()),
     ]
 )
+"""Schema of queries: one row per distinct query of a search log."""
 
 
 def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa.Schema:
-    """Return the schema of the sequences of a search log: one row per user with a request.
+    """Return the schema of search sequences: one row per user with a request.
 
-    Behaviours are lists of equal length. They are results with the first of `labels`,
-    sorted by (timestamp_ms, request_id, position, item_id), and by `known_*` of the
-    label first if the log has it. `requests` has one struct per search, at its earliest
-    result, sorted by (timestamp_ms, request_id, query_index), with candidates sorted by
-    (position, timestamp_ms, item_id). Custom features, `num_*` and `cat_*` of events,
-    are in behaviours and in requests.
+    Behaviours are results with the first of `labels` set, as lists of equal length.
+    They are sorted by (timestamp_ms, request_id, position, item_id). If the label
+    becomes known later than its event, they are sorted by that time first. `requests`
+    has one struct per search at the time of its earliest result, sorted by
+    (timestamp_ms, request_id, query_index). Its candidates are sorted by (position,
+    timestamp_ms, item_id). Custom features (`num_*` and `cat_*` of events) are columns
+    of both behaviours and requests.
 
     Args:
         events: Schema of the events, with joined features.
-        labels: Bool labels.
-        features: Number F of features.
+        labels: Names of the bool labels.
+        features: Number F of computed features per candidate.
     """
-    extra = [field for field in events if field.name.startswith(CARRIED)]
-    own = [field for field in extra if field.name.startswith(("num_", "cat_"))]
+    carried = _carried_fields(events)
+    custom = [field for field in carried if field.name.startswith(("num_", "cat_"))]
     request = pa.struct(
         [
             pa.field("timestamp_ms", pa.int64()),
-            pa.field("query_index", pa.int32()),  # -1: no query
-            pa.field(
-                "history_end", pa.int32()
-            ),  # behaviours known strictly before the request
-            pa.field("split", pa.string()),  # train, val or test
-            pa.field(
-                "candidates", pa.list_(pa.field("item", pa.int32()))
-            ),  # item_index of each result shown
-            pa.field(
-                "positions", pa.list_(pa.field("item", pa.int32()))
-            ),  # its rank shown, from 0
-            *(
-                pa.field(f"label_{name}", pa.list_(pa.field("item", pa.bool_())))
-                for name in labels
-            ),
-            pa.field(
-                "features", pa.list_(pa.field("item", pa.float32()))
-            ),  # candidates x F, row after row
-            *(
-                pa.field(f.name, pa.list_(pa.field("item", f.type))) for f in own
-            ),  # of each candidate, as the log has it
+            # -1 if the search has no query
+            pa.field("query_index", pa.int32()),
+            # number of behaviours known strictly before the request
+            pa.field("history_end", pa.int32()),
+            # train, val or test
+            pa.field("split", pa.string()),
+            # item_index of each result
+            pa.field("candidates", _list(pa.int32())),
+            # rank of each result, from 0
+            pa.field("positions", _list(pa.int32())),
+            # label of each result
+            *(pa.field(f"label_{name}", _list(pa.bool_())) for name in labels),
+            # (candidates, F), flattened row by row
+            pa.field("features", _list(pa.float32())),
+            # custom features of each result, as logged
+            *(pa.field(field.name, _list(field.type)) for field in custom),
         ]
     )
     return pa.schema(
         [
-            pa.field("user_id", pa.string(), nullable=False),
-            _list("item_index", pa.int32()),
-            _list("timestamp_ms", pa.int64()),
-            _list("query_index", pa.int32()),  # -1: no query
-            _list("position", pa.int32()),
-            *(_list(field.name, field.type) for field in extra),
-            _list(
-                "features", pa.list_(pa.field("item", pa.float32()), features)
-            ),  # as of the request that showed the result
-            _list("requests", request),
+            _required("user_id", pa.string()),
+            _user_list("item_index", pa.int32()),
+            _user_list("timestamp_ms", pa.int64()),
+            # -1 if the search had no query
+            _user_list("query_index", pa.int32()),
+            _user_list("position", pa.int32()),
+            *(_user_list(field.name, field.type) for field in carried),
+            # features at the time of the request that showed the result
+            _user_list("features", pa.list_(pa.field("item", pa.float32()), features)),
+            _user_list("requests", request),
         ]
     )
 
@@ -206,14 +211,14 @@ def search_schema(events: pa.Schema, labels: Iterable[str], features: int) -> pa
 def actions_schema(
     events: pa.Schema, tasks: int, actions: int, features: int
 ) -> pa.Schema:
-    """Return the schema of the sequences of a log of actions: one row per user.
+    """Return the schema of action sequences: one row per user.
 
     All lists have an entry per impression, sorted by (timestamp_ms, request_id,
     position, item_id). The manifest names the `tasks`, `actions` and `features` in
-    order, and the values of each `cat_*` column in training (`viewers`). The context of
-    validation is the events before `train_end`, its candidates are the events up to
-    `val_end`. The context of test is the events before `val_end`, its candidates are
-    the others.
+    order, and the values of each `cat_*` column in training (`viewers`). Validation
+    has the events before `train_end` as context and the events from there to `val_end`
+    as candidates. Test has the events before `val_end` as context and the remaining
+    events as candidates.
 
     Args:
         events: Schema of the events, with joined features.
@@ -221,43 +226,45 @@ def actions_schema(
         actions: Number of actions that models read.
         features: Number of features.
     """
-    extra = [field for field in events if field.name.startswith(CARRIED)]
+    task_values = pa.list_(pa.field("item", pa.uint8()), tasks)
+    action_values = pa.list_(pa.field("item", pa.float32()), actions)
+    feature_values = pa.list_(pa.field("item", pa.float32()), features)
     return pa.schema(
         [
-            pa.field("user_id", pa.string(), nullable=False),
-            _list("item_index", pa.int32()),
-            _list("timestamp_ms", pa.int64()),
-            *(_list(field.name, field.type) for field in extra),
-            _list("tasks", pa.list_(pa.field("item", pa.uint8()), tasks)),  # 0 or 1
-            _list(
-                "actions", pa.list_(pa.field("item", pa.float32()), actions)
-            ),  # what models read, from 0 to 1
-            _list(
-                "features", pa.list_(pa.field("item", pa.float32()), features)
-            ),  # counts before the event or its cut
-            pa.field(
-                "train_end", pa.int32(), nullable=False
-            ),  # the user's events before the validation cut
-            pa.field(
-                "val_end", pa.int32(), nullable=False
-            ),  # the user's events before the test cut
+            _required("user_id", pa.string()),
+            _user_list("item_index", pa.int32()),
+            _user_list("timestamp_ms", pa.int64()),
+            *(_user_list(field.name, field.type) for field in _carried_fields(events)),
+            # targets of each task, 0 or 1
+            _user_list("tasks", task_values),
+            # inputs of models, from 0 to 1
+            _user_list("actions", action_values),
+            # counts before the event, or before the split time that it follows
+            _user_list("features", feature_values),
+            # number of events before the start of validation
+            _required("train_end", pa.int32()),
+            # number of events before the start of test
+            _required("val_end", pa.int32()),
         ]
     )
 
 
 def counts_schema(features: Iterable[Iterable[str]]) -> pa.Schema:
-    """Return the schema of counts before a moment of a search log: one row per item, query and pair.
+    """Return the schema of counts: one row per item, query, and (item, query) pair.
 
-    `features` are the names of features by kind of key, as in the manifest; features of
-    other kinds are null.
+    Args:
+        features: Names of the features, grouped by kind of key. In a row of one kind of
+            key, the features of the other kinds are null.
     """
+    names = [name for group in features for name in group]
     return pa.schema(
         [
-            pa.field("item_id", pa.string()),  # null in a row of a query
-            pa.field("query", pa.string()),  # null in a row of an item
-            *(
-                pa.field(name, pa.float32()) for names in features for name in names
-            ),  # as in the features of sequences
+            # null in a row of a query
+            pa.field("item_id", pa.string()),
+            # null in a row of an item
+            pa.field("query", pa.string()),
+            # values as in the features of sequences
+            *(pa.field(name, pa.float32()) for name in names),
         ]
     )
 
@@ -267,60 +274,66 @@ def embeddings_schema(
     keys: Iterable[str] = ("item_index",),
     vectors: Iterable[str] = ("embedding",),
 ) -> pa.Schema:
-    """Return the schema of embeddings: one row per item, query (`query_index`) or pair of both, sorted by the keys."""
+    """Return the schema of embeddings, sorted by the keys.
+
+    Args:
+        width: Dimension of the vectors.
+        keys: Names of the key columns: `item_index`, `query_index`, or both for
+            embeddings of pairs.
+        vectors: Names of the columns with vectors.
+    """
+    vector = pa.list_(pa.float32(), width)
     return pa.schema(
         [
-            *(pa.field(name, pa.int32(), nullable=False) for name in keys),
-            *(
-                pa.field(name, pa.list_(pa.float32(), width), nullable=False)
-                for name in vectors
-            ),
+            *(_required(name, pa.int32()) for name in keys),
+            *(_required(name, vector) for name in vectors),
         ]
     )
 
 
 TOKENS = pa.schema(
     [
-        pa.field("item_index", pa.int32(), nullable=False),  # sorted, dense
-        pa.field(
-            "tokens", pa.list_(pa.field("item", pa.int32())), nullable=False
-        ),  # of the document, as encoded
+        # dense, from 0, ascending
+        _required("item_index", pa.int32()),
+        # tokens of the item's document, as the text encoder reads them
+        _required("tokens", _list(pa.int32())),
     ]
 )
+"""Schema of tokens: one row per item."""
 
 SIDS = pa.schema(
     [
-        pa.field("item_index", pa.int32(), nullable=False),  # sorted, dense
-        pa.field(
-            "codes", pa.list_(pa.field("item", pa.uint16())), nullable=False
-        ),  # one code per level
+        # dense, from 0, ascending
+        _required("item_index", pa.int32()),
+        # one code per level
+        _required("codes", _list(pa.uint16())),
     ]
 )
+"""Schema of semantic IDs: one row per item."""
 
 QUANTIZER = pa.schema(
     [
-        pa.field(
-            "name", pa.string(), nullable=False
-        ),  # codebooks, or a weight of the RQ-VAE's encoder
-        pa.field("shape", pa.list_(pa.field("item", pa.int32())), nullable=False),
-        pa.field(
-            "values", pa.list_(pa.field("item", pa.float32())), nullable=False
-        ),  # row after row
+        # codebooks, or a weight of the RQ-VAE's encoder
+        _required("name", pa.string()),
+        _required("shape", _list(pa.int32())),
+        # row-major
+        _required("values", _list(pa.float32())),
     ]
 )
+"""Schema of a trained quantizer: one row per array."""
 
 TRIE = pa.schema(
     [
-        pa.field(
-            "level", pa.int16(), nullable=False
-        ),  # 0 for the edges that leave the root
-        pa.field(
-            "node", pa.int32(), nullable=False
-        ),  # parent: the edge's rank within the level above; root 0
-        pa.field("token", pa.uint16(), nullable=False),  # code on the edge
-        pa.field(
-            "child", pa.int32(), nullable=False
-        ),  # the edge's own rank within its level
-        pa.field("item_index", pa.int32()),  # set at the last level, null above it
+        # 0 for edges that leave the root
+        _required("level", pa.int16()),
+        # parent: rank of its edge within the level above, 0 for the root
+        _required("node", pa.int32()),
+        # code on the edge
+        _required("token", pa.uint16()),
+        # child: rank of the edge within its level
+        _required("child", pa.int32()),
+        # item at the last level, null above it
+        pa.field("item_index", pa.int32()),
     ]
 )
+"""Schema of the trie of semantic IDs: one row per edge."""

@@ -1,4 +1,4 @@
-"""Settings of `jobs.prepare` from files and options, and the checks that need no work and no Ray."""
+"""Parse the settings of `jobs.prepare`, and check them before any work starts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from models.storage.tables import UserError, check_output, join, read_manifest
 from models.storage.uri import check_writable
 from pipelines.data.engine import RayDataConfig
 from pipelines.data.kinds import KINDS
-from pipelines.data.prepare_config import PrepareConfig, refuse
+from pipelines.data.prepare_config import PrepareConfig, raise_first
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.times import MAX_TIME_MS, MIN_TIME_MS
 from pipelines.data.sequences.splits import SplitConfig
 
 STATISTICS = "statistics.json"
-"""File of the output that a run writes last."""
+"""Name of the file that a run writes last."""
 
 TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
-"""Folders of the output."""
+"""Names of the tables in the output folder."""
 
 
 def read_config(
@@ -29,31 +29,33 @@ def read_config(
     """Build the settings from plain values.
 
     Args:
-        layers: Values by key; later layers win, None means not given.
-        named: Returns how messages call a key.
+        layers: Values by key; later layers override earlier ones, and None keeps the
+            earlier value.
+        named: Returns the name of a key in messages.
 
     Raises:
-        UserError: for an unknown key or a value that is not allowed.
+        UserError: for an unknown key or an invalid value.
     """
     sections: dict[str, Any] = {"split": SplitConfig, "ray_data": RayDataConfig}
     sections |= {name: kind.config for name, kind in KINDS.items() if kind.config}
-    values, of_sections = _merge_layers(layers, sections)
+    values, section_values = _merge_layers(layers, sections)
     name = values.get("kind", PrepareConfig.kind)
     if name not in KINDS:
-        raise UserError(f"kind is '{name}'; it is one of {', '.join(KINDS)}")
+        raise UserError(f"kind is '{name}'; it must be one of {', '.join(KINDS)}")
     try:
-        configs = {
-            section: build(config, of_sections[section], f"prepare.{section}.", named)
-            for section, config in sections.items()
-        }
+        configs = {}
+        for section, config in sections.items():
+            prefix = f"prepare.{section}."
+            configs[section] = build(config, section_values[section], prefix, named)
         values |= {"split": configs["split"], "ray_data": configs["ray_data"]}
-        values["own"] = configs.get(name)
+        values["kind_config"] = configs.get(name)
         settings: PrepareConfig = build(PrepareConfig, values, "prepare.", named)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if settings.duplicates != "drop" and not KINDS[name].repeats:
+    if settings.duplicates != "drop" and not KINDS[name].allows_repeats:
         raise UserError(
-            f"duplicates is {settings.duplicates}, which is of kind retrieval; kind {name} shows an item once: use drop"
+            f"duplicates is {settings.duplicates}, which only kind retrieval supports; "
+            f"use drop for kind {name}, whose requests show an item once"
         )
     return settings
 
@@ -61,49 +63,68 @@ def read_config(
 def _merge_layers(
     layers: tuple[dict[str, Any], ...], sections: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the plain values and the values by section of all layers.
+    """Merge layers of settings.
+
+    Args:
+        layers: Values by key; later layers override earlier ones.
+        sections: Dataclass of each key whose value is a mapping.
+
+    Returns:
+        Values of the other keys, and values by section and key.
 
     Raises:
-        UserError: for an unknown key or a section that is not a mapping.
+        UserError: for an unknown key, or a section that is not a mapping.
     """
-    plain = [f.name for f in fields(PrepareConfig) if f.name != "own"]
-    known = list(dict.fromkeys([*plain, *sections]))
+    plain = [f.name for f in fields(PrepareConfig) if f.name != "kind_config"]
+    valid_keys = list(dict.fromkeys([*plain, *sections]))
     values: dict[str, Any] = {}
-    of_sections: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    section_values: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for layer in layers:
         check_known(
             layer,
-            known,
+            valid_keys,
             lambda key, near: (
-                f"unknown key 'prepare.{key}'; {did_you_mean_key(key, known)}"
+                f"unknown key 'prepare.{key}'; {did_you_mean_key(key, valid_keys)}"
             ),
         )
         for key, value in layer.items():
-            if key in sections:
-                if not isinstance(value or {}, dict):
-                    raise UserError(
-                        f"prepare.{key} is '{value}'; it is a mapping such as {{key: value}}"
-                    )
-                given = {k: v for k, v in (value or {}).items() if v is not None}
-                of_sections[key] |= given
-            elif value is not None:
+            if value is None:
+                continue
+            if key not in sections:
                 values[key] = value
-    return values, of_sections
+                continue
+            if value and not isinstance(value, dict):
+                raise UserError(
+                    f"prepare.{key} is '{value}'; it must be a mapping such as "
+                    f"{{key: value}}"
+                )
+            for section_key, section_value in (value or {}).items():
+                if section_value is not None:
+                    section_values[key][section_key] = section_value
+    return values, section_values
 
 
 def resolve_config(
     source: Log, input_uri: str, output_uri: str, config: PrepareConfig
 ) -> PrepareConfig:
-    """Check the settings before any work, and return them with the kind of split decided.
+    """Check the settings against the log, and resolve the split kind `auto`.
+
+    Args:
+        source: The raw log.
+        input_uri: Folder of the raw files.
+        output_uri: Folder of the tables.
+        config: Settings.
+
+    Returns:
+        The settings with `temporal` or `leave_last_out` as the kind of split.
 
     Raises:
-        UserError: if files are missing, the output cannot be written, or the settings
-            do
-            not fit the log.
+        UserError: if files are missing, the output folder cannot be written, or the
+            settings do not fit the log.
     """
     kind = KINDS[config.kind]
     _check_behaviour(source, config)
-    kind.check(source, config)
+    kind.check_settings(source, config)
     split: Any = config.split.resolve(source.info["clock"])
     _check_combinations(source, config, split)
     source.event_files(input_uri)
@@ -120,36 +141,41 @@ def resolve_config(
 
 
 def _check_behaviour(source: Log, config: PrepareConfig) -> None:
-    """Raise UserError for a behaviour that is not a bool label of the log."""
+    """Raise UserError if the behaviour is not a bool label of the log."""
     labels = source.info["labels"]
-    bools = [label for label, type_ in labels.items() if type_ == "bool"]
-    if config.behaviour is not None and config.behaviour not in bools:
+    bool_labels = [name for name, label_type in labels.items() if label_type == "bool"]
+    if config.behaviour is not None and config.behaviour not in bool_labels:
         raise UserError(
-            f"behaviour is '{config.behaviour}', which is no bool label of the log; "
-            f"those are: {', '.join(bools) or 'none'}"
+            f"behaviour is '{config.behaviour}', which is not a bool label of the log; "
+            f"its bool labels are: {', '.join(bool_labels) or 'none'}"
         )
 
 
 def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
-    """Raise UserError for settings that exclude each other, or that the log or the kind does not have.
+    """Raise UserError if settings conflict with each other, the log or the kind.
 
-    `split` is the resolved kind of split.
+    Args:
+        source: The raw log.
+        config: Settings.
+        split: Resolved kind of split.
     """
     info, name = source.info, config.kind
     kind, moment = KINDS[name], config.counts_as_of
     history = info.get("history")
     is_late = config.behaviour in info.get("known", {})
-    counts_nothing = kind.counted and not (info["clock"] and config.own.windows_days)
-    refuse(
+    counts_nothing = kind.has_counts and not (
+        info["clock"] and config.kind_config.windows_days
+    )
+    raise_first(
         (
-            history and not kind.repeats,
-            f"the log has a 'history', which is of kind retrieval, but kind is {name}; use "
-            "--kind retrieval, or take 'history' out of the source file",
+            history and not kind.allows_repeats,
+            f"the source file has 'history', which only kind retrieval supports, but "
+            f"kind is {name}; use --kind retrieval or remove 'history'",
         ),
         (
             history and config.duplicates != "drop",
-            f"duplicates is {config.duplicates}, but 'history' comes again in "
-            "each row of its user; use --duplicates drop",
+            f"duplicates is {config.duplicates}, but 'history' is repeated in each row "
+            "of its user; use --duplicates drop",
         ),
         (
             config.core_window == "train" and split != "temporal",
@@ -164,33 +190,34 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
         ),
         (
             is_late and config.ties != "strict",
-            f"ties is {config.ties}, but label '{config.behaviour}' is known later than "
-            "its event, so the log's order is not that of what is known: use --ties strict, or leave out its time or "
+            f"ties is {config.ties}, but label '{config.behaviour}' becomes known "
+            "later than its event, so the order of the log is not the order in which "
+            "labels become known; use --ties strict, or remove the label's time or "
             "delay",
         ),
         (
-            moment is not None and not kind.counted,
-            f"counts_as_of is given, which is of kind search; leave it out for "
+            moment is not None and not kind.has_counts,
+            f"counts_as_of is set, which only kind search supports; remove it for "
             f"kind {name}",
         ),
         (
             moment is not None and counts_nothing,
-            "counts_as_of is given, but nothing is counted without clock times or search.windows_days; leave "
-            "it out",
+            "counts_as_of is set, but a log without clock times, or with empty "
+            "search.windows_days, has no counts; remove counts_as_of",
         ),
         (
             moment is not None and not MIN_TIME_MS <= moment <= MAX_TIME_MS,
-            f"counts_as_of is {moment} ms, which is not of the "
-            "years 1980 to 2099; give a moment such as 2022-05-07 or epoch ms",
+            f"counts_as_of is {moment} ms, outside of the years 1980 to 2099; use a "
+            "time such as 2022-05-07, or epoch ms",
         ),
         (
-            config.catalogue is not None and not kind.repeats,
-            f"catalogue is given, which is of kind retrieval; leave it "
-            f"out for kind {name}",
+            config.catalogue is not None and not kind.allows_repeats,
+            f"catalogue is set, which only kind retrieval supports; remove it for "
+            f"kind {name}",
         ),
         (
-            source.as_of and not kind.as_of,
+            source.as_of and not kind.reads_as_of_features,
             f"as_of.{next(iter(source.as_of), '')} has features of requests, which "
-            f"models of kind {name} do not read",
+            f"models of kind {name} do not read; remove it from the source file",
         ),
     )

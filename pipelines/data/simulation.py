@@ -1,11 +1,12 @@
-"""Shared by the simulators: sizes and seed, clusters of items with texts, times, and the writing of a log.
+"""Parts that all simulators of logs share: settings, item texts, times and writing.
 
-A result on a simulated log is always labelled simulated. No Ray.
+Results on a simulated log are always labelled as simulated.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
@@ -21,43 +22,52 @@ from models.storage.tables import UserError, join, open_uri
 from models.storage.uri import check_writable, write_file
 
 RECORD = "simulation.json"
-"""File with the settings of a simulated log, which is written last."""
+"""Name of the file with the settings of a simulated log, which is written last."""
 
 VERSION = 1
-"""Version of the log that a seed gives."""
+"""Version of the simulators; raised when a seed gives another log."""
 
-FOLLOWERS = 3
-"""Items that follow an item."""
+NEXT_ITEMS = 3
+"""Number of items that are likely to follow an item."""
 
-TASTES = 3
-"""Clusters of a user."""
+CLUSTERS_PER_USER = 3
+"""Number of clusters that a user likes."""
 
-SKEW = 2.0
-"""Items are drawn by rank n * u**SKEW, u uniform: above 1, low ranks are more
-popular."""
+POPULARITY_SKEW = 2.0
+"""Exponent of the popularity of items: of n items, the one at index n * u**skew is
+drawn, u uniform, so that values above 1 favour low indices."""
 
 START_MS = 1_704_067_200_000
-"""Begin of the log: 1 January 2024, UTC."""
+"""Start of simulated logs in epoch ms: 1 January 2024, UTC."""
 
 SPAN_MS = 90 * 86_400_000
-"""Length of the log."""
+"""Length of simulated logs in ms."""
 
 ROWS_PER_FILE = 1 << 20
 
 # Split from text: eighty words in quotes of their own are harder to read.
-NOUNS = """lamp kettle drill notebook backpack headphones blanket skillet keyboard tripod jacket racket puzzle
-mirror planter thermos wrench speaker candle charger hammock pillow camera sandal guitar toaster helmet ruler
-vase stapler monitor scarf bicycle telescope grinder tent paintbrush mattress microphone watch shelf razor
-printer glove violin blender harness compass teapot router ladder brush easel curtain kayak drone anvil
-stroller binoculars whistle""".split()  # noqa: SIM905
-STYLES = """alpine vintage cordless ceramic bamboo marine velvet titanium organic nordic tactical desert retro
-carbon rustic studio compact orbital botanical electric woolen copper coastal urban feather granite magnetic
-solar linen thermal""".split()  # noqa: SIM905
-TRAITS = """durable washable foldable lightweight waterproof adjustable rechargeable quiet insulated portable
-handmade scratchproof breathable reusable wireless heavyduty slim flexible antislip dimmable recycled stackable
-polished padded""".split()  # noqa: SIM905
-MAKERS = """Arden Bexley Corvia Dunmore Elwood Farrow Glenhart Harrick Ivara Jorvik Kestrel Lunden Marlowe
-Norvane Oakridge Penrose Quillon Rowanta Silvern Tamsin""".split()  # noqa: SIM905
+NOUNS = """
+lamp kettle drill notebook backpack headphones blanket skillet keyboard tripod
+jacket racket puzzle mirror planter thermos wrench speaker candle charger hammock
+pillow camera sandal guitar toaster helmet ruler vase stapler monitor scarf bicycle
+telescope grinder tent paintbrush mattress microphone watch shelf razor printer
+glove violin blender harness compass teapot router ladder brush easel curtain kayak
+drone anvil stroller binoculars whistle
+""".split()  # noqa: SIM905
+STYLES = """
+alpine vintage cordless ceramic bamboo marine velvet titanium organic nordic
+tactical desert retro carbon rustic studio compact orbital botanical electric woolen
+copper coastal urban feather granite magnetic solar linen thermal
+""".split()  # noqa: SIM905
+TRAITS = """
+durable washable foldable lightweight waterproof adjustable rechargeable quiet
+insulated portable handmade scratchproof breathable reusable wireless heavyduty slim
+flexible antislip dimmable recycled stackable polished padded
+""".split()  # noqa: SIM905
+MAKERS = """
+Arden Bexley Corvia Dunmore Elwood Farrow Glenhart Harrick Ivara Jorvik Kestrel
+Lunden Marlowe Norvane Oakridge Penrose Quillon Rowanta Silvern Tamsin
+""".split()  # noqa: SIM905
 
 
 @dataclass(frozen=True)
@@ -65,65 +75,67 @@ class Settings:
     """Size and seed of a simulated log."""
 
     users: int = 1500
-    """Users, each with at least one event or search."""
+    """Number of users, each with at least one event or search."""
     items: int = 400
-    """Items of the catalogue; rare ones may have no event."""
+    """Number of items in the catalogue; rare items may have no event."""
     events: int = 15_000
-    """Events or searches, exactly."""
+    """Exact number of events or searches."""
     seed: int = 42
-    """The same seed and sizes give the same log, byte for byte."""
+    """Seed; the same seed and sizes give the same log, byte for byte."""
     files: int = field(default=1, kw_only=True)
-    """Files of equally many events, in the order of time, such as 14 days; more of a
-    large log."""
+    """Minimum number of files with equally many events, in the order of time; a large
+    log has more files."""
 
     unit: ClassVar[str] = "events"
-    """Unit of `events`."""
+    """Plural noun for what `events` counts."""
 
     def __post_init__(self) -> None:
         if self.users < 1:
             raise ValueError(
-                f"users is {self.users}, the least is 1; give a positive number"
+                f"users is {self.users}, but must be at least 1; use a positive number"
             )
         if self.items < 8:
             raise ValueError(
-                f"items is {self.items}, the least is 8; a catalogue needs some clusters"
+                f"items is {self.items}, but must be at least 8 to form clusters; use "
+                f"a larger catalogue"
             )
         if self.events < self.users:
             raise ValueError(
-                f"events is {self.events} for {self.users} users; give at least one event per user"
+                f"events is {self.events} for {self.users} users; use at least one "
+                f"event per user"
             )
         if not 1 <= self.files <= self.events:
             raise ValueError(
-                f"files is {self.files}; give from 1 to as many as there are events, {self.events}"
+                f"files is {self.files}; use 1 to {self.events}, the number of events"
             )
         if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; give 0 or more")
+            raise ValueError(f"seed is {self.seed}; use 0 or more")
 
     def describe(self) -> str:
-        """Return a description of the causes, which follows the sizes."""
+        """Return the text that `jobs.simulate` prints after the sizes of the log."""
         return ""
 
 
 @dataclass(frozen=True)
 class World:
-    """Causes of a simulated log. K clusters, N items, U users."""
+    """Ground truth of a simulated log: K clusters, N items, U users."""
 
     cluster: np.ndarray
-    """(N,) the cluster of each item."""
+    """(N,) cluster of each item."""
     members: np.ndarray
-    """(N,) items grouped by cluster, the more popular first."""
+    """(N,) items grouped by cluster, popular items first."""
     starts: np.ndarray
-    """(K + 1,) first of each cluster's members."""
+    """(K + 1,) offset of each cluster's first item in `members`."""
     following_cluster: np.ndarray
-    """(K,) the cluster that follows: one cycle through all of them."""
+    """(K,) cluster that follows each cluster, in one cycle through all clusters."""
     following: np.ndarray
-    """(N, FOLLOWERS) the items that follow each item, the likeliest first."""
+    """(N, NEXT_ITEMS) items that follow each item, the likeliest first."""
     tastes: np.ndarray
-    """(U, TASTES) the clusters of each user."""
+    """(U, CLUSTERS_PER_USER) clusters that each user likes."""
 
 
 def make_world(settings: Settings) -> World:
-    """Draw the causes."""
+    """Draw clusters of items, successors of items and tastes of users."""
     rng = np.random.default_rng([settings.seed, 1])
     clusters = int(np.clip(np.sqrt(settings.items), 4, len(NOUNS) * len(STYLES)))
     members = rng.permutation(settings.items).astype(np.int32)
@@ -133,32 +145,45 @@ def make_world(settings: Settings) -> World:
     cycle = rng.permutation(clusters)
     following_cluster = np.empty(clusters, dtype=np.int32)
     following_cluster[cycle] = np.roll(cycle, -1)
-    goal = following_cluster[cluster]
-    draw = rng.random((settings.items, FOLLOWERS))
-    following = members[
-        starts[goal, None] + (draw * np.diff(starts)[goal, None]).astype(np.int64)
-    ]
-    tastes = (clusters * rng.random((settings.users, TASTES)) ** 1.5).astype(
-        np.int32
-    )  # some clusters are liked more
+    # (N, 1) next cluster of each item, and (N, NEXT_ITEMS) offsets of items in it
+    next_cluster = following_cluster[cluster][:, None]
+    sizes = np.diff(starts)
+    uniform = rng.random((settings.items, NEXT_ITEMS))
+    offset = (uniform * sizes[next_cluster]).astype(np.int64)
+    following = members[starts[next_cluster] + offset]
+    # the exponent makes some clusters more popular than others
+    uniform = rng.random((settings.users, CLUSTERS_PER_USER))
+    tastes = (clusters * uniform**1.5).astype(np.int32)
     return World(cluster, members, starts, following_cluster, following, tastes)
 
 
 def draw_lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
-    """Return (U,) events per user: long-tailed, descending, of the exact sum, at least 5 if the log has enough."""
-    least = min(5, settings.events // settings.users)
+    """Draw the number of events of each user from a long-tailed distribution.
+
+    Returns:
+        (U,) descending numbers that sum to `settings.events`, each at least 5 if there
+        are enough events.
+    """
+    minimum = min(5, settings.events // settings.users)
     weight = rng.lognormal(0.0, 0.8, settings.users)
-    rest = rng.multinomial(
-        settings.events - least * settings.users, weight / weight.sum()
-    )
-    return -np.sort(-(least + rest))
+    remaining = settings.events - minimum * settings.users
+    lengths = minimum + rng.multinomial(remaining, weight / weight.sum())
+    return np.sort(lengths)[::-1]
 
 
 def draw_times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return (E,) ms, strictly increasing per user: bursts within a part of the log's span."""
+    """Draw the times of events: sessions within a part of the log's span.
+
+    Args:
+        lengths: (U,) number of events of each user.
+        rng: Random generator.
+
+    Returns:
+        (E,) epoch ms of the events, grouped by user and strictly increasing per user.
+    """
     total = int(lengths.sum())
     first = lengths_to_starts(lengths)
-    # heavy-tailed gaps: sessions, then days of nothing
+    # heavy-tailed gaps: sessions, then days without an event
     elapsed = np.cumsum(rng.lognormal(0.0, 2.0, total))
     begin = np.repeat(elapsed[first], lengths)
     duration = np.repeat(elapsed[first + lengths - 1], lengths) - begin
@@ -171,21 +196,31 @@ def draw_times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def make_ids(prefix: str, count: int) -> pa.Array:
-    """Return ids of the prefix and a number of fixed width, from 0."""
+    """Return (count,) ids: the prefix and a number from 0, padded to a fixed width."""
     numbers = pl.int_range(count, eager=True).cast(pl.String)
     ids = prefix + numbers.str.zfill(len(str(count - 1)))
     return ids.to_arrow().cast(pa.string())
 
 
 def item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Table:
-    """Return titles and descriptions of the words of each item's cluster, with a maker and a model number."""
+    """Return titles, brands and descriptions made of the words of each item's cluster.
+
+    Args:
+        world: Clusters of the items.
+        ids: (N,) ids of the items.
+        rng: Random generator.
+
+    Returns:
+        Table with the columns item_id, title, brand and description.
+    """
     count, clusters = len(world.cluster), len(world.starts) - 1
     noun = np.arange(clusters) % len(NOUNS)
     style = (np.arange(clusters) // len(NOUNS) + np.arange(clusters)) % len(STYLES)
-    makers = rng.integers(0, len(MAKERS), (clusters, 3))  # a cluster's three makers
+    # (K, 3) makers and (K, 6) traits of each cluster
+    makers = rng.integers(0, len(MAKERS), (clusters, 3))
     traits = np.array([rng.permutation(len(TRAITS))[:6] for _ in range(clusters)])
     cluster = world.cluster
-    # three of the cluster's six traits
+    # (N, 3) three of the six traits for each item
     chosen = np.argsort(rng.random((count, 6)), axis=1)[:, :3]
 
     def words(vocabulary: list[str], index: np.ndarray) -> pl.Series:
@@ -230,7 +265,7 @@ def item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Tabl
 
 
 def write_parquet(uri: str, table: pa.Table) -> None:
-    """Write one file of a raw log."""
+    """Write a table as a Parquet file of a raw log."""
     filesystem, path = open_uri(uri)
     with filesystem.open_output_stream(path) as stream:
         pq.write_table(
@@ -239,7 +274,13 @@ def write_parquet(uri: str, table: pa.Table) -> None:
 
 
 def is_simulated(output_dir: str, settings: Settings, kind: str = "retrieval") -> bool:
-    """Return whether the folder holds the finished log of these settings."""
+    """Return whether the folder holds the finished log of these settings.
+
+    Args:
+        output_dir: Folder of the log.
+        settings: Settings of the log.
+        kind: Name of the simulator, as in `jobs.simulate --kind`.
+    """
     filesystem, path = open_uri(join(output_dir, RECORD))
     if filesystem.get_file_info(path).type != fs.FileType.File:
         return False
@@ -248,7 +289,7 @@ def is_simulated(output_dir: str, settings: Settings, kind: str = "retrieval") -
 
 
 def to_record(settings: Settings, kind: str) -> str:
-    """Return the content of `simulation.json`: the settings that give this log again."""
+    """Return the content of `simulation.json`: the settings that reproduce the log."""
     return json.dumps(
         {"simulated": kind, "version": VERSION, **asdict(settings)},
         indent=2,
@@ -257,25 +298,30 @@ def to_record(settings: Settings, kind: str) -> str:
 
 
 def clear_log(output_dir: str) -> None:
-    """Remove an earlier simulated log. Raise UserError if the folder holds other files."""
+    """Remove an earlier simulated log.
+
+    Raises:
+        UserError: if the folder holds other files.
+    """
     filesystem, root = open_uri(output_dir)
     entries = filesystem.get_file_info(fs.FileSelector(root))
     for entry in entries:
         name = entry.base_name
         if name not in (RECORD, "items.parquet") and not name.startswith("events-"):
             raise UserError(
-                f"{output_dir} holds '{name}', which is no simulated log; choose a new or empty folder"
+                f"{output_dir} holds '{name}', which is not a file of a simulated log; "
+                f"choose a new or empty folder"
             )
-    # The record goes first: without it the rest is an unfinished log.
+    # Without the record, which is removed first, the other files are an unfinished log.
     for entry in sorted(entries, key=lambda entry: entry.base_name != RECORD):
         filesystem.delete_file(entry.path)
 
 
-def open_log(output_dir: str) -> None:
-    """Make an empty folder, a local path or URI.
+def create_log_folder(output_dir: str) -> None:
+    """Create an empty folder for a log, at a local path or URI.
 
     Raises:
-        UserError: for a folder that holds other files or cannot be written.
+        UserError: if the folder holds other files or cannot be written.
     """
     check_writable(output_dir)
     filesystem, root = open_uri(output_dir)
@@ -292,20 +338,21 @@ def write_log(
     make_items: Callable[[], pa.Table],
     width: int = 1,
 ) -> None:
-    """Write `events-*.parquet` in the order of time, `items.parquet` and, last, the record of the settings.
+    """Write `events-*.parquet` in the order of time, `items.parquet`, and the settings.
 
     Args:
-        output_dir: The folder.
-        kind: Name of the kind of log.
+        output_dir: Folder of the log.
+        kind: Name of the simulator, as in `jobs.simulate --kind`.
         settings: Settings of the log.
-        time: (E,) ms of each event or search.
-        make_rows: Called with the numbers of events or searches and the rank in time of
-            the first one. Returns their rows.
+        time: (E,) epoch ms of each event or search.
+        make_rows: Returns the rows of a file, given the indices of its events or
+            searches and the rank in time of the first one.
         make_items: Returns the rows of the item file.
-        width: Rows of each event or search.
+        width: Number of rows of each event or search.
     """
     order = np.argsort(time, kind="stable")
-    per_file = min(max(1, ROWS_PER_FILE // width), -(-len(order) // settings.files))
+    max_per_file = max(1, ROWS_PER_FILE // width)
+    per_file = min(max_per_file, math.ceil(len(order) / settings.files))
     for number, first in enumerate(range(0, len(order), per_file)):
         table = make_rows(order[first : first + per_file], first)
         write_parquet(join(output_dir, f"events-{number:05d}.parquet"), table)

@@ -1,8 +1,8 @@
-"""statistics.json: the figures by which papers describe a dataset, and what the pipeline left out.
+"""The content of statistics.json: sizes of a dataset, and counts of dropped rows.
 
 `users`, `items`, `interactions`, `sparsity` (the share of (user, item) pairs without an
-interaction) and `mean_length` are the columns of Tables 10 and 13 of the SID-MLP paper;
-the branching per digit of its Table 7 is in the manifest of `trie`.
+interaction) and `mean_length` are the columns of Tables 10 and 13 of the SID-MLP paper.
+The branching per digit of its Table 7 is in the manifest of `trie`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pipelines.data.kinds import KINDS
 from pipelines.data.sequences.splits import SPLITS
 
 PER_SPLIT = ("requests", "requests_without_history", "events")
-"""Entries of `info` with a number per split."""
+"""Entries of the `info` of sequences that have a number per split."""
 
 
 def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[str, Any]:
-    """Return the statistics of a dataset, from the manifests of its tables alone."""
+    """Return the statistics of a dataset from the manifests of its tables."""
     info = sequences.info
     users, interactions = info["users"], info["interactions"]
     statistics = {
@@ -28,8 +28,7 @@ def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[st
         "sparsity": round(1 - info["pairs"] / (users * items.rows), 6),
         "mean_length": round(interactions / users, 4),
         "max_length": info["max_length"],
-        # sorted, so that a split gives the same bytes whether just computed or read
-        # back
+        # Sorted keys give the same bytes for a computed and a reloaded split.
         "split": dict(sorted(info["split"].items())),
     }
     for name in PER_SPLIT:

@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 from models.config import check_shares
 from models.storage.tables import UserError
 from pipelines.data.events.columns import bool_column
-from pipelines.data.prepare_config import PrepareConfig, refuse
+from pipelines.data.prepare_config import PrepareConfig, raise_first
 from pipelines.data.reading.durations import WindowSettings
 from pipelines.data.reading.log import FORBID_EXTRA, Log, check_names, check_range
 
@@ -358,7 +358,7 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     """
     clock = source.info["clock"]
     late_label = min(source.info.get("known", {}), default=None)
-    refuse(
+    raise_first(
         (
             not clock,
             "the log has only an order of events, but a log of actions needs clock "
@@ -393,7 +393,7 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
         ),
     )
     try:
-        resolved: ActionsConfig = config.own.resolve(
+        resolved: ActionsConfig = config.kind_config.resolve(
             source.info, source.items_columns[1]
         )
     except ValueError as error:

@@ -29,7 +29,7 @@ class Actions(Kind):
 
     name = "actions"
     config = ActionsConfig
-    as_of = True
+    reads_as_of_features = True
     statistics = (
         "base_rates",
         "users_with_candidates",
@@ -39,24 +39,24 @@ class Actions(Kind):
         "events_outside",
         "dropped",
     )
-    texts = ("items",)
-    model = "attn_mvp"
-    without = ("history", "known", "targets", "queries")
-    simulated = "feed"
-    source = "simulated_feed"
-    settings = FeedSettings
+    text_tables = ("items",)
+    first_model = "attn_mvp"
+    skipped_rules = ("history", "known", "targets", "queries")
+    simulated_name = "feed"
+    simulated_source = "simulated_feed"
+    simulator_settings = FeedSettings
 
-    def check(self, source: Log, config: PrepareConfig) -> None:
+    def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Raise UserError for settings that do not fit a log of actions."""
         check_actions(source, config)
 
-    def sequences(
+    def make_sequences(
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     ) -> Manifest:
         """Make `sequences`, and the tables of features that have times of their own."""
         return make_actions(run, events, items, split)
 
-    def audit(
+    def audit_sequences(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
     ) -> pl.DataFrame:
         """Check the rules on `sequences`; users with catalogue events must be in it."""

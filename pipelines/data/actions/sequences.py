@@ -371,7 +371,7 @@ class ActionsStep(SequencesStep):
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that the table depends on, including those of the actions."""
-        return super().settings | {"actions": asdict(self.run.config.own)}
+        return super().settings | {"actions": asdict(self.run.config.kind_config)}
 
     @cached_property
     def label_stats(self) -> LabelStats:

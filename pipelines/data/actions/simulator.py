@@ -30,13 +30,13 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.data.simulation import (
-    SKEW,
+    POPULARITY_SKEW,
     START_MS,
     Settings,
+    create_log_folder,
     draw_lengths,
     draw_times,
     make_ids,
-    open_log,
     write_log,
 )
 
@@ -182,7 +182,7 @@ def draw_feed(settings: FeedSettings) -> Feed:
     uniform = rng.random(settings.events)
     time = None
     # items with low indices are popular
-    item = (settings.items * uniform**SKEW).astype(np.int32)
+    item = (settings.items * uniform**POPULARITY_SKEW).astype(np.int32)
     if settings.shown_days:
         # a window of equally many items moves over the items in the course of the log
         time = draw_times(lengths, np.random.default_rng([settings.seed, 4]))
@@ -246,7 +246,7 @@ def simulate_feed(output_dir: str, settings: FeedSettings) -> Feed:
     Raises:
         UserError: If the folder cannot be written, or holds other files.
     """
-    open_log(output_dir)
+    create_log_folder(output_dir)
     feed = draw_feed(settings)
     user_ids, item_ids = make_ids("u", settings.users), make_ids("i", settings.items)
 

@@ -67,7 +67,7 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
             f"{', '.join(KINDS)}"
         )
     kind = KINDS[name]
-    tables = Tables.open(uri, kind.all_shown)
+    tables = Tables.open(uri, kind.uses_all_events)
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
     progress("files")
     check_files(tables, rules["files"])
@@ -79,14 +79,14 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         check_events(tables, rules)
         core_users = check_catalogue(tables, rules["catalogue"])
         progress("sequences")
-        users = kind.audit(tables, rules, core_users)
+        users = kind.audit_sequences(tables, rules, core_users)
         check_users(tables, users, rules["users"])
     except pl.exceptions.ColumnNotFoundError as error:
         raise UserError(
             f"{uri} was not written by this version of jobs.prepare: "
             f"{str(error).partition(';')[0]}; make the tables again"
         ) from error
-    skipped = {*kind.without}
+    skipped = {*kind.skipped_rules}
     if not any(name.startswith("known_") for name in tables.event_columns):
         skipped.add("known")
     if not (tables.info.get("split") or {}).get("folds"):

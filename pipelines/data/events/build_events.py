@@ -1,15 +1,15 @@
-"""Raw files to the events table: read, validate, shuffle by user, sort, drop duplicates, write.
+"""Build the tables `events` and `rejects` from raw files.
 
-`python -m jobs.prepare` runs `make_events`. Ray Data brings the rows of a user
-together (`engine.py`); numpy, Arrow and polars work on whole partitions. After this
-step every user is in exactly one part, sorted, so that each later step is one task per
-part.
+`python -m jobs.prepare` calls `make_events`. Rows are read, validated and shuffled by
+user (`engine.py`). Kernels on whole partitions sort them, drop duplicates and write one
+part each. As every user is in exactly one part, later steps run one task per part.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ from pipelines.data.events.event_stats import (
 )
 from pipelines.data.events.matching import Match, check_matched
 from pipelines.data.events.order_events import LOG_PLACE, order_events
-from pipelines.data.prepare_config import refuse
+from pipelines.data.prepare_config import raise_first
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.read import FilePart, split_file
 from pipelines.data.reading.rows import RejectCounts, check_missing, common_missing
@@ -50,10 +50,10 @@ from pipelines.data.run import Run
 from pipelines.data.schemas import REJECTS
 
 BYTES_PER_PARTITION = 32 << 20
-"""Bytes of raw text per partition; a partition then sorts in a few hundred MB."""
+"""Bytes of raw text per partition; sorting a partition takes a few hundred MB."""
 
-BYTES_OF_TEXT = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}
-"""Bytes of text per byte of a file, by the file's suffix."""
+EXPANSION = {"gz": 4, "zst": 4, "bz2": 6, "parquet": 6}
+"""Estimated bytes of text per byte of a file, by the suffix of the file."""
 
 DUPLICATES_WORD = {"drop": "dropped", "keep": "kept"}
 
@@ -63,16 +63,16 @@ yet."""
 
 
 def count_partitions(uris: list[str]) -> int:
-    """Return the number of partitions for raw files of these sizes."""
-    total = 0
+    """Return the number of partitions for raw files, from their sizes and suffixes."""
+    text_bytes = 0
     for uri in uris:
         filesystem, path = open_uri(uri)
         suffix = uri.rsplit(".", 1)[-1].lower()
-        total += filesystem.get_file_info(path).size * BYTES_OF_TEXT.get(suffix, 1)
-    return max(1, -(-total // BYTES_PER_PARTITION))
+        text_bytes += filesystem.get_file_info(path).size * EXPANSION.get(suffix, 1)
+    return max(1, math.ceil(text_bytes / BYTES_PER_PARTITION))
 
 
-# The step: which files are read, and what the manifest records.
+# The step: which files to read, and what the manifests record.
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,27 @@ class LogFiles:
     """Files of a log, relative to the input folder."""
 
     events: list[str]
-    """Files of events that are read; when appending, the new ones."""
+    """Event files to read; when appending, only the new files."""
     users: list[str]
     """User files."""
     stamps: dict[str, list[int]]
-    """Size and time of change of these files, and of those that the tables have."""
+    """[size, modification time in ns] of these files and of files in the tables."""
 
 
 def make_events(run: Run, partitions: int) -> tuple[Manifest, LoadStats]:
-    """Make `events` and `rejects`, or add new files to them. Return the manifest and its statistics.
+    """Write the tables `events` and `rejects`, or append new files to them.
+
+    Args:
+        run: The run.
+        partitions: Number of partitions; ignored for existing events that are appended
+            to, unless the configuration sets it.
+
+    Returns:
+        The manifest of the events, and a function that returns their statistics.
 
     Raises:
-        UserError: if the log cannot be read, too many rows are rejected, or the tables
-            would not equal those of all files at once.
+        UserError: if the log cannot be read, too many rows are rejected, or appending
+            would give other tables than reading all files at once.
     """
     earlier = run.tables.appended_version("events")
     if earlier:
@@ -104,7 +112,7 @@ def make_events(run: Run, partitions: int) -> tuple[Manifest, LoadStats]:
         files = _check_append(run, earlier, settings, files)
         if not files.events:
             run.report(
-                f"events: up to date, {pluralize(earlier.rows, 'row')}; all files were there before"
+                f"events: up to date, {pluralize(earlier.rows, 'row')}; no new files"
             )
             return earlier, _stats_loader(run, earlier)
     else:
@@ -117,6 +125,7 @@ def make_events(run: Run, partitions: int) -> tuple[Manifest, LoadStats]:
 
 
 def _stats_loader(run: Run, events: Manifest) -> LoadStats:
+    """Return a function that reads the statistics of events on its first call."""
     loaded: list[EventStats] = []
 
     def load() -> EventStats:
@@ -130,20 +139,20 @@ def _stats_loader(run: Run, events: Manifest) -> LoadStats:
 
 
 def _events_settings(run: Run, partitions: int) -> dict[str, Any]:
+    """Return the settings of the events, as a manifest records them."""
     settings = {
         "source": run.source.events_config,
         "ties": run.config.ties,
         "partitions": partitions,
         "duplicates": run.config.duplicates,
     }
-    # as they are read back from a manifest
     return dict(json.loads(json.dumps(settings, default=str)))
 
 
 def _check_append(
     run: Run, earlier: Manifest, settings: dict[str, Any], files: LogFiles
 ) -> LogFiles:
-    """Return the files that the tables do not have.
+    """Check that files can be appended to the events, and return the new files.
 
     Args:
         run: The run.
@@ -152,7 +161,7 @@ def _check_append(
         files: All files of the log.
 
     Raises:
-        UserError: if appending would not give the tables of all files at once.
+        UserError: if appending would give other tables than reading all files at once.
     """
     source, old = run.source, earlier.info["stamps"]
     old_user_files = {*earlier.info["user_files"]}
@@ -171,48 +180,49 @@ def _check_append(
     log_order = run.config.ties == "log_order"
     too_early = [file for file in new_files if file < max(old_files)]
     opening = f"--append to {run.tables.table_uri('events')}"
-    refuse(
+    raise_first(
         (
             differing,
-            f"{opening}: they were made with another {', '.join(differing)}; use the same, or --overwrite",
+            f"{opening}: the table was made with another {', '.join(differing)}; use "
+            f"the same settings, or --overwrite",
         ),
         (
             gone,
-            f"{opening}: files is '{source.files}', which {', '.join(gone[:1])} does not "
-            "match, though they have its events; give a pattern of the old files too, "
-            "or use --overwrite",
+            f"{opening}: {', '.join(gone[:1])}, whose events the table has, does not "
+            f"match files '{source.files}'; use a pattern that also matches the old "
+            f"files, or --overwrite",
         ),
         (
             changed,
-            f"{opening}: {', '.join(changed[:1])} is not what it was when they were made; give new events in files "
-            "of new names, or use --overwrite",
+            f"{opening}: {', '.join(changed[:1])} has changed since the table was "
+            "made; write new events to new files, or use --overwrite",
         ),
         (
             source.event_time.column is None and not source.sequence,
-            f"{opening}: times are the order of rows, which new files "
-            "have of their own; use --overwrite",
+            f"{opening}: times are the order of rows, which cannot be compared between "
+            "old and new files; use --overwrite",
         ),
         (
             log_order and "position" not in source.absent_columns,
-            f"{opening}: ties is log_order and the log has positions, which are "
-            "lost where ties were ordered; use --overwrite",
+            f"{opening}: ties is log_order and the log has positions, which the table "
+            "does not keep for tied events; use --overwrite",
         ),
         (
             log_order and too_early,
-            f"{opening}: ties is log_order, and {', '.join(too_early[:1])} comes before files that they have in "
-            "the order of names; use --overwrite",
+            f"{opening}: ties is log_order, and {', '.join(too_early[:1])} sorts "
+            "before a file that the table already has; use --overwrite",
         ),
     )
     return LogFiles(new_files, files.users, {**old, **files.stamps})
 
 
 def differs_beyond_files(source: dict[str, Any], earlier: dict[str, Any]) -> bool:
-    """Return whether two mappings read events differently, whichever files they match."""
+    """Return whether two mappings differ in more than the pattern of event files."""
     return {**source, "files": ""} != {**earlier, "files": ""}
 
 
 def _changed_files(run: Run, earlier: Manifest, files: LogFiles) -> list[str]:
-    """Return the files of the earlier version with another stamp and another content."""
+    """Return the files of the earlier version whose stamp and content have changed."""
     old = earlier.info["stamps"]
     changed = []
     for file, stamp in files.stamps.items():
@@ -224,7 +234,7 @@ def _changed_files(run: Run, earlier: Manifest, files: LogFiles) -> list[str]:
 
 
 def _hash_file(run: Run, file: str) -> str:
-    """Return the hash that `read_partitions` would record of a file of events."""
+    """Return the hash that `read_partitions` would record for an event file."""
     uri = join(run.input, file)
     digests = []
     for piece in split_file(uri, run.source, run.engine.settings.read_mb << 20):
@@ -236,7 +246,7 @@ def _hash_file(run: Run, file: str) -> str:
 
 
 def _combine_digests(digests: list[str]) -> str:
-    """Return the hash of a file from the hashes of its pieces, in order."""
+    """Combine the hashes of a file's pieces, in order, to the hash of the file."""
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
@@ -245,17 +255,25 @@ def _combine_digests(digests: list[str]) -> str:
 def _read_files(
     run: Run, files: LogFiles, settings: dict[str, Any], earlier: Manifest | None
 ) -> tuple[Manifest, EventStats]:
-    """Read files of events, write and commit `events` and `rejects`."""
+    """Read event files, and commit `events` and `rejects`.
+
+    Args:
+        run: The run.
+        files: Files to read.
+        settings: Settings of the events.
+        earlier: Manifest of the events that are appended to, or None.
+    """
     partitions = settings["partitions"]
     run.report(
-        f"events: reading {pluralize(len(files.events), 'file')} into {pluralize(partitions, 'partition')}"
+        f"events: reading {pluralize(len(files.events), 'file')} into "
+        f"{pluralize(partitions, 'partition')}"
     )
     begin = time.perf_counter()
     with run.tables.clean_up_on_error("events", "rejects"):
         users, user_hashes, rejected_users = _read_users(run, files)
         result = read_partitions(run, files.events, partitions, users, earlier)
         _check_result(run, files.events, result, earlier)
-        read = time.perf_counter()
+        read_end = time.perf_counter()
         stats = result.stats.result()
         inputs = {**(earlier.inputs if earlier else {}), **result.hashes, **user_hashes}
         info = _events_info(run, result, stats, earlier)
@@ -275,8 +293,8 @@ def _read_files(
             settings,
             inputs,
             info,
-            read_shuffle_sort_write_s=read - begin,
-            survey_s=time.perf_counter() - read,
+            read_shuffle_sort_write_s=read_end - begin,
+            survey_s=time.perf_counter() - read_end,
         )
         old_rejects = _old_rejects(run, earlier)
         rejects_info = {
@@ -286,10 +304,12 @@ def _read_files(
         }
         parts = [*old_rejects, *result.reject_parts]
         run.tables.commit("rejects", REJECTS, parts, settings, inputs, rejects_info)
+    duplicates = pluralize(result.duplicates, "duplicate")
     run.report(
-        f"events: {pluralize(events.rows, 'row')} of {pluralize(stats.users, 'user')}, each in one part "
-        f"({pluralize(result.duplicates, 'duplicate')} {DUPLICATES_WORD[run.config.duplicates]}, "
-        f"{pluralize(info['rejects'], 'reject')}) in {time.perf_counter() - begin:.1f} s"
+        f"events: {pluralize(events.rows, 'row')} of {pluralize(stats.users, 'user')}, "
+        f"each in one part ({duplicates} {DUPLICATES_WORD[run.config.duplicates]}, "
+        f"{pluralize(info['rejects'], 'reject')}) in "
+        f"{time.perf_counter() - begin:.1f} s"
     )
     return events, stats
 
@@ -297,7 +317,12 @@ def _read_files(
 def _read_users(
     run: Run, files: LogFiles
 ) -> tuple[pa.Table | None, dict[str, str], RejectCounts]:
-    """Return the rows of the user files, the hashes of the files, and the rejected rows."""
+    """Read the user files.
+
+    Returns:
+        The rows (None without user files), the hash of each file, and the counts of
+        rejected rows.
+    """
     digests = {file: hashlib.sha256() for file in files.users}
     users = run.source.read_users(run.input, digests)
     check_missing(users.missing if users else {}, "user", run.input)
@@ -310,21 +335,24 @@ def _read_users(
 def _check_result(
     run: Run, files: list[str], result: ReadResult, earlier: Manifest | None
 ) -> None:
-    """Raise UserError for a log without rows, without valid events, or with too many rejects."""
+    """Raise UserError if there are no rows, no valid events or too many rejects.
+
+    A first run must read rows, but appended files may be empty.
+    """
     if not result.rejected.rows_read and not earlier:
         raise UserError(
-            f"{run.input} holds no rows in {', '.join(files[:3])}; check --input"
+            f"{run.input} has no rows in {', '.join(files[:3])}; check --input"
         )
     run.check_rejects(result.rejected)
     if not result.partitions:
-        raise UserError(f"{run.input} holds no valid event; see the reasons above")
+        raise UserError(f"{run.input} has no valid event; see the reasons above")
     check_matched(result.matched, "user", run.config.min_matched, run.report)
 
 
 def _events_info(
     run: Run, result: ReadResult, stats: EventStats, earlier: Manifest | None
 ) -> dict[str, Any]:
-    """Return the `info` of the manifest, but for the entries on files."""
+    """Return the entries of the manifest's `info` except those about files."""
     old: dict[str, Any] = earlier.info if earlier else {}
     keep = run.config.duplicates == "keep"
     reasons = Counter(old.get("reject_reasons", {})) + result.rejected.reasons
@@ -347,27 +375,31 @@ def _events_info(
 
 
 def _old_rejects(run: Run, earlier: Manifest | None) -> list[Part]:
-    """Return the parts of `rejects` that belong to the earlier version of the events."""
+    """Return the parts of `rejects` that belong to the earlier version of events."""
     rejects = run.tables.appended_version("rejects")
     if not rejects or not earlier:
         return []
     if rejects.info["stamps"] == earlier.info["stamps"]:
         return rejects.files
-    # A run that was killed between the two manifests has left rejects of files that the
-    # events lack.
+    # A run that was killed after it committed rejects and before it committed events
+    # has left rejects of files that the events do not contain.
     return rejects.files[: rejects.info["old_files"]]
 
 
-# Rows on their way: read by file, shuffled by user, written by partition.
+# The rows: read by file, shuffled by user, written by partition.
 
 
 def shuffle_schema(source: Log, log_order: bool) -> pa.Schema:
-    """Return the columns that travel through the shuffle: columns of the log, log_place if it counts, and KEY.
+    """Return the schema of the shuffled rows.
 
-    Strings travel as they are. Dictionary-coding them first was measured on 1 million
-    events and 32 partitions: 0.17 s of processor time and 75 MB shuffled against 0.07 s
-    and 63 MB, because every shard carries the whole dictionary of its block. Coding all
-    but the user ids gained no time.
+    Strings are not dictionary-encoded, because every shard would carry the dictionary
+    of its whole block: on 1 million events and 32 partitions, encoding took 0.17 s of
+    CPU time and shuffled 75 MB, against 0.07 s and 63 MB without. Encoding all columns
+    except the user ids saved no time.
+
+    Args:
+        source: The raw log.
+        log_order: Whether rows have their position in the log (`ties: log_order`).
     """
     fields = [
         field.with_nullable(True)
@@ -381,54 +413,58 @@ def shuffle_schema(source: Log, log_order: bool) -> pa.Schema:
 
 @dataclass(frozen=True)
 class PieceSummary:
-    """Counts of one piece of a raw file that was read."""
+    """Summary of one piece of a raw file, which its reader sends to the driver."""
 
     rejected: RejectCounts
     events: int
-    """Valid events."""
+    """Number of valid events."""
     reject_parts: list[Part]
-    """Parts of `rejects` that the read wrote."""
+    """Written parts of `rejects`."""
     missing: dict[str, str]
-    """Columns that no block of the piece has, each with a hint at the nearest."""
+    """Columns that no block of the piece has, each with a hint at a similar name."""
     blocks: int
     digest: str
-    """Hash of the bytes that were parsed."""
+    """Hash of the parsed bytes."""
 
 
 @dataclass(frozen=True)
 class EventsReader:
-    """Reads pieces of raw files as rows to exchange. Writes the rejected rows."""
+    """The read of an exchange: yields rows to shuffle, and writes rejected rows."""
 
     pieces: list[tuple[str, FilePart | None]]
-    """File and piece of each read."""
+    """File, and piece of the file, of each read."""
     source: Log
     input_uri: str
     rejects_uri: str
     schema: pa.Schema
-    """`shuffle_schema`."""
+    """Schema of the rows, from `shuffle_schema`."""
     partitions: int
     users: Shared
     """Rows of the user files, or None."""
 
     def __call__(self, number: int) -> Iterator[pa.Table | ReadSummary]:
+        """Yield the rows of a piece, and then its `PieceSummary`."""
         file, piece = self.pieces[number]
         digest = hashlib.sha256()
-        rejected, events, parts, missing = RejectCounts(), 0, [], []
-        users = fetch(self.users)
-        for block in self.source.read_events(
-            self.input_uri, file, users, piece, number, digest
-        ):
+        rejected = RejectCounts()
+        num_events = 0
+        reject_parts: list[Part] = []
+        missing: list[dict[str, str]] = []
+        blocks = self.source.read_events(
+            self.input_uri, file, fetch(self.users), piece, number, digest
+        )
+        for block in blocks:
             rejected.add(RejectCounts.from_block(block))
             if block.rejects.num_rows:
-                parts.append(write_part(self.rejects_uri, block.rejects))
+                reject_parts.append(write_part(self.rejects_uri, block.rejects))
             missing.append(block.missing)
-            events += block.rows.num_rows
+            num_events += block.rows.num_rows
             yield self._add_partitions(block.rows, number)
         yield self.schema.empty_table()
         summary = PieceSummary(
             rejected,
-            events,
-            parts,
+            num_events,
+            reject_parts,
             common_missing(missing),
             len(missing),
             digest.hexdigest(),
@@ -436,7 +472,12 @@ class EventsReader:
         yield ReadSummary(number, summary)
 
     def _add_partitions(self, events: pa.Table, number: int) -> pa.Table:
-        """Return the events of a read in the schema of the shuffle."""
+        """Return events with their partition, in the schema of the shuffle.
+
+        Args:
+            events: Events of a block.
+            number: Index of the read.
+        """
         columns = {
             name: events[name]
             for name in self.schema.names
@@ -445,7 +486,7 @@ class EventsReader:
         partition = user_keys(events["user_id"]) % self.partitions
         columns[KEY] = pa.array(partition.astype(np.int32))
         if LOG_PLACE in self.schema.names:
-            # from 1 on, after the positions of events that are there
+            # Values start at 1 << 40, above the positions of events in existing parts.
             first = pa.scalar((number + 1) << 40, pa.int64())
             columns[LOG_PLACE] = pc.add(events["log_row"], first)
         table = pa.table({name: columns[name] for name in self.schema.names})
@@ -454,21 +495,21 @@ class EventsReader:
 
 @dataclass(frozen=True)
 class WrittenPartition:
-    """A part of events that was written."""
+    """A written part of the events table, with the events of one partition."""
 
     part: Part
     partition: int
     first_user: str
     duplicates: int
-    """Duplicates that were found, whether dropped or kept."""
+    """Number of duplicates, whether dropped or kept."""
     users: int
     matched: Match
-    """Users with a row in the user files."""
+    """Counts of users with a row in the user files."""
     stats: PartStats | None = None
     """Statistics of the behaviours; None for a part of an earlier run."""
 
     def to_info(self) -> dict[str, Any]:
-        """Return the part's entry in the manifest, by which a later run appends to it."""
+        """Return the entry of the part in the manifest, which a later append reads."""
         return {
             "key": self.partition,
             "first": self.first_user,
@@ -479,7 +520,7 @@ class WrittenPartition:
 
     @classmethod
     def from_info(cls, part: Part, info: dict[str, Any]) -> WrittenPartition:
-        """Build the part from its entry in the manifest."""
+        """Build the partition from its part and its entry in the manifest."""
         return cls(
             part,
             info["key"],
@@ -492,7 +533,7 @@ class WrittenPartition:
 
 @dataclass(frozen=True)
 class PartitionWriter:
-    """Sorts the events of one partition, old and new ones, and writes their part."""
+    """The kernel of an exchange: sorts events of a partition and writes a part."""
 
     events_uri: str
     schema: pa.Schema
@@ -500,11 +541,18 @@ class PartitionWriter:
     keep_duplicates: bool
     partitions: int
     existing: dict[int, WrittenPartition]
-    """Parts of earlier runs by partition."""
+    """Parts of earlier runs, by partition, to merge with new events."""
 
     def __call__(
         self, users: pa.Table | None, partition: int, rows: pa.Table
     ) -> WrittenPartition:
+        """Write the part of a partition.
+
+        Args:
+            users: Rows of the user files, or None.
+            partition: The partition.
+            rows: Its shuffled rows, in any order.
+        """
         existing = self.existing.get(partition)
         if existing:
             old_rows = self._read_part(existing.part.path, rows.schema)
@@ -513,10 +561,11 @@ class PartitionWriter:
         if existing and not self.keep_duplicates:
             duplicates += existing.duplicates
         user = dictionary_column(events, "user_id")
-        wrong = user_keys(user.dictionary) % self.partitions != partition
-        if wrong.any():
+        is_misplaced = user_keys(user.dictionary) % self.partitions != partition
+        if is_misplaced.any():
             raise RuntimeError(
-                f"the shuffle put {wrong.sum()} users into the wrong partition; nothing was committed"
+                f"the shuffle put {is_misplaced.sum()} users into the wrong partition; "
+                f"nothing was committed"
             )
         return WrittenPartition(
             part=write_part(self.events_uri, events),
@@ -529,45 +578,54 @@ class PartitionWriter:
         )
 
     def _read_part(self, path: str, schema: pa.Schema) -> pa.Table:
-        """Read a part of an earlier run as rows of the shuffle; its positions are places in the log if these count."""
+        """Read a part of an earlier run in the schema of the shuffle.
+
+        With `ties: log_order`, positions are ranks among tied events and serve as their
+        `log_place`.
+        """
         names = ["position" if name == LOG_PLACE else name for name in schema.names]
         part = read_parquet(join(self.events_uri, path), names).select(names)
         return part.rename_columns(schema.names).cast(schema)
 
 
 def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> Match:
-    """Return how many users of one partition have a row in the user files."""
+    """Count the users of one partition that have a row in the user files.
+
+    Args:
+        user: (E,) dictionary-encoded user of each event.
+        described: Rows of the user files, or None.
+    """
     if described is None:
         return Match()
     ids = described["user_id"].cast(user.dictionary.type)
-    is_described = pc.is_in(user.dictionary, ids).to_numpy(zero_copy_only=False)
-    unmatched = user.dictionary.filter(pa.array(~is_described)).slice(0, 2)
+    is_matched = pc.is_in(user.dictionary, ids).to_numpy(zero_copy_only=False)
+    unmatched = user.dictionary.filter(pa.array(~is_matched)).slice(0, 2)
     return Match(
-        ids=len(is_described),
-        ids_matched=int(is_described.sum()),
+        ids=len(is_matched),
+        ids_matched=int(is_matched.sum()),
         events=len(user),
-        events_matched=int(is_described[user.indices.to_numpy()].sum()),
+        events_matched=int(is_matched[user.indices.to_numpy()].sum()),
         unmatched=unmatched.to_pylist(),
     )
 
 
 @dataclass
 class ReadResult:
-    """Written parts of events and rejects, not yet committed."""
+    """Written parts of events and rejects, not yet committed, and their counts."""
 
     stats: StatsCollector
     partitions: list[WrittenPartition] = field(default_factory=list)
-    """In the order of their first users."""
+    """Partitions with events, in the order of their first users."""
     reject_parts: list[Part] = field(default_factory=list)
     rejected: RejectCounts = field(default_factory=RejectCounts)
     hashes: dict[str, str] = field(default_factory=dict)
-    """Hash of the parsed bytes by file."""
+    """Hash of the parsed bytes of each file."""
     matched: Match = field(default_factory=Match)
-    """Users with a row in the user files."""
+    """Counts of users with a row in the user files."""
 
     @property
     def duplicates(self) -> int:
-        """Duplicates that were found, whether dropped or kept."""
+        """Number of duplicates, whether dropped or kept."""
         return sum(written.duplicates for written in self.partitions)
 
 
@@ -582,17 +640,17 @@ def read_partitions(
 
     Args:
         run: The run.
-        files: Files of events, relative to the input folder.
+        files: Event files, relative to the input folder.
         partitions: Number of partitions.
-        users: Rows of the user files.
-        earlier: Events that the files are added to: a partition without a new row keeps
-            its part.
+        users: Rows of the user files, or None.
+        earlier: Manifest of the events that the files are appended to, or None.
+            Partitions without new rows keep their part.
 
     Raises:
-        UserError: for a file that cannot be read and a column that no file has.
-        RuntimeError: unless each event that was read is in exactly one part.
+        UserError: if a file cannot be read, or no file has a column of the mapping.
+        RuntimeError: if the parts do not contain each event exactly once.
     """
-    reader = _events_reader(run, files, partitions, users)
+    reader = _create_reader(run, files, partitions, users)
     existing: dict[int, WrittenPartition] = {}
     if earlier:
         for part, info in zip(earlier.files, earlier.info["parts"], strict=True):
@@ -621,7 +679,8 @@ def read_partitions(
             summaries[output.number] = output.value
         elif output.partition in written:
             raise RuntimeError(
-                f"the shuffle gave partition {output.partition} twice; nothing was committed"
+                f"the shuffle returned partition {output.partition} twice; nothing was "
+                f"committed"
             )
         else:
             written[output.partition] = output
@@ -630,11 +689,11 @@ def read_partitions(
     unchanged = {key: old for key, old in existing.items() if key not in written}
     uris = [join(writer.events_uri, old.part.path) for old in unchanged.values()]
     result.stats.read(uris, run.engine)
-    every = [*written.values(), *unchanged.values()]
-    result.partitions = sorted(every, key=lambda each: each.first_user)
+    all_partitions = [*written.values(), *unchanged.values()]
+    result.partitions = sorted(all_partitions, key=lambda part: part.first_user)
     _add_summaries(run, result, reader, summaries, is_first=earlier is None)
-    read = sum(summary.events for summary in summaries.values())
-    _check_events(run, result, existing, read)
+    new_events = sum(summary.events for summary in summaries.values())
+    _check_num_events(run, result, existing, new_events)
     for partition in result.partitions:
         result.matched.add(partition.matched)
     if users is not None and result.matched.is_low:
@@ -642,17 +701,24 @@ def read_partitions(
     return result
 
 
-def _events_reader(
+def _create_reader(
     run: Run, files: list[str], partitions: int, users: pa.Table | None
 ) -> EventsReader:
-    """Return the reader of all pieces of the files."""
+    """Split the event files into pieces, and return their reader.
+
+    Args:
+        run: The run.
+        files: Event files, relative to the input folder.
+        partitions: Number of partitions.
+        users: Rows of the user files, or None.
+    """
     size = run.engine.settings.read_mb << 20
-    every = []
+    pieces = []
     for file in files:
         for piece in split_file(join(run.input, file), run.source, size):
-            every.append((file, piece))
+            pieces.append((file, piece))
     return EventsReader(
-        every,
+        pieces,
         run.source,
         run.input,
         run.tables.table_uri("rejects"),
@@ -669,10 +735,17 @@ def _add_summaries(
     summaries: dict[int, PieceSummary],
     is_first: bool,
 ) -> None:
-    """Add the counts of the reads to the result, in the order of the files.
+    """Add the summaries of all reads to the result, in the order of the files.
+
+    Args:
+        run: The run.
+        result: Result, changed in place.
+        reader: Reader of the pieces.
+        summaries: Summaries by index of the read.
+        is_first: Whether the events are not appended to existing ones.
 
     Raises:
-        UserError: for a column that no file of a first run has.
+        UserError: if no file of a first run has a column of the mapping.
     """
     missing = []
     digests: dict[str, list[str]] = {file: [] for file, _ in reader.pieces}
@@ -688,21 +761,35 @@ def _add_summaries(
         check_missing(missing_everywhere, "event", run.input)
     for name, hint in missing_everywhere.items():
         run.report(
-            f"warning: no new file has a column '{name}', which is left empty; {hint}"
+            f"warning: no new file has a column '{name}', so its values are missing; "
+            f"{hint}"
         )
-    result.hashes = {file: _combine_digests(each) for file, each in digests.items()}
+    result.hashes = {
+        file: _combine_digests(file_digests) for file, file_digests in digests.items()
+    }
 
 
-def _check_events(
-    run: Run, result: ReadResult, existing: dict[int, WrittenPartition], read: int
+def _check_num_events(
+    run: Run,
+    result: ReadResult,
+    existing: dict[int, WrittenPartition],
+    new_events: int,
 ) -> None:
-    """Raise RuntimeError unless the parts hold the old events and the `read` new ones."""
-    parts_rows = sum(written.part.rows for written in result.partitions)
-    expected = read + sum(old.part.rows for old in existing.values())
+    """Raise RuntimeError unless the parts have the rows of old and new events.
+
+    Args:
+        run: The run.
+        result: Result with all partitions.
+        existing: Parts of earlier runs, by partition.
+        new_events: Number of events that were read.
+    """
+    rows = sum(written.part.rows for written in result.partitions)
+    expected = new_events + sum(old.part.rows for old in existing.values())
     if run.config.duplicates == "drop":
-        parts_rows += result.duplicates
+        rows += result.duplicates
         expected += sum(old.duplicates for old in existing.values())
-    if parts_rows != expected:
+    if rows != expected:
         raise RuntimeError(
-            f"{expected:,} events were read and {parts_rows:,} came out of the shuffle; nothing was committed"
+            f"{expected:,} events were read, but the shuffle returned {rows:,}; "
+            f"nothing was committed"
         )

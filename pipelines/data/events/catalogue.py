@@ -1,6 +1,6 @@
-"""The items table: the catalogue of a log, with the metadata of the item files.
+"""Build the table `items`: the catalogue of a log, with metadata from item files.
 
-`python -m jobs.prepare` runs `make_items`. The driver holds one id and one count per
+`python -m jobs.prepare` calls `make_items`. The driver holds one id and one count per
 item.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,14 +33,14 @@ from pipelines.data.run import Run
 ITEMS_PER_PART = 1_000_000
 
 FILE, ROW, CONTENT = "__file", "__row", "__content"
-"""Columns of exchanged metadata: number of the file, number of the row in it, hash of
-the row's values."""
+"""Columns of exchanged metadata: index of the file, index of the row in the file, and
+hash of the values of the row."""
 
 
 def make_items(
     run: Run, events: Manifest, load_stats: LoadStats, split: dict[str, Any]
 ) -> Manifest:
-    """Make the `items` table and return its manifest.
+    """Write the table `items` and return its manifest.
 
     Args:
         run: The run.
@@ -48,9 +49,10 @@ def make_items(
         split: The split as manifests record it.
 
     Raises:
-        UserError: if the item files cannot be read or describe too few items.
+        UserError: if the item files cannot be read, have too many rejected rows, or
+            describe too few items.
     """
-    config, source = run.config, run.source
+    source = run.source
     files = source.item_files(run.input)
     settings = _items_settings(run)
     inputs = {"events": events.hash}
@@ -59,41 +61,21 @@ def make_items(
         return finished
     begin = time.perf_counter()
     stats = load_stats()
-    earlier = run.tables.appended_version("items")
-    gone = sorted(earlier.info["stamps"].keys() - {*files}) if earlier else []
-    if gone:
-        raise UserError(
-            f"{run.input} lacks {gone[0]}: item files are read whole at each --append; keep them there"
-        )
+    _check_files_present(run, files)
     with run.tables.clean_up_on_error("items"):
         catalogue = _choose_items(run, files, stats, split)
-        counted = time.perf_counter()
+        core_end = time.perf_counter()
         written = write_items(run, files, catalogue.ids)
         _check_files_unchanged(run, catalogue, written)
         run.check_rejects(written.rejected, " of the item files")
         info = {
-            "core": config.core,
-            "core_window": config.core_window,
-            "core_rounds": catalogue.core_rounds,
-            "behaviour": run.behaviour,
             "split": split,
             "split_made_from": run.split_inputs(events),
-            "behaviours": stats.behaviours,
-            "items_before_core": len(stats.items),
-            "dropped_items": len(stats.items) - len(catalogue.in_core),
-            "metadata_rows": written.rejected.rows_read,
-            "metadata_rejects": written.rejected.rejects,
-            "metadata_reject_reasons": dict(sorted(written.rejected.reasons.items())),
             "stamps": stamps,
-            **written.to_info(source),
+            **_items_info(run, catalogue, written, stats),
         }
         if files:
             info["matched"] = _match_items(run, catalogue, written, stats).to_info()
-        new = ""
-        if source.keeps_all_items:
-            bare = len(catalogue.ids) - len(catalogue.in_core)
-            info["items_without_behaviours"] = bare
-            new = f", {bare:,} of them without behaviours"
         items = run.tables.commit(
             "items",
             source.items_schema,
@@ -101,18 +83,65 @@ def make_items(
             settings,
             {**inputs, **written.hashes},
             info,
-            core_s=counted - begin,
-            write_s=time.perf_counter() - counted,
+            core_s=core_end - begin,
+            write_s=time.perf_counter() - core_end,
         )
-    run.report(
-        f"items: {items.rows:,} in the catalogue{new}, {info['dropped_items']:,} dropped by the {config.core}-core "
-        f"({catalogue.core_rounds} rounds), {info['items_without_metadata']:,} without metadata, "
-        f"{info['metadata_outside_catalogue']:,} metadata rows of other items left out"
-    )
+    _report_items(run, items)
     return items
 
 
+def _check_files_present(run: Run, files: list[str]) -> None:
+    """Raise UserError if an item file of the extended version is missing."""
+    earlier = run.tables.appended_version("items")
+    missing = sorted(earlier.info["stamps"].keys() - {*files}) if earlier else []
+    if missing:
+        raise UserError(
+            f"{run.input} has no file {missing[0]}, but --append reads all item files "
+            f"again; keep the old item files in the folder"
+        )
+
+
+def _items_info(
+    run: Run, catalogue: Catalogue, written: WrittenItems, stats: EventStats
+) -> dict[str, Any]:
+    """Return the entries of the manifest's `info` about the catalogue and metadata."""
+    info = {
+        "core": run.config.core,
+        "core_window": run.config.core_window,
+        "core_rounds": catalogue.core_rounds,
+        "behaviour": run.behaviour,
+        "behaviours": stats.behaviours,
+        "items_before_core": len(stats.items),
+        "dropped_items": len(stats.items) - len(catalogue.in_core),
+        "metadata_rows": written.rejected.rows_read,
+        "metadata_rejects": written.rejected.rejects,
+        "metadata_reject_reasons": dict(sorted(written.rejected.reasons.items())),
+        **written.to_info(run.source),
+    }
+    if run.source.keeps_all_items:
+        outside_core = len(catalogue.ids) - len(catalogue.in_core)
+        info["items_without_behaviours"] = outside_core
+    return info
+
+
+def _report_items(run: Run, items: Manifest) -> None:
+    """Report the sizes of the catalogue and of its metadata."""
+    info = items.info
+    without_behaviours = ""
+    if "items_without_behaviours" in info:
+        number = info["items_without_behaviours"]
+        without_behaviours = f", {number:,} of them without behaviours"
+    run.report(
+        f"items: {items.rows:,} in the catalogue{without_behaviours}, "
+        f"{info['dropped_items']:,} dropped by the {run.config.core}-core "
+        f"({info['core_rounds']} rounds), {info['items_without_metadata']:,} without "
+        f"metadata, {info['metadata_outside_catalogue']:,} metadata rows of other "
+        f"items dropped"
+    )
+
+
 def _items_settings(run: Run) -> dict[str, Any]:
+    """Return the settings of the items, as a manifest records them."""
     config = run.config
     settings: dict[str, Any] = {
         "source": run.source.config,
@@ -122,7 +151,6 @@ def _items_settings(run: Run) -> dict[str, Any]:
     }
     if config.core_window == "train":
         settings["split"] = config.split.settings()
-    # as they are read back from a manifest
     return dict(json.loads(json.dumps(settings, default=str)))
 
 
@@ -131,23 +159,34 @@ def _items_settings(run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The items of the catalogue."""
+    """The ids of the items in the catalogue."""
 
     ids: pa.Array
-    """Ids in the order of `item_index`."""
+    """(N,) ids in the order of `item_index`."""
     in_core: pa.Array
     """Ids of the items in the k-core of the behaviours, sorted."""
     core_rounds: int
     file_hashes: dict[str, str]
     """Hashes of the item files whose ids were read to choose the items."""
     extends: bool
-    """Whether the first items are those of an earlier version."""
+    """Whether the catalogue begins with the items of an earlier version."""
 
 
 def _choose_items(
     run: Run, files: list[str], stats: EventStats, split: dict[str, Any]
 ) -> Catalogue:
-    """Return the catalogue: the k-core, all items of the item files if the source keeps them, old items first."""
+    """Choose the items of the catalogue.
+
+    The catalogue has the items in the k-core, all items of the item files with
+    `items.keep: all`, and when appending all items of the earlier version, which come
+    first.
+
+    Args:
+        run: The run.
+        files: Item files, relative to the input folder.
+        stats: Statistics of the events.
+        split: The split as manifests record it.
+    """
     described, hashes = None, dict[str, str]()
     if run.source.keeps_all_items:
         described, hashes = read_item_ids(run, files)
@@ -167,16 +206,16 @@ def _choose_items(
 
 
 def read_item_ids(run: Run, files: list[str]) -> tuple[pa.Array, dict[str, str]]:
-    """Return the ids that item files describe, sorted, and the hashes of the files."""
+    """Return the distinct ids in item files, sorted, and the hash of each file."""
     calls = [(run.source, run.input, file) for file in files]
-    of_files = dict(run.engine.map_unordered(_read_ids_of_file, calls))
-    ids = _unique([ids for ids, _ in of_files.values()])
-    hashes = {file: of_files[number][1] for number, file in enumerate(files)}
+    results = dict(run.engine.map_unordered(_read_file_ids, calls))
+    ids = _unique([file_ids for file_ids, _ in results.values()])
+    hashes = {file: results[number][1] for number, file in enumerate(files)}
     return ids.take(pc.sort_indices(ids)), hashes
 
 
-def _read_ids_of_file(source: Log, input_uri: str, file: str) -> tuple[pa.Array, str]:
-    """Return the ids that one item file describes, each once, and the file's hash."""
+def _read_file_ids(source: Log, input_uri: str, file: str) -> tuple[pa.Array, str]:
+    """Return the distinct ids in one item file, and the hash of the file."""
     assert source.items is not None
     digest = hashlib.sha256()
     chunks: list[pa.Array] = []
@@ -190,44 +229,49 @@ def _unique(arrays: list[pa.Array]) -> pa.Array:
 
 
 def extend_catalogue(old: pa.Array, ids: pa.Array) -> pa.Array:
-    """Return `ids` with the items of `old` first, in their order.
+    """Return the ids with old items first, so that they keep their `item_index`.
+
+    Args:
+        old: Ids of the earlier version, in its order.
+        ids: Ids of the catalogue, including all old ones.
 
     Raises:
-        UserError: if an old item has left the catalogue.
+        UserError: if `ids` lacks an old item.
     """
     gone = old.filter(pc.invert(pc.is_in(old, ids)))
     if len(gone):
         raise UserError(
-            f"{len(gone):,} items, such as '{gone[0]}', are no longer in the catalogue, as a file of items lacks them "
-            f"or the training window ends earlier; --append keeps them all: use --overwrite"
+            f"--append must keep all items, but {len(gone):,} items, such as "
+            f"'{gone[0]}', are no longer in the catalogue, because an item file lacks "
+            f"them or the training window ends earlier; use --overwrite"
         )
     new = ids.filter(pc.invert(pc.is_in(ids, old)))
     return pa.concat_arrays([old, new])
 
 
-# The items with their metadata: read by file, exchanged by range of item_index,
-# written.
+# The metadata: read by file, shuffled by range of item_index, written by range.
 
 
 @dataclass(frozen=True)
 class FileSummary:
-    """Counts of one item file that was read."""
+    """Summary of one item file, which its reader sends to the driver."""
 
     rejected: RejectCounts
     outside: int
-    """Rows of items outside the catalogue."""
+    """Number of rows of items outside the catalogue."""
     first_ids: list[str]
     missing: dict[str, str]
-    """Columns that the file lacks, each with a hint at the nearest."""
+    """Columns that the file lacks, each with a hint at a similar name."""
     digest: str
+    """Hash of the parsed bytes."""
 
 
 @dataclass(frozen=True)
 class ItemsReader:
-    """Reads item files as metadata rows of the catalogue's items.
+    """The read of an exchange: yields rows of item files for items of the catalogue.
 
-    One more read gives a row for each range of the catalogue, so that a range without
-    metadata is written too.
+    One additional read yields a row for each range of the catalogue, so that the kernel
+    also runs for ranges without metadata.
     """
 
     files: list[str]
@@ -238,13 +282,17 @@ class ItemsReader:
     catalogue: Shared
 
     def __call__(self, number: int) -> Iterator[pa.Table | ReadSummary]:
+        """Yield the rows of a file, and then its `FileSummary`."""
         catalogue: Vocabulary = fetch(self.catalogue)
         if number == len(self.files):
             yield self._range_rows(len(catalogue))
             return
         assert self.source.items is not None
-        rejected, outside, first_row = RejectCounts(), 0, 0
-        first_ids, missing, digest = list[str](), [], hashlib.sha256()
+        rejected = RejectCounts()
+        outside = first_row = 0
+        first_ids: list[str] = []
+        missing: list[dict[str, str]] = []
+        digest = hashlib.sha256()
         for block in self.source.items.read(self.input_uri, self.files[number], digest):
             rejected.add(RejectCounts.from_block(block))
             missing.append(block.missing)
@@ -273,24 +321,25 @@ class ItemsReader:
         return pa.schema([index, *_metadata_fields(self.schema), *keys])
 
     def _range_rows(self, items: int) -> pa.Table:
-        low = np.arange(0, items, ITEMS_PER_PART)
+        """Return a row without metadata, with file -1, for each range of items."""
+        first_item = np.arange(0, items, ITEMS_PER_PART)
         columns = {
-            "item_index": pa.array(low),
-            FILE: pa.repeat(-1, len(low)),
-            KEY: pa.array(low // ITEMS_PER_PART),
+            "item_index": pa.array(first_item),
+            FILE: pa.repeat(-1, len(first_item)),
+            KEY: pa.array(first_item // ITEMS_PER_PART),
         }
-        return _add_null_columns(columns, len(low), self._exchange_schema)
+        return _add_null_columns(columns, len(first_item), self._exchange_schema)
 
     def _metadata_rows(
         self, rows: pa.Table, file: int, first_row: int, item: np.ndarray
     ) -> pa.Table:
-        """Return the rows of items of the catalogue, ready to exchange.
+        """Return the rows of items of the catalogue, in the schema of the exchange.
 
         Args:
-            rows: Rows of a block of the file.
-            file: Number of the file.
-            first_row: Number of the block's first row in the file.
-            item: (rows,) item_index, -1 outside the catalogue.
+            rows: (R,) rows of a block of the file.
+            file: Index of the file.
+            first_row: Index of the block's first row in the file.
+            item: (R,) item_index, -1 outside the catalogue.
         """
         inside = np.flatnonzero(item >= 0)
         rows = rows.take(pa.array(inside))
@@ -309,14 +358,14 @@ class ItemsReader:
 
 
 def _metadata_fields(schema: pa.Schema) -> list[pa.Field]:
-    """Return the columns of the items table that describe an item."""
+    """Return the fields of the items table other than the keys."""
     return [field for field in schema if field.name not in ("item_index", "item_id")]
 
 
 def _add_null_columns(
     columns: dict[str, Any], rows: int, schema: pa.Schema
 ) -> pa.Table:
-    """Return a table of `schema` with these columns and nulls in the others."""
+    """Build a table of `schema`, with nulls in the columns that are not given."""
     arrays = []
     for field in schema:
         if field.name in columns:
@@ -327,7 +376,7 @@ def _add_null_columns(
 
 
 def _hash_rows(table: pa.Table) -> np.ndarray:
-    """Return the (rows,) uint64 hashes of all columns, equal in every process."""
+    """Return (R,) uint64 hashes of the rows that are the same in every process."""
     if not table.num_columns:
         return np.zeros(table.num_rows, dtype=np.uint64)
     frame = pl.from_arrow(table)
@@ -337,22 +386,22 @@ def _hash_rows(table: pa.Table) -> np.ndarray:
 
 @dataclass(frozen=True)
 class WrittenRange:
-    """A part of items that was written."""
+    """A written part of the items table, with one range of `item_index`."""
 
     part: Part
     low: int
-    """Its first item_index."""
+    """First item_index of the part."""
     missing: np.ndarray
     """(M,) item_index of items without metadata."""
     repeated: int
-    """Rows of metadata after the first of their item."""
+    """Number of metadata rows after the first row of their item."""
     differing: int
-    """Repeated rows with other values than the first."""
+    """Number of repeated rows that differ from the first row of their item."""
 
 
 @dataclass(frozen=True)
 class RangeWriter:
-    """Writes the part of one range of the catalogue: its items with their metadata."""
+    """The kernel of an exchange: writes a range of the items with their metadata."""
 
     items_uri: str
     schema: pa.Schema
@@ -360,6 +409,13 @@ class RangeWriter:
     def __call__(
         self, catalogue: Vocabulary, number: int, rows: pa.Table
     ) -> WrittenRange:
+        """Write the part of a range.
+
+        Args:
+            catalogue: Vocabulary from item ids to `item_index`.
+            number: Index of the range.
+            rows: Shuffled metadata rows of the range, in any order.
+        """
         metadata = pl.from_arrow(rows)
         assert isinstance(metadata, pl.DataFrame)
         low = number * ITEMS_PER_PART
@@ -385,10 +441,13 @@ class RangeWriter:
 
 
 def _count_differing(metadata: pl.DataFrame) -> int:
-    """Return the number of rows that describe an item otherwise than its first row.
+    """Count the repeated rows that differ from the first row of their item.
 
-    `metadata` is sorted by file and row. A row is compared with the first row of its
-    file. The first row of a file counts if no first row of an earlier file is equal.
+    Within a file, a row is compared with the item's first row in the file. Of these
+    first rows, one per file, each distinct one except one is counted.
+
+    Args:
+        metadata: Rows sorted by file and row.
     """
     first_of_file = pl.col(CONTENT).first().over("item_index", FILE)
     within_files = metadata.filter(pl.col(CONTENT) != first_of_file).height
@@ -401,38 +460,39 @@ def _count_differing(metadata: pl.DataFrame) -> int:
 
 @dataclass(frozen=True)
 class WrittenItems:
-    """Parts of items that are written and not yet committed, with counts of their metadata."""
+    """Written parts of items, not yet committed, and counts of their metadata."""
 
     ranges: list[WrittenRange]
     files: list[FileSummary]
     hashes: dict[str, str]
-    """Hash of the parsed bytes by file."""
+    """Hash of the parsed bytes of each file."""
     rejected: RejectCounts
 
     @property
     def parts(self) -> list[Part]:
-        return [each.part for each in self.ranges]
+        """Parts in the order of `item_index`."""
+        return [written.part for written in self.ranges]
 
     @property
     def missing(self) -> np.ndarray:
         """(M,) item_index of items without metadata."""
-        return np.concatenate([each.missing for each in self.ranges])
+        return np.concatenate([written.missing for written in self.ranges])
 
     @property
     def first_ids(self) -> list[str]:
-        """The first ids of the item files."""
+        """The first ids of the first item file that has any."""
         return next((file.first_ids for file in self.files if file.first_ids), [])
 
     def to_info(self, source: Log) -> dict[str, Any]:
-        """Return entries of the manifest's `info`."""
+        """Return the entries of the manifest's `info` about metadata."""
         return {
             "texts": source.items_columns[0],
             "attributes": source.items_columns[1],
             "numbers": source.items_numbers,
             "items_without_metadata": len(self.missing),
             "metadata_outside_catalogue": sum(file.outside for file in self.files),
-            "metadata_repeated": sum(each.repeated for each in self.ranges),
-            "metadata_differ": sum(each.differing for each in self.ranges),
+            "metadata_repeated": sum(written.repeated for written in self.ranges),
+            "metadata_differ": sum(written.differing for written in self.ranges),
         }
 
 
@@ -440,15 +500,15 @@ def write_items(run: Run, files: list[str], catalogue: pa.Array) -> WrittenItems
     """Write the parts of the items table, without committing them.
 
     Items without metadata have null texts. Metadata of items outside the catalogue is
-    left out. Both are counted.
+    dropped. Both are counted.
 
     Args:
         run: The run.
         files: Item files, relative to the input folder.
-        catalogue: Ids in the order of `item_index`.
+        catalogue: (N,) ids in the order of `item_index`.
     """
     engine: Engine = run.engine
-    ranges = -(-len(catalogue) // ITEMS_PER_PART)
+    ranges = math.ceil(len(catalogue) / ITEMS_PER_PART)
     vocabulary = engine.put(Vocabulary.from_ids(catalogue))
     schema = run.source.items_schema
     exchange = Exchange(
@@ -468,16 +528,16 @@ def write_items(run: Run, files: list[str], catalogue: pa.Array) -> WrittenItems
             summaries[output.number] = output.value
         else:
             written.append(output)
-    of_files = [summaries[number] for number in range(len(files))]
+    file_summaries = [summaries[number] for number in range(len(files))]
     rejected = RejectCounts()
-    for summary in of_files:
+    for summary in file_summaries:
         rejected.add(summary.rejected)
-    missing = common_missing([summary.missing for summary in of_files])
+    missing = common_missing([summary.missing for summary in file_summaries])
     check_missing(missing, "item", run.input)
-    digests = [summary.digest for summary in of_files]
+    digests = [summary.digest for summary in file_summaries]
     return WrittenItems(
-        sorted(written, key=lambda each: each.low),
-        of_files,
+        sorted(written, key=lambda part: part.low),
+        file_summaries,
         dict(zip(files, digests, strict=True)),
         rejected,
     )
@@ -486,30 +546,37 @@ def write_items(run: Run, files: list[str], catalogue: pa.Array) -> WrittenItems
 def _check_files_unchanged(
     run: Run, catalogue: Catalogue, written: WrittenItems
 ) -> None:
-    """Raise UserError if an item file has changed between its two reads."""
+    """Raise UserError if an item file changed between its two reads."""
     for file, digest in catalogue.file_hashes.items():
         if written.hashes[file] != digest:
             raise UserError(
-                f"{join(run.input, file)} has changed while it was read; run the same command again"
+                f"{join(run.input, file)} changed while it was being read; run the "
+                f"same command again"
             )
 
 
 def _match_items(
     run: Run, catalogue: Catalogue, written: WrittenItems, stats: EventStats
 ) -> Match:
-    """Count the items of the events with metadata.
+    """Count the items in the k-core that have metadata, and their behaviours.
+
+    Args:
+        run: The run.
+        catalogue: The catalogue.
+        written: Written items.
+        stats: Statistics of the events.
 
     Raises:
-        UserError: if their share is below `min_matched`.
+        UserError: if the share of items or behaviours is below `min_matched`.
     """
     in_core, missing = catalogue.in_core, written.missing
-    # both are sorted
-    is_used = pc.is_in(stats.items, in_core).to_numpy(zero_copy_only=False)
-    events = stats.counts[is_used]
+    # (items in the core,) behaviours on each, as both arrays of ids are sorted
+    is_in_core = pc.is_in(stats.items, in_core).to_numpy(zero_copy_only=False)
+    events = stats.counts[is_in_core]
     if run.source.keeps_all_items or catalogue.extends:
-        # items that the events name are to have a row in the item files
-        bare = catalogue.ids.take(pa.array(missing)).cast(in_core.type)
-        missing = pc.index_in(bare, in_core).to_numpy().astype(np.int64)
+        # from an index in the catalogue to an index in the core
+        missing_ids = catalogue.ids.take(pa.array(missing)).cast(in_core.type)
+        missing = pc.index_in(missing_ids, in_core).to_numpy().astype(np.int64)
     total = int(events.sum())
     match = Match(
         ids=len(in_core),

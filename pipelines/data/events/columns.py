@@ -1,4 +1,4 @@
-"""Columns of events parts as arrays: reading, ids as integers, times, counts per user.
+"""Read parts of the events table, and convert their columns to numpy arrays.
 
     events = read_part(uri, ["user_id", "item_id", "timestamp_ms"])
     item_index = index_in(dictionary_column(events, "item_id"), catalogue)
@@ -23,16 +23,19 @@ USER_AND_ITEM = ("user_id", "item_id")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids and their integers. In Ray's object store one copy serves all tasks of a node."""
+    """Mapping from ids to integers, by binary search in sorted ids.
+
+    Tasks on a node share one copy in Ray's object store.
+    """
 
     ids: pa.Array
-    """(V,) large strings, sorted, each once."""
+    """(V,) distinct large strings, sorted."""
     index: np.ndarray | None = None
-    """(V,) int32 integer of each id; None where it is the position in `ids`."""
+    """(V,) int32 integer of each id; None if it is the position in `ids`."""
 
     @classmethod
     def from_ids(cls, ids: pa.Array) -> Vocabulary:
-        """Build the vocabulary in which the integer of an id is its position in `ids`."""
+        """Build the vocabulary that maps each of the distinct `ids` to its position."""
         ids = ids.cast(pa.large_string())
         if pl.Series(pl.from_arrow(ids)).is_sorted():
             return cls(ids)
@@ -43,7 +46,7 @@ class Vocabulary:
         return len(self.ids)
 
     def lookup(self, ids: pa.Array) -> np.ndarray:
-        """Return the (n,) int32 integers of ids, -1 for a null or an unknown id."""
+        """Return the (n,) int32 integers of (n,) ids, -1 for null and unknown ids."""
         if not len(self) or not len(ids):
             return np.full(len(ids), -1, dtype=np.int32)
         vocabulary = pl.Series(pl.from_arrow(self.ids.cast(pa.large_string())))
@@ -55,7 +58,7 @@ class Vocabulary:
         return np.where(equal, integer, -1).astype(np.int32)
 
     def ids_at(self, integers: np.ndarray) -> pa.Array:
-        """Return the (n,) ids of integers."""
+        """Return the (n,) ids of (n,) integers."""
         if self.index is None:
             return self.ids.take(pa.array(integers))
         position = np.empty(len(self), dtype=np.int64)
@@ -68,81 +71,100 @@ def read_part(
     columns: list[str] | None = None,
     ids: tuple[str, ...] = USER_AND_ITEM,
 ) -> pa.Table:
-    """Read an events part, with the columns `ids` dictionary-coded, each column in one chunk."""
+    """Read a part of the events table, with each column in one chunk.
+
+    Args:
+        uri: The part.
+        columns: Columns to read; None for all.
+        ids: Columns to read as dictionary-encoded arrays.
+    """
     table = read_parquet(uri, columns, dictionary=ids)
     return table.unify_dictionaries().combine_chunks()
 
 
 def dictionary_column(table: pa.Table, name: str) -> pa.DictionaryArray:
-    """Return a dictionary-coded column of a table of `read_part` as one array."""
+    """Return a dictionary-encoded column of `read_part` as one array."""
     column = table[name]
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def bool_column(table: pa.Table, name: str) -> np.ndarray:
-    """Return a bool column (E,), with nulls as false."""
+    """Return the (E,) values of a bool column, false for nulls."""
     column = pc.fill_null(table[name].combine_chunks(), False)
     return column.to_numpy(zero_copy_only=False)
 
 
 def take_rows(table: pa.Table, name: str, rows: np.ndarray) -> pa.Array:
-    """Return the values of a column at `rows`."""
+    """Return the (n,) values of a column at (n,) row numbers."""
     return table[name].combine_chunks().take(pa.array(rows))
 
 
 def index_in(values: pa.DictionaryArray, vocabulary: Vocabulary) -> np.ndarray:
-    """Return the (E,) int32 integer of each value, -1 for a null or an unknown value."""
+    """Return the (E,) int32 integers of (E,) ids, -1 for null and unknown ids."""
     integer = vocabulary.lookup(values.dictionary)
     code = pc.fill_null(values.indices.cast(pa.int64()), -1).to_numpy()
     return np.append(integer, np.int32(-1))[code].astype(np.int32)
 
 
 def id_hashes(ids: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Return (n,) uint64 hashes of ids, equal in every process."""
+    """Return (n,) uint64 hashes of ids that are the same in every process."""
     return pl.Series(pl.from_arrow(ids)).hash(seed=0).to_numpy()
 
 
 def user_keys(users: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Return (n,) hashes of 63 bits of user ids, equal in every process."""
+    """Return (n,) 63-bit hashes of user ids as int64, the same in every process."""
     return (id_hashes(users) >> np.uint64(1)).astype(np.int64)
 
 
 def sorted_unique(values: np.ndarray) -> np.ndarray:
-    """Return the distinct values of (n,) integers, ascending.
+    """Return the distinct values of (n,) integers in ascending order.
 
-    `np.unique` hashes integers since NumPy 2.3 and takes 7 to 45 times as long.
+    `np.unique` hashes integers since NumPy 2.3, which takes 7 to 45 times as long.
     """
     return pl.Series(values).unique().sort().to_numpy()
 
 
 def first_of_run(*keys: np.ndarray) -> np.ndarray:
-    """Return for each of n rows the first row of its run of equal (n,) `keys`."""
+    """Return, for each of n rows, the index of the first row of its run.
+
+    Args:
+        keys: (n,) arrays; a run is a series of adjacent rows that are equal in all of
+            them.
+
+    Returns:
+        (n,) row indices.
+    """
     starts = run_starts(*keys)
-    return np.repeat(starts, np.diff(np.append(starts, len(keys[0]))))
+    lengths = np.diff(np.append(starts, len(keys[0])))
+    return np.repeat(starts, lengths)
 
 
 def count_pairs(users: np.ndarray, items: np.ndarray) -> int:
     """Return the number of distinct (user, item) pairs of two (n,) arrays of integers.
 
-    Parts have no user in common, so the counts of parts add up.
+    A user is in one part only, so the counts of all parts may be summed.
     """
     return pl.Series(users.astype(np.int64) << 32 | items).n_unique()
 
 
 def label_columns(behaviour: str | None) -> list[str]:
-    """Return the column of the label that makes an event a behaviour, or no column."""
+    """Return a list with the column of the behaviour label, empty without a label."""
     return [f"label_{behaviour}"] if behaviour else []
 
 
 def known_columns(behaviour: str | None, late: bool) -> list[str]:
-    """Return the column with the times of a late label, or no column."""
+    """Return a list with the column of times at which the label became known.
+
+    The list is empty unless the label is `late`, that is, known later than its event.
+    """
     return [f"known_{behaviour}"] if behaviour and late else []
 
 
 def known_times(table: pa.Table, behaviour: str | None) -> np.ndarray:
-    """Return the (E,) ms from which each event is visible as a behaviour.
+    """Return the (E,) epoch ms from which each event is known as a behaviour.
 
-    That is the label's own time where events have one (column `known_*`).
+    This is the value of the column `known_*` of the label, or the time of the event if
+    there is no column or value.
     """
     time = table["timestamp_ms"]
     if behaviour and f"known_{behaviour}" in table.column_names:
@@ -153,13 +175,16 @@ def known_times(table: pa.Table, behaviour: str | None) -> np.ndarray:
 def count_earlier(
     user: np.ndarray, known: np.ndarray, request_user: np.ndarray, time: np.ndarray
 ) -> np.ndarray:
-    """Return for each request how many behaviours of its user are known strictly before it.
+    """Count the behaviours of each request's user that are known strictly before it.
 
     Args:
         user: (N,) user of each behaviour, ascending.
-        known: (N,) ms from which each behaviour is visible, ascending within a user.
+        known: (N,) epoch ms from which each behaviour is known, ascending per user.
         request_user: (R,) user of each request.
-        time: (R,) ms of each request.
+        time: (R,) epoch ms of each request.
+
+    Returns:
+        (R,) counts.
     """
     if not len(user):
         return np.zeros(len(time), dtype=np.int64)
@@ -167,6 +192,7 @@ def count_earlier(
     users = max(int(user[-1]), int(request_user.max(initial=0))) + 1
     span = int(times.max()) - int(times.min()) + 1
     if span * users >= 2**63:
+        # ranks instead of times, so that the keys below fit into int64
         times = pl.Series(times).rank("dense").to_numpy().astype(np.int64)
         span = len(times) + 1
     times = times - times.min()

@@ -1,9 +1,9 @@
-"""Statistics of events parts that later steps need: items with counts, hours, first and last time.
+"""Statistics of the events table for the catalogue and the split.
 
     stats = event_stats(parts, "click", engine)
 
 A user is in one part only, so counts per user are local to a part. Counts per item
-are added up across parts: the driver holds one id and one count per item.
+are summed over the parts: the driver holds one id and one count per item.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from pipelines.data.events.columns import dictionary_column, label_columns, read
 
 DAY_MS, HOUR_MS = 86_400_000, 3_600_000
 GRAINS_MS = (DAY_MS, 1000)
-"""Possible precisions of a log's times, coarsest first."""
+"""Precisions of times that are detected, coarsest first; else it is a millisecond."""
 
 
 @dataclass(frozen=True)
 class PartStats:
-    """Statistics of the behaviours of one events part."""
+    """Statistics of the behaviours of one part of the events table."""
 
     users: int
-    """Users with an event of any kind."""
+    """Number of users with an event, whether a behaviour or not."""
     behaviours: int
-    """Rows that count as behaviours."""
+    """Number of behaviours."""
     items: pa.Array
-    """(N,) ids of the items of behaviours."""
+    """(N,) distinct item ids of the behaviours."""
     counts: np.ndarray
-    """(N,) behaviours on each item."""
+    """(N,) number of behaviours on each item."""
     remainders: list[tuple[int, int]]
-    """Least and largest remainder of the times by each of GRAINS_MS; empty without
-    behaviours."""
+    """Smallest and largest remainder of the times modulo each of GRAINS_MS; empty
+    without behaviours."""
     span: tuple[int, int] | None
-    """First and last time of a behaviour; None without behaviours."""
+    """Epoch ms of the first and the last behaviour; None without behaviours."""
     hours: dict[int, int]
-    """Behaviours by the first ms of their hour."""
+    """Number of behaviours by the epoch ms of the start of their hour."""
 
 
 @dataclass(frozen=True)
@@ -53,30 +53,36 @@ class EventStats:
     parts: list[str]
     """URIs of the parts."""
     behaviour: str | None
-    """Label that makes an event a behaviour; None where every event is one."""
+    """Label that makes an event a behaviour; None if every event is a behaviour."""
     late: bool
-    """Whether events have a `known_*` column of that label."""
+    """Whether the label is known later than its event, in a column `known_*`."""
     items: pa.Array
     """(N,) ids of all items with a behaviour, sorted."""
     counts: np.ndarray
-    """(N,) behaviours on each item."""
+    """(N,) number of behaviours on each item."""
     users: int
-    """Users with an event of any kind."""
+    """Number of users with an event, whether a behaviour or not."""
     behaviours: int
-    """Rows that count as behaviours."""
+    """Number of behaviours."""
     first_ms: int
     """Smallest timestamp of a behaviour."""
     last_ms: int
     """Largest timestamp of a behaviour."""
     grain_ms: int
-    """Coarsest of a day, a second and a millisecond by whose multiples all times of
-    behaviours differ."""
+    """Precision of the times of behaviours: the coarsest of a day, a second and a
+    millisecond such that all times differ by multiples of it."""
     hours: dict[int, int]
-    """Behaviours by the first ms of their hour, ascending."""
+    """Number of behaviours by the epoch ms of the start of their hour, ascending."""
 
 
 def part_stats(table: pa.Table, behaviour: str | None) -> PartStats:
-    """Return the statistics of one events part of `read_part`."""
+    """Compute the statistics of one part of the events table.
+
+    Args:
+        table: Part as returned by `read_part`.
+        behaviour: Label that makes an event a behaviour; None if every event is a
+            behaviour.
+    """
     users = len(dictionary_column(table, "user_id").dictionary)
     if behaviour:
         is_behaviour = pc.fill_null(table[f"label_{behaviour}"], False)
@@ -94,7 +100,7 @@ def part_stats(table: pa.Table, behaviour: str | None) -> PartStats:
         behaviours=len(time),
         items=item.dictionary.filter(pa.array(used)).cast(pa.large_string()),
         counts=counts[used],
-        remainders=[(int(rest.min()), int(rest.max())) for rest in remainders],
+        remainders=[(int(values.min()), int(values.max())) for values in remainders],
         span=(int(time.min()), int(time.max())),
         hours=dict(hours.iter_rows()),
     )
@@ -108,16 +114,17 @@ def _read_part_stats(behaviour: str | None, uri: str) -> PartStats:
 def event_stats(
     parts: list[str], behaviour: str | None, engine: Engine, late: bool = False
 ) -> EventStats:
-    """Read events parts once and return their statistics.
+    """Read all parts of the events table once and compute their statistics.
 
     Args:
         parts: URIs of the parts.
-        behaviour: Label that makes an event a behaviour; None where every event is one.
+        behaviour: Label that makes an event a behaviour; None if every event is a
+            behaviour.
         engine: Runs one task per part.
-        late: Whether events have a `known_*` column of that label.
+        late: Whether the label is known later than its event, in a column `known_*`.
 
     Raises:
-        UserError: if there is no behaviour at all.
+        UserError: if there are no behaviours.
     """
     collector = StatsCollector(behaviour, late)
     collector.read(parts, engine)
@@ -125,7 +132,7 @@ def event_stats(
 
 
 class StatsCollector:
-    """Adds up the statistics of parts in any order. Holds one id and one count per item."""
+    """Merges the statistics of parts, in any order, to those of the events table."""
 
     def __init__(self, behaviour: str | None, late: bool) -> None:
         self.behaviour = behaviour
@@ -160,12 +167,13 @@ class StatsCollector:
         """Return the statistics of all parts that were added.
 
         Raises:
-            UserError: if there is no behaviour at all.
+            UserError: if there are no behaviours.
         """
         if not self.times:
             raise UserError(
-                f"no event has label '{self.behaviour}' set, so there are no behaviours; choose another 'behaviour' "
-                f"or leave it out to take every event"
+                f"no event has label '{self.behaviour}' set, so there are no "
+                f"behaviours; choose another 'behaviour', or remove it to use every "
+                f"event"
             )
         items, counts = self.items.sort()
         return EventStats(
@@ -183,7 +191,7 @@ class StatsCollector:
         )
 
     def _grain(self) -> int:
-        """Return the coarsest of GRAINS_MS by which all times have the same remainder."""
+        """Return the coarsest of GRAINS_MS for which all times have one remainder."""
         for grain, remainders in zip(GRAINS_MS, self.remainders, strict=True):
             if len(remainders) == 1:
                 return grain
@@ -191,34 +199,33 @@ class StatsCollector:
 
 
 class IdCounts:
-    """Counts of ids, added up over many parts.
+    """Counts of ids, summed over many parts.
 
-    New ids wait until there are as many as distinct ids, so that each id is hashed
-    a few times, whatever the number of parts.
+    Added ids are buffered until there are as many as distinct ids, so that each id is
+    hashed a few times only, whatever the number of parts.
     """
 
     def __init__(self) -> None:
         self.total = pl.DataFrame(schema={"id": pl.String, "count": pl.Int64})
-        self.waiting: list[pl.DataFrame] = []
+        self.buffer: list[pl.DataFrame] = []
 
     def add(self, ids: pa.Array, counts: np.ndarray | None = None) -> None:
-        """Add distinct ids with a count each, 0 without `counts`."""
+        """Add (n,) distinct ids with their (n,) counts, by default zeros."""
         if counts is None:
             counts = np.zeros(len(ids), np.int64)
         column = pl.Series(pl.from_arrow(ids), dtype=pl.String)
-        self.waiting.append(
-            pl.DataFrame({"id": column, "count": counts.astype(np.int64)})
-        )
-        if sum(map(len, self.waiting)) >= len(self.total):
+        frame = pl.DataFrame({"id": column, "count": counts.astype(np.int64)})
+        self.buffer.append(frame)
+        if sum(map(len, self.buffer)) >= len(self.total):
             self._merge()
 
     def _merge(self) -> None:
-        every = pl.concat([self.total, *self.waiting])
-        self.total = every.group_by("id").agg(pl.col("count").sum())
-        self.waiting = []
+        counts = pl.concat([self.total, *self.buffer])
+        self.total = counts.group_by("id").agg(pl.col("count").sum())
+        self.buffer = []
 
     def sort(self) -> tuple[pa.Array, np.ndarray]:
-        """Return all ids, sorted, and their counts."""
+        """Return the (N,) distinct ids, sorted, and their (N,) counts."""
         self._merge()
         total = self.total.sort("id")
         return total["id"].to_arrow().cast(pa.large_string()), total["count"].to_numpy()

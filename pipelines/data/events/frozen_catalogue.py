@@ -1,9 +1,11 @@
-"""The items of other tables as the catalogue of a fresh log, byte for byte.
+"""Use the items and split times of other tables for a new log.
 
-    python -m jobs.prepare --source YAML --input FRESH --output FRESH_TABLES --catalogue TABLES --core 0
+    python -m jobs.prepare --source YAML --input NEW --output NEW_TABLES
+        --catalogue TABLES --core 0
 
-Semantic IDs and checkpoints of TABLES belong to FRESH_TABLES too. Requests are split at
-the same times: what TABLES was trained on is not a test here.
+The items of NEW_TABLES have the bytes of those of TABLES, so semantic IDs and
+checkpoints of TABLES also fit NEW_TABLES. Requests are split at the times of TABLES, so
+the test split has no request from the training window of TABLES.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from pipelines.data.schemas import items_schema
 
 
 def read_split(catalogue: str, clock: bool) -> dict[str, Any]:
-    """Return how the requests of the tables `catalogue` are split.
+    """Return the split of other tables, as their manifest records it.
+
+    Args:
+        catalogue: URI of the other tables.
+        clock: Whether the log has clock times.
 
     Raises:
         UserError: if the split needs clock times and the log has none.
@@ -39,8 +45,8 @@ def read_split(catalogue: str, clock: bool) -> dict[str, Any]:
     split = dict(read_manifest(join(catalogue, "items"), "items").info["split"])
     if split["kind"] == "temporal" and not clock:
         raise UserError(
-            f"{catalogue} is split by time, but this log has no clock times; set 'time' as in the source file of "
-            f"{catalogue}"
+            f"{catalogue} is split by time, but this log has no clock times; set "
+            f"'time' as in the source file of {catalogue}"
         )
     return split
 
@@ -52,10 +58,21 @@ def copy_items(
     catalogue: str,
     split: dict[str, Any],
 ) -> Manifest:
-    """Write and commit the items of the tables `catalogue`.
+    """Write the items of other tables as the items of this log.
+
+    Args:
+        run: The run.
+        events: Manifest of the events.
+        load_stats: Returns statistics of the events.
+        catalogue: URI of the other tables.
+        split: The split as manifests record it.
+
+    Returns:
+        The manifest of the items.
 
     Raises:
-        UserError: if too few behaviours of the log are on these items.
+        UserError: if the share of behaviours on these items is below `min_matched`, or
+            another version of the code wrote the original items.
     """
     uri, config = join(catalogue, "items"), run.config
     original = read_manifest(uri, "items")
@@ -95,12 +112,13 @@ def copy_items(
         )
     if items.hash != original.hash:
         raise UserError(
-            f"the items of {catalogue} are not written as this version writes them, so that models trained there would "
-            f"not take these tables; make both again with the same version"
+            f"the items of {catalogue} were written by another version in another "
+            f"format, so models trained on them would not accept these tables; write "
+            f"both with the same version"
         )
     run.report(
-        f"items: the {items.rows:,} of {catalogue}; {share:.1%} of the behaviours are on them, "
-        f"{info['dropped_items']:,} other items left out"
+        f"items: the {items.rows:,} of {catalogue}; {share:.1%} of the behaviours are "
+        f"on them, {info['dropped_items']:,} other items dropped"
     )
     return items
 
@@ -108,7 +126,19 @@ def copy_items(
 def _copy_parts(
     run: Run, uri: str, original: Manifest, schema: pa.Schema, stats: EventStats
 ) -> tuple[list[Part], pa.Array]:
-    """Write the parts of the original table; also return which items of the events are in it."""
+    """Copy the parts of the original items.
+
+    Args:
+        run: The run.
+        uri: The original items table.
+        original: Manifest of the original items.
+        schema: Schema of the items.
+        stats: Statistics of the events of this log.
+
+    Returns:
+        The written parts, and a (N,) bool array: whether an item of the events is among
+        the original items.
+    """
     parts = []
     inside = pa.nulls(len(stats.items), pa.bool_()).fill_null(False)
     for source, part in zip(part_uris(uri, original), original.files, strict=True):
@@ -124,8 +154,14 @@ def _check_share(
 ) -> float:
     """Return the share of behaviours on items of the catalogue.
 
+    Args:
+        run: The run.
+        catalogue: URI of the tables with the catalogue, for the message.
+        stats: Statistics of the events.
+        inside: (N,) bool: whether an item of the events is in the catalogue.
+
     Raises:
-        UserError: if it is below `min_matched`, or 0.
+        UserError: if the share is below `min_matched`, or 0.
     """
     is_inside = inside.to_numpy(zero_copy_only=False)
     on_catalogue = int(stats.counts[is_inside].sum())
@@ -133,8 +169,9 @@ def _check_share(
     if not share or share < run.config.min_matched:
         others = stats.items.filter(pc.invert(inside)).slice(0, 2).to_pylist()
         raise UserError(
-            f"{share:.1%} of the behaviours are on items of the catalogue of {catalogue}, the least is min_matched "
-            f"{run.config.min_matched:g}: it does not have {', '.join(map(repr, others))}; write the ids of both logs "
-            f"alike, leading zeros among them, or lower --min_matched"
+            f"{share:.1%} of the behaviours are on items of the catalogue of "
+            f"{catalogue}, below min_matched {run.config.min_matched:g}: it does not "
+            f"have {', '.join(map(repr, others))}; convert the ids of both logs to one "
+            f"format, including leading zeros, or lower --min_matched"
         )
     return share

@@ -1,6 +1,6 @@
-"""The iterative k-core: items and users that have at least k behaviours with each other.
+"""The iterative k-core of users and items with at least k behaviours each.
 
-No process holds a table of users; the driver holds one id and one count per item.
+No process holds a table of users. The driver holds one id and one count per item.
 """
 
 from __future__ import annotations
@@ -33,22 +33,25 @@ def core_items(
     engine: Engine,
     always_kept: pa.Array | None = None,
 ) -> tuple[pa.Array, int]:
-    """Return the ids of the items in the k-core, sorted, and the number of rounds it took.
+    """Compute the items in the k-core.
 
-    Repeats until nothing changes: drop users with fewer than `core` behaviours on the
-    items that are left, then items with fewer than `core` behaviours by the users that
-    are left. 8 bytes per behaviour stay in the object store, or on its disk, between
-    the rounds.
+    Each round drops users with fewer than `core` behaviours on the remaining items, and
+    then items with fewer than `core` behaviours by the remaining users. The rounds end
+    when no item is dropped. Between rounds, 8 bytes per behaviour stay in Ray's object
+    store.
 
     Args:
         stats: Statistics of the events.
-        core: Least number of behaviours; 0 and 1 keep every item.
-        before_ms: Count only behaviours known earlier than this; None for all.
+        core: Minimum number of behaviours; 0 and 1 keep all items that have one.
+        before_ms: Epoch ms; only behaviours known earlier are counted. None counts all.
         engine: Runs one task per part and round.
-        always_kept: (sorted) ids of items that stay whatever their behaviours.
+        always_kept: Ids of items that are kept even with fewer behaviours.
+
+    Returns:
+        Sorted ids of the items, and the number of rounds.
 
     Raises:
-        UserError: if no item is left.
+        UserError: if no item remains.
     """
     core = max(core, 1)
     if core == 1 and before_ms is None:
@@ -69,14 +72,15 @@ def core_items(
         for _, table in engine.map_unordered(_count_items, calls, (engine.put(kept),)):
             counts[table["item"].to_numpy()] += table["count"].to_numpy()
         rounds += 1
-        left = (counts >= core) | is_always_kept
-        if not counts[left].any():
+        still_kept = (counts >= core) | is_always_kept
+        if not counts[still_kept].any():
             raise UserError(
-                f"no item is left in the {core}-core of {stats.behaviours:,} behaviours; set a lower --core"
+                f"no item remains in the {core}-core of {stats.behaviours:,} "
+                f"behaviours; set a lower --core"
             )
-        if (left == kept).all():
+        if (still_kept == kept).all():
             return stats.items.filter(pa.array(kept)), rounds
-        kept = left
+        kept = still_kept
 
 
 def _read_pairs(
@@ -86,30 +90,52 @@ def _read_pairs(
     items: Vocabulary,
     uri: str,
 ) -> pa.Table:
-    """Return the behaviours of one part that count: `user` (a code within the part, ascending) and `item`."""
+    """Read the user and the item of each counted behaviour of a part.
+
+    Args:
+        behaviour: Label that makes an event a behaviour; None if every event is a
+            behaviour.
+        late: Whether the label is known later than its event.
+        before_ms: Epoch ms; only behaviours known earlier are counted. None counts all.
+        items: Vocabulary of the item ids.
+        uri: The part.
+
+    Returns:
+        Table with the columns `user`, a code within the part in ascending order, and
+        `item`, the integer of the vocabulary.
+    """
     columns = ["user_id", "item_id", *label_columns(behaviour)]
     if before_ms is not None:
         columns += ["timestamp_ms", *known_columns(behaviour, late)]
     table = read_part(uri, columns)
-    counts = np.ones(table.num_rows, dtype=bool)
+    is_counted = np.ones(table.num_rows, dtype=bool)
     if behaviour:
-        counts = bool_column(table, f"label_{behaviour}")
+        is_counted = bool_column(table, f"label_{behaviour}")
     if before_ms is not None:
-        counts = counts & (known_times(table, behaviour) < before_ms)
-    user = dictionary_column(table, "user_id").indices.to_numpy()[counts]
-    item = index_in(dictionary_column(table, "item_id"), items)[counts]
+        is_counted = is_counted & (known_times(table, behaviour) < before_ms)
+    user = dictionary_column(table, "user_id").indices.to_numpy()[is_counted]
+    item = index_in(dictionary_column(table, "item_id"), items)[is_counted]
     return pa.table({"user": pa.array(user, pa.int32()), "item": item})
 
 
 def _count_items(kept: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
-    """Return for each item of a part its behaviours by users with `core` behaviours on `kept` (N,) items."""
+    """Count the behaviours per item of a part, without users below the core.
+
+    Args:
+        kept: (N,) bool: whether an item was kept by the last round.
+        core: Minimum number of behaviours of a user on kept items.
+        pairs: Table of `_read_pairs`.
+
+    Returns:
+        Table with the columns `item` and `count`, only for kept items.
+    """
     user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
-    counts = kept[item]
+    is_counted = kept[item]
     if len(item):
-        start = run_starts(user)
-        per_user = np.add.reduceat(counts, start, dtype=np.int64)
-        lengths = np.diff(np.append(start, len(item)))
-        counts &= np.repeat(per_user >= core, lengths)
-    per_item = pl.DataFrame({"item": item[counts]}).group_by("item").len("count")
+        starts = run_starts(user)
+        lengths = np.diff(np.append(starts, len(item)))
+        behaviours_per_user = np.add.reduceat(is_counted, starts, dtype=np.int64)
+        is_counted &= np.repeat(behaviours_per_user >= core, lengths)
+    per_item = pl.DataFrame({"item": item[is_counted]}).group_by("item").len("count")
     schema = pa.schema([("item", pa.int32()), ("count", pa.int64())])
     return per_item.to_arrow().cast(schema)

@@ -1,4 +1,4 @@
-"""Sort one partition of events and find its duplicates: `order_events`."""
+"""Sort the events of one partition and find duplicates."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ import pyarrow.compute as pc
 from pipelines.data.reading.log import MISSING_VALUES
 
 LOG_PLACE = "log_place"
-"""Column with an event's row number in the log; events have it with `ties:
-log_order`."""
+"""Column with the row number of an event in the log; only with `ties: log_order`."""
 
 
 def order_events(
     table: pa.Table, schema: pa.Schema, keep_duplicates: bool = False
 ) -> tuple[pa.Table, int]:
-    """Sort the events of one partition and drop exact duplicates, unless they are kept.
+    """Sort the events of one partition and drop exact duplicates.
 
-    The order is total: (user_id, timestamp_ms, request_id, position, item_id), then
-    every other column, so the result does not depend on the order of the input. With a
-    `log_place` column (`ties: log_order`) events of one user and time stay in the order
-    of the log, events of one row by their position, and `position` becomes the rank
-    among them.
+    Events are sorted by (user_id, timestamp_ms, request_id, position, item_id) and then
+    by every other column, so the result does not depend on the order of the input. With
+    a column `log_place` (`ties: log_order`), events of one user and time are sorted by
+    (log_place, position) instead, and `position` becomes their rank in this order.
 
-    Most logs have few ties, so the bulk of the sort is one argsort of an integer. Only
-    tied rows are compared column by column.
+    Rows are sorted by one integer key of user and time. Only ties, which are rare in
+    most logs, are compared column by column.
 
     Args:
         table: Events in any order; columns that the log does not have may be missing.
         schema: Schema of the result.
-        keep_duplicates: Keep events that repeat another in every column.
+        keep_duplicates: Keep events that repeat another event in every column.
 
     Returns:
-        The events, with dictionary-coded ids and sorted dictionaries, and the number of
-        duplicates.
+        The events, whose ids are dictionary-encoded with sorted dictionaries, and the
+        number of duplicates, whether dropped or kept.
     """
     user, user_ids = _sorted_codes(table["user_id"])
     item, item_ids = _sorted_codes(table["item_id"])
@@ -64,7 +62,10 @@ def order_events(
 
 
 def add_missing_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table with all columns of `schema`, in its order."""
+    """Return the table with all columns of `schema`, in the order of `schema`.
+
+    Missing columns get their value of MISSING_VALUES, otherwise null.
+    """
     columns = []
     for field in schema:
         if field.name in table.column_names:
@@ -72,28 +73,41 @@ def add_missing_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
         else:
             value = pa.scalar(MISSING_VALUES.get(field.name), field.type)
             columns.append(pa.repeat(value, table.num_rows))
-    # ids may be dictionary-coded
-    fields = [f.with_type(c.type) for f, c in zip(schema, columns, strict=True)]
+    # The types of ids differ from the schema if they are dictionary-encoded.
+    fields = [
+        field.with_type(column.type)
+        for field, column in zip(schema, columns, strict=True)
+    ]
     return pa.table(columns, schema=pa.schema(fields))
 
 
 def _sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
-    """Return the values as int32 indices into their sorted set, and that set."""
-    coded = pc.dictionary_encode(strings)
-    if isinstance(coded, pa.ChunkedArray):
-        coded = coded.combine_chunks()
-    order = pc.sort_indices(coded.dictionary)
+    """Encode strings by the rank of their value.
+
+    Returns:
+        (E,) int32 index of each string in the sorted distinct values, and these values.
+    """
+    encoded = pc.dictionary_encode(strings)
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    order = pc.sort_indices(encoded.dictionary)
     rank = np.empty(len(order), dtype=np.int32)
     rank[order.to_numpy()] = np.arange(len(order), dtype=np.int32)
-    return rank[coded.indices.to_numpy()], coded.dictionary.take(order)
+    return rank[encoded.indices.to_numpy()], encoded.dictionary.take(order)
 
 
 def _sort_by_user_and_time(
     user: np.ndarray, times: pa.ChunkedArray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (E,) rows by user and time, and (E - 1,) whether a sorted row ties with the row above it.
+    """Sort events by user and time.
 
-    user (E,) is the rank of each user.
+    Args:
+        user: (E,) rank of each event's user.
+        times: (E,) epoch ms of each event.
+
+    Returns:
+        (E,) row numbers in sorted order, and (E - 1,) bool: whether a sorted row has
+        the user and the time of its predecessor.
     """
     time = times.to_numpy()
     first = int(time.min())
@@ -111,21 +125,22 @@ def _sort_by_user_and_time(
 def _take(
     column: pa.ChunkedArray, kind: pa.DataType, rows: np.ndarray
 ) -> pa.ChunkedArray:
-    """Take rows of a column. A partition may hold more than 2 GB of text, over Arrow's limit of 32-bit offsets."""
+    """Return the values of a column at `rows`, as type `kind`."""
+    # A partition may hold over 2 GB of text, which needs 64-bit offsets.
     wide = pa.large_string() if kind == pa.string() else kind
     return column.cast(wide).take(pa.array(rows)).cast(kind)
 
 
 @dataclass(frozen=True)
 class _Ties:
-    """Events that share user and time with a neighbour. T tied rows."""
+    """The T events that share user and time with another event."""
 
     rows: np.ndarray
     """(E,) bool: whether a sorted row is tied."""
     group: np.ndarray
-    """(T,) number of the (user, time) group of each tied row."""
+    """(T,) index of the (user, time) group of each tied row, ascending."""
     events: pa.Table
-    """(T,) the tied events."""
+    """(T,) tied events."""
 
     @classmethod
     def find(
@@ -135,7 +150,15 @@ class _Ties:
         same_as_previous: np.ndarray,
         schema: pa.Schema,
     ) -> _Ties:
-        """Collect the tied rows of a sorted partition."""
+        """Collect the tied rows of a sorted partition.
+
+        Args:
+            table: (E,) events in any order.
+            order: (E,) row numbers by user and time.
+            same_as_previous: (E - 1,) bool: whether a sorted row is tied with its
+                predecessor.
+            schema: Schema of the events.
+        """
         rows = np.zeros(len(order), dtype=bool)
         rows[1:] |= same_as_previous
         rows[:-1] |= same_as_previous
@@ -153,48 +176,77 @@ class _Ties:
         frame = frame.with_columns(
             pl.Series("group", self.group), pl.int_range(pl.len()).alias("row")
         )
-        content = [*schema.names, "group"]
         if LOG_PLACE in frame.columns:
-            # The earliest of equal rows stays; equal rows need not be neighbours in the
-            # log.
-            frame = frame.sort("group", LOG_PLACE, "position")
-            is_first = frame.select(pl.struct(content).is_first_distinct()).to_series()
-            stays = (is_first | keep_duplicates).cast(pl.Int32).alias("stays")
-            rank = pl.col("stays").cum_sum().over("group") - 1
-            position = frame.with_columns(stays).select(rank).to_series()
-            return _SortedTies(
-                frame["row"].to_numpy(), ~is_first.to_numpy(), position.to_numpy()
-            )
-        first = ["request_id", "position", "item_id"]
-        others = [name for name in schema.names if name not in (*first, "user_id")]
-        frame = frame.sort("group", *first, *others)
-        equal = [pl.col(name).eq_missing(pl.col(name).shift(1)) for name in content]
-        is_duplicate = frame.select(pl.all_horizontal(equal)).to_series()
-        flags = is_duplicate.to_numpy().copy()
-        flags[0] = False
-        return _SortedTies(frame["row"].to_numpy(), flags, None)
+            return _sort_by_log_place(frame, schema, keep_duplicates)
+        return _sort_by_content(frame, schema)
+
+
+def _sort_by_log_place(
+    frame: pl.DataFrame, schema: pa.Schema, keep_duplicates: bool
+) -> _SortedTies:
+    """Sort tied events by their row in the log, and then by position.
+
+    Args:
+        frame: Tied events, with the columns `group`, `row` and `log_place`.
+        schema: Schema of the events.
+        keep_duplicates: Whether duplicates take up ranks.
+    """
+    frame = frame.sort("group", LOG_PLACE, "position")
+    # Equal rows need not be adjacent in the log; the earliest is no duplicate.
+    content = pl.struct([*schema.names, "group"])
+    is_first = frame.select(content.is_first_distinct()).to_series()
+    is_kept = (is_first | keep_duplicates).cast(pl.Int32).alias("is_kept")
+    rank = pl.col("is_kept").cum_sum().over("group") - 1
+    position = frame.with_columns(is_kept).select(rank).to_series()
+    return _SortedTies(
+        frame["row"].to_numpy(), ~is_first.to_numpy(), position.to_numpy()
+    )
+
+
+def _sort_by_content(frame: pl.DataFrame, schema: pa.Schema) -> _SortedTies:
+    """Sort tied events by all columns, so that duplicates are adjacent.
+
+    Args:
+        frame: Tied events, with the columns `group` and `row`.
+        schema: Schema of the events.
+    """
+    first_keys = ["request_id", "position", "item_id"]
+    other_keys = [name for name in schema.names if name not in (*first_keys, "user_id")]
+    frame = frame.sort("group", *first_keys, *other_keys)
+    equals_previous = [
+        pl.col(name).eq_missing(pl.col(name).shift(1))
+        for name in [*schema.names, "group"]
+    ]
+    is_duplicate = frame.select(pl.all_horizontal(equals_previous)).to_series()
+    flags = is_duplicate.to_numpy().copy()
+    flags[0] = False
+    return _SortedTies(frame["row"].to_numpy(), flags, None)
 
 
 @dataclass(frozen=True)
 class _SortedTies:
-    """The order of tied events. T tied rows."""
+    """Order and duplicates of T tied events."""
 
     order: np.ndarray
-    """(T,) tied rows in their order."""
+    """(T,) index of each tied event, in sorted order."""
     is_duplicate: np.ndarray
-    """(T,) bool, in that order: whether an earlier row is equal."""
+    """(T,) bool, in sorted order: whether an earlier event is equal."""
     position: np.ndarray | None
-    """(T,) rank within the group, in that order; None without `log_place`."""
+    """(T,) rank within the group, in sorted order; None without `log_place`."""
 
     def apply(
         self, order: np.ndarray, tied: np.ndarray, keep_duplicates: bool
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the rows of the partition and their positions, without duplicates unless they are kept.
+        """Reorder the tied rows of a partition and drop duplicates.
 
         Args:
-            order: (E,) rows by user and time.
-            tied: (E,) bool: which of them are tied.
-            keep_duplicates: Keep events that repeat another.
+            order: (E,) row numbers by user and time.
+            tied: (E,) bool: whether a row of `order` is tied.
+            keep_duplicates: Keep events that repeat another event in every column.
+
+        Returns:
+            Row numbers in the final order, and their new positions, None without
+            `log_place`.
         """
         order = order.copy()
         order[tied] = order[tied][self.order]
@@ -204,6 +256,8 @@ class _SortedTies:
             positions[tied] = self.position
         if keep_duplicates or not self.is_duplicate.any():
             return order, positions
-        stays = np.ones(len(order), dtype=bool)
-        stays[tied] = ~self.is_duplicate
-        return order[stays], None if positions is None else positions[stays]
+        is_kept = np.ones(len(order), dtype=bool)
+        is_kept[tied] = ~self.is_duplicate
+        if positions is not None:
+            positions = positions[is_kept]
+        return order[is_kept], positions

@@ -1,4 +1,4 @@
-"""Durations in ms, and the windows of counts, from their settings."""
+"""Durations in ms, and settings of the time windows of counts."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ DAY_MS, HOUR_MS, MINUTE_MS = 86_400_000, 3_600_000, 60_000
 
 
 class WindowSettings:
-    """Settings of counts that cover [t - window, t - delay)."""
+    """Settings of counts at time t over the windows [t - window, t - delay)."""
 
     windows_days: list[float]
     delay_minutes: float
 
     def check_windows(self, section: str) -> None:
-        """Check that windows ascend and end after they begin.
+        """Check that windows ascend and are longer than the delay.
 
         Args:
             section: Name of the settings, for messages.
 
         Raises:
-            ValueError: If they do not.
+            ValueError: If a window or the delay is invalid.
         """
         days = self.windows_days
-        if any(a >= b for a, b in pairwise(days)):
+        if any(shorter >= longer for shorter, longer in pairwise(days)):
             raise ValueError(
-                f"{section}.windows_days is {days}; give ascending lengths in days, "
+                f"{section}.windows_days is {days}; use ascending lengths in days, "
                 f"such as [1, 7, 30]"
             )
         if self.delay_minutes < 0:
@@ -34,9 +34,9 @@ class WindowSettings:
             )
         if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
             raise ValueError(
-                f"{section}.windows_days begins with {days[0]}, which ends before it "
-                f"begins with delay_minutes {self.delay_minutes}; give longer windows "
-                f"or a shorter delay"
+                f"{section}.windows_days begins with {days[0]}, which is not longer "
+                f"than delay_minutes {self.delay_minutes}; use longer windows or a "
+                f"shorter delay"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""A raw log as described by a mapping file, whose columns are SQL expressions.
+"""Read a raw log as described by a mapping file.
 
     files: transactions_*.csv*
     user: customer_id
@@ -7,9 +7,9 @@
     labels: {bought: "cast(quantity as double) > 0"}
     items: {files: articles.csv, item: article_id, texts: {title: "lower(name)"}}
 
-Expressions are SQL of polars (`pl.sql_expr`) over the columns of the file; a text that
-is the name of a column is this column. `Log.read_events` yields bounded blocks of
-events and rejects, `Section.read` blocks of items, users and tables of features.
+Each column of a table is given by the name of a column of the file, or by a SQL
+expression of polars (`pl.sql_expr`). `Log.read_events` yields blocks of events and
+rejects. `Section.read` yields blocks of items, users and features.
 """
 
 from __future__ import annotations
@@ -54,18 +54,19 @@ from pipelines.data.schemas import LABEL_TYPES, REJECTS, events_schema, items_sc
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
 MISSING_VALUES = {"request_id": "", "position": 0}
-"""Values of columns that a log does not have. All other columns are null then."""
+"""Values of columns that a log does not have. Other missing columns are null."""
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 MAX_NAME_LENGTH = 80
-"""Most characters of a name. MLflow allows 250, and a metric may contain two names."""
+"""Maximum length of a name. MLflow allows 250, and a metric may contain two names."""
 METRIC_CUTOFF = re.compile(r"_at_\d+$")
-"""The @10 of ndcg@10 in the names of MLflow metrics."""
+"""Suffix that stands for the @10 of ndcg@10 in the names of MLflow metrics."""
 METRIC_WORDS = ("mean", "with_position")
-"""First parts of metrics that belong to no single label."""
+"""First parts of metrics that do not belong to a single label."""
 MAX_DELAY_MINUTES = 60 * 24 * 3660
-"""Ten years. A longer delay is in a wrong unit."""
-# columns of a frame while lists are exploded
+"""Ten years. A longer delay is assumed to be in a wrong unit."""
+# temporary columns of a frame while lists are exploded
 ELEMENT, REQUEST, UNEQUAL, LIST = "__element", "__request", "__unequal", "__list"
+TIME = "__time"
 COLUMN_LISTS = ("numbers", "categories", "explode", "texts", "attributes")
 """Keys whose value may be a list of columns that keep their names."""
 FORBID_EXTRA = {"extra": "forbid"}
@@ -75,13 +76,14 @@ def check_range(span: list[float]) -> None:
     """Raise a ValueError unless `span` is [low, high]."""
     if len(span) != 2 or not -math.inf < span[0] < span[1] < math.inf:
         raise ValueError(
-            f"range is {span!r}; give the least and the largest value, such as [0.5, 5]"
+            f"range is {span!r}; use the smallest and the largest value, such as "
+            f"[0.5, 5]"
         )
 
 
 @dataclass(frozen=True)
 class Label:
-    """A label: the user's action on an item."""
+    """A label: the action of a user on an item."""
 
     __pydantic_config__ = FORBID_EXTRA
 
@@ -90,11 +92,11 @@ class Label:
     type: str = "bool"
     """bool (true, false, 1 or 0) or float32."""
     time: Any = None
-    """Column or expression of the time at which the label was known, or {column, unit};
-    by default in the unit of the log's time. Without it, the label is known with the
-    event, or after `delay_minutes`."""
+    """Time at which the label became known: a column or SQL expression in the unit of
+    the log's time, or {column, unit}. By default the time of the event, plus
+    `delay_minutes`."""
     delay_minutes: float | None = None
-    """Minutes after the event until the label is known, such as 60; by default 0, or
+    """Minutes from the event until the label is known, such as 60; by default 0, or
     given by `time`."""
     range: list[float] | None = None
     """float32: the smallest and the largest value, such as [0.5, 5]; rows outside are
@@ -108,20 +110,20 @@ class Label:
             )
         if self.time is not None and self.delay_minutes is not None:
             raise ValueError(
-                "a label has both 'time' and 'delay_minutes'; give the one that says "
-                "when it is known"
+                "a label has both 'time' and 'delay_minutes'; use the one that "
+                "determines when the label is known"
             )
         delay = self.delay_minutes
         if delay is not None and not 0 < delay <= MAX_DELAY_MINUTES:
             raise ValueError(
-                f"delay_minutes is {delay!r}; give minutes from above 0 to "
+                f"delay_minutes is {delay!r}; it must be above 0 and at most "
                 f"{MAX_DELAY_MINUTES:,}, such as 60"
             )
         if self.range is not None:
             if self.type != "float32":
                 raise ValueError(
-                    f"'range' is of float32 labels, this one is {self.type}; leave it "
-                    f"out"
+                    f"a label of type {self.type} has 'range', which only float32 "
+                    f"labels support; remove it"
                 )
             check_range(self.range)
 
@@ -143,8 +145,8 @@ class History:
     """Earlier behaviours of the row's user, as a list of items without times.
 
     An example is MIND's column of clicked news. The k-th item of a list becomes an
-    event of its user k milliseconds after `at`. Rows that repeat the list give the same
-    events again, which are dropped as repetitions.
+    event of its user k milliseconds after `at`. Rows that repeat a list repeat its
+    events, which are dropped as duplicates.
     """
 
     __pydantic_config__ = FORBID_EXTRA
@@ -152,70 +154,69 @@ class History:
     column: str
     """Column or SQL expression of the list of items, oldest first."""
     at: str
-    """A time before the log, as ISO 8601. The first item of a list gets this time, each
-    later one a millisecond more."""
+    """Time before the log, as ISO 8601, of the first item of each list. Each later item
+    is one millisecond later."""
     labels: list[str] | None = None
-    """The bool labels that are true for these behaviours; [] for none. Required if the
-    log has bool labels."""
+    """Names of the bool labels that are true for these behaviours; [] for none.
+    Required if the log has bool labels."""
 
     def __post_init__(self) -> None:
         if parse_iso_ms(self.at) is None:
             raise ValueError(
-                f"history.at is '{self.at}', which is no ISO 8601 time; write such as "
-                f"'2019-10-12'"
+                f"history.at is '{self.at}', which is not an ISO 8601 time; use a time "
+                f"such as '2019-10-12'"
             )
 
 
 @dataclass(frozen=True)
 class Section(Files):
-    """Files with attributes of items or users, or with features as they change."""
+    """Files with attributes of items or users, or with features that change."""
 
     __pydantic_config__ = FORBID_EXTRA
 
     files: str
-    """Pattern of the files, relative to their folder (`*`, `?`, `[...]`)."""
+    """Pattern of the files, relative to `folder` (`*`, `?`, `[...]`)."""
     item: str | None = None
     """Column or SQL expression of the item's id."""
     user: str | None = None
-    """Column or SQL expression of the user's id; of several rows of a user the first is
-    used."""
+    """Column or SQL expression of the user's id; of several rows of a user, the first
+    is used."""
     time: Time | None = None
-    """Time from which a row is valid, in the form of the time of events: {column,
-    unit}."""
+    """Time from which a row is valid, written as the time of events: {column, unit}."""
     texts: dict[str, str] = field(default_factory=dict)
     """Texts by name: {name: column or SQL expression}, or a list of columns that keep
     their names."""
     attributes: dict[str, str] = field(default_factory=dict)
-    """Categorical attributes by name, in the form of `texts`."""
+    """Categorical attributes by name, written as `texts`."""
     categories: dict[str, str] = field(default_factory=dict)
-    """Categorical features by name, in the form of `texts`."""
+    """Categorical features by name, written as `texts`."""
     numbers: dict[str, str] = field(default_factory=dict)
-    """Numbers by name, in the form of `texts`."""
+    """Numeric features by name, written as `texts`."""
     folder: str = ""
-    """Folder of the item files, relative to the input folder, such as `../catalogue`;
-    empty: the input folder."""
+    """Folder of the files, relative to the input folder, such as `../catalogue`; empty:
+    the input folder."""
     optional: bool = False
-    """true: a log without item files is read too. Its items have no texts; they are
+    """true: item files may be missing; items without a row have no texts and are
     counted."""
     keep: str = "used"
-    """used: the catalogue contains the items with at least `core` behaviours. all: also
-    every item of the item files, so that new items have semantic IDs and can be
-    recommended; `core` then limits users, and items that the files lack."""
+    """used: the catalogue contains the items with at least `core` behaviours. all: it
+    also contains every item of the item files, so that new items have semantic IDs and
+    can be recommended; `core` then only limits users and items without a row."""
 
     def __post_init__(self) -> None:
         if self.keep not in ("used", "all"):
-            raise ValueError(f"items.keep is '{self.keep}'; it is one of used, all")
+            raise ValueError(f"items.keep is '{self.keep}'; it must be used or all")
         self.check_files()
         check_sql(self._expressions.values())
 
     @property
     def key(self) -> str:
-        """Id column of events that the section belongs to."""
+        """Column of events whose ids the rows describe: `item_id` or `user_id`."""
         return "item_id" if self.item else "user_id"
 
     @property
     def origins(self) -> dict[str, str]:
-        """Column or expression in the raw file of each column."""
+        """Column or SQL expression in the raw file, by column of the section."""
         numbers = {f"num_{name}": text for name, text in self.numbers.items()}
         texts = {f"text_{name}": text for name, text in self.texts.items()}
         categories = {
@@ -230,32 +231,37 @@ class Section(Files):
 
     @property
     def _expressions(self) -> dict[str, str]:
-        """Expressions by column."""
+        """SQL expressions by column of the section."""
         time = {"timestamp_ms": str(self.time.column)} if self.time else {}
         return {**self.origins, **time} if self.item or self.user else {}
 
     @property
     def schema(self) -> pa.Schema:
-        """Schema of the rows; with times, numbers come first as in events."""
-        kinds = {"timestamp_ms": pa.int64()} | {
-            name: pa.float32() for name in self.origins if name.startswith("num_")
-        }
+        """Schema of the rows; with times, numbers precede categories as in events."""
+        types = {"timestamp_ms": pa.int64()}
+        for name in self.origins:
+            if name.startswith("num_"):
+                types[name] = pa.float32()
         return pa.schema(
-            [pa.field(name, kinds.get(name, pa.string())) for name in self.origins]
+            [pa.field(name, types.get(name, pa.string())) for name in self.origins]
         )
 
     @property
     def features(self) -> pa.Schema:
-        """Schema of the features alone."""
+        """Schema of the numeric and categorical features."""
         return pa.schema(
             [f for f in self.schema if f.name.startswith(("num_", "cat_"))]
         )
 
     def list_files(self, input_uri: str, what: str) -> list[str]:
-        """Return the files relative to the input folder.
+        """Return the files of the section, relative to the input folder.
+
+        Args:
+            input_uri: Input folder.
+            what: Kind of the files in messages: "item", "user" or "feature".
 
         Raises:
-            UserError: If there is none, unless the section is optional.
+            UserError: If there are no files, unless the section is optional.
         """
         folder = join(input_uri, self.folder) if self.folder else input_uri
         filesystem, path = open_uri(folder)
@@ -270,12 +276,15 @@ class Section(Files):
         return [join(self.folder, file) if self.folder else file for file in files]
 
     def read(self, input_uri: str, file: str, digest: Any = None) -> Iterator[Block]:
-        """Yield the rows of a file in blocks. Ids, texts and attributes are text.
+        """Yield the rows of a file in blocks.
 
         Args:
             input_uri: Input folder.
-            file: File relative to it.
+            file: File, relative to the input folder.
             digest: Hash that is updated with the parsed bytes, or None.
+
+        Raises:
+            UserError: If the file cannot be read.
         """
         uri = join(input_uri, file)
         for frame in read_frames(uri, self, self._expressions.values(), digest):
@@ -293,31 +302,32 @@ class Section(Files):
 
 @dataclass(frozen=True)
 class Log(Files):
-    """A log described column by column."""
+    """The mapping of a raw log: its files, and an expression per column."""
 
     __pydantic_config__ = FORBID_EXTRA
 
     files: str
-    """Pattern of the event files, relative to the input folder (`*`, `?`, `[...]`);
-    files of `items` and `users` that it matches too are left out."""
+    """Pattern of the event files, relative to the input folder (`*`, `?`, `[...]`).
+    Files that also match the pattern of `items`, `users` or `as_of` are excluded."""
     user: str
     """Column or SQL expression of the user's id."""
     item: str | None = None
-    """Column or SQL expression of the item's id; with `sequence`, of an item that
-    follows the list, if any."""
+    """Column or SQL expression of the item's id; with `sequence`, of an optional item
+    after the end of the list."""
     time: Time | None = None
     """Time of the event: {column, unit: s | ms | us | ns | iso | order}, or {column,
     format: '%d.%m.%Y'}."""
     sequence: str | None = None
-    """Instead of `time`: a list of all items of the row's user, oldest first. Each item
-    becomes an event, and its time is its position in the list."""
+    """Column or SQL expression, instead of `time`, of a list of all items of the row's
+    user, oldest first. Each item becomes an event whose time is its position in the
+    list."""
     query: str | None = None
     """Column or SQL expression of the search query."""
     request: str | None = None
     """Column or SQL expression of the id of the request or page view."""
     position: str | None = None
-    """Column or SQL expression of the rank shown, from 0; with `explode` it is the rank
-    in the list."""
+    """Column or SQL expression of the rank at which the item was shown, from 0; by
+    default, with `explode`, the rank in the list."""
     labels: dict[str, Label] = field(default_factory=dict)
     """Labels by name: {name: column or SQL expression}, or {name: {column, type, time,
     ...}}."""
@@ -325,23 +335,23 @@ class Log(Files):
     """Numeric features, known before the event, by name: {name: column or SQL
     expression}, or a list of columns."""
     categories: dict[str, str] = field(default_factory=dict)
-    """Categorical features, known before the event, in the form of `numbers`."""
+    """Categorical features, known before the event, written as `numbers`."""
     explode: dict[str, str] = field(default_factory=dict)
     """Lists of equal length that become one row per element: {name: list column or SQL
-    expression}; the other keys read the elements by these names. A row with an empty
-    list is rejected."""
+    expression}. The other keys read the elements by these names. Rows with an empty
+    list are rejected."""
     history: History | None = None
     """Earlier behaviours without times: {column, at, labels}."""
     items: Section | None = None
-    """The item files: {files, item, texts, attributes, numbers}."""
+    """Item files: {files, item, texts, attributes, numbers}."""
     users: Section | None = None
-    """The user files: {files, user, attributes}; attributes are categories of each of
-    the user's events."""
+    """User files: {files, user, attributes}; the attributes become categorical features
+    of all events of the user."""
     simulated: bool = False
-    """true: the log is simulated, and results on it are labelled so."""
+    """true: the log is simulated, and results on it are labelled as simulated."""
     as_of: dict[str, Section] = field(default_factory=dict)
-    """Files of features of items or users that change over time, by name: {files, item
-    or user, time, numbers}."""
+    """Files with features of items or users that change over time, by name: {files,
+    item or user, time, numbers, categories}."""
 
     def __post_init__(self) -> None:
         self.check_files()
@@ -349,8 +359,8 @@ class Log(Files):
             others = (self.explode, self.labels, self.history, self.position)
             if self.time or self.request or any(others):
                 raise ValueError(
-                    "'sequence' is of lists without times or labels; leave out 'time', "
-                    "'explode' and others"
+                    "'sequence' reads lists without times or labels; remove 'time', "
+                    "'request', 'explode', 'labels', 'history' and 'position'"
                 )
             object.__setattr__(self, "time", Time(unit="order"))
         elif self.item is None or self.time is None:
@@ -359,89 +369,110 @@ class Log(Files):
                 "item": "item: item_id",
                 "time": "time: {column: time_ms, unit: ms}",
             }[missing]
-            raise ValueError(f"'{missing}' is missing; add such as '{example}'")
+            raise ValueError(f"'{missing}' is missing; add it, for example '{example}'")
         self._check_sections()
         if self.history:
             self._check_history(self.history)
         check_sql([*self._expressions.values(), *self._list_expressions])
 
     def _check_sections(self) -> None:
-        """Complete the labels, and check names and sections."""
+        """Build the times of labels, and check the names of columns and the sections.
+
+        Raises:
+            ValueError: If a name, a section or the time of a label is invalid.
+        """
         for name, label in self.labels.items():
-            self.labels[name] = self._add_label_time(name, label)
+            self.labels[name] = self._build_label_time(name, label)
         for kind in ("labels", "numbers", "categories", "explode", "as_of"):
             check_names(getattr(self, kind), kind)
         item_keys = ("texts", "attributes", "numbers", "folder", "optional", "keep")
         _check_section("items", self.items, "item", item_keys)
         _check_section("users", self.users, "user", ("attributes",))
-        for name, of in self.as_of.items():
-            key = "item" if of.item else "user"
-            feature_keys = ("numbers", "categories", "time")
-            _check_section(f"as_of.{name}", of, key, feature_keys)
-            if of.time is None or of.time.clock != self.clock or not of.features.names:
-                need = "a 'time' of the log's kind, and 'numbers' or 'categories'"
-                raise ValueError(
-                    f"as_of.{name} needs {need}; add such as 'time: "
-                    f"{{column: at, unit: ms}}'"
-                )
         features = [
             *(f"num_{name}" for name in self.numbers),
             *(f"cat_{name}" for name in self.info["categories"]),
         ]
-        features += [name for of in self.as_of.values() for name in of.features.names]
-        if twice := [name for name, times in Counter(features).items() if times > 1]:
+        for name, section in self.as_of.items():
+            self._check_as_of(name, section)
+            features += section.features.names
+        repeated = [name for name, count in Counter(features).items() if count > 1]
+        if repeated:
             raise ValueError(
-                f"'{twice[0][4:]}' is the name of two features; give one of them "
-                f"another name"
+                f"'{repeated[0][4:]}' is the name of two features; rename one of them"
             )
 
-    def _add_label_time(self, name: str, label: Label) -> Label:
-        """Return the label with its time built, by default in the log's unit."""
-        where, time = f"labels.{name}", label.time
+    def _check_as_of(self, name: str, section: Section) -> None:
+        """Raise a ValueError for an invalid section of `as_of`."""
+        key = "item" if section.item else "user"
+        feature_keys = ("numbers", "categories", "time")
+        _check_section(f"as_of.{name}", section, key, feature_keys)
+        if section.time is None or section.time.clock != self.clock:
+            raise ValueError(
+                f"as_of.{name} needs a 'time' like that of events (both clock times or "
+                f"both order); add it, for example 'time: {{column: at, unit: ms}}'"
+            )
+        if not section.features.names:
+            raise ValueError(
+                f"as_of.{name} has no features; add 'numbers' or 'categories'"
+            )
+
+    def _build_label_time(self, name: str, label: Label) -> Label:
+        """Return the label with its `time` as an instance of `Time`.
+
+        The time has the unit of the log's time by default.
+
+        Raises:
+            ValueError: If the time or the delay of the label is invalid.
+        """
+        key, time = f"labels.{name}", label.time
         if label.delay_minutes is not None and not self.clock:
             raise ValueError(
-                f"{where}.delay_minutes needs clock times, but time.unit is order; "
-                f"give '{where}.time'"
+                f"{key}.delay_minutes needs clock times, but time.unit is order; use "
+                f"'{key}.time'"
             )
         if time is None or isinstance(time, Time):
             return label
         if self.event_time.column is None:
             raise ValueError(
-                f"{where}.time needs times, but those of the log are the order of "
-                f"rows; take it out"
+                f"{key}.time needs a log with times, but events are in the order of "
+                f"rows; remove it"
             )
         time = {"column": time} if isinstance(time, str) else dict(time)
         defaults = {}
         if not {"unit", "format"} & set(time):
             defaults = _changed_fields(self.event_time)
-        built: Time = build(Time, {**defaults, **time}, f"{where}.time.")
+        built: Time = build(Time, {**defaults, **time}, f"{key}.time.")
         if built.clock != self.clock:
             raise ValueError(
-                f"{where}.time is {built.notation}, and the log's time "
-                f"{self.event_time.notation}; give both one unit"
+                f"{key}.time is {built.notation}, and the log's time "
+                f"{self.event_time.notation}; use clock times for both, or order for "
+                f"both"
             )
         return replace(label, time=built)
 
     def _check_history(self, history: History) -> None:
+        """Raise a ValueError if `history` does not fit the times and labels."""
         flags = [name for name, label in self.labels.items() if label.type == "bool"]
         if not self.clock:
             raise ValueError(
-                "'history' is dated before the log, which needs clock times; for lists "
-                "alone set 'sequence'"
+                "'history' needs a log with clock times; use 'sequence' for lists "
+                "without times"
             )
         if history.labels is None and flags:
             raise ValueError(
-                f"'history.labels' is missing; name those that its items have, of "
-                f"{', '.join(flags)}, or []"
+                f"'history.labels' is missing; list the labels that are true for its "
+                f"items, of {', '.join(flags)}, or []"
             )
-        if unknown := [name for name in history.labels or [] if name not in flags]:
+        unknown = [name for name in history.labels or [] if name not in flags]
+        if unknown:
             raise ValueError(
-                f"history.labels has '{unknown[0]}', no bool label; those are "
-                f"{', '.join(flags) or 'none'}"
+                f"history.labels has '{unknown[0]}', which is not a bool label; the "
+                f"bool labels are {', '.join(flags) or 'none'}"
             )
 
     @property
     def event_time(self) -> Time:
+        """Column and notation of the time; unit `order` with `sequence`."""
         assert self.time is not None  # set by __post_init__ for sequences
         return self.time
 
@@ -452,11 +483,12 @@ class Log(Files):
 
     @property
     def info(self) -> dict[str, Any]:
-        """Description of the events for the manifest.
+        """Description of the events for the `info` of the manifest.
 
-        `labels` {name: bool | float32}, `numbers` [name], `categories` [name], `clock`,
-        `ranges` of labels, and `known`: for labels that are known later than their
-        event, the column or delay that determines when.
+        `labels` has the type of each label, `ranges` the range of labels that have one,
+        `known` the column or delay of labels that become known later than their event.
+        `numbers` and `categories` are names of features, `clock` tells whether times
+        are clock times, and `history` is the column of earlier behaviours.
         """
         known = {
             name: {"column": label.time.column, "unit": label.time.notation}
@@ -485,7 +517,7 @@ class Log(Files):
 
     @property
     def schema(self) -> pa.Schema:
-        """Schema of the events, without LOG_ROW."""
+        """Schema of the events, without the column LOG_ROW."""
         info = self.info
         return events_schema(
             info["labels"], info["numbers"], info["categories"], info.get("known", ())
@@ -493,12 +525,12 @@ class Log(Files):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Settings that differ from their defaults, as plain values."""
+        """Keys whose values differ from the defaults, as plain values."""
         return dict(_changed_fields(self))
 
     @property
     def events_config(self) -> dict[str, Any]:
-        """The part of `config` that the events depend on."""
+        """The keys of `config` that the events depend on."""
         return {
             key: value
             for key, value in self.config.items()
@@ -507,7 +539,7 @@ class Log(Files):
 
     @property
     def absent_columns(self) -> frozenset[str]:
-        """Columns among `query`, `request_id` and `position` that no event has."""
+        """Those of `query`, `request_id` and `position` that the log does not have."""
         request, position = self.request or self.explode, self.position or self.explode
         sources = {"query": self.query, "request_id": request, "position": position}
         return frozenset(name for name, text in sources.items() if not text)
@@ -515,30 +547,30 @@ class Log(Files):
     @property
     def items_columns(self) -> tuple[list[str], list[str]]:
         """Names of the items' texts and attributes, without `text_` and `cat_`."""
-        return (
-            (list(self.items.texts), list(self.items.attributes))
-            if self.items
-            else ([], [])
-        )
+        if self.items is None:
+            return [], []
+        return list(self.items.texts), list(self.items.attributes)
 
     @property
     def items_numbers(self) -> list[str]:
+        """Names of the items' numeric features, without `num_`."""
         return list(self.items.numbers) if self.items else []
 
     @property
     def items_schema(self) -> pa.Schema:
+        """Schema of the items table."""
         return items_schema(*self.items_columns, self.items_numbers)
 
     @property
     def keeps_all_items(self) -> bool:
-        """Whether the catalogue has all items of the files, even without events."""
+        """Whether the catalogue has all items of the item files (`keep: all`)."""
         return self.items is not None and self.items.keep == "all"
 
     @property
     def origins(self) -> dict[str, str]:
-        """Column or expression in the raw file of each column of events."""
+        """Column or SQL expression in the raw file, by column of events."""
         item = " and then ".join(filter(None, [self.sequence, self.item]))
-        time = "the place in its list" if self.sequence else self.event_time.origin
+        time = "position in its list" if self.sequence else self.event_time.origin
         known = {
             f"known_{name}": label.known_origin
             for name, label in self.labels.items()
@@ -559,16 +591,17 @@ class Log(Files):
 
     @property
     def _expressions(self) -> dict[str, str]:
-        """Expressions of an event by column."""
-        single = {
+        """SQL expressions by column of events."""
+        columns = {
             "user_id": self.user,
             "item_id": self.item,
             "timestamp_ms": self.event_time.column,
             "query": self.query,
+            "request_id": self.request,
+            "position": self.position,
         }
-        single |= {"request_id": self.request, "position": self.position}
         return {
-            **{target: text for target, text in single.items() if text},
+            **{target: text for target, text in columns.items() if text},
             **{f"label_{name}": label.column for name, label in self.labels.items()},
             **{
                 f"known_{name}": label.time.column
@@ -581,80 +614,90 @@ class Log(Files):
 
     @property
     def _list_expressions(self) -> list[str]:
-        """Expressions of lists."""
-        every = [
+        """SQL expressions that must be lists."""
+        expressions = [
             self.sequence,
             self.history.column if self.history else None,
             *self.explode.values(),
         ]
-        return [text for text in every if text]
+        return [text for text in expressions if text]
 
     def event_files(self, input_uri: str) -> list[str]:
-        """Return the raw event files relative to the input folder, sorted.
+        """Return the event files relative to the input folder, sorted.
 
         Raises:
-            UserError: If there is none, or if they have several formats, which often
-                contain the same events twice.
+            UserError: If there are no files, or files of several formats, which often
+                contain the same events.
         """
         files = list_files(
             input_uri,
             self.files,
             required=True,
             what="event file",
-            beside=self._patterns_beside,
+            exclude=self._section_patterns,
         )
-        kinds = {self.detect_format(file): file for file in files}
-        if len(kinds) > 1:
-            both = " and as ".join(f"{kind} ({file})" for kind, file in kinds.items())
+        formats = {self.detect_format(file): file for file in files}
+        if len(formats) > 1:
+            examples = [f"{name} ({file})" for name, file in formats.items()]
             raise UserError(
-                f"{input_uri} holds events as {both}, which may be the same; set "
-                f"'files' to one of them"
+                f"{input_uri} has events as {' and as '.join(examples)}, which may be "
+                f"the same events; set 'files' to a pattern of one format"
             )
         return files
 
     @property
-    def _patterns_beside(self) -> list[str]:
-        """Patterns of the files of sections."""
-        sections = (self.items, self.users, *self.as_of.values())
-        return [of.files for of in sections if of and of.files != self.files]
+    def _section_patterns(self) -> list[str]:
+        """Patterns of the files of sections, which are not event files."""
+        sections = [self.items, self.users, *self.as_of.values()]
+        patterns = [section.files for section in sections if section]
+        return [pattern for pattern in patterns if pattern != self.files]
 
     def is_event_file(self, file: str) -> bool:
         """Return whether a file, relative to the input folder, is an event file."""
-        beside = any(fnmatchcase(file, other) for other in self._patterns_beside)
-        return fnmatchcase(file, self.files) and not beside
+        if any(fnmatchcase(file, pattern) for pattern in self._section_patterns):
+            return False
+        return fnmatchcase(file, self.files)
 
     def item_files(self, input_uri: str) -> list[str]:
-        """Return the raw item files relative to the input folder, sorted."""
+        """Return the item files relative to the input folder, sorted."""
         return self.items.list_files(input_uri, "item") if self.items else []
 
     def user_files(self, input_uri: str) -> list[str]:
+        """Return the user files relative to the input folder, sorted."""
         return self.users.list_files(input_uri, "user") if self.users else []
 
     def read_users(
-        self, input_uri: str, digests: dict[str, Any], beginning: bool = False
+        self, input_uri: str, digests: dict[str, Any], first_file_only: bool = False
     ) -> Block | None:
-        """Read the user files for `read_events`, with one row per user.
+        """Read the user files, with one row per user.
 
         Args:
             input_uri: Input folder.
-            digests: Hash of each file, updated with the parsed bytes.
-            beginning: Whether to read the first file only.
+            digests: Hash of each file, which is updated with the parsed bytes.
+            first_file_only: Whether to read only the first file.
 
         Returns:
             The rows, or None if the log has no user files.
+
+        Raises:
+            UserError: If a file cannot be read.
         """
         if self.users is None:
             return None
-        files = self.user_files(input_uri)[: 1 if beginning else None]
+        files = self.user_files(input_uri)
+        if first_file_only:
+            files = files[:1]
         blocks = [
             block
             for file in files
             for block in self.users.read(input_uri, file, digests.get(file))
         ]
         schema = self.users.schema
-        table = pa.concat_tables([schema.empty_table(), *(b.rows for b in blocks)])
+        table = pa.concat_tables(
+            [schema.empty_table(), *(block.rows for block in blocks)]
+        )
         rejects = pa.concat_tables(
-            [REJECTS.empty_table(), *(b.rejects for b in blocks)]
+            [REJECTS.empty_table(), *(block.rejects for block in blocks)]
         )
         users = pl.DataFrame(table)
         users = users.unique("user_id", keep="first", maintain_order=True)
@@ -676,53 +719,60 @@ class Log(Files):
     ) -> Iterator[Block]:
         """Yield the events of a file, or of a piece of it, in bounded blocks.
 
-        Events are in the order of the file. Their rows have LOG_ROW too: unique and
-        ascending within the piece, after lists are exploded.
+        Events are in the order of the file. Their rows also have the column LOG_ROW,
+        which ascends within the piece, after lists are exploded.
 
         Args:
             input_uri: Input folder.
-            file: File relative to it.
+            file: File, relative to the input folder.
             users: Rows of `read_users`, or None.
             piece: Part of the file; None for the whole file.
             number: Index of the piece in the log, for times that are the order of rows.
             digest: Hash that is updated with the parsed bytes, or None.
 
         Raises:
-            UserError: If the file cannot be read: a missing column, a wrong format, an
-                empty or truncated file.
+            UserError: If the file is empty, truncated or of another format, or lacks a
+                required column.
         """
         uri, schema = join(input_uri, file), self.schema.append(LOG_ROW)
         folders = _parse_folders(file)
         file_expressions = self._file_expressions(folders)
-        first = 0
+        first_row = 0
         frames = read_frames(uri, self, file_expressions, digest, piece)
-        for order, frame in enumerate(frames):
+        for index, frame in enumerate(frames):
             missing = {
                 name: hint
                 for name, hint in frame.missing.items()
                 if name not in folders
             }
-            if order == 0:
+            if index == 0:
                 self._check_required(missing, folders, uri)
-            broken = frame.broken
             rows = frame.with_missing
             rows = rows.with_columns(
                 _parse_folder_value(value).alias(key)
                 for key, value in folders.items()
                 if key not in rows.columns
             )
+            broken = frame.broken
             events = self._frame_events(rows, uri, users, number)
             history_events = self._history_events(rows, uri, users)
             for part in chain(events, history_events):
-                end = first + len(part.raw)
-                part.values["log_row"] = pl.int_range(first, end, eager=True)
+                end_row = first_row + len(part.raw)
+                part.values["log_row"] = pl.int_range(first_row, end_row, eager=True)
                 yield part.block(broken, missing, file, piece, schema, MISSING_VALUES)
-                first, broken = end, []
+                first_row = end_row
+                broken = []  # reported with the first block of the frame
 
     def _check_required(
         self, missing: dict[str, str], folders: Iterable[str], uri: str
     ) -> None:
-        """Raise a UserError if a column is missing without which no row is an event."""
+        """Raise a UserError if a column that every event needs is missing.
+
+        Args:
+            missing: Hints by missing column.
+            folders: Columns in the names of folders.
+            uri: File, for the message.
+        """
         for name in self._required_columns(folders):
             if name in missing:
                 raise UserError(
@@ -731,25 +781,26 @@ class Log(Files):
                 )
 
     def _file_expressions(self, folders: Iterable[str]) -> list[str]:
-        """Return the expressions to evaluate on the columns of the file.
+        """Return expressions whose columns are all columns of the file.
 
-        Of an expression that also reads elements of lists or names of folders, the
-        columns of the file are returned instead.
+        An expression that also reads elements of lists or names of folders is replaced
+        by its columns of the file.
         """
         folders = list(folders)
-        derived = [(text, folders) for text in self._list_expressions]
-        derived += [
+        # each expression with the columns it may read that are not in the file
+        pairs = [(text, folders) for text in self._list_expressions]
+        pairs += [
             (text, [*self.explode, *folders]) for text in self._expressions.values()
         ]
         expressions = []
-        for text, derived_columns in derived:
+        for text, derived_columns in pairs:
             names = root_columns(text, derived_columns)
             in_file = [f'"{name}"' for name in names if name not in derived_columns]
             expressions += in_file if len(in_file) < len(names) else [text]
         return expressions
 
     def _required_columns(self, folders: Iterable[str]) -> list[str]:
-        """Return the columns of the file without which no row is an event."""
+        """Return the columns of the file that every event needs."""
         derived_columns = [*self.explode, *folders]
         expressions = [self.user, self.item, self.sequence, self.event_time.column]
         expressions += self.explode.values()
@@ -762,7 +813,14 @@ class Log(Files):
     def _frame_events(
         self, rows: pl.DataFrame, uri: str, users: pa.Table | None, number: int
     ) -> Iterator[Rows]:
-        """Yield the rows of a frame, one per event."""
+        """Yield converted rows of a frame, one per event.
+
+        Args:
+            rows: Rows of the file, with the columns in names of folders.
+            uri: File, for messages.
+            users: Rows of `read_users`, or None.
+            number: Index of the piece in the log.
+        """
         if self.sequence:
             lists = evaluate_list(rows, self.sequence, "sequence", uri)
             yield from self._list_events(rows, lists, self.item, 0, uri, users)
@@ -777,7 +835,14 @@ class Log(Files):
     def _convert_rows(
         self, piece: pl.DataFrame, uri: str, users: pa.Table | None, number: int
     ) -> Rows:
-        """Convert the columns of raw rows, one row per event."""
+        """Convert raw rows to columns of events.
+
+        Args:
+            piece: Raw rows, one per event.
+            uri: File, for messages.
+            users: Rows of `read_users`, or None.
+            number: Index of the piece in the log.
+        """
         rows = Rows(piece, self._expressions, uri)
         rows.ids("user_id")
         if self.explode:
@@ -807,10 +872,10 @@ class Log(Files):
         return rows
 
     def _add_lists(self, rows: pl.DataFrame, uri: str) -> pl.DataFrame:
-        """Add the lists to explode, the positions of their elements and request ids.
+        """Add the lists to explode, the positions of their elements, and request ids.
 
-        The id of a request is a hash of the row's content, so equal rows of two files
-        are one request. Lists of unequal length become null.
+        The request id is a hash of the row, so equal rows of two files are one request.
+        Lists of unequal length become null, and the column UNEQUAL marks their rows.
         """
         if not self.explode:
             return rows
@@ -841,15 +906,16 @@ class Log(Files):
         """Yield the earlier behaviours in the rows, one row each.
 
         Repeated lists of a user are used once. Rows without a user or a time are
-        skipped, as they are rejected anyway.
+        skipped, because `_frame_events` rejects them.
+
+        Args:
+            rows: Rows of the file.
+            uri: File, for messages.
+            users: Rows of `read_users`, or None.
         """
-        if self.history is None or not len(rows):
+        history, time = self.history, self.event_time
+        if history is None or not len(rows):
             return
-        history, time, begin = (
-            self.history,
-            self.event_time,
-            parse_iso_ms(self.history.at),
-        )
         columns = {"user": self.user, "time": str(time.column)}
         values, _ = evaluate(rows, columns, uri)
         row_time, time_error = parse_times(values["time"], time, "")
@@ -857,20 +923,21 @@ class Log(Files):
         lists = evaluate_list(rows, history.column, "history.column", uri)
         lists = lists.cast(pl.List(pl.String))
         rows = rows.with_columns(
-            user.alias(REQUEST), row_time.alias(UNEQUAL), lists.alias(LIST)
+            user.alias(REQUEST), row_time.alias(TIME), lists.alias(LIST)
         )
         is_valid = time_error.is_null() & user.is_not_null() & (lists.list.len() > 0)
-        rows = rows.filter(is_valid).sort(UNEQUAL, maintain_order=True)
+        rows = rows.filter(is_valid).sort(TIME, maintain_order=True)
         rows = rows.unique([REQUEST, LIST], keep="first", maintain_order=True).sort(ROW)
-        for events in self._list_events(rows, rows[LIST], None, begin or 0, uri, users):
-            stamp = events.values["timestamp_ms"]
+        begin = parse_iso_ms(history.at) or 0
+        for events in self._list_events(rows, rows[LIST], None, begin, uri, users):
+            moment = events.values["timestamp_ms"]
             for name in history.labels or ():
-                true = pl.repeat(True, len(events.raw), eager=True)
-                events.values[f"label_{name}"] = true
+                is_set = pl.repeat(True, len(events.raw), eager=True)
+                events.values[f"label_{name}"] = is_set
                 if self.labels[name].late:
-                    events.values[f"known_{name}"] = stamp
+                    events.values[f"known_{name}"] = moment
             events.reject(
-                stamp >= events.raw[UNEQUAL],
+                moment >= events.raw[TIME],
                 f"{history.column}: not before its row, give an earlier history.at "
                 f"than {history.at}",
             )
@@ -885,21 +952,22 @@ class Log(Files):
         uri: str,
         users: pa.Table | None,
     ) -> Iterator[Rows]:
-        """Yield an event for each item of lists.
+        """Yield the rows of events from lists of items, one row per item.
 
         Args:
             rows: Rows of the file.
             lists: List of items of each row.
-            last: Expression of an item that follows the list, or None.
-            begin: Time of the first item; item k gets the time `begin` + k.
+            last: Expression of an item after the end of the list, or None.
+            begin: Time of the first item; item k has the time `begin` + k.
             uri: File, for messages.
             users: Rows of `read_users`, or None.
         """
         items = lists.cast(pl.List(pl.String)).fill_null([])
         if last:
-            end = clean_ids(evaluate(rows, {"end": last}, uri)[0]["end"])
-            with_end = pl.concat_list(items, end)
-            joined = pl.when(end.is_null()).then(items).otherwise(with_end)
+            evaluated, _ = evaluate(rows, {"last": last}, uri)
+            last_item = clean_ids(evaluated["last"])
+            with_last = pl.concat_list(items, last_item)
+            joined = pl.when(last_item.is_null()).then(items).otherwise(with_last)
             items = pl.select(joined).to_series()
         index = pl.select(pl.int_ranges(0, items.list.len())).to_series()
         rows = rows.with_columns(items.alias(LIST), index.alias(ELEMENT))
@@ -920,7 +988,7 @@ class Log(Files):
 
 
 def _parse_folders(file: str) -> dict[str, str]:
-    """Return the columns in the names of folders, for example `country=se`."""
+    """Return the values of columns in the names of folders, such as `country=se`."""
     folders = {}
     for folder in file.split("/")[:-1]:
         key, _, value = folder.partition("=")
@@ -930,61 +998,80 @@ def _parse_folders(file: str) -> dict[str, str]:
 
 
 def _parse_folder_value(value: str) -> pl.Expr:
-    """Return the value in the name of a folder, as Hive writes it."""
+    """Return the literal of a column's value in the name of a folder.
+
+    Hive percent-encodes values and has a special name for null.
+    """
     is_null = value == "__HIVE_DEFAULT_PARTITION__"
     return pl.lit(None if is_null else unquote(value), pl.String)
 
 
 def check_names(names: Iterable[Any], key: str) -> None:
-    """Raise a ValueError for a name that columns and metrics cannot have."""
+    """Raise a ValueError for a name that cannot be part of a column or a metric.
+
+    Args:
+        names: Names of labels, features or other keys.
+        key: Key of the mapping that has the names.
+    """
     for name in names:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
-                f"'{name}' in '{key}' is no name; use letters, digits and _, and begin "
-                f"with a letter"
+                f"'{name}' in '{key}' is not a valid name; use letters, digits and _, "
+                f"beginning with a letter"
             )
         if len(name) > MAX_NAME_LENGTH:
             raise ValueError(
-                f"the name '{name[:20]}...' in '{key}' has {len(name)} characters, "
-                f"which metrics cannot hold; use at most {MAX_NAME_LENGTH}"
+                f"the name '{name[:20]}...' in '{key}' has {len(name)} characters, too "
+                f"many for the name of a metric; use at most {MAX_NAME_LENGTH}"
             )
         if METRIC_CUTOFF.search(name):
             raise ValueError(
-                f"'{name}' in '{key}' ends as the cutoff of a metric does, such as "
+                f"'{name}' in '{key}' ends like the cutoff of a metric such as "
                 f"ndcg_at_10; use another name"
             )
         if key in ("labels", "tasks") and name in METRIC_WORDS:
             raise ValueError(
-                f"'{name}' in '{key}' is a word of metrics, as in {name}/gauc; choose "
+                f"'{name}' in '{key}' is reserved for metrics such as {name}/gauc; use "
                 f"another name"
             )
 
 
 def _check_section(
-    where: str, of: Section | None, key: str, known: tuple[str, ...]
+    name: str, section: Section | None, id_key: str, optional_keys: tuple[str, ...]
 ) -> None:
-    """Raise a ValueError for a section without its id, or with foreign keys."""
-    if of is None:
+    """Raise a ValueError for a section without ids, or with unsupported keys.
+
+    Args:
+        name: Name of the section in messages, such as "items".
+        section: The section, or None.
+        id_key: Required key of the ids: "item" or "user".
+        optional_keys: Other supported keys, besides those of `Files`.
+    """
+    if section is None:
         return
-    if not getattr(of, key):
-        raise ValueError(f"'{where}.{key}' is missing; add such as '{key}: {key}_id'")
-    allowed = ["files", key, *known, *(f.name for f in fields(Files))]
-    if unknown := [name for name in _changed_fields(of) if name not in allowed]:
+    if not getattr(section, id_key):
         raise ValueError(
-            f"unknown key '{where}.{unknown[0]}'; it takes {', '.join(allowed)}"
+            f"'{name}.{id_key}' is missing; add it, for example '{id_key}: {id_key}_id'"
+        )
+    allowed = ["files", id_key, *optional_keys, *(f.name for f in fields(Files))]
+    unknown = [key for key in _changed_fields(section) if key not in allowed]
+    if unknown:
+        raise ValueError(
+            f"unknown key '{name}.{unknown[0]}'; use one of {', '.join(allowed)}"
         )
     for kind in ("texts", "attributes", "numbers", "categories"):
-        check_names(getattr(of, kind), f"{where}.{kind}")
-    if where == "users" and not of.attributes:
+        check_names(getattr(section, kind), f"{name}.{kind}")
+    if name == "users" and not section.attributes:
         raise ValueError(
-            "users.attributes is empty; name at least one column, or leave out users"
+            "users.attributes is empty; list at least one column, or remove users"
         )
 
 
 def _changed_fields(value: Any) -> Any:
-    """Return the fields of a dataclass that differ from their defaults.
+    """Convert a dataclass to a dict of the fields that differ from their defaults.
 
-    Values are plain, dicts are converted recursively, other values are returned as is.
+    Dataclasses inside fields and dicts are converted, too. Other values are returned
+    unchanged.
     """
     if isinstance(value, dict):
         return {key: _changed_fields(inner) for key, inner in value.items()}
@@ -1000,7 +1087,7 @@ def _changed_fields(value: Any) -> Any:
 
 
 def _expand_short_forms(content: dict[str, Any]) -> dict[str, Any]:
-    """Expand the short forms of a mapping: lists of columns, labels as expressions."""
+    """Expand abbreviations of a mapping: lists of columns and labels as SQL."""
     expanded = dict(content)
     for key, value in content.items():
         if key in COLUMN_LISTS and isinstance(value, list):
@@ -1022,10 +1109,10 @@ def _expand_short_forms(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_log(content: dict[str, Any]) -> Log:
-    """Build the log that the content of a mapping file describes.
+    """Build a log from the content of a mapping file.
 
     Raises:
-        ValueError: If the content is not valid.
+        ValueError: If the content is invalid.
     """
     log: Log = build(Log, _expand_short_forms(content))
     return log
@@ -1035,12 +1122,10 @@ def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
     """Load a mapping file.
 
     Returns:
-        The log, and the `prepare` section with settings of jobs.prepare, empty if there
-        is none.
+        The log, and the section `prepare` with settings of jobs.prepare, {} by default.
 
     Raises:
-        UserError: If the file is missing or damaged, has an unknown key (the message
-            names the nearest known one), or a value is not valid.
+        UserError: If the file is missing or damaged, or a key or value is invalid.
     """
     content = read_yaml(uri, "check --source")
     prepare = content.pop("prepare", None) or {}

@@ -1,15 +1,16 @@
-"""Raw files as frames of rows: CSV, JSON lines, Parquet and plain lines.
+"""Read raw files as frames of rows: CSV, JSON lines, Parquet and plain lines.
 
     digest = hashlib.sha256()
     columns = ["user", "cast(price as double)"]
-    for frame in read_frames("s3://bucket/log.csv", Files(delimiter=";"), columns, digest):
+    files = Files(delimiter=";")
+    for frame in read_frames("s3://bucket/log.csv", files, columns, digest):
         frame.rows, frame.broken
 
 Files may be compressed, and each byte is read once. A large uncompressed file is split
 into pieces (`split_file`): text from line start to line start, Parquet by row groups.
-Values of CSV are text, with empty ones null; values of JSON and Parquet have the types
-of the file. Lines that are no rows are in `ParsedRows.broken`, so all lines of a file
-are accounted for: header, blank lines, rows and broken lines.
+Values of CSV are text, or null if they are empty. Values of JSON and Parquet have the
+types of the file. Lines that cannot be parsed are in `ParsedRows.broken`, so every line
+of a file is counted as header, blank line, row or broken line.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from models.config import did_you_mean
 from models.storage.tables import JOB_FILES, UserError, open_uri
 
 ROW = "__row"
-"""Column with the number of the row in its piece, from 0, counting broken rows too."""
+"""Column with the index of the row in its piece, which counts broken rows, too."""
 
 SUFFIXES = {
     "csv": "csv",
@@ -57,25 +58,27 @@ COMPRESSION_MAGIC = {
 }
 COMPRESSED_SUFFIXES = ("gz", "bz2", "zst", "lz4")
 BLOCK_BYTES = 8 << 20
-"""Bytes of text per frame."""
+"""Approximate bytes of text per frame."""
 MAX_ROW_BYTES = 64 << 20
-PARQUET_ROWS = 1 << 17
-"""Most rows of a frame of Parquet."""
+MAX_FRAME_ROWS = 1 << 17
+"""Maximum number of rows per frame of Parquet, and of files with one JSON value."""
 MAX_QUOTED_CHARS = 2000
-"""Characters of a broken line in its reject."""
+"""Maximum number of characters of a broken line in its reject."""
 QUOTE_MARK = b"\x0e\x0f"
-"""Replaces an escaped quote during parsing, as no parser supports both kinds of
-quotes."""
+"""Bytes that replace an escaped quote during parsing, because no parser supports both
+escaped and doubled quotes."""
 DELIMITER_MARK = b"\x1f"
-"""Replaces a delimiter of several characters: the ASCII unit separator."""
+"""Byte that replaces a delimiter of several characters: the ASCII unit separator."""
+UNCLOSED_QUOTES = "its quotes are not closed"
+"""Reason of a broken line with a value that ends in the wrong place, or not at all."""
 LONE_SURROGATE = re.compile(
     rb"(?<!\\)((?:\\\\)*)\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
 )
-"""An escaped lone high surrogate in JSON, half of a character."""
+"""Escaped high surrogate in JSON without the low surrogate of its pair."""
 csv.field_size_limit(MAX_ROW_BYTES)
 
-# lines that are no rows: number in the piece, reason, text
 Broken = list[tuple[int, str, str]]
+"""Lines that cannot be parsed: index in the piece, reason and text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +86,9 @@ class Files:
     """Format of the files of a section."""
 
     format: str | None = None
-    """csv, jsonl, parquet; `lines`, where each line is a row with the column `line`;
-    `keyed`, a JSON object by id, with the columns `key` and `value`. By default by the
-    suffix."""
+    """csv, jsonl, parquet; `lines` (each line is a row with the column `line`) or
+    `keyed` (one JSON object with a value by id, read as the columns `key` and `value`).
+    By default the suffix of the file determines the format."""
     delimiter: str | None = None
     """CSV: separator of columns, such as `;` or `::`; by default a tab for `.tsv`,
     otherwise a comma."""
@@ -94,13 +97,13 @@ class Files:
     quote: str = '"'
     """CSV: quote character around values; empty if quotes are plain characters."""
     escape: str = ""
-    """CSV: character before a quote within a value, such as a backslash; by default
-    quotes are doubled."""
+    """CSV: escape character before a quote within a value, such as a backslash; by
+    default quotes are doubled."""
     encoding: str = "utf-8"
-    """A Python codec for text files, such as cp1252."""
+    """Python codec of text files, such as cp1252."""
 
     def check_files(self) -> None:
-        """Raise a ValueError for settings that no file can have."""
+        """Raise a ValueError for invalid settings."""
         if self.format is not None and self.format not in FORMATS:
             raise ValueError(
                 f"'format' is '{self.format}'; it must be one of {', '.join(FORMATS)}"
@@ -108,32 +111,34 @@ class Files:
         for key in ("quote", "escape"):
             if len(getattr(self, key).encode()) > 1:
                 raise ValueError(
-                    f"'{key}' is {getattr(self, key)!r}; it is one ASCII character, or "
-                    f"''"
+                    f"'{key}' is {getattr(self, key)!r}; it must be one ASCII "
+                    f"character, or ''"
                 )
         delimiter = self.delimiter
         if delimiter is not None and not (
             delimiter.isascii() and 1 <= len(delimiter) <= 8 and "\n" not in delimiter
         ):
             raise ValueError(
-                f"'delimiter' is {delimiter!r}; it is one to eight ASCII characters, "
-                f"such as ';'"
+                f"'delimiter' is {delimiter!r}; it must be one to eight ASCII "
+                f"characters, such as ';'"
             )
         try:
             "".encode(self.encoding)
         except LookupError as error:
             raise ValueError(
-                f"'encoding' is '{self.encoding}', which is no text encoding of "
-                f"Python's, such as cp1252"
+                f"'encoding' is '{self.encoding}', which is not a text encoding of "
+                f"Python; use a codec such as cp1252"
             ) from error
 
     @property
     def needs_decoding(self) -> bool:
-        """Whether the encoding is not a subset of UTF-8."""
+        """Whether text must be converted because it is not UTF-8 or ASCII."""
         return codecs.lookup(self.encoding).name not in ("utf-8", "utf-8-sig", "ascii")
 
     def detect_format(self, file: str) -> str:
-        """Return the format of a file, as set or by its suffix without compression.
+        """Return the configured format, or else that of the suffix of the file.
+
+        The suffix of a compression is ignored.
 
         Raises:
             UserError: If the format is unknown or the compression is not supported.
@@ -141,45 +146,47 @@ class Files:
         suffixes = [s[1:].lower() for s in PurePosixPath(file).suffixes]
         if suffixes and suffixes[-1] in ("xz", "zip", "7z", "rar"):
             raise UserError(
-                f"{file} is compressed as {suffixes[-1]}, which is not read; use gzip, "
-                f"bz2 or zstd"
+                f"{file} is compressed as {suffixes[-1]}, which is not supported; use "
+                f"gzip, bz2 or zstd"
             )
         suffixes = [s for s in suffixes if s not in COMPRESSED_SUFFIXES]
         if self.format is None and (not suffixes or suffixes[-1] not in SUFFIXES):
             raise UserError(
-                f"the format of {file} cannot be told from its name; set 'format' to "
-                f"{', '.join(FORMATS)}"
+                f"the name of {file} does not indicate its format; set 'format' to one "
+                f"of {', '.join(FORMATS)}"
             )
         return self.format or SUFFIXES[suffixes[-1]]
 
     def detect_delimiter(self, file: str) -> str:
-        """Return the delimiter of a CSV file, as set or by its suffix."""
+        """Return the configured delimiter, or else that of the suffix of a CSV file."""
         suffixes = [suffix.lower() for suffix in PurePosixPath(file).suffixes]
         return self.delimiter or ("\t" if ".tsv" in suffixes else ",")
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of an uncompressed file; a row that begins at its end is not in it."""
+    """A part of an uncompressed file: the rows that begin from `start` to before `end`.
+
+    Positions are bytes of text, or row groups of Parquet.
+    """
 
     start: int
-    """First byte; of Parquet the first row group."""
     end: int
 
 
 @dataclass(frozen=True)
 class ParsedRows:
-    """Rows of a raw file."""
+    """A frame of rows of a raw file."""
 
     rows: pl.DataFrame
-    """The required columns and ROW."""
+    """The existing columns that were asked for, and the column ROW."""
     broken: Broken = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    """Columns that do not exist, each with a hint at the nearest one."""
+    """Columns that do not exist, each with a hint at a similar name."""
 
     @property
     def with_missing(self) -> pl.DataFrame:
-        """The rows, with nulls for missing columns."""
+        """Rows that also have the missing columns, filled with nulls."""
         return self.rows.with_columns(
             pl.lit(None, pl.Null).alias(name) for name in self.missing
         )
@@ -191,19 +198,19 @@ def list_files(
     *,
     required: bool,
     what: str,
-    beside: Collection[str] = (),
+    exclude: Collection[str] = (),
 ) -> list[str]:
-    """List the files of a folder that match a pattern, sorted.
+    """List the files of a folder and its subfolders that match a pattern, sorted.
 
-    Hidden files are skipped, and in subfolders also parts and manifests of this
-    project's tables.
+    Hidden files are skipped, and so are parts and manifests of this project's tables in
+    subfolders.
 
     Args:
         input_uri: Folder.
         pattern: Pattern with shell wildcards for paths relative to the folder.
-        required: Whether to raise an error if no file matches.
+        required: Whether at least one file must match.
         what: Kind of file, for the message.
-        beside: Patterns of files to leave out.
+        exclude: Patterns of files to exclude.
 
     Raises:
         UserError: If the folder cannot be read, or no file matches a required pattern.
@@ -224,24 +231,24 @@ def list_files(
         name
         for name in names
         if fnmatchcase(name, pattern)
-        and not any(fnmatchcase(name, other) for other in beside)
+        and not any(fnmatchcase(name, other) for other in exclude)
         and not any(part.startswith((".", "_")) for part in name.split("/"))
         and not ("/" in name and JOB_FILES.fullmatch(name.rsplit("/", 1)[1]))
     )
     if required and not files:
         raise UserError(
-            f"{input_uri} holds no {what} like '{pattern}'; check --input and the "
-            f"source's file pattern"
+            f"{input_uri} has no {what} like '{pattern}'; check --input and the "
+            f"pattern in the source file"
         )
     return files
 
 
 def split_file(uri: str, files: Files, size: int) -> list[FilePart | None]:
-    """Return the pieces of about `size` bytes that a file is read in.
+    """Split a file into pieces of about `size` bytes.
 
     Returns:
-        [None] for a file that is read as a whole: a small, compressed or decoded file,
-        or a JSON array.
+        The pieces, or [None] for a file that is read as a whole: one that is small,
+        compressed, in another encoding than UTF-8, or a single JSON value.
     """
     filesystem, path = open_uri(uri)
     length, kind = filesystem.get_file_info(path).size, files.detect_format(uri)
@@ -261,24 +268,26 @@ def split_file(uri: str, files: Files, size: int) -> list[FilePart | None]:
 
 
 def _split_row_groups(metadata: Any, size: int) -> Iterator[FilePart]:
-    """Yield parts of a Parquet file with about `size` bytes of row groups."""
+    """Yield parts of a Parquet file with about `size` bytes of row groups each."""
     sizes = []
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         columns = [group.column(i) for i in range(group.num_columns)]
         sizes.append(sum(column.total_compressed_size for column in columns))
-    part = np.cumsum([0, *sizes])[:-1] // size  # of each row group
-    edges = np.unique(part, return_index=True)[1].tolist()
-    for start, end in pairwise([*edges, len(sizes)]):
+    offsets = np.cumsum([0, *sizes])[:-1]
+    # index of the part of each row group, by the byte at which the group begins
+    part = offsets // size
+    _, first_groups = np.unique(part, return_index=True)
+    for start, end in pairwise([*first_groups.tolist(), len(sizes)]):
         yield FilePart(start, end)
 
 
 def _detect_compression(head: bytes) -> str | None:
-    """Return the compression of a file by its first bytes, or None."""
-    return next(
-        (name for magic, name in COMPRESSION_MAGIC.items() if head.startswith(magic)),
-        None,
-    )
+    """Return the compression that the first bytes of a file indicate, or None."""
+    for magic, name in COMPRESSION_MAGIC.items():
+        if head.startswith(magic):
+            return name
+    return None
 
 
 def _is_array(head: bytes) -> bool:
@@ -287,7 +296,7 @@ def _is_array(head: bytes) -> bool:
 
 
 def _open(uri: str) -> Any:
-    """Open a file's decompressed bytes; its name does not matter."""
+    """Open a stream of the decompressed bytes of a file, whatever its suffix."""
     filesystem, path = open_uri(uri)
     with filesystem.open_input_file(path) as stream:
         head = stream.read(4)
@@ -314,7 +323,7 @@ def read_frames(
         UserError: If the file is empty, damaged or of another format.
     """
     kind, expressions = files.detect_format(uri), list(dict.fromkeys(expressions))
-    readers = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_whole}
+    readers = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_json_value}
     reader = readers.get(kind, _read_lines)
     try:
         yield from reader(uri, files, expressions, digest, piece)
@@ -331,15 +340,20 @@ def read_frames(
 
 
 def _encoding_error(uri: str, encoding: str) -> UserError:
-    """Return the error for a file in another encoding, with the line if it is near."""
+    """Return the error for a file in another encoding.
+
+    The message names the line, if it is in the first block of the file.
+    """
     with _open(uri) as stream:
-        head, where = stream.read(BLOCK_BYTES), ""
+        head = stream.read(BLOCK_BYTES)
+    location = ""
     try:
         head.decode(encoding)
     except UnicodeDecodeError as error:
-        where = f" in line {head.count(10, 0, error.start) + 1:,}"
+        line = head.count(b"\n", 0, error.start) + 1
+        location = f" in line {line:,}"
     return UserError(
-        f"{uri} is not {encoding}{where}; set 'encoding' beside its 'files' in the "
+        f"{uri} is not {encoding}{location}; set 'encoding' next to its 'files' in the "
         f"source file, such as utf-16, cp1252 or gb18030, or convert it to UTF-8"
     )
 
@@ -347,20 +361,19 @@ def _encoding_error(uri: str, encoding: str) -> UserError:
 def select_columns(
     expressions: Iterable[str], present: Collection[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the columns that expressions read, and the missing ones with hints.
-
-    An expression that is the name of a column is this column; any other is SQL.
+    """Determine the columns that expressions read.
 
     Args:
-        expressions: Columns or SQL expressions.
+        expressions: Names of columns, or SQL expressions.
         present: Columns of the file.
 
     Returns:
         Existing columns, and hints by missing column.
     """
-    columns = dict.fromkeys(
-        name for text in expressions for name in root_columns(text, present)
-    )
+    names: list[str] = []
+    for text in expressions:
+        names += root_columns(text, present)
+    columns = dict.fromkeys(names)
     missing = {
         name: hint_at_column(name, present) for name in columns if name not in present
     }
@@ -368,25 +381,30 @@ def select_columns(
 
 
 def root_columns(text: str, present: Collection[str]) -> list[str]:
-    """Return the columns that an expression reads."""
+    """Return the columns that an expression reads.
+
+    Args:
+        text: Name of a column, or a SQL expression.
+        present: Existing columns, whose names take precedence over SQL.
+    """
     if text in present:
         return [text]
     try:
         return pl.sql_expr(text).meta.root_names()
     except pl.exceptions.PolarsError:
-        return [text]  # a name that is a word of SQL
+        return [text]  # a name that is a keyword of SQL
 
 
 def hint_at_column(column: str, present: Collection[str]) -> str:
-    """Return half a sentence that names the nearest column and all columns."""
-    named = f" of {', '.join(list(present)[:40])}" if present else ""
-    return did_you_mean(column, sorted(present), "it has none") + named
+    """Return the part of a message that names the most similar and all columns."""
+    names = f" of {', '.join(list(present)[:40])}" if present else ""
+    return did_you_mean(column, sorted(present), "it has none") + names
 
 
 def _read_blocks(
     uri: str, files: Files, digest: Any, piece: FilePart | None, size: int | None = None
 ) -> Generator[bytes, None, None]:
-    """Yield the text as UTF-8 in blocks of about `size` bytes, cut anywhere.
+    """Yield the text as UTF-8 in blocks of about `size` bytes, which may split lines.
 
     Args:
         uri: File.
@@ -396,9 +414,9 @@ def _read_blocks(
         size: Bytes per block; by default BLOCK_BYTES.
     """
     size = size or BLOCK_BYTES
-    decode = (
-        codecs.getincrementaldecoder(files.encoding)() if files.needs_decoding else None
-    )
+    decoder = None
+    if files.needs_decoding:
+        decoder = codecs.getincrementaldecoder(files.encoding)()
     remaining, is_first = 1 << 62, True
     with ExitStack() as stack:
         if piece is None:
@@ -406,25 +424,23 @@ def _read_blocks(
         else:
             filesystem, path = open_uri(uri)
             stream = stack.enter_context(filesystem.open_input_file(path))
-            start, end = (
-                _find_row_start(stream, uri, files, byte)
-                for byte in (piece.start, piece.end)
-            )
+            start = _find_row_start(stream, uri, files, piece.start)
+            end = _find_row_start(stream, uri, files, piece.end)
             stream.seek(start)
             remaining, is_first = end - start, start == 0
         while remaining and (block := stream.read(min(size, remaining))):
             if digest is not None:
                 digest.update(block)
             remaining -= len(block)
-            text = decode.decode(block).encode() if decode else block
+            text = decoder.decode(block).encode() if decoder else block
             yield text.removeprefix(codecs.BOM_UTF8) if is_first else text
             is_first = False
-        if decode and (rest := decode.decode(b"", True)):
-            yield rest.encode()
+        if decoder and (remainder := decoder.decode(b"", True)):
+            yield remainder.encode()
 
 
 def _read_head(uri: str, files: Files) -> bytes:
-    """Return the beginning of the text.
+    """Return the first block of the text that is not blank.
 
     Raises:
         UserError: If the file is empty.
@@ -432,17 +448,27 @@ def _read_head(uri: str, files: Files) -> bytes:
     with closing(_read_blocks(uri, files, None, None, 1 << 18)) as blocks:
         head = next((block for block in blocks if block.strip()), b"")
     if not head:
-        raise UserError(
-            f"{uri} is empty; copy it again or take it out of the input folder"
-        )
+        raise _empty_file_error(uri)
     return head
 
 
-def _find_row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
-    """Return the first byte from `byte` on at which a row begins.
+def _empty_file_error(uri: str) -> UserError:
+    return UserError(
+        f"{uri} is empty; copy it again or remove it from the input folder"
+    )
 
-    In CSV, a line within quotes may look like a row. There it is the first line from
-    which the next 20 rows have as many columns as the header.
+
+def _find_row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
+    """Return the first position from `byte` on at which a row begins.
+
+    A line within quotes may look like a row of CSV. So in a CSV file with quotes, a row
+    begins at the first line from which 20 rows have as many columns as the header.
+
+    Args:
+        stream: The opened file.
+        uri: The file.
+        files: Format of the file.
+        byte: Position in the file.
     """
     if byte == 0:
         return 0
@@ -478,8 +504,8 @@ def _find_row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
                 **_quote_options(files),
             )
             if all(len(row) in (0, width) for row in islice(reader, 20)):
-                skipped = sum(map(len, lines[:first]))
-                return min(start + skipped, stream.size())
+                bytes_before = sum(map(len, lines[:first]))
+                return min(start + bytes_before, stream.size())
     return start
 
 
@@ -494,9 +520,10 @@ def _mark_escapes(text: bytes, files: Files) -> bytes:
     """Replace escaped quotes by QUOTE_MARK, which has the same length."""
     if not files.escape or not files.quote or files.escape.encode() not in text:
         return text
-    mark, quote = files.escape.encode(), files.quote.encode()
+    escape, quote = files.escape.encode(), files.quote.encode()
+    # an escape character followed by itself or by a quote
     pairs = re.compile(
-        b"%b(%b|%b)" % (re.escape(mark), re.escape(mark), re.escape(quote))
+        b"%b(%b|%b)" % (re.escape(escape), re.escape(escape), re.escape(quote))
     )
     return pairs.sub(lambda pair: QUOTE_MARK if pair[1] == quote else pair[0], text)
 
@@ -504,9 +531,15 @@ def _mark_escapes(text: bytes, files: Files) -> bytes:
 def _unescape(
     rows: pl.DataFrame, files: Files, mark: str, delimiter: str
 ) -> pl.DataFrame:
-    r"""Restore marked and escaped characters in values.
+    r"""Restore delimiters, quotes and escaped characters in values.
 
-    `\\` becomes `\`, and `\N` null, as MySQL writes them.
+    With the escape character `\`, `\\` becomes `\` and `\N` null, as in MySQL.
+
+    Args:
+        rows: Parsed rows.
+        files: Format of the file.
+        mark: Character that replaces the delimiter.
+        delimiter: Delimiter in the file.
     """
     value = pl.col(pl.String)
     if mark != delimiter:
@@ -526,44 +559,48 @@ def _unescape(
 def _read_csv(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
+    """Yield the rows of a CSV file; arguments as in `read_frames`."""
     delimiter = files.detect_delimiter(uri).encode()
     mark = delimiter if len(delimiter) == 1 else DELIMITER_MARK
     names, header_lines = _read_header(uri, files, delimiter, mark)
     columns, missing = select_columns(expressions, names)
     if missing and len(names) == 1:
         _check_delimiter(uri, names[0], delimiter.decode(), min(missing))
-    skip = header_lines if piece is None or piece.start == 0 else 0
-    rest, row, last = b"", 0, False
+    lines_to_skip = header_lines if piece is None or piece.start == 0 else 0
+    text = b""  # read and not yet parsed
+    first_row = 0
+    last = False
     blocks = _read_blocks(uri, files, digest, piece)
     while not last:
         block = next(blocks, None)
         last = block is None
-        rest = (rest + (block or b"")).replace(delimiter, mark)
-        while skip and (line_end := rest.find(b"\n") + 1):
-            rest, skip = rest[line_end:], skip - 1
-        if skip or not rest:
+        text = (text + (block or b"")).replace(delimiter, mark)
+        while lines_to_skip and (line_end := text.find(b"\n") + 1):
+            text = text[line_end:]
+            lines_to_skip -= 1
+        if lines_to_skip or not text:
             continue
-        table, numbers, broken, used = _parse_csv(
-            rest, files, mark.decode(), names, columns, last
+        table, numbers, broken, parsed_bytes = _parse_csv(
+            text, files, mark.decode(), names, columns, last
         )
-        rest = rest[used:]
-        if len(rest) > MAX_ROW_BYTES:
+        text = text[parsed_bytes:]
+        if len(text) > MAX_ROW_BYTES:
             raise UserError(
-                f"{uri}: row {row:,} is longer than {MAX_ROW_BYTES >> 20} MiB; set "
-                f"quote: '' where quotes are plain characters"
+                f"{uri}: row {first_row:,} is longer than {MAX_ROW_BYTES >> 20} MiB; "
+                f"set quote: '' if quotes are plain characters"
             )
         if table is None:
             rows = pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
         else:
             rows = pl.DataFrame(table)
         rows = _unescape(rows, files, mark.decode(), delimiter.decode())
-        rows = rows.with_columns(pl.Series(ROW, numbers + row, pl.Int64))
+        rows = rows.with_columns(pl.Series(ROW, numbers + first_row, pl.Int64))
         broken = [
-            (number + row, why, text.replace(mark.decode(), delimiter.decode()))
-            for number, why, text in broken
+            (number + first_row, why, line.replace(mark.decode(), delimiter.decode()))
+            for number, why, line in broken
         ]
         yield ParsedRows(rows, broken, missing)
-        row += len(numbers) + len(broken)
+        first_row += len(numbers) + len(broken)
 
 
 def _read_header(
@@ -578,16 +615,19 @@ def _read_header(
         mark: Single character that replaces the delimiter.
 
     Returns:
-        Names of all columns, and the number of header lines. Later columns with the
-        name of an earlier one get a number, as in pandas.
+        Names of all columns, and the number of header lines. Repeated names get a
+        numeric suffix, as in pandas.
+
+    Raises:
+        UserError: If the file is empty, in another encoding, or its header is invalid.
     """
     head = _read_head(uri, files)
     if head[:400].count(0) * 4 > len(head[:400]):
         raise _encoding_error(uri, files.encoding)
     if b"\r" in head and b"\n" not in head:
         raise UserError(
-            f"{uri} ends its lines with carriage returns alone; convert it to line "
-            f"feeds (tr '\\r' '\\n')"
+            f"{uri} has carriage returns as line ends; convert them to line feeds "
+            f"(tr '\\r' '\\n')"
         )
     if files.header:
         return files.header, 0
@@ -602,7 +642,8 @@ def _read_header(
         names = next(cells for cells in reader if cells)
     except csv.Error as error:
         raise UserError(
-            f"{uri}: its header cannot be read ({error}); name the columns in 'header'"
+            f"the header of {uri} cannot be parsed ({error}); list the columns in "
+            f"'header'"
         ) from error
     repetitions: Counter[str] = Counter()
     unique = []
@@ -614,12 +655,19 @@ def _read_header(
     return unique, reader.line_num
 
 
-def _check_delimiter(uri: str, header: str, delimiter: str, wanted: str) -> None:
-    """Raise a UserError if another delimiter would split a header of one column."""
+def _check_delimiter(uri: str, header: str, delimiter: str, missing: str) -> None:
+    """Raise a UserError if another delimiter would split a header of one column.
+
+    Args:
+        uri: File, for the message.
+        header: The single column of the header.
+        delimiter: Delimiter in use.
+        missing: Name of a missing column, for the message.
+    """
     for other in ("\t", ";", "::", "|", ",", " "):
         if other in header:
             raise UserError(
-                f"{uri} has no column '{wanted}': by the delimiter "
+                f"{uri} has no column '{missing}': with the delimiter "
                 f"{json.dumps(delimiter)} its header is one column, '{header[:80]}'; "
                 f"set 'delimiter: {json.dumps(other)}' in the source file"
             )
@@ -635,8 +683,8 @@ def _parse_csv(
 ) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
     """Parse a text that begins with a row.
 
-    Arrow parses it if all quotes enclose whole values of one line; otherwise Python's
-    strict reader does, line by line.
+    Arrow parses the text if all quotes enclose whole values of one line. Otherwise
+    Python's strict reader parses it line by line.
 
     Args:
         text: Text, with marked delimiters.
@@ -647,54 +695,65 @@ def _parse_csv(
         last: Whether the text ends with the file.
 
     Returns:
-        Table of the rows, their numbers, broken lines, and number of parsed bytes.
+        Table of the rows (None without rows), their indices (rows,), broken lines, and
+        the number of parsed bytes.
     """
     text = _mark_escapes(text, files)
-    used = len(text) if last else text.rfind(b"\n") + 1
-    if _is_regular(text[:used], files, delimiter):
-        return *_parse_with_arrow(text[:used], files, delimiter, names, columns), used
+    end = len(text) if last else text.rfind(b"\n") + 1
+    if _is_regular(text[:end], files, delimiter):
+        table, numbers, broken = _parse_with_arrow(
+            text[:end], files, delimiter, names, columns
+        )
+        return table, numbers, broken, end
     return _parse_line_by_line(text, files, delimiter, names, columns, last)
 
 
 def _is_regular(text: bytes, files: Files, delimiter: str) -> bool:
-    """Return whether quotes only enclose whole values of one line, or are doubled."""
+    """Return whether all quotes enclose whole values of one line, or are doubled."""
     if not files.quote or files.quote.encode() not in text:
         return True
-    codes, quote_code = np.frombuffer(text, np.uint8), ord(files.quote)
-    quotes, breaks = np.flatnonzero(codes == quote_code), np.flatnonzero(codes == 10)
+    quote_code, line_feed, carriage_return = ord(files.quote), 10, 13
+    codes = np.frombuffer(text, np.uint8)
+    quotes = np.flatnonzero(codes == quote_code)
     if len(quotes) % 2:
         return False
-    opens, closes = quotes[::2], quotes[1::2]
-    before = codes[opens - 1][opens > 0]  # the first byte begins a row
-    after = codes[np.minimum(closes + 1, len(codes) - 1)][closes < len(codes) - 1]
-    separators = [ord(delimiter), 10, quote_code]
-    is_one_line = np.searchsorted(breaks, opens) == np.searchsorted(breaks, closes)
-    return bool(
-        np.isin(before, separators).all()
-        and np.isin(after, [*separators, 13]).all()
-        and is_one_line.all()
-    )
+    opening, closing_quotes = quotes[::2], quotes[1::2]
+    # bytes next to the quotes, except where the text begins or ends
+    before = codes[opening[opening > 0] - 1]
+    after = codes[closing_quotes[closing_quotes < len(codes) - 1] + 1]
+    separators = [ord(delimiter), line_feed, quote_code]
+    if not np.isin(before, separators).all():
+        return False
+    if not np.isin(after, [*separators, carriage_return]).all():
+        return False
+    # index of the line of each quote
+    line_ends = np.flatnonzero(codes == line_feed)
+    opening_line = np.searchsorted(line_ends, opening)
+    closing_line = np.searchsorted(line_ends, closing_quotes)
+    return bool((opening_line == closing_line).all())
 
 
 def _parse_with_arrow(
     text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str]
 ) -> tuple[pa.Table | None, np.ndarray, Broken]:
-    """Parse rows of one line each with Arrow."""
+    """Parse rows of one line each with Arrow; arguments as in `_parse_csv`.
+
+    Returns:
+        Table of the rows (None without rows), their indices (rows,), and broken lines.
+    """
     if not text.strip(b"\r\n"):
         return None, np.zeros(0, np.int64), []
     broken: Broken = []
     decode_error = None
     try:
         text.decode()
-    except UnicodeDecodeError as error:  # Arrow cannot hand such a row to `skip`
+    except UnicodeDecodeError as error:  # Arrow cannot pass such a row to `skip`
         decode_error = error
 
     def skip(row: Any) -> str:
-        why = f"row: {row.actual_columns} columns, not {row.expected_columns}"
-        text_shown = (row.text or "").replace(
-            QUOTE_MARK.decode(), f"{files.escape}{files.quote}"
-        )
-        broken.append((row.number - 1, why, text_shown[:MAX_QUOTED_CHARS]))
+        reason = f"row: {row.actual_columns} columns, not {row.expected_columns}"
+        line = _restore_quotes(row.text or "", files)
+        broken.append((row.number - 1, reason, line[:MAX_QUOTED_CHARS]))
         return "skip"
 
     try:
@@ -724,11 +783,92 @@ def _parse_with_arrow(
     return table, _row_numbers(table.num_rows, broken), broken
 
 
+def _restore_quotes(line: str, files: Files) -> str:
+    """Replace each QUOTE_MARK by the escaped quote of the file."""
+    return line.replace(QUOTE_MARK.decode(), f"{files.escape}{files.quote}")
+
+
 def _row_numbers(rows: int, broken: Broken) -> np.ndarray:
-    """Return the numbers (rows,) of the rows between the broken ones."""
+    """Return the (rows,) indices of valid rows among all rows of a text.
+
+    Args:
+        rows: Number of valid rows.
+        broken: Broken lines with their indices.
+    """
     is_row = np.ones(rows + len(broken), bool)
     is_row[[number for number, *_ in broken]] = False
     return np.flatnonzero(is_row)
+
+
+class _RecordReader:
+    """Reads records from lines of CSV with Python's strict reader.
+
+    A line is broken if a value that begins in it is not closed correctly, or spans
+    lines that look like rows. Reading then continues with the next line, so a stray
+    quote only affects its own line.
+    """
+
+    def __init__(
+        self, lines: list[str], files: Files, delimiter: str, width: int
+    ) -> None:
+        """Begin with the first line.
+
+        Args:
+            lines: Lines with their line ends.
+            files: Format of the file.
+            delimiter: Single character that separates columns.
+            width: Number of columns.
+        """
+        self.lines, self.files = lines, files
+        self.delimiter, self.width = delimiter, width
+        self.position = 0
+        """Index of the next line to read."""
+        self.reader: Any = None
+        self.reader_start = 0
+        """Index of the first line of `reader`."""
+        self.last_spanned_line = -1
+        """Last line of the latest value that spanned lines which look like rows."""
+
+    def read(self) -> tuple[list[str], str]:
+        """Read the record that begins at `position`, and advance `position`.
+
+        Returns:
+            The cells, and the reason why the record is broken, "" for a valid one.
+
+        Raises:
+            csv.Error: If a value is not closed. `position` is unchanged then.
+        """
+        if self.reader is None:
+            self.reader_start = self.position
+            remaining = range(self.position, len(self.lines))
+            self.reader = csv.reader(
+                map(self.lines.__getitem__, remaining),
+                delimiter=self.delimiter,
+                **_quote_options(self.files),
+            )
+        start = self.position
+        cells = next(self.reader)
+        end = self.reader_start + self.reader.line_num
+        has_width = len(cells) == self.width
+        spanned = self.lines[start:end]
+        if len(spanned) > 1 and (
+            not has_width or _look_like_rows(spanned, self.delimiter, self.width)
+        ):
+            self.last_spanned_line = end - 1
+            self.skip_line()
+            return [], UNCLOSED_QUOTES
+        self.position = end
+        if cells and not has_width:
+            return cells, f"{len(cells)} columns, not {self.width}"
+        has_stray_quote = self.lines[start].count(self.files.quote) % 2
+        if start == self.last_spanned_line and has_stray_quote:
+            return cells, "a quote closes what none has opened"
+        return cells, ""
+
+    def skip_line(self) -> None:
+        """Skip a broken line, and start a new reader at the next line."""
+        self.position += 1
+        self.reader = None
 
 
 def _parse_line_by_line(
@@ -739,150 +879,131 @@ def _parse_line_by_line(
     columns: list[str],
     last: bool,
 ) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
-    """Parse a text with Python's CSV reader; arguments and results as in `_parse_csv`.
-
-    A line is broken if a value that begins in it is not closed correctly, or swallows
-    lines that look like rows. Parsing then continues with the next line, so a stray
-    quote only costs its own line.
-    """
-    whole = text if last else text[: text.rfind(b"\n") + 1]
-    lines, quotes = (
-        re.findall(r"[^\n]*\n|[^\n]+", whole.decode()),
-        _quote_options(files),
-    )
+    """Parse a text with `_RecordReader`; arguments and results as in `_parse_csv`."""
+    complete = text if last else text[: text.rfind(b"\n") + 1]
+    lines = re.findall(r"[^\n]*\n|[^\n]+", complete.decode())
+    reader = _RecordReader(lines, files, delimiter, len(names))
     rows: list[list[str]] = []
     broken: Broken = []
-    at, first, reader = 0, 0, None
-    closes = -1  # the line that ends a value which swallowed others
-    while at < len(lines):
-        if reader is None:
-            reader, first = (
-                csv.reader(
-                    map(lines.__getitem__, range(at, len(lines))),
-                    delimiter=delimiter,
-                    **quotes,
-                ),
-                at,
-            )
-        cells, why = list[str](), ""
+    while reader.position < len(lines):
+        start = reader.position
         try:
-            cells = next(reader)
-            end = first + reader.line_num
-            if end - at > 1 and (
-                len(cells) != len(names)
-                or _look_like_rows(lines[at:end], delimiter, len(names))
-            ):
-                closes, end, why, reader = (
-                    end - 1,
-                    at + 1,
-                    "its quotes are not closed",
-                    None,
-                )
-            elif cells and len(cells) != len(names):
-                why = f"{len(cells)} columns, not {len(names)}"
-            elif at == closes and lines[at].count(files.quote) % 2:
-                why = "a quote closes what none has opened"
+            cells, reason = reader.read()
         except csv.Error as error:
-            if (
-                "end of data" in str(error)
-                and not last
-                and len(text) < MAX_ROW_BYTES // 2
-            ):
-                break  # its end is in the next block
-            end, why, reader = at + 1, "its quotes are not closed", None
-        if why:
-            shown = (
-                "".join(lines[at:end])
-                .rstrip("\r\n")
-                .replace(QUOTE_MARK.decode(), f"{files.escape}{files.quote}")
-            )
-            if f"\\{files.quote}" in shown and not files.escape:
-                why += "; set escape: '\\'"
-            elif "quote" in why:
-                why += "; set quote: '' where quotes are plain"
-            broken.append(
-                (len(rows) + len(broken), f"row: {why}", shown[:MAX_QUOTED_CHARS])
-            )
+            is_incomplete = "end of data" in str(error) and not last
+            if is_incomplete and len(text) < MAX_ROW_BYTES // 2:
+                break  # the record ends in the next block
+            reader.skip_line()
+            cells, reason = [], UNCLOSED_QUOTES
+        if reason:
+            record = "".join(lines[start : reader.position]).rstrip("\r\n")
+            record = _restore_quotes(record, files)
+            hint = _hint_at_quotes(record, reason, files)
+            number = len(rows) + len(broken)
+            broken.append((number, f"row: {reason}{hint}", record[:MAX_QUOTED_CHARS]))
         elif cells:
             rows.append(cells)
-        at = end
-    used = sum(len(line.encode()) for line in lines[:at])
-    values = [[row[names.index(name)] or None for row in rows] for name in columns]
-    table = pa.table([pa.array(each, pa.string()) for each in values], names=columns)
-    return table if rows else None, _row_numbers(len(rows), broken), broken, used
+    parsed_bytes = sum(len(line.encode()) for line in lines[: reader.position])
+    numbers = _row_numbers(len(rows), broken)
+    if not rows:
+        return None, numbers, broken, parsed_bytes
+    arrays = []
+    for name in columns:
+        index = names.index(name)
+        arrays.append(pa.array([row[index] or None for row in rows], pa.string()))
+    return pa.table(arrays, names=columns), numbers, broken, parsed_bytes
+
+
+def _hint_at_quotes(record: str, reason: str, files: Files) -> str:
+    """Return the remedy for a broken record with quotes, or ""."""
+    if f"\\{files.quote}" in record and not files.escape:
+        return "; set escape: '\\'"
+    if "quote" in reason:
+        return "; set quote: '' where quotes are plain"
+    return ""
 
 
 def _look_like_rows(lines: list[str], delimiter: str, width: int) -> bool:
-    """Return whether the lines of a value look like rows.
+    """Return whether all lines of a value look like rows.
 
-    They do if they have the number of columns, and numbers in the columns of the first.
+    A line looks like a row if it has `width` columns, and numbers in the same columns
+    as the first line.
     """
 
-    def numbers(line: str) -> list[bool]:
+    def are_numbers(line: str) -> list[bool]:
         return [
             re.fullmatch(r"[\d.:+-]+", cell.strip('"\r\n ')) is not None
             for cell in line.split(delimiter)
         ]
 
-    first = numbers(lines[0])
+    first = are_numbers(lines[0])
     return (
         width > 1
         and len(first) == width
-        and all(numbers(line) == first for line in lines[1:])
+        and all(are_numbers(line) == first for line in lines[1:])
     )
 
 
 def _read_lines(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """Read JSON lines, or lines of text."""
+    """Yield the rows of JSON lines or plain lines; arguments as in `read_frames`."""
     kind = files.detect_format(uri)
     if kind == "jsonl" and piece is None and _is_array(_read_head(uri, files)):
-        yield from _read_whole(uri, files, expressions, digest, piece)
+        yield from _read_json_value(uri, files, expressions, digest, piece)
         return
     parse = _parse_json_lines if kind == "jsonl" else _parse_text_lines
-    rest, row = b"", 0
+    partial_line = b""
+    num_rows = 0
     for block in _read_blocks(uri, files, digest, piece):
         end = block.rfind(b"\n") + 1
         if end:
-            frame, rows = parse(rest + block[:end], uri, expressions, row)
-            rest, row = block[end:], row + rows
+            text = partial_line + block[:end]
+            frame, frame_rows = parse(text, uri, expressions, num_rows)
+            partial_line = block[end:]
+            num_rows += frame_rows
             yield frame
             continue
-        rest += block
-        if len(rest) > MAX_ROW_BYTES:
+        partial_line += block
+        if len(partial_line) > MAX_ROW_BYTES:
             raise UserError(
                 f"{uri} has a line of more than {MAX_ROW_BYTES >> 20} MiB; write one "
                 f"row per line"
             )
-    if rest.strip():
-        frame, rows = parse(rest, uri, expressions, row)
-        if kind == "jsonl" and frame.broken and frame.broken[-1][0] == row + rows - 1:
+    if partial_line.strip():
+        frame, frame_rows = parse(partial_line, uri, expressions, num_rows)
+        num_rows += frame_rows
+        if kind == "jsonl" and frame.broken and frame.broken[-1][0] == num_rows - 1:
             raise UserError(
-                f"{uri} ends within a JSON object: it is truncated; copy it again"
+                f"{uri} ends within a JSON object, so it is truncated; copy it again"
             )
-        row += rows
         yield frame
-    if not row and piece is None:
-        raise UserError(
-            f"{uri} is empty; copy it again or take it out of the input folder"
-        )
+    if not num_rows and piece is None:
+        raise _empty_file_error(uri)
 
 
 def _parse_text_lines(
     text: bytes, uri: str, expressions: list[str], row: int
 ) -> tuple[ParsedRows, int]:
-    """Parse lines of text; blank lines are skipped."""
-    lines = [
-        line for line in text.decode().replace("\r\n", "\n").split("\n") if line.strip()
-    ]
+    """Parse lines of text; blank lines are skipped.
+
+    Args:
+        text: The lines.
+        uri: File, for messages.
+        expressions: Columns or SQL expressions.
+        row: Index of the first row in the piece.
+
+    Returns:
+        The rows, and the number of rows.
+    """
+    all_lines = text.decode().replace("\r\n", "\n").split("\n")
+    lines = [line for line in all_lines if line.strip()]
     rows = pl.DataFrame(
         {"line": lines, ROW: np.arange(row, row + len(lines))},
         {"line": pl.String, ROW: pl.Int64},
     )
-    return ParsedRows(rows, missing=select_columns(expressions, ["line"])[1]), len(
-        lines
-    )
+    _, missing = select_columns(expressions, ["line"])
+    return ParsedRows(rows, missing=missing), len(lines)
 
 
 def _parse_json_lines(
@@ -890,57 +1011,65 @@ def _parse_json_lines(
 ) -> tuple[ParsedRows, int]:
     """Parse whole JSON lines; a column of mixed types becomes text.
 
+    Args:
+        text: The lines.
+        uri: File, for messages.
+        expressions: Columns or SQL expressions.
+        row: Index of the first row in the piece.
+
     Returns:
-        The rows, and the number of lines, broken ones included.
+        The rows, and the number of valid and broken lines.
+
+    Raises:
+        UserError: If the first lines of a piece have no valid JSON object.
     """
     broken: Broken = []
     if b"\\ud" in text or b"\\uD" in text:
         text = LONE_SURROGATE.sub(rb"\1\\ufffd", text)
     try:
-        rows = (
-            pl.read_ndjson(text, infer_schema_length=None)
-            if text.strip()
-            else pl.DataFrame()
-        )
-        read = rows.select(select_columns(expressions, rows.columns)[0])
-        if any(map(_may_hold_objects, read)) or any(map(_may_lose_digits, read)):
-            raise pl.exceptions.ComputeError(
-                "text and objects, or large integers and floats, in one column"
-            )
+        rows = _read_ndjson(text)
+        columns, _ = select_columns(expressions, rows.columns)
+        for values in rows.select(columns):
+            if _may_hold_objects(values) or _may_lose_digits(values):
+                raise pl.exceptions.ComputeError(
+                    "text and objects, or large integers and floats, in one column"
+                )
     except pl.exceptions.PolarsError:
-        good, broken = _parse_objects(
-            [line for line in text.split(b"\n") if line.strip()], expressions
-        )
-        if not good and not row:
+        lines = [line for line in text.split(b"\n") if line.strip()]
+        valid, broken = _parse_objects(lines, expressions)
+        if not valid and not row:
             raise UserError(
                 f"{uri} is not JSON lines ({broken[0][1]}); write one JSON object per "
                 f"line, or set 'format'"
             ) from None
-        rows = (
-            pl.read_ndjson("\n".join(good).encode(), infer_schema_length=None)
-            if good
-            else pl.DataFrame()
-        )
+        rows = _read_ndjson("\n".join(valid).encode())
     columns, missing = select_columns(expressions, rows.columns)
     numbers = _row_numbers(len(rows), broken) + row
     rows = rows.select(columns).with_columns(pl.Series(ROW, numbers, pl.Int64))
-    broken = [(number + row, why, shown) for number, why, shown in broken]
+    broken = [(number + row, reason, line) for number, reason, line in broken]
     return ParsedRows(rows, broken, missing), len(numbers) + len(broken)
 
 
+def _read_ndjson(text: bytes) -> pl.DataFrame:
+    """Parse JSON lines with polars; blank text gives an empty frame."""
+    if not text.strip():
+        return pl.DataFrame()
+    return pl.read_ndjson(text, infer_schema_length=None)
+
+
 def _may_hold_objects(values: pl.Series) -> bool:
-    """Return whether text, or a list of it, may be JSON that polars made of objects."""
+    """Return whether polars may have converted JSON objects or lists to text."""
     values = values.explode() if values.dtype == pl.List(pl.String) else values
     return values.dtype == pl.String and bool(values.str.contains(r"^[\[{]").any())
 
 
 def _may_lose_digits(values: pl.Series) -> bool:
-    """Return whether integers may have lost digits by being read as floats."""
+    """Return whether polars may have rounded large integers to floats."""
     return values.dtype == pl.Float64 and bool((values.abs() >= 2**53).any())
 
 
 def _json_kind(value: Any) -> str:
-    """Describe the kind of a JSON value. A column has values of one kind."""
+    """Return the kind of a JSON value, of which a column may only have one."""
     if isinstance(value, dict):
         return "an object"
     if not isinstance(value, list):
@@ -956,13 +1085,18 @@ def _parse_objects(
 ) -> tuple[list[str], Broken]:
     """Parse JSON lines one by one.
 
+    Lines are broken if they are not JSON objects, or if the value of a column has
+    another kind than in most lines.
+
+    Args:
+        lines: Lines that are not blank.
+        expressions: Columns or SQL expressions.
+
     Returns:
-        JSON of the required columns of each valid line, and the broken lines: those
-        that are no JSON object, and those with another kind of value than most lines
-        have.
+        JSON of the columns of each valid line, and the broken lines.
     """
     objects: dict[int, dict[str, Any]] = {}
-    why: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for number, line in enumerate(lines):
         try:
             value = json.loads(line, strict=False)
@@ -970,11 +1104,11 @@ def _parse_objects(
                 raise ValueError(f"it is a JSON {type(value).__name__}")
             objects[number] = value
         except (ValueError, RecursionError) as error:
-            why[number] = f"row: no JSON object ({error})"
+            reasons[number] = f"row: no JSON object ({error})"
     present = {key for row in objects.values() for key in row}
-    columns = select_columns(expressions, present)[0]
+    columns, _ = select_columns(expressions, present)
     for name in columns:
-        why |= _find_rare_kinds(objects, name)
+        reasons |= _find_rare_kinds(objects, name)
         types = {type(row.get(name)) for row in objects.values()}
         if len(types - {type(None), list, dict}) > 1:  # mixed values become text
             for row in objects.values():
@@ -983,17 +1117,25 @@ def _parse_objects(
     valid = [
         json.dumps({name: row.get(name) for name in columns})
         for number, row in objects.items()
-        if number not in why
+        if number not in reasons
     ]
     broken = []
-    for number in sorted(why):
+    for number in sorted(reasons):
         text = lines[number].decode(errors="replace")[:MAX_QUOTED_CHARS]
-        broken.append((number, why[number], text))
+        broken.append((number, reasons[number], text))
     return valid, broken
 
 
 def _find_rare_kinds(objects: dict[int, dict[str, Any]], name: str) -> dict[int, str]:
-    """Return reasons for the rows whose value has another kind than most values."""
+    """Find rows whose value of a column has another kind than most values.
+
+    Args:
+        objects: Rows by line.
+        name: The column.
+
+    Returns:
+        Reasons for rejection by line.
+    """
     kinds = {
         number: _json_kind(row[name])
         for number, row in objects.items()
@@ -1001,55 +1143,57 @@ def _find_rare_kinds(objects: dict[int, dict[str, Any]], name: str) -> dict[int,
     }
     if not kinds:
         return {}
-    most, _ = Counter(kinds.values()).most_common(1)[0]
+    [(common_kind, _)] = Counter(kinds.values()).most_common(1)
     return {
-        number: f"{name}: {kind}, where most rows have {most}"
+        number: f"{name}: {kind}, where most rows have {common_kind}"
         for number, kind in kinds.items()
-        if kind != most
+        if kind != common_kind
     }
 
 
-def _read_whole(
+def _read_json_value(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """Read a file that is one JSON value: an array of objects, or an object by id."""
+    """Yield the rows of a file with one JSON value; arguments as in `read_frames`.
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(made := dict(pairs)) < len(pairs):
-            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise UserError(f"{uri}: the key '{twice}' comes twice; merge its entries")
-        return made
+    The value is an array of objects, or an object whose keys are ids.
+    """
+
+    def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        built = dict(pairs)
+        if len(built) < len(pairs):
+            [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+            raise UserError(f"{uri} has the key '{key}' twice; merge its entries")
+        return built
 
     try:
         content = json.loads(
             b"".join(_read_blocks(uri, files, digest, None)),
-            object_pairs_hook=unique,
+            object_pairs_hook=build_object,
             strict=False,
         )
     except ValueError as error:
         raise UserError(
-            f"{uri} is not readable JSON ({error}); it may be truncated: copy it again"
+            f"{uri} is not valid JSON ({error}); it may be truncated: copy it again"
         ) from error
     if isinstance(content, dict):
         content = [{"key": key, "value": value} for key, value in content.items()]
     elif files.detect_format(uri) == "keyed" or not isinstance(content, list):
         raise UserError(
-            f"{uri} holds a JSON {type(content).__name__}, not {{id: ...}}; set "
+            f"{uri} is a JSON {type(content).__name__}, not an object {{id: ...}}; set "
             f"another 'format'"
         )
     if not content:
-        raise UserError(
-            f"{uri} is empty; copy it again or take it out of the input folder"
-        )
-    for row in range(0, len(content), PARQUET_ROWS):
-        lines = "\n".join(
-            json.dumps(each) for each in content[row : row + PARQUET_ROWS]
-        )
-        yield _parse_json_lines(lines.encode(), uri, expressions, row)[0]
+        raise _empty_file_error(uri)
+    for first_row in range(0, len(content), MAX_FRAME_ROWS):
+        values = content[first_row : first_row + MAX_FRAME_ROWS]
+        lines = "\n".join(json.dumps(value) for value in values)
+        frame, _ = _parse_json_lines(lines.encode(), uri, expressions, first_row)
+        yield frame
 
 
 class _HashingReader:
-    """A file whose bytes are hashed while they are read."""
+    """A file that updates a hash with the bytes that are read."""
 
     closed = False
 
@@ -1067,6 +1211,7 @@ class _HashingReader:
 def _read_parquet(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
+    """Yield the rows of a Parquet file; arguments as in `read_frames`."""
     filesystem, path = open_uri(uri)
     with filesystem.open_input_file(path) as file:
         parquet = pq.ParquetFile(pa.PythonFile(_HashingReader(file, digest), mode="r"))
@@ -1091,18 +1236,26 @@ def _read_parquet(
 
 
 def _rows_per_frame(group: Any, columns: list[str]) -> int:
-    """Return the rows per frame of a row group of about BLOCK_BYTES in memory."""
+    """Return the number of rows that take about BLOCK_BYTES in memory.
+
+    Args:
+        group: Metadata of the row group.
+        columns: Columns to read.
+    """
     size = 0
     for i in range(group.num_columns):
         column = group.column(i)
         if column.path_in_schema.split(".")[0] in columns:
             # dictionary-encoded values take less in the file than in memory
             size += max(column.total_uncompressed_size, 8 * column.num_values)
-    return max(1, min(PARQUET_ROWS, BLOCK_BYTES * group.num_rows // max(size, 1)))
+    return max(1, min(MAX_FRAME_ROWS, BLOCK_BYTES * group.num_rows // max(size, 1)))
 
 
 def _to_text(column: pa.Array) -> Any:
-    """Convert bytes to text (null if they are none), and decimals polars lacks."""
+    """Convert a column for polars: bytes and 256-bit decimals become text.
+
+    Bytes that are not UTF-8 become null.
+    """
     kind = column.type
     is_bytes = (
         pa.types.is_binary(kind)

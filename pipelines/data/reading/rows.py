@@ -1,7 +1,7 @@
-"""Conversion of raw rows to rows of a table: SQL expressions, then checks per column.
+"""Convert raw rows to rows of a table: evaluate SQL expressions, and check each column.
 
-All steps are vectorised over a frame. A row that breaks the schema goes to the rejects
-with its first reason, which names the log's column.
+All steps are vectorised over a frame. A row that breaks the schema becomes a reject
+with its first reason, which names the column of the log.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from pipelines.data.reading.times import Time, parse_times, reject_future, sugge
 from pipelines.data.schemas import REJECTS
 
 MAX_EXPLODED_ROWS = 1 << 18
-"""Rows per block after lists are exploded."""
+"""Approximate maximum number of rows per block after lists are exploded."""
 MAX_INT32 = 2**31 - 1
-MAX_TRIES = 2000
-"""Most evaluations of an expression in search of values that it cannot read."""
+MAX_EVALUATIONS = 2000
+"""Maximum number of evaluations of an expression to locate unreadable values."""
 VALUE, READ = "__value", "__read"
 WORD = r"[^{}\[\]\":,\s\\]+"
-"""Text without blanks, escapes or structural characters of JSON."""
+"""Regex of text without blanks, backslashes or structural characters of JSON."""
 PLAIN_LIST = rf'^\{{"x":\[(?:"{WORD}"(?:,"{WORD}")*|[-+.\deE]+(?:,[-+.\deE]+)*)?\]\}}$'
-"""JSON of a list of words or of a list of numbers."""
+"""Regex of the JSON of a list of words, or of a list of numbers."""
 TEXT_WITH_POINT = r'"[^"]*\d\.0'
-"""JSON with a text such as v1.0, which is not a whole number."""
-# values by name, and masks of the values that a `cast` could not read, with the reason
+"""Regex of JSON with a text such as v1.0, which is not a whole number."""
 Evaluated = tuple[pl.DataFrame, list[tuple[pl.Series, str]]]
+"""Values by name, and pairs of a mask of unreadable rows and a reason."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +52,26 @@ class Block:
     rows: pa.Table
     """Valid rows."""
     rejects: pa.Table
-    """Rows that break the schema and lines that are no rows, as `tables.REJECTS`."""
+    """Rejected rows and unparsable lines, in the schema `REJECTS`."""
     rows_read: int
-    """Number of rows after lists are exploded, valid or rejected."""
+    """Number of valid and rejected rows, after lists are exploded."""
     missing: dict[str, str] = field(default_factory=dict)
-    """Columns that do not exist, each with a hint at the nearest. It is an error if no
-    block of the log has one."""
+    """Columns that do not exist, each with a hint at a similar name. A column that is
+    missing in all blocks of the log is an error."""
 
 
 @dataclass
 class RejectCounts:
-    """Number of read and rejected rows, by reason."""
+    """Number of rows that were read, and of rejected rows by reason."""
 
     rows_read: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    """First rejected row of each reason: location and content."""
+    """Location and content of the first rejected row, by reason."""
 
     @classmethod
     def from_block(cls, block: Block) -> RejectCounts:
+        """Count the rejects of a block."""
         counts = cls(block.rows_read, Counter(block.rejects["reason"].to_pylist()))
         if not counts.reasons:
             return counts
@@ -85,7 +86,7 @@ class RejectCounts:
         return counts
 
     def add(self, other: RejectCounts) -> None:
-        """Add the counts of `other`. The result does not depend on the order."""
+        """Add other counts; the sum does not depend on the order of additions."""
         self.rows_read += other.rows_read
         self.reasons.update(other.reasons)
         for reason, example in other.examples.items():
@@ -93,37 +94,45 @@ class RejectCounts:
 
     @property
     def rejects(self) -> int:
+        """Number of rejected rows."""
         return self.reasons.total()
 
     def lines(self) -> Iterator[str]:
-        """Yield a line per reason."""
+        """Yield a line for users per reason, the most frequent first."""
         for reason, rows in self.reasons.most_common():
             yield f"{pluralize(rows, 'row')}, {reason}; such as {self.examples[reason]}"
 
-    def check(self, max_rejects: float, of: str = "", least: float = 0.0) -> None:
-        """Raise a UserError if too many rows break the schema.
+    def check(
+        self, max_rejects: float, rows: str = "", always_allowed: float = 0.0
+    ) -> None:
+        """Raise a UserError if too many rows are rejected.
 
         Args:
-            max_rejects: Largest allowed share of rejected rows.
-            of: Description of the rows, for the message.
-            least: Share that is always allowed.
+            max_rejects: Maximum share of rejected rows.
+            rows: Description of the rows that follows the word "rows" in the message.
+            always_allowed: Share of rejected rows that is allowed if `max_rejects` is
+                lower.
         """
-        if self.rejects > max(max_rejects, least) * self.rows_read:
-            (reason, _), *_ = self.reasons.most_common()
+        if self.rejects > max(max_rejects, always_allowed) * self.rows_read:
+            [(reason, _)] = self.reasons.most_common(1)
             example = ""
             if reason in self.examples:
                 example = f", such as {self.examples[reason]}"
             share = self.rejects / self.rows_read
             raise UserError(
-                f"{self.rejects:,} of {self.rows_read:,} rows{of} ({share:.2%}) break "
-                f"the schema, over the limit max_rejects {max_rejects:.2%}; most often "
-                f"{reason}{example}; fix the source file or the log, or raise "
+                f"{self.rejects:,} of {self.rows_read:,} rows{rows} ({share:.2%}) "
+                f"break the schema, over the limit max_rejects {max_rejects:.2%}; most "
+                f"often {reason}{example}; fix the source file or the log, or raise "
                 f"--max_rejects"
             )
 
 
 def common_missing(missing: Iterable[dict[str, str]]) -> dict[str, str]:
-    """Return the columns, with hints, that are missing in all of several blocks."""
+    """Return the columns that all blocks lack, with hints.
+
+    Args:
+        missing: Hints by missing column of each block.
+    """
     blocks = list(missing)
     if not blocks:
         return {}
@@ -135,7 +144,13 @@ def common_missing(missing: Iterable[dict[str, str]]) -> dict[str, str]:
 
 
 def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
-    """Raise a UserError if `missing` names a column, which then no file has."""
+    """Raise a UserError if there is a column that no file has.
+
+    Args:
+        missing: Hints by missing column.
+        what: Kind of the files, for the message.
+        input_uri: Input folder, for the message.
+    """
     for name, hint in missing.items():
         raise UserError(
             f"no {what} file of {input_uri} has a column '{name}'; {hint}; correct the "
@@ -144,43 +159,51 @@ def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
 
 
 class Rows:
-    """Rows of a frame being converted: values by column, and reasons of rejects."""
+    """Rows of a frame that are converted column by column.
 
-    def __init__(self, raw: pl.DataFrame, wanted: dict[str, str], uri: str) -> None:
+    Each method stores one column of the table in `values`, and appends a series of
+    reasons to `reasons` if it rejects rows.
+    """
+
+    def __init__(
+        self, raw: pl.DataFrame, expressions: dict[str, str], uri: str
+    ) -> None:
         """Evaluate the expressions.
 
         Args:
             raw: Rows of the file.
-            wanted: SQL expressions by target column.
+            expressions: Columns or SQL expressions, by column of the table.
             uri: File, for messages.
         """
-        self.raw, self.expressions, self.uri = raw, wanted, uri
-        self.evaluated, bad = evaluate(raw, wanted, uri)
+        self.raw, self.expressions, self.uri = raw, expressions, uri
+        self.evaluated, unreadable = evaluate(raw, expressions, uri)
         self.values: dict[str, pl.Series] = {}
         self.reasons: list[pl.Series] = []
-        for where, reason in bad:
-            self.reject(where, reason)
+        for mask, reason in unreadable:
+            self.reject(mask, reason)
 
-    def reject(self, where: pl.Series, reason: str) -> None:
-        """Reject the rows at which `where` is true."""
-        if where.any():
-            self.reasons.append(
-                pl.select(pl.when(where).then(pl.lit(reason))).to_series()
-            )
+    def reject(self, mask: pl.Series, reason: str) -> None:
+        """Reject the rows at which the mask is true."""
+        if mask.any():
+            reasons = pl.select(pl.when(mask).then(pl.lit(reason)))
+            self.reasons.append(reasons.to_series())
 
-    def _type_error(self, target: str, need: str) -> UserError:
+    def _type_error(self, target: str, expected: str) -> UserError:
         text, kind = self.expressions[target], self.evaluated[target].dtype
         return UserError(
-            f"{self.uri}: '{text}' is {kind}, not {need}; convert it in the log, or by "
-            f"an expression of SQL"
+            f"{self.uri}: '{text}' is {kind}, not {expected}; convert it in the log or "
+            f"with a SQL expression"
         )
 
     def ids(self, target: str, missing: str = "missing") -> None:
-        """Store a column as ids; null words are missing.
+        """Store a column as ids; texts such as nan and null count as missing.
 
         Args:
             target: Column to store.
             missing: Reason for rejecting rows without an id.
+
+        Raises:
+            UserError: If the values are lists, structs or times.
         """
         values, what = self.evaluated[target], self.expressions[target]
         if values.dtype.is_nested() or values.dtype.is_temporal():
@@ -193,7 +216,8 @@ class Rows:
                 f"{self.uri}: '{what}' is {values.dtype}, not text or integers; "
                 f"{remedy}"
             )
-        self.values[target] = ids = clean_ids(values)
+        ids = clean_ids(values)
+        self.values[target] = ids
         if ids.null_count():
             blank = values.is_null()
             if values.dtype == pl.String:
@@ -206,20 +230,22 @@ class Rows:
             )
 
     def text(self, target: str) -> None:
-        """Store a column as text; lists are joined by blanks, empty text is null.
+        """Store a column as text; empty text becomes null.
 
-        A list that is a category becomes JSON if an element has a blank, so that
-        different lists stay different.
+        Lists are joined by blanks. A categorical list with a blank in an element
+        becomes JSON, so that different lists remain different.
+
+        Raises:
+            UserError: If the values are structs or bytes.
         """
         values = self.evaluated[target]
         if isinstance(values.dtype, pl.List):
             lists = values.cast(pl.List(pl.String))
             values = lists.list.join(" ", ignore_nulls=True)
             if target.startswith("cat_"):
-                blank = lists.list.eval(pl.element().str.contains(r"\s")).list.any()
-                values = pl.select(
-                    pl.when(blank).then(as_text(lists)).otherwise(values)
-                ).to_series()
+                has_blank = lists.list.eval(pl.element().str.contains(r"\s")).list.any()
+                text = pl.when(has_blank).then(as_text(lists)).otherwise(values)
+                values = pl.select(text).to_series()
         elif values.dtype.is_nested() or values.dtype == pl.Binary:
             raise self._type_error(target, "text")
         if values.dtype.is_float():
@@ -232,14 +258,17 @@ class Rows:
     def time(
         self, target: str, time: Time, number: int = 0, *, past: bool = False
     ) -> None:
-        """Store times as milliseconds.
+        """Store a column as epoch ms, or ordinals.
 
         Args:
             target: Column to store.
-            time: Column and notation. Without a column, the time is the position of the
+            time: Column and notation. Without a column, the time is the index of the
                 row.
-            number: Index of the piece in the log, for times that are positions.
+            number: Index of the piece in the log, for times that are indices of rows.
             past: Whether to reject times in the future.
+
+        Raises:
+            UserError: If the type of the values does not fit the notation.
         """
         if time.column is None:
             self.values[target] = self.raw[ROW] + (number << 40)
@@ -249,8 +278,8 @@ class Rows:
                 self.evaluated[target], time, time.column
             )
         except TypeError:
-            unread = pl.repeat(None, len(self.raw), dtype=pl.Int64, eager=True)
-            hint = suggest_unit(self.evaluated[target], time, unread)
+            unparsed = pl.repeat(None, len(self.raw), dtype=pl.Int64, eager=True)
+            hint = suggest_unit(self.evaluated[target], time, unparsed)
             raise self._type_error(target, f"times as {time.notation}{hint}") from None
         if past:
             reason = reject_future(self.values[target], reason, time, time.column)
@@ -258,18 +287,18 @@ class Rows:
             self.reasons.append(reason)
 
     def known(self, name: str, time: Time | None, delay_minutes: float | None) -> None:
-        """Store the time from which a label is known, null for rows without the label.
+        """Store the time from which a label is known, null if the label is not set.
 
         Args:
             name: Name of the label.
-            time: Column and notation of the time.
-            delay_minutes: Delay after the event if there is no column.
+            time: Column and notation of the time, or None.
+            delay_minutes: Delay after the event if `time` is None.
         """
-        value, stamp = self.values[f"label_{name}"], self.values["timestamp_ms"]
+        value, event_time = self.values[f"label_{name}"], self.values["timestamp_ms"]
         target = f"known_{name}"
         is_set = value if value.dtype == pl.Boolean else value.is_not_null()
         if time is None:
-            moment = stamp + round((delay_minutes or 0) * 60_000)
+            moment = event_time + round((delay_minutes or 0) * 60_000)
         else:
             moment, reason = parse_times(self.evaluated[target], time, str(time.column))
             reason = reject_future(moment, reason, time, str(time.column))
@@ -277,18 +306,18 @@ class Rows:
                 reason + f" (time of the label {name})"
             )
             self.reasons.append(pl.select(named_reason).to_series())
-            early = (is_set & (moment < stamp)).fill_null(False)
+            early = (is_set & (moment < event_time)).fill_null(False)
             self.reject(
                 early, f"{time.column}: before its event, check labels.{name}.time"
             )
         self.values[target] = pl.select(pl.when(is_set).then(moment)).to_series()
 
     def integer(self, target: str) -> None:
-        """Store a column as non-negative int32."""
+        """Store a column as int32; rows without a non-negative integer are rejected."""
         values, what = self.evaluated[target], self.expressions[target]
-        number = (
-            values.str.strip_chars() if values.dtype == pl.String else values
-        ).cast(pl.Int64, strict=False)
+        if values.dtype == pl.String:
+            values = values.str.strip_chars()
+        number = values.cast(pl.Int64, strict=False)
         self.reject(number.is_null(), f"{what}: missing or not an integer")
         self.reject(
             ((number < 0) | (number > MAX_INT32)).fill_null(False),
@@ -297,21 +326,30 @@ class Rows:
         self.values[target] = number.cast(pl.Int32, strict=False)
 
     def number(self, target: str, span: list[float] | None = None) -> None:
-        """Store a column as float32 within `span`; missing values are null.
+        """Store a column as float32; missing values are null.
 
-        Rows with numbers that are not finite, or whose squares are not, are rejected.
+        Rows are rejected if their number is not finite, above LARGEST_NUMBER in
+        absolute value, or outside of `span`.
+
+        Args:
+            target: Column to store.
+            span: Smallest and largest allowed value, or None.
+
+        Raises:
+            UserError: If the values are neither numbers nor text.
         """
         values, what = self.evaluated[target], self.expressions[target]
-        if not (
-            values.dtype in (pl.String, pl.Boolean, pl.Null)
-            or values.dtype.is_numeric()
-        ):
+        if not _may_be_numbers(values):
             raise self._type_error(target, "numbers")
         if values.dtype == pl.String:
             values = values.str.strip_chars()
             values = pl.select(pl.when(values != "").then(values)).to_series()
-        self.values[target] = number = values.cast(pl.Float32, strict=False)
-        remedy = f"write try_cast({what} as double) for none, cast(replace({what}, ',', '.') as double) for 12,50"
+        number = values.cast(pl.Float32, strict=False)
+        self.values[target] = number
+        remedy = (
+            f"write try_cast({what} as double) for none, "
+            f"cast(replace({what}, ',', '.') as double) for 12,50"
+        )
         self.reject(
             values.is_not_null() & number.is_null(), f"{what}: not a number; {remedy}"
         )
@@ -322,30 +360,39 @@ class Rows:
             f"abs(cast({what} as double)) < 1e18 then cast({what} as double) end",
         )
         if span is not None:
-            out = ((number < span[0]) | (number > span[1])).fill_null(False)
-            self.reject(out, f"{what}: outside {span[0]:g} to {span[1]:g}")
+            is_outside = (number < span[0]) | (number > span[1])
+            self.reject(
+                is_outside.fill_null(False),
+                f"{what}: outside {span[0]:g} to {span[1]:g}",
+            )
 
     def flag(self, target: str) -> None:
-        """Store a column of bools, 0, 1, true or false; missing values are null."""
+        """Store a column of 0, 1, true or false as bools; missing values are null.
+
+        Raises:
+            UserError: If the values are neither bools, numbers nor text.
+        """
         values, what = self.evaluated[target], self.expressions[target]
-        if not (
-            values.dtype in (pl.String, pl.Boolean, pl.Null)
-            or values.dtype.is_numeric()
-        ):
+        if not _may_be_numbers(values):
             raise self._type_error(target, "0, 1, true or false")
         if values.dtype in (pl.Boolean, pl.Null):
             self.values[target] = values.cast(pl.Boolean)
             return
-        raw = values.cast(pl.String).str.to_lowercase()
-        yes, no = raw.is_in(["1", "true", "1.0"]), raw.is_in(["0", "false", "0.0"])
-        bad = ~(yes | no) & raw.is_not_null() & (raw != "")
+        text = values.cast(pl.String).str.to_lowercase()
+        is_true = text.is_in(["1", "true", "1.0"])
+        is_bool = is_true | text.is_in(["0", "false", "0.0"])
         self.reject(
-            bad, f"{what}: not a bool, compare it, such as cast({what} as double) > 0"
+            ~is_bool & text.is_not_null() & (text != ""),
+            f"{what}: not a bool, compare it, such as cast({what} as double) > 0",
         )
-        self.values[target] = pl.select(pl.when(yes | no).then(yes)).to_series()
+        self.values[target] = pl.select(pl.when(is_bool).then(is_true)).to_series()
 
     def join(self, users: pa.Table | None) -> None:
-        """Store the columns of the user files for the user of each row."""
+        """Store the attributes of each row's user.
+
+        Args:
+            users: Rows of the user files, or None.
+        """
         if users is None:
             return
         attributes = pl.DataFrame(users)
@@ -367,12 +414,12 @@ class Rows:
         """Return the valid rows as a table, and the rejects.
 
         Args:
-            broken: Lines that are no rows.
+            broken: Lines that could not be parsed.
             missing: Missing columns, with hints.
             file: File, for the rejects.
             piece: Part of the file, or None.
             schema: Schema of the table.
-            unset: Values of columns that the log does not have, other than null.
+            unset: Values of columns that the log does not have, by default null.
         """
         start = piece.start if piece else 0
         rejects = [_broken_rejects(broken, file, start)]
@@ -399,7 +446,14 @@ class Rows:
     def _row_rejects(
         self, is_rejected: pl.Series, reason: pl.Series, file: str, start: int
     ) -> pa.Table:
-        """Return the rejected rows as rows of `REJECTS`."""
+        """Return the rejected rows in the schema `REJECTS`.
+
+        Args:
+            is_rejected: Mask of the rejected rows.
+            reason: Reason of each row.
+            file: The file.
+            start: Start of the piece of the file.
+        """
         names = [name for name in self.raw.columns if not name.startswith("__")]
         source = pl.struct(names).struct.json_encode().str.slice(0, MAX_QUOTED_CHARS)
         rejects = self.raw.filter(is_rejected).select(
@@ -412,30 +466,48 @@ class Rows:
         return rejects.to_arrow().cast(REJECTS)
 
 
+def _may_be_numbers(values: pl.Series) -> bool:
+    """Return whether the type of values is text, bool, null or numeric."""
+    kind = values.dtype
+    return kind in (pl.String, pl.Boolean, pl.Null) or kind.is_numeric()
+
+
 def _broken_rejects(broken: Broken, file: str, start: int) -> pa.Table:
-    """Return lines that are no rows as rows of `REJECTS`."""
-    lines = [
-        (file, start, number, why, json.dumps({"line": text}))
-        for number, why, text in broken
+    """Return lines that could not be parsed in the schema `REJECTS`."""
+    rejects = [
+        {
+            "file": file,
+            "piece": start,
+            "row": number,
+            "reason": reason,
+            "source": json.dumps({"line": text}),
+        }
+        for number, reason, text in broken
     ]
-    columns = zip(*lines, strict=True) if lines else [[]] * len(REJECTS)
-    arrays = [pa.array(c, f.type) for c, f in zip(columns, REJECTS, strict=True)]
-    return pa.table(arrays, schema=REJECTS)
+    return pa.Table.from_pylist(rejects, schema=REJECTS)
 
 
 def split_rows(rows: pl.DataFrame, name: str | None) -> Iterator[pl.DataFrame]:
-    """Yield slices of rows with about MAX_EXPLODED_ROWS elements in a list column."""
+    """Yield slices of rows that explode to about MAX_EXPLODED_ROWS rows at most.
+
+    Args:
+        rows: Rows of a file.
+        name: List column that will be exploded, or None.
+    """
     elements = int(rows[name].list.len().sum() or 0) if name else 0
     size = max(1, len(rows) * MAX_EXPLODED_ROWS // max(elements, MAX_EXPLODED_ROWS))
-    yield from rows.iter_slices(size) if len(rows) else [rows]
+    if len(rows):
+        yield from rows.iter_slices(size)
+    else:
+        yield rows
 
 
 def _format_floats(values: pl.Series) -> pl.Series:
-    """Format floats as text, whole numbers without a point."""
+    """Format floats as text, integers without a point; not finite becomes null."""
     whole = values.cast(pl.Int64, strict=False)
-    same = (whole.cast(values.dtype) == values) & (values.abs() < 2**53)
+    is_whole = (whole.cast(values.dtype) == values) & (values.abs() < 2**53)
     text = (
-        pl.when(same)
+        pl.when(is_whole)
         .then(whole.cast(pl.String))
         .when(values.is_finite())
         .then(values.cast(pl.String))
@@ -444,7 +516,7 @@ def _format_floats(values: pl.Series) -> pl.Series:
 
 
 def clean_ids(values: pl.Series) -> pl.Series:
-    """Normalise ids by `clean_id`, called once per value that it may change."""
+    """Convert values to ids with `clean_id`; null for values that are no ids."""
     if values.dtype.is_integer():
         return values.cast(pl.String)
     if values.dtype.is_float():
@@ -461,11 +533,11 @@ def clean_ids(values: pl.Series) -> pl.Series:
 
 
 def as_text(values: pl.Series) -> pl.Series:
-    """Return texts that are equal only for equal values, whatever their types.
+    """Convert values of any type to text, so that only equal values have equal texts.
 
-    1, 1.0 and, in a list, "1" have one text, as have a null field and an absent one.
-    Nested values become JSON. A list of words without blanks or characters of JSON
-    becomes its words, separated by blanks.
+    1, 1.0 and, within a list, "1" are equal values. A null field of a struct is equal
+    to a missing field. Nested values become JSON, except lists of numbers or of words
+    without blanks and characters of JSON, whose elements are joined by blanks.
     """
     if values.dtype.is_temporal():
         return values.cast(pl.String).fill_null("")
@@ -477,13 +549,15 @@ def as_text(values: pl.Series) -> pl.Series:
     words = text.str.replace_all(r"(\d)\.0+\b", "$1").str.replace_all(
         r'[{}\[\]":,]+', " "
     )
-    others = {each: _canonical_text(each) for each in text.filter(~plain).unique()}
-    nested = text.replace_strict(others, default=None, return_dtype=pl.String)
+    canonical = {
+        value: _canonical_text(value) for value in text.filter(~plain).unique()
+    }
+    nested = text.replace_strict(canonical, default=None, return_dtype=pl.String)
     return pl.select(pl.when(plain).then(words).otherwise(nested)).to_series()
 
 
 def _canonical_text(encoded: str) -> str:
-    """Return the text of the value of `encoded`, which is JSON of {"x": value}."""
+    """Return the canonical text of a value that is encoded as JSON of {"x": value}."""
     value = _stringify_leaves(json.loads(encoded).get("x"))
     if value is None:
         return " "
@@ -494,15 +568,15 @@ def _canonical_text(encoded: str) -> str:
 
 
 def _stringify_leaves(value: Any) -> Any:
-    """Return a nested value with text leaves and without null fields."""
+    """Convert the leaves of a nested value to text, and drop fields that are null."""
     if isinstance(value, dict):
         return {
-            key: _stringify_leaves(each)
-            for key, each in value.items()
-            if each is not None
+            key: _stringify_leaves(inner)
+            for key, inner in value.items()
+            if inner is not None
         }
     if isinstance(value, list):
-        return [_stringify_leaves(each) for each in value]
+        return [_stringify_leaves(inner) for inner in value]
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value)
@@ -510,7 +584,7 @@ def _stringify_leaves(value: Any) -> Any:
 
 
 def evaluate_list(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
-    """Evaluate an expression that must be a list.
+    """Evaluate an expression whose values must be lists.
 
     Args:
         rows: Rows of the file.
@@ -519,7 +593,7 @@ def evaluate_list(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Serie
         uri: File, for the message.
 
     Raises:
-        UserError: If it is not a list.
+        UserError: If the values are not lists.
     """
     evaluated, _ = evaluate(rows, {"list": text}, uri)
     values = evaluated["list"]
@@ -531,40 +605,57 @@ def evaluate_list(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Serie
     return values.cast(pl.List(pl.String)) if values.dtype == pl.Null else values
 
 
-def evaluate(rows: pl.DataFrame, wanted: dict[str, str], uri: str) -> Evaluated:
+def evaluate(rows: pl.DataFrame, expressions: dict[str, str], uri: str) -> Evaluated:
     """Evaluate SQL expressions.
 
     Args:
         rows: Rows of the file.
-        wanted: Columns or SQL expressions, by name.
+        expressions: Columns or SQL expressions, by name.
         uri: File, for messages.
 
     Returns:
-        Values by name, null if an expression (such as a `cast`) cannot read a value,
-        and masks of these values with reasons.
+        Values by name, null for values that an expression (such as a `cast`) cannot
+        read, and pairs of a mask of these values and a reason.
+
+    Raises:
+        UserError: If an expression cannot be evaluated on values of these types.
     """
-    expressions = {
+    polars_expressions = {
         name: _to_expression(text, rows.columns).alias(name)
-        for name, text in wanted.items()
+        for name, text in expressions.items()
     }
     try:
-        return rows.with_columns(**expressions).select(wanted.keys()), []
+        return rows.with_columns(**polars_expressions).select(expressions.keys()), []
     except pl.exceptions.PolarsError as error:
-        if len(wanted) == 1:
-            return _evaluate_one(rows, *wanted.items(), uri=uri, error=error)
-    results = [evaluate(rows, {name: text}, uri) for name, text in wanted.items()]
+        if len(expressions) == 1:
+            [(name, text)] = expressions.items()
+            return _evaluate_readable(rows, name, text, uri, error)
+    results = [evaluate(rows, {name: text}, uri) for name, text in expressions.items()]
     frame = pl.concat([values for values, _ in results], how="horizontal")
-    return frame, [unread for _, masks in results for unread in masks]
+    unreadable = []
+    for _, masks in results:
+        unreadable += masks
+    return frame, unreadable
 
 
-def _evaluate_one(
-    rows: pl.DataFrame, named: tuple[str, str], *, uri: str, error: Exception
+def _evaluate_readable(
+    rows: pl.DataFrame, name: str, text: str, uri: str, error: Exception
 ) -> Evaluated:
     """Evaluate an expression that polars cannot evaluate on all rows.
 
-    The distinct values that it cannot read are located by bisection.
+    The distinct values that the expression cannot read are located by bisection.
+
+    Args:
+        rows: Rows of the file.
+        name: Name of the result.
+        text: Column or SQL expression.
+        uri: File, for messages.
+        error: Error of polars for all rows.
+
+    Raises:
+        UserError: If the expression does not fit the types of the columns, or there are
+            too many unreadable values.
     """
-    name, text = named
     expression = _to_expression(text, rows.columns).alias(VALUE)
     roots = dict.fromkeys(root_columns(text, rows.columns))
     names = [root for root in roots if root in rows.columns]
@@ -574,19 +665,19 @@ def _evaluate_one(
         return pl.DataFrame({name: nulls}), []
     reason = re.split("This error occurred|You might want", str(error))[0]
     reason = " ".join(reason.split())[:200]
-    refusal = UserError(
-        f"{uri}: '{text}' cannot be worked out ({reason}); correct the source file, "
-        f"such as by try_cast(... as double)"
+    user_error = UserError(
+        f"{uri}: '{text}' cannot be evaluated ({reason}); correct the source file, for "
+        f"example with try_cast(... as double)"
     )
     try:
-        rows.clear().select(expression)  # whether the types fit
+        rows.clear().select(expression)  # raises if the types do not fit
         distinct = rows.select(names).unique()
     except pl.exceptions.PolarsError:
-        raise refusal from None
-    unread = _locate_unreadable(distinct, expression)
-    if unread is None:
-        raise refusal from None
-    readable = distinct.with_row_index(READ).filter(~pl.col(READ).is_in(unread))
+        raise user_error from None
+    unreadable = _locate_unreadable(distinct, expression)
+    if unreadable is None:
+        raise user_error from None
+    readable = distinct.with_row_index(READ).filter(~pl.col(READ).is_in(unreadable))
     values = rows.select(names).join(
         readable.with_columns(expression),
         on=names,
@@ -594,36 +685,47 @@ def _evaluate_one(
         nulls_equal=True,
         maintain_order="left",
     )
-    why = f"{text}: a value that it cannot read; write try_cast where it may be empty"
-    return values.select(pl.col(VALUE).alias(name)), [(values[READ].is_null(), why)]
+    reason = (
+        f"{text}: a value that it cannot read; write try_cast where it may be empty"
+    )
+    return values.select(pl.col(VALUE).alias(name)), [(values[READ].is_null(), reason)]
 
 
 def _locate_unreadable(rows: pl.DataFrame, expression: pl.Expr) -> list[int] | None:
-    """Return the rows that an expression cannot read, or None for too many."""
-    todo, unread, tries = [(0, len(rows))], list[int](), 0
-    while todo:
-        start, size = todo.pop()
-        tries += 1
+    """Find the rows that an expression cannot read by bisection.
+
+    Returns:
+        Indices of the rows, or None if MAX_EVALUATIONS do not suffice.
+    """
+    ranges = [(0, len(rows))]
+    unreadable: list[int] = []
+    evaluations = 0
+    while ranges:
+        start, size = ranges.pop()
+        evaluations += 1
         try:
             rows.slice(start, size).select(expression)
         except pl.exceptions.PolarsError:
-            if tries > MAX_TRIES:
+            if evaluations > MAX_EVALUATIONS:
                 return None
             half = size // 2
             if half:
-                todo += [(start, half), (start + half, size - half)]
+                ranges += [(start, half), (start + half, size - half)]
             else:
-                unread.append(start)
-    return unread
+                unreadable.append(start)
+    return unreadable
 
 
 def _to_expression(text: str, columns: list[str]) -> pl.Expr:
-    """Return the column with this name, otherwise the SQL expression."""
+    """Return the column with this name, or else the SQL expression."""
     return pl.col(text) if text in columns else pl.sql_expr(text)
 
 
 def check_sql(expressions: Iterable[str]) -> None:
-    """Raise a ValueError for text that is neither a column nor a row expression."""
+    """Raise a ValueError for text that is neither a column nor a SQL row expression.
+
+    A row expression has one value per row, unlike aggregates and window functions.
+    """
     for text in expressions:
         try:
             meta = pl.sql_expr(text).meta
@@ -632,8 +734,8 @@ def check_sql(expressions: Iterable[str]) -> None:
                 continue
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"'{text}' is no SQL expression ({reason}); correct it, odd names in "
-                f"double quotes"
+                f"'{text}' is not a SQL expression ({reason}); correct it, with "
+                f"unusual names of columns in double quotes"
             ) from error
         try:
             is_per_row = meta.is_length_preserving() or meta.is_literal()
@@ -641,6 +743,6 @@ def check_sql(expressions: Iterable[str]) -> None:
             is_per_row = True
         if not is_per_row or re.search(r"(?i)\bover\s*\(", text):
             raise ValueError(
-                f"'{text}' is no expression of one row, as sums are none; write one of "
-                f"the columns of a row"
+                f"'{text}' is not an expression of one row; use the columns of one row "
+                f"without sums, windows or other aggregates"
             )

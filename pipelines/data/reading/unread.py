@@ -1,4 +1,4 @@
-"""Files of the input folder that the mapping does not read."""
+"""Find files of the input folder that the mapping does not read."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ MAPPING_SUFFIXES = (".yaml", ".yml")
 """Suffixes of files that are not data, such as the mapping file itself."""
 
 MAX_NAMES = 5
-"""Most names of files, or of groups of files, in a message."""
+"""Maximum number of names of files, or of groups of files, in a message."""
 
 
 def list_unread(log: Log, input_uri: str) -> list[str]:
     """Return the data files of the folder that the mapping does not read, sorted."""
-    every = list_files(input_uri, "*", required=False, what="file")
+    all_files = list_files(input_uri, "*", required=False, what="file")
     read = {*log.event_files(input_uri), *log.user_files(input_uri)}
     read |= {*log.item_files(input_uri)}
     for features in log.as_of.values():
         read |= {*features.list_files(input_uri, "feature")}
     return [
         file
-        for file in every
+        for file in all_files
         if file not in read and not file.lower().endswith(MAPPING_SUFFIXES)
     ]
 
 
-def find_alike(log: Log, input_uri: str, unread: list[str]) -> list[str]:
-    """Return the unread files that are named like the event files."""
-    shapes = {mask_digits(file) for file in log.event_files(input_uri)}
-    return [file for file in unread if mask_digits(file) in shapes]
+def find_similar(log: Log, input_uri: str, unread: list[str]) -> list[str]:
+    """Return the unread files whose names differ from event files only in numbers."""
+    patterns = {mask_digits(file) for file in log.event_files(input_uri)}
+    return [file for file in unread if mask_digits(file) in patterns]
 
 
 def mask_digits(file: str) -> str:
-    """Replace the numbers in a file's name by `*`."""
+    """Replace each number in the name of a file by `*`."""
     return re.sub(r"\d+", "*", file)
 
 
 def name_files(files: list[str]) -> str:
-    """Join the names of files; files that differ in numbers share one name."""
+    """Join the names of files; files whose names differ in numbers share a pattern."""
     groups: dict[str, list[str]] = {}
     for file in files:
         groups.setdefault(mask_digits(file), []).append(file)
@@ -49,8 +49,10 @@ def name_files(files: list[str]) -> str:
         group[0] if len(group) == 1 else f"{pattern} ({len(group):,} files)"
         for pattern, group in groups.items()
     ]
-    rest = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {rest:,} more" if rest > 0 else "")
+    text = ", ".join(names[:MAX_NAMES])
+    if len(names) > MAX_NAMES:
+        text += f" and {len(names) - MAX_NAMES:,} more"
+    return text
 
 
 def describe_unread(log: Log, input_uri: str) -> list[str]:
@@ -59,15 +61,15 @@ def describe_unread(log: Log, input_uri: str) -> list[str]:
         unread = list_unread(log, input_uri)
     except UserError:
         return []  # reported by the step that reads these files
-    alike = find_alike(log, input_uri, unread)
-    others = [file for file in unread if file not in alike]
+    similar = find_similar(log, input_uri, unread)
+    others = [file for file in unread if file not in similar]
     lines = []
-    if alike:
+    if similar:
         lines.append(
-            f"warning: {name_files(alike)} of {input_uri} is not read, though named "
-            f"like the files of events; to read it, write such as "
-            f"'files: {mask_digits(alike[0])}' in the mapping, which is now "
-            f"'{log.files}'"
+            f"warning: {name_files(similar)} in {input_uri} is not read, though its "
+            f"name is like those of the event files; to read it, change "
+            f"'files: {log.files}' in the mapping, for example to "
+            f"'files: {mask_digits(similar[0])}'"
         )
     if others:
         lines.append(f"note: no key of the mapping reads {name_files(others)}")

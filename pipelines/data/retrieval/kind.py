@@ -33,22 +33,22 @@ class Retrieval(Kind):
 
     name = "retrieval"
     needs_history = True
-    repeats = True
-    model = "tiger"
-    without = ("tasks", "queries", "features", "windows")
-    simulated = "retrieval"
-    source = "simulated"
+    allows_repeats = True
+    first_model = "tiger"
+    skipped_rules = ("tasks", "queries", "features", "windows")
+    simulated_name = "retrieval"
+    simulated_source = "simulated"
 
-    def check(self, source: Log, config: PrepareConfig) -> None:
+    def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Accept all settings."""
 
-    def sequences(
+    def make_sequences(
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     ) -> Manifest:
         """Make `sequences`."""
         return make_sequences(RetrievalStep(run, events, items, split, as_of={}))
 
-    def audit(
+    def audit_sequences(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
     ) -> pl.DataFrame:
         """Check the rules on `sequences`; all users in the k-core must be in it."""
@@ -60,7 +60,7 @@ class Retrieval(Kind):
         simulate_retrieval(output, settings)
         yield from ()
 
-    def notices(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
+    def warn(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
         """Yield a line if many training requests have no history."""
         requests = info["requests"]
         without_history = info["requests_without_history"]

@@ -22,16 +22,16 @@ import pyarrow as pa
 
 from models.ragged import lengths_to_starts
 from pipelines.data.simulation import (
-    SKEW,
-    TASTES,
+    CLUSTERS_PER_USER,
+    POPULARITY_SKEW,
     Settings,
     World,
+    create_log_folder,
     draw_lengths,
     draw_times,
     item_texts,
     make_ids,
     make_world,
-    open_log,
     write_log,
 )
 
@@ -69,11 +69,11 @@ def _draw_items(
         # lengths descend, so the users with an event at this position come first
         num_users = np.count_nonzero(lengths > position)
         cause, uniform, choice = rng.random((3, num_users))
-        taste = (choice * TASTES).astype(np.int64)
+        taste = (choice * CLUSTERS_PER_USER).astype(np.int64)
         cluster = world.tastes[np.arange(num_users), taste]
         cluster_start = world.starts[cluster]
         cluster_size = np.diff(world.starts)[cluster]
-        rank = (cluster_size * uniform**SKEW).astype(np.int64)
+        rank = (cluster_size * uniform**POPULARITY_SKEW).astype(np.int64)
         liked = world.members[cluster_start + rank]
         any_item = world.members[(num_items * uniform).astype(np.int64)]
         drawn = np.where(cause < FOLLOW + TASTE, liked, any_item)
@@ -95,7 +95,7 @@ def simulate_retrieval(output_dir: str, settings: Settings) -> World:
     Raises:
         UserError: If the folder cannot be written, or holds other files.
     """
-    open_log(output_dir)
+    create_log_folder(output_dir)
     world = make_world(settings)
     rng = np.random.default_rng([settings.seed, 2])
     lengths = draw_lengths(settings, rng)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from models.config import check_least, check_shares
-from pipelines.data.prepare_config import PrepareConfig, refuse
+from pipelines.data.prepare_config import PrepareConfig, raise_first
 from pipelines.data.reading.durations import WindowSettings
 from pipelines.data.reading.log import Log, check_names
 
@@ -80,7 +80,7 @@ def check_search(source: Log, config: PrepareConfig) -> None:
     Raises:
         UserError: If a setting does not fit a search log, or this log.
     """
-    refuse(
+    raise_first(
         (
             config.behaviour is None,
             f"kind is search, which needs the bool label that makes a result a "

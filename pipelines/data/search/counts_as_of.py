@@ -70,7 +70,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
     Raises:
         UserError: If the log has no event before the moment.
     """
-    config, click = run.config.own, run.config.behaviour
+    config, click = run.config.kind_config, run.config.behaviour
     assert click is not None, "a search log has a label that makes behaviours"
     moment_text = _format_moment(moment)
     if moment <= events.info["first_ms"]:

@@ -32,9 +32,9 @@ class Search(Kind):
 
     name = "search"
     config = SearchConfig
-    all_shown = True
-    as_of = True
-    counted = True
+    uses_all_events = True
+    reads_as_of_features = True
+    has_counts = True
     statistics = (
         "queries",
         "candidates",
@@ -45,39 +45,41 @@ class Search(Kind):
         "max_request_spread_ms",
         "candidates_outside",
     )
-    texts = ("items", "queries", "pairs", "tokens")
-    model = "qgs"
-    without = ("tasks",)
-    simulated = "search"
-    source = "simulated_search"
-    settings = SearchSettings
+    text_tables = ("items", "queries", "pairs", "tokens")
+    first_model = "qgs"
+    skipped_rules = ("tasks",)
+    simulated_name = "search"
+    simulated_source = "simulated_search"
+    simulator_settings = SearchSettings
 
-    def check(self, source: Log, config: PrepareConfig) -> None:
+    def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Raise UserError for settings or names of features that do not fit the log."""
         check_search(source, config)
-        custom_groups = default_groups(source, config.own.item_features)
-        features_unknown_when_ranking(config.own, custom_groups)
-        if config.own.groups:
-            names = feature_names(config.own, source.info["clock"])
-            feature_groups(config.own, names, custom_groups)
+        custom_groups = default_groups(source, config.kind_config.item_features)
+        features_unknown_when_ranking(config.kind_config, custom_groups)
+        if config.kind_config.groups:
+            names = feature_names(config.kind_config, source.info["clock"])
+            feature_groups(config.kind_config, names, custom_groups)
 
-    def sequences(
+    def make_sequences(
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     ) -> Manifest:
         """Make `queries`, the tables of joined features, and `sequences`."""
         return make_search(run, events, items, split)
 
-    def counts(self, run: Run, events: Manifest, items: Manifest, moment: int) -> None:
+    def make_counts(
+        self, run: Run, events: Manifest, items: Manifest, moment: int
+    ) -> None:
         """Make the table of counts of items, queries and pairs as of a moment in ms."""
         make_counts(run, events, items, moment)
 
-    def audit(
+    def audit_sequences(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
     ) -> pl.DataFrame:
         """Check `queries` and `sequences`; users with shown results must be in it."""
         return check_search_tables(tables, rules)
 
-    def notices(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
+    def warn(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
         """Yield a line for each split whose requests have one class only."""
         for name in SPLITS:
             requests = info["requests"][name]

@@ -251,7 +251,7 @@ class SearchStep(SequencesStep):
         config = self.run.config
         return super().settings | {
             "behaviour": config.behaviour,
-            "search": asdict(config.own),
+            "search": asdict(config.kind_config),
         }
 
     @property
@@ -267,7 +267,7 @@ class SearchStep(SequencesStep):
     @property
     def _item_columns(self) -> pa.Schema:
         """Columns of the item files that models read."""
-        return item_columns(self.run.source, self.run.config.own.item_features)
+        return item_columns(self.run.source, self.run.config.kind_config.item_features)
 
     def create_builder(self) -> SearchBuilder:
         """Return the builder of the parts."""
@@ -279,7 +279,7 @@ class SearchStep(SequencesStep):
             joined=self.joined,
             labels=bool_labels(run.source, run.config.behaviour),
             clock=self.events.info["clock"],
-            search=run.config.own,
+            search=run.config.kind_config,
         )
 
     def share_lookups(self) -> Lookups:
@@ -319,19 +319,21 @@ class SearchStep(SequencesStep):
         require_training(
             requests, count, config.max_events, "request", self.split["kind"]
         )
-        windows = config.own.windows_days if builder.is_windowed else []
-        custom_groups = default_groups(source, config.own.item_features)
+        windows = config.kind_config.windows_days if builder.is_windowed else []
+        custom_groups = default_groups(source, config.kind_config.item_features)
         info = {
             **tied_targets_info(count),
             "queries": self.queries.rows,
             "labels": builder.labels,
             "features": builder.features,
-            "groups": feature_groups(config.own, builder.features, custom_groups),
+            "groups": feature_groups(
+                config.kind_config, builder.features, custom_groups
+            ),
             "unknown_when_ranking": features_unknown_when_ranking(
-                config.own, custom_groups
+                config.kind_config, custom_groups
             ),
             "windows": [f"{days:g}d" for days in windows],
-            "search": asdict(config.own),
+            "search": asdict(config.kind_config),
             "max_candidates": count["max_candidates"],
             "requests": requests,
             "candidates": built.per_split("candidates"),

@@ -40,19 +40,19 @@ import pyarrow as pa
 
 from models.ragged import lengths_to_starts
 from pipelines.data.simulation import (
+    CLUSTERS_PER_USER,
     MAKERS,
     NOUNS,
-    SKEW,
+    POPULARITY_SKEW,
     STYLES,
-    TASTES,
     Settings,
     World,
+    create_log_folder,
     draw_lengths,
     draw_times,
     item_texts,
     make_ids,
     make_world,
-    open_log,
     write_log,
 )
 
@@ -212,7 +212,7 @@ def _draw_intents(
         is_driven = uniform < query_driven
         random_clusters = num_clusters * rng.random((2, num_users))
         random_intent, noise = random_clusters.astype(np.int32)
-        taste = (choice * TASTES).astype(np.int64)
+        taste = (choice * CLUSTERS_PER_USER).astype(np.int64)
         by_history = world.tastes[np.arange(num_users), taste]
         if position:
             following = world.following_cluster[previous[:num_users]]
@@ -249,7 +249,7 @@ def _draw_results(
     items = []
     for cluster, count in zip(clusters, counts, strict=True):
         uniform = rng.random(num_searches)
-        first_rank = (size[cluster] * uniform**SKEW).astype(np.int64)
+        first_rank = (size[cluster] * uniform**POPULARITY_SKEW).astype(np.int64)
         rank = (first_rank[:, None] + np.arange(count)) % size[cluster][:, None]
         items.append(world.members[world.starts[cluster][:, None] + rank])
     return rng.permuted(np.concatenate(items, axis=1), axis=1)
@@ -447,7 +447,7 @@ def simulate_search(
     Raises:
         UserError: If the folder cannot be written, or holds other files.
     """
-    open_log(output_dir)
+    create_log_folder(output_dir)
     world = make_world(settings)
     rng = np.random.default_rng([settings.seed, 3])
     user_ids, item_ids = make_ids("u", settings.users), make_ids("i", settings.items)

@@ -1,7 +1,7 @@
 """Embeddings of a log's texts: items, and for searches queries and pairs of both.
 
 `python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` writes the tables
-that the kind of requests needs (`Kind.texts`). Each distinct text, and each distinct
+that the kind of requests needs (`Kind.text_tables`). Each distinct text, and each distinct
 pair of a query and a shown document, is encoded once in Ray Data actors that write
 their parts themselves: the driver has the keys of the pairs but not their embeddings. A
 further table contains the documents' tokens, for models that train the encoder (HLLM's
@@ -554,9 +554,9 @@ def check_texts(
         UserError: If models of this kind read no texts, or an argument is not valid.
     """
     kind = KINDS[read_manifest(join(tables_uri, "sequences"), "sequences").info["kind"]]
-    if not kind.texts:
+    if not kind.text_tables:
         kinds = " and ".join(
-            f"'{other.name}'" for other in KINDS.values() if other.texts
+            f"'{other.name}'" for other in KINDS.values() if other.text_tables
         )
         raise UserError(
             f"{tables_uri} is of kind '{kind.name}', whose models read no embeddings "
@@ -565,9 +565,12 @@ def check_texts(
         )
     check_output(
         output_uri,
-        {name: "tokens" if name == "tokens" else "embeddings" for name in kind.texts},
+        {
+            name: "tokens" if name == "tokens" else "embeddings"
+            for name in kind.text_tables
+        },
     )
-    if config.query_condition == "joint" and "pairs" not in kind.texts:
+    if config.query_condition == "joint" and "pairs" not in kind.text_tables:
         raise UserError(
             f"--embed.query_condition joint is only for searches, and {tables_uri} is "
             f"of kind '{kind.name}'; remove it"
@@ -579,7 +582,7 @@ def check_texts(
         )
     item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder_version(encoder)
-    return kind.texts
+    return kind.text_tables
 
 
 def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:

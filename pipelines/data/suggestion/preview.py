@@ -1,7 +1,7 @@
-"""The first rows of a raw log, read by the code that reads all of it.
+"""Preview the first rows of a raw log, to find mistakes of a mapping within seconds.
 
-A mistake in the mapping shows in seconds. `python -m jobs.prepare` reads them before
-Ray starts, and prints them with `--dry-run`.
+The rows are read by the code that reads the whole log. `python -m jobs.prepare` reads
+them before Ray starts, and prints them with `--dry-run`.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ from pipelines.data.reading.rows import (
 from pipelines.data.reading.times import EPOCH
 
 MAX_BLOCKS = 4
-"""Most blocks (of about 8 MiB) of a file to read in search of rows and columns."""
+"""Maximum number of blocks (of about 8 MiB) to read per file."""
 MAX_REJECT_SHARE = 0.5
 """Share of rejected rows above which the mapping is considered wrong."""
 MAX_VALUES = 3
-"""Values to show per column."""
+"""Maximum number of values to print per column."""
 MAX_VALUE_CHARS = 40
 
-Blocks = Callable[[str], Iterator[Block]]
+ReadFile = Callable[[str], Iterator[Block]]
+"""Yields the blocks of a file, given relative to the input folder."""
 
 
 @dataclass(frozen=True)
 class Preview:
-    """The first rows of the files of a kind."""
+    """The first rows of the files of one kind."""
 
     kind: str
-    """`events`, `items`, `users` or a table of features."""
+    """`events`, `items`, `users`, or `as_of.NAME` for a table of features."""
     files: list[str]
-    """All files."""
-    begun: list[str]
-    """Files that were read from the beginning."""
+    """All files of the kind."""
+    read_files: list[str]
+    """Files whose first rows were read."""
     rows: pa.Table
     """Rows of the first block that has any."""
     origins: dict[str, str]
-    """Column or expression in the raw file of each column of `rows` to show."""
+    """Column or SQL expression in the raw file, by column of `rows` to print."""
     clock: bool
     """Whether times are clock times."""
     rejected: RejectCounts
     """Counts of all rows that were read."""
     missing: dict[str, str]
-    """Columns that no row had, each with a hint at the nearest one."""
-    is_whole: bool
-    """Whether the files were read to their ends."""
+    """Columns that no row had, each with a hint at a similar name."""
+    is_complete: bool
+    """Whether `read_files` were read to their ends."""
 
 
 def preview(
@@ -71,103 +72,124 @@ def preview(
     Args:
         log: Log to read.
         input_uri: Input folder.
-        max_rejects: Share of rejected rows that is always allowed.
+        max_rejects: Maximum share of rejected rows; MAX_REJECT_SHARE is always allowed.
         items: Whether to read the item files.
 
     Raises:
-        UserError: If a file cannot be read, a column is in no row, or more than
-            MAX_REJECT_SHARE of the rows break the schema.
+        UserError: If a file cannot be read, a column does not exist, or more than
+            MAX_REJECT_SHARE and `max_rejects` of the rows are rejected.
     """
-    users = log.read_users(input_uri, {}, beginning=True)
+    users = log.read_users(input_uri, {}, first_file_only=True)
     user_rows = users.rows if users else None
-    begin = partial(_begin, input_uri, log.clock)
+    read_first = partial(_read_first_rows, input_uri, log.clock)
 
     def read_events(file: str) -> Iterator[Block]:
         return log.read_events(input_uri, file, user_rows)
 
-    previews = [begin("events", log.event_files(input_uri), read_events, log.origins)]
+    event_files = log.event_files(input_uri)
+    previews = [read_first("events", event_files, read_events, log.origins)]
     item_files = log.item_files(input_uri) if items else []
     if log.items and item_files:
         read_items = partial(log.items.read, input_uri)
-        previews.append(begin("items", item_files, read_items, log.items.origins))
+        previews.append(read_first("items", item_files, read_items, log.items.origins))
     if users and log.users:
         user_files = log.user_files(input_uri)[:1]
-        previews.append(
-            begin("users", user_files, lambda file: iter([users]), log.users.origins)
-        )
+
+        def read_users(file: str) -> Iterator[Block]:
+            return iter([users])
+
+        previews.append(read_first("users", user_files, read_users, log.users.origins))
     for name, section in log.as_of.items():
         files = section.list_files(input_uri, "feature")
         read_features = partial(section.read, input_uri)
-        previews.append(begin(f"as_of.{name}", files, read_features, section.origins))
+        previews.append(
+            read_first(f"as_of.{name}", files, read_features, section.origins)
+        )
     check_rejects(previews, max_rejects, MAX_REJECT_SHARE)
     return previews
 
 
-def _begin(
+def _read_first_rows(
     input_uri: str,
     clock: bool,
     kind: str,
     files: list[str],
-    read: Blocks,
+    read: ReadFile,
     origins: dict[str, str],
 ) -> Preview:
     """Read the first rows of the first, the last and the middle file.
 
+    A file is read until there are rows, and no column is missing in all of them.
+
     Args:
         input_uri: Input folder, for messages.
         clock: Whether times are clock times.
-        kind: "events", "items", "users" or a table of features.
+        kind: "events", "items", "users" or "as_of.NAME".
         files: Files of the kind.
         read: Yields the blocks of a file.
-        origins: Column or expression in the raw file of each column.
+        origins: Column or SQL expression in the raw file, by column.
+
+    Raises:
+        UserError: If all files are read to their ends, and have no rows or lack a
+            column.
     """
-    blocks, rejected = list[Block](), RejectCounts()
-    begun = list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))
-    whole = len(begun) == len(files)
-    is_whole = True
-    for file in begun:
+    blocks: list[Block] = []
+    rejected = RejectCounts()
+    read_files = list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))
+    # whether every row that may have a missing column was read
+    is_exhausted = len(read_files) == len(files)
+    is_complete = True
+    for file in read_files:
         with closing(block for block in read(file)) as stream:
             for block in islice(stream, MAX_BLOCKS):
                 blocks.append(block)
                 rejected.add(RejectCounts.from_block(block))
-                if rejected.rows_read and not common_missing(
-                    each.missing for each in blocks
-                ):
+                missing = common_missing(block.missing for block in blocks)
+                if rejected.rows_read and not missing:
                     break
             else:
-                whole = whole and next(stream, None) is None
-            is_whole = is_whole and next(stream, None) is None
-    missing = common_missing(each.missing for each in blocks)
-    if kind == "events" and whole and not rejected.rows_read:
+                is_exhausted = is_exhausted and next(stream, None) is None
+            is_complete = is_complete and next(stream, None) is None
+    missing = common_missing(block.missing for block in blocks)
+    if kind == "events" and is_exhausted and not rejected.rows_read:
         raise UserError(
-            f"{input_uri} holds no rows in {', '.join(files[:3])}; check --input"
+            f"{input_uri} has no rows in {', '.join(files[:3])}; check --input"
         )
-    if whole and missing:
+    if is_exhausted and missing:
         check_missing(missing, kind.removesuffix("s"), input_uri)
     rows = next((block.rows for block in blocks if block.rows.num_rows), pa.table({}))
     return Preview(
-        kind, files, begun, rows, origins, clock, rejected, missing, is_whole
+        kind, files, read_files, rows, origins, clock, rejected, missing, is_complete
     )
 
 
 def check_rejects(
-    previews: list[Preview], max_rejects: float, least: float = 0.0
+    previews: list[Preview], max_rejects: float, always_allowed: float = 0.0
 ) -> None:
-    """Raise a UserError if more than `max_rejects` and `least` of rows are rejected."""
+    """Raise a UserError if too many of the previewed rows are rejected.
+
+    Args:
+        previews: First rows of each kind of files.
+        max_rejects: Maximum share of rejected rows.
+        always_allowed: Share of rejected rows that is allowed if `max_rejects` is
+            lower.
+    """
     for preview in previews:
-        where = f" at the beginning of {', '.join(preview.begun)}"
-        preview.rejected.check(max_rejects, where, least)
+        rows = f" at the beginning of {', '.join(preview.read_files)}"
+        preview.rejected.check(max_rejects, rows, always_allowed)
 
 
 def warnings(previews: list[Preview]) -> list[str]:
-    """Return a warning per column that no row had, though a later row may have it."""
-    return [
-        f"warning: no row of the first {preview.rejected.rows_read:,} of "
-        f"{', '.join(preview.begun)} has '{name}'; {hint}; unless later rows have it, "
-        f"correct the source file"
-        for preview in previews
-        for name, hint in preview.missing.items()
-    ]
+    """Return a warning per column that no previewed row had."""
+    messages = []
+    for preview in previews:
+        for name, hint in preview.missing.items():
+            messages.append(
+                f"warning: no row of the first {preview.rejected.rows_read:,} of "
+                f"{', '.join(preview.read_files)} has '{name}'; {hint}; unless later "
+                f"rows have it, correct the source file"
+            )
+    return messages
 
 
 def lines(previews: list[Preview]) -> list[str]:
@@ -181,15 +203,15 @@ def lines(previews: list[Preview]) -> list[str]:
 
 
 def _summarize(preview: Preview) -> str:
-    """Return a line with the files and the numbers of read and rejected rows."""
+    """Return a line with the files, and the numbers of read and rejected rows."""
     files = "the only file"
     if len(preview.files) > 1:
-        files = f"{len(preview.begun)} of {pluralize(len(preview.files), 'file')}"
+        files = f"{len(preview.read_files)} of {pluralize(len(preview.files), 'file')}"
     rows = f"{pluralize(preview.rejected.rows_read, 'row')} read"
-    if not preview.is_whole:
+    if not preview.is_complete:
         rows = f"the first {rows}, and not yet the rest"
     return (
-        f"{preview.kind}: {', '.join(preview.begun)}, {files}: {rows}, "
+        f"{preview.kind}: {', '.join(preview.read_files)}, {files}: {rows}, "
         f"{preview.rejected.rejects:,} rejected"
     )
 
@@ -200,17 +222,17 @@ def _format_columns(preview: Preview) -> list[str]:
     for column, origin in preview.origins.items():
         if column in preview.rows.column_names:
             kind = str(preview.rows.schema.field(column).type).removeprefix("large_")
-            table.append((column, origin, kind, _values(preview, column)))
+            table.append((column, origin, kind, _format_values(preview, column)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)][:3]
     result = []
     for *cells, values in table:
-        padded = [cell.ljust(w) for cell, w in zip(cells, widths, strict=True)]
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
         result.append("  ".join(["", *padded, values]))
     return result
 
 
-def _values(preview: Preview, column: str) -> str:
-    """Return the first distinct values of a column."""
+def _format_values(preview: Preview, column: str) -> str:
+    """Join the first distinct values of a column."""
     values = pc.unique(preview.rows[column].slice(0, 10_000).drop_null())
     values = values[:MAX_VALUES].to_pylist()
     is_time = column == "timestamp_ms" or column.startswith("known_")

@@ -1,4 +1,4 @@
-"""A first mapping for an undescribed folder, with example values and open questions.
+"""Suggest a mapping file for an unknown log, with example values and open questions.
 
 python -m jobs.prepare --suggest FOLDER [--kind search] [--output FILE]
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any
 
 import polars as pl
@@ -38,20 +39,20 @@ from pipelines.data.suggestion.column_roles import (
     choose_roles,
     list_names,
     names_subject,
-    pick,
-    tell,
+    pick_column,
+    role_score,
 )
 from pipelines.data.suggestion.preview import preview
 
 MAX_ROWS = 5000
-"""Rows of a file that are examined."""
+"""Number of rows of a file that are examined."""
 COMPRESSED_NAME = re.compile(rf"\.({'|'.join(COMPRESSED_SUFFIXES)})$", re.IGNORECASE)
 
 
-def line(key: str, value: Any, why: str = "") -> str:
+def yaml_line(key: str, value: Any, comment: str = "") -> str:
     """Return a line of YAML with a comment.
 
-    Features with the names of their columns are written as a list.
+    A dict whose names equal their columns is written as a list.
     """
     if isinstance(value, dict) and all(name == text for name, text in value.items()):
         value = list(value)
@@ -63,84 +64,99 @@ def line(key: str, value: Any, why: str = "") -> str:
         sort_keys=False,
     )
     text = f"{key}: {dumped.splitlines()[0]}"
-    return f"{text.ljust(46)}  # {why}" if why else text
+    return f"{text.ljust(46)}  # {comment}" if comment else text
 
 
 TOKEN = r"(?:[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\d+)"
-"""Parts that differ between the names of a log's files: numbers and UUIDs."""
+"""Regex of parts in which names of files of one layout differ: numbers and UUIDs."""
 MAX_ID_BLOCKS = 16
-"""Blocks of at most 8 MiB that are read for the ids of a file beside the log."""
+"""Maximum number of blocks (of about 8 MiB) to read for the ids of a group of files."""
 
 
-class Look:
-    """Files of one layout, described by the beginning of the largest.
-
-    `keys` are the format of the files, as keys of a mapping.
-    """
+class FileGroup:
+    """Files whose names differ only in numbers, described by the first rows of one."""
 
     def __init__(self, folder: str, files: list[str]) -> None:
+        """Read the first rows of the largest file, and choose roles of its columns.
+
+        Args:
+            folder: Folder of the log.
+            files: Files, relative to the folder.
+        """
         self.folder, self.files = folder, files
         self.name = files[0].rpartition("/")[2]
-        largest = max(
-            (join(folder, file) for file in files), key=lambda uri: file_info(uri).size
-        )
-        self.keys, frame = read_beginning(largest)
+        uris = [join(folder, file) for file in files]
+        largest = max(uris, key=lambda uri: file_info(uri).size)
+        self.format_keys, frame = read_first_rows(largest)
+        """Format of the files, as keys of a mapping."""
         self.rows = len(frame) * len(files)
-        self.size = sum(file_info(join(folder, file)).size for file in files)
+        """Approximate number of rows that were examined."""
+        self.size = sum(file_info(uri).size for uri in uris)
+        """Bytes of all files."""
         self.columns = [Column(name, frame[name]) for name in frame.columns]
         self.ids_by_key: dict[str, FileIds] | None = None
-        self.assign({"user": {}, "item": {}})
+        self.assign_roles({"user": {}, "item": {}})
 
-    def assign(self, shares: Shares) -> None:
-        """Choose the user, the item and the time; `shares` as in `choose_roles`."""
+    def assign_roles(self, shares: Shares) -> None:
+        """Choose the columns of users, items and times; see `choose_roles`."""
         self.roles = choose_roles(self.columns, self.rows, shares)
 
     @property
     def is_log(self) -> bool:
-        """Whether the files have users and items."""
+        """Whether the files have columns of users and items."""
         roles = self.roles
         return bool(roles.user and (roles.item or roles.listed))
 
     @property
     def possible_keys(self) -> list[Column]:
-        """Columns that may identify the rows."""
+        """Columns whose values may identify the rows."""
         return [
             c
             for c in self.columns
-            if c.share > 0.9 and c.distinct > 1 and not c.time and not c.measure
+            if c.distinct_share > 0.9
+            and c.distinct > 1
+            and not c.time_keys
+            and not c.is_measurement
         ]
 
     @property
-    def names_only(self) -> bool:
-        """Whether the file has no header, so that names of columns are generated."""
-        return "header" in self.keys
+    def lacks_header(self) -> bool:
+        """Whether the files have no header, so that names of columns are generated."""
+        return "header" in self.format_keys
 
     def read_ids(self) -> dict[str, FileIds]:
-        """Return the ids of all possible keys, by column; of large files some."""
+        """Return the ids in the possible keys, by column; see `read_ids`."""
         if self.ids_by_key is None:
             self.ids_by_key = read_ids(self, [c.name for c in self.possible_keys])
         return self.ids_by_key
 
-    def pattern(self, every: list[str], grows: bool) -> str:
-        """Return a pattern of the files' names.
+    def pattern(self, all_files: list[str], grows: bool) -> str:
+        """Return a pattern that matches the names of the files.
 
         Args:
-            every: All files of the folder; the pattern matches no other of them, if
-                one can be found.
-            grows: Whether a single file also gets a pattern, for files to come.
+            all_files: All files of the folder. The pattern matches none of the others,
+                unless no such pattern is found.
+            grows: Whether a single file also gets a pattern, so that later files with
+                other numbers match it, too.
         """
         if len(self.files) == 1 and not (grows and re.search(TOKEN, self.files[0])):
             return self.files[0]
-        zipped = "*" * any(map(COMPRESSED_NAME.search, self.files))
-        nested = ["/" in file for file in self.files]
-        folder = "*/" if all(nested) else "*" if any(nested) else ""
+        in_subfolder = ["/" in file for file in self.files]
+        folder = ""
+        if all(in_subfolder):
+            folder = "*/"
+        elif any(in_subfolder):
+            folder = "*"
         stem = COMPRESSED_NAME.sub("", self.name)
-        for stands in ("*", "[0-9a-f]*"):
-            stem_pattern = re.sub(rf"{TOKEN}(?:[-_.:T]?{TOKEN})*", stands, stem)
-            pattern = folder + stem_pattern + (zipped if len(self.files) > 1 else "")
-            if len(self.files) == 1:
-                pattern += self.name[len(stem) :]
-            matched = {file for file in every if fnmatchcase(file, pattern)}
+        suffix = ""
+        if len(self.files) == 1:
+            suffix = self.name[len(stem) :]
+        elif any(map(COMPRESSED_NAME.search, self.files)):
+            suffix = "*"
+        for wildcard in ("*", "[0-9a-f]*"):
+            stem_pattern = re.sub(rf"{TOKEN}(?:[-_.:T]?{TOKEN})*", wildcard, stem)
+            pattern = folder + stem_pattern + suffix
+            matched = {file for file in all_files if fnmatchcase(file, pattern)}
             if matched == {*self.files}:
                 break
         return pattern
@@ -148,55 +164,70 @@ class Look:
 
 @dataclass
 class FileIds:
-    """The distinct ids in a column of files."""
+    """The distinct ids in a column of a group of files."""
 
     ids: pl.Series
-    is_whole: bool
-    """Whether the files were read to their ends."""
+    is_complete: bool
+    """Whether all rows of all files were read."""
     repeats: bool
     """Whether several files have mostly the same ids."""
 
 
-def read_ids(look: Look, expressions: list[str]) -> dict[str, FileIds]:
-    """Return the ids that expressions give in the files, up to MAX_ID_BLOCKS."""
-    ids_by_file = {name: list[pl.Series]() for name in expressions}
+def read_ids(group: FileGroup, expressions: list[str]) -> dict[str, FileIds]:
+    """Read the distinct ids of expressions in at most MAX_ID_BLOCKS blocks of files.
+
+    Args:
+        group: The files.
+        expressions: Columns or SQL expressions.
+
+    Returns:
+        Ids by expression.
+    """
+    ids_by_file: dict[str, list[pl.Series]] = {name: [] for name in expressions}
     blocks = 0
-    for file in look.files:
-        file_ids = {name: list[pl.Series]() for name in expressions}
-        uri = join(look.folder, file)
-        frames = read_frames(uri, Files(**look.keys), expressions)
+    for file in group.files:
+        if blocks == MAX_ID_BLOCKS:
+            break
+        file_ids: dict[str, list[pl.Series]] = {name: [] for name in expressions}
+        uri = join(group.folder, file)
+        frames = read_frames(uri, Files(**group.format_keys), expressions)
         with closing(frame for frame in frames) as stream:
-            for frame in stream if blocks < MAX_ID_BLOCKS else ():
+            for frame in islice(stream, MAX_ID_BLOCKS - blocks):
                 blocks += 1
-                wanted = {name: name for name in expressions}
-                values, _ = evaluate(frame.with_missing, wanted, uri)
+                by_name = {name: name for name in expressions}
+                values, _ = evaluate(frame.with_missing, by_name, uri)
                 for name in expressions:
                     ids = clean_ids(values[name]).drop_nulls().unique()
                     file_ids[name].append(ids)
-                if blocks == MAX_ID_BLOCKS:
-                    break
         for name, series in file_ids.items():
             if series:
                 ids_by_file[name].append(pl.concat(series).unique())
-    nothing = pl.Series([], dtype=pl.String)
+    no_ids = pl.Series([], dtype=pl.String)
     return {
         name: FileIds(
-            ids=pl.concat([nothing, *parts]).unique(),
-            is_whole=blocks < MAX_ID_BLOCKS,
-            repeats=mostly_shared(parts),
+            ids=pl.concat([no_ids, *per_file]).unique(),
+            is_complete=blocks < MAX_ID_BLOCKS,
+            repeats=have_same_ids(per_file),
         )
-        for name, parts in ids_by_file.items()
+        for name, per_file in ids_by_file.items()
     }
 
 
-def mostly_shared(ids_by_file: list[pl.Series]) -> bool:
-    """Return whether the files have mostly the same ids."""
+def have_same_ids(ids_by_file: list[pl.Series]) -> bool:
+    """Return whether several files have mostly the same ids."""
     total = sum(len(ids) for ids in ids_by_file)
     return len(ids_by_file) > 1 and pl.concat(ids_by_file).n_unique() < 0.7 * total
 
 
-def read_beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
-    """Return the format of a file, as keys of a mapping, and its first rows."""
+def read_first_rows(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
+    """Detect the format of a file and read its first rows.
+
+    Returns:
+        Format as keys of a mapping, and at most MAX_ROWS rows.
+
+    Raises:
+        UserError: If the file cannot be read as a table.
+    """
     filesystem, path = open_uri(uri)
     if path.lower().endswith(".parquet"):
         with filesystem.open_input_file(path) as file:
@@ -207,10 +238,10 @@ def read_beginning(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
     lines = frame["line"].head(MAX_ROWS).to_list()
     suffix = COMPRESSED_NAME.sub("", path.lower()).rpartition(".")[2]
     kind = "jsonl" if lines[0].startswith("{") else SUFFIXES.get(suffix)
-    dialect = json_dialect if kind == "jsonl" else csv_dialect
-    more_keys, names = dialect(lines, suffix)
-    keys |= more_keys
-    # pandas writes an index without a name
+    detect_format = detect_json_format if kind == "jsonl" else detect_csv_format
+    format_keys, names = detect_format(lines, suffix)
+    keys |= format_keys
+    # pandas writes an index whose name is empty
     names = [name for name in dict.fromkeys(names) if name]
     return keys, _first_rows(uri, Files(**keys), names)
 
@@ -220,20 +251,34 @@ def _first_rows(uri: str, files: Files, names: list[str]) -> pl.DataFrame:
 
 
 def _detect_encoding(uri: str) -> tuple[str, pl.DataFrame]:
-    """Return the encoding of a text file, and its first lines."""
+    """Detect the encoding of a text file.
+
+    Returns:
+        UTF-8, UTF-16 or else cp1252, and a frame with the first lines.
+    """
     for encoding in ("utf-8", "utf-16"):
         files = Files(format="lines", encoding=encoding)
         with suppress(UserError, StopIteration):
             frame = next(read_frames(uri, files, ["line"])).rows
-            # text in another encoding may decode as UTF-16 by chance
+            # text in another encoding may be valid UTF-16 by chance
             if encoding == "utf-8" or frame["line"][0][0].isascii():
                 return encoding, frame
     files = Files(format="lines", encoding="cp1252")
     return "cp1252", next(read_frames(uri, files, ["line"])).rows
 
 
-def json_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of a mapping, and the columns, of JSON text."""
+def detect_json_format(
+    lines: list[str], suffix: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Detect the format of JSON text.
+
+    Args:
+        lines: First lines of the file.
+        suffix: Suffix of the file.
+
+    Returns:
+        Format as keys of a mapping, and the names of the columns.
+    """
     texts = lines
     if lines[0].lstrip().startswith("["):
         texts = ["\n".join(lines).lstrip("[ \n")]
@@ -252,8 +297,17 @@ def json_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[st
     return {} if SUFFIXES.get(suffix) == "jsonl" else {"format": "jsonl"}, names
 
 
-def csv_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the keys of a mapping, and the columns, of CSV text.
+def detect_csv_format(
+    lines: list[str], suffix: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Detect the format of CSV text.
+
+    Args:
+        lines: First lines of the file.
+        suffix: Suffix of the file.
+
+    Returns:
+        Format as keys of a mapping, and the names of the columns.
 
     Raises:
         UserError: If the text has no columns.
@@ -272,7 +326,7 @@ def csv_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str
     if "quote" in keys:
         options = {"quoting": csv.QUOTE_NONE}
     mark = delimiter if len(delimiter) == 1 else "\x1f"
-    marked = (each.replace(delimiter, mark) for each in lines[:200])
+    marked = (line.replace(delimiter, mark) for line in lines[:200])
     rows = list(csv.reader(marked, delimiter=mark, **options))
     if _lacks_header(rows):
         keys["header"] = [f"c{number}" for number in range(1, len(rows[0]) + 1)]
@@ -280,191 +334,258 @@ def csv_dialect(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str
 
 
 def _find_delimiter(text: str, kind: str | None, default: str) -> str:
-    """Return the delimiter that most rows have as often as the first."""
+    """Return the delimiter whose count in the first row occurs in most rows.
+
+    Args:
+        text: First lines of the file.
+        kind: Format of the suffix of the file, or None.
+        default: Default delimiter of the suffix.
+
+    Raises:
+        UserError: If the suffix is unknown and no delimiter fits.
+    """
     quoted = r'(?<![^\t;,|:\n])"(?:[^"\\]|\\.|"")*"(?![^\t;,|:\n\r])'
     rows = re.sub(quoted, "q", text).split("\n")[:200]
-    even = {}
+    matching_rows = {}
     for delimiter in ("::", "\t", ";", "|", ",", " "):
         count = rows[0].count(delimiter)
-        even[delimiter] = sum(row.count(delimiter) == count > 0 for row in rows)
-    best = max(even, key=lambda delimiter: even[delimiter])
+        matching = [row for row in rows if row.count(delimiter) == count > 0]
+        matching_rows[delimiter] = len(matching)
+    best = max(matching_rows, key=lambda delimiter: matching_rows[delimiter])
     required = 1 if best == " " else 0.9
-    if kind is None and even[best] < required * len(rows):
+    if kind is None and matching_rows[best] < required * len(rows):
         raise UserError(
-            "it has no columns; of lines such as `u1 i3 i7` set 'format: lines' and "
+            "it has no columns; for lines such as `u1 i3 i7` set 'format: lines' and "
             "'sequence'"
         )
-    return best if even[best] and (best != " " or kind is None) else default
+    if not matching_rows[best] or (best == " " and kind is not None):
+        return default
+    return best
 
 
 def _lacks_header(rows: list[list[str]]) -> bool:
-    """Return whether the first line has numbers of the shape of later ones."""
-    shapes = [
-        [re.sub(r"\d+", "0", cell) for cell in row]
-        for row in rows
-        if len(row) == len(rows[0])
+    """Return whether a cell of the first line has a number like most later lines.
+
+    Numbers within cells are compared as if they were equal, so 2024-01-31 is like
+    2023-12-01.
+    """
+    width = len(rows[0])
+    masked = [
+        [re.sub(r"\d+", "0", cell) for cell in row] for row in rows if len(row) == width
     ]
-    for column, cell in enumerate(shapes[0]):
-        alike = sum(row[column] == cell for row in shapes)
-        if "0" in cell and alike > max(1, len(shapes) / 2):
+    for column, cell in enumerate(masked[0]):
+        equal = sum(row[column] == cell for row in masked)
+        if "0" in cell and equal > max(1, len(masked) / 2):
             return True
     return False
 
 
 @dataclass
 class Suggestion:
-    """A first mapping file."""
+    """A suggested mapping file."""
 
     text: str
     """Content of the file."""
     doubts: list[str]
-    """Lines of the file that determine the training and are in doubt."""
+    """Lines of the file that are uncertain and affect training."""
 
 
 class Draft:
-    """Lines of a mapping, and the doubtful ones among them."""
+    """Lines of a suggested mapping, and the uncertain lines among them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.doubts: list[str] = []
 
     def add(
-        self, key: str, value: Any, why: str = "", doubts: Sequence[str] = ()
+        self, key: str, value: Any, comment: str = "", doubts: Sequence[str] = ()
     ) -> None:
-        """Add a line; `doubts` join its comment and mark it as doubtful."""
-        made = line(key, value, "; ".join(filter(None, [why, *doubts])))
-        self.lines.append(made)
+        """Add a line to the mapping.
+
+        Args:
+            key: Key of the mapping, indented.
+            value: Value of the key.
+            comment: Comment at the end of the line.
+            doubts: Questions, which are appended to the comment and mark the line as
+                uncertain.
+        """
+        added = yaml_line(key, value, "; ".join(filter(None, [comment, *doubts])))
+        self.lines.append(added)
         if doubts:
-            self.doubts.append(made)
+            self.doubts.append(added)
 
     @property
     def keys(self) -> list[str]:
-        """The keys of the lines."""
-        return [each.split(":")[0] for each in self.lines]
+        """Keys of the lines."""
+        return [line.split(":")[0] for line in self.lines]
 
 
 def suggest(folder: str, kind: str | None = None) -> Suggestion:
-    """Suggest a first mapping of the files of a folder.
+    """Suggest a mapping for the files of a folder.
 
     Args:
         folder: Folder of a raw log.
-        kind: Kind of the requests. By default a search if there are queries with
-            results, otherwise a behaviour.
+        kind: Kind of the requests. By default `search` if there are queries with
+            results, otherwise `retrieval`.
 
     Raises:
-        UserError: If none of the files can be a log.
+        UserError: If no file can be read as a log.
     """
-    log, looks, every = find_log(folder)
+    log, groups, all_files = find_log(folder)
     user, item, shown = log.roles.user, log.roles.item, log.roles.listed
-    listed = next((c for c in log.columns if c.list), None)
+    listed = next((c for c in log.columns if c.list_sql), None)
     assert user is not None
-    users = find_description("user", user, log, looks)
-    items = find_description("item", item or shown or listed, log, looks)
+    users = find_description("user", user, log, groups)
+    items = find_description("item", item or shown or listed, log, groups)
     draft = Draft()
-    add_files(draft, log, looks, every)
+    add_files(draft, log, groups, all_files)
     doubts = log.roles.user_doubts + users.doubts
-    draft.add("user", users.wrap(user.name), user.shown, doubts)
+    draft.add("user", users.wrap(user.name), user.examples, doubts)
     labels = add_events(draft, log, items, kind)
-    add_description(draft, "user", users, every)
-    add_description(draft, "item", items, every)
+    add_description(draft, "user", users, all_files)
+    add_description(draft, "item", items, all_files)
     prepare = ["prepare:", *setting_lines(kind, draft.keys, labels, log)]
     prepare += min_matched_line(users, items)
     lines = [*draft.lines, *check_mapping(folder, draft.lines, prepare), *prepare]
     return Suggestion("\n".join(lines) + "\n", draft.doubts)
 
 
-def add_files(draft: Draft, log: Look, looks: list[Look], every: list[str]) -> None:
-    """Add the lines about the files of events and their format."""
-    asked = {
+def add_files(
+    draft: Draft, log: FileGroup, groups: list[FileGroup], all_files: list[str]
+) -> None:
+    """Add the lines about the event files and their format.
+
+    Args:
+        draft: Mapping to add to.
+        log: Files of the log.
+        groups: Other files of the folder.
+        all_files: Names of all files of the folder.
+    """
+    comments = {
         "header": "the file has none: rename these, here and below",
         "encoding": "is it this one?",
     }
     names = {c.name for c in log.columns}
     doubts = []
-    for look in looks:
-        pattern = look.pattern(every, False)
-        if {
-            c.name for c in look.columns
-        } == names and look.names_only == log.names_only:
+    for group in groups:
+        pattern = group.pattern(all_files, False)
+        same_names = {c.name for c in group.columns} == names
+        if same_names and group.lacks_header == log.lacks_header:
             doubts.append(f"and {pattern} too?")
-        elif log_rank(look) == log_rank(log) and look.size > log.size / 10:
+        elif log_rank(group) == log_rank(log) and group.size > log.size / 10:
             doubts.append(f"or {pattern}?")
     count = f"{len(log.files):,} files" if len(log.files) > 1 else ""
-    draft.add("files", log.pattern(every, True), count, doubts)
-    for key, value in log.keys.items():
-        draft.add(key, value, asked.get(key, ""))
+    draft.add("files", log.pattern(all_files, True), count, doubts)
+    for key, value in log.format_keys.items():
+        draft.add(key, value, comments.get(key, ""))
 
 
 def add_events(
-    draft: Draft, log: Look, items: Description, kind: str | None
+    draft: Draft, log: FileGroup, items: Description, kind: str | None
 ) -> dict[str, Any]:
-    """Add the lines about the columns of events, and return the labels."""
+    """Add the lines about the columns of events.
+
+    Args:
+        draft: Mapping to add to.
+        log: Files of the log.
+        items: Files that describe the items.
+        kind: Kind of the requests, or None.
+
+    Returns:
+        The labels of the mapping.
+    """
     user, item, shown = log.roles.user, log.roles.item, log.roles.listed
     times = log.roles.times
-    left = [c for c in log.columns if c not in (user, item, shown, *times)]
-    clock = next((c for c in left if c.most(r"^\d\d?:\d\d(:\d\d)?$")), None)
-    listed = next((c for c in log.columns if c.list), None)
-    labels: dict[str, Any] = {}
-    asks: dict[str, Any] = {}
-    features: dict[str, dict[str, str]] = {"numbers": {}, "categories": {}}
-    shows = shown and (kind == "search" or (kind is None and pick(left, "query")))
+    unused = [c for c in log.columns if c not in (user, item, shown, *times)]
+    clock = next((c for c in unused if c.mostly_matches(r"^\d\d?:\d\d(:\d\d)?$")), None)
+    listed = next((c for c in log.columns if c.list_sql), None)
+    is_search = kind == "search" or (kind is None and pick_column(unused, "query"))
     doubts = log.roles.item_doubts + items.doubts
-    if listed and user and user.share > 0.9 and not times and not shows:
-        draft.add("sequence", listed.list, listed.shown, doubts)
+    drafts = _ColumnDrafts()
+    is_sequence = listed and user and user.distinct_share > 0.9 and not times
+    if listed and is_sequence and not (shown and is_search):
+        draft.add("sequence", listed.list_sql, listed.examples, doubts)
         if item:
-            draft.add("item", item.name, f"after the list: {item.shown}")
+            draft.add("item", item.name, f"after the list: {item.examples}")
     else:
         if shown:
-            why = f"each is an event: {shown.shown}"
-            draft.add("explode", {"shown": shown.list}, why, doubts)
+            comment = f"each is an event: {shown.examples}"
+            draft.add("explode", {"shown": shown.list_sql}, comment, doubts)
             draft.add("item", items.wrap("shown"))
         elif item:
-            draft.add("item", items.wrap(item.name), item.shown, doubts)
+            draft.add("item", items.wrap(item.name), item.examples, doubts)
         add_time(draft, log, clock)
-        left = [
+        unused = [
             c
-            for c in left
-            if c is not clock and (not tell(c.name, "time") or tell(c.name, "outcome"))
+            for c in unused
+            if c is not clock
+            and (not role_score(c.name, "time") or role_score(c.name, "outcome"))
         ]
         for role in ("request", "query", "position"):
-            add_request(draft, role, left)
-        for c in left:
-            classify_column(c, bool(shown), log.names_only, labels, asks, features)
+            add_request(draft, role, unused)
+        for c in unused:
+            classify_column(c, bool(shown), log.lacks_header, drafts)
+    add_labels_and_features(draft, drafts)
+    return drafts.labels
+
+
+@dataclass
+class _ColumnDrafts:
+    """Suggested labels and features of a log, by name."""
+
+    labels: dict[str, Any] = field(default_factory=dict)
+    possible_labels: dict[str, Any] = field(default_factory=dict)
+    """Labels that are written as comments."""
+    possible_numbers: dict[str, str] = field(default_factory=dict)
+    """Numeric features that are written as comments."""
+    possible_categories: dict[str, str] = field(default_factory=dict)
+    """Categorical features that are written as comments."""
+
+
+def add_labels_and_features(draft: Draft, drafts: _ColumnDrafts) -> None:
+    """Add the lines about labels, and comments about possible labels and features."""
     head = "labels:  # what a user did, never an input of its own event"
-    if labels or asks:
-        draft.lines.append(head if labels else f"# {head}")
-    for name, value in labels.items():
+    if drafts.labels or drafts.possible_labels:
+        draft.lines.append(head if drafts.labels else f"# {head}")
+    for name, value in drafts.labels.items():
         draft.add(f"  {name}", value)
-    for name, value in asks.items():
-        ask = "did the user do this? then take away the '#'"
-        draft.add(f"  # {name}", value, ask)
-    ask = "known before the event? then take away the '#'; what came of it is a label"
-    for key, made in features.items():
-        if made:
-            draft.add(f"# {key}", made, ask)
-    return labels
+    for name, value in drafts.possible_labels.items():
+        question = "did the user do this? then remove the '#'"
+        draft.add(f"  # {name}", value, question)
+    question = "known before the event? then remove the '#'; an outcome is a label"
+    if drafts.possible_numbers:
+        draft.add("# numbers", drafts.possible_numbers, question)
+    if drafts.possible_categories:
+        draft.add("# categories", drafts.possible_categories, question)
 
 
-def add_request(draft: Draft, role: str, left: list[Column]) -> None:
-    """Add the line of a request, a query or a position, whose column leaves `left`."""
-    candidates = [c for c in left if not c.list]
-    column = pick(candidates, role)
+def add_request(draft: Draft, role: str, unused: list[Column]) -> None:
+    """Add the line of a request, a query or a position, if a column has this role.
+
+    Args:
+        draft: Mapping to add to.
+        role: "request", "query" or "position".
+        unused: Columns without a role. The chosen column is removed.
+    """
+    candidates = [c for c in unused if not c.list_sql]
+    column = pick_column(candidates, role)
     if not column or column.distinct < 2:
         return
-    strength = tell(column.name, role)
+    score = role_score(column.name, role)
     rivals = [
-        c for c in candidates if c is not column and tell(c.name, role) >= strength
+        c
+        for c in candidates
+        if c is not column and c.distinct > 1 and role_score(c.name, role) >= score
     ]
-    rivals = [c for c in rivals if c.distinct > 1]
-    other = f"; or {list_names(rivals)}?" if rivals else ""
-    draft.add(role, column.name, column.shown + other)
-    left.remove(column)
+    question = f"; or {list_names(rivals)}?" if rivals else ""
+    draft.add(role, column.name, column.examples + question)
+    unused.remove(column)
 
 
 def setting_lines(
-    kind: str | None, keys: list[str], labels: dict[str, Any], log: Look
+    kind: str | None, keys: list[str], labels: dict[str, Any], log: FileGroup
 ) -> list[str]:
-    """Return lines with settings of jobs.prepare.
+    """Return the lines of the section `prepare` of the mapping.
 
     Args:
         kind: Kind of the requests, or None.
@@ -472,135 +593,152 @@ def setting_lines(
         labels: Labels of the mapping.
         log: Files of the log.
     """
-    acts = [name for name, value in labels.items() if isinstance(value, str)]
+    bool_labels = [name for name, value in labels.items() if isinstance(value, str)]
     behaviour = None
     for words in ("click", "purchas|buy|bought|order", "like"):
-        matches = [name for name in acts if re.search(words, name)]
+        matches = [name for name in bool_labels if re.search(words, name)]
         behaviour = behaviour or next(iter(matches), None)
     has_results = "query" in keys and ("explode" in keys or "position" in keys)
     if kind is None and behaviour and has_results:
         kind = "search"
     lines = []
     if kind:
-        lines.append(line("  kind", kind))
-    elif len(acts) > 1 and log.roles.times:
+        lines.append(yaml_line("  kind", kind))
+    elif len(bool_labels) > 1 and log.roles.times:
         question = "each event shown, with what was done? then --suggest --kind actions"
-        lines.append(line("  kind", "retrieval", question))
+        lines.append(yaml_line("  kind", "retrieval", question))
     lines.append("  core: 0" if kind in ("search", "actions") else "  core: 5")
-    if acts and kind == "search":
-        behaviour = behaviour or acts[0]
+    if bool_labels and kind == "search":
+        behaviour = behaviour or bool_labels[0]
     if behaviour and kind != "actions":
-        others = [name for name in acts if name != behaviour]
-        rivals = f"or {', '.join(others[:3])}?" if others else ""
-        lines.append(line("  behaviour", behaviour, rivals))
+        others = [name for name in bool_labels if name != behaviour]
+        question = f"or {', '.join(others[:3])}?" if others else ""
+        lines.append(yaml_line("  behaviour", behaviour, question))
     split = "temporal" if log.roles.times else "leave_last_out"
-    lines.append(line("  split", {"kind": split}))
+    lines.append(yaml_line("  split", {"kind": split}))
     if kind == "actions":
         lines += numeric_label_lines(labels, log)
     return lines
 
 
-def numeric_label_lines(labels: dict[str, Any], log: Look) -> list[str]:
-    """Return the section with tasks and inputs from numeric labels of a feed."""
-    tasks, inputs = list[str](), list[str]()
+def numeric_label_lines(labels: dict[str, Any], log: FileGroup) -> list[str]:
+    """Return the section `actions`, with tasks and inputs from numeric labels.
+
+    Args:
+        labels: Labels of the mapping.
+        log: Files of the log.
+    """
+    tasks: list[str] = []
+    inputs: list[str] = []
     for name, value in labels.items():
         if isinstance(value, str):
             continue
-        column = next(c for c in log.columns if c.value == value["column"])
+        column = next(c for c in log.columns if c.number_sql == value["column"])
         text = column.ids.str.replace(",", ".")
         numbers = text.cast(pl.Float64, strict=False).drop_nulls()
-        low, middle, high = (
+        low, middle, high = [
             float(f"{numbers.quantile(share):g}") for share in (0, 0.5, 0.99)
-        )
+        ]
         limit = {"at_least": middle} if middle > low else {"above": low}
         task = {"label": name, **limit}
         question = "from where on is it one? or no task"
-        tasks.append(line(f"      high_{name}", task, question))
+        tasks.append(yaml_line(f"      high_{name}", task, question))
         if high > low:
-            inputs.append(line(f"      {name}", {"label": name, "range": [low, high]}))
+            inputs.append(
+                yaml_line(f"      {name}", {"label": name, "range": [low, high]})
+            )
     lines = ["    tasks:", *tasks] if tasks else []
     lines += ["    inputs:", *inputs] if inputs else []
     return ["  actions:", *lines] if lines else []
 
 
-def find_log(folder: str) -> tuple[Look, list[Look], list[str]]:
-    """Find the files that are most like a log.
+def find_log(folder: str) -> tuple[FileGroup, list[FileGroup], list[str]]:
+    """Find the files of a folder that are most likely a log.
 
     Returns:
-        The log, the other files, and the names of all files.
+        The files of the log, the other groups of files, and the names of all files.
 
     Raises:
-        UserError: If no file can be a log.
+        UserError: If no file can be read as a log.
     """
-    every = list_files(folder, "*", required=False, what="file")
-    groups: dict[str, list[str]] = {}
-    for file in every:
+    all_files = list_files(folder, "*", required=False, what="file")
+    files_by_pattern: dict[str, list[str]] = {}
+    for file in all_files:
         name = COMPRESSED_NAME.sub("", file.rpartition("/")[2])
-        groups.setdefault(re.sub(TOKEN, "0", name), []).append(file)
-    looks, refused = list[Look](), list[str]()
-    for files in groups.values():
+        files_by_pattern.setdefault(re.sub(TOKEN, "0", name), []).append(file)
+    groups: list[FileGroup] = []
+    reasons: list[str] = []
+    for files in files_by_pattern.values():
         try:
-            looks.append(Look(folder, files))
+            groups.append(FileGroup(folder, files))
         except (UserError, StopIteration, OSError, ValueError, csv.Error) as error:
             reason = " ".join(str(error).split())[:200] or "it has no rows"
-            refused.append(f"{files[0]}: {reason}")
-    logs = [look for look in looks if look.is_log]
-    refused += [
-        f"{each.name} has no users and items, but {describe_columns(each)}"
-        for each in looks
-    ]
+            reasons.append(f"{files[0]}: {reason}")
+    logs = [group for group in groups if group.is_log]
     if not logs:
-        why = "; ".join(refused)[:600] or "it is empty"
-        raise UserError(f"{folder} holds no file that can be read as a log: {why}")
-    log = max(logs, key=lambda look: (*log_rank(look), look.size))
-    others = [look for look in looks if look is not log]
-    log.assign(measure_shares(log, others))
-    return log, others, every
+        reasons += [
+            f"{group.name} has no users and items, but {describe_columns(group)}"
+            for group in groups
+        ]
+        reason = "; ".join(reasons)[:600] or "it is empty"
+        raise UserError(f"{folder} holds no file that can be read as a log: {reason}")
+    log = max(logs, key=lambda group: (*log_rank(group), group.size))
+    others = [group for group in groups if group is not log]
+    log.assign_roles(measure_shares(log, others))
+    return log, others, all_files
 
 
-def log_rank(look: Look) -> tuple[bool, bool, int, bool]:
-    """Return a sort key that tells a log from other files; larger is likelier."""
-    roles = look.roles
+def log_rank(group: FileGroup) -> tuple[bool, bool, int, bool]:
+    """Return a sort key of files, which is larger the likelier they are a log."""
+    roles = group.roles
     ordered = bool(roles.times or roles.listed)
-    return look.is_log, not tell(look.name, "beside"), roles.sure, ordered
+    return group.is_log, not role_score(group.name, "beside"), roles.sure, ordered
 
 
-def describe_columns(look: Look) -> str:
-    """Return the names of a file's columns, with hints at nested events."""
-    names = ", ".join(c.name for c in look.columns)
-    hints = [explain_nested(c) for c in look.columns]
+def describe_columns(group: FileGroup) -> str:
+    """Return the names of the columns of files, with hints at nested events."""
+    names = ", ".join(c.name for c in group.columns)
+    hints = [explain_nested(c) for c in group.columns]
     return "; ".join([names, *filter(None, hints)])
 
 
 def explain_nested(column: Column) -> str:
-    """Return the lines of a mapping that read a list of objects as events."""
+    """Return a hint at the keys that read a list of objects as events, or ""."""
     kind = column.values.dtype
     if not isinstance(kind, pl.List) or not isinstance(kind.inner, pl.Struct):
         return ""
     objects = column.values.explode().drop_nulls().struct.unnest()
     fields = [Column(name, objects[name]) for name in objects.columns]
-    time = next((c for c in fields if c.time), None)
+    time = next((c for c in fields if c.time_keys), None)
     ids = [c for c in fields if c.may_be_id and c is not time]
-    item = pick(ids, "item") or next(iter(ids), None)
-    lines = [line("explode", {"event": column.name})]
-    lines += [line("item", f"event.{item.name}")] if item else []
-    times = {"column": f"event.{time.name}", **time.time} if time else {}
-    lines += [line("time", times)] if time else []
-    read = ", ".join(f"`{each}`" for each in lines)
-    return f"{column.name} is a list of objects, which {read} read"
+    item = pick_column(ids, "item") or next(iter(ids), None)
+    lines = [yaml_line("explode", {"event": column.name})]
+    lines += [yaml_line("item", f"event.{item.name}")] if item else []
+    times = {"column": f"event.{time.name}", **time.time_keys} if time else {}
+    lines += [yaml_line("time", times)] if time else []
+    keys = ", ".join(f"`{line}`" for line in lines)
+    return f"{column.name} is a list of objects, which {keys} read"
 
 
-def measure_shares(log: Look, looks: list[Look]) -> Shares:
-    """Return the share of each column's ids that files of users and items contain.
+def measure_shares(log: FileGroup, groups: list[FileGroup]) -> Shares:
+    """Measure how many ids of each column are in files of users and of items.
 
-    A file whose ids count up from 1 is no evidence, as other ids count up too.
+    Files with consecutive ids are ignored, because ids of other things are often
+    consecutive, too.
+
+    Args:
+        log: Files of the log.
+        groups: Other files.
+
+    Returns:
+        Share of the distinct ids, by role and column.
     """
     shares: Shares = {"user": {}, "item": {}}
     columns = [c for c in log.columns if c.may_be_id]
-    for look in looks:
-        for role, key in find_keys(look):
-            ids = look.read_ids()[key.name].ids
-            if count_up(ids):
+    for group in groups:
+        for role, key in find_keys(group):
+            ids = group.read_ids()[key.name].ids
+            if are_consecutive(ids):
                 continue
             for c in columns:
                 unique = c.ids.unique()
@@ -609,257 +747,319 @@ def measure_shares(log: Look, looks: list[Look]) -> Shares:
     return shares
 
 
-def count_up(ids: pl.Series) -> bool:
-    """Return whether ids are mostly the integers of a range."""
+def are_consecutive(ids: pl.Series) -> bool:
+    """Return whether ids are integers that fill at least a tenth of their range."""
     if ids.str.contains(r"\D|^0\d").any():
         return False
     numbers = ids.cast(pl.Int64, strict=False).drop_nulls()
     low, high = numbers.min(), numbers.max()
     if not isinstance(low, int) or not isinstance(high, int):
-        return True  # no ids, or too large to be counted
+        return True  # no ids, or above int64
     return len(numbers) >= (high - low + 1) / 10
 
 
-def find_keys(look: Look) -> list[tuple[str, Column]]:
-    """Return possible keys of a file beside the log, with the roles of their names."""
-    if tell(look.name, "beside"):
+def find_keys(group: FileGroup) -> list[tuple[str, Column]]:
+    """Return pairs of a role and a column that may be the key of files.
+
+    Args:
+        group: Files other than the log.
+    """
+    if role_score(group.name, "beside"):
         return []
     keys = []
     for role, other in (("user", "item"), ("item", "user")):
-        if tell(look.name, other) and not tell(look.name, role):
+        if role_score(group.name, other) and not role_score(group.name, role):
             continue
         keys += [
             (role, key)
-            for key in look.possible_keys
-            if tell(look.name, role) or tell(key.name, role)
+            for key in group.possible_keys
+            if role_score(group.name, role) or role_score(key.name, role)
         ]
     return keys
 
 
-def add_time(draft: Draft, log: Look, clock: Column | None) -> None:
+def add_time(draft: Draft, log: FileGroup, clock: Column | None) -> None:
     """Add the line of the time.
 
-    It is a column of times, a day and a time of day, or the order of the rows.
+    The time is a column of times, a day and a time of day in two columns, or the order
+    of the rows.
+
+    Args:
+        draft: Mapping to add to.
+        log: Files of the log.
+        clock: Column with a time of day, or None.
     """
     time = next(iter(log.roles.times), None)
     if time is None:
         doubt = "no column looks like times: the order of the rows, or of which column?"
         draft.add("time", {"unit": "order"}, "", [doubt])
         return
-    made, why = {"column": time.name, **time.time}, time.shown
-    if clock and "%H" not in time.day and "%I" not in time.day:
-        seconds = " %H:%M:%S" if clock.most(r"^\d+:\d+:") else " %H:%M"
+    value, comment = {"column": time.name, **time.time_keys}, time.examples
+    if clock and "%H" not in time.day_format and "%I" not in time.day_format:
+        seconds = " %H:%M:%S" if clock.mostly_matches(r"^\d+:\d+:") else " %H:%M"
         column = f"{time.sql} || ' ' || {clock.sql}"
-        made, why = {"column": column, "format": time.day + seconds}, ""
-    draft.add("time", made, why, log.roles.time_doubts)
+        value = {"column": column, "format": time.day_format + seconds}
+        comment = ""
+    draft.add("time", value, comment, log.roles.time_doubts)
 
 
 def classify_column(
-    c: Column,
-    exploded: bool,
-    bare: bool,
-    labels: dict[str, Any],
-    asks: dict[str, Any],
-    features: dict[str, dict[str, str]],
+    c: Column, exploded: bool, lacks_header: bool, drafts: _ColumnDrafts
 ) -> None:
-    """Add a column to the labels, the possible labels or the possible features, if any.
+    """Add a column to the labels, or to the possible labels or features, if it fits.
 
     Args:
         c: Column.
         exploded: Whether events are elements of lists.
-        bare: Whether names are generated.
-        labels: Labels by name, changed in place.
-        asks: Possible labels by name, changed in place.
-        features: Possible features by kind and name, changed in place.
+        lacks_header: Whether the names of columns are generated.
+        drafts: Labels and features, changed in place.
     """
-    code = c.few and not c.measure and not tell(c.name, "amount")
-    actions = (
-        c.ids.unique(maintain_order=True).to_list()
-        if not c.number and c.distinct < 12
-        else []
-    )
-    if exploded and c.list and tell(c.name, "outcome"):
-        labels[c.feature] = f"coalesce(array_contains({c.list}, shown), false)"
-    elif exploded and tell(c.name, "outcome") and not c.number:  # at most one item
-        labels[c.feature] = (
-            f"coalesce(array_contains(string_to_array({c.sql}, ' '), shown), false)"
-        )
-    elif c.flag and not tell(c.name, "time"):
-        (labels if tell(c.name, "outcome") else asks)[c.feature] = c.name
-    elif c.number and (tell(c.name, "outcome") or (bare and c.distinct < 12)):
-        labels[c.feature] = {"column": c.value, "type": "float32"}
-    elif actions and all(tell(each, "outcome") for each in actions):
-        labels.update(
-            {re.sub(r"\W", "_", each): f"{c.sql} = '{each}'" for each in actions}
-        )
-    elif (
-        c.number
-        and not code
-        and not re.search("(?i)id$", c.name)
-        and (c.share < 0.99 or not c.whole)
-    ):
-        features["numbers"][c.feature] = c.value
-    elif c.few:
-        features["categories"][c.feature] = c.name
+    is_outcome = bool(role_score(c.name, "outcome"))
+    actions: list[str] = []
+    if not c.is_number and c.distinct < 12:
+        actions = c.ids.unique(maintain_order=True).to_list()
+    if exploded and c.list_sql and is_outcome:
+        sql = f"coalesce(array_contains({c.list_sql}, shown), false)"
+        drafts.labels[c.feature_name] = sql
+    elif exploded and is_outcome and not c.is_number:  # text of at most one item
+        items = f"string_to_array({c.sql}, ' ')"
+        sql = f"coalesce(array_contains({items}, shown), false)"
+        drafts.labels[c.feature_name] = sql
+    elif c.is_flag and not role_score(c.name, "time"):
+        labels = drafts.labels if is_outcome else drafts.possible_labels
+        labels[c.feature_name] = c.name
+    elif c.is_number and (is_outcome or (lacks_header and c.distinct < 12)):
+        drafts.labels[c.feature_name] = {"column": c.number_sql, "type": "float32"}
+    elif actions and all(role_score(action, "outcome") for action in actions):
+        for action in actions:
+            drafts.labels[re.sub(r"\W", "_", action)] = f"{c.sql} = '{action}'"
+    elif _is_numeric_feature(c):
+        drafts.possible_numbers[c.feature_name] = c.number_sql
+    elif c.is_category:
+        drafts.possible_categories[c.feature_name] = c.name
+
+
+def _is_numeric_feature(c: Column) -> bool:
+    """Return whether the values of a column are numbers, not codes or ids."""
+    may_be_amount = c.is_measurement or role_score(c.name, "amount")
+    if not c.is_number or (c.is_category and not may_be_amount):
+        return False
+    is_unique_integer = c.distinct_share >= 0.99 and c.is_integer
+    return not re.search("(?i)id$", c.name) and not is_unique_integer
 
 
 @dataclass
 class Description:
-    """The files that describe the users or the items of the log."""
+    """The files that describe the users or the items of a log."""
 
-    look: Look | None = None
+    group: FileGroup | None = None
     """The files, or None."""
     key: Column | None = None
-    """Column of their ids."""
+    """Column with the ids of the files."""
     log_sql: str = "{}"
-    """SQL that converts the ids of the log to those of the files."""
+    """SQL that converts ids of the log to the format of the files."""
     file_sql: str = "{}"
-    """SQL that converts the ids of the files to those of the log."""
+    """SQL that converts ids of the files to the format of the log."""
     matched: tuple[int, int] = (0, 0)
-    """Number of ids in the beginning of the log that the files have, and of all its
-    ids."""
+    """Number of distinct ids in the first rows of the log that are in the files, and
+    number of all distinct ids in these rows."""
     share: float = 1.0
-    """The smaller of the shares of ids and of events that the files cover."""
+    """The smaller of the shares of ids and of events that are in the files."""
     is_measured: bool = False
-    """Whether the files were read to their ends."""
+    """Whether `share` was determined from all rows of the files."""
     file_doubts: list[str] = field(default_factory=list)
     """Doubts about the files."""
     key_doubts: list[str] = field(default_factory=list)
-    """Doubts about the column of their ids."""
+    """Doubts about `key`."""
     doubts: list[str] = field(default_factory=list)
     """Doubts about the column of ids of the log."""
 
     def wrap(self, name: str) -> str:
-        """Return the SQL of the log's ids."""
+        """Return SQL that converts a column of the log to ids of the files."""
         return self.log_sql.format(name)
 
 
 def find_description(
-    role: str, ids: Column | None, log: Look, looks: list[Look]
+    role: str, ids: Column | None, log: FileGroup, groups: list[FileGroup]
 ) -> Description:
     """Find the files that describe the users or the items of a log best.
 
-    A file of another name with the same ids is a rival: the name of a file is weak
-    evidence, as ids that count up are in files of other things too.
+    Files with other names and the same ids are noted as doubts. Consecutive ids are
+    weak evidence, because files of other things may have them, too.
 
     Args:
-        role: `user` or `item`.
+        role: "user" or "item".
         ids: Column of the log with the ids, or None.
-        log: The log.
-        looks: Files beside the log.
+        log: Files of the log.
+        groups: Other files.
     """
     if ids is None:
         return Description()
-    values = ids.ids if ids.lists is None else ids.lists.explode().drop_nulls()
-    of_others = {c.name for c in log.columns if c is not ids and names_subject(c.name)}
-    found: list[tuple[int, Description]] = []
-    for look in looks:
-        for key in look.possible_keys:
-            says = count_name_matches(role, ids, look, key)
-            if (
-                says is None
-                or key.name in of_others
-                or not any(describing_columns(role, look, key).values())
-            ):
-                continue
-            file_ids = look.read_ids()[key.name]
-            made = match_ids(look, key, ids, values, file_ids)
-            if says > 1 or made.share > 0.1:
-                found.append((says, made))
-    if not found:
+    candidates = list_candidates(role, ids, log, groups)
+    if not candidates:
         return Description()
-    says, best = max(found, key=lambda pair: pair[0] + pair[1].share)
-    assert best.look is not None
+    score, best = max(candidates, key=lambda pair: pair[0] + pair[1].share)
+    assert best.group is not None
     assert best.key is not None
     margin = 1
-    if best.key.name != ids.name and count_up(best.look.read_ids()[best.key.name].ids):
+    best_ids = best.group.read_ids()[best.key.name].ids
+    if best.key.name != ids.name and are_consecutive(best_ids):
         margin = 2
-    close = [pair for pair in found if abs(pair[1].share - best.share) <= 0.05]
-    rivals = [other for other_says, other in close if says - other_says <= margin]
-    for rival in [other for other_says, other in close if other_says == says]:
-        if rival.look is best.look and rival.key and rival.key is not best.key:
+    rivals = [pair for pair in candidates if abs(pair[1].share - best.share) <= 0.05]
+    for rival_score, rival in rivals:
+        is_same_file = rival_score == score and rival.group is best.group
+        if is_same_file and rival.key and rival.key is not best.key:
             best.key_doubts.append(f"or {rival.key.name}?")
     files = [
-        rival.look.files[0]
-        for rival in rivals
-        if rival.look
-        and rival.look is not best.look
+        rival.group.files[0]
+        for rival_score, rival in rivals
+        if score - rival_score <= margin
+        and rival.group
+        and rival.group is not best.group
         and has_texts(role, rival) >= has_texts(role, best)
     ]
     best.file_doubts += [f"or {name}?" for name in dict.fromkeys(files)]
-    if says == 0:
+    if score == 0:
         best.file_doubts.append(f"does it describe {role}s?")
     return check_description(role, best)
 
 
+def list_candidates(
+    role: str, ids: Column, log: FileGroup, groups: list[FileGroup]
+) -> list[tuple[int, Description]]:
+    """List the files and keys that may describe the users or items of a log.
+
+    Args:
+        role: "user" or "item".
+        ids: Column of the log with the ids.
+        log: Files of the log.
+        groups: Other files.
+
+    Returns:
+        Pairs of a score, the number of names that match, and a description.
+    """
+    values = ids.ids
+    if ids.item_lists is not None:
+        values = ids.item_lists.explode().drop_nulls()
+    other_columns = [c for c in log.columns if c is not ids]
+    other_subjects = {c.name for c in other_columns if names_subject(c.name)}
+    candidates: list[tuple[int, Description]] = []
+    for group in groups:
+        for key in group.possible_keys:
+            score = count_name_matches(role, ids, group, key)
+            if score is None or key.name in other_subjects:
+                continue
+            if not any(list_description_columns(role, group, key).values()):
+                continue
+            file_ids = group.read_ids()[key.name]
+            description = match_ids(group, key, ids, values, file_ids)
+            if score > 1 or description.share > 0.1:
+                candidates.append((score, description))
+    return candidates
+
+
 def check_description(role: str, best: Description) -> Description:
-    """Return the description with doubts, or an empty one if no id matches."""
-    assert best.look is not None
+    """Add doubts to a description, or replace it by an empty one if no id matches."""
+    assert best.group is not None
     assert best.key is not None
-    if best.look.read_ids()[best.key.name].repeats:
-        best.file_doubts.append(f"{len(best.look.files)} files have the same {role}s?")
+    if best.group.read_ids()[best.key.name].repeats:
+        best.file_doubts.append(f"{len(best.group.files)} files have the same {role}s?")
     if best.is_measured and best.matched[0] == 0:
-        none = f"{best.look.name} has none of these ids, but {best.key.shown}; another?"
-        return Description(doubts=[none])
+        name, examples = best.group.name, best.key.examples
+        doubt = f"{name} has none of these ids, but {examples}; another?"
+        return Description(doubts=[doubt])
     limit = 0.5 if role == "item" else 0.05
     if best.is_measured and best.share < limit:
-        matched, of = best.matched
-        best.file_doubts.append(f"it has only {matched:,} of {of:,} {role}s; is it?")
+        matched, total = best.matched
+        best.file_doubts.append(f"it has only {matched:,} of {total:,} {role}s; is it?")
     return best
 
 
-def count_name_matches(role: str, ids: Column, look: Look, key: Column) -> int | None:
-    """Return how many names indicate that the file describes these ids.
+def count_name_matches(
+    role: str, ids: Column, group: FileGroup, key: Column
+) -> int | None:
+    """Count the names that indicate that files describe the users or items of a log.
 
-    None stands for a file of something else.
+    Args:
+        role: "user" or "item".
+        ids: Column of the log with the ids.
+        group: Other files.
+        key: Column with the ids of these files.
+
+    Returns:
+        The number, from 0 to 3, or None if the name of the files excludes it.
     """
     other = "user" if role == "item" else "item"
-    foreign = tell(look.name, other) and not tell(look.name, role)
-    if foreign or tell(look.name, "beside"):
+    foreign = role_score(group.name, other) and not role_score(group.name, role)
+    if foreign or role_score(group.name, "beside"):
         return None
-    same = key.name == ids.name and not look.names_only
-    return same + bool(tell(key.name, role)) + bool(tell(look.name, role))
+    same = key.name == ids.name and not group.lacks_header
+    return same + bool(role_score(key.name, role)) + bool(role_score(group.name, role))
 
 
 def match_ids(
-    look: Look, key: Column, ids: Column, values: pl.Series, file_ids: FileIds
+    group: FileGroup, key: Column, ids: Column, values: pl.Series, file_ids: FileIds
 ) -> Description:
-    """Match the ids in the beginning of the log with the ids of a file.
+    """Match the ids in the first rows of a log with the ids of files.
 
-    If more match in lower case, or padded with zeros to the width of the other side,
-    the description contains the SQL for it.
+    If clearly more ids match in lower case, or padded with zeros to the width of the
+    other ids, the description contains the SQL of this conversion.
+
+    Args:
+        group: The files.
+        key: Column with the ids of the files.
+        ids: Column of the log with the ids.
+        values: Ids in the first rows of the log.
+        file_ids: Ids of the files.
     """
-    made = Description(look, key, is_measured=file_ids.is_whole)
-    made.matched, made.share = count_matches(values, file_ids.ids)
+    description = Description(group, key, is_measured=file_ids.is_complete)
+    description.matched, description.share = count_matches(values, file_ids.ids)
     for log_sql, file_sql in (
         ("lower({})", "lower({})"),
         (pad_sql(values, file_ids.ids, ids), "{}"),
         ("{}", pad_sql(file_ids.ids, values, key)),
     ):
-        if made.share >= 0.9 or not log_sql or not file_sql:
+        if description.share >= 0.9 or not log_sql or not file_sql:
             continue
-        written = apply_sql(values, log_sql)
-        if written.n_unique() < values.n_unique():
-            continue  # it would join different ids
-        matched, share = count_matches(written, apply_sql(file_ids.ids, file_sql))
-        if share >= max(0.5, made.share + 0.1):
-            made.matched, made.share = matched, share
-            made.log_sql, made.file_sql = log_sql, file_sql
-    return made
+        converted = apply_sql(values, log_sql)
+        if converted.n_unique() < values.n_unique():
+            continue  # the conversion would merge different ids
+        matched, share = count_matches(converted, apply_sql(file_ids.ids, file_sql))
+        if share >= max(0.5, description.share + 0.1):
+            description.matched, description.share = matched, share
+            description.log_sql, description.file_sql = log_sql, file_sql
+    return description
 
 
 def count_matches(values: pl.Series, ids: pl.Series) -> tuple[tuple[int, int], float]:
-    """Return (matched ids, ids), and the smaller of the shares of ids and rows."""
-    unique, described = values.unique(), ids.implode()
-    matched = int(unique.is_in(described).sum())
-    rows = int(values.is_in(described).sum()) / max(1, len(values))
-    return (matched, len(unique)), min(matched / max(1, len(unique)), rows)
+    """Count the ids of a log that are in files.
+
+    Args:
+        values: Ids of the rows of a log.
+        ids: Distinct ids of the files.
+
+    Returns:
+        Numbers of matched and of all distinct ids of the log, and the smaller of the
+        matched shares of distinct ids and of rows.
+    """
+    unique, file_ids = values.unique(), ids.implode()
+    matched = int(unique.is_in(file_ids).sum())
+    share_of_rows = int(values.is_in(file_ids).sum()) / max(1, len(values))
+    share_of_ids = matched / max(1, len(unique))
+    return (matched, len(unique)), min(share_of_ids, share_of_rows)
 
 
 def pad_sql(values: pl.Series, others: pl.Series, column: Column) -> str:
-    """Return SQL that pads values with zeros to the common width of the others.
+    """Return SQL that pads ids with zeros to the common width of other ids.
 
-    It is empty if the others have no common width or no leading zero.
+    Args:
+        values: Ids to pad.
+        others: Ids with leading zeros.
+        column: Column of `values`.
+
+    Returns:
+        SQL with {} for the column, or "" if the other ids have no common width or no
+        leading zero, or if an id is wider.
     """
     widths = others.str.len_chars()
     padded = others.str.starts_with("0").any()
@@ -874,112 +1074,139 @@ def pad_sql(values: pl.Series, others: pl.Series, column: Column) -> str:
 
 
 def apply_sql(values: pl.Series, sql: str) -> pl.Series:
-    """Apply SQL to ids."""
-    wanted = {"id": sql.format("id")}
-    return evaluate(pl.DataFrame({"id": values}), wanted, "ids")[0]["id"]
+    """Apply SQL, with {} for the column, to ids."""
+    expressions = {"id": sql.format("id")}
+    converted, _ = evaluate(pl.DataFrame({"id": values}), expressions, "ids")
+    return converted["id"]
 
 
-def describing_columns(role: str, look: Look, key: Column) -> dict[str, list[Column]]:
-    """Return the columns of a file that describe items or users, by kind."""
-    told = [
+def list_description_columns(
+    role: str, group: FileGroup, key: Column
+) -> dict[str, list[Column]]:
+    """Return the columns of files that describe users or items.
+
+    Args:
+        role: "user" or "item".
+        group: The files.
+        key: Column with the ids of the files.
+
+    Returns:
+        Columns by key of the section: texts, attributes or numbers.
+    """
+    columns = [
         c
-        for c in look.columns
+        for c in group.columns
         if c is not key
-        and not c.time
-        and not c.shown.startswith("http")
-        and not tell(c.name, "outcome")
+        and not c.time_keys
+        and not c.examples.startswith("http")
+        and not role_score(c.name, "outcome")
     ]
-    few = [c for c in told if c.few and not (tell(c.name, "amount") and role == "item")]
+    attributes = [c for c in columns if c.is_category]
     if role == "user":
-        return {"attributes": few}
+        return {"attributes": attributes}
+    attributes = [c for c in attributes if not role_score(c.name, "amount")]
     texts = [
-        c for c in told if not c.number and not c.flag and (c.distinct > 1 or c.list)
+        c
+        for c in columns
+        if not c.is_number and not c.is_flag and (c.distinct > 1 or c.list_sql)
     ]
     numbers = [
         c
-        for c in told
-        if c.number
-        and c not in few
+        for c in columns
+        if c.is_number
+        and c not in attributes
         and c.distinct > 1
         and not re.search("(?i)id$", c.name)
     ]
-    return {"texts": texts, "attributes": few, "numbers": numbers}
+    return {"texts": texts, "attributes": attributes, "numbers": numbers}
 
 
 def has_texts(role: str, description: Description) -> bool:
-    """Return whether the files have texts."""
-    look, key = description.look, description.key
-    assert look is not None
+    """Return whether the described files have columns of texts."""
+    group, key = description.group, description.key
+    assert group is not None
     assert key is not None
-    return bool(describing_columns(role, look, key).get("texts"))
+    return bool(list_description_columns(role, group, key).get("texts"))
 
 
 def add_description(
-    draft: Draft, role: str, description: Description, every: list[str]
+    draft: Draft, role: str, description: Description, all_files: list[str]
 ) -> None:
-    """Add the section of the files that describe users or items, if any do."""
-    look, key = description.look, description.key
-    if look is None or key is None:
+    """Add the section `users` or `items`, if there are files that describe them.
+
+    Args:
+        draft: Mapping to add to.
+        role: "user" or "item".
+        description: The files.
+        all_files: Names of all files of the folder.
+    """
+    group, key = description.group, description.key
+    if group is None or key is None:
         return
     draft.lines.append(f"{role}s:")
-    pattern = look.pattern(every, False)
+    pattern = group.pattern(all_files, False)
     draft.add("  files", pattern, "", description.file_doubts)
-    for name, value in look.keys.items():
+    for name, value in group.format_keys.items():
         draft.add(f"  {name}", value)
     key_sql = description.file_sql.format(key.name)
-    draft.add(f"  {role}", key_sql, key.shown, description.key_doubts)
-    for kind, columns in describing_columns(role, look, key).items():
-        made = {c.feature: c.value for c in columns}
-        if made:
-            draft.add(f"  {kind}", made)
-    came = [c.name for c in look.columns if c is not key and tell(c.name, "outcome")]
-    if came:
-        draft.add("  # left out", came, "known before every event of the log?")
+    draft.add(f"  {role}", key_sql, key.examples, description.key_doubts)
+    for kind, columns in list_description_columns(role, group, key).items():
+        sql_by_name = {c.feature_name: c.number_sql for c in columns}
+        if sql_by_name:
+            draft.add(f"  {kind}", sql_by_name)
+    others = [c for c in group.columns if c is not key]
+    outcomes = [c.name for c in others if role_score(c.name, "outcome")]
+    if outcomes:
+        draft.add("  # left out", outcomes, "known before every event of the log?")
 
 
 def min_matched_line(users: Description, items: Description) -> list[str]:
-    """Return the line of `min_matched` if the files lack users or items.
+    """Return a list with the line of `min_matched` if the files lack users or items.
 
-    It is half of the measured share, as the beginning of the log may differ from the
-    rest.
+    The value is half of the measured share, as later rows of the log may match less
+    often than the first rows.
     """
     measured = [
         (description.share, role, description)
         for role, description in (("users", users), ("items", items))
-        if description.look and description.is_measured and description.share < 0.9
+        if description.group and description.is_measured and description.share < 0.9
     ]
     if not measured:
         return []
-    share, role, description = min(measured, key=lambda each: each[0])
-    assert description.look is not None
-    matched, of = description.matched
-    why = (
-        f"{matched:,} of the first {of:,} {role} have a row in {description.look.name}"
+    share, role, description = min(measured, key=lambda entry: entry[0])
+    assert description.group is not None
+    matched, total = description.matched
+    comment = (
+        f"{matched:,} of the first {total:,} {role} have a row in "
+        f"{description.group.name}"
     )
-    return [line("  min_matched", math.floor(share * 50) / 100, why)]
+    return [yaml_line("  min_matched", math.floor(share * 50) / 100, comment)]
 
 
 def check_mapping(folder: str, lines: list[str], settings: list[str]) -> list[str]:
-    """Return comments about the mapping from the code that reads the log.
+    """Read the first rows with a suggested mapping.
 
     Args:
         folder: Folder of the log.
         lines: Lines of the mapping.
         settings: Lines with settings of jobs.prepare.
+
+    Returns:
+        Comments for the mapping file: the error, or numbers of rows and unread files.
     """
     try:
-        log, config = (
-            parse_log(yaml.safe_load("\n".join(lines))),
-            read_config(yaml.safe_load("\n".join(settings))["prepare"]),
-        )
-        KINDS[config.kind].check(log, config)
-        found = preview(log, folder, 0.01)
+        log = parse_log(yaml.safe_load("\n".join(lines)))
+        config = read_config(yaml.safe_load("\n".join(settings))["prepare"])
+        KINDS[config.kind].check_settings(log, config)
+        previews = preview(log, folder, 0.01)
     except (UserError, ValueError) as error:
         return [f"# Not right yet: {' '.join(str(error).split())}"]
-    lines = [
-        f"# The first rows of {each.kind}: {each.rejected.rows_read:,}, "
-        f"{each.rejected.rejects:,} of them rejected."
-        for each in found
+    comments = [
+        f"# The first rows of {read.kind}: {read.rejected.rows_read:,}, "
+        f"{read.rejected.rejects:,} of them rejected."
+        for read in previews
     ]
     unread = list_unread(log, folder)
-    return [*lines, *([f"# No key reads {name_files(unread)}."] if unread else [])]
+    if unread:
+        comments.append(f"# No key reads {name_files(unread)}.")
+    return comments

@@ -130,12 +130,12 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"tasks": ["like"]}, "actions.tasks' is"),
         (
             {"tasks": {"long-dwell": {"label": "like"}}},
-            "'long-dwell' in 'tasks' is no name; use letters, digits and _",
+            "'long-dwell' in 'tasks' is not a valid name; use letters, digits and _",
         ),
         ({"tasks": {7: {"label": "like"}}}, "actions.tasks.7' is 7"),
         (
             {"tasks": {"mean": {"label": "like"}}},
-            "'mean' in 'tasks' is a word of metrics",
+            "'mean' in 'tasks' is reserved for metrics",
         ),
         (
             {"tasks": {"t": {"label": "dwell", "above": "10s"}}},
@@ -153,7 +153,10 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
             {"tasks": {"t": {"label": "dwell", "at_least": float("inf")}}},
             "threshold is inf; give a finite number",
         ),
-        ({"inputs": {"a b": {"label": "like"}}}, "'a b' in 'inputs' is no name"),
+        (
+            {"inputs": {"a b": {"label": "like"}}},
+            "'a b' in 'inputs' is not a valid name",
+        ),
         (
             {"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": "1s"}}},
             "log_unit' is '1s'",
@@ -190,7 +193,7 @@ def test_what_the_log_cannot_give_is_refused(given: dict, words: str) -> None:
 
 
 def test_a_bool_label_that_cannot_name_a_task_is_refused() -> None:
-    with pytest.raises(ValueError, match="'mean' in 'tasks' is a word of metrics"):
+    with pytest.raises(ValueError, match="'mean' in 'tasks' is reserved for metrics"):
         ActionsConfig().resolve({"labels": LABELS | {"mean": "bool"}}, ["author"])
 
 

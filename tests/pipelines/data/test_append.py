@@ -364,8 +364,11 @@ def test_a_pattern_may_be_widened_to_new_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (with_files("log_1.jsonl"), "which log_0.jsonl does not match"),
-        (with_files("log_*", user="item"), "they were made with another source"),
+        (
+            with_files("log_1.jsonl"),
+            "log_0.jsonl, whose events the table has, does not match",
+        ),
+        (with_files("log_*", user="item"), "the table was made with another source"),
     ],
 )
 def test_a_pattern_without_the_old_files_or_other_keys_are_another_source(
@@ -487,7 +490,7 @@ def test_a_day_may_have_no_rows_or_lack_a_column(tmp_path: Path) -> None:
         (tmp_path / f"log_{number}.csv").write_text("\n".join(lines) + "\n")
         said = make(source, tmp_path, "grown", SMALL, append=True)
     assert any(
-        "warning: no new file has a column 'c', which is left empty; " in line
+        "warning: no new file has a column 'c', so its values are missing; " in line
         for line in said
     )
     make(source, tmp_path, "whole", SMALL, append=False)
@@ -500,12 +503,12 @@ POSITIONS = "ties is log_order and the log has positions"
 @pytest.mark.parametrize(
     ("second", "changes", "said"),
     [
-        ({}, {"duplicates": "keep"}, "they were made with another duplicates"),
-        ({}, {"partitions": 2}, "they were made with another partitions"),
+        ({}, {"duplicates": "keep"}, "the table was made with another duplicates"),
+        ({}, {"partitions": 2}, "the table was made with another partitions"),
         (
             {"log_0.jsonl": '{"user": "u", "item": "a", "ms": 1600000000000}\n'},
             {},
-            "log_0.jsonl is not what it was",
+            "log_0.jsonl has changed since",
         ),
         (
             {"log_9.jsonl": "[]\n"},
@@ -515,12 +518,12 @@ POSITIONS = "ties is log_order and the log has positions"
         (
             {"log_-.jsonl": "{}\n"},
             {"ties": "log_order"},
-            "log_-.jsonl comes before files that they have",
+            "log_-.jsonl sorts before a file that the table already has",
         ),
         (
             {"users.csv": "user,tier\nu,two\n"},
             {"source": {"users": USERS}},
-            "users.csv is not what it was",
+            "users.csv has changed since",
         ),
         (
             {"items.csv": "item,author\na,x\n", "log_1.jsonl": json.dumps(STEADY[-1])},

@@ -142,7 +142,7 @@ def test_tasks_at_once_keep_the_resource_limits() -> None:
 
 def test_a_task_that_the_resource_limits_have_no_room_for_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"memory_gb is 2, which has no room for a task"
+        ValueError, match=r"memory_gb is 2, less than the 4 that one task reserves"
     ):
         RayDataConfig(memory_gb=4, resource_limits=ResourceLimits(memory_gb=2))
 
@@ -265,8 +265,8 @@ def test_events_in_a_wrong_partition_or_lost_are_found(tmp_path: Path) -> None:
     assert sum(written.part.rows for written in result.partitions) == count
     assert sum(written.users for written in result.partitions) == count
     for Broken.twice, words in (
-        (False, "came out of the shuffle"),
-        (True, r"gave partition \d twice"),
+        (False, "but the shuffle returned"),
+        (True, r"returned partition \d twice"),
     ):
         broken = replace(run, engine=Broken(in_process=True))
         with pytest.raises(RuntimeError, match=words):

@@ -587,7 +587,7 @@ def test_the_order_of_rows_as_times(tmp_path: Path) -> None:
         ([{"v": {"x": 1}}], {"categories": ["v"]}, "not text"),
         ([{"v": True}], {"time": {"column": "v", "unit": "s"}}, "not times as s"),
         ([{"v": "x"}], {"user": "usr"}, "no column 'usr'; the nearest is 'u'"),
-        ([{"v": "x"}], {"numbers": {"n": "v * 2"}}, "cannot be worked out"),
+        ([{"v": "x"}], {"numbers": {"n": "v * 2"}}, "cannot be evaluated"),
     ],
 )
 def test_types_that_a_column_cannot_have(
@@ -630,16 +630,19 @@ WRONG: list[tuple[Row, str]] = [
     ({"format": "xml"}, "one of csv, jsonl, parquet, lines, keyed"),
     ({"quote": "''"}, "'quote'"),
     ({"escape": "é"}, "'escape'"),
-    ({"encoding": "base64"}, "no text encoding"),
-    ({"numbers": {"n": "sum(a)"}}, "no expression of one row"),
-    ({"categories": {"n": "lead(a) over (order by t)"}}, "no expression of one row"),
-    ({"labels": {"l": "max(a) > 1"}}, "no expression of one row"),
-    ({"item": "lower(i"}, "no SQL expression"),
-    ({"user": "u ||"}, "no SQL expression"),
-    ({"categories": {"my tab": "tab"}}, "'my tab' in 'categories' is no name"),
-    ({"numbers": ["2d"]}, "is no name"),
-    ({"labels": {"a" * 260: "l"}}, "'labels' has 260 characters, which metrics"),
-    ({"labels": {"like_at_5": "l"}}, "'like_at_5' in 'labels' ends as the cutoff"),
+    ({"encoding": "base64"}, "not a text encoding"),
+    ({"numbers": {"n": "sum(a)"}}, "not an expression of one row"),
+    (
+        {"categories": {"n": "lead(a) over (order by t)"}},
+        "not an expression of one row",
+    ),
+    ({"labels": {"l": "max(a) > 1"}}, "not an expression of one row"),
+    ({"item": "lower(i"}, "not a SQL expression"),
+    ({"user": "u ||"}, "not a SQL expression"),
+    ({"categories": {"my tab": "tab"}}, "'my tab' in 'categories' is not a valid name"),
+    ({"numbers": ["2d"]}, "is not a valid name"),
+    ({"labels": {"a" * 260: "l"}}, "'labels' has 260 characters, too many"),
+    ({"labels": {"like_at_5": "l"}}, "'like_at_5' in 'labels' ends like the cutoff"),
     ({"categories": {"a" * 81: "c"}}, "'categories' has 81 characters"),
     (
         {
@@ -648,9 +651,9 @@ WRONG: list[tuple[Row, str]] = [
         },
         "'x' is the name of two",
     ),
-    ({"sequence": "s"}, "'sequence' is of lists without times"),
-    ({"history": {"column": "h", "at": "2019-01-01"}}, "needs clock times"),
-    ({"time": CLOCK, "history": {"column": "h", "at": "once"}}, "no ISO 8601 time"),
+    ({"sequence": "s"}, "'sequence' reads lists without times"),
+    ({"history": {"column": "h", "at": "2019-01-01"}}, "needs a log with clock times"),
+    ({"time": CLOCK, "history": {"column": "h", "at": "once"}}, "not an ISO 8601 time"),
     (
         {
             "time": CLOCK,
@@ -664,16 +667,16 @@ WRONG: list[tuple[Row, str]] = [
             "time": CLOCK,
             "history": {"column": "h", "at": "2019-01-01", "labels": ["x"]},
         },
-        "no bool label",
+        "not a bool label",
     ),
     ({"labels": {"l": {"column": "l", "type": "int"}}}, "one of bool, float32"),
     (
         {"labels": {"l": {"column": "l", "range": [0, 1]}}},
-        "'range' is of float32 labels",
+        "'range', which only float32 labels support",
     ),
     (
         {"labels": {"l": {"column": "l", "type": "float32", "range": [5, 1]}}},
-        "the least and the largest",
+        "the smallest and the largest",
     ),
     ({"labels": {"l": {"column": "l", "delay_minutes": 5}}}, "needs clock times"),
     (
@@ -692,18 +695,18 @@ WRONG: list[tuple[Row, str]] = [
             "time": CLOCK,
             "labels": {"l": {"column": "l", "time": {"column": "at", "unit": "order"}}},
         },
-        "both one unit",
+        "use clock times for both",
     ),
     (
         {"time": {"unit": "order"}, "labels": {"l": {"column": "l", "time": "at"}}},
-        "are the order of rows",
+        "events are in the order of rows",
     ),
     ({"items": {"files": "i.csv"}}, "'items.item' is missing"),
     (
         {"items": {"files": "i.csv", "item": "i", "user": "u"}},
         "unknown key 'items.user'",
     ),
-    ({"items": {"files": "i.csv", "item": "i", "keep": "some"}}, "one of used, all"),
+    ({"items": {"files": "i.csv", "item": "i", "keep": "some"}}, "must be used or all"),
     ({"users": {"files": "u.csv", "user": "u"}}, "users.attributes is empty"),
     (
         {"as_of": {"stock": {"files": "s", "item": "i", "numbers": ["n"]}}},
@@ -715,7 +718,7 @@ WRONG: list[tuple[Row, str]] = [
                 "stock": {"files": "s", "item": "i", "time": CLOCK, "numbers": ["n"]}
             }
         },
-        "of the log's kind",
+        "like that of events",
     ),
 ]
 
@@ -835,7 +838,7 @@ def test_rows_that_an_expression_cannot_read_are_rejects(tmp_path: Path) -> None
     (tmp_path / "log.csv").write_text(
         "u,i,t\n" + "".join(f"a,x,never{n}\n" for n in range(2000))
     )
-    with pytest.raises(UserError, match=r"cannot be worked out .*try_cast"):
+    with pytest.raises(UserError, match=r"cannot be evaluated .*try_cast"):
         read(plain(time=epoch), tmp_path)
 
 

@@ -53,7 +53,9 @@ def test_shares_by_ids_and_by_events(
 ) -> None:
     match, lines = Match(10, matched, 100, events), []
     if outcome == "error":
-        remedy = r"`prepare: \{min_matched: 0\}` in the source file, or --min_matched 0"
+        remedy = (
+            r"`prepare: \{min_matched: 0\}` in the source file, or pass --min_matched 0"
+        )
         with pytest.raises(UserError, match=remedy):
             check_matched(match, "item", least, lines.append)
     else:

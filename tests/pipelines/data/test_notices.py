@@ -107,11 +107,15 @@ def test_items_that_match_no_event_are_an_error(shop: Shop) -> None:
     ) as caught:
         shop.prepare()
     assert (
-        "events have '1000', '1001', the item files '01000', '01001'; write both alike"
+        "events have '1000', '1001', the item files '01000', '01001'; convert them"
         in str(caught.value)
     )
     assert not list((shop.tables / "items").glob("*"))
-    assert [line for line in shop.prepare(min_matched=0) if "write both alike" in line]
+    assert [
+        line
+        for line in shop.prepare(min_matched=0)
+        if "convert them to one format" in line
+    ]
     shop.write(healthy(), [*described(healthy())[:12], *items[12:]])  # 80%
     [line] = shop.prepare()
     assert line.startswith("warning: 12 of 15 items (80.0%)")
@@ -126,7 +130,7 @@ def test_users_that_match_no_event_are_an_error(shop: Shop) -> None:
     )
     with pytest.raises(
         UserError,
-        match=r"0 of 80 users .* have 'u00', 'u01', the user files 'U00', 'U01'; write",
+        match=r"0 of 80 users .* have 'u00', 'u01', the user files 'U00', 'U01'; convert",
     ):
         shop.prepare()
     assert not list(shop.tables.rglob("*.parquet"))
@@ -164,7 +168,7 @@ def test_a_user_cut_by_max_events_is_named_or_refused(shop: Shop) -> None:
     assert not list((shop.tables / "sequences").glob("*"))
     [line] = shop.prepare(max_events=9)
     assert line.startswith(
-        "warning: 80 users have more than max_events 9 behaviours: their oldest 240 are left out"
+        "warning: 80 users have more than max_events 9 behaviours: the oldest 240 and their"
     )
 
 
@@ -216,16 +220,15 @@ def test_a_core_that_leaves_little_and_items_told_twice(shop: Shop) -> None:
     )
     lines = shop.prepare(core=3)
     assert [
-        next(word for word in ("otherwise", "3-core") if word in line) for line in lines
+        next(word for word in ("differ", "3-core") if word in line) for line in lines
     ] == [
-        "otherwise",
+        "differ",
         "3-core",
     ]
     assert (
-        "1 rows of the item files describe an item otherwise than its first row"
-        in lines[0]
+        "1 rows of the item files differ from the first row of their item" in lines[0]
     )
-    assert "leaves 640 of 1,340 behaviours, of 80 of 780 users" in lines[1]
+    assert "keeps only 640 of 1,340 behaviours and 80 of 780 users" in lines[1]
 
 
 def test_a_search_log_without_what_was_not_clicked(shop: Shop) -> None:

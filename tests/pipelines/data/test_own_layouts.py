@@ -267,7 +267,7 @@ def test_a_fresh_log_has_the_catalogue_of_the_training(
     again = partial(made, SOURCES / "hm.yaml", fresh)
     statistics = again(later, catalogue=tables, core=0)
     assert (
-        "80.0% of the behaviours are on them, 1 other items left out"
+        "80.0% of the behaviours are on them, 1 other items dropped"
         in capsys.readouterr().out
     )
     audit.run(audit.Config(tables=later))
@@ -299,7 +299,7 @@ def test_a_fresh_log_has_the_catalogue_of_the_training(
         file.write_text(re.sub(r",0(\d{9}),", r",x\1,", file.read_text()))
     with pytest.raises(
         UserError,
-        match=r"0.0% of the behaviours .* does not have 'x[^;]*; write the ids of both",
+        match=r"0.0% of the behaviours .* does not have 'x[^;]*; convert the ids of both",
     ):
         again(tmp_path / "other", catalogue=tables, core=0, min_matched=0)
     with pytest.raises(

@@ -509,7 +509,11 @@ def test_user_files_are_read_once(
             {"core_window": "train", "split": {"kind": "leave_last_out"}},
             "needs a temporal split",
         ),
-        ({}, {"behaviour": "like"}, "no bool label of the log; those are: click"),
+        (
+            {},
+            {"behaviour": "like"},
+            "not a bool label of the log; its bool labels are: click",
+        ),
         ({}, {"core": 99}, "set a lower --core"),
         ({"files": "nothing*.csv"}, {}, "nothing"),
     ],
@@ -536,7 +540,7 @@ def test_settings_that_do_not_fit_the_log(
             [{"split": {"kid": "temporal"}}],
             "unknown key 'prepare.split.kid'; the nearest key is 'prepare.split.kind'",
         ),
-        ([{"split": "temporal"}], "it is a mapping"),
+        ([{"split": "temporal"}], "it must be a mapping"),
         ([{"core": -1}], "core is -1"),
         ([{"core": "five"}], "'prepare.core' is 'five'"),
         ([{"core": 5.5}], "'prepare.core' is 5.5"),
@@ -562,7 +566,7 @@ def test_settings_that_do_not_fit_the_log(
         ),
         (
             [{"duplicates": "keep", "kind": "search"}],
-            "duplicates is keep, which is of kind retrieval",
+            "duplicates is keep, which only kind retrieval supports",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_the_first_the_last_and_the_middle_file_are_looked_into(tmp_path: Path) 
         in found
     )
     (tmp_path / "empty.csv").write_text("u,i,t\n")
-    assert "holds no rows" in fails(plain(files="empty.csv"), tmp_path)
+    assert "has no rows" in fails(plain(files="empty.csv"), tmp_path)
 
 
 def test_a_file_that_is_not_read_to_its_end_is_said_to_be_begun(tmp_path: Path) -> None:

@@ -594,14 +594,14 @@ DAMAGED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "log.json",
         b'{"a": [1], "a": [2]}',
         {"format": "keyed"},
-        "the key 'a' comes twice",
+        "has the key 'a' twice",
     ),
     "no keys": ("log.json", b"[1, 2]", {"format": "keyed"}, "set another 'format'"),
     "a header without end": (
         "log.csv",
         b'"a,b\nx,1\n',
         {},
-        "name the columns in 'header'",
+        "list the columns in 'header'",
     ),
 }
 

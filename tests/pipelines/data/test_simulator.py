@@ -83,7 +83,7 @@ def test_a_new_log_replaces_the_old_one_and_nothing_else(
     "sizes", [(0, 50, 10, 1), (10, 7, 10, 1), (10, 50, 9, 1), (10, 50, 10, -1)]
 )
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match=r"give|least"):
+    with pytest.raises(ValueError, match="use"):
         Settings(*sizes)
 
 

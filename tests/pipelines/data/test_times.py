@@ -267,10 +267,10 @@ def test_what_is_no_time_has_its_reason(
         ({"column": "t", "format": "%H:%M"}, "lacks the day"),
         (
             {"column": "t", "format": "%Y-%m-%d %H:%M:%S%.f"},
-            "decimals of seconds are .%f",
+            "use .%f for decimals of seconds",
         ),
         ({"column": "t", "format": "%s"}, "unit: s"),
-        ({"column": "t", "format": "%Q"}, "strptime does not read"),
+        ({"column": "t", "format": "%Q"}, "strptime cannot parse"),
     ],
 )
 def test_times_that_cannot_be(keys: dict[str, str], words: str) -> None:

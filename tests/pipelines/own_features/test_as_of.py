@@ -166,9 +166,12 @@ def test_rows_that_repeat_or_break_are_told(
         ({"item": None}, "'as_of.prices.user' is missing"),
         (
             {"time": {"column": "since", "unit": "order"}},
-            "as_of.prices needs a 'time' of the log's kind",
+            "as_of.prices needs a 'time' like that of events",
         ),
-        ({"numbers": {}, "categories": {}}, "and 'numbers' or 'categories'"),
+        (
+            {"numbers": {}, "categories": {}},
+            "as_of.prices has no features; add 'numbers' or",
+        ),
         ({"numbers": {"bm25": "price"}}, "'bm25' is the name of two features"),
         (
             {"number": []},

@@ -171,13 +171,13 @@ def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
         attempt(counts_as_of="noon")
     with pytest.raises(
         UserError,
-        match=r"^counts_as_of is 1700000000 ms, which is not of the years 1980 to 2099; give",
+        match=r"^counts_as_of is 1700000000 ms, outside of the years 1980 to 2099; use a",
     ):
         attempt(counts_as_of=1_700_000_000)
     with pytest.raises(
         UserError,
-        match=r"^counts_as_of is given, which is of kind search; leave it out for kind retr",
+        match=r"^counts_as_of is set, which only kind search supports; remove it for kind retr",
     ):
         attempt(kind="retrieval")
-    with pytest.raises(UserError, match=r"^counts_as_of is given, but nothing is coun"):
+    with pytest.raises(UserError, match=r"^counts_as_of is set, but a log without"):
         attempt(search={"windows_days": []})
