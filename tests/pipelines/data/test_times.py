@@ -262,8 +262,8 @@ def test_what_is_no_time_has_its_reason(
         ),
         ({}, "'time.column' is missing"),
         ({"column": "t", "unit": "s", "format": "%Y"}, "both unit 's' and format"),
-        ({"column": "t", "unit": "s", "zone": "UTC"}, "numbers of unit s have none"),
-        ({"column": "t", "zone": "Mars/Base"}, "no time zone"),
+        ({"column": "t", "unit": "s", "zone": "UTC"}, "numbers of unit s are UTC"),
+        ({"column": "t", "zone": "Mars/Base"}, "not a time zone"),
         ({"column": "t", "format": "%H:%M"}, "lacks the day"),
         (
             {"column": "t", "format": "%Y-%m-%d %H:%M:%S%.f"},
