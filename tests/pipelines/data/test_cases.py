@@ -409,7 +409,7 @@ TABLE: list[tuple[str, dict[str, bytes], dict[str, Any], list[tuple] | str]] = [
         "a format of Rust",
         times("x"),
         {"time": {"column": "t", "format": "%Y-%m-%d %H:%M:%S%.f"}},
-        "seconds are .%f",
+        "use .%f for decimals of seconds",
     ),
 ]
 

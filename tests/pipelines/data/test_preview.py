@@ -160,7 +160,7 @@ def test_files_that_no_key_reads_are_named(tmp_path: Path) -> None:
     warning, note = describe_unread(
         plain(files="log-1.csv", items=items), str(tmp_path)
     )
-    assert warning.startswith("warning: log-2.csv of ")
+    assert warning.startswith("warning: log-2.csv in ")
     assert "'files: log-*.csv'" in warning
     assert note == "note: no key of the mapping reads notes-*.txt (2 files)"
     assert describe_unread(plain(files="*"), str(tmp_path)) == []
