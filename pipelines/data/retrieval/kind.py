@@ -45,7 +45,7 @@ class Retrieval(Kind):
     def make_sequences(
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     ) -> Manifest:
-        """Make `sequences`."""
+        """Make `sequences`; a retrieval log needs no other table."""
         return make_sequences(RetrievalStep(run, events, items, split, as_of={}))
 
     def audit_sequences(
