@@ -239,6 +239,6 @@ def test_a_factor_of_no_trained_part_is_refused() -> None:
     model.decoder.heads.requires_grad_(False)
     with pytest.raises(
         UserError,
-        match=r"lr_multipliers has 'decoder\.heads', but no trained parameter's name begins",
+        match=r"lr_multipliers has 'decoder\.heads', but no trained parameter's name starts",
     ):
         group_parameters(model, model.lr_multipliers())
