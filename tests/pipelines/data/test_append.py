@@ -355,7 +355,7 @@ def test_a_pattern_may_be_widened_to_new_files(tmp_path: Path) -> None:
     make(with_files("log_0.jsonl"), tmp_path, "grown", SMALL, append=True)
     write(tmp_path, 1, second)
     lines = make(with_files("log_0.jsonl"), tmp_path, "grown", SMALL, append=True)
-    assert any("warning: log_1.jsonl of " in line for line in lines)
+    assert any("warning: log_1.jsonl in " in line for line in lines)
     make(with_files("log_*.jsonl"), tmp_path, "grown", SMALL, append=True)
     make(with_files("log_*.jsonl"), tmp_path, "whole", SMALL, append=False)
     assert content(tmp_path / "grown") == content(tmp_path / "whole")
