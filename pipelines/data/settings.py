@@ -184,9 +184,10 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
         ),
         (
             config.split.folds > 1 and name != "retrieval",
-            f"split.folds is {config.split.folds}, which is of kind retrieval: other kinds have features and "
-            "statistics as of the cuts of one split; leave it out, and prepare a table for each window with "
-            "--split.val_start and --split.test_start",
+            f"split.folds is {config.split.folds}, which only kind retrieval supports, "
+            "because features of other kinds depend on the cuts of one split; remove "
+            "it, and prepare one set of tables per window with --split.val_start and "
+            "--split.test_start",
         ),
         (
             is_late and config.ties != "strict",

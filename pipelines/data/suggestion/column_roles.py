@@ -712,8 +712,10 @@ def sort_times(columns: list[Column]) -> list[Column]:
 
 
 def list_time_doubts(times: list[Column]) -> list[str]:
-    """Return doubts about the first of the columns of times."""
-    # A rival is as likely by its name, and differs by more than a day.
+    """Return doubts about the first of the columns of times.
+
+    Other columns that may be the time are named, unless they differ by about a day.
+    """
     if not times:
         return []
     best, *others = times
