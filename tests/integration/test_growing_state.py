@@ -267,7 +267,9 @@ def test_a_task_that_appears_later_was_a_task_from_the_first_day(
     rate = growing.prepare()["base_rates"]["like"]
     LoadedModel.load(str(tmp_path / "first"), growing.tables)
     second = growing.train("second", ATTN, init="first")
-    assert any("task like was 0 for all before" in note for note in second.messages)
+    assert any(
+        "task like was 0 for all candidates before" in note for note in second.messages
+    )
     bias = second.model.head.bias[1] + second.model.correction
     assert bias.sigmoid().item() == pytest.approx(rate, abs=1e-6)
     likes = [name for name in second.catalogue.features if name.startswith("item_like")]

@@ -81,7 +81,9 @@ def test_a_task_that_appears_later_stays_a_task(tmp_path: Path) -> None:
     setup = grow("d4_task_appears_later", tmp_path, 5, 8)
 
     assert setup.model.labels == ("looked_it", "like")
-    assert any("task like was 0 for all before" in note for note in setup.messages)
+    assert any(
+        "task like was 0 for all candidates before" in note for note in setup.messages
+    )
 
 
 def test_a_day_with_an_event_in_the_future_does_not_join_the_tables(
