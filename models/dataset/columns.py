@@ -15,11 +15,12 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -134,7 +135,7 @@ class _ColumnFile:
         dtype = np.promote_types(self.dtype, values.dtype)
         if dtype != self.dtype:
             self._widen(dtype)
-        np.ascontiguousarray(values, self.dtype).tofile(self.file)
+        _write_array(self.file, values.astype(self.dtype, copy=False))
         self.rows += len(values)
 
     def _widen(self, dtype: np.dtype) -> None:
@@ -145,7 +146,7 @@ class _ColumnFile:
         self.file = wide_path.open("wb")
         block_rows = 1 << 20
         for first in range(0, self.rows, block_rows):
-            old[first : first + block_rows].astype(dtype).tofile(self.file)
+            _write_array(self.file, old[first : first + block_rows].astype(dtype))
         self.file.flush()
         wide_path.rename(self.path)
         self.dtype = dtype
@@ -154,6 +155,14 @@ class _ColumnFile:
         """Close the file and return its dtype and shape as JSON."""
         self.file.close()
         return {"dtype": self.dtype.str, "shape": [self.rows, *self.row_shape]}
+
+
+def _write_array(file: BinaryIO, values: NDArray) -> None:
+    """Write the bytes of an array.
+
+    `ndarray.tofile` reports a full disk without `errno` and without the system's words.
+    """
+    file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def _write_entry(entry: Path, parts: Iterable[Columns]) -> None:
@@ -211,7 +220,8 @@ def _cache_error(error: OSError, folder: Path) -> Exception:
     """Return a UserError for a full or unwritable disk, otherwise the error itself."""
     if error.errno == errno.ENOSPC:
         return UserError(
-            f"the disk of the cache {folder} is full; free some space, or set "
+            f"the disk of the cache {folder} on {socket.gethostname()} is full; free "
+            f"some space, or set "
             f"{CACHE_VARIABLE} to another folder"
         )
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):

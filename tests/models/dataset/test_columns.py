@@ -117,6 +117,17 @@ def test_a_cache_that_cannot_be_written_is_one_line(
         open_columns(table, "test", ["value"], decode)
 
 
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="/dev/full is a device of Linux"
+)
+def test_a_disk_that_fills_up_while_columns_are_written_is_one_line(
+    cache, table, monkeypatch
+):
+    monkeypatch.setattr(Path, "open", lambda path, mode: open("/dev/full", mode))
+    with pytest.raises(UserError, match="the disk of the cache .* is full; free"):
+        open_columns(table, "test", ["value"], decode)
+
+
 def test_the_cache_is_below_the_user_cache_unless_named(monkeypatch, tmp_path):
     monkeypatch.delenv("TRIELINE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
