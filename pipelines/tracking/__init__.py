@@ -25,7 +25,7 @@ from pipelines.tracking.curves import (
     log_curves,
     read_curves,
 )
-from pipelines.tracking.logger import Logger, system_metrics
+from pipelines.tracking.logger import STOP_PATIENCE_S, Logger, system_metrics
 from pipelines.tracking.names import (
     BEST_TAG,
     CODE_TAG,
@@ -92,6 +92,7 @@ __all__ = [
     "POINT_TAG",
     "SIMULATED_TAG",
     "SMOKE_TAG",
+    "STOP_PATIENCE_S",
     "SUBMISSION_TAG",
     "TRIAL_TAG",
     "WEIGHTS_TAG",

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mlflow.entities import Metric, RunTag
 
@@ -102,15 +102,20 @@ class Logger:
         )
         self.flush()
 
-    def flush(self) -> float:
+    def flush(self, timeout_s: float | None = None) -> float:
         """Wait until MLflow has stored all metrics, and return the seconds waited.
+
+        Args:
+            timeout_s: Seconds to wait at most; None: as long as it takes. Metrics that
+                are still pending then are in the curves of the last checkpoint.
 
         Raises:
             MlflowException: If MLflow rejects the metrics or cannot be reached.
         """
         began = time.monotonic()
         if self._sending:
-            self._thread.submit(self._drain).result()
+            with suppress(TimeoutError):
+                self._thread.submit(self._drain).result(timeout_s)
         return time.monotonic() - began
 
     def tag(self, **tags: str) -> None:
@@ -158,6 +163,11 @@ class Logger:
                 del self._pending[: len(batch)]
 
 
+STOP_PATIENCE_S = 3.0
+"""Seconds that the end of a training waits for system metrics, and a stopped training
+for its own metrics: a stopped job has 25 s in all."""
+
+
 @contextmanager
 def system_metrics(run: RunRef) -> Iterator[None]:
     """Log the use of this machine's CPU, memory, disk, network and GPU in the block."""
@@ -174,4 +184,6 @@ def system_metrics(run: RunRef) -> Iterator[None]:
     try:
         yield
     finally:
-        monitor.finish()
+        ending = threading.Thread(target=monitor.finish, daemon=True)
+        ending.start()
+        ending.join(STOP_PATIENCE_S)

@@ -278,7 +278,9 @@ def run_task(task: Task, worker: WorkerContext) -> None:
                 raise
         elif last is None:
             fit_counts(run, task, worker, logger)
-        flush_seconds = logger.flush() if logger else 0.0
+        is_stopping = StopRequests(worker).should_stop()
+        timeout_s = tracking.STOP_PATIENCE_S if is_stopping else None
+        flush_seconds = logger.flush(timeout_s) if logger else 0.0
         if flush_seconds >= 1:
             worker.say(f"waited {flush_seconds:.0f} s for MLflow to store the metrics")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -365,3 +366,25 @@ def test_a_stopped_run_is_ended_with_a_single_request(
     tracking.end_stopped(run)
     assert requests == ["update_run_info"]
     assert client.get_run(run.run_id).info.status == "KILLED"
+
+
+def test_a_stopped_training_does_not_wait_for_a_slow_server(
+    tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tracking.open_run(
+        uri, "retrieval/x", "one", str(tmp_path), config={}, hashes={}
+    )
+    logger = tracking.Logger(run)
+    is_answered = threading.Event()
+    send = logger.client.log_batch
+
+    def answer_late(*args: Any, **more: Any) -> None:
+        is_answered.wait(60)
+        send(*args, **more)
+
+    monkeypatch.setattr(logger.client, "log_batch", answer_late)
+    logger.log({"loss": 1.0}, 1)
+    assert 0.1 <= logger.flush(timeout_s=0.1) < 30
+    is_answered.set()
+    logger.flush()
+    assert logger.client.get_run(run.run_id).data.metrics == {"loss": 1.0}
