@@ -253,8 +253,8 @@ def write_encoder(inputs: Inputs, bundle: Path) -> None:
         save_encoder(inputs.tables, str(inputs.text), bundle / "encoder")
     except UserError as error:
         warnings.warn(
-            "the model has no text encoder, so texts that are not in the training data "
-            f"cannot be encoded: {error}",
+            "the model is saved without its text encoder, so texts that are not in the "
+            f"training data cannot be encoded: {error}",
             stacklevel=2,
         )
 
