@@ -40,6 +40,4 @@ def test_popularity_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(
         shown(train, ["--model.name", "popularity", "--help"], capsys).split()
     )
-    assert (
-        "recommend the items that are most frequent in training to every user." in text
-    )
+    assert "recommends the most frequent items of training to every user." in text
