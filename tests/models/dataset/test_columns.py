@@ -123,8 +123,9 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 def test_a_disk_that_fills_up_while_columns_are_written_is_one_line(
     cache, table, monkeypatch
 ):
-    monkeypatch.setattr(Path, "open", lambda path, mode: open("/dev/full", mode))
-    with pytest.raises(UserError, match="the disk of the cache .* is full; free"):
+    full_disk = Path("/dev/full").open  # bound before the class is changed
+    monkeypatch.setattr(Path, "open", lambda path, mode: full_disk(mode))
+    with pytest.raises(UserError, match=r"the disk of the cache .* is full; free"):
         open_columns(table, "test", ["value"], decode)
 
 
