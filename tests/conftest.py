@@ -118,7 +118,7 @@ def ray_local() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """(TABLES, SIDS) of the data set `small`, to be read alone."""
-    from training_tables import write_tables
+    from tests.fixtures.training_tables import write_tables
 
     return write_tables(tmp_path_factory.mktemp("tables") / "small")
 

@@ -7,8 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from training_tables import write_tables
-from trainings import build_training
 
 from benchmarks import decode, harness
 from models.retrieval.data import PAD, RetrievalDataset
@@ -18,6 +16,8 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
 from models.training.memory import resident_peak_mb
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training
 
 
 def test_the_catalogue_branches_like_the_papers():

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from training_tables import write_tables
 
 from models.storage.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
+from tests.fixtures.training_tables import write_tables
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 

@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import search_tables
 import torch
-import training_tables
-from trainings import build_training
 
 from models.build import build_model
 from models.retrieval.data import Catalogue
@@ -31,6 +28,8 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import read_table
 from models.training.fit import FitConfig
+from tests.fixtures import search_tables, training_tables
+from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,6 @@ import polars as pl
 import pytest
 import torch
 from torch import nn
-from trainings import build_training
 
 from models.loaded_model import LoadedModel
 from models.own_features import OwnFeatures, adopt_scales
@@ -37,6 +36,7 @@ from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.sequences import custom_features
 from pipelines.data.settings import read_config
+from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.exhaustive
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 from pyarrow import fs
 from safetensors.torch import load_file
-from trainings import train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import file_info, read_manifest
 from models.training.fit import FitConfig
 from pipelines.training.config import RayOptions
+from tests.fixtures.trainings import train
 from tuning.sweep import resolve_best_trial
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]

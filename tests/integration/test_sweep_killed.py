@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import yaml
-from trainings import build_training
 
 from jobs import cli
 from jobs import sweep as job
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, fit
 from pipelines import tracking
+from tests.fixtures.trainings import build_training
 from tuning.grid import Scheduler
 from tuning.halving import make_scheduler
 from tuning.trial import EPOCH, TRIAL, VALUE

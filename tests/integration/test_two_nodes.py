@@ -18,14 +18,14 @@ from threading import Event
 import psutil
 import pytest
 from pyarrow import fs
-from s3_proxy import S3Proxy, s3_proxy
-from training_tables import write_tables
 
 from models.storage import checkpoint
 from models.storage.attempts import Attempt
 from models.storage.tables import open_uri
 from pipelines.training.record import read_record
 from tests import faults
+from tests.fixtures.s3_proxy import S3Proxy, s3_proxy
+from tests.fixtures.training_tables import write_tables
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from comparison_rows import row
 
 from jobs.compare import Config, run
 from models.storage.locks import hold_lock
@@ -19,6 +18,7 @@ from pipelines.comparison.rows import shared_name
 from pipelines.comparison.runs import select
 from pipelines.comparison.table import Table
 from pipelines.comparison.tables import tables
+from tests.fixtures.comparison_rows import row
 
 
 def test_text_is_aligned_and_markdown_whole() -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from search_tables import write_search
-from trainings import build_training
 
 from jobs import cli
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.trainings import build_training
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_tables import write_tables
+
+from tests.fixtures.training_tables import write_tables
 
 ROOT = Path(__file__).parents[2]
 

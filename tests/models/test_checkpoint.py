@@ -17,8 +17,6 @@ import pytest
 import torch
 from pyarrow import fs
 from torch import nn
-from training_tables import write_tables
-from trainings import build_training
 
 from models.build import build_model, load_model
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -28,6 +26,8 @@ from models.storage.tables import TableVersion, UserError, add_seal, check_seal
 from models.storage.uri import open_uri
 from models.train import main
 from models.training.fit import FitConfig
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {

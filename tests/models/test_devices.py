@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from trainings import build_training
 
 from models import registry
 from models.metrics.ranking_metrics import Histogram
@@ -28,7 +27,8 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, autocast
 from models.training_run import TrainingRun
-from tests import actions_tables, search_tables, training_tables
+from tests.fixtures import actions_tables, search_tables, training_tables
+from tests.fixtures.trainings import build_training
 
 aten = torch.ops.aten
 THERE = torch.device("meta")

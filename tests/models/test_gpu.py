@@ -34,10 +34,10 @@ from models.training import fit as fit_module
 from models.training.cuda_graphs import CudaGraphs
 from models.training.fit import FitConfig, Meter, fit
 from models.training.optimizers import CapturableAdagrad
-from tests import small_retrieval
-from tests.actions_tables import write_actions
+from tests.fixtures import small_retrieval
+from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.search_tables import write_search
 from tests.models.test_devices import LC_REC, SIZES
-from tests.search_tables import write_search
 
 GRADIENT = [name for name in registry.MODELS if registry.find(name).trains_by_gradient]
 OF = {

@@ -23,7 +23,7 @@ from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.ranker import Ranker, RankerConfig
 from models.storage.tables import UserError, join
-from tests.search_tables import write_search
+from tests.fixtures.search_tables import write_search
 
 LABELS = ("click", "purchase", "share")
 

@@ -12,7 +12,7 @@ from models import registry
 from models.build import build_model, parse_options
 from models.retrieval.data import Catalogue, RequestBatch
 from models.storage.tables import UserError
-from tests.batches import fill_batch
+from tests.fixtures.batches import fill_batch
 
 CODES = torch.tensor([[0, 0], [0, 1], [1, 0]])
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from trainings import build_training
 
 from jobs.evaluate import Config, describe_first, run
 from models.metrics.ranking_metrics import format_metric
@@ -21,9 +20,10 @@ from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.evaluation.record import load_test_metrics
-from tests.actions_tables import write_actions
-from tests.search_tables import write_search
-from tests.training_tables import write, write_tables
+from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.training_tables import write, write_tables
+from tests.fixtures.trainings import build_training
 
 SASREC = {"name": "sasrec", "dim": 8, "num_layers": 1, "max_history": 12}
 BOOSTED = {"name": "boosted"}

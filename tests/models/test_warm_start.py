@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainings import build_training
 
 from models.loaded_model import LoadedModel
 from models.storage import checkpoint
@@ -23,6 +22,7 @@ from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
+from tests.fixtures.trainings import build_training
 
 DAY = 86_400_000
 BEGIN = 1_750_000_000_000 // DAY * DAY

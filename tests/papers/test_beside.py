@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from comparison_rows import LOSS, NDCG, compared, row
 
 from papers.claims import FAILS, HOLDS, OPEN, Claim, decide
 from papers.plots import beams
@@ -15,6 +14,7 @@ from papers.published import Papers, Published, System, compare_with, load
 from papers.tables import non_inferiority_tables, parameter_tables, relative_tables
 from pipelines.comparison.rows import EvaluationOptions, Row, Run
 from pipelines.comparison.tables import paired_tables, task_tables
+from tests.fixtures.comparison_rows import LOSS, NDCG, compared, row
 
 PRINTED = Published(
     "Table 3",

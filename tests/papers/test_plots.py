@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from comparison_rows import evaluate_run
-
 from papers.plots import beams, tokenizers
 from pipelines import tracking
 from pipelines.comparison.load import compare
 from pipelines.comparison.plots import plots
 from pipelines.comparison.runs import select
+from tests.fixtures.comparison_rows import evaluate_run
 
 
 def test_tokenizers_and_beams(new_store: Callable[[Path], str], tmp_path: Path) -> None:

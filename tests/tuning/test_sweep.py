@@ -20,8 +20,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from training_tables import write_tables
-from trainings import build_training, make_sweep
 
 from jobs import cli
 from jobs import sweep as job
@@ -33,6 +31,8 @@ from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import load_test_metrics
 from pipelines.training.config import RayOptions
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training, make_sweep
 from tuning.grid import Grid, Point, Scheduler, flatten_sections
 from tuning.options import Options
 from tuning.sweep import (

@@ -19,8 +19,8 @@ from models.actions.catalogue import ActionsCatalogue, Attributes
 from models.actions.data import ActionsDataset
 from models.ragged import split_evenly
 from models.storage.tables import UserError, join, read_table
-from tests.actions_tables import SEEN, TASKS, user, write_actions, write_rows
-from tests.training_tables import write_tables
+from tests.fixtures.actions_tables import SEEN, TASKS, user, write_actions, write_rows
+from tests.fixtures.training_tables import write_tables
 
 
 @pytest.fixture(scope="module")

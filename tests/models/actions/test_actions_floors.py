@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainings import build_training
 
 from models.actions.floors import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
 from models.storage import checkpoint
@@ -18,7 +17,8 @@ from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
 from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
-from tests.actions_tables import TASKS, write_actions
+from tests.fixtures.actions_tables import TASKS, write_actions
+from tests.fixtures.trainings import build_training
 
 STRENGTH = 20.0
 

@@ -11,7 +11,7 @@ import torch
 
 from models.actions import metrics
 from models.actions.batch import ActionsBatch
-from tests.batches import fill_batch
+from tests.fixtures.batches import fill_batch
 
 LABELS = ("like", "share")
 

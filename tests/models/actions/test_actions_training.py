@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from trainings import build_training
 
 from models.actions import metrics
 from models.actions.base import FusionModel
@@ -25,7 +24,8 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
-from tests.actions_tables import TASKS, user, write_actions, write_rows
+from tests.fixtures.actions_tables import TASKS, user, write_actions, write_rows
+from tests.fixtures.trainings import build_training
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs/actions"
 SMALL = {

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainings import build_training
 
 from models.actions.batch import ActionsBatch
 from models.actions.boosted import BoostedActions, BoostedActionsConfig
@@ -21,7 +20,8 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
-from tests.actions_tables import TASKS, write_actions
+from tests.fixtures.actions_tables import TASKS, write_actions
+from tests.fixtures.trainings import build_training
 
 SMALL = {"num_iterations": 20, "min_data_in_leaf": 5}
 

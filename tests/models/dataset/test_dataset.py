@@ -19,9 +19,9 @@ from models.dataset.order import WINDOW_STEPS, count_steps, order_epoch
 from models.retrieval.data import RetrievalDataset
 from models.search.data import SearchDataset
 from models.storage.tables import join
-from tests.actions_tables import write_actions
-from tests.search_tables import write_search
-from tests.training_tables import write_tables
+from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.training_tables import write_tables
 
 UNITS: dict[str, tuple[type[RequestDataset], dict[str, str], int]] = {
     "retrieval": (RetrievalDataset, {"train": "request", "val": "request"}, 6),

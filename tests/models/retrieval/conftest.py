@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import training_tables
-from trainings import build_training
 
 from models.retrieval.data import Catalogue
 from models.storage import checkpoint
@@ -27,6 +25,8 @@ from pipelines.data.schemas import (
     items_schema,
     sequences_schema,
 )
+from tests.fixtures import training_tables
+from tests.fixtures.trainings import build_training
 
 Log = dict[str, list[tuple[int, int]]]
 """User -> (timestamp, item_index), in order of time."""

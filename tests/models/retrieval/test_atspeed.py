@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_retrieval import FIRST, SIZES, TEACHER, catalogue, requests, tiger
 from torch import Tensor
 
 from models.build import build_model, load_model
@@ -28,6 +27,14 @@ from models.retrieval.students.atspeed import (
     strict_loss,
 )
 from models.storage.tables import UserError
+from tests.fixtures.small_retrieval import (
+    FIRST,
+    SIZES,
+    TEACHER,
+    catalogue,
+    requests,
+    tiger,
+)
 from tests.models.retrieval.conftest import World
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"

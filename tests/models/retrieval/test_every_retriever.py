@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from small_retrieval import ITEMS, SIZES, TEACHER, catalogue, requests
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,6 +24,7 @@ from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
 from models.storage import checkpoint
 from models.storage.tables import UserError
+from tests.fixtures.small_retrieval import ITEMS, SIZES, TEACHER, catalogue, requests
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
 LC_REC = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_retrieval import SIZES, TEACHER, catalogue, requests, tiger
 from torch import Tensor
 
 from models.build import build_model
@@ -18,6 +17,7 @@ from models.retrieval.students.joint import Joint
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training.optimizers import group_parameters
+from tests.fixtures.small_retrieval import SIZES, TEACHER, catalogue, requests, tiger
 
 NEZHA = {"name": "nezha"}
 

@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import training_tables
-from small_retrieval import ITEMS, catalogue, requests
 from torch import Tensor
 from torch.nn import functional
-from trainings import build_training
 
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -34,6 +31,9 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.text import language_model
 from models.training.fit import FitConfig, fit
+from tests.fixtures import training_tables
+from tests.fixtures.small_retrieval import ITEMS, catalogue, requests
+from tests.fixtures.trainings import build_training
 
 SMALL: dict[str, Any] = {
     "width": 16,

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_retrieval import catalogue, requests
 from torch import Tensor
-from trainings import build_training
 
 from models.build import build_model, load_model
 from models.retrieval.distillation.student import distillation_loss
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, fit
+from tests.fixtures.small_retrieval import catalogue, requests
+from tests.fixtures.trainings import build_training
 from tests.models.retrieval.test_lc_rec import (
     KINDS,
     TINY,

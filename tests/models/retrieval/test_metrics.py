@@ -22,7 +22,7 @@ from models.retrieval.metrics import (
     metric_sums,
     names,
 )
-from tests.batches import fill_batch
+from tests.fixtures.batches import fill_batch
 
 
 def test_they_are_those_of_scikit_learn_and_of_a_count():

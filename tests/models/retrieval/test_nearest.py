@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_retrieval import TEACHER, catalogue
 
 from models.build import build_model
 from models.retrieval.data import Catalogue, InteractionBatch
 from models.storage.tables import UserError
+from tests.fixtures.small_retrieval import TEACHER, catalogue
 
 ITEMS = 30
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_retrieval import requests_of
 from torch import nn
 
 from models.build import build_model
@@ -21,6 +20,7 @@ from models.cpu.fast import fast_search
 from models.retrieval.data import PAD, Catalogue
 from models.retrieval.recommend import truncate_history
 from models.storage.tables import UserError
+from tests.fixtures.small_retrieval import requests_of
 
 LONGEST = 6
 TIGER = {

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from small_retrieval import TEACHER, catalogue, requests, tiger
 from torch import Tensor
 
 from jobs.options import parse
@@ -23,6 +22,7 @@ from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
 from models.retrieval.students.recurrent import RecurrentDecoder, RecurrentScorer
 from models.retrieval.tiger import Tiger, TigerConfig
+from tests.fixtures.small_retrieval import TEACHER, catalogue, requests, tiger
 from tuning.grid import load_grid
 
 ROOT = Path(__file__).parents[3]

@@ -8,8 +8,8 @@ import torch
 from models.retrieval.data import PAD, Catalogue, RequestBatch, RetrievalDataset
 from models.retrieval.floors.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
-from tests.batches import fill_batch
-from tests.small_retrieval import windows
+from tests.fixtures.batches import fill_batch
+from tests.fixtures.small_retrieval import windows
 
 ITEMS = 12
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from small_retrieval import FIRST, SIZES, TEACHER, catalogue, requests, row_of, tiger
 from torch import Tensor
 
 from jobs.options import parse
@@ -19,6 +18,15 @@ from models.retrieval.decoders.sid_mlp import CrossAttention
 from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
 from models.storage.tables import UserError
+from tests.fixtures.small_retrieval import (
+    FIRST,
+    SIZES,
+    TEACHER,
+    catalogue,
+    requests,
+    row_of,
+    tiger,
+)
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
 ABLATIONS = sorted(

@@ -15,7 +15,6 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_retrieval import requests_of
 from torch import Tensor
 
 from models.build import load_model, parse_options
@@ -34,6 +33,7 @@ from models.storage.tables import TableVersion, UserError
 from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
+from tests.fixtures.small_retrieval import requests_of
 from tests.models.retrieval.conftest import World
 
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_tables import write_tables
-from trainings import build_training
 
 from models.build import load_model, parse_options
 from models.retrieval.data import Catalogue
@@ -24,6 +22,8 @@ from models.storage.inputs import Inputs
 from models.storage.tables import TableVersion, UserError
 from models.training.fit import EpochEvent, FitConfig
 from models.training_run import TrainingRun
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training
 from tests.models.retrieval.conftest import World
 
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}

@@ -21,8 +21,6 @@ import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
-from training_tables import write_tables
-from trainings import build_training
 
 from models.retrieval.data import RequestBatch, RetrievalDataset
 from models.retrieval.distillation.teacher_cache import CachedStates
@@ -40,7 +38,9 @@ from models.storage.tables import (
 )
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
-from tests.batches import fill_batch
+from tests.fixtures.batches import fill_batch
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training
 
 ROOT = Path(__file__).parents[3]
 TIGER = {

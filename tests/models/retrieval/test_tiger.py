@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import small_retrieval
 import torch
 
 from models.layers.t5 import _ReluDropout, dropout
 from models.retrieval.data import PAD, Catalogue, HistoryBatch
 from models.retrieval.search.generate import to_transformers
 from models.retrieval.tiger import Tiger, TigerConfig
+from tests.fixtures import small_retrieval
 
 SMALL = {
     "d_model": 32,

@@ -26,7 +26,7 @@ from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.tables import UserError
 from models.warm_start import load_extended_weights
-from tests.batches import fill_batch
+from tests.fixtures.batches import fill_batch
 
 ITEMS, USERS = 12, 40
 

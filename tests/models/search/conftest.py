@@ -9,7 +9,7 @@ from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.qgs import QGSConfig
 from models.storage.tables import join
-from tests.search_tables import write_search
+from tests.fixtures.search_tables import write_search
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
-from trainings import build_training
 
 from models.build import load_model
 from models.loaded_model import load_catalogue
@@ -28,7 +27,8 @@ from models.storage.tables import UserError, read_table
 from models.training.fit import FitConfig
 from models.warm_start import load_extended_weights
 from pipelines.evaluation.inference import infer_all
-from tests.batches import fill_batch
+from tests.fixtures.batches import fill_batch
+from tests.fixtures.trainings import build_training
 
 ITEMS, QUERIES, T, SHOWN = 9, 4, 6, 5
 COUNTED = ("pair_ctr_7d", "position", "hour_sin")

@@ -21,8 +21,8 @@ from models.search.data import SearchBatch
 from models.search.encoders import pretrained_sizes
 from models.search.hllm import HLLM, HLLMConfig, ItemTower
 from models.storage.tables import UserError, join, read_table
-from tests.search_tables import ITEM_MODEL, WIDTH, write_search
-from tests.training_tables import write
+from tests.fixtures.search_tables import ITEM_MODEL, WIDTH, write_search
+from tests.fixtures.training_tables import write
 
 SMALL = {
     "max_history": 8,

@@ -15,7 +15,7 @@ from models.search import metrics
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
 from models.search.position import Position
-from tests.search_tables import change
+from tests.fixtures.search_tables import change
 
 
 def places(catalogue: SearchCatalogue) -> list[int]:

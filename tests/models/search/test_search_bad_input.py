@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from search_tables import request, write_tables
 
 from models.search import metrics
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.data import SearchDataset
 from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import UserError, add_seal, check_seal, join
+from tests.fixtures.search_tables import request, write_tables
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from models.retrieval.data import request_number
 from models.search.catalogue import SearchCatalogue, pair_key
 from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset
 from models.storage.tables import UserError, join, read_table
-from tests.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
+from tests.fixtures.search_tables import FEATURES, LABELS, WIDTH, request, write_tables
 
 
 def seen(batch: SearchBatch) -> dict[int, dict]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainings import build_training
 
 from models.metrics.ranking_metrics import request_auc
 from models.search.catalogue import SearchCatalogue, SearchText
@@ -29,7 +28,8 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join
 from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
-from tests.batches import fill_batch
+from tests.fixtures.batches import fill_batch
+from tests.fixtures.trainings import build_training
 
 RATES = ("pair_ctr_7d", "item_ctr_30d", "item_ctr_1.5d", "pair_ctr_30d", "position")
 

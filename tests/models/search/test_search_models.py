@@ -12,8 +12,8 @@ from models.search.catalogue import SearchCatalogue, pair_key
 from models.search.hllm import HLLM, HLLMConfig
 from models.search.qgs import QGS, HSTUConfig, QGSConfig
 from models.search.ranker import Ranker, RankerConfig
+from tests.fixtures.search_tables import ITEM_MODEL, change
 from tests.models.search.test_search_equations import loop_loss
-from tests.search_tables import ITEM_MODEL, change
 
 SMALL = {
     "max_history": 8,

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from trainings import build_training
 
 from models.build import load_model, parse_options
 from models.evaluation import measure_examples
@@ -18,7 +17,8 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, StepEvent, fit
-from tests.search_tables import write_search
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.trainings import build_training
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
 SMALL = {

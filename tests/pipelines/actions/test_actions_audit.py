@@ -17,7 +17,7 @@ from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
-from tests.audited import Change, Row, broken, rewrite
+from tests.fixtures.audited import Change, Row, broken, rewrite
 
 SOURCE = (
     Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_feed.yaml"

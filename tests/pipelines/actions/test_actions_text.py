@@ -13,8 +13,8 @@ from models.actions.catalogue import ActionsCatalogue
 from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import check_texts, encode_log, fit_tfidf_encoder
-from tests.actions_tables import write_actions
-from tests.training_tables import write_tables
+from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.training_tables import write_tables
 
 
 def test_the_text_of_a_feed_is_that_of_its_items(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comparison_rows import NDCG, compared, evaluate_run, row
 
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.students.sid_mlp import SidMlp
@@ -32,6 +31,7 @@ from pipelines.comparison.rows import (
 )
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import paired_tables, runs_table
+from tests.fixtures.comparison_rows import NDCG, compared, evaluate_run, row
 
 
 def test_a_run_from_before_an_option_stands_with_those_at_its_default(

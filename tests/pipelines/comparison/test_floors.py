@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comparison_rows import evaluate_run, to_result
 
 from models import registry
 from models.metrics.per_user_metrics import PerUserValues
@@ -30,6 +29,7 @@ from pipelines.comparison.over_users import Interval
 from pipelines.comparison.rows import ALL_ITEMS, KNOWN_LEFT_OUT, Row, Run
 from pipelines.comparison.runs import select
 from pipelines.evaluation.floors import Floor
+from tests.fixtures.comparison_rows import evaluate_run, to_result
 
 USERS = 600
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comparison_rows import evaluate_run
 
 from models.metrics.per_user_metrics import PerUserValues
 from pipelines import tracking
@@ -22,6 +21,7 @@ from pipelines.comparison.over_users import (
 )
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables
+from tests.fixtures.comparison_rows import evaluate_run
 
 
 def test_the_interval_is_that_of_the_mean_of_many_users() -> None:

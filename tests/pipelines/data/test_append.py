@@ -27,7 +27,7 @@ from pipelines.data import run
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
-from tests.audited import broken
+from tests.fixtures.audited import broken
 from tests.pipelines.data.test_random_logs import (
     ACTIONS,
     BEGIN,

@@ -11,7 +11,6 @@ from typing import Any
 
 import polars as pl
 import pytest
-from trainings import build_training
 
 from models.loaded_model import LoadedModel
 from models.storage import checkpoint
@@ -24,6 +23,7 @@ from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from pipelines.data.sids.precomputed import read_precomputed
 from pipelines.evaluation.inference import infer_all
+from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.shared_data
 

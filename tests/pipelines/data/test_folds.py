@@ -35,8 +35,8 @@ from pipelines.data.simulation import Settings
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import record_result
 from pipelines.training.settings import check_training
-from tests.audited import broken, rewrite
-from tests.trainings import build_training, make_config, train
+from tests.fixtures.audited import broken, rewrite
+from tests.fixtures.trainings import build_training, make_config, train
 from tuning.grid import Grid, Scheduler
 from tuning.sweep import TrialResult, find_best
 

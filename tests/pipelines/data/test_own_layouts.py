@@ -13,7 +13,6 @@ from typing import Any
 
 import polars as pl
 import pytest
-from own_layouts import MAKERS
 
 from jobs import audit, cli, prepare
 from models.storage.tables import (
@@ -25,6 +24,7 @@ from models.storage.tables import (
 )
 from pipelines.data.audit.rules import audit as check
 from pipelines.training import run as training
+from tests.fixtures.own_layouts import MAKERS
 
 SOURCES = Path("jobs/configs/sources")
 

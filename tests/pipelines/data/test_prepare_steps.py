@@ -29,7 +29,7 @@ from pipelines.data.reading.log import Log, load_source, parse_log
 from pipelines.data.reading.rows import Block
 from pipelines.data.sequences.splits import SplitConfig
 from pipelines.data.settings import read_config
-from tests.audited import broken
+from tests.fixtures.audited import broken
 
 by_ray = pytest.mark.usefixtures("ray_local")
 

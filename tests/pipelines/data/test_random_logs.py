@@ -16,7 +16,7 @@ from models.storage.tables import read_table
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
-from tests.audited import broken
+from tests.fixtures.audited import broken
 
 pytestmark = pytest.mark.exhaustive
 

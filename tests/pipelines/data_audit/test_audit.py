@@ -29,7 +29,7 @@ from pipelines.data.kinds import KINDS
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
-from tests.audited import Change, Row, broken, rewrite
+from tests.fixtures.audited import Change, Row, broken, rewrite
 
 BEGIN = 1_600_000_000_000
 SOURCE = {

@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from training_tables import write_tables
 
 from models.storage.tables import UserError, read_table
 from pipelines.evaluation.allowed import read_allowed
+from tests.fixtures.training_tables import write_tables
 
 
 @pytest.fixture(scope="module")

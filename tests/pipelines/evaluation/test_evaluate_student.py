@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_tables import write_tables
-from trainings import build_training
 
 from jobs.evaluate import Config, run
 from jobs.options import parse
@@ -29,6 +27,8 @@ from pipelines.comparison.load import compare
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables as tables_of
 from pipelines.serving.export import differs
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training
 
 TIGER = {
     "name": "tiger",

@@ -13,7 +13,6 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
-from trainings import build_training
 
 from jobs.evaluate import Config, run
 from models.actions.data import ActionsDataset
@@ -26,10 +25,11 @@ from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import evaluate
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
-from tests.actions_tables import SEEN, TASKS, write_actions
+from tests.fixtures.actions_tables import SEEN, TASKS, write_actions
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.training_tables import write, write_tables
+from tests.fixtures.trainings import build_training
 from tests.pipelines.serving.test_served_scores import searches, serve
-from tests.search_tables import write_search
-from tests.training_tables import write, write_tables
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_tables import write_tables
-from trainings import build_training
 
 from jobs.evaluate import Config, run
 from jobs.options import parse
@@ -34,6 +32,8 @@ from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import count_trained_items, evaluate
 from pipelines.evaluation.record import load_test_metrics, record_result
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {

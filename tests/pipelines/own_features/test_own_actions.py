@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from trainings import build_training
 
 from models.actions.data import ActionsDataset
 from models.storage import checkpoint
@@ -24,8 +23,15 @@ from pipelines import tracking
 from pipelines.data.sequences import custom_features
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from tests.audited import broken, rewrite
-from tests.own_features_log import FEED, FEED_PREPARE, make, write_feed, write_log
+from tests.fixtures.audited import broken, rewrite
+from tests.fixtures.own_features_log import (
+    FEED,
+    FEED_PREPARE,
+    make,
+    write_feed,
+    write_log,
+)
+from tests.fixtures.trainings import build_training
 
 MVP = {
     "name": "attn_mvp",

@@ -19,8 +19,8 @@ from pipelines.data.sequences.custom_features import (
     TrainingValues,
     describe_features,
 )
-from tests.audited import broken, rewrite
-from tests.own_features_log import make
+from tests.fixtures.audited import broken, rewrite
+from tests.fixtures.own_features_log import make
 
 
 def test_candidates_have_what_the_log_says_and_the_manifest_what_training_says(

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from trainings import build_training
 
 from models.own_features import Category, Number, OwnFeatures, OwnInputs
 from models.search.catalogue import SearchCatalogue
@@ -21,7 +20,8 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
-from tests.own_features_log import SOURCE, make, make_text
+from tests.fixtures.own_features_log import SOURCE, make, make_text
+from tests.fixtures.trainings import build_training
 
 SMALL = {
     "width": 16,

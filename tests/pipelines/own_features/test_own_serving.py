@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from trainings import build_training
 
 from models.search.data import SearchBatch, SearchDataset
 from models.storage import checkpoint
@@ -22,7 +21,8 @@ from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from tests.own_features_log import make, make_text
+from tests.fixtures.own_features_log import make, make_text
+from tests.fixtures.trainings import build_training
 
 SIZES = {
     "width": 16,

@@ -7,7 +7,6 @@ from typing import Any
 
 import polars as pl
 import pytest
-from trainings import build_training
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -18,6 +17,7 @@ from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
+from tests.fixtures.trainings import build_training
 
 SOURCE: dict[str, Any] = {
     "files": "log.csv",

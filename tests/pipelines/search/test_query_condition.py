@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from search_tables import FEATURES, request, write_tables
 
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
@@ -17,6 +16,7 @@ from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import join
 from pipelines.data.search.simulator import SearchSettings, draw_searches
 from pipelines.data.simulation import Settings, make_world
+from tests.fixtures.search_tables import FEATURES, request, write_tables
 
 pytestmark = pytest.mark.long
 

@@ -19,7 +19,7 @@ from pipelines.data.reading.log import load_source
 from pipelines.data.schemas import QUERIES
 from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config
-from tests.audited import Change, Row, broken, rewrite
+from tests.fixtures.audited import Change, Row, broken, rewrite
 
 SOURCE = (
     Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"

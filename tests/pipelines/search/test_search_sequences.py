@@ -25,7 +25,7 @@ from pipelines.data.search.features import IDS
 from pipelines.data.search.sequences import SearchBuilder
 from pipelines.data.sequences.builder import Lookups
 from pipelines.data.settings import read_config
-from tests.audited import broken
+from tests.fixtures.audited import broken
 
 SCHEMA = events_schema(
     {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"]

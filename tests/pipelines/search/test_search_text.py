@@ -15,7 +15,6 @@ import pyarrow as pa
 import pytest
 import torch
 from sklearn.metrics.pairwise import cosine_similarity
-from trainings import build_training
 from transformers import (
     AutoModel,
     AutoTokenizer,
@@ -48,6 +47,7 @@ from pipelines.data.sids.texts import encode_log, fit_tfidf_encoder
 from pipelines.data.simulation import MAKERS, NOUNS, STYLES, TRAITS
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
+from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.exhaustive
 

@@ -28,11 +28,11 @@ from models.storage import checkpoint
 from pipelines.serving import package
 from pipelines.serving.ray_serve import Options, Replica, build, resolve_version
 from pipelines.serving.registered_model import register
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.training_tables import write_tables
 from tests.pipelines.serving.test_registered_model import train_nothing
 from tests.pipelines.serving.test_served_ranker import trained
 from tests.pipelines.serving.test_served_scores import searches
-from tests.search_tables import write_search
-from tests.training_tables import write_tables
 
 BATCH = 5
 """Requests that the served TIGER waits for, longer than any test does."""

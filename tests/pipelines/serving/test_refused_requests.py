@@ -17,11 +17,11 @@ from mlflow.pyfunc import PyFuncModel, scoring_server
 from models.storage.tables import UserError
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from tests.actions_tables import write_actions
+from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.training_tables import write_tables
 from tests.pipelines.serving.test_registered_model import train_nothing
 from tests.pipelines.serving.test_served_ranker import trained
-from tests.search_tables import write_search
-from tests.training_tables import write_tables
 
 HISTORY = {"history": ["item-001"]}
 SEARCH = {"history": [], "candidates": ["item_id-003"], "query": "query-001"}

@@ -17,8 +17,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from training_tables import write_tables
-from trainings import build_training
 
 from jobs.compare import Config, run
 from models.build import load_model
@@ -30,6 +28,8 @@ from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training
 
 TIGER = {
     "name": "tiger",

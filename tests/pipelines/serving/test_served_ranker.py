@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from trainings import build_training
 
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
@@ -35,9 +34,10 @@ from pipelines.data.sids.texts import encode_log
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from pipelines.serving.served_model import ServedModel
-from tests.actions_tables import SEEN, write_actions
+from tests.fixtures.actions_tables import SEEN, write_actions
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.trainings import build_training
 from tests.pipelines.serving.test_served_scores import searches
-from tests.search_tables import write_search
 
 SIZES = {
     "qgs": {

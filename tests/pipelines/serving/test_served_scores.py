@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from trainings import build_training
 
 from models import registry
 from models.actions.data import ActionsDataset
@@ -28,8 +27,9 @@ from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
-from tests.actions_tables import SEEN, write_actions
-from tests.search_tables import write_search
+from tests.fixtures.actions_tables import SEEN, write_actions
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.trainings import build_training
 
 SIZES = {
     "width": 16,

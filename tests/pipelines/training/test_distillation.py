@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_tables import write_tables
-from trainings import build_training, train
 
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -26,6 +24,8 @@ from models.training.fit import FitConfig, fit
 from pipelines import tracking
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training, train
 
 TIGER = {
     "name": "tiger",

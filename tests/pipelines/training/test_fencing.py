@@ -20,8 +20,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_tables import write_tables
-from trainings import train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -32,6 +30,8 @@ from pipelines.training import run as runs
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
 from pipelines.training.worker import Task, WorkerContext, run_task
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import train
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 

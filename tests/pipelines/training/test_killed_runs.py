@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from trainings import make_sweep, train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -30,6 +29,7 @@ from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
+from tests.fixtures.trainings import make_sweep, train
 from tuning.grid import Grid
 from tuning.options import Options
 from tuning.sweep import run_sweep

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from trainings import train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -26,6 +25,7 @@ from pipelines.ray_inside import has_autoscaler
 from pipelines.training import run as runs
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
+from tests.fixtures.trainings import train
 
 pytestmark = pytest.mark.exhaustive
 

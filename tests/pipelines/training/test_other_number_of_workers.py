@@ -23,13 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from actions_tables import write_actions
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
-from search_tables import write_search
 from torch.distributed.fsdp import FSDPModule
-from training_tables import write_tables
-from trainings import make_config, train
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -40,6 +36,10 @@ from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
 from pipelines.training.settings import check_training
 from pipelines.training.worker import Task, WorkerContext, run_task
+from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.search_tables import write_search
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import make_config, train
 
 pytestmark = pytest.mark.exhaustive
 

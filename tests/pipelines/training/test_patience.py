@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from s3_proxy import S3Proxy, s3_proxy
-from trainings import train
 
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
@@ -18,6 +16,8 @@ from models.storage.tables import UserError
 from models.storage.uri import file_info, read_json, write_file
 from models.training.fit import FitConfig
 from pipelines.training.config import RayOptions
+from tests.fixtures.s3_proxy import S3Proxy, s3_proxy
+from tests.fixtures.trainings import train
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 

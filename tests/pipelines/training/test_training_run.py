@@ -19,9 +19,6 @@ import pandas as pd
 import pytest
 import ray
 import torch
-from search_tables import ITEM_MODEL, write_search
-from training_tables import write_tables
-from trainings import build_training, train
 from transformers import AutoConfig, AutoModel
 
 from models.build import load_model
@@ -36,7 +33,10 @@ from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult, stream_progress
-from tests.batches import fill_batch
+from tests.fixtures.batches import fill_batch
+from tests.fixtures.search_tables import ITEM_MODEL, write_search
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training, train
 
 SASREC = {
     "name": "sasrec",

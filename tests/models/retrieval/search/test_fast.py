@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_retrieval
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.students.sid_mlp import SidMlp
 from models.retrieval.tokenizers.codes import add_conflict_levels
 from models.retrieval.tokenizers.published import read_published
+from tests.fixtures import small_retrieval
 
 SHARED = Path(__file__).parents[4] / "../shared/data"
 
