@@ -23,11 +23,15 @@ class Config:
     """Options of the audit."""
 
     tables: str
-    """Folder or URI that holds `events`, `items` and `sequences`."""
+    """TABLES: folder or URI with the tables `events`, `items` and `sequences`."""
 
 
 def run(config: Config) -> None:
-    """Run the audit and print its report; raise UserError for a violation."""
+    """Run the audit and print its report.
+
+    Raises:
+        UserError: if a rule is violated.
+    """
     from pipelines.data.audit.rules import audit, report
 
     start = time.monotonic()
@@ -42,10 +46,10 @@ def run(config: Config) -> None:
     broken = [rule.name for rule in rules if rule.violations]
     if broken:
         total = sum(rule.violations for rule in rules)
-        found = f"{pluralize(total, 'violation')} of {', '.join(broken)}"
+        violations = f"{pluralize(total, 'violation')} of {', '.join(broken)}"
         raise UserError(
-            f"{found} in {config.tables}; do not train on these tables: make them again with python -m jobs.prepare "
-            f"--overwrite"
+            f"{violations} in {config.tables}; do not train on these tables: make them "
+            f"again with python -m jobs.prepare --overwrite"
         )
     print(
         "No violations. Next: python -m jobs.tokenize, jobs.encode or jobs.train --help"

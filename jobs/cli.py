@@ -1,6 +1,6 @@
-"""The command line that all jobs share: dataclasses to options, errors to one line, Ray started once.
+"""Run jobs from the command line: parse options, start Ray, print errors in one line.
 
-A job is a dataclass of options and a function of it:
+A job is a dataclass of options and a function that takes it:
 
     if __name__ == "__main__":
         cli.main(run, Config)
@@ -35,23 +35,24 @@ from pipelines.faults import explain, find_user_error, first_line
 from pipelines.training.stop import STOP_REQUEST
 
 STOPPED = "stopped; the same command again continues from what is finished\n"
-"""Message of a command that SIGINT (Ctrl-C) or SIGTERM ends, with exit code 130 or
-143."""
+"""Message of a command that SIGINT (Ctrl-C, exit code 130) or SIGTERM (143) stops."""
 
 TRACEBACK = "TRIELINE_TRACEBACK"
-"""Environment variable that shows tracebacks, and on a cluster all that workers
-print."""
+"""Environment variable that shows tracebacks and, on a cluster, the workers' output."""
 
-STARTS = 3
-"""Attempts to start a local Ray, which gives its processes 30 seconds; a busy machine
-may need longer."""
+MAX_START_ATTEMPTS = 3
+"""Attempts to start a local Ray. Ray gives its processes 30 s, too little on a busy
+machine."""
 
 
 def start_ray(num_cpus: int | None = None) -> None:
-    """Connect to the cluster that this job was submitted to (RAY_ADDRESS), or start a local Ray.
+    """Connect to the cluster at RAY_ADDRESS, or start a local Ray if it is unset.
 
-    A Ray that happens to run on this machine is never joined. A local Ray listens on
-    loopback alone.
+    Other Ray instances on this machine are never joined. A local Ray listens on
+    loopback only.
+
+    Args:
+        num_cpus: CPUs of a local Ray; by default all CPUs of the machine.
     """
     say_loading("ray")
     import ray
@@ -60,34 +61,30 @@ def start_ray(num_cpus: int | None = None) -> None:
 
     if ray.is_initialized():
         return
-    main = threading.current_thread() is threading.main_thread()
-    # Python drops exceptions while it forks processes, so a signal ends this process at
-    # once.
-    before = (
-        {
-            number: signal.signal(number, leave)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        if main
-        else {}
-    )
+    # Python drops exceptions that signal handlers raise during a fork, so while Ray's
+    # processes start, a signal ends this process at once.
+    old_handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            old_handlers[number] = signal.signal(number, leave)
     try:
         with keep_sigterm_handler():
             _start_ray(num_cpus)
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
 def _start_ray(num_cpus: int | None) -> None:
-    if address := os.environ.get("RAY_ADDRESS"):
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
         join_cluster(address)
         return
     import ray
 
     from pipelines.ray_inside import SHUFFLE_ENV
 
-    for attempt in range(1, STARTS + 1):
+    for attempt in range(1, MAX_START_ATTEMPTS + 1):
         try:
             ray.init(
                 address="local",
@@ -98,58 +95,72 @@ def _start_ray(num_cpus: int | None) -> None:
                 runtime_env=SHUFFLE_ENV,
             )
             break
-        except Exception as error:  # Ray raises nothing more special where its processes do not come up in time
+        except Exception as error:  # ray.init raises a bare Exception on a timeout
             ray.shutdown()
-            if attempt == STARTS:
+            reason = first_line(error)
+            if attempt == MAX_START_ATTEMPTS:
                 raise UserError(
-                    f"a local Ray did not start ({first_line(error)}); see that the machine has memory, room in /tmp "
-                    f"and is not too busy, then run the same command again"
+                    f"a local Ray did not start ({reason}); check free memory, disk "
+                    f"space in /tmp and the load of the machine, then run the same "
+                    f"command again"
                 ) from error
             print(
-                f"note: a local Ray did not start ({first_line(error)}); trying again, {attempt + 1} of {STARTS}"
+                f"note: a local Ray did not start ({reason}); starting attempt "
+                f"{attempt + 1} of {MAX_START_ATTEMPTS}"
             )
 
 
-def preflight(**places: str | None) -> None:
-    """Join the cluster that this job was submitted to, and refuse paths that its other nodes do not reach.
+def preflight(**paths: str | None) -> None:
+    """Join the cluster of a submitted job, and check that its nodes can read the paths.
 
-    Does nothing without a cluster (RAY_ADDRESS), as a job starts its own Ray later.
+    Without a cluster (RAY_ADDRESS is unset), do nothing: the job starts a local Ray
+    later.
 
     Args:
-        places: Paths by the options that name them.
+        paths: Paths by the name of the option; None for an option that is unset.
+
+    Raises:
+        UserError: if the cluster does not answer, if it has no free CPU, or if a path
+            is local to one node of a larger cluster.
     """
     if not os.environ.get("RAY_ADDRESS"):
         return
     start_ray()
     from pipelines.cluster import check_paths, check_room
 
-    check_paths(places)
+    check_paths(paths)
     check_room(1, {"CPU": 1}, "no task can run on it")
 
 
-def check_cpus(workers: int, each: float, remedy: str) -> None:
-    """Raise UserError if a local Ray has no room for the workers.
+def check_cpus(num_workers: int, cpus_per_worker: float, remedy: str) -> None:
+    """Raise UserError if this machine has too few CPUs for the workers of a local Ray.
 
-    The CPUs of a cluster are checked once the job has joined it.
+    The CPUs of a cluster are checked after the job has joined it.
 
     Args:
-        workers: Number of workers.
-        each: CPUs of each worker.
-        remedy: What the user can do.
+        num_workers: Number of workers.
+        cpus_per_worker: CPUs of each worker; may be a fraction.
+        remedy: Advice in the message, such as `set --ray.num_workers 1`.
     """
     cpus = os.cpu_count() or 1
-    room = int(cpus / each) if each else workers
-    if os.environ.get("RAY_ADDRESS") or workers <= room:
+    max_workers = int(cpus / cpus_per_worker) if cpus_per_worker else num_workers
+    if os.environ.get("RAY_ADDRESS") or num_workers <= max_workers:
         return
-    need = "needs" if workers == 1 else "need"
+    need = "needs" if num_workers == 1 else "need"
     raise UserError(
-        f"{pluralize(workers, 'worker')} {need} {workers * each:g} CPUs, {each:g} CPU for each; this machine has "
-        f"{cpus}, room for {room}; {remedy}, or submit the job to a cluster (docs/cluster.md)"
+        f"{pluralize(num_workers, 'worker')} {need} {num_workers * cpus_per_worker:g} "
+        f"CPUs, {cpus_per_worker:g} CPU for each; this machine has {cpus}, room for "
+        f"{max_workers}; {remedy}, or submit the job to a cluster (docs/cluster.md)"
     )
 
 
 def join_cluster(address: str) -> None:
-    """Connect to a running cluster; raise UserError at once if nobody answers or the token is missing."""
+    """Connect to a running cluster.
+
+    Raises:
+        UserError: within seconds, if nothing answers at the address or the cluster
+            rejects the token.
+    """
     check_address(address)
     check_token(address)
     import ray
@@ -159,8 +170,8 @@ def join_cluster(address: str) -> None:
     if not os.environ.get(TRACEBACK):
         shorten_raylet_errors()
     try:
-        # what workers print stands in the dashboard: what is worth a line here, they
-        # tell the job
+        # The dashboard shows the workers' output. Messages for the user are reported
+        # to the driver.
         ray.init(
             log_to_driver=bool(os.environ.get(TRACEBACK)), logging_level=logging.WARNING
         )
@@ -170,47 +181,50 @@ def join_cluster(address: str) -> None:
         RuntimeError,
         ValueError,
     ) as error:
-        first = " ".join((str(error).splitlines() or [""])[0].split())[:300]
+        lines = str(error).splitlines() or [""]
+        reason = " ".join(lines[0].split())[:300]
         raise UserError(
-            f"cannot join the Ray cluster at RAY_ADDRESS={address} ({first}); check the address, and the cluster's "
-            f"token: {TOKEN}"
+            f"cannot join the Ray cluster at RAY_ADDRESS={address} ({reason}); check the "
+            f"address, and the cluster's token: {TOKEN_REMEDY}"
         ) from error
 
 
-TOKEN = (
-    "make one where the cluster is started (ray get-auth-token --generate), copy it here to ~/.ray/auth_token or into "
-    "RAY_AUTH_TOKEN, and export RAY_AUTH_MODE=token"
+TOKEN_REMEDY = (
+    "make one where the cluster is started (ray get-auth-token --generate), copy it to "
+    "~/.ray/auth_token or into RAY_AUTH_TOKEN on this machine, and export "
+    "RAY_AUTH_MODE=token"
 )
-"""Remedy for a missing token."""
+"""Advice in messages about a missing or rejected token."""
 
 
 def check_address(address: str) -> None:
-    """Raise UserError for an invalid RAY_ADDRESS, or if nobody answers at it within seconds."""
+    """Raise UserError if RAY_ADDRESS is invalid or nothing answers there within 5 s."""
     if address in ("auto", "local"):
         return
-    shape = re.fullmatch(
+    match = re.fullmatch(
         r"(?:ray://)?(\[[0-9a-fA-F:]+\]|[^\s:/@\[\]]+):(\d{1,5})", address
     )
-    if shape is None or not 0 < int(shape[2]) < 65536:
+    if match is None or not 0 < int(match[2]) < 65536:
         raise UserError(
-            f"RAY_ADDRESS={address} is no address of a Ray cluster; give HOST:PORT (6379 by default), "
-            f"ray://HOST:10001 or auto, or unset it to start a local Ray"
+            f"RAY_ADDRESS={address} is no address of a Ray cluster; give HOST:PORT "
+            f"(6379 by default), ray://HOST:10001 or auto, or unset it to start a local "
+            f"Ray"
         )
+    host, port = match[1].strip("[]"), int(match[2])
     try:
-        socket.create_connection(
-            (shape[1].strip("[]"), int(shape[2])), timeout=5
-        ).close()
+        socket.create_connection((host, port), timeout=5).close()
     except OSError as error:
         raise UserError(
-            f"nobody answers at RAY_ADDRESS={address} ({error.strerror or error}); start the cluster, correct the "
-            f"address, or unset it to start a local Ray"
+            f"nothing answers at RAY_ADDRESS={address} ({error.strerror or error}); "
+            f"start the cluster, correct the address, or unset it to start a local Ray"
         ) from error
 
 
 def read_token() -> str:
-    """Return this client's token as Ray finds it, or an empty text."""
-    if given := os.environ.get("RAY_AUTH_TOKEN"):
-        return given.strip()
+    """Return this client's token, from where Ray looks for it, or an empty string."""
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    if token:
+        return token.strip()
     path = Path(
         os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
     )
@@ -218,40 +232,41 @@ def read_token() -> str:
 
 
 def check_token(address: str) -> None:
-    """Raise UserError if the cluster wants another token than this client's, as Ray would wait for long.
+    """Raise UserError if the cluster rejects this client's token.
 
-    The cluster is asked if the environment does not say whether it authenticates.
+    Ray itself retries a rejected token for minutes. A probe finds out at once.
     """
     import grpc
 
     from pipelines.ray_inside import probe_token
 
-    given, mode = read_token(), os.environ.get("RAY_AUTH_MODE", "").lower()
-    if mode == "token" and not given:
+    token = read_token()
+    mode = os.environ.get("RAY_AUTH_MODE", "").lower()
+    if mode == "token" and not token:
         raise UserError(
-            f"there is no token for the Ray cluster at RAY_ADDRESS={address}; {TOKEN}"
+            f"there is no token for the Ray cluster at RAY_ADDRESS={address}; "
+            f"{TOKEN_REMEDY}"
         )
     if address in ("auto", "local") or address.startswith("ray://"):
         return
-    answer = probe_token(address, given if mode != "disabled" else "")
-    if answer in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        what = (
-            "another token than this client's"
-            if given
-            else "a token, and this client has none"
-        )
+    status = probe_token(address, token if mode != "disabled" else "")
+    if status in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        wanted = "a token, and this client has none"
+        if token:
+            wanted = "another token than this client's"
         raise UserError(
-            f"the Ray cluster at RAY_ADDRESS={address} wants {what}; {TOKEN}"
+            f"the Ray cluster at RAY_ADDRESS={address} wants {wanted}; {TOKEN_REMEDY}"
         )
-    if answer != grpc.StatusCode.OK:
+    if status != grpc.StatusCode.OK:
         raise UserError(
-            f"what answers at RAY_ADDRESS={address} is no Ray cluster ({answer.name.lower()}); give the address that "
-            f"`ray start --head` printed, or unset it to start a local Ray"
+            f"the server at RAY_ADDRESS={address} is no Ray cluster "
+            f"({status.name.lower()}); give the address that `ray start --head` printed, "
+            f"or unset it to start a local Ray"
         )
 
 
 _signals: list[int] = []
-"""Signals that asked this process to stop."""
+"""Signals received by this process, in order."""
 
 
 def leave(number: int, frame: FrameType | None = None) -> NoReturn:
@@ -264,25 +279,24 @@ def set_ray_defaults() -> None:
     """Set the environment of a local Ray. Ray reads it when `ray` is imported."""
     if os.environ.get("RAY_ADDRESS"):
         return
-    # A local Ray is for its user alone.
+    # Other users of the machine cannot use a local Ray.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # Ray's switch for laptops: a node's address is then 127.0.0.1, where everything
-    # that the node starts listens, its metrics too. Ray turns
-    # `ray.init(_node_ip_address="127.0.0.1")` into the machine's own address.
+    # With this value Ray takes 127.0.0.1 as the address of the node, and all of its
+    # servers listen there, the metrics server too. `_node_ip_address="127.0.0.1"` in
+    # `ray.init` does not help: Ray replaces it by the machine's external address.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # Ray's own niceness of 15 leaves its workers one part in 28 of a busy machine.
+    # Ray's default niceness of 15 leaves its workers 1/28 of a CPU on a busy machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Waiting threads sleep: beside other processes, spinning threads take many times
-    # the time of the work itself.
+    # OpenMP threads that spin while they wait slow other processes down many times.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def catch_signals() -> None:
-    """Let SIGINT and SIGTERM stop the job.
+    """Install handlers with which SIGINT and SIGTERM stop the job.
 
-    The first signal lets a training save a checkpoint; elsewhere it raises
-    KeyboardInterrupt, so that the job releases its locks. A second signal, or `GRACE`
-    seconds after the first one, ends the process at once.
+    After the first signal, a training saves a checkpoint and stops; any other job gets
+    a KeyboardInterrupt, so that it releases its locks. A second signal ends the process
+    at once, as does a timer `GRACE_S` seconds after the first signal.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _interrupt)
@@ -293,23 +307,24 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGINT, leave)
     signal.signal(signal.SIGTERM, leave)
     _signals.append(number)
-    last = threading.Timer(GRACE, leave, [number])
-    last.daemon = True
-    last.start()
+    timer = threading.Timer(GRACE_S, leave, [number])
+    timer.daemon = True
+    timer.start()
     if not STOP_REQUEST.request():
         raise KeyboardInterrupt
 
 
-GRACE = 25.0
-"""Seconds that a stopped job has to end its MLflow run: less than the 30 of
-Kubernetes."""
+GRACE_S = 25.0
+"""Seconds that a stopped job has to end its MLflow run; Kubernetes kills after 30."""
 
 
 def save_traceback(error: BaseException) -> str:
-    """Write the traceback of an error to a file, and to stderr if TRIELINE_TRACEBACK is set.
+    """Write the traceback of an error to a temporary file.
+
+    With TRIELINE_TRACEBACK set, write it to stderr as well.
 
     Returns:
-        The end of the error's line, which names the file.
+        Suffix for the error message, which names the file.
     """
     text = "".join(traceback.format_exception(error))
     if os.environ.get(TRACEBACK):
@@ -325,7 +340,7 @@ def save_traceback(error: BaseException) -> str:
 
 
 def is_output_closed() -> bool:
-    """Return whether the reader of stdout is gone; if so, discard further output."""
+    """Return whether the reader of stdout has closed it; then discard further output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), select.POLLOUT)
     events = [event for _, event in output.poll(0)]
@@ -335,33 +350,16 @@ def is_output_closed() -> bool:
     return is_closed
 
 
-def line(module: str, **options: str) -> str:
-    """Return the command line of a job, quoted for a shell.
-
-    A submitted job runs in a private copy of the user's working directory. Paths in
-    this copy are shown relative to it, as the user wrote them.
-    """
-    words = [shorten_private_path(word) for word in to_words(options)]
-    return shlex.join(["python", "-m", module, *words])
+def command_line(module: str, **options: str) -> str:
+    """Return the command line that runs a module with options, quoted for a shell."""
+    return shlex.join(["python", "-m", module, *to_words(options)])
 
 
-def shorten_private_path(word: str) -> str:
-    """Return a path in the working directory of a submitted job relative to it.
+def suggest_storage(output: str) -> str:
+    """Return the `--storage` to suggest for trainings on a job's output.
 
-    Other words are returned unchanged.
-    """
-    folder = Path.cwd()
-    is_private = any(RAY_PACKAGE.fullmatch(part) for part in folder.parts)
-    path = Path(word)
-    if not is_private or not path.is_relative_to(folder):
-        return word
-    return str(path.relative_to(folder))
-
-
-def runs_beside(output: str) -> str:
-    """Return the storage to suggest for trainings: `runs`, or on a cluster a folder beside `output`.
-
-    Nodes of a cluster do not share the working folder.
+    It is `runs` in the working directory. The nodes of a cluster do not share the
+    working directory, so there it is the folder `runs` beside `output`.
     """
     if not os.environ.get("RAY_ADDRESS"):
         return "runs"
@@ -369,15 +367,15 @@ def runs_beside(output: str) -> str:
     return f"{parent}/runs"
 
 
-def options_for(job: ModuleType, argv: Sequence[str]) -> Any:
-    """Build the configuration of a job from a command line."""
+def config_from_words(job: ModuleType, argv: Sequence[str]) -> Any:
+    """Build the configuration of a job from the words of its command line."""
     if hasattr(job, "parse"):
         return job.parse(argv)
     return parse(job.Config, argv, job.__name__)
 
 
 def config_from_options(job: ModuleType, options: Mapping[str, Any]) -> Any:
-    """Build the configuration of a job from nested options, as its config file has them."""
+    """Build the configuration of a job from nested options, such as a parsed YAML file."""
     values = read_mapping(job.Config, options, job.__name__)
     if hasattr(job, "build_config"):
         return job.build_config(values)
@@ -385,11 +383,14 @@ def config_from_options(job: ModuleType, options: Mapping[str, Any]) -> Any:
 
 
 def run_job(name: str, options: Mapping[str, Any]) -> Any:
-    """Run a job in this process, printed as the command line to repeat it.
+    """Print the command line of a job, and run the job in this process.
 
     Args:
         name: Name of the job, such as `train`.
         options: Nested options of the job.
+
+    Returns:
+        The result of the job's `run`.
     """
     words = shlex.join(to_words(options))
     print(f"$ python -m jobs.{name} {words}", flush=True)
@@ -398,48 +399,63 @@ def run_job(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def main(
-    run: Callable[[Any], Any], config: type, parse_: Callable[[], Any] | None = None
+    run: Callable[[Any], Any],
+    config_class: type,
+    parse_argv: Callable[[], Any] | None = None,
 ) -> NoReturn:
     """Parse the command line, run the job, and exit.
 
     The exit code is 0 for success, 1 after a UserError or an infrastructure failure
     (`pipelines/faults.py`), 130 or 143 after SIGINT or SIGTERM, and 141 if the reader
-    of the output is gone (`| head`).
+    of stdout has closed it (`| head`).
 
     Args:
-        run: Function of the job, in the job's module.
-        config: The dataclass of its options.
-        parse_: Build the configuration of a job with further options.
+        run: Function that takes the configuration. Help shows the docstring of its
+            module.
+        config_class: Dataclass of the job's options.
+        parse_argv: Function that builds the configuration from `sys.argv`; by default
+            `jobs.options.parse` with `config_class`.
     """
     try:
         catch_signals()
         set_ray_defaults()
         check_buckets_first()
-        # so that a file or a pipe can be watched
+        # A file or pipe then receives each line as it is printed.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
-        run(parse_() if parse_ else parse(config, module=run.__module__))
+        if parse_argv:
+            config = parse_argv()
+        else:
+            config = parse(config_class, module=run.__module__)
+        run(config)
         sys.stdout.flush()
+        # The work is done: a signal during the clean-up no longer counts as a stop.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: os._exit(0))  # only cleaning up is left
-        # else the last collection visits all objects of PyTorch and MLflow, for seconds
+            signal.signal(number, lambda *_: os._exit(0))
+        # Without it, the last garbage collection visits all objects of PyTorch and
+        # MLflow, which takes seconds.
         gc.freeze()
     except BaseException as error:
-        if _signals:  # KeyboardInterrupt may have become another error
-            leave(_signals[0])  # Ray's processes end with this one
+        if _signals:  # libraries may turn a KeyboardInterrupt into another error
+            leave(_signals[0])  # a local Ray's processes end with this one
         if not isinstance(error, Exception):
             raise
-        if isinstance(error, BrokenPipeError) and is_output_closed():
-            sys.exit(141)
-        user_error = find_user_error(error)
-        fault = None if user_error else explain(error)
-        if user_error is None and fault is None:
-            traceback.print_exc()
-            sys.exit(1)
-        # Ray would add the errors of other tasks that failed for the same reason.
-        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-        message = user_error or f"{fault}{save_traceback(error)}"
-        print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
-        sys.stderr.flush()
-        sys.exit(1)
+        exit_with_error(error)
     sys.exit(0)
+
+
+def exit_with_error(error: Exception) -> NoReturn:
+    """Print an error and exit: in one line if its cause is known, else the traceback."""
+    if isinstance(error, BrokenPipeError) and is_output_closed():
+        sys.exit(141)
+    user_error = find_user_error(error)
+    fault = None if user_error else explain(error)
+    if user_error is None and fault is None:
+        traceback.print_exc()
+        sys.exit(1)
+    # Otherwise Ray also prints the errors of other tasks that failed for this reason.
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+    message = user_error or f"{fault}{save_traceback(error)}"
+    print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.stderr.flush()
+    sys.exit(1)

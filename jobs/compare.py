@@ -4,9 +4,9 @@
     python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
     python -m jobs.compare --run RUN --run OTHER_RUN
 
-Runs that differ in their seed or fold alone are one row. --markdown FILE writes the tables as Markdown,
---html FILE one self-contained page with plots: learning curves, accuracy against requests per
-second, the effect of a sweep's axes.
+Runs that differ only in their seed or fold are averaged into one row. --markdown FILE
+writes the tables as Markdown, --html FILE one self-contained page with plots: learning
+curves, accuracy against requests per second, the effect of a sweep's axes.
 """
 
 from __future__ import annotations
@@ -24,49 +24,52 @@ if TYPE_CHECKING:
 
 @dataclass
 class Config:
-    """Options."""
+    """Options of jobs.compare."""
 
     experiment: list[str] = field(default_factory=list)
-    """MLflow experiment: family/dataset; once per experiment."""
+    """MLflow experiment whose runs are compared: family/dataset; may be repeated."""
     sweep: str | None = None
-    """A sweep's trials: its name or the id of its run."""
+    """Sweep whose trials are compared: its name or the id of its MLflow run."""
     run: list[str] = field(default_factory=list)
-    """A run: its name or id; once per run."""
+    """Run to compare: its name or MLflow id; may be repeated."""
     tracking_uri: str | None = None
-    """MLflow; by default MLFLOW_TRACKING_URI, else runs/mlflow.db here."""
+    """MLflow tracking URI; by default MLFLOW_TRACKING_URI, else runs/mlflow.db in the
+    working directory."""
     metric: str | None = None
-    """Rows are sorted by it on test, then on val; by default the sweep's, gauc where
-    runs have it, or ndcg@10."""
+    """Metric by which rows are sorted, on test, or on val without an evaluation on
+    test; by default the sweep's metric, gauc if runs have it, or ndcg@10."""
     markdown: str | None = None
-    """Also write the tables to this file as Markdown."""
+    """Also write the tables to this Markdown file."""
     html: str | None = None
-    """Also write tables and plots to this file as one page, which is logged to MLflow
-    too."""
+    """Also write the tables and plots to this HTML file, and log it to MLflow."""
     register: str | None = None
-    """Register the best checkpoint by validation under this name in MLflow's model
-    registry."""
+    """Register the checkpoint with the best validation metric under this name in
+    MLflow's model registry."""
 
     def __post_init__(self) -> None:
         if not (self.experiment or self.sweep or self.run):
             raise ValueError(
-                "nothing is given to compare; name an --experiment, a --sweep or a --run"
+                "no runs are selected; give an --experiment, a --sweep or a --run"
             )
         if self.sweep and self.run:
             raise ValueError(
-                f"sweep is {self.sweep} and run is {self.run[0]}; give one of them"
+                f"both --sweep {self.sweep} and --run {self.run[0]} are given; remove "
+                f"one of them"
             )
         if self.register and not (self.sweep or self.run) and len(self.experiment) > 1:
             raise ValueError(
-                f"register is {self.register}, which is of one experiment; give one --experiment"
+                f"--register {self.register} takes the best run of one experiment, and "
+                f"{len(self.experiment)} are given; give one --experiment"
             )
         if set(self.register or "") & set("/:"):
             raise ValueError(
-                f"register is {self.register}, which MLflow takes without '/' and ':'; give another name"
+                f"--register is {self.register}; MLflow allows no '/' and no ':' in the "
+                f"name of a model, give another name"
             )
 
 
 def run(config: Config) -> None:
-    """Print the tables, and write the files that are asked for."""
+    """Print the tables, write the requested files, and register the best run."""
     cli.say_loading("mlflow")
     from pipelines import tracking
     from pipelines.comparison.load import compare
@@ -93,18 +96,27 @@ def run(config: Config) -> None:
 def write_files(
     config: Config, uri: str, comparisons: list[Comparison], tables: list[Table]
 ) -> None:
-    """Write the tables as Markdown and the page as HTML, where files are given."""
+    """Write the files of `--markdown` and `--html`, and log the page to MLflow.
+
+    Args:
+        config: Options of the job.
+        uri: Tracking URI of MLflow.
+        comparisons: Runs of each experiment, for the plots.
+        tables: The printed tables.
+    """
     from pipelines.comparison import page
     from pipelines.comparison.plots import choose_colours, plots
 
     markdown = "\n".join(table.markdown() for table in tables)
     if config.markdown:
         page.write(markdown, config.markdown)
-        print(f"written to {config.markdown}")
+        print(f"tables written to {config.markdown}")
     if not config.html:
         return
     colours = choose_colours(comparisons)
-    all_plots = [plot for each in comparisons for plot in plots(each, colours)]
+    all_plots = []
+    for comparison in comparisons:
+        all_plots += plots(comparison, colours)
     title = ", ".join(comparison.selection.title for comparison in comparisons)
     content = page.build(title, uri, tables, all_plots)
     page.write(content, config.html)
@@ -116,7 +128,7 @@ def write_files(
 
 
 def register_best(comparison: Comparison, name: str) -> None:
-    """Register the checkpoint of the best run by validation as a new model version."""
+    """Register the checkpoint with the best validation metric as a new model version."""
     from pipelines import tracking
     from pipelines.comparison.load import find_best_run
     from pipelines.serving.registered_model import register

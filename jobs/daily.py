@@ -380,7 +380,7 @@ class Day:
             self.register(day, run, about.fit["metric"])
         self.save(day, accepted=not dropped)
         print(
-            f"next: {cli.line('jobs.compare', experiment=run.experiment, tracking_uri=run.uri)}"
+            f"next: {cli.command_line('jobs.compare', experiment=run.experiment, tracking_uri=run.uri)}"
         )
 
     def print_comparison(

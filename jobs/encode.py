@@ -1,10 +1,11 @@
-"""Encode the texts of a log: its items; of a search log also the queries, and the pairs that were shown.
+"""Encode the texts of a log: items, and for a search log queries and shown pairs.
 
     python -m jobs.encode --tables TABLES --encoder minilm --output TEXT
 
-`--encoder tfidf` needs no weights, `minilm` is a pip package, anything else is a
-transformers name or folder. Each distinct text and each distinct pair is encoded once.
-Run again, it makes only what is missing.
+`--encoder tfidf` needs no weights, `minilm` is a pip package, any other value is the
+name or folder of a transformers model. Each distinct text and each distinct pair of
+query and item is encoded once. The same command again makes only the tables that are
+missing.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class Config:
     """Options of jobs.encode."""
 
     tables: str
-    """TABLES of a log of searches or of actions, made by jobs.prepare."""
+    """TABLES: the folder that jobs.prepare made, of a search or actions log."""
     output: str
-    """TEXT: folder for the table items and, of searches, queries, pairs and (but for
-    tfidf) tokens."""
+    """TEXT: folder for the table items and, for a search log, queries, pairs and tokens
+    (no tokens with tfidf)."""
     encoder: str = "minilm"
     """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
     `tfidf` (no weights)."""
     overwrite: bool = False
-    """Replace tables that are there already."""
+    """Replace existing tables."""
     embed: TextConfig = field(default_factory=TextConfig)
 
     def __post_init__(self) -> None:
@@ -42,19 +43,19 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Encode the texts, and print the result and the next command."""
-    started = time.monotonic()
+    """Encode the texts, and print the sizes of the tables and the next command."""
+    start_s = time.monotonic()
     cli.say_loading("ray")
     from pipelines.data.sids.texts import encode_log
 
     require_folders(tables=config.tables)
 
     def say(message: str) -> None:
-        print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
+        print(f"[{time.monotonic() - start_s:6.1f}s] {message}", flush=True)
 
     check_writable(config.output)
     cli.preflight(tables=config.tables, output=config.output)
-    made = encode_log(
+    manifests = encode_log(
         config.tables,
         config.output,
         config.encoder,
@@ -64,24 +65,24 @@ def run(config: Config) -> None:
         cli.start_ray,
     )
     counts = ", ".join(
-        f"{made[name].rows:,} {name}"
+        f"{manifests[name].rows:,} {name}"
         for name in ("items", "queries", "pairs")
-        if name in made
+        if name in manifests
     )
-    print(
-        f"{counts}, width {made['items'].info['width']}, in {time.monotonic() - started:.0f} s: {config.output}"
+    width = manifests["items"].info["width"]
+    seconds = time.monotonic() - start_s
+    print(f"{counts}, width {width}, in {seconds:.0f} s: {config.output}")
+    sequences = read_manifest(join(config.tables, "sequences"), "sequences")
+    model = KINDS[sequences.info["kind"]].model
+    train = cli.command_line(
+        "jobs.train",
+        config=f"jobs/configs/{model}.yaml",
+        tables=config.tables,
+        text=config.output,
+        storage=cli.suggest_storage(config.output),
+        name=model,
     )
-    model = KINDS[
-        read_manifest(join(config.tables, "sequences"), "sequences").info["kind"]
-    ].first_model
-    train = {
-        "config": f"jobs/configs/{model}.yaml",
-        "tables": config.tables,
-        "text": config.output,
-    }
-    print(
-        f"next: {cli.line('jobs.train', **train, storage=cli.runs_beside(config.output), name=model)}"
-    )
+    print(f"next: {train}")
 
 
 if __name__ == "__main__":

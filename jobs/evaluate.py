@@ -3,23 +3,29 @@
     python -m jobs.evaluate --checkpoint runs/sasrec/best --tables TABLES --split test
 
 It prints Recall@K and NDCG@K with the numbers of requests and users, or AUC, GAUC and
-log loss of a model that scores candidates, and writes them beside the checkpoint and to
-MLflow, as a child run of the training whose params are the options. With
---batch_inference FOLDER it writes the top K items of all users to a table instead (of
-the items in --allowed FILE alone), with --split those of its requests, or the scores of
-all candidates of the split; with --export FILE.pt2 a student as one program.
+log loss of a model that scores candidates. It writes the metrics beside the checkpoint
+and to MLflow, as a child run of the training whose params are the options.
+
+Instead of the metrics, --batch_inference FOLDER writes a table: the top K items of all
+users, or of all requests of --split, or the scores of all candidates of the split.
+--allowed FILE limits the ranked items. --export FILE.pt2 writes a student as a program
+of torch.export.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs import cli
-from jobs.options import most_derived
 from models.config import check_positive, pluralize
-from models.retrieval.options import RECOMMEND_OPTIONS
+from models.retrieval.options import (
+    RECOMMEND_OPTIONS,
+    AtSpeedOptions,
+    SidMlpOptions,
+    TigerOptions,
+)
 from models.storage.input_folders import require_folders
 from models.storage.inputs import Inputs
 from models.storage.uri import check_writable
@@ -29,60 +35,59 @@ if TYPE_CHECKING:
     from models.storage.tables import Manifest
     from pipelines.evaluation.record import Result
 
-RECOMMENDS = most_derived(RECOMMEND_OPTIONS)
-"""Dataclasses of the options of `recommend`; each option is an option of this job."""
-
 RECOMMEND_NAMES = tuple(
-    dict.fromkeys(field.name for kind in RECOMMENDS for field in fields(kind))
+    dict.fromkeys(field.name for kind in RECOMMEND_OPTIONS for field in fields(kind))
 )
-"""Names of the options of `recommend`."""
+"""Names of the options of all models' `recommend`, which are options of this job."""
 
 
 @dataclass(kw_only=True)
-class Options:
+class Config(TigerOptions, SidMlpOptions, AtSpeedOptions):
     """Options of jobs.evaluate."""
 
     checkpoint: str
-    """Folder of a checkpoint, or of a finished run, whose best one is taken."""
+    """Folder of a checkpoint, or of a finished run, whose best checkpoint is loaded."""
     tables: str
     """TABLES: the folder that jobs.prepare made."""
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
     text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models; models of actions can
-    do without."""
+    """TEXT: the folder that jobs.encode made, for search models; optional for models of
+    actions."""
     split: Literal["val", "test"] | None = None
-    """Which requests to rank for; left out: test, and in --batch_inference of a model
-    that ranks the catalogue what comes after everything that each user did."""
+    """Split whose requests are ranked. By default test. --batch_inference of a model
+    that ranks the catalogue by default predicts the next item after each user's whole
+    history."""
     batch_inference: str | None = None
-    """Write to this folder the top K of all users, or of the requests of --split with
-    their targets, as the table `recommendations`; of a model that ranks candidates the
-    chances and labels of all candidates of the split as the table `scores`."""
+    """Write the top K items of all users, or of the requests of --split with their
+    targets, to this folder as the table `recommendations`. For a model that ranks
+    candidates, write the probabilities and labels of all candidates of the split as the
+    table `scores`."""
     allowed: str | None = None
-    """File of the only items that --batch_inference ranks: text with an id per line, or
-    CSV or Parquet with a column item_id."""
+    """File with the ids of the items that --batch_inference may recommend: text with an
+    id per line, or CSV or Parquet with a column item_id."""
     export: str | None = None
-    """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, checked
-    to rank as the model does."""
+    """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, and check
+    that it ranks as the model does."""
     nearest: str | None = None
-    """Write each item's K nearest items to this Parquet file: by the cosine of SASRec's
-    item embeddings or of the embeddings of TIGER's codes, or the neighbours of
-    item_knn."""
+    """Write the K nearest items of each item to this Parquet file: by cosine similarity
+    of SASRec's item embeddings or of the embeddings of TIGER's codes, or the neighbours
+    of item_knn."""
     k: int = 20
-    """Items per item of --nearest, and per user of --export and, of a model that ranks the catalogue,
-    --batch_inference."""
+    """Number of items: per item with --nearest, per user or request with --export and,
+    for a model that ranks the catalogue, with --batch_inference."""
     batch_size: int = 256
     """Requests per batch."""
     user_stride: int = 1
-    """Measure the requests of every N-th user alone, the same users for every model,
-    where the whole split takes too long."""
+    """Measure only every N-th user, the same users for every model, to save time on a
+    large split."""
     shards: int = 1
-    """Parts of the users ranked at once, each by a Ray task (or actor, in batch
-    inference); 1: in this process, unless the job was submitted to a cluster."""
+    """Number of Ray tasks (actors in batch inference) that rank the users; 1: this
+    process ranks them, unless the job was submitted to a cluster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto: a GPU where there is one."""
+    """Device of the model; auto: a GPU if there is one."""
     tracking_uri: str | None = None
-    """MLflow, where it is no longer at the address of the training."""
+    """MLflow tracking URI, if MLflow has moved since the training."""
     overwrite: bool = False
     """Replace the table of --batch_inference."""
 
@@ -90,35 +95,37 @@ class Options:
         check_positive(self, ("k", "batch_size", "shards", "user_stride"))
         if self.allowed and not self.batch_inference:
             raise ValueError(
-                "allowed is given without batch_inference, and what is measured is of the whole catalogue; leave it out"
+                "--allowed is given without --batch_inference; metrics rank the whole "
+                "catalogue, remove --allowed"
             )
         if self.nearest and (self.batch_inference or self.export):
             raise ValueError(
-                "nearest is given with batch_inference or export; run jobs.evaluate twice"
+                "--nearest is given with --batch_inference or --export; run "
+                "jobs.evaluate once for each"
             )
         if self.batch_inference == "":
-            raise ValueError("batch_inference is empty; give a folder for the table")
-        others = list(self.recommending())
+            raise ValueError("--batch_inference is empty; give a folder for the table")
+        others = list(self.recommend_options())
         if self.batch_inference:
             others.append("batch_inference")
         if self.export and others:
             raise ValueError(
-                f"{others[0]} is given with export, which keeps to the checkpoint's own options and measures nothing; "
-                f"leave it out"
+                f"--{others[0]} is given with --export, which uses the options of the "
+                f"checkpoint; remove --{others[0]}"
             )
 
-    def recommending(self) -> dict[str, Any]:
-        """Return the options of `recommend` that are given."""
+    def recommend_options(self) -> dict[str, Any]:
+        """Return the options of `recommend` that have a value, by name."""
         options = {name: vars(self)[name] for name in RECOMMEND_NAMES}
         return {name: value for name, value in options.items() if value is not None}
 
 
-Config: Any = make_dataclass("Config", [], bases=(Options, *RECOMMENDS), kw_only=True)
-Config.__doc__, Config.__module__ = Options.__doc__, __name__
+def run(config: Config) -> Result | None:
+    """Measure a checkpoint, or write its rankings, nearest items or exported program.
 
-
-def run(config: Options) -> Result | None:
-    """Measure a checkpoint, or write its rankings, nearest items or exported program."""
+    Returns:
+        The metrics, or None if a file or table is written instead.
+    """
     cli.say_loading("torch", "ray", "mlflow")
     from pipelines import tracking
     from pipelines.evaluation.checks import check_evaluation
@@ -132,8 +139,8 @@ def run(config: Options) -> Result | None:
     require_folders(**folders)
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
-        tracking.find_store(config.tracking_uri)
-    checked = check_evaluation(config.checkpoint, inputs, config.recommending())
+        tracking.named_store(config.tracking_uri)
+    checked = check_evaluation(config.checkpoint, inputs, config.recommend_options())
     cli.preflight(
         **folders, batch_inference=config.batch_inference, export=config.export
     )
@@ -148,19 +155,19 @@ def run(config: Options) -> Result | None:
     return None
 
 
-def write_nearest_items(config: Options, inputs: Inputs, file: str) -> None:
-    """Write the nearest items of each item to a file."""
+def write_nearest_items(config: Config, inputs: Inputs, file: str) -> None:
+    """Write the nearest items of each item to a Parquet file, and print its columns."""
     from pipelines.evaluation.nearest import write_nearest
 
-    items = write_nearest(config.checkpoint, inputs, file, config.k)
+    num_items = write_nearest(config.checkpoint, inputs, file, config.k)
     print(
-        f"The {config.k} nearest items of {pluralize(items, 'item')} are in {file}: "
+        f"The {config.k} nearest items of {pluralize(num_items, 'item')} are in {file}: "
         f"item_id, nearest (best first), score."
     )
 
 
-def write_program(config: Options, inputs: Inputs, file: str) -> None:
-    """Export a student to a file as a program of torch.export."""
+def write_program(config: Config, inputs: Inputs, file: str) -> None:
+    """Export a student to a file as a program of torch.export, and print how to use it."""
     from pipelines.serving.export import export
 
     num_requests = export(
@@ -185,8 +192,8 @@ def write_program(config: Options, inputs: Inputs, file: str) -> None:
     )
 
 
-def write_inference(config: Options, inputs: Inputs, folder: str) -> None:
-    """Write the rankings of users or requests, or the scores of candidates, to a table."""
+def write_inference(config: Config, inputs: Inputs, folder: str) -> None:
+    """Write the table of `--batch_inference`, and print its size."""
     from pipelines.evaluation.checks import Workers
     from pipelines.evaluation.inference import InferenceOptions, infer_all
 
@@ -199,39 +206,55 @@ def write_inference(config: Options, inputs: Inputs, folder: str) -> None:
             k=config.k,
             split=config.split,
             batch_size=config.batch_size,
-            recommend=config.recommending(),
+            recommend=config.recommend_options(),
             allowed=config.allowed,
             overwrite=config.overwrite,
         ),
         Workers(config.shards, config.device, bool(os.environ.get("RAY_ADDRESS"))),
         cli.start_ray,
     )
-    done = "written"
+    status = "written"
     if existed:
-        done = "is there already, from the same checkpoint and tables; nothing to do"
+        status = "already exist, from the same checkpoint and tables; nothing to do"
     if manifest.table == "scores":
-        print_scores(manifest, folder, done)
+        print_scores(manifest, folder, status)
     else:
-        print_recommendations(config, manifest, folder, done)
+        print_recommendations(config, manifest, folder, status)
 
 
-def print_scores(manifest: Manifest, folder: str, done: str) -> None:
-    """Print the size of a table of scores."""
+def print_scores(manifest: Manifest, folder: str, status: str) -> None:
+    """Print the size and columns of a table of scores.
+
+    Args:
+        manifest: Manifest of the table.
+        folder: Folder of the table.
+        status: End of the first line: whether the table is new.
+    """
     candidates = pluralize(manifest.info["candidates"], "candidate")
     requests = pluralize(manifest.rows, "request")
     model, split = manifest.info["model"], manifest.info["split"]
-    print(f"Scores of {model} on {split}: {candidates} of {requests} {done}.")
+    print(f"Scores of {model} on {split}: {candidates} of {requests} {status}.")
     names = [column["name"] for column in manifest.schema]
     first_score = next(name for name in names if name.startswith("score_"))
     print(
-        f"  table       {folder}: {', '.join(names)}; candidates best first by {first_score}"
+        f"  table       {folder}: {', '.join(names)}; candidates best first by "
+        f"{first_score}"
     )
 
 
 def print_recommendations(
-    config: Options, manifest: Manifest, folder: str, done: str
+    config: Config, manifest: Manifest, folder: str, status: str
 ) -> None:
-    """Print the size of a table of recommendations, and the number of short rankings."""
+    """Print the size and columns of a table of recommendations.
+
+    A note gives the number of rankings with fewer than K items.
+
+    Args:
+        config: Config of the job.
+        manifest: Manifest of the table.
+        folder: Folder of the table.
+        status: End of the first line: whether the table is new.
+    """
     from models import registry
 
     model = manifest.info["model"]
@@ -240,83 +263,89 @@ def print_recommendations(
         unit, on_split = "request", f" on {config.split}"
     print(
         f"Recommendations of {model}{on_split}: top {config.k} of "
-        f"{pluralize(manifest.rows, unit)} {done}."
+        f"{pluralize(manifest.rows, unit)} {status}."
     )
     num_short = manifest.info.get(f"{unit}s_below_k", 0)
     if num_short:
         items = "the allowed set" if config.allowed else "the catalogue"
-        why = " has no more"
+        reason = f"{items} has no more"
         if "beam" in registry.find(model).recommend_options():
-            why = (
-                " or the search within its beams has no more; a wider --beam than the "
-                "model's searches further"
+            reason = (
+                f"{items} or the beam search has no more; a larger --beam than the "
+                f"model's finds more"
             )
         print(
-            f"note: {num_short:,} of them have fewer than {config.k} items, as {items}{why}"
+            f"note: {num_short:,} of them have fewer than {config.k} items, as {reason}"
         )
     columns = ", ".join(column["name"] for column in manifest.schema)
     print(f"  table       {folder}: {columns}; items best first")
 
 
-def measure(config: Options, inputs: Inputs, about: Checkpoint) -> Result:
+def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
     """Evaluate a checkpoint, print the metrics, and write them to a file and to MLflow."""
     from pipelines.evaluation.checks import Workers
     from pipelines.evaluation.ranking import evaluate
     from pipelines.evaluation.record import record_result
 
-    # a cluster's GPUs are not where its jobs' drivers run
+    # The driver of a submitted job runs on a node without GPUs, so tasks do the work.
     is_job = bool(os.environ.get("RAY_ADDRESS"))
     workers = Workers(config.shards, config.device, is_job)
     if workers.use_ray:
         cli.start_ray()
-    result, about = evaluate(
+    result, metadata = evaluate(
         config.checkpoint,
         inputs,
         split=config.split or "test",
         batch_size=config.batch_size,
-        options=config.recommending(),
+        options=config.recommend_options(),
         user_stride=config.user_stride,
         workers=workers,
     )
-    for line in describe_result(result, about, inputs):
+    for line in describe_result(result, metadata, inputs):
         print(line)
-    # last, as the metrics do not need MLflow
-    path = record_result(result, about, config.tracking_uri)
+    # Record the metrics after they are printed, in case MLflow does not answer.
+    path = record_result(result, metadata, config.tracking_uri)
     print(f"  written to  {path}")
-    if about.tracking:
-        uri = config.tracking_uri or about.tracking["uri"]
-        experiment = about.tracking["experiment"]
-        compare = cli.line("jobs.compare", experiment=experiment, tracking_uri=uri)
-        print(f"  MLflow run  {about.tracking['run_id']}")
+    if metadata.tracking:
+        uri = config.tracking_uri or metadata.tracking["uri"]
+        experiment = metadata.tracking["experiment"]
+        compare = cli.command_line(
+            "jobs.compare", experiment=experiment, tracking_uri=uri
+        )
+        print(f"  MLflow run  {metadata.tracking['run_id']}")
         print(f"  next        {compare}")
     return result
 
 
-def describe_result(result: Result, about: Checkpoint, inputs: Inputs) -> list[str]:
-    """Return the lines that describe the result of an evaluation."""
+def describe_result(result: Result, metadata: Checkpoint, inputs: Inputs) -> list[str]:
+    """Return the printed lines of an evaluation: size, notes, metrics and speed."""
     from models import registry
     from models.metrics.ranking_metrics import describe_chance_level
 
     model_class = registry.find(result.model)
     ranked = pluralize(result.users, "user")
-    if model_class.eval_unit != "user":  # else all candidates of a user are one request
+    if model_class.eval_unit != "user":
         ranked = f"{pluralize(result.examples, 'request')} of {ranked}"
     lines = [f"{result.model} on {result.split}: {ranked}, seed {result.seed}"]
-    lines += describe_limits(result, about, inputs)
+    lines += describe_limits(result, metadata, inputs)
     lines += model_class.format_metrics(result.metrics)
-    lines += describe_first(result.metrics)
+    lines += describe_first_time_items(result.metrics)
     chance_level = describe_chance_level(result.metrics)
     if chance_level:
         lines.append(f"warning: no better than without a model ({chance_level})")
     if model_class.ranks == "catalogue":
-        left_out = f"{pluralize(result.skipped, 'request')} without history left out"
+        skipped = f"{pluralize(result.skipped, 'request')} without history left out"
         speed = f"{result.users_per_s:,.0f} requests/s on {result.device}"
-        lines.append(f"  {speed}; {left_out}")
+        lines.append(f"  {speed}; {skipped}")
     return lines
 
 
-def describe_limits(result: Result, about: Checkpoint, inputs: Inputs) -> list[str]:
-    """Return notes on the users, the log and the items that an evaluation leaves out."""
+def describe_limits(result: Result, metadata: Checkpoint, inputs: Inputs) -> list[str]:
+    """Return notes on what restricts the metrics.
+
+    These are a sample of users, tables that differ from the training's, and targets
+    that `--unseen` excludes.
+    """
     from models.loaded_model import read_versions
     from models.retrieval.metrics import EXAMPLES, FIRST_PREFIX
     from models.storage import checkpoint
@@ -325,29 +354,30 @@ def describe_limits(result: Result, about: Checkpoint, inputs: Inputs) -> list[s
     stride = result.options.get("user_stride", 1)
     if stride > 1:
         notes.append(f"note: measured on every {stride}th user of the split")
-    if checkpoint.is_extended(about, "sequences", read_versions(about.name, inputs)):
+    versions = read_versions(metadata.name, inputs)
+    if checkpoint.is_extended(metadata, "sequences", versions):
         notes.append(
-            f"note: {inputs.tables} extends what was trained on; of items that are new "
-            f"since nothing is learned"
+            f"note: {inputs.tables} extends the tables of the training; the model has "
+            f"not learned about items added since"
         )
-    elif result.is_fresh(about):
+    elif result.is_fresh(metadata):
         notes.append(
-            f"note: {inputs.tables} is another log than that of the training; what of it "
-            f"was trained on is not known"
+            f"note: {inputs.tables} is another log than that of the training; it may "
+            f"contain training events"
         )
     if result.options.get("unseen"):
         repeats = int(result.examples - result.metrics[FIRST_PREFIX + EXAMPLES])
         if repeats:
             notes.append(
-                f"note: {pluralize(repeats, 'request')} of {result.examples:,} ask for an "
-                f"item of the history, which --unseen leaves out; {FIRST_PREFIX} has "
-                "the others"
+                f"note: {pluralize(repeats, 'request')} of {result.examples:,} have a "
+                f"target from the history, which --unseen leaves out; {FIRST_PREFIX} "
+                f"measures the others"
             )
     return notes
 
 
-def describe_first(metrics: dict[str, float]) -> list[str]:
-    """Return a line on the requests for an item that is new to the user, if measured."""
+def describe_first_time_items(metrics: dict[str, float]) -> list[str]:
+    """Return a line on the requests whose target is new to the user, if measured."""
     from models.metrics.ranking_metrics import format_metric
     from models.retrieval.metrics import EXAMPLES, FIRST_PREFIX
 
@@ -360,8 +390,8 @@ def describe_first(metrics: dict[str, float]) -> list[str]:
         if FIRST_PREFIX + name in metrics
     ]
     return [
-        f"  {FIRST_PREFIX.rstrip('/')}  {count:,.0f} requests of an item that is not in the "
-        f"history{''.join(values)}"
+        f"  {FIRST_PREFIX.rstrip('/')}  {count:,.0f} requests whose target is not in "
+        f"the history{''.join(values)}"
     ]
 
 

@@ -137,7 +137,7 @@ def run(config: Config) -> dict[str, object]:
         f"{left_out if KINDS[settings.kind].needs_history and any(without.values()) else ''}"
         f"made in {time.perf_counter() - begin:.1f} s: {config.output}/{{events,items,sequences,rejects}} and "
         f"{config.output}/statistics.json\n"
-        f"next: {cli.line('jobs.audit', tables=config.output)}"
+        f"next: {cli.command_line('jobs.audit', tables=config.output)}"
     )
     return statistics
 
@@ -171,7 +171,7 @@ def run_suggestion(config: Suggestion) -> None:
     write_file(config.output, text.encode())
     print(
         f"{config.output} describes {config.suggest} as far as can be guessed; read each line\n"
-        f"next: {cli.line('jobs.prepare', source=config.output, input=config.suggest, output='TABLES')} --dry-run"
+        f"next: {cli.command_line('jobs.prepare', source=config.output, input=config.suggest, output='TABLES')} --dry-run"
     )
 
 

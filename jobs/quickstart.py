@@ -432,13 +432,15 @@ def refuse_doubts(config: Config, name: str, doubts: list[str]) -> NoReturn:
         print(f"    {each}", flush=True)
     file = f"{name}.yaml"
     kind = {"kind": config.family} if config.family else {}
-    write = cli.line("jobs.prepare", suggest=str(config.data), **kind, output=file)
+    write = cli.command_line(
+        "jobs.prepare", suggest=str(config.data), **kind, output=file
+    )
     given = {
         option.name: getattr(config, option.name)
         for option in fields(config)
         if getattr(config, option.name) != option.default
     }
-    again = cli.line("jobs.quickstart", **{**given, "source": file})
+    again = cli.command_line("jobs.quickstart", **{**given, "source": file})
     raise UserError(
         f"{pluralize(len(doubts), 'line')} of the mapping of {config.data} could be "
         f"others, and decide what is trained; write it with `{write}`, check these "

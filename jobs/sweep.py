@@ -210,7 +210,7 @@ def print_result(config: Config, grid: Grid, swept: SweepResult) -> None:
     options = {"experiment": swept.run.experiment}
     if config.smoke:
         options = {"sweep": swept.name}
-    compare = cli.line("jobs.compare", **options, tracking_uri=swept.run.uri)
+    compare = cli.command_line("jobs.compare", **options, tracking_uri=swept.run.uri)
     print(f"  next        {compare}")
 
 

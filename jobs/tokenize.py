@@ -213,7 +213,7 @@ def run(config: Config) -> None:
         "sids": config.output,
     }
     print(
-        f"next: {cli.line('jobs.train', **train, storage=cli.runs_beside(config.output), name='tiger')}"
+        f"next: {cli.command_line('jobs.train', **train, storage=cli.suggest_storage(config.output), name='tiger')}"
     )
 
 

@@ -75,7 +75,7 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
         "--constrained",
         "false",
     ]
-    assert parse(Config, line).recommending() == {"beam": 5, "constrained": False}
+    assert parse(Config, line).recommend_options() == {"beam": 5, "constrained": False}
     with pytest.raises(
         UserError, match="--path is 'quick', it must be one of fast, plain"
     ):

@@ -80,7 +80,7 @@ def follow(
         for module, words in jobs_of(command):
             job = importlib.import_module(module)
             given = [*map(os.path.expandvars, words), *smaller.get(module, "").split()]
-            options = cli.options_for(job, given)
+            options = cli.config_from_words(job, given)
             getattr(job, "main", job.run)(options)
 
 
@@ -363,7 +363,7 @@ prepare: {{core: 0, ties: log_order, split: {{kind: temporal}}}}
     (here / "days.yaml").write_text(source)
     prepare = importlib.import_module("jobs.prepare")
     options = ["--source", "days.yaml", "--input", "sales", "--output", "runs/days"]
-    prepare.run(cli.options_for(prepare, options))
+    prepare.run(cli.config_from_words(prepare, options))
     times = read_table("runs/days/sequences", "sequences")["timestamp_ms"].to_pylist()
     assert (
         times

@@ -32,7 +32,7 @@ def test_a_job_takes_the_options_of_a_command(
     job = importlib.import_module(module)
     if module.startswith(("jobs.", "papers.")):
         expanded = [os.path.expandvars(word) for word in words]
-        cli.options_for(job, with_shipped_source(expanded))
+        cli.config_from_words(job, with_shipped_source(expanded))
         named = [
             word for word in words if word.endswith(".yaml") and "/" in word
         ]  # others are the reader's

@@ -31,7 +31,7 @@ def options(command: str) -> object:
     python, flag, module, *argv = shlex.split(command.replace(IN_IMAGE, str(ROOT)))
     assert (python, flag) == ("python", "-m")
     job = importlib.import_module(module)
-    return cli.options_for(job, argv)
+    return cli.config_from_words(job, argv)
 
 
 def test_cluster_config_is_valid_to_ray() -> None:

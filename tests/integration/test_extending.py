@@ -173,7 +173,7 @@ for job, *words in json.loads(sys.argv[1]):
     print("$", *words, flush=True)
     training.run_training = by_ray if job == "train by Ray" else here
     module = importlib.import_module(f"jobs.{job.split()[0]}")
-    module.run(cli.options_for(module, words))
+    module.run(cli.config_from_words(module, words))
 """
 """Commands one after the other, in one process: each takes seconds to start. A training
 is by a worker of Ray or by that process."""

@@ -37,7 +37,7 @@ for line in json.loads(sys.argv[1]):
     print("$", *line, flush=True)
     module = importlib.import_module(f"jobs.{line[0]}")
     sys.argv = [line[0], *line[1:]]
-    getattr(module, "run")(cli.options_for(module, line[1:]))
+    getattr(module, "run")(cli.config_from_words(module, line[1:]))
 """
 """Commands one after the other in one process, as each would run in its own."""
 

@@ -141,7 +141,7 @@ def test_a_killed_sweep_goes_on_where_it_was(
         path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")
     }
 
-    job.run(cli.options_for(job, words))
+    job.run(cli.config_from_words(job, words))
     assert re.search(r"3 trials of rates, [12] done before", capsys.readouterr().out)
     assert {
         path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")

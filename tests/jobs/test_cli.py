@@ -221,6 +221,6 @@ def test_the_next_command_of_a_submitted_job_has_no_private_path(
 
 def test_the_line_to_run_next_is_quoted_for_a_shell() -> None:
     assert (
-        cli.line("jobs.audit", tables="my tables")
+        cli.command_line("jobs.audit", tables="my tables")
         == "python -m jobs.audit --tables 'my tables'"
     )

@@ -414,9 +414,9 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
         ),
         (
             ["--sweep", "alphas", "--run", "sasrec-1"],
-            "sweep is alphas and run is sasrec-1; give one of them",
+            "both --sweep alphas and --run sasrec-1 are given; remove one of them",
         ),
-        (["--html", "page.html"], "nothing is given to compare"),
+        (["--html", "page.html"], "no runs are selected"),
     ],
 )
 def test_bad_input_is_one_line(store: str, words: list[str], message: str) -> None:

@@ -158,7 +158,7 @@ def test_a_week_whose_jobs_are_killed_ends_as_one_that_is_not(tmp_path: Path) ->
         *(day["name"] for day in days[:-1]),
     ]
     assert "weights of" in said
-    assert "extends what was trained on" in said
+    assert "extends the tables of the training" in said
     assert "recall@10" in said
     uri = f"sqlite:///{tmp_path}/killed/out/runs/mlflow.db"
     client = tracking.connect(uri)

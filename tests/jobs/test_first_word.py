@@ -32,7 +32,7 @@ def test_an_unknown_model_is_answered_without_slow_packages() -> None:
     code = (
         "from jobs import cli, train\n"
         "try:\n"
-        "    cli.options_for(train, ['--model.name', 'tigre'])\n"
+        "    cli.config_from_words(train, ['--model.name', 'tigre'])\n"
         "except cli.UserError as error:\n"
         f"    print(error)\n{IMPORTED[2:]}"
     )
@@ -52,7 +52,7 @@ def test_a_misspelt_key_is_answered_without_slow_packages(job: str) -> None:
         "import sys; sys.argv[1:] = ['--trackin_uri', 'x']\n"
         f"from jobs import cli, {job} as job\n"
         "try:\n"
-        "    cli.options_for(job, sys.argv[1:])\n"
+        "    cli.config_from_words(job, sys.argv[1:])\n"
         "except cli.UserError as error:\n"
         f"    print(error)\n{IMPORTED[2:]}"
     )

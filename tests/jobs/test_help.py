@@ -13,7 +13,7 @@ def shown(
     module: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> str:
     with pytest.raises(SystemExit):
-        cli.options_for(module, words)
+        cli.config_from_words(module, words)
     return capsys.readouterr().out
 
 

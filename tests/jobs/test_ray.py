@@ -85,7 +85,7 @@ def test_what_answers_and_is_no_ray_is_one_line(
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(
-        UserError, match=f"what answers at RAY_ADDRESS={listening} is no Ray cluster"
+        UserError, match=f"the server at RAY_ADDRESS={listening} is no Ray cluster"
     ):
         cli.join_cluster(listening)
 
@@ -96,7 +96,7 @@ def test_an_address_at_which_nobody_answers_is_one_line() -> None:
         port = free.getsockname()[1]
     with pytest.raises(
         UserError,
-        match=f"nobody answers at RAY_ADDRESS=127.0.0.1:{port} .*; start the cluster",
+        match=f"nothing answers at RAY_ADDRESS=127.0.0.1:{port} .*; start the cluster",
     ):
         cli.join_cluster(f"127.0.0.1:{port}")
 

@@ -91,7 +91,7 @@ def test_every_job_says_so_in_one_line_before_ray_starts(
         job, *words = line.format(**places).split()
         module = importlib.import_module(f"jobs.{job}")
         with pytest.raises(UserError) as raised:
-            module.run(cli.options_for(module, words))
+            module.run(cli.config_from_words(module, words))
         said = str(raised.value)
         assert said.startswith("cannot reach s3://bucket/x"), line
         assert "Could not connect" in said, line

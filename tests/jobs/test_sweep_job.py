@@ -18,7 +18,9 @@ GRIDS = Path(__file__).parents[2] / "tuning/grids"
 
 
 def parse(*words: str) -> job.Config:
-    return cli.options_for(job, ["--grid", str(GRIDS / "sid_mlp_alpha.yaml"), *words])
+    return cli.config_from_words(
+        job, ["--grid", str(GRIDS / "sid_mlp_alpha.yaml"), *words]
+    )
 
 
 def test_keys_below_model_fit_and_axes_are_free() -> None:
@@ -61,7 +63,9 @@ def test_all_grids_give_trials_to_run(path: Path, tmp_path: Path) -> None:
         for key in left_open
         for word in (f"--axes.{key}", f"[{tmp_path}/a, {tmp_path}/b]")
     ]
-    trials = job.read_trials(cli.options_for(job, ["--grid", str(path), *words]))[1]
+    trials = job.read_trials(cli.config_from_words(job, ["--grid", str(path), *words]))[
+        1
+    ]
     assert trials
     for trial in trials:
         name = registry.find_by_config(trial.model).name if trial.model else ""
@@ -93,7 +97,7 @@ def test_a_dry_run_prints_the_trials(
     }
     (tmp_path / "g.yaml").write_text(yaml.safe_dump(grid))
     job.run(
-        cli.options_for(
+        cli.config_from_words(
             job, ["--grid", str(tmp_path / "g.yaml"), "--dry-run", "--samples", "2"]
         )
     )

@@ -116,12 +116,12 @@ def test_a_probe_times_real_steps_of_a_model_and_of_its_student(
     words = ["--tables", small[0], "--sids", small[1]]
     words += ["--storage", str(tmp_path), "--name", "none", "--config"]
     configs = "jobs/configs"
-    teacher = cli.options_for(train, [*words, f"{configs}/tiger_small.yaml"])
+    teacher = cli.config_from_words(train, [*words, f"{configs}/tiger_small.yaml"])
     student = [*words, f"{configs}/sid_mlp_small.yaml"]
     student += ["--model.teacher", f"{tmp_path}/teacher"]
     probes = [
         probe(teacher, f"{tmp_path}/teacher"),
-        probe(cli.options_for(train, student)),
+        probe(cli.config_from_words(train, student)),
     ]
     for found in probes:
         assert found.examples == 450

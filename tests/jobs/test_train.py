@@ -208,7 +208,7 @@ def test_the_config_names_the_model_and_its_options(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(CONFIG))
     line = ["--config", str(config), "--tables", "t", "--storage", "s", "--name", "n"]
-    parsed = cli.options_for(
+    parsed = cli.config_from_words(
         job,
         [*line, "--model.num_layers", "3", "--fit.lr", "0.5", "--ray.num_workers", "2"],
     )
@@ -227,5 +227,5 @@ def test_the_config_names_the_model_and_its_options(tmp_path: Path) -> None:
 def test_shipped_configs_are_valid(name: str) -> None:
     line = ["--tables", "t", "--storage", "s", "--name", "n"]
     config = ["--config", str(ROOT / f"jobs/configs/{name}.yaml")]
-    parsed = cli.options_for(job, [*config, *line])
+    parsed = cli.config_from_words(job, [*config, *line])
     assert registry.find_by_config(parsed.model).name == name

@@ -131,7 +131,7 @@ LINES = [
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --beam 0", "beam is 0"),
     (
         f"{EVALUATE} --tables {{tables}} --sids {{sids}} --allowed {{home}}/log.csv",
-        "allowed is given without",
+        "--allowed is given without",
     ),
     (
         f"{EVALUATE} --tables {{tables}} --sids {{sids}} --batch_inference {{runs}}/out --allowed {{home}}/log.csv",
@@ -139,7 +139,7 @@ LINES = [
     ),
     (
         f"{EVALUATE} --tables {{tables}} --sids {{sids}} --batch_inference=",
-        "batch_inference is empty; give a folder",
+        "--batch_inference is empty; give a folder",
     ),
     (f"{EVALUATE} --tables {{search}} --sids {{sids}}", "'tiger' is of retrieval"),
     (
@@ -266,7 +266,7 @@ def test_it_is_refused_before_ray_starts(
             name, *words = line.format(**made).split()
             job = importlib.import_module(f"jobs.{name}")
             with pytest.raises(UserError) as raised:
-                job.run(cli.options_for(job, words))
+                job.run(cli.config_from_words(job, words))
             assert re.search(message.format(**made), str(raised.value)), raised.value
             assert "\n" not in str(raised.value)
             assert "pa55" not in str(raised.value)
@@ -318,4 +318,4 @@ def test_what_is_damaged_is_named(
     ).split()[1:]
     evaluate = importlib.import_module("jobs.evaluate")
     with pytest.raises(UserError, match=message):
-        evaluate.run(cli.options_for(evaluate, words))
+        evaluate.run(cli.config_from_words(evaluate, words))

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.evaluate import Config, describe_first, run
+from jobs.evaluate import Config, describe_first_time_items, run
 from models.metrics.ranking_metrics import format_metric
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -140,13 +140,15 @@ def test_an_evaluation_writes_null_and_mlflow_gets_no_point(
     assert "test/ndcg_at_10" in logged
     assert not [name for name in logged if name.startswith("test/first/ndcg")]
     printed = capsys.readouterr().out
-    assert "0 requests of an item that is not in the history" in printed
+    assert "0 requests whose target is not in the history" in printed
     assert "recall@10 -, ndcg@10 -" in printed
 
 
 def test_a_value_that_is_not_defined_is_a_dash() -> None:
     assert [format_metric(x) for x in (None, math.nan, 0.0)] == ["-", "-", "0.0000"]
-    lines = describe_first({"first/examples": 0.0, "first/ndcg@10": math.nan})
+    lines = describe_first_time_items(
+        {"first/examples": 0.0, "first/ndcg@10": math.nan}
+    )
     assert lines == [
-        "  first  0 requests of an item that is not in the history, ndcg@10 -"
+        "  first  0 requests whose target is not in the history, ndcg@10 -"
     ]

@@ -392,7 +392,7 @@ def test_the_command_says_last_that_trials_failed(
         UserError,
         match=r"1 of 2 trials failed \(lr-1e\+30-\w+: the loss is .*incomplete grid",
     ):
-        job.run(cli.options_for(job, words))
+        job.run(cli.config_from_words(job, words))
 
     assert re.search(
         r"best  +lr-0.03-.* \(of an incomplete grid\)", capsys.readouterr().out

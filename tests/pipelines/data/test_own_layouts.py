@@ -45,7 +45,7 @@ def made(
         str(output),
         *words,
     ]
-    statistics: dict[str, Any] = prepare.run(cli.options_for(prepare, line))
+    statistics: dict[str, Any] = prepare.run(cli.config_from_words(prepare, line))
     return statistics
 
 
@@ -192,7 +192,7 @@ def test_hm_to_recommendations_by_its_mapping_alone(
     def job(line: str) -> str:
         name, *words = shlex.split(line)
         module = importlib.import_module(name)
-        module.run(cli.options_for(module, words))
+        module.run(cli.config_from_words(module, words))
         return capsys.readouterr().out
 
     tables, sids, out = (str(tmp_path / name) for name in ("tables", "sids", "out"))

@@ -440,7 +440,7 @@ def test_what_is_guessed_of_a_real_layout_makes_tables(
         prepare.Suggestion(suggest=str(raw), kind=kind, output=source)
     )
     statistics: Any = prepare.run(
-        cli.options_for(
+        cli.config_from_words(
             prepare, ["--source", source, "--input", str(raw), "--output", tables]
         )
     )

@@ -179,7 +179,7 @@ def test_an_exported_student_ranks_as_it_did(
         )
     with pytest.raises(UserError, match="cannot write /proc/student"):
         run(parse(Config, [*options, "--export", "/proc/student.pt2"]))
-    with pytest.raises(UserError, match="beam is given with export"):
+    with pytest.raises(UserError, match="beam is given with --export"):
         parse(Config, [*options, "--beam", "3"])
 
 

@@ -103,7 +103,7 @@ def test_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     run(Config(**given, batch_inference=out))
     assert (
-        "is there already, from the same checkpoint and tables; nothing to do"
+        "already exist, from the same checkpoint and tables; nothing to do"
         in capsys.readouterr().out
     )
     with pytest.raises(

@@ -361,7 +361,7 @@ def test_allowed_items_alone_to_a_table(
         "sids": world.sids,
         "allowed": str(stock),
     }
-    with pytest.raises(ValueError, match="allowed is given without batch_inference"):
+    with pytest.raises(ValueError, match="allowed is given without --batch_inference"):
         Config(**options)
     options |= {"batch_inference": str(tmp_path / "out"), "k": 24, "unseen": True}
     run(Config(**options))
@@ -387,7 +387,7 @@ def test_allowed_items_alone_to_a_table(
         == wanted
     )
     run(Config(**options))
-    assert "is there already" in capsys.readouterr().out
+    assert "already exist" in capsys.readouterr().out
     stock.write_text("\n".join(items[::6]))
     with pytest.raises(UserError, match="holds other recommendations"):
         run(Config(**options))
@@ -419,7 +419,7 @@ def test_all_known_items_are_left_out_however_little_the_model_reads(
     assert longest > 2
     assert repeats > 0
     assert (
-        f"note: {repeats} requests of 60 ask for an item of the history, which --unseen"
+        f"note: {repeats} requests of 60 have a target from the history, which --unseen"
         in capsys.readouterr().out
     )
     options = {"unseen": True}
