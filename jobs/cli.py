@@ -351,8 +351,26 @@ def is_output_closed() -> bool:
 
 
 def command_line(module: str, **options: str) -> str:
-    """Return the command line that runs a module with options, quoted for a shell."""
-    return shlex.join(["python", "-m", module, *to_words(options)])
+    """Return the command line that runs a module with options, quoted for a shell.
+
+    A submitted job runs in a private copy of the user's working directory. Paths in
+    this copy are shown relative to it, as the user wrote them.
+    """
+    words = [shorten_private_path(word) for word in to_words(options)]
+    return shlex.join(["python", "-m", module, *words])
+
+
+def shorten_private_path(word: str) -> str:
+    """Return a path in a submitted job's copy of the working directory relative to it.
+
+    Other words are returned unchanged.
+    """
+    folder = Path.cwd()
+    is_private = any(RAY_PACKAGE.fullmatch(part) for part in folder.parts)
+    path = Path(word)
+    if not is_private or not path.is_relative_to(folder):
+        return word
+    return str(path.relative_to(folder))
 
 
 def suggest_storage(output: str) -> str:

@@ -73,7 +73,7 @@ def run(config: Config) -> None:
     seconds = time.monotonic() - start_s
     print(f"{counts}, width {width}, in {seconds:.0f} s: {config.output}")
     sequences = read_manifest(join(config.tables, "sequences"), "sequences")
-    model = KINDS[sequences.info["kind"]].model
+    model = KINDS[sequences.info["kind"]].first_model
     train = cli.command_line(
         "jobs.train",
         config=f"jobs/configs/{model}.yaml",

@@ -26,7 +26,7 @@ from pipelines.data.simulation import Settings, is_simulated
 
 SOURCES = Path(__file__).parent / "configs" / "sources"
 
-SIMULATED: dict[str, Kind] = {kind.simulated: kind for kind in KINDS.values()}
+SIMULATED: dict[str, Kind] = {kind.simulated_name: kind for kind in KINDS.values()}
 """Kinds of log by the values of `--kind`."""
 
 
@@ -57,14 +57,14 @@ class Config(SearchSettings, FeedSettings):
     def settings(self) -> Settings:
         """Return the simulator's settings: the options that apply to `kind`."""
         names = _list_settings(self.kind)
-        return SIMULATED[self.kind].settings(
+        return SIMULATED[self.kind].simulator_settings(
             **{name: getattr(self, name) for name in names}
         )
 
 
 def _list_settings(kind: str) -> list[str]:
     """Return the names of the settings of a simulated log of one kind."""
-    return [field.name for field in fields(SIMULATED[kind].settings)]
+    return [field.name for field in fields(SIMULATED[kind].simulator_settings)]
 
 
 def run(config: Config) -> None:
@@ -87,9 +87,9 @@ def run(config: Config) -> None:
         print(f"simulated {size}, in {seconds:.1f} s\n  {config.output}")
         for line in lines:
             print(line)
-    source = SOURCES / f"{kind.source}.yaml"
-    # A relative path is also valid for a submitted job, which runs in Ray's copy of the
-    # working directory.
+    source = SOURCES / f"{kind.simulated_source}.yaml"
+    # A submitted job runs in Ray's copy of the working directory, whose absolute path is
+    # of no use in the next command.
     if source.is_relative_to(Path.cwd()):
         source = source.relative_to(Path.cwd())
     prepare = cli.command_line(

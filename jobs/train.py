@@ -130,7 +130,7 @@ def print_result(config: TrainConfig, trained: TrainingResult) -> None:
         f"  best epoch  {best.epoch}: {metrics} on val\n"
         f"  checkpoint  {trained.checkpoint}\n"
         f"  MLflow run  {trained.run.run_id} in {trained.run.experiment}\n"
-        f"  look at it  {tracking.viewer(trained.run.uri)}\n"
+        f"  look at it  {tracking.view_command(trained.run.uri)}\n"
         f"  next        {cli.command_line('jobs.evaluate', **evaluate)}"
     )
 

@@ -211,12 +211,12 @@ def test_the_next_command_of_a_submitted_job_has_no_private_path(
         "config": "jobs/configs/tiger.yaml",
     }
     monkeypatch.chdir(package)
-    assert cli.line("jobs.train", **options) == (
+    assert cli.command_line("jobs.train", **options) == (
         "python -m jobs.train --tables 'my tables' --sids s3://bucket/sids "
         "--storage /mnt/efs/runs --config jobs/configs/tiger.yaml"
     )
     monkeypatch.chdir(tmp_path)  # the working directory of a user
-    assert str(package) in cli.line("jobs.train", **options)
+    assert str(package) in cli.command_line("jobs.train", **options)
 
 
 def test_the_line_to_run_next_is_quoted_for_a_shell() -> None:
