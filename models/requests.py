@@ -20,9 +20,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from models.config import did_you_mean
+from models.custom_features import CATEGORY, NUMBER, CustomFeatures
 from models.dataset.batch import Batch
 from models.item_ids import parse_item_ids
-from models.own_features import CATEGORY, NUMBER, OwnFeatures
 from models.storage.inputs import MADE_BY, Inputs
 from models.storage.tables import LARGEST_NUMBER, UserError, read_table
 from models.text.text_encoder import load_saved
@@ -118,9 +118,9 @@ class Row(dict[str, Any]):
         values = values.reshape(count, width)
         return _check_finite(name, np.where(np.isnan(values), default, values))
 
-    def own_features(
+    def custom_features(
         self,
-        own: OwnFeatures,
+        own: CustomFeatures,
         prefix: str,
         count: int,
         defaults: Mapping[str, pa.Array] | None = None,
@@ -136,7 +136,7 @@ class Row(dict[str, Any]):
                 name of the feature.
 
         Returns:
-            (count, X + G) values, as from `OwnFeatures.matrix`.
+            (count, X + G) values, as from `CustomFeatures.matrix`.
         """
         columns, names = dict(defaults or {}), _own_names(own)
         numbers = self.entries_by_name(
@@ -225,7 +225,7 @@ class Requests:
             info: `info` of the manifest of sequences.
             inputs: Folders of the tables.
         """
-        own = _own_names(OwnFeatures.from_info(info))
+        own = _own_names(CustomFeatures.from_info(info))
         columns = dict(cls.optional_columns)
         for kind in own:
             columns[kind] = f"own_{kind}"
@@ -242,7 +242,7 @@ class Requests:
         labels = info.get("tasks", info.get("labels"))
         lists = {"labels": labels} | {key: info.get(key) for key in NAMES}
         names = {key: list(value) for key, value in lists.items() if value is not None}
-        return names | _own_names(OwnFeatures.from_info(info))
+        return names | _own_names(CustomFeatures.from_info(info))
 
 
 def _check_count(
@@ -282,7 +282,7 @@ def _check_finite(name: str, values: Floats) -> Floats:
     return values
 
 
-def _own_names(own: OwnFeatures) -> dict[str, list[str]]:
+def _own_names(own: CustomFeatures) -> dict[str, list[str]]:
     """Return the names of the log's custom features, by kind.
 
     Names are without the prefix of the tables' columns. The kinds, `numbers` and

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from models import registry
 from models.config import did_you_mean
+from models.custom_features import adopt_scales
 from models.dataset.batch import Batch
 from models.dataset.columns import cache_folder
 from models.dataset.dataset import NewExamples, RequestDataset
@@ -28,7 +29,6 @@ from models.dataset.folds import find_train_end
 from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue, select_inputs
 from models.model import Model
-from models.own_features import adopt_scales
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs

@@ -25,6 +25,7 @@ from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
 from models.config import check_choices, check_dropout, check_positive
+from models.custom_features import CustomInputs
 from models.label_loss import (
     LabelOptions,
     label_loss,
@@ -35,7 +36,6 @@ from models.label_loss import (
 from models.layers.causal_attention import CausalBlock, Layout
 from models.layers.mmoe import MMoE
 from models.layers.standardised import Standardised
-from models.own_features import OwnInputs
 from models.warm_start import EmbeddingTables
 
 CONTENT_FIELDS = ("numbers", "categories", "text")
@@ -192,7 +192,7 @@ class ItemNetwork(EmbeddingTables):
             self.of_text = nn.Linear(self.text.shape[1], width)
         self.own = None
         if catalogue.own.names:
-            self.own = OwnInputs(catalogue.own, width, config.category_dropout)
+            self.own = CustomInputs(catalogue.own, width, config.category_dropout)
         input_width = len(table_sizes) * width + self.numbers.shape[1]
         input_width += len(self.own.columns) if self.own else 0
         input_width += width if self.of_text else 0

@@ -65,7 +65,7 @@ class ActionsBatch(Batch):
     candidate_viewer: Tensor | None = axes("B", "C", "V", default=None)
     """(B, C, V) int64 viewer-side categories."""
     own: Tensor | None = axes("B", "T", "O", default=None)
-    """(B, T, O) float32 own features of the log, from `OwnFeatures.matrix`; None if the
+    """(B, T, O) float32 own features of the log, from `CustomFeatures.matrix`; None if the
     log has none."""
     candidate_own: Tensor | None = axes("B", "C", "O", default=None)
     """(B, C, O) float32 own features of the log."""

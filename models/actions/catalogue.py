@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.own_features import CATEGORY, NUMBER, OwnFeatures
+from models.custom_features import CATEGORY, NUMBER, CustomFeatures
 from models.storage.inputs import Inputs
 from models.storage.tables import (
     TableVersion,
@@ -139,7 +139,7 @@ class ActionsCatalogue:
     viewers: dict[str, list[str]] = field(default_factory=dict)
     """Values in training of each viewer-side category of events, such as device (Sec. 1
     of AttnMVP)."""
-    own: OwnFeatures = field(default_factory=OwnFeatures)
+    own: CustomFeatures = field(default_factory=CustomFeatures)
     """The log's own features of events, including features joined as of the time of
     the event."""
     train_rates: tuple[float, ...] = ()
@@ -211,7 +211,7 @@ class ActionsCatalogue:
             text=vectors,
             text_size=scales.get("text_size", 0.0),
             viewers=info.get("viewers", {}),
-            own=OwnFeatures.from_info(info, scales),
+            own=CustomFeatures.from_info(info, scales),
             train_rates=tuple(
                 float(info["base_rates"][task]) for task in info["tasks"]
             ),

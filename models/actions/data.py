@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.actions.batch import ActionsBatch, has_tied_times
+from models.custom_features import CustomFeatures
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
-from models.own_features import OwnFeatures
 from models.ragged import (
     lengths_to_starts,
     pad_indices,
@@ -124,7 +124,7 @@ class ActionsDataset(RequestDataset):
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
         """Return the columns to read, including viewer-side and own features."""
         viewers = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
-        own_names = OwnFeatures.from_info(manifest.info).names
+        own_names = CustomFeatures.from_info(manifest.info).names
         vectors = ("actions", "tasks", "features")
         ends = ("train_end", "val_end")
         return ["item_index", "timestamp_ms", *viewers, *own_names, *vectors, *ends]
@@ -358,10 +358,10 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
         Columns by event: `item`, `time`, `action` (A), `label` (K) and `feature` (F).
         If the log has viewer-side categories, `viewer` (V) holds the index of each
         value in the manifest's `viewers`, from 1, or 0 for other values. If the log has
-        own features, `own` holds them as `OwnFeatures.matrix` returns them.
+        own features, `own` holds them as `CustomFeatures.matrix` returns them.
     """
     info = manifest.info
-    own_features = OwnFeatures.from_info(info)
+    custom_features = CustomFeatures.from_info(info)
     item_lists = table["item_index"].combine_chunks()
 
     def by_event(name: str) -> pa.Array:
@@ -393,9 +393,9 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
             for name, values in viewers.items()
         ]
         columns["viewer"] = np.stack(codes, 1)
-    if own_features.names:
-        own_columns = {name: by_event(name) for name in own_features.names}
-        columns["own"] = own_features.matrix(own_columns, len(item))
+    if custom_features.names:
+        own_columns = {name: by_event(name) for name in custom_features.names}
+        columns["own"] = custom_features.matrix(own_columns, len(item))
     return columns
 
 

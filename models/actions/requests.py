@@ -30,8 +30,8 @@ from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.config import did_you_mean
+from models.custom_features import CATEGORY, NUMBER
 from models.item_ids import parse_item_id
-from models.own_features import CATEGORY, NUMBER
 from models.ragged import concat_columns, lengths_to_starts
 from models.requests import Columns, Request, Requests, Row, find_bundled_inputs
 from models.storage.inputs import Inputs
@@ -304,8 +304,8 @@ class ActionsRequests(Requests):
             ]
             parts["viewer"] = np.stack(codes, 1)
         if self.own.names:
-            history_own = row.own_features(self.own, "history_", len(history))
-            candidate_own = row.own_features(self.own, "", len(candidates))
+            history_own = row.custom_features(self.own, "history_", len(history))
+            candidate_own = row.custom_features(self.own, "", len(candidates))
             parts["own"] = np.concatenate([history_own[events], candidate_own[scored]])
         return Request(candidates, scored, num_events, parts, list(new.values()))
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.own_features import OwnFeatures
+from models.custom_features import CustomFeatures
 from models.ragged import find_sorted, lengths_to_offsets
 from models.storage.inputs import Inputs
 from models.storage.tables import (
@@ -271,7 +271,7 @@ class SearchCatalogue:
     feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
     """Standard deviations of the built-in features over train candidates; 0 for a
     constant."""
-    own: OwnFeatures = field(default_factory=OwnFeatures)
+    own: CustomFeatures = field(default_factory=CustomFeatures)
     """The log's own features, which are the last names of `features`."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Features of each group of HFG-Attention, in order."""
@@ -322,7 +322,7 @@ class SearchCatalogue:
         info = sequences_manifest(uri, "search").info
         items = read_manifest(join(tables, "items"), "items")
         num_queries = read_manifest(join(tables, "queries"), "queries").rows
-        own_features = OwnFeatures.from_info(info, scales)
+        custom_features = CustomFeatures.from_info(info, scales)
         num_features = len(info["features"])
         mean, std = torch.zeros(num_features), torch.ones(num_features)
         if scale:
@@ -334,12 +334,12 @@ class SearchCatalogue:
             num_items=items.rows,
             num_queries=num_queries,
             labels=tuple(info["labels"]),
-            features=(*info["features"], *own_features.names),
+            features=(*info["features"], *custom_features.names),
             text=vectors,
             text_size=(scales or {}).get("text_size", 0.0),
             feature_mean=mean,
             feature_std=std,
-            own=own_features,
+            own=custom_features,
             unknown_when_ranking=tuple(info["unknown_when_ranking"]),
             groups={
                 group["name"]: tuple(group["features"]) for group in info["groups"]

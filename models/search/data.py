@@ -28,10 +28,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.custom_features import CustomFeatures
 from models.dataset.batch import Batch, axes
 from models.dataset.columns import Columns
 from models.dataset.dataset import SPLITS, RequestDataset
-from models.own_features import OwnFeatures
 from models.ragged import (
     find_rows,
     gather_ranges,
@@ -175,7 +175,7 @@ class SearchDataset(RequestDataset):
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
         """Return the columns to read, including labels and the log's own features."""
-        own_names = OwnFeatures.from_info(manifest.info).names
+        own_names = CustomFeatures.from_info(manifest.info).names
         labels = [f"label_{name}" for name in manifest.info["labels"]]
         by_user = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]
         by_request = [
@@ -195,8 +195,8 @@ class SearchDataset(RequestDataset):
         """Decode one part of the table (`decode_sequences`)."""
         labels = [f"label_{name}" for name in manifest.info["labels"]]
         num_features = len(manifest.info["features"])
-        own_features = OwnFeatures.from_info(manifest.info)
-        return decode_sequences(table, labels, num_features, own_features)
+        custom_features = CustomFeatures.from_info(manifest.info)
+        return decode_sequences(table, labels, num_features, custom_features)
 
     @classmethod
     def decoder_settings(cls, manifest: Manifest) -> Any:
@@ -383,7 +383,10 @@ def _limit_runs(
 
 
 def decode_sequences(
-    table: pa.Table, labels: list[str], num_features: int, own_features: OwnFeatures
+    table: pa.Table,
+    labels: list[str],
+    num_features: int,
+    custom_features: CustomFeatures,
 ) -> Columns:
     """Decode one part of the sequences of a search log.
 
@@ -391,7 +394,7 @@ def decode_sequences(
         table: The part.
         labels: Fields of a request that hold the labels of its candidates.
         num_features: Length of the table's feature vectors.
-        own_features: Features of the log, which have a column each.
+        custom_features: Features of the log, which have a column each.
 
     Returns:
         Columns by user: `behaviours_per_user`, `requests_per_user` and `user_hash`. By
@@ -416,22 +419,22 @@ def decode_sequences(
     def by_candidate(name: str) -> pa.Array:
         return pc.struct_field(requests, name).flatten()
 
-    def join_own_features(
+    def join_custom_features(
         vectors: NDArray, own_columns: dict[str, pa.Array], rows: int
     ) -> NDArray:
         features = vectors.astype(np.float32).reshape(rows, num_features)
-        if not own_features.names:
+        if not custom_features.names:
             return features
-        return np.concatenate([features, own_features.matrix(own_columns, rows)], 1)
+        return np.concatenate([features, custom_features.matrix(own_columns, rows)], 1)
 
-    history_features = join_own_features(
+    history_features = join_custom_features(
         by_behaviour("features").flatten().to_numpy(),
-        {name: by_behaviour(name) for name in own_features.names},
+        {name: by_behaviour(name) for name in custom_features.names},
         len(items),
     )
-    features = join_own_features(
+    features = join_custom_features(
         by_candidate("features").to_numpy(),
-        {name: by_candidate(name) for name in own_features.names},
+        {name: by_candidate(name) for name in custom_features.names},
         len(candidates),
     )
     label_columns = [by_candidate(name) for name in labels]

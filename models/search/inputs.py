@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from models.custom_features import CustomInputs
 from models.layers.standardised import Standardised
-from models.own_features import OwnInputs
 from models.search.catalogue import SearchCatalogue
 
 
@@ -88,7 +88,7 @@ class FeatureScaler(Standardised):
         )
         self.own = None
         if catalogue.own.names:
-            self.own = OwnInputs(catalogue.own, width, dropout)
+            self.own = CustomInputs(catalogue.own, width, dropout)
         own_columns = self.own.columns if self.own else []
         self.columns = [*catalogue.features[: len(self.mean)], *own_columns]
         """(O,) name of the feature of each output column."""
@@ -98,8 +98,8 @@ class FeatureScaler(Standardised):
         if self.own is None:
             return super().forward(features)
         built_in = features[..., : len(self.mean)]
-        own_features = features[..., len(self.mean) :]
-        return torch.cat([super().forward(built_in), self.own(own_features)], -1)
+        custom_features = features[..., len(self.mean) :]
+        return torch.cat([super().forward(built_in), self.own(custom_features)], -1)
 
 
 def feature_groups(

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from models.own_features import OwnFeatures
+from models.custom_features import CustomFeatures
 from models.ragged import concat_columns
 from models.requests import Columns, Request, Requests, Row
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
@@ -218,7 +218,7 @@ class SearchRequests(Requests):
         self.time_columns = [
             index for index, name in enumerate(features) if name in HOURS
         ]
-        self.own = OwnFeatures.from_info(info)
+        self.own = CustomFeatures.from_info(info)
         self.item_features = pa.table({})
         """The log's own features of items, by `item_index`."""
         names = info.get("item_features", [])
@@ -279,7 +279,9 @@ class SearchRequests(Requests):
             name: self.item_features[name].combine_chunks().take(index)
             for name in self.item_features.column_names
         }
-        own_features = row.own_features(self.own, prefix, len(items), item_features)
+        custom_features = row.custom_features(
+            self.own, prefix, len(items), item_features
+        )
         default = np.tile(self.mean, (len(items), 1))
         if not prefix and self.counts:
             self.counts.fill(default, items, row.value("query"))
@@ -287,7 +289,7 @@ class SearchRequests(Requests):
         if not prefix and self.time_columns and time is not None:
             default[:, self.time_columns] = time_features(np.array([time], np.int64))
         built_in = row.vectors(f"{prefix}features", default)
-        return np.concatenate([built_in, own_features], 1)
+        return np.concatenate([built_in, custom_features], 1)
 
     def collate(self, requests: Sequence[Request]) -> SearchBatch:
         """Collate requests into one batch; each distinct query is encoded once."""

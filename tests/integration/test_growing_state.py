@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from models.custom_features import CustomFeatures, adopt_scales
 from models.loaded_model import LoadedModel
-from models.own_features import OwnFeatures, adopt_scales
 from models.search.catalogue import SearchCatalogue
 from models.search.inputs import FeatureScaler
 from models.storage import checkpoint
@@ -351,7 +351,7 @@ def test_a_category_that_gets_too_many_values_to_list_keeps_its_vectors(
     about = Checkpoint(model={}, learned={"names": collect_row_names(first)})
     for day in (4, 5, 6):
         growing.add(day, new_city)
-    (category,) = OwnFeatures.from_info(growing.prepare()).categories
+    (category,) = CustomFeatures.from_info(growing.prepare()).categories
     later = SearchCatalogue.load(growing.tables.tables, None)
     second = nn.ModuleDict({"scale": FeatureScaler(later, 8, 0.0)})
 

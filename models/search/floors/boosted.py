@@ -26,8 +26,8 @@ from torch import Tensor
 
 from models.boosting import TreeConfig, grow_trees, predict_log_odds
 from models.config import check_positive
+from models.custom_features import Category
 from models.layers.standardised import Standardised
-from models.own_features import Category
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.data import SearchBatch
 from models.search.model import SearchModel

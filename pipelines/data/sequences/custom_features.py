@@ -1,7 +1,7 @@
 """Custom features of a log: their columns, and their statistics in training.
 
 The manifest of `sequences` has the mean and standard deviation of each number, and the
-values of each category, over training rows. `models/own_features.py` reads features by
+values of each category, over training rows. `models/custom_features.py` reads features by
 these statistics. A category with more than MAX_VALUES values is hashed.
 """
 

@@ -16,8 +16,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from models.build import load_model
+from models.custom_features import Category, CustomFeatures, Number
 from models.loaded_model import load_catalogue
-from models.own_features import Category, Number, OwnFeatures
 from models.search.catalogue import SearchCatalogue, SearchText
 from models.search.data import SearchBatch
 from models.search.floors.boosted import Boosted, BoostedConfig, map_codes
@@ -32,14 +32,14 @@ from tests.fixtures.trainings import build_training
 
 ITEMS, QUERIES, T, SHOWN = 9, 4, 6, 5
 COUNTED = ("pair_ctr_7d", "position", "hour_sin")
-OWN = OwnFeatures(
+OWN = CustomFeatures(
     (Number("num_bm25", 0.0, 1.0, True),),
     (Category("cat_many", buckets=300), Category("cat_city", tuple("abcdefg"))),
 )
 FIT = FitConfig(batch_size=16, metric="gauc")
 
 
-def small_catalogue(own: OwnFeatures = OWN) -> SearchCatalogue:
+def small_catalogue(own: CustomFeatures = OWN) -> SearchCatalogue:
     return SearchCatalogue(
         ITEMS,
         QUERIES,
@@ -261,7 +261,7 @@ def test_trees_read_tables_with_more_values_of_a_category_as_before(
     model = fitted([train], [batch])
     checkpoint.save(tmp_path / "best", model, checkpoint.Checkpoint({"name": "x"}))
     about = checkpoint.read(tmp_path / "best")
-    more = OwnFeatures(
+    more = CustomFeatures(
         OWN.numbers, (OWN.categories[0], Category("cat_city", tuple("Aabcdefg")))
     )
     extended = Boosted(BoostedConfig(), small_catalogue(more))
@@ -304,7 +304,7 @@ def test_what_cannot_be_learned_or_read_is_refused() -> None:
     many = Category("cat_city", tuple(map(str, range(300))))
     other = Boosted(
         BoostedConfig(),
-        small_catalogue(OwnFeatures(OWN.numbers, (OWN.categories[0], many))),
+        small_catalogue(CustomFeatures(OWN.numbers, (OWN.categories[0], many))),
     )
     state = fitted([train], [train], num_iterations=2).get_extra_state()
     with pytest.raises(UserError, match=r"split by the categories \['cat_city'\]"):

@@ -17,7 +17,7 @@ from jobs import audit, cli, prepare
 from models.storage.tables import UserError, read_manifest
 from pipelines.data.reading.log import load_source
 from pipelines.data.suggestion.suggest import suggest
-from tests.fixtures.own_layouts import MAKERS
+from tests.fixtures.log_layouts import MAKERS
 
 N = 120
 

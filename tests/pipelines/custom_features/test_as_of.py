@@ -20,7 +20,7 @@ from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.reading.log import parse_log
 from pipelines.data.sequences.as_of import AsOfTable, join_as_of
 from tests.fixtures.audited import broken, rewrite
-from tests.fixtures.own_features_log import AS_OF, SOURCE, make, make_text
+from tests.fixtures.custom_features_log import AS_OF, SOURCE, make, make_text
 
 WITH_PRICES = {**SOURCE, "as_of": AS_OF}
 

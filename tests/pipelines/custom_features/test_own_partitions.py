@@ -7,7 +7,7 @@ from typing import Any
 
 from models.storage.tables import read_manifest, read_table
 from tests.fixtures.audited import broken
-from tests.fixtures.own_features_log import AS_OF, SOURCE, make
+from tests.fixtures.custom_features_log import AS_OF, SOURCE, make
 
 PLANS = {
     "files": "plans.csv",

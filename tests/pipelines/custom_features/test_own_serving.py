@@ -21,7 +21,7 @@ from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from tests.fixtures.own_features_log import make, make_text
+from tests.fixtures.custom_features_log import make, make_text
 from tests.fixtures.trainings import build_training
 
 SIZES = {

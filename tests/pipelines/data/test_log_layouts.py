@@ -24,7 +24,7 @@ from models.storage.tables import (
 )
 from pipelines.data.audit.rules import audit as check
 from pipelines.training import run as training
-from tests.fixtures.own_layouts import MAKERS
+from tests.fixtures.log_layouts import MAKERS
 
 SOURCES = Path("jobs/configs/sources")
 

@@ -1,6 +1,6 @@
 """Custom features: numbers and categories that a log provides.
 
-    own = OwnFeatures.from_info(manifest.info)
+    own = CustomFeatures.from_info(manifest.info)
     own.matrix({"num_bm25": pa.array([2.5, None])}, 2)   # (2, X + G) float32
 
 The features describe candidates and behaviours. jobs.prepare computes their statistics
@@ -80,7 +80,7 @@ class Category:
 
 
 @dataclass(frozen=True)
-class OwnFeatures:
+class CustomFeatures:
     """The custom features of a log, in the order of its mapping file."""
 
     numbers: tuple[Number, ...] = ()
@@ -178,7 +178,7 @@ def adopt_scales(
     return {**scales, "own": own, "numbers": item_numbers}, warnings
 
 
-class OwnInputs(Standardised, EmbeddingTables):
+class CustomInputs(Standardised, EmbeddingTables):
     """A layer that turns custom features into columns of floats.
 
     Its output has the standardised numbers, the presence of each number that may be
@@ -188,7 +188,7 @@ class OwnInputs(Standardised, EmbeddingTables):
     at_times: Tensor
     """(M,) indices of the M numbers that may be missing."""
 
-    def __init__(self, own: OwnFeatures, width: int, dropout: float) -> None:
+    def __init__(self, own: CustomFeatures, width: int, dropout: float) -> None:
         """Create the layer.
 
         Args:
@@ -225,7 +225,7 @@ class OwnInputs(Standardised, EmbeddingTables):
         """Compute the columns of features.
 
         Args:
-            values: (..., X + G) features from `OwnFeatures.matrix`.
+            values: (..., X + G) features from `CustomFeatures.matrix`.
 
         Returns:
             (..., O) columns, described by `columns`.

@@ -20,7 +20,7 @@ from pipelines.data.sequences.custom_features import (
     describe_features,
 )
 from tests.fixtures.audited import broken, rewrite
-from tests.fixtures.own_features_log import make
+from tests.fixtures.custom_features_log import make
 
 
 def test_candidates_have_what_the_log_says_and_the_manifest_what_training_says(

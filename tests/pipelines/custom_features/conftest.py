@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.own_features_log import make, make_text, write_log
+from tests.fixtures.custom_features_log import make, make_text, write_log
 
 
 @pytest.fixture(scope="session")

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pytest
 import torch
 
-from models.own_features import Category, Number, OwnFeatures, OwnInputs
+from models.custom_features import Category, CustomFeatures, CustomInputs, Number
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchDataset
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
-from tests.fixtures.own_features_log import SOURCE, make, make_text
+from tests.fixtures.custom_features_log import SOURCE, make, make_text
 from tests.fixtures.trainings import build_training
 
 SMALL = {
@@ -56,7 +56,7 @@ def trained(tables: str, text: str, model: dict[str, Any]) -> tuple[TrainingRun,
 
 
 def test_values_are_told_by_the_manifest() -> None:
-    own = OwnFeatures(
+    own = CustomFeatures(
         (Number("num_a", 2.0, 4.0, True), Number("num_b", 0.0, 1.0, False)),
         (Category("cat_c", ("x", "y")), Category("cat_d", (), buckets=7)),
     )
@@ -73,7 +73,7 @@ def test_values_are_told_by_the_manifest() -> None:
     assert set(found[:2, 3]) <= set(range(1, 8))
     again = own.matrix({"cat_d": pa.array(["new", "y"]).dictionary_encode()}, 2)
     assert again[:, 3].tolist() == found[[1, 0], 3].tolist()  # whatever else is there
-    inputs = OwnInputs(own, width=3, dropout=0.0)
+    inputs = CustomInputs(own, width=3, dropout=0.0)
     assert inputs.columns == ["num_a", "num_b", "num_a", *["cat_c"] * 3, *["cat_d"] * 3]
     read = inputs(torch.from_numpy(found))
     assert read[:, 0].tolist() == [2.0, 0.0, 0.0]

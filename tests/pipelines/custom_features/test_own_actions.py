@@ -24,7 +24,7 @@ from pipelines.data.sequences import custom_features
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.fixtures.audited import broken, rewrite
-from tests.fixtures.own_features_log import (
+from tests.fixtures.custom_features_log import (
     FEED,
     FEED_PREPARE,
     make,
