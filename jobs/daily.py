@@ -1,13 +1,13 @@
-"""Add a day to a growing log: append its files, measure the running model on it, and continue the training.
+"""Process a new day of a growing log, from its files to a registered model.
 
     python -m jobs.daily --config shop_daily.yaml
 
-The file has the options of the jobs that run, as docs/days.md shows: append, audit,
-semantic IDs or texts of new items, evaluation of the running model on the new day
-before anything is trained on it, training from its weights, evaluation, comparison, and
-registration if no metric drops by more than `max_drop`. An accepted model is the
-running one from then on. Finished steps are not repeated, so a run that was stopped
-continues.
+The steps: append the day's files to the tables, audit them, make semantic IDs or text
+embeddings of new items, evaluate the running model on the new day, continue its
+training, evaluate the result, compare both models, and register the new one if no
+metric drops by more than `max_drop`. An accepted model is the running model of the next
+day. The config file holds the options of the jobs (docs/days.md). The same command
+continues a stopped run after its last finished step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pipelines import tracking
 
 DAYS = "days.json"
-"""File of the output folder with a record of each day."""
+"""File in the output folder with a record of each day."""
 
 
 @dataclass
@@ -41,48 +41,53 @@ class Config:
     output: str
     """Folder for tables, sids or text, runs, and `days.json`."""
     prepare: dict[str, Any]
-    """Options of jobs.prepare; the split has to be by time, such as `split: {val_days:
+    """Options of jobs.prepare. The split must be temporal, such as `split: {val_days:
     1, test_days: 1}`."""
     train: dict[str, Any]
     """Options of jobs.train on the first day."""
     continue_training: dict[str, Any] = field(default_factory=dict)
-    """Options of jobs.train that win from the second day on, such as `fit:
+    """Options of jobs.train that override `train` from the second day on, such as `fit:
     {replay_fraction: 0.2, max_epochs: 3}`."""
     tokenize: dict[str, Any] = field(default_factory=dict)
-    """Options of jobs.tokenize, for models of semantic IDs."""
+    """Options of jobs.tokenize, for models that use semantic IDs."""
     encode: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.encode, for models that read text."""
     max_drop: dict[str, float] = field(default_factory=dict)
-    """By metric of which larger is better: the largest share by which it may be below
-    that of the running model on the new day; by default 0.05 for `fit.metric`."""
+    """Largest relative drop of each metric on the new day, compared with the running
+    model; by default 0.05 for `fit.metric`. Larger values of the metrics must be
+    better."""
     register: str | None = None
-    """Name of the model in MLflow's registry that accepted ones become versions of; by
-    default none is registered."""
-
+    """Name in MLflow's model registry under which accepted models are registered; by
+    default they are not registered."""
     register_below_floor: bool = False
-    """Register a model that is below the best model without training on the day,
-    too."""
+    """Also register an accepted model whose metric is below that of the best model
+    without training."""
 
     def __post_init__(self) -> None:
         for metric, share in self.max_drop.items():
             if not 0 <= share <= 1:
                 raise ValueError(
-                    f"max_drop.{metric} is {share}, it must be from 0 to 1, such as 0.05"
+                    f"max_drop.{metric} is {share}; it must be from 0 to 1, such as 0.05"
                 )
 
 
 def lowest_accepted(value: float, share: float) -> float:
-    """Return the lowest value that a metric of either sign may drop to from `value`."""
+    """Return the lowest value that a metric may drop to.
+
+    Args:
+        value: Value of the running model, of either sign.
+        share: Largest allowed drop, as a share of the absolute value.
+    """
     return value - share * abs(value)
 
 
 def build_config(job: str, options: dict[str, Any]) -> Any:
-    """Build the configuration of a job, or raise UserError for invalid options."""
+    """Build the configuration of a job; raise UserError for invalid options."""
     return cli.config_from_options(importlib.import_module(f"jobs.{job}"), options)
 
 
 def read_ancestry(uri: str) -> list[str]:
-    """Return the hashes of a table and of the versions that the table extends."""
+    """Return the hash of a table after the hashes of the versions that it extends."""
     manifest = read_manifest(uri)
     return [*manifest.extends, manifest.hash]
 
@@ -103,7 +108,7 @@ class Day:
         self.days: list[dict[str, Any]] = []
 
     def check(self) -> None:
-        """Raise UserError for invalid options of any job, before any work."""
+        """Raise UserError for invalid options of any job, before the first job runs."""
         for job, options in (
             ("prepare", self.prepare_options()),
             ("tokenize", self.tokenize_options()),
@@ -116,20 +121,22 @@ class Day:
         from models import registry
 
         name = self.model_name()
-        not_served = registry.find(name).reason_not_served()
-        if self.config.register and not_served:
+        reason = registry.find(name).reason_not_served()
+        if self.config.register and reason:
             raise UserError(
-                f"register is {self.config.register}, and the model '{name}' is not "
-                f"served: {not_served}; leave out register, or train another model"
+                f"register is {self.config.register}, and the model '{name}' cannot be "
+                f"served: {reason}; remove register, or train another model"
             )
 
     def read_days(self) -> None:
-        """Read the records of the days before."""
+        """Read the records of the earlier days."""
+        path = join(self.output, DAYS)
         try:
-            self.days = read_json(join(self.output, DAYS)) or []
+            self.days = read_json(path) or []
         except ValueError as error:
             raise UserError(
-                f"{join(self.output, DAYS)} is damaged ({error}); give it back, or remove it"
+                f"{path} is damaged ({error}); restore it from a backup, or remove it to "
+                f"start without earlier days"
             ) from error
 
     def prepare_options(self) -> dict[str, Any]:
@@ -137,7 +144,11 @@ class Day:
         return {**self.config.prepare, "output": self.tables, "append": True}
 
     def tokenize_options(self) -> dict[str, Any]:
-        """Return the options of jobs.tokenize; none for a model without semantic IDs."""
+        """Return the options of jobs.tokenize.
+
+        They extend the semantic IDs if the items have been appended, and replace them if
+        the items were made anew. They are empty for a model without semantic IDs.
+        """
         output = self.inputs.get("sids")
         if not output:
             return {}
@@ -150,34 +161,35 @@ class Day:
         return {**options, "overwrite": True}
 
     def encode_options(self) -> dict[str, Any]:
-        """Return the options of jobs.encode; none for a model that reads no text."""
+        """Return the options of jobs.encode; empty for a model that reads no text."""
         output = self.inputs.get("text")
         if not output:
             return {}
         options = {**self.config.encode, "tables": self.tables, "output": output}
-        return {**options, "overwrite": True} if self.text_is_old() else options
+        return {**options, "overwrite": True} if self.is_text_outdated() else options
 
-    def text_is_old(self) -> bool:
-        """Return whether the tables of text were made from other tables than the day's."""
-        made = [
-            join(self.inputs["text"], name) for name in ("items", "queries", "pairs")
-        ]
-        inputs = [read_manifest(uri).inputs for uri in made if has_manifest(uri)]
-        return any(
-            of[name] != read_manifest(join(self.tables, name)).hash
-            for of in inputs
-            for name in of
-            if name != "encoder"
-        )
+    def is_text_outdated(self) -> bool:
+        """Return whether text embeddings were made from earlier versions of the tables."""
+        for name in ("items", "queries", "pairs"):
+            uri = join(self.inputs["text"], name)
+            if not has_manifest(uri):
+                continue
+            for table, input_hash in read_manifest(uri).inputs.items():
+                if table == "encoder":
+                    continue
+                if input_hash != read_manifest(join(self.tables, table)).hash:
+                    return True
+        return False
 
     def train_options(
         self, name: str, running: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Return the options of jobs.train. A model without gradients begins anew.
+        """Return the options of jobs.train.
 
         Args:
             name: Name of the run.
-            running: Record of the day whose model is continued, or None.
+            running: Record of the day whose model is trained further; None trains a new
+                model. Models without gradients are always trained from scratch.
         """
         from models import registry
 
@@ -190,7 +202,7 @@ class Day:
         )
 
     def model_name(self) -> str:
-        """Return the name of the model, which config files may hold."""
+        """Return the name of the model, from the options or the config files they name."""
         from models import registry
 
         options = {**self.config.train, **self.inputs}
@@ -198,23 +210,33 @@ class Day:
         return registry.find_by_config(build_config("train", options).model).name
 
     def run_job(self, job: str, options: dict[str, Any]) -> Any:
-        """Run a job in this process, printed as the line to repeat it."""
+        """Print the command line of a job after an empty line, and run the job."""
         print()
         return cli.run_job(job, options)
 
     def save(self, day: dict[str, Any], **values: Any) -> None:
-        """Save results of a step in the record of a day, so that it is not repeated."""
+        """Add values to the record of a day, and write the records to the output folder.
+
+        A step whose result is recorded is not repeated.
+        """
         day |= values
         write_file(join(self.output, DAYS), json.dumps(self.days, indent=2).encode())
 
     def begin(self) -> dict[str, Any]:
-        """Return the record of the last day in the tables, named by its date and their version."""
+        """Return the record of the newest day in the tables, added if it is new.
+
+        The name of a day is its date and the start of the tables' hash.
+
+        Raises:
+            UserError: if the split is not temporal.
+        """
         sequences = read_manifest(join(self.tables, "sequences"), "sequences")
         split = sequences.info["split"]
         if "test_start_ms" not in split:
             raise UserError(
-                f"prepare.split is of kind '{split['kind']}', by which no day can be told; give "
-                f"prepare: {{split: {{kind: temporal, val_days: 1, test_days: 1}}}}"
+                f"prepare.split is of kind '{split['kind']}', and jobs.daily needs a "
+                f"temporal split; give prepare: {{split: {{kind: temporal, val_days: 1, "
+                f"test_days: 1}}}}"
             )
         date = datetime.fromtimestamp(split["test_start_ms"] / 1000, UTC).date()
         name = f"{date}-{sequences.hash[:8]}"
@@ -225,7 +247,7 @@ class Day:
         return self.days[-1]
 
     def run(self) -> None:
-        """Run the jobs that are left for the day."""
+        """Run the steps of the day that are not finished."""
         self.read_days()
         self.run_job("prepare", self.prepare_options())
         day = self.begin()
@@ -235,41 +257,50 @@ class Day:
         if "audited" not in day:
             self.run_job("audit", {"tables": self.tables})
             self.save(day, audited=True)
-        if options := self.tokenize_options():
-            self.run_job("tokenize", options)
-        if options := self.encode_options():
-            self.run_job("encode", options)
+        tokenize = self.tokenize_options()
+        if tokenize:
+            self.run_job("tokenize", tokenize)
+        encode = self.encode_options()
+        if encode:
+            self.run_job("encode", encode)
         self.check_max_drop()
         running = self.measure_running(day)
         trained = self.run_job("train", self.train_options(day["name"], running))
         if "after" not in day:
-            self.save(
-                day,
-                checkpoint=trained.checkpoint,
-                after=self.measure(trained.checkpoint),
-            )
+            after = self.measure(trained.checkpoint)
+            self.save(day, checkpoint=trained.checkpoint, after=after)
         if "floors" not in day:
             self.save(day, floors=self.compare_with_floors(trained.checkpoint))
         self.judge(day, trained.run)
 
     def explain_idle(self, name: str) -> None:
-        """Print which files a new day needs, and which files of the folder it ignored."""
+        """Print why there is nothing to do, and the files that the source does not read.
+
+        Args:
+            name: Name of the day that is finished.
+        """
         from pipelines.data.reading.log import load_source
         from pipelines.data.reading.unread import describe_unread
 
         source, _ = load_source(self.config.prepare["source"])
         print(
-            f"\n{name} is done; nothing to do until there are new files like "
+            f"\n{name} is finished; nothing to do until there are new files that match "
             f"'{source.files}'"
         )
         for line in describe_unread(source, self.config.prepare["input"]):
             print(line)
 
-    def compare_with_floors(self, where: str) -> list[dict[str, Any]]:
-        """Return the verdict against the best floor of each ranking of the day.
+    def compare_with_floors(self, folder: str) -> list[dict[str, Any]]:
+        """Compare a checkpoint on the day with the models that need no training.
 
-        The ranking that fits the log comes first: all items where users come back to
-        items. The list is empty for a family without floors and for a floor.
+        Args:
+            folder: Folder of the checkpoint.
+
+        Returns:
+            One verdict per ranking, against the best of these models: over all items,
+            and without the items of the user's history. The ranking over all items
+            comes first if users often repeat items. Empty if the model itself needs no
+            training or its family has no such models.
         """
         from models import registry
         from models.storage import checkpoint
@@ -277,51 +308,54 @@ class Day:
         from pipelines.comparison.rows import REPEATS
         from pipelines.evaluation.floors import measure_floors
 
-        about = checkpoint.read(where)
-        model_class = registry.find(about.name)
+        metadata = checkpoint.read(folder)
+        model_class = registry.find(metadata.name)
         if model_class.is_floor:
             return []
         rankings: list[dict[str, Any]] = [{}]
         if model_class.ranks == "catalogue":
             rankings.append({"unseen": True})
-        all_floors = measure_floors(about.name, Inputs(self.tables), "test", rankings)
+        all_floors = measure_floors(
+            metadata.name, Inputs(self.tables), "test", rankings
+        )
         verdicts = []
         for options, floors in zip(rankings, all_floors, strict=True):
             if not floors:
                 continue
-            evaluate = {"checkpoint": where, **self.inputs, **options}
+            evaluate = {"checkpoint": folder, **self.inputs, **options}
             result = self.run_job("evaluate", evaluate)
-            verdicts.append(judge_result(result, floors, about.fit["metric"]))
+            verdicts.append(judge_result(result, floors, metadata.fit["metric"]))
         if verdicts and verdicts[0]["repeats"] < REPEATS:
             verdicts.reverse()
         return verdicts
 
     def measure_running(self, day: dict[str, Any]) -> dict[str, Any] | None:
-        """Measure the running model on the day.
+        """Evaluate the running model on the day, and record its metrics.
 
         Returns:
-            The record of its day; None if there is no running model, or it cannot continue with the tables, as after
-            `jobs.prepare --overwrite`. A model is then trained anew.
+            The record of the day whose model is running. None if there is no running
+            model, or if the tables do not extend those of its training, as after
+            `jobs.prepare --overwrite`; a new model is then trained from scratch.
         """
         from models.loaded_model import read_versions
         from models.storage import checkpoint
 
-        running = next(
-            (other for other in reversed(self.days) if other.get("accepted")), None
-        )
+        accepted = [other for other in self.days if other.get("accepted")]
+        running = accepted[-1] if accepted else None
         if running is None or "anew" in day:
             return None
         if "before" in day:
             return running
-        where = running["checkpoint"]
-        about = checkpoint.read(where)
+        folder = running["checkpoint"]
+        metadata = checkpoint.read(folder)
         try:
-            versions = read_versions(about.name, Inputs(**self.inputs))
-            checkpoint.check(about, where, versions, extending=True)
-            before = self.measure(where)
+            versions = read_versions(metadata.name, Inputs(**self.inputs))
+            checkpoint.check(metadata, folder, versions, extending=True)
+            before = self.measure(folder)
         except checkpoint.OtherTablesError as error:
             print(
-                f"\n{running['name']} cannot go on, so a model is trained anew: {error}"
+                f"\nthe model of {running['name']} cannot be trained further, so a new "
+                f"model is trained from scratch: {error}"
             )
             self.save(day, anew=str(error))
             return None
@@ -335,38 +369,49 @@ class Day:
 
         name = self.model_name()
         catalogue = load_catalogue(name, Inputs(**self.inputs))
-        known = registry.find(name).metric_names(catalogue)
+        metrics = registry.find(name).metric_names(catalogue)
         for metric in self.config.max_drop:
-            if metric not in known:
+            if metric not in metrics:
                 raise UserError(
-                    f"max_drop.{metric} is no metric of '{name}'; {did_you_mean(metric, known)}"
+                    f"max_drop.{metric} is no metric of '{name}'; "
+                    f"{did_you_mean(metric, metrics)}"
                 )
 
     def measure(self, checkpoint: str) -> dict[str, float]:
-        """Return the metrics of a checkpoint on the day, which is the test split."""
+        """Evaluate a checkpoint on the test split, which holds the day.
+
+        Returns:
+            Metrics by name, without metrics that are NaN.
+        """
         options = {"checkpoint": checkpoint, **self.inputs, "split": "test"}
         metrics = self.run_job("evaluate", options).metrics
         return {name: value for name, value in metrics.items() if not isnan(value)}
 
     def judge(self, day: dict[str, Any], run: tracking.RunRef) -> None:
-        """Compare the day's model with the running one, and register it if it is accepted."""
+        """Accept or reject the day's model, and register an accepted model.
+
+        Args:
+            day: Record of the day; the decision is added.
+            run: MLflow run of the day's training, which is tagged with the decision.
+        """
         from models.storage import checkpoint
         from pipelines import tracking
 
         before, after = day.get("before", {}), day["after"]
-        about = checkpoint.read(day["checkpoint"])
-        max_drop = self.config.max_drop or {about.fit["metric"]: 0.05}
+        metadata = checkpoint.read(day["checkpoint"])
+        max_drop = self.config.max_drop or {metadata.fit["metric"]: 0.05}
         undefined = [name for name in max_drop if name not in after]
         dropped = find_drops(before, after, max_drop)
         running = day.get("running", "none")
         logger = tracking.Logger(run)
-        on_day = {f"running/{name}": value for name, value in before.items()}
-        logger.update(on_day, about.step)
+        running_metrics = {f"running/{name}": value for name, value in before.items()}
+        logger.update(running_metrics, metadata.step)
         logger.tag(accepted=str(not dropped).lower(), running=running)
-        self.print_comparison(day, about.name, max_drop)
+        self.print_comparison(day, metadata.name, max_drop)
         if undefined:
             print(
-                f"note: {', '.join(undefined)} has no value on this day, and is not compared"
+                f"note: {', '.join(undefined)} has no value on this day, and is not "
+                f"compared"
             )
         if dropped and dropped == undefined:
             print(
@@ -374,44 +419,59 @@ class Day:
             )
         elif dropped:
             print(
-                f"not accepted: {', '.join(dropped)} dropped by more than max_drop allows; the running model stays"
+                f"not accepted: {', '.join(dropped)} dropped by more than max_drop "
+                f"allows; the running model stays"
             )
         else:
-            self.register(day, run, about.fit["metric"])
+            self.register(day, run, metadata.fit["metric"])
         self.save(day, accepted=not dropped)
-        print(
-            f"next: {cli.command_line('jobs.compare', experiment=run.experiment, tracking_uri=run.uri)}"
+        compare = cli.command_line(
+            "jobs.compare", experiment=run.experiment, tracking_uri=run.uri
         )
+        print(f"next: {compare}")
 
     def print_comparison(
         self, day: dict[str, Any], model: str, max_drop: dict[str, float]
     ) -> None:
-        """Print the metrics of the day's model and of the running model."""
+        """Print the metrics of the day's model beside those of the running model.
+
+        Args:
+            day: Record of the day.
+            model: Name of the model in the registry.
+            max_drop: Metrics that are compared, which are printed first.
+        """
         from models import registry
         from pipelines.comparison.floors import describe_verdict
 
         before, after = day.get("before", {}), day["after"]
         running = day.get("running", "no running model")
-        print(f"\n{day['name']}, beside {running} on the same day")
+        print(f"\n{day['name']}, compared with {running} on the same day")
         for name in dict.fromkeys([*max_drop, *registry.find(model).shown_metrics]):
             if name in after:
-                was = f"{before[name]:.4f} to " if name in before else ""
-                print(f"  {name:<12}  {was}{after[name]:.4f}")
+                old_value = f"{before[name]:.4f} to " if name in before else ""
+                print(f"  {name:<12}  {old_value}{after[name]:.4f}")
         for verdict in day.get("floors", []):
             print(f"  {describe_verdict(verdict)}")
 
     def register(self, day: dict[str, Any], run: tracking.RunRef, metric: str) -> None:
-        """Register an accepted model, unless it is below the best model without training."""
+        """Register an accepted model, unless a model without training is better.
+
+        Args:
+            day: Record of the day.
+            run: MLflow run of the day's training.
+            metric: Metric that describes the version in the registry.
+        """
         from pipelines.comparison.floors import BELOW
         from pipelines.serving.registered_model import register
 
         if not self.config.register:
             return
-        below = [v for v in day.get("floors", [])[:1] if v["verdict"] == BELOW]
-        if below and not self.config.register_below_floor:
+        verdicts = day.get("floors", [])
+        is_below = bool(verdicts) and verdicts[0]["verdict"] == BELOW
+        if is_below and not self.config.register_below_floor:
             print(
-                f"not registered: it is below {below[0]['floor']}, a model without "
-                f"training; register_below_floor: true registers it"
+                f"not registered: the model is below {verdicts[0]['floor']}, a model "
+                f"without training; to register it, set register_below_floor: true"
             )
             return
         version = register(run, self.config.register, metric)
@@ -421,9 +481,9 @@ class Day:
 def find_drops(
     before: dict[str, float], after: dict[str, float], max_drop: dict[str, float]
 ) -> list[str]:
-    """Return the metrics by which a model is not accepted.
+    """Return the metrics that drop too much.
 
-    A metric without a value is not compared, unless no metric has a value.
+    A metric without a value is not compared. If no metric has a value, return all.
 
     Args:
         before: Metrics of the running model on the day; empty if there is none.
@@ -443,11 +503,11 @@ def find_drops(
 
 
 def run(config: Config) -> None:
-    """Run the jobs of the day, under a lock."""
+    """Run the steps of the day, under a lock on the output folder."""
     day = Day(config)
     day.check()
     check_writable(config.output)
-    busy = f"{config.output} is being worked on by another jobs.daily; wait for it"
+    busy = f"another jobs.daily is writing to {config.output}; wait until it ends"
     with hold_lock(join(absolute(config.output), ".daily.lock"), busy):
         day.run()
 

@@ -1,13 +1,12 @@
-"""Read command lines and YAML files into dataclasses, and print the help that shows their fields.
+"""Parse command lines and YAML files into dataclasses, and format their help.
 
-    config = parse(Config)          # of sys.argv: --config FILE, --key value, --section.key value, --flag
+    config = parse(Config)  # --config FILE --key value --section.key value --flag
 
-A field that is a dataclass is a section with options of its own; an `inline` section
-has no name before its options. A field that is a mapping takes any key below its name.
-A field that is a list of texts also takes them one by one, if the option is given
-several times. A field with the metadata `variants` is a section whose dataclass is
-chosen by its option `name`, such as `--model.name sasrec`; `variants` maps names to
-dataclasses.
+A field whose type is a dataclass is a section: its options start with the name of the
+field, unless the field has the metadata `inline`. A field with the metadata `variants`,
+a mapping from names to dataclasses, is a section whose dataclass is chosen by its option
+`name`, such as `--model.name sasrec`. A mapping field accepts any key below its name. An
+option of a `list[str]` field may be repeated, one item each.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from models.storage.uri import refuse_secrets
 
 Config = TypeVar("Config")
 
-HELP = ("--help", "-h")
+HELP_FLAGS = ("--help", "-h")
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,13 @@ class Option:
     """An option of a command."""
 
     kind: Any
-    """Type of its values."""
+    """Type of the value."""
     default: Any
     """Default value; MISSING if the option is required."""
-    about: str
+    docstring: str
     """Docstring of the option's field."""
     path: tuple[str, ...]
-    """Names of the sections that hold the value, and of its field."""
+    """Fields from the top-level dataclass down to the option, such as `("fit", "lr")`."""
     section: str = ""
     """Docstring of the section; empty outside of sections."""
 
@@ -73,17 +72,17 @@ class Option:
 
     @property
     def summary(self) -> str:
-        """Choices or kind of number, else the first sentence of the docstring."""
-        plain = all(
+        """Choices or number type, otherwise the first sentence of the docstring."""
+        is_scalar = all(
             kind in (bool, int, float, NoneType) or get_origin(kind) is Literal
             for kind in union_members(self.kind)
         )
-        if plain:
+        if is_scalar:
             return expected_type(self.kind, self.default)
-        return self.about.split(". ")[0].rstrip(".")
+        return self.docstring.split(". ")[0].rstrip(".")
 
     def parse_word(self, word: str) -> Any:
-        """Convert a word of the command line to a value."""
+        """Convert a word of the command line to a value of the option's type."""
         kinds = union_members(self.kind)
         if word == "null" and NoneType in kinds:
             return None
@@ -97,7 +96,7 @@ class Option:
 
 
 def parse_scalar(word: str) -> Any:
-    """Convert a word to a number, list, mapping, true, null or text; 1e-4 is a number."""
+    """Convert a word by YAML's rules; `1e-4`, a string in YAML 1.1, is a number."""
     if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", word):
         return float(word)
     try:
@@ -109,13 +108,13 @@ def parse_scalar(word: str) -> Any:
 def list_options(
     kind: type, chosen: Mapping[str, str] | None = None, prefix: str = ""
 ) -> dict[str, Option]:
-    """List the options of a dataclass by their keys, its sections' options included.
+    """Return the options of a dataclass and its sections by key, such as `fit.lr`.
 
     Args:
         kind: The dataclass.
-        chosen: Names of the variants of sections, by field. A section whose variant is
-            not chosen yet counts as a mapping with any keys.
-        prefix: Text before the keys.
+        chosen: Names of the chosen variants, by field. A section whose variant is not
+            in `chosen` is one option that accepts any keys below its name.
+        prefix: Text before all keys.
     """
     return dict(_walk_options(kind, chosen or {}, prefix))
 
@@ -127,84 +126,90 @@ def _walk_options(
     path: tuple[str, ...] = (),
     section: str = "",
 ) -> Iterator[tuple[str, Option]]:
-    hints, abouts = get_type_hints(kind), read_field_docstrings(kind)
-    for one in fields(kind):
-        key, inner_path = prefix + one.name, (*path, one.name)
-        inner = _section_class(hints[one.name])
-        variants = one.metadata.get("variants")
-        if variants and one.name in chosen:
-            name = chosen[one.name]
-            inner = variants[name]
-            about = f"Which {one.name}: one of {', '.join(variants)}."
-            title = first_paragraph(inner)
-            yield f"{key}.name", Option(str, name, about, (*inner_path, "name"), title)
-        if inner:
-            is_inline = one.metadata.get("inline")
-            yield from _walk_options(
-                inner,
-                {},
-                prefix if is_inline else f"{key}.",
-                inner_path,
-                section if is_inline else first_paragraph(inner),
+    hints = get_type_hints(kind)
+    docstrings = read_field_docstrings(kind)
+    for option_field in fields(kind):
+        name = option_field.name
+        key = prefix + name
+        field_path = (*path, name)
+        section_class = _section_class(hints[name])
+        variants = option_field.metadata.get("variants")
+        if variants and name in chosen:
+            section_class = variants[chosen[name]]
+            yield (
+                f"{key}.name",
+                Option(
+                    kind=str,
+                    default=chosen[name],
+                    docstring=f"Which {name}: one of {', '.join(variants)}.",
+                    path=(*field_path, "name"),
+                    section=first_paragraph(section_class),
+                ),
             )
-        elif not one.metadata.get("hidden"):
-            type_ = dict[str, Any] if variants else hints[one.name]
-            about = abouts.get(one.name, "")
-            yield key, Option(type_, _default(one), about, inner_path, section)
+        if section_class and option_field.metadata.get("inline"):
+            yield from _walk_options(section_class, {}, prefix, field_path, section)
+        elif section_class:
+            title = first_paragraph(section_class)
+            yield from _walk_options(section_class, {}, f"{key}.", field_path, title)
+        elif not option_field.metadata.get("hidden"):
+            yield (
+                key,
+                Option(
+                    kind=dict[str, Any] if variants else hints[name],
+                    default=_default(option_field),
+                    docstring=docstrings.get(name, ""),
+                    path=field_path,
+                    section=section,
+                ),
+            )
 
 
 def _section_class(hint: Any) -> Any:
-    """Return the dataclass of a section, None for a field of another type."""
+    """Return the dataclass of a section, or None for a field of another type."""
     return next(filter(is_dataclass, union_members(hint)), None)
 
 
-def _default(one: Field[Any]) -> Any:
-    return one.default if one.default_factory is MISSING else one.default_factory()
+def _default(option_field: Field[Any]) -> Any:
+    if option_field.default_factory is MISSING:
+        return option_field.default
+    return option_field.default_factory()
 
 
 def first_paragraph(kind: type) -> str:
-    """Return the first paragraph of a class's docstring in one line."""
+    """Return the first paragraph of a class's docstring, joined into one line."""
     return " ".join((kind.__doc__ or "").split("\n\n")[0].split())
 
 
 def read_field_docstrings(kind: type) -> dict[str, str]:
-    """Read the docstrings below the fields of a dataclass and its bases."""
+    """Return the docstrings below the fields of a dataclass and its bases, by field."""
     docstrings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        # a class that was made in memory, or is built in, has no source
+        # built-in classes and classes made at run time have no source
         with suppress(OSError, TypeError):
             (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-            for before, line in pairwise(body.body):  # type: ignore[attr-defined]
-                if not isinstance(before, ast.AnnAssign):
+            for statement, following in pairwise(body.body):  # type: ignore[attr-defined]
+                if not isinstance(statement, ast.AnnAssign):
                     continue
-                value = line.value if isinstance(line, ast.Expr) else None
+                value = following.value if isinstance(following, ast.Expr) else None
                 if isinstance(value, ast.Constant):
                     text = " ".join(str(value.value).split())
-                    docstrings[before.target.id] = text  # type: ignore[union-attr]
+                    docstrings[statement.target.id] = text  # type: ignore[union-attr]
     return docstrings
 
 
-def most_derived(kinds: Iterable[type]) -> tuple[type, ...]:
-    """Return the classes that no other one of them inherits from."""
-    distinct = list(dict.fromkeys(kinds))
-    return tuple(
-        kind
-        for kind in distinct
-        if not any(kind in other.__mro__[1:] for other in distinct)
-    )
-
-
 def split_words(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield the keys of a command line and the words after them, None for a key alone.
+    """Yield the pairs of key and value of a command line.
 
-    `--dry-run` is `--dry_run`.
+    The value is None for a key that another key or nothing follows. Hyphens in keys
+    become underscores: `--dry-run` equals `--dry_run`.
     """
     words = list(argv)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             raise UserError(
-                f"'{word}' belongs to no option; give --OPTION VALUE, one with blanks in quotes; see --help for all"
+                f"'{word}' belongs to no option; give --OPTION VALUE, and quote a value "
+                f"that contains spaces; see --help for all"
             )
         key, equals, value = word[2:].partition("=")
         key = key.replace("-", "_")
@@ -218,7 +223,7 @@ def split_words(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Values that are given together: a YAML file, or a mapping within one."""
+    """Nested values from one source: a YAML file, or a mapping within a YAML file."""
 
     content: Mapping[str, Any]
     """Nested values by key."""
@@ -227,21 +232,23 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Given:
-    """A value that a layer or the command line gives for a key."""
+class Setting:
+    """A value that a layer or the command line sets for a key."""
 
     key: str
+    """Dotted key of the option, such as `fit.lr`."""
     value: Any
+    """Parsed value."""
     label: str
-    """How messages call the key: `--key`, or the key in its file."""
+    """Name of the key in messages: `--key`, or the key and its file."""
     appends: bool = False
-    """Whether the value is one more item of a list."""
+    """Whether the value is added to the list of earlier values of a repeated option."""
 
 
-def flatten_layer(layer: Layer, options: Mapping[str, Option]) -> Iterator[Given]:
+def flatten_layer(layer: Layer, options: Mapping[str, Option]) -> Iterator[Setting]:
     """Yield the values of a layer by dotted keys. Raise UserError for an unknown key."""
 
-    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[Given]:
+    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[Setting]:
         for name, value in node.items():
             key = f"{prefix}{name}"
             has_options = any(option.startswith(f"{key}.") for option in options)
@@ -249,15 +256,23 @@ def flatten_layer(layer: Layer, options: Mapping[str, Option]) -> Iterator[Given
                 yield from walk(value, f"{key}.")
             else:
                 refuse_unknown(key, options, f" in {layer.source}")
-                yield Given(key, value, f"{key} in {layer.source}")
+                yield Setting(key, value, f"{key} in {layer.source}")
 
     yield from walk(layer.content, "")
 
 
 def convert_words(
     words: Sequence[tuple[str, str | None]], options: Mapping[str, Option]
-) -> Iterator[Given]:
-    """Yield the values of a command line. `--flag` alone is `--flag true`."""
+) -> Iterator[Setting]:
+    """Convert the words of a command line to values. A flag without a value is true.
+
+    Args:
+        words: Pairs of key and value, from `split_words`.
+        options: Options of the command by key.
+
+    Raises:
+        UserError: if the value of an option that is not boolean is missing.
+    """
     for key, word in words:
         option = options.get(key)
         if word is None and option and bool in union_members(option.kind):
@@ -266,66 +281,70 @@ def convert_words(
             raise UserError(f"--{key} has no value; give one after it")
         value = option.parse_word(word) if option else parse_scalar(word)
         appends = isinstance(value, list) and not word.startswith("[")
-        yield Given(key, value, f"--{key}", appends)
+        yield Setting(key, value, f"--{key}", appends)
 
 
 def refuse_unknown(key: str, options: Mapping[str, Option], source: str = "") -> None:
-    """Raise UserError for a key that is no option, with the nearest one."""
-    if key not in options and not any(
-        key.startswith(f"{name}.")
-        for name, option in options.items()
-        if option.is_mapping
-    ):
-        near = did_you_mean_key(key, options)
-        raise UserError(f"unknown key '{key}'{source}; {near}; see --help for all")
+    """Raise UserError for an unknown key; the message suggests the most similar key.
+
+    Args:
+        key: Dotted key.
+        options: Options of the command by key.
+        source: Name of the key's file in the message, such as ` in FILE`.
+    """
+    mappings = [name for name, option in options.items() if option.is_mapping]
+    in_mapping = any(key.startswith(f"{name}.") for name in mappings)
+    if key not in options and not in_mapping:
+        suggestion = did_you_mean_key(key, options)
+        raise UserError(
+            f"unknown key '{key}'{source}; {suggestion}; see --help for all"
+        )
 
 
 @dataclass(frozen=True)
 class Values:
-    """Values of a command's options."""
+    """Merged values of a command's options, not yet built into the dataclass."""
 
     content: dict[str, Any]
-    """The values by section and field."""
+    """Values by field, nested by section."""
     labels: dict[str, str]
-    """How messages call the keys that are given, by section and field, joined by
-    dots."""
+    """Names of the keys in messages, by path of fields joined by dots."""
     options: Mapping[str, Option]
-    """The command's options."""
+    """The command's options by key."""
     variants: Mapping[str, type] = field(default_factory=dict)
-    """Dataclasses of sections with variants, by field."""
+    """Chosen dataclasses of sections with variants, by field."""
 
     def label(self, key: str) -> str:
-        """Return how messages call a key."""
+        """Return the name of a key in messages."""
         return self.labels.get(key, f"'{key}'")
 
     def check_required(self) -> None:
-        """Raise UserError if a required option is not given."""
+        """Raise UserError if a required option is missing."""
         missing = [
             f"--{key} ({option.summary})"
             for key, option in self.options.items()
             if option.default is MISSING and ".".join(option.path) not in self.labels
         ]
         if missing:
-            them = "them" if len(missing) > 1 else "it"
+            pronoun = "them" if len(missing) > 1 else "it"
             raise UserError(
-                f"missing: {', '.join(missing)}; give {them}, see --help for all"
+                f"missing: {', '.join(missing)}; give {pronoun}, see --help for all"
             )
 
     def build(self, kind: type[Config]) -> Config:
         """Build the dataclass.
 
         Raises:
-            UserError: if a required option is missing, a value is of a wrong type, or
-                the dataclass refuses it.
+            UserError: if a required option is missing, a value has the wrong type, or
+                the dataclass rejects a value.
         """
         self.check_required()
         content = dict(self.content)
         try:
             for name, variant in self.variants.items():
-                inner = {
-                    key: value for key, value in content[name].items() if key != "name"
-                }
-                content[name] = build(variant, inner, f"{name}.", self.label)
+                section = dict(content[name])
+                section.pop("name", None)
+                content[name] = build(variant, section, f"{name}.", self.label)
             return build(kind, content, label=self.label)  # type: ignore[no-any-return]
         except ValueError as error:
             raise UserError(str(error)) from error
@@ -334,15 +353,18 @@ class Values:
 def read_values(
     kind: type, layers: Sequence[Layer], argv: Sequence[str] = ()
 ) -> Values:
-    """Read the values of a dataclass's options.
+    """Merge layers, config files and a command line into the values of a dataclass.
+
+    Later sources override earlier ones: `layers` in order, the files of `--config` in
+    order, then the other options of `argv`.
 
     Args:
         kind: The dataclass.
-        layers: Values, of which the later ones win.
-        argv: A command line, which wins over the layers and its own files over them.
+        layers: Nested values.
+        argv: Words of a command line.
 
     Raises:
-        UserError: for an unknown key, with the nearest one.
+        UserError: for an unknown key; the message suggests the most similar key.
     """
     words = list(split_words(argv))
     files = [word or "" for key, word in words if key == "config"]
@@ -351,122 +373,152 @@ def read_values(
         raise UserError("--config has no value; give one after it")
     layers = [*layers, *map(read_layer, files)]
 
-    def collect(options: Mapping[str, Option]) -> list[Given]:
+    def flatten_layers(options: Mapping[str, Option]) -> list[Setting]:
         for key, _ in words:
             refuse_unknown(key, options)
-        return [given for one in layers for given in flatten_layer(one, options)]
+        settings: list[Setting] = []
+        for layer in layers:
+            settings += flatten_layer(layer, options)
+        return settings
 
     options = list_options(kind)
-    from_layers = collect(options)
+    from_layers = flatten_layers(options)
+    sections = {
+        section.name: section
+        for section in fields(kind)
+        if "variants" in section.metadata
+    }
     chosen = {
-        one.name: choose_variant(one, from_layers, words)
-        for one in fields(kind)
-        if "variants" in one.metadata
+        name: choose_variant(section, from_layers, words)
+        for name, section in sections.items()
     }
     if chosen:
         options = list_options(kind, chosen)
-        from_layers = collect(options)
-    all_given = [*from_layers, *convert_words(words, options)]
+        from_layers = flatten_layers(options)
     variants = {
-        one.name: one.metadata["variants"][chosen[one.name]]
-        for one in fields(kind)
-        if one.name in chosen
+        name: section.metadata["variants"][chosen[name]]
+        for name, section in sections.items()
     }
-    return merge_values(all_given, options, variants)
+    settings = [*from_layers, *convert_words(words, options)]
+    return merge_settings(settings, options, variants)
 
 
 def read_layer(uri: str) -> Layer:
-    """Read a config file."""
+    """Read a YAML config file."""
     return Layer(read_yaml(uri, "check --config, and see --help for the keys"), uri)
 
 
 def choose_variant(
     section: Field[Any],
-    from_layers: Iterable[Given],
+    from_layers: Iterable[Setting],
     words: Iterable[tuple[str, str | None]],
 ) -> str:
-    """Return the name of the variant that is given for a section."""
+    """Return the name of the variant that layers or the command line set for a section.
+
+    Args:
+        section: Field of the section, with the metadata `variants`.
+        from_layers: Values of all layers.
+        words: Pairs of key and value of the command line, which override the layers.
+
+    Raises:
+        UserError: if no name or an unknown name is set.
+    """
     name = None
-    on_line = [Given(key, word, f"--{key}") for key, word in words]
-    for given in [*from_layers, *on_line]:
-        if given.key == f"{section.name}.name":
-            name = given.value
-        elif given.key == section.name and isinstance(given.value, dict):
-            name = given.value.get("name", name)
-        elif given.key == section.name:
-            value = format_value(given.value)
+    from_words = [Setting(key, word, f"--{key}") for key, word in words]
+    for setting in [*from_layers, *from_words]:
+        if setting.key == f"{section.name}.name":
+            name = setting.value
+        elif setting.key == section.name and isinstance(setting.value, dict):
+            name = setting.value.get("name", name)
+        elif setting.key == section.name:
+            value = format_value(setting.value)
             raise UserError(
-                f"{given.label} is {value}, it must be {expected_type(dict)}"
+                f"{setting.label} is {value}, it must be {expected_type(dict)}"
             )
-    known: Mapping[str, type] = section.metadata["variants"]
+    variants: Mapping[str, type] = section.metadata["variants"]
     if name is None:
         raise UserError(
-            f"no {section.name} is named; give a --config that has `{section.name}: {{name: ...}}`, or "
-            f"--{section.name}.name, with one of {', '.join(known)}"
+            f"no {section.name} is named; give a --config that has `{section.name}: "
+            f"{{name: ...}}`, or --{section.name}.name, with one of "
+            f"{', '.join(variants)}"
         )
-    if name not in known:
-        near = did_you_mean(str(name), known)
+    if name not in variants:
+        suggestion = did_you_mean(str(name), variants)
         raise UserError(
-            f"unknown {section.name} '{name}'; {near}; known are {', '.join(known)}"
+            f"unknown {section.name} '{name}'; {suggestion}; known are "
+            f"{', '.join(variants)}"
         )
     say_loading("torch", "ray", "mlflow")  # the module of the variant imports them
     return str(name)
 
 
-def merge_values(
-    all_given: Iterable[Given],
+def merge_settings(
+    settings: Iterable[Setting],
     options: Mapping[str, Option],
     variants: Mapping[str, type],
 ) -> Values:
-    """Merge values into nested content; later values win."""
-    merged: dict[str, Given] = {}
-    for given in all_given:
-        key, value = given.key, given.value
-        refuse_secrets(value, given.label)
-        option, before = options.get(key), merged.get(key)
-        if option and get_origin(option.kind) is dict and not isinstance(value, dict):
-            raise UserError(
-                f"{given.label} is {format_value(value)}, it must be {expected_type(option.kind)}"
-            )
-        if before and isinstance(value, dict) and "." not in key:
-            value = {**(before.value or {}), **value}
-        if before and given.appends and before.appends:
-            value = [*before.value, *value]
-        merged[key] = replace(given, value=value)
+    """Merge settings into nested content; later settings override earlier ones.
+
+    Args:
+        settings: Values of all layers and of the command line, in this order.
+        options: Options of the command by key.
+        variants: Chosen dataclasses of sections with variants, by field.
+    """
     content: dict[str, Any] = {}
     labels: dict[str, str] = {}
-    for key, given in merged.items():
+    for key, setting in _merge_by_key(settings, options).items():
         mapping = next((name for name in options if key.startswith(f"{name}.")), None)
-        *sections, last = options[mapping or key].path
-        inner = content
+        *sections, name = options[mapping or key].path
+        node = content
         for section in sections:
-            inner = inner.setdefault(section, {})
-        path = ".".join([*sections, last])
+            node = node.setdefault(section, {})
+        path = ".".join([*sections, name])
         if mapping:
-            below = key[len(mapping) + 1 :]
-            inner[last] = {**(inner.get(last) or {}), below: given.value}
-            labels[f"{path}.{below}"] = given.label
+            subkey = key[len(mapping) + 1 :]
+            node[name] = {**(node.get(name) or {}), subkey: setting.value}
+            labels[f"{path}.{subkey}"] = setting.label
         else:
-            inner[last] = given.value
-        labels[path] = given.label
+            node[name] = setting.value
+        labels[path] = setting.label
     return Values(content, labels, options, variants)
+
+
+def _merge_by_key(
+    settings: Iterable[Setting], options: Mapping[str, Option]
+) -> dict[str, Setting]:
+    """Return the last setting of each key, mappings and repeated lists joined."""
+    merged: dict[str, Setting] = {}
+    for setting in settings:
+        key, value = setting.key, setting.value
+        refuse_secrets(value, setting.label)
+        option, earlier = options.get(key), merged.get(key)
+        if option and get_origin(option.kind) is dict and not isinstance(value, dict):
+            raise UserError(
+                f"{setting.label} is {format_value(value)}, it must be "
+                f"{expected_type(option.kind)}"
+            )
+        if earlier and isinstance(value, dict) and "." not in key:
+            value = {**(earlier.value or {}), **value}
+        if earlier and setting.appends and earlier.appends:
+            value = [*earlier.value, *value]
+        merged[key] = replace(setting, value=value)
+    return merged
 
 
 def parse(
     kind: type[Config], argv: Sequence[str] | None = None, module: str = ""
 ) -> Config:
-    """Build a dataclass from a command line. Print the help and exit if it is asked for.
+    """Build a dataclass from a command line. With `--help`, print the help and exit.
 
     Args:
         kind: The dataclass.
-        argv: Words of the command line; by default those of this process.
-        module: The job's module, whose docstring the help shows; by default the
-            dataclass's own.
+        argv: Words of the command line; by default `sys.argv[1:]`.
+        module: Name of the module whose docstring the help shows; by default the
+            module of the dataclass.
 
     Raises:
-        UserError: for an unknown key (with the nearest one), a wrong type, or a value
-            that
-            the dataclass refuses.
+        UserError: for an unknown key, a value of the wrong type, or a value that the
+            dataclass rejects.
     """
     argv = sys.argv[1:] if argv is None else argv
     exit_with_help(kind, argv, module)
@@ -474,33 +526,34 @@ def parse(
 
 
 def read_mapping(kind: type, options: Mapping[str, Any], source: str) -> Values:
-    """Read the options of a dataclass from a mapping.
+    """Read the values of a dataclass's options from a mapping.
 
     Args:
         kind: The dataclass.
-        options: Nested options; `config` names files, over which the other options win.
+        options: Nested options. The key `config` names one or several YAML files, whose
+            values the other options override.
         source: Name of the mapping in messages.
     """
-    files = options.get("config") or []
-    names = [files] if isinstance(files, str) else files
+    config = options.get("config") or []
+    files = [config] if isinstance(config, str) else config
     others = {key: value for key, value in options.items() if key != "config"}
-    return read_values(kind, [*map(read_layer, names), Layer(others, source)])
+    return read_values(kind, [*map(read_layer, files), Layer(others, source)])
 
 
 def merge_options(
-    options: Mapping[str, Any], later: Mapping[str, Any]
+    options: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Merge nested options; later options win."""
-    merged = {**options, **later}
-    for name, value in later.items():
-        before = options.get(name)
-        if isinstance(value, dict) and isinstance(before, dict):
-            merged[name] = merge_options(before, value)
+    """Return nested options with the values of `overrides` in place of equal keys."""
+    merged = {**options, **overrides}
+    for name, value in overrides.items():
+        section = options.get(name)
+        if isinstance(value, dict) and isinstance(section, dict):
+            merged[name] = merge_options(section, value)
     return merged
 
 
 def to_words(options: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
-    """Yield nested options as words of a command line."""
+    """Yield nested options as words of a command line, such as `--fit.lr`, `0.1`."""
     for name, value in options.items():
         if isinstance(value, dict) and value:
             yield from to_words(value, f"{prefix}{name}.")
@@ -511,31 +564,46 @@ def to_words(options: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
 
 
 def exit_with_help(kind: type, argv: Sequence[str], module: str = "") -> None:
-    """Print the help and exit if a command line asks for it."""
-    if not set(HELP) & set(argv):
+    """Print the help and exit if a command line contains `--help` or `-h`.
+
+    Args:
+        kind: Dataclass of the command's options.
+        argv: Words of the command line, which may choose variants of sections.
+        module: Name of the module whose docstring is printed; by default the module of
+            the dataclass.
+    """
+    if not set(HELP_FLAGS) & set(argv):
         return
-    words = [word for word in argv if word not in HELP]
+    words = [word for word in argv if word not in HELP_FLAGS]
     chosen = {
-        one.name: shown_variant(one, words)
-        for one in fields(kind)
-        if "variants" in one.metadata
+        section.name: choose_help_variant(section, words)
+        for section in fields(kind)
+        if "variants" in section.metadata
     }
     print(format_help(kind, chosen, sys.modules[module or kind.__module__]))
     sys.exit(0)
 
 
-def shown_variant(section: Field[Any], argv: Sequence[str]) -> str:
-    """Return the variant of a section that the help shows: the named or the first one."""
-    known: Mapping[str, type] = section.metadata["variants"]
+def choose_help_variant(section: Field[Any], argv: Sequence[str]) -> str:
+    """Return the variant whose options the help shows: the named or the first one."""
+    variants: Mapping[str, type] = section.metadata["variants"]
     words = list(split_words(argv))
     layers = [read_layer(word) for key, word in words if key == "config" and word]
     names = [layer.content.get(section.name, {}).get("name") for layer in layers]
     names += [word for key, word in words if key == f"{section.name}.name"]
-    return str(names[-1]) if names and names[-1] in known else next(iter(known))
+    if names and names[-1] in variants:
+        return str(names[-1])
+    return next(iter(variants))
 
 
 def format_help(kind: type, chosen: Mapping[str, str], module: Any) -> str:
-    """Describe a command and its options by section."""
+    """Return the help of a command: usage, docstring, and options by section.
+
+    Args:
+        kind: Dataclass of the command's options.
+        chosen: Names of the variants whose options are shown, by field.
+        module: Module of the command.
+    """
     name = module.__spec__.name if module.__spec__ else module.__name__
     lines = [
         f"usage: python -m {name} [--config FILE] [--OPTION VALUE ...]",
@@ -543,11 +611,13 @@ def format_help(kind: type, chosen: Mapping[str, str], module: Any) -> str:
         (module.__doc__ or "").strip(),
         "",
         *describe_option(
-            "--config FILE", "YAML file with the options below; the line wins over it."
+            "--config FILE",
+            "YAML file with the options below; options of the command line override "
+            "its values.",
         ),
     ]
     options = list_options(kind, chosen)
-    # options of sections come last, and required ones first
+    # options outside of sections come first, required options before others
     ordered = sorted(
         options.items(),
         key=lambda item: (item[1].section != "", item[1].default is not MISSING),
@@ -558,17 +628,17 @@ def format_help(kind: type, chosen: Mapping[str, str], module: Any) -> str:
             section = option.section
             title = f"{key.rpartition('.')[0]}: {section}"
             lines += ["", *textwrap.wrap(title, HELP_WIDTH)]
-        about = option.about
+        text = option.docstring
         if option.default is MISSING:
-            about += " (required)"
+            text += " (required)"
         elif option.default not in (None, ""):
-            about += f" ({str(option.default).lower()})"
-        lines += describe_option(f"--{key} {metavar(option.kind)}", about)
+            text += f" ({str(option.default).lower()})"
+        lines += describe_option(f"--{key} {metavar(option.kind)}", text)
     return "\n".join(lines)
 
 
 def metavar(kind: Any) -> str:
-    """Return a placeholder for the values of a type: `N` for whole numbers."""
+    """Return the placeholder for values of a type in the help, such as `N` for int."""
     words: list[str] = []
     for member in union_members(kind):
         if get_origin(member) is Literal:
@@ -590,21 +660,21 @@ METAVARS = {
 }
 
 
-def describe_option(option: str, about: str) -> list[str]:
-    """Return the lines of help for one option."""
+def describe_option(option: str, text: str) -> list[str]:
+    """Return the lines of help for one option: its name, and the wrapped text."""
     indent = " " * 8
     return [
         f"  {option}",
         *textwrap.wrap(
-            about, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent
+            text, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent
         ),
     ]
 
 
 def say_loading(*packages: str) -> None:
-    """Print which packages are imported next, unless the first one is imported already.
+    """Print that packages are being loaded, unless the first one is already imported.
 
-    Importing them takes seconds, on a busy machine a minute.
+    Imports of large packages take seconds, or a minute on a busy machine.
     """
     if packages[0] not in sys.modules:
         print(f"loading {', '.join(packages)}", flush=True)

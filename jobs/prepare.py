@@ -1,16 +1,15 @@
-"""A raw log to tables: events, items, sequences, rejects and statistics.json.
+"""Make tables of a raw log: events, items, sequences, rejects and statistics.json.
 
     python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input RAW_DIR --output TABLES
 
     python -m jobs.prepare --suggest RAW_DIR [--kind search] [--output SOURCE.yaml]
 
-The second line looks at the files and writes a first source file, with its guesses as
-comments, on the screen or to `--output`. `--dry-run` reads the first rows, prints what
-they become, and ends. The source file says how to read the log and has a `prepare`
-section with the settings below; options on the command line win over it. Run again, it
-makes only what is missing or says that all is up to date. With `--append` new files
-join the tables (docs/days.md). `--counts_as_of TIME` also makes the table `counts`,
-with which a served search model ranks.
+The source file describes the log; its `prepare` section has the settings below, which
+options of the command line override. `--suggest` guesses a first source file from the
+log, and prints it or writes it to `--output`. `--dry-run` reads the first rows of the
+log and prints the resulting events. The same command again makes only the tables that
+are missing. `--append` adds new files of the log to the tables (docs/days.md).
+`--counts_as_of TIME` also makes the table `counts`, which a served search model reads.
 """
 
 from __future__ import annotations
@@ -50,65 +49,66 @@ class Config:
     output: str
     """Folder for the tables."""
     settings: PrepareConfig = field(metadata={"inline": True})
-    """What is made of the log: the options below, else what the source file's `prepare`
-    says."""
+    """Settings of the tables; by default those in the source file's `prepare`."""
     overwrite: bool = False
-    """Make all tables again, whatever is there."""
+    """Replace existing tables."""
     append: bool = False
-    """Join the files of events that are new to the tables that are there, if any; items
-    keep their numbers."""
+    """Add new files of events to existing tables; items keep their indices."""
     dry_run: bool = False
-    """Read the first rows of the log, print what becomes of them, and end."""
+    """Read the first rows of the log, print the resulting events, and exit."""
     log: Any = field(default=None, metadata={"hidden": True})
-    """The raw log that the source file describes."""
+    """Description of the raw log in the source file."""
 
     def __post_init__(self) -> None:
         if self.append and (self.overwrite or self.settings.catalogue):
             other = "--overwrite" if self.overwrite else "--catalogue"
             raise UserError(
-                f"--append and {other} are both given; --append keeps the tables and their items: leave one out"
+                f"--append and {other} are both given; --append keeps the tables and "
+                f"their items, remove one of them"
             )
 
 
 def build_config(values: Values) -> Config:
-    """Build the options of jobs.prepare over the defaults of the source file."""
+    """Build the configuration from options and the defaults in the source file."""
     values.check_required()
     options = dict(values.content)
-    given = options.pop("settings", {})
+    overrides = options.pop("settings", {})
     log, defaults = load_source(options["source"])
 
     def label(key: str) -> str:
         name = key.removeprefix("prepare.")
         return values.labels.get(f"settings.{name}", f"'{key}'")
 
-    settings = read_config(defaults, given, named=label)
+    settings = read_config(defaults, overrides, named=label)
     return Config(**options, settings=settings, log=log)
 
 
-def run(config: Config) -> dict[str, object]:
-    """Prepare the tables, and print the result and the next command."""
-    begin = time.perf_counter()
+def run(config: Config) -> dict[str, Any]:
+    """Prepare the tables, and print the result and the next command.
+
+    Returns:
+        The content of statistics.json; empty after `--dry_run`.
+    """
+    start_s = time.perf_counter()
     source, settings = config.log, config.settings
     print(f"reading {config.input}", flush=True)
     require_folders(input=config.input, catalogue=settings.catalogue)
     cli.preflight(
         input=config.input, output=config.output, catalogue=settings.catalogue
     )
-    resolve_config(
-        source, config.input, config.output, settings
-    )  # before Ray takes its seconds to start
-    found = preview(
+    # Reports invalid settings before Ray starts.
+    resolve_config(source, config.input, config.output, settings)
+    sample = preview(
         source, config.input, settings.max_rejects, settings.catalogue is None
     )
-    for line in lines(found) if config.dry_run else warnings(found):
-        print(line)
     if config.dry_run:
-        for line in describe_unread(source, config.input):
+        for line in [*lines(sample), *describe_unread(source, config.input)]:
             print(line)
-        check_rejects(found, settings.max_rejects)
+        check_rejects(sample, settings.max_rejects)
         print("next: the same command without --dry-run makes the tables")
         return {}
-
+    for line in warnings(sample):
+        print(line)
     existing: Existing = "continue"
     if config.overwrite:
         existing = "overwrite"
@@ -122,24 +122,47 @@ def run(config: Config) -> dict[str, object]:
         existing,
         start=cli.start_ray,
     )
-    unit = "requests" if "requests" in statistics else "events"
-    per_split = ", ".join(f"{rows:,} {name}" for name, rows in statistics[unit].items())
-    sparsity = (
-        f"sparsity {statistics['sparsity']:.2%}, " if "sparsity" in statistics else ""
-    )
-    without = statistics.get("requests_without_history", {})
-    first = ", ".join(f"{rows:,} {name}" for name, rows in without.items())
-    left_out = f"no history, such as each user's first request: {first}; models neither train on them nor rank them\n"
+    print()
+    for line in describe_statistics(statistics, settings.kind):
+        print(line)
     print(
-        f"\n{pluralize(statistics['users'], 'user')}, {pluralize(statistics['items'], 'item')}, "
-        f"{pluralize(statistics['interactions'], 'interaction')}; "
-        f"{sparsity}mean length {statistics['mean_length']:.2f}; {unit}: {per_split}\n"
-        f"{left_out if KINDS[settings.kind].needs_history and any(without.values()) else ''}"
-        f"made in {time.perf_counter() - begin:.1f} s: {config.output}/{{events,items,sequences,rejects}} and "
+        f"made in {time.perf_counter() - start_s:.1f} s: "
+        f"{config.output}/{{events,items,sequences,rejects}} and "
         f"{config.output}/statistics.json\n"
         f"next: {cli.command_line('jobs.audit', tables=config.output)}"
     )
     return statistics
+
+
+def describe_statistics(statistics: dict[str, Any], kind: str) -> list[str]:
+    """Return lines on the size of the tables and on requests without a history.
+
+    Args:
+        statistics: Content of statistics.json.
+        kind: Kind of the log: retrieval, search or actions.
+    """
+    users = pluralize(statistics["users"], "user")
+    items = pluralize(statistics["items"], "item")
+    interactions = pluralize(statistics["interactions"], "interaction")
+    sparsity = ""
+    if "sparsity" in statistics:
+        sparsity = f"sparsity {statistics['sparsity']:.2%}, "
+    unit = "requests" if "requests" in statistics else "events"
+    described = [
+        f"{users}, {items}, {interactions}; {sparsity}mean length "
+        f"{statistics['mean_length']:.2f}; {unit}: {_join_counts(statistics[unit])}"
+    ]
+    skipped = statistics.get("requests_without_history", {})
+    if KINDS[kind].needs_history and any(skipped.values()):
+        described.append(
+            f"requests without history (each user's first): {_join_counts(skipped)}; "
+            f"skipped in training and evaluation"
+        )
+    return described
+
+
+def _join_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 @dataclass
@@ -150,14 +173,14 @@ class Suggestion:
     """Folder of a raw log that no source file describes yet: a local path, s3:// or
     gs://."""
     kind: Literal["retrieval", "search", "actions"] | None = None
-    """What a request is to be (`prepare.kind`); by default a search where queries come
-    with results, else a behaviour."""
+    """Kind of request (`prepare.kind`); by default search if the log has queries with
+    results, else retrieval."""
     output: str | None = None
-    """File to write the mapping to; by default it is printed."""
+    """File for the suggested source file; by default it is printed."""
 
 
 def run_suggestion(config: Suggestion) -> None:
-    """Print or write a first source file, without Ray."""
+    """Guess a source file from a raw log, and print it or write it to a new file."""
     require_folders(suggest=config.suggest)
     text = suggest(config.suggest, config.kind).text
     if config.output is None:
@@ -169,14 +192,17 @@ def run_suggestion(config: Suggestion) -> None:
             f"{config.output} exists; name another file as --output, or remove it"
         )
     write_file(config.output, text.encode())
+    prepare = cli.command_line(
+        "jobs.prepare", source=config.output, input=config.suggest, output="TABLES"
+    )
     print(
-        f"{config.output} describes {config.suggest} as far as can be guessed; read each line\n"
-        f"next: {cli.command_line('jobs.prepare', source=config.output, input=config.suggest, output='TABLES')} --dry-run"
+        f"{config.output} is a guess at the format of {config.suggest}; check each line\n"
+        f"next: {prepare} --dry-run"
     )
 
 
 def parse(argv: Sequence[str] | None = None) -> Config | Suggestion:
-    """Build the configuration from a command line; `--suggest` has options of its own."""
+    """Build the configuration of jobs.prepare, or of `--suggest`, from a command line."""
     argv = sys.argv[1:] if argv is None else argv
     if any(word.split("=")[0] == "--suggest" for word in argv):
         return cli.parse(Suggestion, argv, __name__)
@@ -185,7 +211,7 @@ def parse(argv: Sequence[str] | None = None) -> Config | Suggestion:
 
 
 def main(config: Config | Suggestion) -> None:
-    """Prepare tables or suggest a mapping, as the command line says."""
+    """Prepare tables or suggest a source file, according to the type of `config`."""
     if isinstance(config, Suggestion):
         run_suggestion(config)
     else:

@@ -286,7 +286,7 @@ def test_a_model_below_the_best_without_training_is_not_registered(
     printed = capsys.readouterr().out
     assert "all items: ndcg@10" in printed
     assert "known items left out: ndcg@10" in printed
-    assert "not registered: it is below" in printed
+    assert "not registered: the model is below" in printed
     (day,) = json.loads((tmp_path / "out/days.json").read_text())
     assert day["accepted"]
     assert [verdict["verdict"] for verdict in day["floors"]] == [BELOW, BELOW]
@@ -347,7 +347,7 @@ def test_after_tables_were_made_anew_a_model_begins_anew_and_goes_on(
 
     said = done(config)
 
-    assert "cannot go on, so a model is trained anew" in said
+    assert "cannot be trained further, so a new model is trained from scratch" in said
     add(tmp_path, 3)
     assert "weights of" in done(config)
     days = json.loads((tmp_path / "out/days.json").read_text())

@@ -186,8 +186,8 @@ def test_options_win_over_the_source_file(
         without[split] = requests - examples.num_requests
     said = ", ".join(f"{rows} {split}" for split, rows in without.items())
     assert (
-        f"\nno history, such as each user's first request: {said}; models neither train on them nor rank them\n"
-        in text
+        f"\nrequests without history (each user's first): {said}; skipped in training "
+        f"and evaluation\n" in text
     )
     assert without["train"] > 0
 
