@@ -1,4 +1,4 @@
-"""Prove tables free of leakage: recompute every rule from the events with separate code.
+"""Audit tables for leakage: recompute every rule from the events with separate code.
 
     python -m jobs.audit --tables TABLES
 

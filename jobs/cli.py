@@ -184,8 +184,8 @@ def join_cluster(address: str) -> None:
         lines = str(error).splitlines() or [""]
         reason = " ".join(lines[0].split())[:300]
         raise UserError(
-            f"cannot join the Ray cluster at RAY_ADDRESS={address} ({reason}); check the "
-            f"address, and the cluster's token: {TOKEN_REMEDY}"
+            f"cannot join the Ray cluster at RAY_ADDRESS={address} ({reason}); check "
+            f"the address, and the cluster's token: {TOKEN_REMEDY}"
         ) from error
 
 
@@ -207,8 +207,8 @@ def check_address(address: str) -> None:
     if match is None or not 0 < int(match[2]) < 65536:
         raise UserError(
             f"RAY_ADDRESS={address} is no address of a Ray cluster; give HOST:PORT "
-            f"(6379 by default), ray://HOST:10001 or auto, or unset it to start a local "
-            f"Ray"
+            f"(6379 by default), ray://HOST:10001 or auto, or unset it to start a "
+            f"local Ray"
         )
     host, port = match[1].strip("[]"), int(match[2])
     try:
@@ -260,8 +260,8 @@ def check_token(address: str) -> None:
     if status != grpc.StatusCode.OK:
         raise UserError(
             f"the server at RAY_ADDRESS={address} is no Ray cluster "
-            f"({status.name.lower()}); give the address that `ray start --head` printed, "
-            f"or unset it to start a local Ray"
+            f"({status.name.lower()}); give the address that `ray start --head` "
+            f"printed, or unset it to start a local Ray"
         )
 
 
@@ -340,7 +340,7 @@ def save_traceback(error: BaseException) -> str:
 
 
 def is_output_closed() -> bool:
-    """Return whether the reader of stdout has closed it; then discard further output."""
+    """Return whether the reader of stdout has closed it; if so, discard all output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), select.POLLOUT)
     events = [event for _, event in output.poll(0)]
@@ -393,7 +393,7 @@ def config_from_words(job: ModuleType, argv: Sequence[str]) -> Any:
 
 
 def config_from_options(job: ModuleType, options: Mapping[str, Any]) -> Any:
-    """Build the configuration of a job from nested options, such as a parsed YAML file."""
+    """Build the configuration of a job from nested options, such as parsed YAML."""
     values = read_mapping(job.Config, options, job.__name__)
     if hasattr(job, "build_config"):
         return job.build_config(values)
@@ -463,7 +463,7 @@ def main(
 
 
 def exit_with_error(error: Exception) -> NoReturn:
-    """Print an error and exit: in one line if its cause is known, else the traceback."""
+    """Print an error and exit: one line for a known cause, otherwise the traceback."""
     if isinstance(error, BrokenPipeError) and is_output_closed():
         sys.exit(141)
     user_error = find_user_error(error)

@@ -63,8 +63,8 @@ class Config:
             )
         if set(self.register or "") & set("/:"):
             raise ValueError(
-                f"--register is {self.register}; MLflow allows no '/' and no ':' in the "
-                f"name of a model, give another name"
+                f"--register is {self.register}; MLflow allows no '/' and no ':' in "
+                f"the name of a model, give another name"
             )
 
 
@@ -122,13 +122,13 @@ def write_files(
     page.write(content, config.html)
     name = page.log_page(comparisons[0].selection, content, markdown)
     print(
-        f"{pluralize(len(all_plots), 'plot')} written to {config.html}, and to MLflow as "
-        f"compare.html of '{name}'"
+        f"{pluralize(len(all_plots), 'plot')} written to {config.html}, and to MLflow "
+        f"as compare.html of '{name}'"
     )
 
 
 def register_best(comparison: Comparison, name: str) -> None:
-    """Register the checkpoint with the best validation metric as a new model version."""
+    """Register the checkpoint with the best validation metric as a model version."""
     from pipelines import tracking
     from pipelines.comparison.load import find_best_run
     from pipelines.serving.registered_model import register
@@ -137,8 +137,8 @@ def register_best(comparison: Comparison, name: str) -> None:
     run = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
     version = register(run, name, f"val/{comparison.metric}").version
     print(
-        f"registered: version {version} of {name} is the best checkpoint of {best.name} by "
-        f"validation"
+        f"registered: version {version} of {name} is the best checkpoint of "
+        f"{best.name} by validation"
     )
     print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version}')")
 

@@ -67,7 +67,8 @@ class Config:
         for metric, share in self.max_drop.items():
             if not 0 <= share <= 1:
                 raise ValueError(
-                    f"max_drop.{metric} is {share}; it must be from 0 to 1, such as 0.05"
+                    f"max_drop.{metric} is {share}; it must be from 0 to 1, such as "
+                    "0.05"
                 )
 
 
@@ -135,8 +136,8 @@ class Day:
             self.days = read_json(path) or []
         except ValueError as error:
             raise UserError(
-                f"{path} is damaged ({error}); restore it from a backup, or remove it to "
-                f"start without earlier days"
+                f"{path} is damaged ({error}); restore it from a backup, or remove it "
+                f"to start without earlier days"
             ) from error
 
     def prepare_options(self) -> dict[str, Any]:
@@ -146,8 +147,9 @@ class Day:
     def tokenize_options(self) -> dict[str, Any]:
         """Return the options of jobs.tokenize.
 
-        They extend the semantic IDs if the items have been appended, and replace them if
-        the items were made anew. They are empty for a model without semantic IDs.
+        With them, jobs.tokenize extends the semantic IDs if items were appended, and
+        replaces them if the table of items was replaced. They are empty for a model
+        without semantic IDs.
         """
         output = self.inputs.get("sids")
         if not output:
@@ -169,7 +171,7 @@ class Day:
         return {**options, "overwrite": True} if self.is_text_outdated() else options
 
     def is_text_outdated(self) -> bool:
-        """Return whether text embeddings were made from earlier versions of the tables."""
+        """Return whether text embeddings are of earlier versions of the tables."""
         for name in ("items", "queries", "pairs"):
             uri = join(self.inputs["text"], name)
             if not has_manifest(uri):
@@ -202,7 +204,7 @@ class Day:
         )
 
     def model_name(self) -> str:
-        """Return the name of the model, from the options or the config files they name."""
+        """Return the name of the model in the options or in their config files."""
         from models import registry
 
         options = {**self.config.train, **self.inputs}
@@ -215,7 +217,7 @@ class Day:
         return cli.run_job(job, options)
 
     def save(self, day: dict[str, Any], **values: Any) -> None:
-        """Add values to the record of a day, and write the records to the output folder.
+        """Add values to the record of a day, and write all records.
 
         A step whose result is recorded is not repeated.
         """
@@ -235,8 +237,8 @@ class Day:
         if "test_start_ms" not in split:
             raise UserError(
                 f"prepare.split is of kind '{split['kind']}', and jobs.daily needs a "
-                f"temporal split; give prepare: {{split: {{kind: temporal, val_days: 1, "
-                f"test_days: 1}}}}"
+                f"temporal split; give prepare: "
+                f"{{split: {{kind: temporal, val_days: 1, test_days: 1}}}}"
             )
         date = datetime.fromtimestamp(split["test_start_ms"] / 1000, UTC).date()
         name = f"{date}-{sequences.hash[:8]}"
@@ -274,7 +276,7 @@ class Day:
         self.judge(day, trained.run)
 
     def explain_idle(self, name: str) -> None:
-        """Print why there is nothing to do, and the files that the source does not read.
+        """Print why there is nothing to do, and the files that the source ignores.
 
         Args:
             name: Name of the day that is finished.
@@ -415,7 +417,8 @@ class Day:
             )
         if dropped and dropped == undefined:
             print(
-                "not accepted: no metric of max_drop has a value; the running model stays"
+                "not accepted: no metric of max_drop has a value; the running model "
+                "stays"
             )
         elif dropped:
             print(

@@ -161,13 +161,13 @@ def write_nearest_items(config: Config, inputs: Inputs, file: str) -> None:
 
     num_items = write_nearest(config.checkpoint, inputs, file, config.k)
     print(
-        f"The {config.k} nearest items of {pluralize(num_items, 'item')} are in {file}: "
-        f"item_id, nearest (best first), score."
+        f"The {config.k} nearest items of {pluralize(num_items, 'item')} are in "
+        f"{file}: item_id, nearest (best first), score."
     )
 
 
 def write_program(config: Config, inputs: Inputs, file: str) -> None:
-    """Export a student to a file as a program of torch.export, and print how to use it."""
+    """Export a student as a program of torch.export, and print how to use it."""
     from pipelines.serving.export import export
 
     num_requests = export(
@@ -282,7 +282,7 @@ def print_recommendations(
 
 
 def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
-    """Evaluate a checkpoint, print the metrics, and write them to a file and to MLflow."""
+    """Evaluate a checkpoint, and write the metrics to stdout, a file and MLflow."""
     from pipelines.evaluation.checks import Workers
     from pipelines.evaluation.ranking import evaluate
     from pipelines.evaluation.record import record_result

@@ -4,9 +4,9 @@
 
 A field whose type is a dataclass is a section: its options start with the name of the
 field, unless the field has the metadata `inline`. A field with the metadata `variants`,
-a mapping from names to dataclasses, is a section whose dataclass is chosen by its option
-`name`, such as `--model.name sasrec`. A mapping field accepts any key below its name. An
-option of a `list[str]` field may be repeated, one item each.
+a mapping from names to dataclasses, is a section whose dataclass is chosen by its
+option `name`, such as `--model.name sasrec`. A mapping field accepts any key below its
+name. An option of a `list[str]` field may be repeated, one item each.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Option:
     docstring: str
     """Docstring of the option's field."""
     path: tuple[str, ...]
-    """Fields from the top-level dataclass down to the option, such as `("fit", "lr")`."""
+    """Fields from the top-level dataclass to the option, such as `("fit", "lr")`."""
     section: str = ""
     """Docstring of the section; empty outside of sections."""
 
@@ -208,8 +208,8 @@ def split_words(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         word = words.pop(0)
         if not word.startswith("--"):
             raise UserError(
-                f"'{word}' belongs to no option; give --OPTION VALUE, and quote a value "
-                f"that contains spaces; see --help for all"
+                f"'{word}' belongs to no option; give --OPTION VALUE, and quote a "
+                f"value that contains spaces; see --help for all"
             )
         key, equals, value = word[2:].partition("=")
         key = key.replace("-", "_")
@@ -246,7 +246,11 @@ class Setting:
 
 
 def flatten_layer(layer: Layer, options: Mapping[str, Option]) -> Iterator[Setting]:
-    """Yield the values of a layer by dotted keys. Raise UserError for an unknown key."""
+    """Yield the values of a layer by dotted keys.
+
+    Raises:
+        UserError: for a key that is not in `options`.
+    """
 
     def walk(node: Mapping[str, Any], prefix: str) -> Iterator[Setting]:
         for name, value in node.items():

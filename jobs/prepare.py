@@ -1,7 +1,7 @@
-"""Make tables of a raw log: events, items, sequences, rejects and statistics.json.
+r"""Make tables of a raw log: events, items, sequences, rejects and statistics.json.
 
-    python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml --input RAW_DIR --output TABLES
-
+    python -m jobs.prepare --source jobs/configs/sources/movielens_small.yaml \
+        --input RAW_DIR --output TABLES
     python -m jobs.prepare --suggest RAW_DIR [--kind search] [--output SOURCE.yaml]
 
 The source file describes the log; its `prepare` section has the settings below, which
@@ -196,13 +196,13 @@ def run_suggestion(config: Suggestion) -> None:
         "jobs.prepare", source=config.output, input=config.suggest, output="TABLES"
     )
     print(
-        f"{config.output} is a guess at the format of {config.suggest}; check each line\n"
-        f"next: {prepare} --dry-run"
+        f"{config.output} is a guess at the format of {config.suggest}; check each "
+        f"line\nnext: {prepare} --dry-run"
     )
 
 
 def parse(argv: Sequence[str] | None = None) -> Config | Suggestion:
-    """Build the configuration of jobs.prepare, or of `--suggest`, from a command line."""
+    """Build the configuration of jobs.prepare or of `--suggest` from a command line."""
     argv = sys.argv[1:] if argv is None else argv
     if any(word.split("=")[0] == "--suggest" for word in argv):
         return cli.parse(Suggestion, argv, __name__)

@@ -1,18 +1,17 @@
-"""The whole flow in minutes: a log, tables, audit, the models of a family, compared.
+"""Run all commands on a log within minutes, from tables to a comparison of models.
 
-    python -m jobs.quickstart                     # next items: models without training, SASRec, TIGER, SID-MLP
-    python -m jobs.quickstart --family search     # searches: text embeddings, boosted trees, Base and QGS
-    python -m jobs.quickstart --family actions    # a feed: interleaved, AttnLFA, AttnMVP; without actions
-    python -m jobs.quickstart --data FOLDER       # a real log
-    python -m jobs.quickstart --seed 43           # the same with another seed, beside what is there
+    python -m jobs.quickstart                   # next items: floors, SASRec, SID-MLP
+    python -m jobs.quickstart --family search   # searches: floors, Base and QGS
+    python -m jobs.quickstart --family actions  # a feed: floors, AttnLFA, AttnMVP
+    python -m jobs.quickstart --data FOLDER     # a real log
+    python -m jobs.quickstart --seed 43         # another seed, added to the comparison
 
-Without `--data` it simulates a small log (`results are labelled simulated`). The
-mapping of a real one is the file that `--source` names, else
-`jobs/configs/sources/FOLDER_FAMILY.yaml` or `FOLDER.yaml` there, else a first one that
-is guessed from the log (`jobs.prepare --suggest`) and written to
-`OUTPUT/FOLDER/source.yaml`, to be corrected. It stops where the guess is in doubt, such
-as about which of two columns is the user. Every step is one of the other commands and
-is printed as such before it runs, so each can be repeated on its own.
+Floors are models without training. Without `--data` the log is simulated, and the
+results are labelled as simulated. The source file of a real log is `--source`, or
+`FOLDER_FAMILY.yaml` or `FOLDER.yaml` in `jobs/configs/sources`, or a guess from the log
+(`jobs.prepare --suggest`), which is written to `OUTPUT/FOLDER/source.yaml` for you to
+correct. If the guess is ambiguous, such as between two columns of users, the quickstart
+stops. The command of each step is printed before it runs, so that you can repeat it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, Literal, NoReturn
 
 from jobs import cli, simulate, time_budget, train
 from jobs.options import merge_options
-from jobs.time_budget import Schedule
+from jobs.time_budget import Probe, Schedule
 from models.config import check_positive, pluralize
 from models.storage.input_folders import require_folders
 from models.storage.tables import UserError, join, read_manifest
@@ -39,48 +38,49 @@ from pipelines.data.suggestion.suggest import suggest
 CONFIGS = Path(__file__).parent / "configs"
 
 SEED = 42
-"""Of the simulated log, and of trainings."""
+"""Default seed of the simulated log and of trainings."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model that is trained and evaluated."""
+class ModelRun:
+    """A model that a flow trains and evaluates."""
 
     model: str
-    """Its name in the registry."""
+    """Name of the model in the registry."""
     configs: tuple[str, ...]
-    """Files under `jobs/configs`, without their ending; later ones win."""
+    """Files in `jobs/configs`, without suffix; later files override earlier ones."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of jobs.train that win over the files."""
+    """Options of jobs.train that override the files."""
     name: str = ""
-    """Name of the run; by default the model's."""
+    """Name of the run; by default the name of the model."""
     teacher: str = ""
-    """The run of this flow that it learns from."""
+    """Name of the run whose model is the teacher; empty if there is no teacher."""
     epochs: int = 20
-    """Most epochs; fewer where the time budget does not hold them."""
+    """Largest number of epochs, which the time budget may reduce."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Models and further tables of a kind of log."""
+    """Models and additional tables of one kind of log."""
 
-    models: tuple[Trained, ...]
-    """In the order of training; a teacher comes before its student."""
+    models: tuple[ModelRun, ...]
+    """Models in the order of training; a teacher comes before its student."""
     extra: str = ""
-    """Option that names the further tables: `sids`, `text` or nothing."""
+    """Option that names the additional tables: `sids`, `text`, or empty for none."""
     events: int = 1
     """Events of the simulated log per event of `--events`."""
     simulate: dict[str, Any] = field(default_factory=dict)
-    """Options of jobs.simulate beside its size."""
+    """Options of jobs.simulate other than the size."""
 
 
-SMALL: dict[str, Any] = {
+SMALL_ACTIONS: dict[str, Any] = {
     "model": {"num_layers": 2},
     "fit": {"batch_size": 16, "lr": 0.0005, "patience": 0},
 }
-NO_ACTIONS = merge_options(SMALL, {"model": {"action_weight": 0}})
-# Base in the steps of search/history.yaml, so that it lacks only the history beside QGS
-STEPS = {
+"""Options of small models of actions."""
+NO_ACTIONS = merge_options(SMALL_ACTIONS, {"model": {"action_weight": 0}})
+"""Options of a small model of actions that ignores the actions in the history."""
+SEARCH_STEPS = {
     "model": {"batch_unit": "requests"},
     "fit": {
         "batch_size": 512,
@@ -93,44 +93,51 @@ STEPS = {
         "patience": 0,
     },
 }
-# small steps lose more to a second thread than it takes from them
+"""Options of Base that equal search/history.yaml, so that it differs from QGS only in
+the history."""
 ONE_THREAD = {"ray": {"threads": 1}}
+"""Option of models whose steps are so small that a second thread slows them down."""
 FLOWS = {
     "retrieval": Flow(
         (
-            Trained("popularity", ("popularity",)),
-            Trained("own_items", ("own_items",)),
-            Trained("item_knn", ("item_knn",)),
-            Trained("ease", ("ease",)),
-            Trained("sasrec", ("sasrec",), ONE_THREAD, epochs=60),
-            Trained("tiger", ("tiger_small",), ONE_THREAD, epochs=35),
-            Trained("sid_mlp", ("sid_mlp_small",), ONE_THREAD, teacher="tiger"),
+            ModelRun("popularity", ("popularity",)),
+            ModelRun("own_items", ("own_items",)),
+            ModelRun("item_knn", ("item_knn",)),
+            ModelRun("ease", ("ease",)),
+            ModelRun("sasrec", ("sasrec",), ONE_THREAD, epochs=60),
+            ModelRun("tiger", ("tiger_small",), ONE_THREAD, epochs=35),
+            ModelRun("sid_mlp", ("sid_mlp_small",), ONE_THREAD, teacher="tiger"),
         ),
         extra="sids",
     ),
     "search": Flow(
         (
-            Trained("pair_ctr", ("search/pair_ctr",)),
-            Trained("item_ctr", ("search/item_ctr",)),
-            Trained("log_order", ("search/log_order",)),
-            Trained("boosted", ("search/boosted",)),
-            Trained("base", ("search/base",), STEPS, epochs=6),
-            Trained("qgs", ("qgs", "search/small", "search/history"), epochs=6),
+            ModelRun("pair_ctr", ("search/pair_ctr",)),
+            ModelRun("item_ctr", ("search/item_ctr",)),
+            ModelRun("log_order", ("search/log_order",)),
+            ModelRun("boosted", ("search/boosted",)),
+            ModelRun("base", ("search/base",), SEARCH_STEPS, epochs=6),
+            ModelRun("qgs", ("qgs", "search/small", "search/history"), epochs=6),
         ),
         extra="text",
         simulate={"taste": "class", "disliked_click": 0.05},
     ),
     "actions": Flow(
         (
-            Trained("base_rate", ("actions/base_rate",)),
-            Trained("item_rate", ("actions/item_rate",)),
-            Trained("boosted_actions", ("actions/boosted",)),
-            Trained(
-                "interleaved", ("attn_mvp", "actions/interleaved"), SMALL, epochs=12
+            ModelRun("base_rate", ("actions/base_rate",)),
+            ModelRun("item_rate", ("actions/item_rate",)),
+            ModelRun("boosted_actions", ("actions/boosted",)),
+            ModelRun(
+                "interleaved",
+                ("attn_mvp", "actions/interleaved"),
+                SMALL_ACTIONS,
+                epochs=12,
             ),
-            Trained("attn_lfa", ("attn_mvp", "actions/attn_lfa"), SMALL, epochs=12),
-            Trained("attn_mvp", ("attn_mvp",), SMALL, epochs=12),
-            Trained(
+            ModelRun(
+                "attn_lfa", ("attn_mvp", "actions/attn_lfa"), SMALL_ACTIONS, epochs=12
+            ),
+            ModelRun("attn_mvp", ("attn_mvp",), SMALL_ACTIONS, epochs=12),
+            ModelRun(
                 "attn_mvp",
                 ("attn_mvp", "actions/attn_mvp_no_lfa"),
                 NO_ACTIONS,
@@ -141,7 +148,7 @@ FLOWS = {
         events=2,
     ),
 }
-"""By kind of request."""
+"""Flows by kind of request."""
 
 
 @dataclass
@@ -149,32 +156,32 @@ class Config:
     """Options of jobs.quickstart."""
 
     family: Literal[tuple(FLOWS)] | None = None  # type: ignore[valid-type]
-    """Which models: `retrieval` finds the next item in a catalogue, `search` ranks what
-    a search shows, `actions` predicts what a user will do with an item; by default what
-    the mapping file is of, and without one retrieval."""
+    """Family of models: `retrieval` recommends the next item of a catalogue, `search`
+    ranks the results of a search, `actions` predicts what a user does with an item. By
+    default the kind of the source file, or retrieval for a simulated log."""
     data: str | None = None
-    """Folder of a real raw log; without it a log is simulated."""
+    """Folder of a real raw log; by default a log is simulated."""
     source: str | None = None
-    """Mapping file of the real log; by default the one named after the folder, else a
+    """Source file of the real log; by default the file named after the folder, or a
     guess."""
     output: str = "runs"
-    """Folder for everything that is made: one folder below it per dataset."""
+    """Folder for all output, with a subfolder per dataset."""
     encoder: str = "tfidf"
-    """Encoder of the texts: tfidf, minilm (make encoder), or a transformers name or
-    path."""
+    """Text encoder: tfidf, minilm (`make encoder` installs it), or the name or path of
+    a transformers model."""
     epochs: int | None = None
-    """Epochs of each model; by default what fits some ten minutes in all on this
-    machine, by timed steps of each."""
+    """Epochs of each model; by default chosen so that all commands take about ten
+    minutes on this machine."""
     users: int = 1500
     """Users of the simulated log."""
     items: int = 400
     """Items of the simulated log."""
     events: int = 15000
-    """Events or searches of the simulated log; impressions of a feed are twice as
-    many."""
+    """Events or searches of the simulated log; a feed has twice as many
+    impressions."""
     seed: int = SEED
-    """Seed of the trainings; runs of another one than 42 have it in their names, and
-    join the comparison."""
+    """Seed of the trainings. Names of runs contain a seed other than 42, and the
+    comparison averages over seeds."""
 
     def __post_init__(self) -> None:
         check_positive(self, ["epochs", "users", "items", "events"])
@@ -182,7 +189,7 @@ class Config:
 
 
 class Steps:
-    """Runs jobs in this process one after the other, each printed as the line to repeat it."""
+    """Runner of jobs in this process, which prints the number and command of each."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -190,7 +197,13 @@ class Steps:
         self.started = time.monotonic()
 
     def run(self, title: str, job: str, options: dict[str, Any]) -> Any:
-        """Run a job with some options."""
+        """Print the number, title and command of a step, and run its job.
+
+        Args:
+            title: Title of the step.
+            job: Name of the job, such as `train`.
+            options: Nested options of the job.
+        """
         self.number += 1
         elapsed = time.monotonic() - self.started
         print(
@@ -202,16 +215,16 @@ class Steps:
 
 @dataclass(frozen=True)
 class Folders:
-    """Folders that a flow reads and writes."""
+    """Paths that a flow reads and writes."""
 
     dataset: str
     """Name of the dataset."""
     family: str
-    """Kind of tables that its mapping file makes."""
+    """Kind of the log: retrieval, search or actions."""
     source: str
-    """Mapping file of the log."""
+    """Source file that describes the log."""
     raw: Path
-    """Folder of the log."""
+    """Folder of the raw log."""
     tables: str
     """Folder of the tables."""
     extra: str
@@ -221,244 +234,291 @@ class Folders:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The options of a training."""
+class Training:
+    """Name, inputs and options of one training."""
 
     name: str
     """Name of the run."""
     inputs: dict[str, str]
-    """Folders that the model reads, for jobs.train and jobs.evaluate."""
+    """Options of jobs.train and jobs.evaluate that name the model's input folders."""
     options: dict[str, Any]
-    """Options of jobs.train, without those of its `Schedule`."""
+    """Options of jobs.train, without the options that a `Schedule` adds."""
 
 
-def plan_run(config: Config, folders: Folders, trained: Trained) -> Run:
-    """Return the options that a model is trained with."""
+def plan_training(config: Config, folders: Folders, model_run: ModelRun) -> Training:
+    """Return the name, inputs and options with which a model is trained."""
     from models import registry
 
-    model_class = registry.find(trained.model)
-    seed = f"-{config.seed}" if config.seed != SEED else ""
-    seeded = model_class.trains_by_gradient or model_class.stops_early
-    name = (trained.name or trained.model) + (seed if seeded else "")
+    model_class = registry.find(model_run.model)
+    seed_suffix = f"-{config.seed}" if config.seed != SEED else ""
+    depends_on_seed = model_class.trains_by_gradient or model_class.stops_early
+    name = model_run.name or model_run.model
+    if depends_on_seed:
+        name += seed_suffix
     inputs = {"tables": folders.tables}
     if FLOWS[folders.family].extra:
         inputs |= dict.fromkeys(model_class.extra_inputs, folders.extra)
     options: dict[str, Any] = {
-        "config": [str(CONFIGS / f"{file}.yaml") for file in trained.configs],
+        "config": [str(CONFIGS / f"{file}.yaml") for file in model_run.configs],
         **inputs,
         "storage": folders.runs,
         "name": name,
     }
-    options = merge_options(options, trained.options)
-    if trained.teacher:
-        teacher = f"{folders.runs}/{trained.teacher}{seed}"
+    options = merge_options(options, model_run.options)
+    if model_run.teacher:
+        teacher = f"{folders.runs}/{model_run.teacher}{seed_suffix}"
         options = merge_options(options, {"model": {"teacher": teacher}})
-    if seeded:
+    if depends_on_seed:
         options = merge_options(options, {"fit": {"seed": config.seed}})
-    return Run(name, inputs, options)
+    return Training(name, inputs, options)
 
 
-def measure(
+def train_and_evaluate(
     config: Config,
     folders: Folders,
     steps: Steps,
-    trained: Trained,
+    model_run: ModelRun,
     schedule: Schedule,
 ) -> None:
-    """Train a model, and evaluate it on test."""
-    from models import registry
+    """Train a model, and evaluate it on the test split.
 
-    run = plan_run(config, folders, trained)
-    training = merge_options(run.options, schedule.training.get(run.name, {}))
-    verb = "Distil" if trained.teacher else "Train"
-    steps.run(f"{verb} {run.name}", "train", training)
-    evaluate = {
-        "checkpoint": f"{folders.runs}/{run.name}",
-        **schedule.evaluation,
-        **run.inputs,
-        "split": "test",
-    }
-    steps.run(f"Evaluate {run.name} on test", "evaluate", evaluate)
-    if registry.find(trained.model).ranks == "catalogue":
-        title = f"Evaluate {run.name} on test, known items left out"
-        steps.run(title, "evaluate", {**evaluate, "unseen": True})
+    A model that ranks the catalogue is also evaluated without the items of the history.
 
-
-def count_steps(trained: Trained) -> int:
-    """Return the number of commands that train and evaluate a model."""
-    from models import registry
-
-    return 3 if registry.find(trained.model).ranks == "catalogue" else 2
-
-
-def make_schedule(
-    config: Config, folders: Folders, models: Sequence[Trained], steps: Steps
-) -> Schedule:
-    """Choose how much each model is trained, and print the choice.
-
-    `--epochs` decides, then an earlier start of the same flow, then the time budget by
-    timed steps of each model.
+    Args:
+        config: Options of the quickstart.
+        folders: Paths of the flow.
+        steps: Runner of the jobs.
+        model_run: The model.
+        schedule: Epochs of the training and share of users of the evaluation.
     """
     from models import registry
 
-    learned = [one for one in models if registry.find(one.model).trains_by_gradient]
-    runs = [plan_run(config, folders, one) for one in learned]
-    if config.epochs or not runs:
+    training = plan_training(config, folders, model_run)
+    name = training.name
+    options = merge_options(training.options, schedule.training.get(name, {}))
+    verb = "Distil" if model_run.teacher else "Train"
+    steps.run(f"{verb} {name}", "train", options)
+    evaluate = {
+        "checkpoint": f"{folders.runs}/{name}",
+        **schedule.evaluation,
+        **training.inputs,
+        "split": "test",
+    }
+    steps.run(f"Evaluate {name} on test", "evaluate", evaluate)
+    if registry.find(model_run.model).ranks == "catalogue":
+        title = f"Evaluate {name} on test, known items left out"
+        steps.run(title, "evaluate", {**evaluate, "unseen": True})
+
+
+def count_steps(model_run: ModelRun) -> int:
+    """Return the number of commands that train and evaluate a model."""
+    from models import registry
+
+    return 3 if registry.find(model_run.model).ranks == "catalogue" else 2
+
+
+def make_schedule(
+    config: Config, folders: Folders, models: Sequence[ModelRun], steps: Steps
+) -> Schedule:
+    """Choose the epochs of each model, and print the choice.
+
+    `--epochs` sets them. Otherwise they are read from the schedule of an earlier start
+    of the same flow, or chosen by the time budget.
+
+    Args:
+        config: Options of the quickstart.
+        folders: Paths of the flow.
+        models: Models of the flow, also models without training.
+        steps: Runner of the jobs, which knows the elapsed time.
+    """
+    from models import registry
+
+    gradient_models = [
+        model_run
+        for model_run in models
+        if registry.find(model_run.model).trains_by_gradient
+    ]
+    trainings = [plan_training(config, folders, model) for model in gradient_models]
+    if config.epochs or not trainings:
         epochs = {"fit": {"max_epochs": config.epochs}}
-        return Schedule({run.name: epochs for run in runs})
-    tables = read_manifest(join(folders.tables, "sequences"), "sequences").hash
+        return Schedule({training.name: epochs for training in trainings})
+    tables_hash = read_manifest(join(folders.tables, "sequences"), "sequences").hash
     file = Path(folders.runs).parent / f"schedule-{config.seed}.json"
-    earlier = Schedule.read(str(file), tables)
-    if earlier and all(run.name in earlier.training for run in runs):
-        print(f"\nepochs as chosen before, in {file}", flush=True)
+    earlier = Schedule.read(str(file), tables_hash)
+    if earlier and all(training.name in earlier.training for training in trainings):
+        print(f"\nEpochs are read from the earlier schedule {file}", flush=True)
         return earlier
-    print("\nTiming some steps of each model, to choose its epochs", flush=True)
-    probes = []
-    with TemporaryDirectory(prefix="trieline-") as scratch:
-        for one, run in zip(learned, runs, strict=True):
-            options = run.options
-            if one.teacher:
-                teacher = f"{scratch}/{one.teacher}"
-                options = merge_options(options, {"model": {"teacher": teacher}})
-            is_teacher = any(other.teacher == one.model for other in learned)
-            save = f"{scratch}/{one.model}" if is_teacher else None
-            training = cli.config_from_options(train, options)
-            probes.append(time_budget.probe(training, save))
+    print("\nTiming some steps of each model to choose its epochs", flush=True)
+    probes = time_models(gradient_models, trainings)
     schedule, lines = time_budget.make_schedule(
-        {run.name: probe for run, probe in zip(runs, probes, strict=True)},
-        [one.epochs for one in learned],
+        probes,
+        [model_run.epochs for model_run in gradient_models],
         split_sizes(folders.tables),
-        others=len(models) - len(learned),
+        others=len(models) - len(gradient_models),
         elapsed_s=time.monotonic() - steps.started,
     )
     for line in lines:
         print(line, flush=True)
-    schedule.write(str(file), tables)
+    schedule.write(str(file), tables_hash)
     return schedule
 
 
+def time_models(
+    models: Sequence[ModelRun], trainings: Sequence[Training]
+) -> dict[str, Probe]:
+    """Time some training steps of each model, with untrained teachers for students.
+
+    Args:
+        models: Models that are trained by gradient, teachers before their students.
+        trainings: Options of the models, in this order.
+
+    Returns:
+        Measured speeds by the name of the run.
+    """
+    probes = {}
+    teachers = {model_run.teacher for model_run in models}
+    with TemporaryDirectory(prefix="trieline-") as scratch:
+        for model_run, training in zip(models, trainings, strict=True):
+            options = training.options
+            if model_run.teacher:
+                teacher = f"{scratch}/{model_run.teacher}"
+                options = merge_options(options, {"model": {"teacher": teacher}})
+            save = None
+            if model_run.model in teachers:
+                save = f"{scratch}/{model_run.model}"
+            train_config = cli.config_from_options(train, options)
+            probes[training.name] = time_budget.probe(train_config, save)
+    return probes
+
+
 def split_sizes(tables: str) -> time_budget.SplitSizes:
-    """Return the sizes of the test split, by which its evaluation is planned."""
-    rows = read_manifest(join(tables, "sequences"), "sequences").rows
+    """Return the number of users, training requests and test requests of the tables."""
+    users = read_manifest(join(tables, "sequences"), "sequences").rows
     counts = count_requests(tables)
-    return time_budget.SplitSizes(rows, counts["train"], counts["test"])
+    return time_budget.SplitSizes(users, counts["train"], counts["test"])
 
 
 def count_requests(tables: str) -> dict[str, int]:
-    """Return the number of requests per split, for a feed of impressions."""
+    """Return the number of requests per split; of impressions in an actions log."""
     info = read_manifest(join(tables, "sequences"), "sequences").info
     return dict(info.get("requests") or info["events"])
 
 
 def locate(config: Config) -> Folders:
-    """Return the folders of a flow, or raise UserError for a log that is missing, unclear or of another family."""
+    """Return the paths of a flow.
+
+    Raises:
+        UserError: if the log or its source file is missing, the guess of a source file
+            is ambiguous, or the source file is of another family.
+    """
     if config.source and not config.data:
         raise UserError(
-            f"--source is {config.source}, which describes a real log; give its folder with --data"
+            f"--source is {config.source}, which describes a real log; give its folder "
+            f"with --data"
         )
     if "://" in config.output:
         raise UserError(
-            f"--output is {config.output}, and the quickstart keeps its files in a local folder; name one"
+            f"--output is {config.output}; the quickstart writes to a local folder, "
+            f"give a local path"
         )
     require_folders(data=config.data)
-    name = (
-        Path(config.data).resolve().name
-        if config.data
-        else KINDS[config.family or "retrieval"].simulated_source
-    )
+    if config.data:
+        name = Path(config.data).resolve().name
+    else:
+        name = KINDS[config.family or "retrieval"].simulated_source
     home = Path(config.output).absolute() / name
-    source = config.source or find_mapping(config, name, home)
+    source = config.source or find_source(config, name, home)
     if not Path(source).is_file():
         raise UserError(
-            f"there is no mapping file {source} for {config.data}; leave out --source for a first one"
+            f"the source file {source} for {config.data} does not exist; remove "
+            f"--source to get a suggestion"
         )
-    made = load_source(source)[1].get("kind", "retrieval")
-    if made != (config.family or made):
+    kind = load_source(source)[1].get("kind", "retrieval")
+    if config.family and kind != config.family:
         raise UserError(
-            f"{source} makes tables of kind '{made}', not '{config.family}'; give --family {made}"
+            f"{source} makes tables of kind '{kind}', not '{config.family}'; give "
+            f"--family {kind}"
         )
-    raw = Path(config.data).absolute() if config.data else home / "raw"
     return Folders(
-        name,
-        made,
-        source,
-        raw,
-        str(home / "tables"),
-        str(home / (FLOWS[made].extra or "sids")),
-        str(home / "runs"),
+        dataset=name,
+        family=kind,
+        source=source,
+        raw=Path(config.data).absolute() if config.data else home / "raw",
+        tables=str(home / "tables"),
+        extra=str(home / (FLOWS[kind].extra or "sids")),
+        runs=str(home / "runs"),
     )
 
 
-def find_mapping(config: Config, name: str, home: Path) -> str:
-    """Return the mapping file that is named after a log's folder, or write a suggested one.
+def find_source(config: Config, name: str, home: Path) -> str:
+    """Return the source file that is named after a log's folder, or write a suggestion.
 
     Args:
         config: Options of the quickstart.
         name: Name of the log's folder.
-        home: Folder for everything that is made.
+        home: Output folder of the dataset.
+
+    Raises:
+        UserError: if the suggestion is ambiguous.
     """
     stems = [f"{name}_{config.family}", name] if config.family else [name]
-    known = [CONFIGS / "sources" / f"{stem}.yaml" for stem in stems]
-    if found := next((file for file in known if file.is_file()), None):
-        return str(found)
+    for stem in stems:
+        file = CONFIGS / "sources" / f"{stem}.yaml"
+        if file.is_file():
+            return str(file)
     guess = home / "source.yaml"
     if not guess.is_file():
         suggestion = suggest(str(config.data), config.family)
         if suggestion.doubts:
-            refuse_doubts(config, name, suggestion.doubts)
+            refuse_ambiguous(config, name, suggestion.doubts)
         home.mkdir(parents=True, exist_ok=True)
         guess.write_text(suggestion.text)
-    print(
-        f"{guess} describes {config.data} as far as can be guessed; read it and fix what is wrong:"
-    )
-    print(
-        "".join(f"    {line}\n" for line in guess.read_text().splitlines()),
-        end="",
-        flush=True,
-    )
+    print(f"{guess} is a guess at the format of {config.data}; check and correct it:")
+    for line in guess.read_text().splitlines():
+        print(f"    {line}", flush=True)
     return str(guess)
 
 
-def refuse_doubts(config: Config, name: str, doubts: list[str]) -> NoReturn:
-    """Print the doubtful lines of a suggested mapping, and raise UserError.
+def refuse_ambiguous(config: Config, name: str, doubts: list[str]) -> NoReturn:
+    """Print the ambiguous lines of a suggested source file, and raise UserError.
 
     Args:
         config: Options of the quickstart.
         name: Name of the dataset.
-        doubts: Lines that decide what is trained, and could be others.
+        doubts: Lines that may be wrong and change what is trained.
     """
-    print(f"What {config.data} holds cannot be told for sure:")
-    for each in doubts:
-        print(f"    {each}", flush=True)
+    print(f"The format of {config.data} is ambiguous:")
+    for doubt in doubts:
+        print(f"    {doubt}", flush=True)
     file = f"{name}.yaml"
     kind = {"kind": config.family} if config.family else {}
     write = cli.command_line(
         "jobs.prepare", suggest=str(config.data), **kind, output=file
     )
-    given = {
+    changed = {
         option.name: getattr(config, option.name)
         for option in fields(config)
         if getattr(config, option.name) != option.default
     }
-    again = cli.command_line("jobs.quickstart", **{**given, "source": file})
+    again = cli.command_line("jobs.quickstart", **{**changed, "source": file})
     raise UserError(
-        f"{pluralize(len(doubts), 'line')} of the mapping of {config.data} could be "
-        f"others, and decide what is trained; write it with `{write}`, check these "
-        f"lines, and run `{again}`"
+        f"{pluralize(len(doubts), 'line')} of the source file for {config.data} may be "
+        f"wrong and would change what is trained; write the file with `{write}`, check "
+        f"these lines, and run `{again}`"
     )
 
 
-def published_sids(folder: Path) -> Path | None:
-    """Return the file of published semantic IDs in a raw folder, or None."""
-    found = sorted([*folder.glob("*index*.json*"), *folder.glob("published_sids.csv*")])
-    return found[0] if found else None
+def find_published_sids(folder: Path) -> Path | None:
+    """Return the file of published semantic IDs in a raw log's folder, or None."""
+    files = sorted([*folder.glob("*index*.json*"), *folder.glob("published_sids.csv*")])
+    return files[0] if files else None
 
 
 def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
     """Make the semantic IDs or text embeddings of a flow.
 
     Returns:
-        Whether the log has anything to make them from.
+        False if the log has neither texts of items nor published semantic IDs.
     """
     output = {"tables": folders.tables, "output": folders.extra}
     items = read_manifest(join(folders.tables, "items"), "items")
@@ -469,8 +529,8 @@ def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
             steps.run("Texts to embeddings", "encode", encode)
         return has_texts
     if has_texts:
-        # for few items two levels and the code of duplicates: a quarter fewer tokens,
-        # learned in fewer epochs
+        # Two levels and the conflict code suffice for few items: a quarter fewer tokens
+        # than with three, and fewer epochs.
         levels = 2 if items.rows <= 16_384 else 3
         size = {"levels": levels, "codebook_size": codebook_size(items.rows)}
         tokenize = {
@@ -481,7 +541,7 @@ def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
         }
         steps.run("Items to semantic IDs", "tokenize", tokenize)
         return True
-    published = published_sids(folders.raw) if config.data else None
+    published = find_published_sids(folders.raw) if config.data else None
     if not published:
         return False
     tokenize = {"tokenizer": "published", "published": str(published), **output}
@@ -490,13 +550,17 @@ def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
 
 
 def codebook_size(items: int) -> int:
-    """Return the codes per level: a power of two, with 8 items or more per code, at most 256."""
+    """Return the number of codes per level for a number of items.
+
+    It is the largest power of two from 2 to 256 with at least 8 items per code.
+    """
     return min(256, 2 ** max(1, (items // 8).bit_length() - 1))
 
 
 def simulate_log(config: Config, folders: Folders, steps: Steps) -> None:
-    """Simulate the raw log of a family."""
-    flow, simulated = FLOWS[folders.family], KINDS[folders.family].simulated_name
+    """Run jobs.simulate for the raw log of a family."""
+    flow = FLOWS[folders.family]
+    kind = KINDS[folders.family].simulated_name
     options = {
         "output": str(folders.raw),
         "users": config.users,
@@ -505,13 +569,17 @@ def simulate_log(config: Config, folders: Folders, steps: Steps) -> None:
         **flow.simulate,
         "seed": SEED,
     }
-    if simulated != simulate.Config.kind:
-        options = {"kind": simulated, **options}
+    if kind != simulate.Config.kind:
+        options = {"kind": kind, **options}
     steps.run("Simulate a raw log", "simulate", options)
 
 
 def prepare_tables(folders: Folders, steps: Steps) -> None:
-    """Make tables of the raw log, and audit them."""
+    """Make tables of the raw log, and audit the tables.
+
+    Raises:
+        UserError: if the validation or test split is empty.
+    """
     prepare = {
         "source": folders.source,
         "input": str(folders.raw),
@@ -519,71 +587,94 @@ def prepare_tables(folders: Folders, steps: Steps) -> None:
     }
     steps.run("Raw log to tables", "prepare", prepare)
     sizes = count_requests(folders.tables)
-    if empty := [name for name in ("val", "test") if not sizes[name]]:
+    empty = [name for name in ("val", "test") if not sizes[name]]
+    if empty:
         raise UserError(
-            f"{folders.source} leaves nothing for {' and '.join(empty)}; see the warnings above"
+            f"with {folders.source} the split {' and '.join(empty)} is empty; see the "
+            f"warnings above"
         )
     audit = {"tables": folders.tables}
     steps.run("Prove the tables free of leakage", "audit", audit)
 
 
 def run(config: Config) -> None:
-    """Run the flow."""
+    """Run the flow of a family, and print where its results are."""
     cli.say_loading("torch", "ray", "mlflow")
-    folders = locate(config)  # before the imports, as the log may be wrong
-    from models import registry
+    folders = locate(config)  # reports an invalid log before the slow imports
     from pipelines.tracking import resolve_uri
 
     flow = FLOWS[folders.family]
     cli.preflight(output=config.output)
-    steps = Steps(
-        count=3
-        + (not config.data)
-        + bool(flow.extra)
-        + sum(map(count_steps, flow.models))
-    )
+    num_steps = 3 + sum(count_steps(model_run) for model_run in flow.models)
+    if flow.extra:
+        num_steps += 1
+    if not config.data:
+        num_steps += 1
+    steps = Steps(num_steps)
     if not config.data:
         simulate_log(config, folders, steps)
     prepare_tables(folders, steps)
+    has_extra = bool(flow.extra) and make_extra(config, folders, steps)
     models = flow.models
-    if flow.extra and not make_extra(config, folders, steps):
-        models = tuple(
-            model
-            for model in models
-            if flow.extra not in registry.find(model.model).extra_inputs
-        )
-        left_out = [model for model in flow.models if model not in models]
-        steps.count -= 1 + sum(map(count_steps, left_out))
-        made = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
-        print(
-            f"note: {folders.source} names no texts of items to make {made} of; models of these are left out"
-        )
+    if flow.extra and not has_extra:
+        models = drop_models_with_extra(flow, folders, steps)
     schedule = make_schedule(config, folders, models, steps)
-    for trained in models:
-        measure(config, folders, steps, trained, schedule)
-    uri = resolve_uri(None, folders.runs)  # where the trainings logged
+    for model_run in models:
+        train_and_evaluate(config, folders, steps, model_run, schedule)
     page = Path(folders.runs).parent / "compare.html"
-    experiment = f"{folders.family}/{folders.dataset}"
-    compare = {"experiment": [experiment], "html": str(page), "tracking_uri": uri}
+    compare = {
+        "experiment": [f"{folders.family}/{folders.dataset}"],
+        "html": str(page),
+        "tracking_uri": resolve_uri(None, folders.runs),
+    }
     steps.run("Compare", "compare", compare)
-    label = (
-        ""
-        if config.data
-        else " This is simulated data: the figures show that the flow works, nothing more."
-    )
-    print(f"\nDone in {time.monotonic() - steps.started:.0f} s.{label}")
+    simulated = ""
+    if not config.data:
+        simulated = (
+            " The log is simulated: the metrics show that the flow works, nothing more."
+        )
+    print(f"\nDone in {time.monotonic() - steps.started:.0f} s.{simulated}")
     print(
-        "Sizes and epochs are for minutes; the configs that the commands name say what is for figures."
+        "Models and epochs are small, to take minutes; the config files in the "
+        "commands describe full-size trainings."
     )
     print(f"  tables        {folders.tables}")
-    if len(models) == len(flow.models) and flow.extra:
+    if has_extra:
         print(f"  {flow.extra:<12}  {folders.extra}")
     print(f"  checkpoints   {folders.runs}")
     print(f"  look at it    {page.as_uri()}")
-    serve = f"python3 -m http.server 8000 --bind localhost --directory {shlex.quote(str(page.parent))}"
-    print(
-        f"  over ssh      ssh -L 8000:localhost:8000 HOST {serve}, then http://localhost:8000/{page.name}"
+    serve = (
+        f"python3 -m http.server 8000 --bind localhost --directory "
+        f"{shlex.quote(str(page.parent))}"
     )
+    print(
+        f"  over ssh      ssh -L 8000:localhost:8000 HOST {serve}, then "
+        f"http://localhost:8000/{page.name}"
+    )
+
+
+def drop_models_with_extra(
+    flow: Flow, folders: Folders, steps: Steps
+) -> tuple[ModelRun, ...]:
+    """Return the models that need no semantic IDs or text, and print a note.
+
+    The number of steps is reduced by the steps of the other models.
+    """
+    from models import registry
+
+    models = tuple(
+        model_run
+        for model_run in flow.models
+        if flow.extra not in registry.find(model_run.model).extra_inputs
+    )
+    dropped = [model_run for model_run in flow.models if model_run not in models]
+    steps.count -= 1 + sum(count_steps(model_run) for model_run in dropped)
+    tables = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
+    print(
+        f"note: {folders.source} names no texts of items, which {tables} require; "
+        f"models that use {tables} are skipped"
+    )
+    return models
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ def run(config: Config) -> None:
         for line in lines:
             print(line)
     source = SOURCES / f"{kind.simulated_source}.yaml"
-    # A submitted job runs in Ray's copy of the working directory, whose absolute path is
-    # of no use in the next command.
+    # A submitted job runs in Ray's copy of the working directory, so an absolute path
+    # would be of no use in the next command.
     if source.is_relative_to(Path.cwd()):
         source = source.relative_to(Path.cwd())
     prepare = cli.command_line(

@@ -1,13 +1,14 @@
-"""Sweep over a documented grid: every trial is a training run of its own, beside the others in MLflow.
+r"""Train one model per point of a grid, each as a child run of the sweep in MLflow.
 
-    python -m jobs.sweep --grid tuning/grids/sid_mlp_alpha.yaml --tables TABLES --sids SIDS --storage runs \\
-        --name alpha --model.teacher runs/tiger
+    python -m jobs.sweep --grid tuning/grids/sid_mlp_alpha.yaml --tables TABLES \
+        --sids SIDS --storage runs --name alpha --model.teacher runs/tiger
 
-Any setting of all trials can be given as --model.KEY or --fit.KEY, other values of an axis as --axes.KEY '[A, B]';
---axes.fit.seed '[42, 43, 44]' repeats any grid over seeds.
---smoke takes the grid's variant of about a minute, --dry-run prints the trials. The same command finds what is
-finished and goes on with the rest, trials that failed too; with failed trials the command ends with exit code 1. Pass
-the folder of a finished sweep to use its best trial, as in --model.encoder runs/STAGE_1.
+--model.KEY and --fit.KEY set an option of all trials; --axes.KEY '[A, B]' replaces the
+values of an axis. --axes.fit.seed '[42, 43, 44]' repeats any grid with several seeds.
+--smoke runs a small variant of the grid, of about a minute; --dry-run only prints the
+trials. The same command again runs the trials that are unfinished or failed. The exit
+code is 1 if a trial failed. An option that names a trained model, such as
+--model.encoder, also accepts the folder of a finished sweep and takes its best trial.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from tuning.grid import Grid, Trial
     from tuning.sweep import SweepResult
 
-TRAINED = ("model.teacher", "model.encoder", "checkpoint")
-"""Settings that name a trained model, and so can name a sweep."""
+CHECKPOINT_OPTIONS = ("model.teacher", "model.encoder", "checkpoint")
+"""Options that name a checkpoint; a sweep in its place stands for its best trial."""
 
-MAX_SHOWN = 20
+MAX_PRINTED_TRIALS = 20
 """Largest number of trials that are printed."""
 
 
@@ -47,37 +48,37 @@ class Config:
     tables: str | None = None
     """TABLES: the folder that jobs.prepare made."""
     storage: str | None = None
-    """Folder for all runs: checkpoints, and MLflow's SQLite store where no other is
-    named."""
+    """Folder for all runs: checkpoints, and MLflow's SQLite store unless tracking_uri
+    names another store."""
     name: str | None = None
-    """Name of this sweep; by default that of the grid."""
+    """Name of this sweep; by default the name of the grid."""
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
     text: str | None = None
-    """TEXT: the folder that jobs.encode made, for search models; models of actions can
-    do without."""
+    """TEXT: the folder that jobs.encode made, for search models; optional for models of
+    actions."""
     smoke: bool = False
-    """Take the grid's small variant, whose trials the tables of the experiment leave
-    out."""
+    """Run the grid's small variant. Comparisons of the experiment exclude its
+    trials."""
     dry_run: bool = False
-    """Print the trials, and do nothing."""
+    """Print the trials without running them."""
     samples: int | None = None
-    """Draw this many points of the grid; by default as the grid says."""
+    """Number of points drawn from the grid; by default the grid's setting."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Settings of the model of all trials, such as --model.teacher."""
+    """Model options of all trials, such as --model.teacher."""
     fit: dict[str, Any] = field(default_factory=dict)
-    """Settings of the training of all trials, such as --fit.max_epochs."""
+    """Training options of all trials, such as --fit.max_epochs."""
     evaluate: dict[str, Any] = field(default_factory=dict)
-    """Options of jobs.evaluate for all trials of a grid that evaluates."""
+    """Options of jobs.evaluate of all trials, for a grid of evaluations."""
     axes: dict[str, list[Any]] = field(default_factory=dict)
-    """Values of an axis, such as --axes.fit.seed '[42, 43, 44]'."""
+    """Values of an axis, such as --axes.fit.seed '[42, 43, 44]'; may add an axis."""
     options: Options = field(default_factory=Options)
-    """How the sweep is run."""
+    """Scheduling of the trials."""
     ray: RayOptions = field(default_factory=RayOptions)
     """Workers and resources of each trial."""
     tracking_uri: str | None = None
-    """MLflow; by default MLFLOW_TRACKING_URI, else a SQLite file in the storage
-    folder."""
+    """MLflow tracking URI; by default MLFLOW_TRACKING_URI, else a SQLite file in the
+    storage folder."""
     experiment: str | None = None
     """MLflow experiment; by default family/dataset."""
 
@@ -86,34 +87,39 @@ class Config:
             return
         for name in ("tables", "storage"):
             if getattr(self, name) is None:
-                raise ValueError(f"--{name} is not given; only --dry_run does without")
+                raise ValueError(
+                    f"--{name} is missing; it is required without --dry_run"
+                )
 
 
 def read_trials(config: Config) -> tuple[Grid, list[Trial]]:
-    """Return the grid with the values of the command line, and its trials."""
+    """Return the grid, changed by the options of the command line, and its trials.
+
+    Raises:
+        UserError: if the grid or an option is invalid.
+    """
     from tuning.grid import load_grid
     from tuning.sweep import resolve_best_trial
 
     axes = dict(config.axes)
-    for key in TRAINED:
+    for key in CHECKPOINT_OPTIONS:
         if key in axes:
             axes[key] = [resolve_best_trial(value) for value in axes[key]]
     grid = load_grid(config.grid).vary(config.smoke, axes)
     if config.samples is not None:
         if config.samples < 1:
-            raise UserError(f"--samples is {config.samples}, it must be at least 1")
+            raise UserError(f"--samples is {config.samples}; it must be at least 1")
         grid.samples = config.samples
     sections = {"model": config.model, "fit": config.fit, "evaluate": config.evaluate}
-    sets = {
-        f"{name}.{key}": value
-        for name, section in sections.items()
-        for key, value in section.items()
-    }
-    for key in TRAINED:
-        if isinstance(sets.get(key), str):
-            sets[key] = resolve_best_trial(sets[key])
-    trials = grid.trials(sets)
-    if config.dry_run or not all(takes_cache(trial.model) for trial in trials):
+    overrides = {}
+    for name, section in sections.items():
+        for key, value in section.items():
+            overrides[f"{name}.{key}"] = value
+    for key in CHECKPOINT_OPTIONS:
+        if isinstance(overrides.get(key), str):
+            overrides[key] = resolve_best_trial(overrides[key])
+    trials = grid.trials(overrides)
+    if config.dry_run or not all(has_teacher_cache(trial.model) for trial in trials):
         return grid, trials
     cache = join(absolute(str(config.storage)), "teacher_cache")
     return grid, [
@@ -122,11 +128,11 @@ def read_trials(config: Config) -> tuple[Grid, list[Trial]]:
     ]
 
 
-def takes_cache(model: Any) -> bool:
-    """Return whether all trials can share a cache of the teacher's outputs.
+def has_teacher_cache(model: Any) -> bool:
+    """Return whether a trial can read the teacher's outputs from a shared cache.
 
     Args:
-        model: Config of a trial's model; None in a grid that evaluates.
+        model: Config of the trial's model; None in a grid of evaluations.
     """
     if model is None or "teacher_cache" not in path_fields(type(model), "folder"):
         return False
@@ -135,7 +141,11 @@ def takes_cache(model: Any) -> bool:
 
 
 def run(config: Config) -> SweepResult | None:
-    """Run the sweep and print its result, or print the trials alone."""
+    """Run the sweep and print its result; with `--dry_run`, only print the trials.
+
+    Raises:
+        UserError: if trials failed, after the others have finished.
+    """
     cli.say_loading("torch", "ray", "mlflow")
     from tuning.sweep import run_sweep
 
@@ -170,56 +180,59 @@ def run(config: Config) -> SweepResult | None:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    swept = run_sweep(
+    result = run_sweep(
         grid, trials, settings, say=partial(print, flush=True), start=start
     )
-    print_result(config, grid, swept)
-    if failed := swept.failed:
+    print_result(config, grid, result)
+    failed = result.failed
+    if failed:
         raise UserError(
-            f"{len(failed)} of {pluralize(len(trials), 'trial')} failed ({failed[0].name}: {failed[0].error}), so the "
-            f"best is of an incomplete grid; fix what failed, then the same command runs only that"
+            f"{len(failed)} of {pluralize(len(trials), 'trial')} failed "
+            f"({failed[0].name}: {failed[0].error}), so the best trial is the best of "
+            f"an incomplete grid; fix the cause, then the same command runs the failed "
+            f"trials"
         )
-    return swept
+    return result
 
 
-def print_result(config: Config, grid: Grid, swept: SweepResult) -> None:
-    """Print the ranked trials of a sweep, the best one, and the command to run next."""
+def print_result(config: Config, grid: Grid, result: SweepResult) -> None:
+    """Print the ranked trials of a sweep, the best trial, and the next command."""
     from pipelines import tracking
 
     ranked = sorted(
-        swept.trials,
+        result.trials,
         key=lambda trial: -math.inf if trial.value is None else trial.value,
         reverse=True,
     )
-    for trial in ranked[:MAX_SHOWN]:
+    for trial in ranked[:MAX_PRINTED_TRIALS]:
         value = "        -" if trial.value is None else f"{trial.value:9.4f}"
         error = f"  ({trial.error})" if trial.error else ""
         print(f"{value}  {trial.status:<9} {trial.name}{error}")
-    if len(ranked) > MAX_SHOWN:
-        print(f"           and {len(ranked) - MAX_SHOWN} more in trials.json")
+    if len(ranked) > MAX_PRINTED_TRIALS:
+        print(f"           and {len(ranked) - MAX_PRINTED_TRIALS} more in trials.json")
     print(
-        f"Swept {pluralize(len(swept.trials), 'trial')} of {grid.name} in {swept.seconds:.0f} s."
+        f"Swept {pluralize(len(result.trials), 'trial')} of {grid.name} in "
+        f"{result.seconds:.0f} s."
     )
-    incomplete = " (of an incomplete grid)" if swept.failed else ""
-    print(
-        f"  best        {swept.best.name}: {grid.metric} {swept.best.value:.4f}{incomplete}"
-    )
-    print(f"  checkpoint  {swept.best.checkpoint}")
-    print(f"  MLflow run  {swept.run.run_id} in {swept.run.experiment}")
-    print(f"  look at it  {tracking.view_command(swept.run.uri)}")
-    options = {"experiment": swept.run.experiment}
+    best = result.best
+    incomplete = " (of an incomplete grid)" if result.failed else ""
+    print(f"  best        {best.name}: {grid.metric} {best.value:.4f}{incomplete}")
+    print(f"  checkpoint  {best.checkpoint}")
+    print(f"  MLflow run  {result.run.run_id} in {result.run.experiment}")
+    print(f"  look at it  {tracking.view_command(result.run.uri)}")
+    options = {"experiment": result.run.experiment}
     if config.smoke:
-        options = {"sweep": swept.name}
-    compare = cli.command_line("jobs.compare", **options, tracking_uri=swept.run.uri)
+        options = {"sweep": result.name}
+    compare = cli.command_line("jobs.compare", **options, tracking_uri=result.run.uri)
     print(f"  next        {compare}")
 
 
 def print_trials(grid: Grid, trials: list[Trial]) -> None:
-    """Print the trials, and the findings of the paper."""
+    """Print the points of the trials, and the paper's findings on the grid."""
     print(f"{grid.name}: {grid.source}")
     notes = [f"the paper: {finding}" for finding in grid.findings]
     if grid.notes:
-        notes.append(f"here: {grid.notes}")
+        notes.append(f"note: {grid.notes}")
     for note in notes:
         print(f"  {' '.join(note.split())}")
     for trial in trials:
@@ -229,7 +242,8 @@ def print_trials(grid: Grid, trials: list[Trial]) -> None:
         )
     size = pluralize(len(grid.list_points()), "point")
     print(
-        f"{len(trials)} of {size}; metric {grid.metric}; scheduler {grid.scheduler.name}"
+        f"{len(trials)} of {size}; metric {grid.metric}; scheduler "
+        f"{grid.scheduler.name}"
     )
 
 

@@ -1,12 +1,13 @@
-"""The quickstart's trainings and evaluations within a stated time: real steps of each model are timed first.
+"""Fit the quickstart's trainings and evaluations into a time budget.
 
-    probes = {"sasrec": probe(options_of_jobs_train), ...}
-    schedule, lines = make_schedule(probes, most_epochs, sizes, others=4, elapsed_s=90)
+    probes = {"sasrec": probe(train_config), ...}
+    schedule, lines = make_schedule(probes, max_epochs, sizes, others=4, elapsed_s=90)
 
-Every model gets the same time. What a model does not need for its most epochs goes to
-the others. Where less than an epoch fits, a model is trained on a share of the training
-requests. Where the test split takes too long, every n-th user is measured, the same
-users for all models.
+Each model is timed for a few steps first. All models get the same share of the time;
+time that a model does not need for its largest number of epochs is divided among the
+others. If less than an epoch fits, the model is trained on a share of the training
+requests. If evaluation on the test split takes too long, only every n-th user is
+measured, the same users for all models.
 """
 
 from __future__ import annotations
@@ -26,40 +27,41 @@ if TYPE_CHECKING:
     from pipelines.training.config import TrainConfig
 
 BUDGET_S = 600.0
-"""Seconds that the whole quickstart is to take on this machine."""
+"""Seconds that the whole quickstart may take on this machine."""
 
 TRAINING_SHARE = 0.5
-"""Share of the budget that trainings get at least, however long the tables have
-taken."""
+"""Smallest share of the budget for trainings, however long the tables have taken."""
 
 EVALUATION_SHARE = 0.2
-"""Share of the budget that evaluations on test take at most."""
+"""Largest share of the budget for evaluations on test."""
 
 EVALUATIONS = 2
-"""Evaluations of each model on test: of all items, and with known items left out."""
+"""Evaluations of each model on test: all items, and items not in the history."""
 
-LEAST_USERS = 200
-"""Users that an evaluation on test measures at least."""
+MIN_TEST_USERS = 200
+"""Smallest number of users that an evaluation on test measures."""
 
 COMPARISON_S = 15.0
 """Seconds of the comparison at the end."""
 
 PROBE_S = 3.0
-"""Seconds for which the steps of a model are timed, after its first ones."""
+"""Seconds for which the steps of a model are timed, after the warm-up."""
 
-WARM_UP_STEPS, TIMED_STEPS = 2, 3
-"""Steps that are not timed, as they allocate and compile; steps that are timed at
-least."""
+WARM_UP_STEPS = 2
+"""Steps before the timing starts, in which the model allocates and compiles."""
+
+MIN_TIMED_STEPS = 3
+"""Smallest number of timed steps."""
 
 PROBED_REQUESTS = 256
-"""Requests of validation that a probe ranks."""
+"""Requests of the validation split that a probe ranks."""
 
 EVAL_EXAMPLES = 2_000
-"""Requests that each validation of a larger split ranks at most."""
+"""Largest number of requests that each validation ranks."""
 
 START_S = 4.0
-"""Seconds of a training and an evaluation beside reading tables and computing: MLflow,
-checkpoints."""
+"""Seconds of a training and an evaluation for MLflow and checkpoints, without reading
+tables and computing."""
 
 
 @dataclass(frozen=True)
@@ -71,27 +73,27 @@ class Probe:
     step_s: float
     """Seconds per training step."""
     steps_per_epoch: int
-    """Steps of an epoch."""
+    """Training steps per epoch."""
     examples: int
-    """Training examples of an epoch, which may be windows of several requests."""
+    """Training examples per epoch; an example may be a window of several requests."""
     request_s: float
     """Seconds to rank one request."""
     val_requests: int
-    """Requests of a validation."""
+    """Requests of the validation split."""
 
     @property
     def epoch_s(self) -> float:
-        """Seconds of an epoch and its validation."""
+        """Seconds per epoch, with its validation."""
         return self.steps_per_epoch * self.step_s + self.validation_s
 
     @property
     def validation_s(self) -> float:
-        """Seconds of a validation."""
+        """Seconds per validation."""
         return min(self.val_requests, EVAL_EXAMPLES) * self.request_s
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of a training and an evaluation that do not depend on the number of epochs."""
+        """Seconds of a training and an evaluation apart from its epochs and ranking."""
         return START_S + 2 * self.setup_s
 
 
@@ -100,11 +102,11 @@ class SplitSizes:
     """Sizes of the tables."""
 
     users: int
-    """Users of the tables."""
+    """Number of users."""
     train: int
-    """Training requests, of a feed impressions."""
+    """Number of training requests; impressions of an actions log."""
     test: int
-    """Requests of test, of a feed impressions."""
+    """Number of test requests; impressions of an actions log."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +114,20 @@ class Plan:
     """Epochs and examples of a model's training."""
 
     epochs: int
-    """Most epochs."""
+    """Largest number of epochs."""
     share: float
-    """Share of the training examples in each of them."""
+    """Share of the training examples in each epoch."""
     examples: int
-    """Training examples that are drawn; 0: all."""
+    """Number of training examples that are drawn; 0: all."""
     seconds: float
     """Estimated seconds of all epochs."""
 
     def options(self, val_requests: int) -> dict[str, dict[str, int]]:
-        """Return the options of jobs.train."""
+        """Return the plan as options of jobs.train.
+
+        Args:
+            val_requests: Requests of the validation split.
+        """
         fit = {"max_epochs": self.epochs}
         if val_requests > EVAL_EXAMPLES:
             fit["eval_examples"] = EVAL_EXAMPLES
@@ -130,7 +136,7 @@ class Plan:
         return {"fit": fit}
 
     def describe(self) -> str:
-        """Describe the plan in the words of its user."""
+        """Return the plan as text, such as `at most 20 epochs`."""
         epochs = f"{self.epochs} epoch{'s' if self.epochs > 1 else ''}"
         if self.examples:
             return f"{epochs} of {self.share:.0%} of the training requests"
@@ -141,9 +147,9 @@ def probe(config: TrainConfig, save: str | None = None) -> Probe:
     """Time real training steps and one batch of validation.
 
     Args:
-        config: The training.
-        save: Folder for a checkpoint of the model, which stands in for the teacher of a
-            model that is timed later.
+        config: Configuration of the training.
+        save: Folder for a checkpoint of the untrained model, which serves as the
+            teacher of a model that is timed later; None saves no checkpoint.
     """
     import torch
 
@@ -155,89 +161,104 @@ def probe(config: TrainConfig, save: str | None = None) -> Probe:
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_worker(config.ray.threads, 1))
     try:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         fit = replace(config.fit, train_examples=0, log_every_steps=1)
         model, inputs = resolve_training(config.model, fit, config.inputs)
-        setup = TrainingRun.build(model, fit, inputs)
-        setup_s = time.perf_counter() - began
+        run = TrainingRun.build(model, fit, inputs)
+        setup_s = time.perf_counter() - start_s
         if save:
-            checkpoint.save(save, setup.model, setup.checkpoint())
-        step_s = time_steps(setup)
-        examples = setup.val
-        began = time.perf_counter()
+            checkpoint.save(save, run.model, run.checkpoint())
+        step_s = time_steps(run)
+        start_s = time.perf_counter()
         result = measure_examples(
-            setup.model,
-            examples,
+            run.model,
+            run.val,
             batch_size=fit.eval_batch_size,
-            device=setup.device,
+            device=run.device,
             limit=PROBED_REQUESTS,
             options=fit.eval_options,
         )
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_s
         request_s = seconds / max(1, result.num_examples)
     finally:
         torch.set_num_threads(threads)
     return Probe(
-        setup_s,
-        step_s,
-        setup.train.steps(0),
-        len(setup.train.dataset),
-        request_s,
-        len(examples),
+        setup_s=setup_s,
+        step_s=step_s,
+        steps_per_epoch=run.train.steps(0),
+        examples=len(run.train.dataset),
+        request_s=request_s,
+        val_requests=len(run.val),
     )
 
 
-def time_steps(setup: TrainingRun) -> float:
-    """Return the seconds per training step of a model that is thrown away."""
+def time_steps(run: TrainingRun) -> float:
+    """Return the mean seconds per training step. The model is trained meanwhile."""
     from models.training.fit import StepEvent, fit
 
-    moments = []
+    step_ends = []
     for event in fit(
-        setup.model,
-        setup.train,
-        setup.validate,
-        setup.fit,
-        means=setup.means,
-        lr_multipliers=setup.lr_multipliers,
+        run.model,
+        run.train,
+        run.validate,
+        run.fit,
+        means=run.means,
+        lr_multipliers=run.lr_multipliers,
     ):
         if not isinstance(event, StepEvent):
             break
-        moments.append(time.perf_counter())
-        timed = moments[WARM_UP_STEPS:]
-        if len(timed) > TIMED_STEPS and timed[-1] - timed[0] > PROBE_S:
+        step_ends.append(time.perf_counter())
+        timed = step_ends[WARM_UP_STEPS:]
+        if len(timed) > MIN_TIMED_STEPS and timed[-1] - timed[0] > PROBE_S:
             break
-    timed = moments[WARM_UP_STEPS:] if len(moments) > WARM_UP_STEPS + 1 else moments
+    timed = step_ends
+    if len(step_ends) > WARM_UP_STEPS + 1:
+        timed = step_ends[WARM_UP_STEPS:]
     return (timed[-1] - timed[0]) / max(1, len(timed) - 1)
 
 
-def share_out(
-    probes: Sequence[Probe], most_epochs: Sequence[int], seconds: float
+def plan_trainings(
+    probes: Sequence[Probe], max_epochs: Sequence[int], seconds: float
 ) -> list[Plan]:
-    """Plan the trainings of several models within `seconds`, with the same largest share for every model.
+    """Plan the trainings of several models within a total time.
 
-    Time that a model does not need for its most epochs goes to the others.
+    All models get the same time. Time that a model does not need for its largest number
+    of epochs is divided among the others.
+
+    Args:
+        probes: Measured speed of each model.
+        max_epochs: Largest number of epochs of each model.
+        seconds: Total time of all trainings.
     """
-    needed = [
-        probe.epoch_s * epochs
-        for probe, epochs in zip(probes, most_epochs, strict=True)
+    needed_s = [
+        probe.epoch_s * epochs for probe, epochs in zip(probes, max_epochs, strict=True)
     ]
-    given = [0.0] * len(probes)
-    left = max(0.0, seconds)
-    by_need = sorted(range(len(probes)), key=needed.__getitem__)
+    planned_s = [0.0] * len(probes)
+    remaining_s = max(0.0, seconds)
+    # Models that need the least time come first, as they may leave some for the others.
+    by_need = sorted(range(len(probes)), key=needed_s.__getitem__)
     for rank, index in enumerate(by_need):
-        given[index] = min(needed[index], left / (len(probes) - rank))
-        left -= given[index]
+        equal_share_s = remaining_s / (len(probes) - rank)
+        planned_s[index] = min(needed_s[index], equal_share_s)
+        remaining_s -= planned_s[index]
     return [
-        plan(probe, epochs, time_s)
-        for probe, epochs, time_s in zip(probes, most_epochs, given, strict=True)
+        plan_training(probe, epochs, training_s)
+        for probe, epochs, training_s in zip(probes, max_epochs, planned_s, strict=True)
     ]
 
 
-def plan(probe: Probe, most_epochs: int, seconds: float) -> Plan:
-    """Plan one training within `seconds`: whole epochs, or one epoch of a share of the examples."""
-    epochs = min(most_epochs, round(seconds / probe.epoch_s, 6) // 1)
+def plan_training(probe: Probe, max_epochs: int, seconds: float) -> Plan:
+    """Plan one training: whole epochs, or one epoch of a share of the examples.
+
+    Args:
+        probe: Measured speed of the model.
+        max_epochs: Largest number of epochs.
+        seconds: Time of the training.
+    """
+    # Rounded, so that a time of exactly n epochs gives n in spite of float errors.
+    epochs = min(max_epochs, math.floor(round(seconds / probe.epoch_s, 6)))
     if epochs >= 1:
-        return Plan(int(epochs), 1.0, 0, epochs * probe.epoch_s)
+        return Plan(epochs, 1.0, 0, epochs * probe.epoch_s)
     training_s = probe.steps_per_epoch * probe.step_s
     share = min(1.0, max(0.0, seconds - probe.validation_s) / training_s)
     examples = max(1, int(share * probe.examples))
@@ -256,54 +277,65 @@ class Schedule:
 
     @classmethod
     def read(cls, file: str, tables: str) -> Self | None:
-        """Read the schedule of an earlier start for tables of this hash, or None."""
+        """Read a schedule, or return None if there is none for the tables.
+
+        Args:
+            file: JSON file, written by `write`.
+            tables: Hash of the table `sequences`.
+        """
         content = read_json(file)
         if content is None or content["tables"] != tables:
             return None
         return cls(content["training"], content["evaluation"])
 
     def write(self, file: str, tables: str) -> None:
-        """Write the schedule for tables of this hash, so that the same command continues with it."""
+        """Write the schedule to a file, for the next start of the same command.
+
+        Args:
+            file: JSON file.
+            tables: Hash of the table `sequences`.
+        """
         content = {"tables": tables, **asdict(self)}
         write_file(file, json.dumps(content, indent=2).encode())
 
 
 def make_schedule(
     probes: Mapping[str, Probe],
-    most_epochs: Sequence[int],
+    max_epochs: Sequence[int],
     sizes: SplitSizes,
     *,
     others: int,
     elapsed_s: float,
 ) -> tuple[Schedule, list[str]]:
-    """Choose epochs and measured users for `BUDGET_S`.
+    """Choose the epochs of each model and the measured users to fit into `BUDGET_S`.
 
     Args:
-        probes: Measured speed of each model that is trained, by the name of its run.
-        most_epochs: Most epochs of each of them.
+        probes: Measured speed of each trained model, by the name of its run.
+        max_epochs: Largest number of epochs of each of these models, in this order.
         sizes: Sizes of the tables.
         others: Number of models without training.
-        elapsed_s: Seconds that the flow has taken so far.
+        elapsed_s: Seconds that the quickstart has taken so far.
 
     Returns:
-        The schedule, and lines that describe it to the user.
+        The schedule, and lines that describe the schedule to the user.
     """
     speeds = list(probes.values())
-    # models without training are about as fast to evaluate as the fastest of the others
-    ranking_s = sum(probe.request_s for probe in speeds)
-    ranking_s += others * min(probe.request_s for probe in speeds)
-    whole_s = EVALUATIONS * sizes.test * ranking_s
-    stride = math.ceil(whole_s / (EVALUATION_SHARE * BUDGET_S))
-    stride = max(1, min(stride, sizes.users // LEAST_USERS))
+    # models without training are about as fast as the fastest trained model
+    request_s = sum(probe.request_s for probe in speeds)
+    request_s += others * min(probe.request_s for probe in speeds)
+    full_evaluation_s = EVALUATIONS * sizes.test * request_s
+    stride = math.ceil(full_evaluation_s / (EVALUATION_SHARE * BUDGET_S))
+    stride = max(1, min(stride, sizes.users // MIN_TEST_USERS))
     fixed_s = sum(probe.fixed_s for probe in speeds)
     fixed_s += others * (START_S + 2 * max(probe.setup_s for probe in speeds))
-    fixed_s += COMPARISON_S + whole_s / stride
-    left_s = max(BUDGET_S - elapsed_s - fixed_s, TRAINING_SHARE * BUDGET_S)
-    plans = share_out(speeds, most_epochs, left_s)
+    fixed_s += COMPARISON_S + full_evaluation_s / stride
+    training_s = max(BUDGET_S - elapsed_s - fixed_s, TRAINING_SHARE * BUDGET_S)
+    plans = plan_trainings(speeds, max_epochs, training_s)
     total_s = elapsed_s + fixed_s + sum(plan.seconds for plan in plans)
     lines = [
-        f"the whole takes some {format_duration(total_s)} on this machine, of which {format_duration(elapsed_s)} are over; "
-        f"--epochs N chooses otherwise"
+        f"the quickstart takes about {format_duration(total_s)} on this machine, of "
+        f"which {format_duration(elapsed_s)} have passed; --epochs N overrides the "
+        "epochs"
     ]
     for name, plan in zip(probes, plans, strict=True):
         lines.append(
@@ -316,7 +348,8 @@ def make_schedule(
         evaluation = {"user_stride": stride}
         measured = sizes.test // stride
         lines.append(
-            f"  test          every {stride}-th user, some {measured:,} of {sizes.test:,} requests"
+            f"  test          every {stride}-th user, about {measured:,} of "
+            f"{sizes.test:,} requests"
         )
     training = {
         name: plan.options(probe.val_requests)

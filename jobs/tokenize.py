@@ -1,17 +1,23 @@
-"""Items to semantic ids: embeds item texts, makes unique codes and lays them out as a trie.
+r"""Make the semantic IDs (SIDs) of items: embeddings, unique codes, and their trie.
 
-python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm --pca 128
---output SIDS python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --embeddings
-FILE.parquet --id item_id --output SIDS python -m jobs.tokenize --tables TABLES
---tokenizer rqkmeans --encoder minilm --pca 128 --extend SIDS --output SIDS python -m
-jobs.tokenize --tables TABLES --tokenizer published --published FILE --output SIDS
+    python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm \
+        --pca 128 --output SIDS
+    python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans \
+        --embeddings FILE.parquet --id item_id --output SIDS
+    python -m jobs.tokenize --tables TABLES --tokenizer rqkmeans --encoder minilm \
+        --pca 128 --extend SIDS --output SIDS
+    python -m jobs.tokenize --tables TABLES --tokenizer published --published FILE \
+        --output SIDS
+
+The commands make SIDs from item texts, from your own embeddings, for items that
+`jobs.prepare --append` has added, and from a file of published SIDs.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jobs import cli
 from models.config import pluralize
@@ -23,47 +29,52 @@ from models.text.text_encoder import check_encoder
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.precomputed import SUFFIXES, read_precomputed
 
-SMALL = 1000
-"""Items below which a first training takes the small TIGER."""
+if TYPE_CHECKING:
+    from pipelines.data.sids.embed import EmbeddingSource
 
-ERRORS = {
+SMALL_CATALOGUE = 1000
+"""Number of items below which the suggested training is that of the small TIGER."""
+
+ERROR_LABELS = {
     "reconstruction_error": "embeddings, by the nearest codes",
     "quantization_error": "quantised space, by the chosen codes",
 }
+"""Printed labels of the errors that the manifest of SIDs records."""
 
 
 @dataclass
 class Config:
-    """Items to semantic ids."""
+    """Options of jobs.tokenize."""
 
     tables: str
-    """TABLES made by jobs.prepare; its items are tokenized."""
+    """TABLES: the folder that jobs.prepare made."""
     output: str
     """SIDS: folder for the tables embeddings, sids and trie."""
     tokenizer: Literal["rqvae", "rqkmeans", "psid", "published"]
-    """How codes are made: trained codebooks with a conflict code, trained and relaxed
-    (psid), or read."""
+    """Tokenizer: trained codebooks with a conflict code (rqvae, rqkmeans), trained
+    codebooks with relaxed codes (psid), or codes of a file (published)."""
     encoder: str = "minilm"
     """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
     `tfidf` (no weights)."""
     pca: int = 0
-    """Width of the PCA of the embeddings; 0: none. SID-MLP takes 128, whitened."""
+    """Width of the embeddings after PCA; 0: no PCA. SID-MLP uses 128, whitened."""
     published: str = ""
-    """File with published SIDs, for --tokenizer published: CSV or LC-Rec index.json,
-    gzipped or not."""
+    """File with published SIDs, for --tokenizer published: CSV or LC-Rec's index.json,
+    optionally gzipped."""
     embeddings: str = ""
-    """Folder of the embeddings, made where there are none; OUTPUT/embeddings if not
-    given. Tokenizers share it. Or a .parquet or .npy file of your own embeddings, in
-    place of --encoder."""
+    """Folder of the embeddings, which are computed if it is empty and may be shared by
+    several tokenizers; by default OUTPUT/embeddings. Or a .parquet or .npy file with
+    your own embeddings, which replaces --encoder."""
     id: str = ""
-    """Of your own embeddings: the column of ids of a .parquet file, or a text file with
-    the id of each row of a .npy file."""
+    """Ids of your own embeddings: the column of ids in a .parquet file, or a text file
+    with the id of each row of a .npy file."""
     extend: str = ""
-    """SIDS of the items that TABLES extend, such as OUTPUT itself: their codes and
-    codebooks stay, new items get free codes. All other options must be the same as
-    then; a file of your own embeddings has more rows."""
+    """SIDS made for an earlier version of TABLES, such as OUTPUT itself: the codes and
+    codebooks are kept, and new items get unused codes. The other options must equal
+    those of the earlier command; a file of your own embeddings must contain the new
+    items too."""
     overwrite: bool = False
-    """Replace tables that are there already."""
+    """Replace existing tables."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
     rqkmeans: RqkmeansConfig = field(default_factory=RqkmeansConfig)
     rqvae: RqvaeConfig = field(default_factory=RqvaeConfig)
@@ -75,82 +86,141 @@ class Config:
             raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
         if self.embeddings and self.tokenizer == "published":
             raise ValueError(
-                f"embeddings is {self.embeddings!r}, but published SIDs need none; leave it out"
+                f"embeddings is {self.embeddings!r}, but published SIDs need none; "
+                f"remove it"
             )
-        if bool(self.id) != self.own:
+        if bool(self.id) != self.has_custom_embeddings:
             raise ValueError(
-                f"embeddings is {self.embeddings!r} and id is {self.id!r}; a .parquet or .npy file and its --id go "
-                f"together"
+                f"embeddings is {self.embeddings!r} and id is {self.id!r}; a .parquet "
+                f"or .npy file needs --id, and --id needs such a file"
             )
         self.sids_config()
 
     @property
-    def own(self) -> bool:
-        """Whether embeddings are a file of the user's own."""
+    def has_custom_embeddings(self) -> bool:
+        """Whether `embeddings` is a file with the user's own embeddings."""
         return self.embeddings.lower().endswith(SUFFIXES)
 
     def sids_config(self) -> TokenizerConfig:
-        """The tokenizer's part of the options."""
+        """Return the options of the tokenizer."""
         return TokenizerConfig(
             self.tokenizer, self.published, self.rqkmeans, self.rqvae, self.psid
         )
 
 
 def describe_quality(sids: Manifest, trie: Manifest) -> list[str]:
-    """Return lines about the quality of the SIDs."""
+    """Return lines on the quality of the SIDs: errors, collisions, use of codes."""
     info: dict[str, Any] = sids.info
     sizes = info["codebook_sizes"]
     lines = [
-        f"{pluralize(sids.rows, 'item')}, {pluralize(len(sizes), 'code')} each, codebooks {sizes}"
+        f"{pluralize(sids.rows, 'item')}, {pluralize(len(sizes), 'code')} each, "
+        f"codebooks {sizes}"
     ]
     errors = [
-        f"{label} {info[name]:.4f}" for name, label in ERRORS.items() if name in info
+        f"{label} {info[name]:.4f}"
+        for name, label in ERROR_LABELS.items()
+        if name in info
     ]
     if errors:
         lines.append(f"share of variance not explained: {', '.join(errors)}")
     if "relaxed_items" in info:
         lines.append(
-            f"{pluralize(info['relaxed_items'], 'item')} relaxed; collision rate {info['collision_rate_before']:.4f} "
-            f"before, 0 after"
+            f"{pluralize(info['relaxed_items'], 'item')} relaxed; collision rate "
+            f"{info['collision_rate_before']:.4f} before, 0 after"
         )
     else:
         lines.append(
-            f"collision rate {info['collision_rate']:.4f} before the conflict code: {info['distinct']} distinct, "
-            f"{pluralize(info['duplicates'], 'duplicate')}, largest group {info['largest_group']}"
+            f"collision rate {info['collision_rate']:.4f} before the conflict code: "
+            f"{info['distinct']} distinct, "
+            f"{pluralize(info['duplicates'], 'duplicate')}, largest group "
+            f"{info['largest_group']}"
         )
     for level, measures in enumerate(info["levels"]):
         lines.append(
-            f"level {level + 1}: {measures['used']} codes in use ({measures['use']:.1%}), "
-            f"entropy {measures['entropy_bits']:.2f} bits"
+            f"level {level + 1}: {measures['used']} codes in use "
+            f"({measures['use']:.1%}), entropy {measures['entropy_bits']:.2f} bits"
         )
-    lines.append(
-        "branching per level "
-        + ", ".join(f"{mean:.2f}" for mean in trie.info["branching"])
-    )
+    branching = ", ".join(f"{mean:.2f}" for mean in trie.info["branching"])
+    lines.append(f"branching per level {branching}")
     return lines
 
 
 def run(config: Config) -> None:
-    """Make semantic IDs, and print the result and the next command."""
-    started = time.monotonic()
+    """Make semantic IDs, and print their quality and the next command."""
+    start_s = time.monotonic()
     cli.say_loading("torch", "ray")
-    from pipelines.data.sids.embed import EmbeddingSource, embed_origin
-    from pipelines.data.sids.extend import describe_drift, extend
-    from pipelines.data.sids.tokenize import (
-        TokenizerPaths,
-        check_folders,
-        check_items,
-        tokenize,
-    )
+    from pipelines.data.sids.extend import extend
+    from pipelines.data.sids.tokenize import TokenizerPaths, tokenize
 
     def say(message: str) -> None:
-        print(f"[{time.monotonic() - started:6.1f}s] {message}", flush=True)
+        print(f"[{time.monotonic() - start_s:6.1f}s] {message}", flush=True)
 
-    items, shared = (
+    shared = "" if config.has_custom_embeddings else config.embeddings
+    paths = TokenizerPaths(
         join(config.tables, "items"),
-        "" if config.own else config.embeddings,
+        config.output,
+        shared,
+        join(config.tables, "sequences"),
     )
-    # what does not answer is said before Ray starts
+    source = check_inputs(config, paths.items, shared)
+    tokenizer = config.sids_config()
+    if config.extend:
+        sids, trie, is_new = extend(
+            paths,
+            config.extend,
+            tokenizer,
+            source,
+            config.overwrite,
+            say,
+            cli.start_ray,
+        )
+    else:
+        sids, trie, is_new = tokenize(
+            paths,
+            tokenizer,
+            source,
+            config.overwrite,
+            say,
+            cli.start_ray,
+        )
+    print_result(config, sids, trie)
+    if is_new:
+        seconds = time.monotonic() - start_s
+        print(
+            f"made {config.output}: sids {sids.hash[:12]}, trie {trie.hash[:12]} in "
+            f"{seconds:.0f} s"
+        )
+    else:
+        print(
+            f"nothing to do: {config.output} is up to date; --overwrite makes it again"
+        )
+    tiger = "tiger_small" if sids.rows < SMALL_CATALOGUE else "tiger"
+    train = cli.command_line(
+        "jobs.train",
+        config=f"jobs/configs/{tiger}.yaml",
+        tables=config.tables,
+        sids=config.output,
+        storage=cli.suggest_storage(config.output),
+        name="tiger",
+    )
+    print(f"next: {train}")
+
+
+def check_inputs(config: Config, items: str, shared: str) -> EmbeddingSource:
+    """Check folders and inputs before Ray starts, and return the embeddings' source.
+
+    Args:
+        config: Options of the job.
+        items: URI of the table of items.
+        shared: Folder of shared embeddings, or an empty string.
+
+    Raises:
+        UserError: if a folder cannot be read or written, or the items lack the texts or
+            embeddings that the options need.
+    """
+    from pipelines.data.sids.embed import EmbeddingSource, embed_origin
+    from pipelines.data.sids.tokenize import check_folders, check_items
+
     require_folders(tables=config.tables, embeddings=shared, extend=config.extend)
     cli.preflight(
         tables=config.tables,
@@ -160,61 +230,29 @@ def run(config: Config) -> None:
     )
     check_writable(config.output)
     check_folders(config.output, shared)
-    precomputed = read_precomputed(config.embeddings, config.id) if config.own else None
+    precomputed = None
+    if config.has_custom_embeddings:
+        precomputed = read_precomputed(config.embeddings, config.id)
     source = EmbeddingSource(config.encoder, config.pca, config.embed, precomputed)
-    paths = TokenizerPaths(
-        items, config.output, shared, join(config.tables, "sequences")
-    )
-    if (
-        config.tokenizer != "published"
-    ):  # what is wrong with the input, before Ray starts
+    if config.tokenizer != "published":
         check_items(items, config.sids_config(), None if precomputed else config.embed)
         embed_origin(items, source)
-    if config.extend:
-        sids, trie, made = extend(
-            paths,
-            config.extend,
-            config.sids_config(),
-            source,
-            config.overwrite,
-            say,
-            cli.start_ray,
-        )
-    else:
-        sids, trie, made = tokenize(
-            paths,
-            config.sids_config(),
-            source,
-            config.overwrite,
-            say,
-            cli.start_ray,
-        )
-    for line in [
-        *describe_quality(sids, trie),
-        *(describe_drift(sids.info["drift"]) if "drift" in sids.info else []),
-    ]:
+    return source
+
+
+def print_result(config: Config, sids: Manifest, trie: Manifest) -> None:
+    """Print the quality of the SIDs, the drift of extended SIDs, and advice."""
+    from pipelines.data.sids.extend import describe_drift
+
+    lines = describe_quality(sids, trie)
+    if "drift" in sids.info:
+        lines += describe_drift(sids.info["drift"])
+    for line in lines:
         print(line)
-    if advice := config.sids_config().describe_sparse_codes(
-        sids.rows, sids.info["levels"][0]["used"]
-    ):
+    codes_in_use = sids.info["levels"][0]["used"]
+    advice = config.sids_config().describe_sparse_codes(sids.rows, codes_in_use)
+    if advice:
         print(f"note: {advice} --overwrite")
-    if made:
-        print(
-            f"made {config.output}: sids {sids.hash[:12]}, trie {trie.hash[:12]} in {time.monotonic() - started:.0f} s"
-        )
-    else:
-        print(
-            f"nothing to do: {config.output} is up to date; --overwrite makes it again"
-        )
-    tiger = "tiger_small" if sids.rows < SMALL else "tiger"
-    train = {
-        "config": f"jobs/configs/{tiger}.yaml",
-        "tables": config.tables,
-        "sids": config.output,
-    }
-    print(
-        f"next: {cli.command_line('jobs.train', **train, storage=cli.suggest_storage(config.output), name='tiger')}"
-    )
 
 
 if __name__ == "__main__":

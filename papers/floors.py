@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli, quickstart
-from jobs.quickstart import Folders, Steps, Trained
+from jobs.quickstart import Folders, ModelRun, Steps
 from jobs.time_budget import EVAL_EXAMPLES, Schedule
 from models import registry
 
@@ -58,20 +58,22 @@ def run(config: Config) -> None:
     steps.run("Raw log to tables", "prepare", log)
     if config.seeds:
         quickstart.make_extra(trainings[0][0], folders, steps)
-    for quick, trained in trainings:
-        name = quickstart.plan_run(quick, folders, trained).name
+    for quick, model_run in trainings:
+        name = quickstart.plan_training(quick, folders, model_run).name
         options: dict[str, Any] = {
             "experiment": config.experiment or f"retrieval/{config.log}"
         }
-        if registry.find(trained.model).trains_by_gradient:
+        if registry.find(model_run.model).trains_by_gradient:
             options["fit"] = {
-                "max_epochs": min(trained.epochs, config.epochs),
+                "max_epochs": min(model_run.epochs, config.epochs),
                 "eval_examples": EVAL_EXAMPLES,
             }
-        quickstart.measure(quick, folders, steps, trained, Schedule({name: options}))
+        quickstart.train_and_evaluate(
+            quick, folders, steps, model_run, Schedule({name: options})
+        )
 
 
-def plan_trainings(config: Config) -> list[tuple[quickstart.Config, Trained]]:
+def plan_trainings(config: Config) -> list[tuple[quickstart.Config, ModelRun]]:
     """Return the models to train, each with the quickstart's options: seed after seed.
 
     Models without training come once.

@@ -14,7 +14,7 @@ import pytest
 
 from jobs import quickstart
 from jobs.options import merge_options
-from jobs.quickstart import FLOWS, SMALL, Trained
+from jobs.quickstart import FLOWS, SMALL_ACTIONS, ModelRun
 from models.storage.tables import UserError
 from pipelines.comparison.runs import select
 
@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 
 
 SMALLER = merge_options(
-    SMALL, {"model": {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 16}}
+    SMALL_ACTIONS, {"model": {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 16}}
 )
 FLOWN = {
-    "search": (Trained("qgs", ("qgs", "search/small")), "simulated_search", "gauc"),
+    "search": (ModelRun("qgs", ("qgs", "search/small")), "simulated_search", "gauc"),
     "actions": (
-        Trained("genrank", ("attn_mvp", "actions/genrank"), SMALLER),
+        ModelRun("genrank", ("attn_mvp", "actions/genrank"), SMALLER),
         "simulated_feed",
         "mean/normalised_entropy",
     ),
@@ -50,7 +50,7 @@ def test_a_log_becomes_a_table_of_models(
     quickstart.run(quickstart.Config(family=family, output=str(tmp_path), **sizes))
     printed = capsys.readouterr().out
     assert "No violations" in printed
-    assert "simulated data" in printed
+    assert "The log is simulated" in printed
     runs = tmp_path / log / "runs"
     found = json.loads((runs / model.model / "best/evaluation-test.json").read_text())
     assert found["examples"] > 0
@@ -97,7 +97,7 @@ def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
         ),
         (
             {"data": "{folder}", "source": "no.yaml"},
-            "there is no mapping file no.yaml for .*unheard; leave out",
+            "the source file no.yaml for .*unheard does not exist; remove",
         ),
         (
             {"data": "nowhere"},
@@ -133,7 +133,7 @@ def test_a_doubtful_guess_stops_before_anything_is_made(
     config = quickstart.Config(
         data=str(tmp_path / "visits"), output=str(tmp_path / "out"), epochs=3
     )
-    with pytest.raises(UserError, match=r"^2 lines of the mapping of ") as e:
+    with pytest.raises(UserError, match=r"^2 lines of the source file for ") as e:
         quickstart.locate(config)
     suggested = f"python -m jobs.prepare --suggest {config.data} --output visits.yaml"
     again = (
@@ -178,7 +178,7 @@ def test_a_log_that_leaves_nothing_to_test_on_stops_before_it_trains(
 ) -> None:
     config = searches(tmp_path, "{column: n, unit: order}", "leave_last_out")
     with pytest.raises(
-        UserError, match="leaves nothing for val and test; see the warnings above"
+        UserError, match="the split val and test is empty; see the warnings above"
     ):
         quickstart.run(config)
     assert not (tmp_path / "visits/runs").exists()
@@ -194,8 +194,8 @@ def test_searches_without_texts_are_ranked_by_the_models_that_read_none(
     )
     printed = capsys.readouterr().out
     assert (
-        "names no texts of items to make embeddings of; models of these are left out"
-        in printed
+        "names no texts of items, which embeddings require; models that use "
+        "embeddings are skipped" in printed
     )
     assert "[11/11] Compare" in printed
     assert (tmp_path / "visits/compare.html").is_file()

@@ -10,13 +10,13 @@ from jobs import cli, train
 from jobs.time_budget import (
     BUDGET_S,
     EVAL_EXAMPLES,
-    LEAST_USERS,
+    MIN_TEST_USERS,
     Probe,
     Schedule,
     SplitSizes,
     make_schedule,
+    plan_trainings,
     probe,
-    share_out,
 )
 
 
@@ -37,19 +37,19 @@ def speed(
 
 
 def test_a_small_log_gets_its_most_epochs() -> None:
-    plans = share_out([speed(), speed()], [30, 20], seconds=1000)
+    plans = plan_trainings([speed(), speed()], [30, 20], seconds=1000)
     assert [(plan.epochs, plan.examples) for plan in plans] == [(30, 0), (20, 0)]
     assert plans[0].seconds == pytest.approx(300)
 
 
 def test_time_that_a_quick_model_leaves_goes_to_the_others() -> None:
     quick, slow = speed(step_s=0.01), speed()
-    plans = share_out([slow, quick], [100, 10], seconds=110)
+    plans = plan_trainings([slow, quick], [100, 10], seconds=110)
     assert [plan.epochs for plan in plans] == [10, 10]
 
 
 def test_where_no_epoch_fits_a_share_of_the_requests_is_trained_on() -> None:
-    (plan,) = share_out([speed()], [30], seconds=3.5)
+    (plan,) = plan_trainings([speed()], [30], seconds=3.5)
     assert (plan.epochs, plan.examples, plan.share) == (1, 350, 0.35)
     assert plan.seconds == pytest.approx(3.5)
     assert plan.describe() == "1 epoch of 35% of the training requests"
@@ -59,7 +59,7 @@ def test_where_no_epoch_fits_a_share_of_the_requests_is_trained_on() -> None:
 def test_validations_count_as_time_and_large_ones_are_cut() -> None:
     slow_to_rank = speed(request_s=0.005, val_requests=100_000)
     assert slow_to_rank.epoch_s == pytest.approx(10 + EVAL_EXAMPLES * 0.005)
-    (plan,) = share_out([slow_to_rank], [30], seconds=100)
+    (plan,) = plan_trainings([slow_to_rank], [30], seconds=100)
     assert plan.epochs == 5
     options = plan.options(slow_to_rank.val_requests)
     assert options["fit"]["eval_examples"] == EVAL_EXAMPLES
@@ -74,8 +74,8 @@ def test_a_large_test_split_is_measured_on_fewer_users_and_all_stays_in_the_budg
         "tiger": speed(0.025, 8539, 0.0006, 139_953),
     }
     schedule, lines = make_schedule(probes, [30, 35], sizes, others=4, elapsed_s=120)
-    assert 1 < schedule.evaluation["user_stride"] <= sizes.users // LEAST_USERS
-    assert lines[0].startswith("the whole takes some 10 min on this machine")
+    assert 1 < schedule.evaluation["user_stride"] <= sizes.users // MIN_TEST_USERS
+    assert lines[0].startswith("the quickstart takes about 10 min on this machine")
     assert set(schedule.training) == {"sasrec", "tiger"}
     assert any("of the training requests" in line for line in lines)
 

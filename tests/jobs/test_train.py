@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from jobs import cli
 from jobs import train as job
-from jobs.train import describe_late_best, learned_nothing
+from jobs.train import describe_late_best, describe_no_gain
 from models import registry
 from models.retrieval.sasrec import SASRecConfig
 from models.storage import checkpoint
@@ -52,7 +52,7 @@ CONFIG = {
 
 def test_a_run_whose_best_epoch_is_its_last_says_so() -> None:
     fit = FitConfig(max_epochs=10, eval_every_epochs=5)
-    assert "--fit.max_epochs 20 goes on" in describe_late_best(10, 10, fit)
+    assert "--fit.max_epochs 20 continues" in describe_late_best(10, 10, fit)
     assert describe_late_best(5, 10, fit) == ""
     assert (
         describe_late_best(5, 5, fit) == ""
@@ -68,7 +68,7 @@ def test_a_training_that_is_no_better_than_without_training_says_so() -> None:
         (
             {"ndcg@10": 0.1},
             ("own_items", 0.2),
-            "(ndcg@10 0.1000, own_items 0.2000): train longer, --fit.max_epochs 30 goes on",
+            "(ndcg@10 0.1000, own_items 0.2000): train longer, --fit.max_epochs 30 continues",
         ),
         (
             {"mean/rig": -0.01, "mean/normalised_entropy": 1.01},
@@ -82,17 +82,17 @@ def test_a_training_that_is_no_better_than_without_training_says_so() -> None:
             "(normalised_entropy 1.0600, the base rates 1)",
         ),
     ):
-        assert told in learned_nothing(found, fit, floor)
+        assert told in describe_no_gain(found, fit, floor)
     for found in (
         {"ndcg@10": 0.2},
         {"mean/rig": 0.01, "mean/normalised_entropy": 0.99},
         {"gauc": 0.52, "normalised_entropy": 0.98},
         {"gauc": math.nan, "normalised_entropy": math.nan},
     ):
-        assert learned_nothing(found, fit, ("ease", 0.2)) == ""
-    counted = learned_nothing({"gauc": 0.5}, fit, gradient=False)
+        assert describe_no_gain(found, fit, ("ease", 0.2)) == ""
+    counted = describe_no_gain({"gauc": 0.5}, fit, trains_by_gradient=False)
     assert counted.endswith(
-        "(gauc 0.5000, chance 0.5): give it more days or other features\n"
+        "(gauc 0.5000, chance 0.5): give the model more days or other features\n"
     )
 
 

@@ -186,7 +186,7 @@ LINES = [
     *[
         (f"{SWEEP}/sid_mlp_alpha.yaml {words}", message)
         for words, message in (
-            ("", "--tables is not given; only --dry_run does without"),
+            ("", "--tables is missing; it is required without --dry_run"),
             ("--dry-run --smok", "unknown key 'smok'; the nearest key is 'smoke'"),
             ("--dry-run --model.alpha", r"--model\.alpha has no value"),
             (

@@ -205,7 +205,7 @@ def test_the_job_makes_ids_of_them(
     ]
     words += ["--tokenizer", "rqkmeans", "--rqkmeans.codebook_size", "8"]
     with pytest.raises(
-        UserError, match=r"a \.parquet or .npy file and its --id go together"
+        UserError, match=r"a \.parquet or .npy file needs --id"
     ):
         cli.parse(tokenize.Config, words)
     for said in ("made ", "nothing to do: "):
