@@ -210,7 +210,7 @@ LINES = [
                 "the axis 'model.alpha' of the grid sid_mlp_alpha has no values",
             ),
             ("--tables t --model.teechar x", "the nearest key is 'model.teacher'"),
-            ("--tables t --samples 0", "--samples is 0, it must be at least 1"),
+            ("--tables t --samples 0", "--samples is 0; it must be at least 1"),
         )
     ],
     *[
