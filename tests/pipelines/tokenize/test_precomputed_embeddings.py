@@ -204,9 +204,7 @@ def test_the_job_makes_ids_of_them(
         file,
     ]
     words += ["--tokenizer", "rqkmeans", "--rqkmeans.codebook_size", "8"]
-    with pytest.raises(
-        UserError, match=r"a \.parquet or .npy file needs --id"
-    ):
+    with pytest.raises(UserError, match=r"a \.parquet or .npy file needs --id"):
         cli.parse(tokenize.Config, words)
     for said in ("made ", "nothing to do: "):
         tokenize.run(cli.parse(tokenize.Config, [*words, "--id", "sku"]))
