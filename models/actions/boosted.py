@@ -9,8 +9,9 @@ val split has not fallen for `early_stopping_rounds` trees. A task whose label i
 same in all training events is predicted by its rate. The model reads neither ids nor
 text.
 
-Shapes: `B` users, `T` context events, `C` candidates, `N` valid candidates, `K` tasks,
-`G` categories of items, viewers and the log, `J` keys of counts, `X` columns.
+Shapes: `B` users, `T` context events, `C` candidates, `N` valid candidates, `A` kinds of
+action, `K` tasks, `G` categories of items, viewers and the log, `J` keys of counts, `X`
+columns.
 """
 
 from __future__ import annotations
@@ -89,14 +90,14 @@ class BoostedActions(ActionsModel):
 
         The candidate's features come first, followed by its item's numbers and the
         log's own numbers. The last columns are counts of strictly earlier context
-        events: the number of events, and the number of positive events of each task.
-        They are counted over all events, over events of the same item, and for each
-        category over events with the same value.
+        events: the number of events, and the sum of each graded action. They are
+        counted over all events, over events of the same item, and for each category
+        over events with the same value.
         """
         is_match = self._match_context(batch)  # (B, J, C, T)
-        num_positive = is_match @ batch.label[:, None]  # (B, J, C, K)
-        counts = torch.cat([is_match.sum(-1, keepdim=True), num_positive], -1)
-        counts = counts.movedim(1, 2).flatten(2)  # (B, C, J * (1 + K))
+        actions = is_match @ batch.action[:, None]  # (B, J, C, A)
+        counts = torch.cat([is_match.sum(-1, keepdim=True), actions], -1)
+        counts = counts.movedim(1, 2).flatten(2)  # (B, C, J * (1 + A))
         numbers = [
             batch.candidate_feature,
             self._item_attributes("numbers", batch.candidate_item, batch),
@@ -145,7 +146,7 @@ class BoostedActions(ActionsModel):
             item: (...) items of the catalogue, or new items of the batch.
             batch: Batch with the attributes of new items.
         """
-        table = getattr(self, name)
+        table = getattr(self, name).to(item.device)
         new = getattr(batch, f"new_{name}")
         if new is not None:
             table = torch.cat([table, new])

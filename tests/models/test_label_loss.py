@@ -79,7 +79,7 @@ def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
     [
         (
             {"label_masks": {"purchas": "click"}},
-            "label_masks names 'purchas', which is no label .*purchase",
+            "label_masks names 'purchas', which is not a label .*purchase",
         ),
         ({"label_masks": {"purchase": "clik"}}, "label_masks names 'clik'.*click"),
         (

@@ -60,7 +60,7 @@ def read_columns(catalogue: ActionsCatalogue, batch: ActionsBatch) -> np.ndarray
             *catalogue.numbers[item].tolist(),
         ]
         for group in groups:
-            row += [len(group), *batch.label[user, group].sum(0).tolist()]
+            row += [len(group), *batch.action[user, group].sum(0).tolist()]
         rows.append(row)
     return np.array(rows)
 
@@ -85,10 +85,10 @@ def test_no_column_depends_on_the_same_or_a_later_time(
     changed = replace(
         batch,
         item=torch.where(late, 0, batch.item),
-        label=torch.where(late[..., None], 1 - batch.label, batch.label),
+        action=torch.where(late[..., None], 1 - batch.action, batch.action),
         candidate_label=1 - batch.candidate_label,
     )
-    earlier = replace(batch, label=torch.where(late[..., None], batch.label, 2.0))
+    earlier = replace(batch, action=torch.where(late[..., None], batch.action, 2.0))
 
     assert torch.equal(model.columns(batch), model.columns(changed))
     assert not torch.equal(model.columns(batch), model.columns(earlier))
@@ -111,9 +111,9 @@ def test_new_items_bring_their_attributes(
     )
     columns, new_columns = model.columns(batch), model.columns(served)
 
-    K = len(catalogue.labels)
-    before_item = len(catalogue.features) + catalogue.numbers.shape[1] + 1 + K
-    same_item = slice(before_item, before_item + 1 + K)
+    A = len(catalogue.actions)
+    before_item = len(catalogue.features) + catalogue.numbers.shape[1] + 1 + A
+    same_item = slice(before_item, before_item + 1 + A)
     assert new_columns[0, same_item].abs().sum() == 0
     columns[0, same_item] = 0
     torch.testing.assert_close(new_columns, columns)

@@ -164,11 +164,11 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"inputs": {"a": {"label": "dwell"}}}, "give its 'range'"),
         (
             {"inputs": {"a": {"label": "dwell", "range": [5, 1]}}},
-            "least and the largest",
+            "smallest and the largest",
         ),
         (
             {"inputs": {"a": {"label": "dwell", "range": [5, math.inf]}}},
-            "least and the largest",
+            "smallest and the largest",
         ),
         (
             {"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": 0}}},

@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         (
             {"features": [[np.inf] * 6]},
             {},
-            "features has an infinite number, or one over .*; give NaN for what is not",
+            "features has an infinite number, or one over .*; give NaN for unknown values",
         ),
         ({"features": [None]}, {}, "features has an entry without numbers; give NaN"),
         (
