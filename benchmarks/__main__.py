@@ -30,6 +30,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
+    """Parse the command line, and run one benchmark."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
@@ -39,39 +40,43 @@ def main() -> None:
     parser.add_argument(
         "--json",
         type=argparse.FileType("w"),
-        help="file for the JSON lines, which are printed too",
+        help="also write the JSON lines to this file",
     )
-    parser.add_argument("--runs", type=int, help="timings of each variant")
+    parser.add_argument("--runs", type=int, help="number of timings per variant")
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--histories", help="decode: tables with test histories")
     parser.add_argument(
-        "--checkpoints", nargs="+", help="decode: trained models, on these tables"
+        "--histories", help="decode: TABLES whose test histories are used"
+    )
+    parser.add_argument(
+        "--checkpoints", nargs="+", help="decode: models trained on --histories"
     )
     parser.add_argument(
         "--sids", help="decode: the semantic IDs that the checkpoints were trained with"
     )
     parser.add_argument(
-        "--sizes", nargs="+", type=int, help="sequences: events; floors: items"
+        "--sizes",
+        nargs="+",
+        type=int,
+        help="sequences: numbers of events; floors: of items",
     )
     parser.add_argument(
-        "--store_mb", type=int, help="sequences: MiB of Ray's object store"
+        "--store_mb", type=int, help="sequences: size of Ray's object store in MiB"
     )
     options = {
         name: value
         for name, value in vars(parser.parse_args()).items()
         if value is not None
     }
-    name, file = options.pop("name"), options.pop("json", None)
-    if others := options.keys() - OPTIONS[name]:
+    name = options.pop("name")
+    file = options.pop("json", None)
+    unknown = options.keys() - OPTIONS[name]
+    if unknown:
         parser.error(
-            f"{name} takes no --{min(others)}; it takes {', '.join(OPTIONS[name])}"
+            f"{name} takes no --{min(unknown)}; it takes {', '.join(OPTIONS[name])}"
         )
+    benchmark = getattr(importlib.import_module(f"benchmarks.{name}"), name)
     try:
-        write_rows(
-            getattr(importlib.import_module(f"benchmarks.{name}"), name)(**options),
-            file,
-            describe_origin(),
-        )
+        write_rows(benchmark(**options), file, describe_origin())
     except UserError as error:
         sys.exit(f"error: {error}")
 

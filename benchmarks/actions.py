@@ -51,7 +51,7 @@ ITEMS, TASKS, ACTIONS, FEATURES = 10_000, 12, 12, 24
 
 
 class AttentionCount(TorchFunctionMode):
-    """Count the operations for scores and weighted values of all attention inside."""
+    """Context that counts operations for attention scores and weighted values."""
 
     operations = 0
 
@@ -73,8 +73,9 @@ class AttentionCount(TorchFunctionMode):
                 pairs = int(bound.sum() + rows * queries * per_query)
             elif function is causal_product:
                 pairs = rows * queries * (queries + 1) // 2
-            elif (mask := kwargs.get("attn_mask")) is not None:
-                pairs = int(mask.expand(rows, 1, queries, k.shape[2]).sum())
+            elif kwargs.get("attn_mask") is not None:
+                mask = kwargs["attn_mask"].expand(rows, 1, queries, k.shape[2])
+                pairs = int(mask.sum())
             else:
                 pairs = rows * queries * k.shape[2]
             self.operations += 4 * heads * pairs * width
@@ -99,27 +100,36 @@ def random_catalogue() -> ActionsCatalogue:
 
 
 def random_batch(rows: int, context: int, candidates: int) -> ActionsBatch:
-    """Return sequences without padding; all candidates come after the context."""
+    """Return a batch of random sequences without padding.
+
+    Args:
+        rows: Number of sequences.
+        context: Events per sequence before the candidates.
+        candidates: Candidates per sequence, all after the context.
+    """
     length = context + candidates
-    whole: dict[str, Any] = {
+    events: dict[str, Any] = {
         "item": torch.randint(ITEMS, (rows, length)),
         "time": torch.arange(length).clamp(max=context).repeat(rows, 1),
         "label": torch.randint(2, (rows, length, TASKS)).float(),
         "feature": torch.randn(rows, length, FEATURES),
         "valid": torch.ones(rows, length, dtype=torch.bool),
     }
-    past = {name: value[:, :context] for name, value in whole.items()}
-    shown = {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
+    context_events = {name: value[:, :context] for name, value in events.items()}
+    candidate_events = {
+        f"candidate_{name}": value[:, context:] for name, value in events.items()
+    }
     return ActionsBatch(
         user_row=torch.arange(rows),
         action=torch.randint(2, (rows, context, ACTIONS)).float(),
-        learn=past["valid"],
-        **past,
-        **shown,
+        learn=context_events["valid"],
+        **context_events,
+        **candidate_events,
     )
 
 
 def build_model(variant: str, params: Row) -> FusionModel:
+    """Build the model of a variant, with random weights, for a random catalogue."""
     sizes = {
         "width": params["width"],
         "num_layers": params["layers"],
@@ -132,14 +142,19 @@ def build_model(variant: str, params: Row) -> FusionModel:
 
 
 def make(variant: str, params: Row) -> Call:
-    """Build a call of one training step or one scoring of `batch` users."""
+    """Return a warmed-up call: one training step, or scoring the candidates of a batch.
+
+    Args:
+        variant: Name in `VARIANTS`.
+        params: Settings of the benchmark, among them `mode` and sizes.
+    """
     torch.set_num_threads(params["threads"])
     torch.manual_seed(params["seed"])
     model = build_model(variant, params).to(device())
     rows, length = params["batch"], params["length"]
     if params["mode"] == "train":
-        cut = 0 if model.history_targets else length // 2
-        batch = random_batch(rows, length - cut, cut).to(device())
+        candidates = 0 if model.history_targets else length // 2
+        batch = random_batch(rows, length - candidates, candidates).to(device())
     else:
         batch = random_batch(rows, length, params["candidates"]).to(device())
     parameters = list(model.parameters())
@@ -164,7 +179,7 @@ def make(variant: str, params: Row) -> Call:
 
 
 def count_attention(call: Call) -> int:
-    """Count the operations of all attention in one forward pass."""
+    """Return the number of operations of all attention in one call."""
     with AttentionCount() as count:
         call(0)
     return count.operations
@@ -183,9 +198,20 @@ def actions(
     lengths: Iterable[int] = LENGTHS,
     variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Row]:
-    """Yield the users per second of all variants by mode and length.
+    """Yield a row per variant, mode and length; items per second are users.
 
-    A batch has `events` / length users.
+    Args:
+        runs: Timings per variant.
+        threads: CPU threads.
+        events: Events per batch, so that a batch has `events / length` users.
+        candidates: Candidates per user in mode `forward`.
+        width: Width of the models.
+        layers: Number of layers.
+        heads: Number of attention heads.
+        seed: Seed of weights and batches.
+        modes: Subset of `MODES`.
+        lengths: Lengths of the users' sequences.
+        variants: Subset of `VARIANTS`.
     """
     variants = list(variants)
     for mode, length in itertools.product(modes, lengths):
@@ -204,8 +230,10 @@ def actions(
         }
         small = params | {"length": 2, "candidates": 1}
         memory = {
-            v: in_fresh_process(peak_memory, make, (v, small), v, [params])[0]
-            for v in variants
+            variant: in_fresh_process(
+                peak_memory, make, (variant, small), variant, [params]
+            )[0]
+            for variant in variants
         }
         calls = {variant: make(variant, params) for variant in variants}
         operations = {variant: count_attention(call) for variant, call in calls.items()}

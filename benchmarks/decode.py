@@ -26,6 +26,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,11 @@ SLOW = (
 )
 """Variants that are timed at one size only."""
 
-BATCHES, BEAMS = (1, 32, 256), (10, 20, 50)
-"""Sizes of the other variants."""
+BATCHES = (1, 32, 256)
+"""Batch sizes of the other variants."""
+
+BEAMS = (10, 20, 50)
+"""Beam widths of the other variants."""
 
 SLOW_SIZE = (32, 50)
 """Batch and beam of the slow variants."""
@@ -94,20 +98,21 @@ MEAN_BRANCHING = (256, 38, 2.2, 1.2)
 
 TOP_K = 10
 USERS = 1024
-"""Histories that batches are taken from."""
+"""Number of histories from which batches are drawn."""
 
 
 def random_codes(items: int, generator: torch.Generator) -> Tensor:
-    """Return distinct codes (items, 4) with uneven branching.
+    """Return random distinct codes (N, 4) of N items with uneven branching.
 
-    Mean branching follows `MEAN_BRANCHING`.
+    The mean number of children per level follows `MEAN_BRANCHING`.
 
     Raises:
-        UserError: If there are more items than codes.
+        UserError: If the drawn trie has fewer than N leaves.
     """
     first, second, third, fourth = MEAN_BRANCHING
     scale = max(1.0, items / (first * second * third * fourth))
-    # second codes by uneven random weights: first codes differ in their children
+    # (256, 256): random weights of pairs of first and second code, with a random offset
+    # per first code, so that first codes have different numbers of children
     weight = torch.randn(256, 1, generator=generator) * 0.5 + torch.randn(
         256, 256, generator=generator
     )
@@ -130,19 +135,18 @@ def random_codes(items: int, generator: torch.Generator) -> Tensor:
     prefix = prefix.repeat_interleave(conflicts)
     if len(prefix) < items:
         raise UserError(
-            f"{items} items are more than the {len(prefix)} that codes can be made "
-            f"for; ask for fewer"
+            f"{items} items exceed the {len(prefix)} codes of the random trie; give "
+            f"fewer items"
         )
-    kept = torch.randperm(len(prefix), generator=generator)[:items]
-    return torch.stack([prefix // 65536, prefix // 256 % 256, prefix % 256, last], 1)[
-        kept
-    ]
+    sample = torch.randperm(len(prefix), generator=generator)[:items]
+    codes = torch.stack([prefix // 65536, prefix // 256 % 256, prefix % 256, last], 1)
+    return codes[sample]
 
 
 def random_histories(
     users: int, items: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Return histories of 3 to 20 random items, 9 in the mean, shortest first."""
+    """Return random histories of 3 to 20 items, 9 on average, shortest first."""
     extra = torch.empty(users).geometric_(1 / 8, generator=generator).long() - 1
     lengths = (3 + extra).clamp(max=20).sort().values
     return [
@@ -152,12 +156,12 @@ def random_histories(
 
 
 def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
-    """Return the latest items of test requests, shortest first.
+    """Return the histories of test requests, shortest first.
 
     Args:
-        users: Most histories, spread evenly over the lengths.
-        tables: Folder of jobs.prepare.
-        longest: Most items of a history.
+        users: Largest number of histories, spread evenly over the lengths.
+        tables: TABLES, made by jobs.prepare.
+        longest: Largest number of items per history, the latest ones.
 
     Raises:
         UserError: If there are no test requests.
@@ -166,18 +170,15 @@ def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
         join(tables, "sequences"), "test", max_history=longest
     )
     if len(examples) == 0:
-        raise UserError(
-            f"{tables} has no test requests to take histories from; give other tables"
-        )
+        raise UserError(f"{tables} has no test requests; give tables with a test split")
     order = np.argsort(examples.lengths, kind="stable")
-    rows = order[
-        np.linspace(0, len(order) - 1, min(users, len(order))).round().astype(np.int64)
-    ]
+    ranks = np.linspace(0, len(order) - 1, min(users, len(order))).round()
+    rows = order[ranks.astype(np.int64)]
     return [examples.collate(row[None]).history[0].tolist() for row in rows]
 
 
 def model_name(variant: str) -> str:
-    """Return the name of the model of a variant."""
+    """Return the registry's name of a variant's model."""
     names = (
         "lc_rec_nezha",
         "lc_rec_sid_mlp",
@@ -197,23 +198,23 @@ def model_name(variant: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """Source of models and histories."""
+    """Where models, catalogue and histories come from."""
 
     items: int
-    """Items of the random catalogue."""
+    """Number of items of the random catalogue."""
     seed: int
     """Seed of codes, weights and histories."""
     histories: str | None = None
-    """Folder of jobs.prepare, or None for random histories."""
+    """TABLES with the histories, or None for random histories."""
     sids: str | None = None
-    """Semantic IDs of the checkpoints."""
+    """SIDS of the checkpoints."""
     checkpoints: tuple[tuple[str, str], ...] = ()
-    """(model, checkpoint) of trained models; empty for random weights."""
+    """Pairs (model, checkpoint) of trained models; empty for random weights."""
 
 
 @lru_cache(maxsize=1)
 def load_histories(source: Source) -> list[list[int]]:
-    """Return the histories that batches are taken from, shortest first."""
+    """Return the histories from which batches are drawn, shortest first."""
     if source.histories:
         return real_histories(USERS, source.histories, TigerConfig().max_history)
     return random_histories(
@@ -223,7 +224,7 @@ def load_histories(source: Source) -> list[list[int]]:
 
 @lru_cache(maxsize=1)
 def load_catalogue(source: Source) -> Catalogue:
-    """Return the checkpoints' catalogue, or a random one with the histories' items."""
+    """Return the catalogue of the checkpoints, or a random one for all histories."""
     if source.checkpoints:
         return Catalogue.load(str(source.histories), source.sids)
     items = max(source.items, 1 + max(map(max, load_histories(source))))
@@ -233,7 +234,7 @@ def load_catalogue(source: Source) -> Catalogue:
 
 @cache
 def load_model(source: Source, name: str) -> nn.Module:
-    """Return the model of all its variants, trained or with random weights."""
+    """Return a model on the device, trained or with random weights."""
     torch.manual_seed(source.seed)
     if source.checkpoints:
         uri = dict(source.checkpoints)[name]
@@ -244,11 +245,12 @@ def load_model(source: Source, name: str) -> nn.Module:
 
 
 def model_for(source: Source, variant: str) -> Any:
+    """Return the model of a variant; variants of one model share it."""
     return load_model(source, model_name(variant))
 
 
 def set_padding(variant: str, model: Any) -> None:
-    """Make SID-MLP++ compute padding too, as published, if the variant is plain."""
+    """Let the plain variant of SID-MLP++ also compute padding, as published."""
     if variant.startswith("sid_mlp_pp"):
         model.backbone.pack = variant != "sid_mlp_pp_plain"
 
@@ -256,9 +258,9 @@ def set_padding(variant: str, model: Any) -> None:
 def make_encoder_call(
     variant: str, model: Any
 ) -> tuple[str, Callable[[HistoryBatch], Any]]:
-    """Return the name of a variant's encoder, and the function to time for it.
+    """Return the name of a variant's encoder, and the function to time.
 
-    Variants that share an encoder get the same name.
+    Variants that share an encoder have the same name.
     """
     if variant in ("hf", "hf_nocache"):
         return "encoder/transformers", lambda batch: model.transformers_model().encoder(
@@ -268,27 +270,25 @@ def make_encoder_call(
         return f"encoder/{model_name(variant)}_plain", model.encode
     if variant in ("lc_rec", "lc_rec_sid_mlp"):
         return "encoder/lc_rec", model.backbone.infer
-    own = model_name(variant) in ("earn", "nezha", "sid_mlp_pp", "lc_rec_nezha")
-    return f"encoder/{model_name(variant) if own else 'tiger'}", model.backbone.infer
+    name = model_name(variant)
+    if name not in ("earn", "nezha", "sid_mlp_pp", "lc_rec_nezha"):
+        name = "tiger"
+    return f"encoder/{name}", model.backbone.infer
 
 
 def make_call(variant: str, model: Any, beam: int) -> Callable[[HistoryBatch], Any]:
-    """Return the function to time: recommending to a batch."""
+    """Return the function to time: `recommend` for a batch, as the variant does it."""
     options: dict[str, Any] = {"beam": beam}
-    if variant in SLOW and not variant.startswith(
-        "atspeed"
-    ):  # which has one way to search
+    if variant in SLOW and not variant.startswith("atspeed"):
         options["decoder"] = "shared_kv" if variant.startswith("tiger") else variant
     elif variant.startswith("nezha"):
         options["constrained"] = variant != "nezha_hash"
     elif variant.startswith("sid_mlp"):
         options["path"] = "plain" if variant.endswith("plain") else "fast"
     if variant.endswith("allowed"):
-        some = (
-            torch.rand(model.trie.num_items, generator=torch.Generator().manual_seed(0))
-            < 0.5
-        )
-        options["allowed"] = model.encode_allowed(some.to(device()))
+        generator = torch.Generator().manual_seed(0)
+        allowed = torch.rand(model.trie.num_items, generator=generator) < 0.5
+        options["allowed"] = model.encode_allowed(allowed.to(device()))
 
     def call(batch: HistoryBatch) -> Any:
         set_padding(variant, model)
@@ -302,8 +302,17 @@ def cut_batches(
 ) -> list[HistoryBatch]:
     """Return a batch per run, shortest histories first.
 
-    Histories are padded to the longest of their batch, those of plain variants to the
-    maximum.
+    Histories are padded to the longest history of their batch, or for plain variants
+    to the maximum of the model.
+
+    Args:
+        source: Where the histories come from.
+        variant: Variant whose padding is used.
+        size: Users per batch.
+        runs: Number of batches, spread evenly over the lengths of histories.
+
+    Raises:
+        UserError: If there are fewer histories than `size`.
     """
     histories = load_histories(source)
     if size > len(histories):
@@ -315,11 +324,9 @@ def cut_batches(
     for run in range(runs):
         begin = max(0, round((run + 0.5) / runs * (len(histories) - size)))
         rows = histories[begin : begin + size]
-        columns = (
-            TigerConfig().max_history
-            if variant.endswith("plain")
-            else max(map(len, rows))
-        )
+        columns = max(map(len, rows))
+        if variant.endswith("plain"):
+            columns = TigerConfig().max_history
         batch = HistoryBatch(
             history=torch.tensor([row + [PAD] * (columns - len(row)) for row in rows]),
             history_length=torch.tensor([len(row) for row in rows]),
@@ -330,26 +337,26 @@ def cut_batches(
 
 
 def make(variant: str, params: Row) -> Call:
-    """Build a call of a variant, and warm it up."""
+    """Return a warmed-up call of a variant: `recommend` for the batch of a run."""
     torch.set_num_threads(params["threads"])
-    use_exact_onednn()  # for all variants
+    use_exact_onednn()
     source, runs = params["source"], params["runs"]
-    call = make_call(variant, model_for(source, variant), params["beam"])
-    given = cut_batches(source, variant, params["batch"], runs)
-    call(cut_batches(source, variant, 1, runs)[0])
-    return lambda run: call(given[run])
+    recommend = make_call(variant, model_for(source, variant), params["beam"])
+    batches = cut_batches(source, variant, params["batch"], runs)
+    recommend(cut_batches(source, variant, 1, runs)[0])
+    return lambda run: recommend(batches[run])
 
 
 def make_encoder(variant: str, params: Row) -> tuple[str, Call]:
-    """Build the call of a variant's `encoder`."""
+    """Return the name of a variant's encoder, and the call that runs it alone."""
     model = model_for(params["source"], variant)
     name, encode = make_encoder_call(variant, model)
-    given = cut_batches(params["source"], variant, params["batch"], params["runs"])
+    batches = cut_batches(params["source"], variant, params["batch"], params["runs"])
 
     @torch.no_grad()
     def call(run: int) -> Any:
         set_padding(variant, model)
-        return encode(given[run])
+        return encode(batches[run])
 
     return name, call
 
@@ -378,10 +385,13 @@ def decode(
         batches: Batch sizes.
         beams: Beam widths.
         slow: The only size (batch, beam) of `SLOW` variants.
-        histories: Folder of jobs.prepare, or None for random histories.
-        checkpoints: Models that were trained on `histories` and `sids`; empty for
-            random weights.
-        sids: Semantic IDs of the checkpoints.
+        histories: TABLES with the histories, or None for random histories.
+        checkpoints: Checkpoints trained on `histories` and `sids`; empty for random
+            weights.
+        sids: SIDS of the checkpoints.
+
+    Raises:
+        UserError: If `checkpoints` are given without `histories` and `sids`.
     """
     trained = find_checkpoints(checkpoints)
     if trained and not (histories and sids):
@@ -394,20 +404,11 @@ def decode(
         variant for variant in variants if not trained or model_name(variant) in trained
     ]
     sizes = [(batch, beam) for batch in sorted(batches) for beam in sorted(beams)]
-    timed = {v: [slow] if v in SLOW else sizes for v in variants}
+    sizes_by_variant = {
+        variant: [slow] if variant in SLOW else sizes for variant in variants
+    }
     shared: Row = {"threads": threads, "runs": runs, "source": source}
-    memory: dict[tuple[str, tuple[int, int]], float] = {}
-    for variant, variant_sizes in timed.items():
-        # so that the tables of a fast path count as its memory
-        first = variant.replace("_fast", "_plain"), {"batch": 1, "beam": 2, **shared}
-        settings = [
-            {"batch": batch, "beam": beam, **shared} for batch, beam in variant_sizes
-        ]
-        peaks = in_fresh_process(peak_memory, make, first, variant, settings)
-        memory |= {
-            (variant, size): peak
-            for size, peak in zip(variant_sizes, peaks, strict=True)
-        }
+    memory = measure_memory(sizes_by_variant, shared)
     on_cpu = device_name() == "cpu"
     reported: Row = {
         "items": items,
@@ -424,11 +425,9 @@ def decode(
     reported["mean_history"] = round(
         statistics.mean(map(len, load_histories(source))), 2
     )
-    for size in dict.fromkeys(
-        size for variant_sizes in timed.values() for size in variant_sizes
-    ):
+    for size in dict.fromkeys(chain(*sizes_by_variant.values())):
         variants_of_size = [
-            variant for variant, variant_sizes in timed.items() if size in variant_sizes
+            variant for variant in variants if size in sizes_by_variant[variant]
         ]
         params = {"batch": size[0], "beam": size[1], **shared}
         calls = {variant: make(variant, params) for variant in variants_of_size}
@@ -439,20 +438,46 @@ def decode(
             calls,
             params,
             size[0],
-            {v: memory[v, size] for v in variants_of_size},
+            {variant: memory[variant, size] for variant in variants_of_size},
             parts,
         )
 
 
-def find_checkpoints(places: Iterable[str]) -> dict[str, str]:
-    """Return the checkpoint, or finished run, of each model.
+def measure_memory(
+    sizes: dict[str, list[tuple[int, int]]], shared: Row
+) -> dict[tuple[str, tuple[int, int]], float]:
+    """Return the peak memory in MB by variant and size, each variant in a new process.
+
+    Args:
+        sizes: Sizes (batch, beam) of each variant.
+        shared: Params other than the size.
+    """
+    memory = {}
+    for variant, variant_sizes in sizes.items():
+        # The plain path is built before the measurement, so that the tables of a fast
+        # path count as memory of the fast path.
+        first = variant.replace("_fast", "_plain"), {"batch": 1, "beam": 2, **shared}
+        settings = [
+            {"batch": batch, "beam": beam, **shared} for batch, beam in variant_sizes
+        ]
+        peaks = in_fresh_process(peak_memory, make, first, variant, settings)
+        for size, peak in zip(variant_sizes, peaks, strict=True):
+            memory[variant, size] = peak
+    return memory
+
+
+def find_checkpoints(folders: Iterable[str]) -> dict[str, str]:
+    """Return the URI of the checkpoint of each model, by the name of the model.
+
+    Args:
+        folders: Folders of checkpoints or of finished runs.
 
     Raises:
-        UserError: If two are of one model, or a model has no variant.
+        UserError: If two checkpoints are of one model, or a model has no variant.
     """
     checkpoints: dict[str, str] = {}
-    for place in places:
-        uri = checkpoint.locate(place)
+    for folder in folders:
+        uri = checkpoint.locate(folder)
         name = checkpoint.read(uri).model["name"]
         if name in checkpoints:
             raise UserError(
@@ -461,7 +486,7 @@ def find_checkpoints(places: Iterable[str]) -> dict[str, str]:
             )
         if name not in map(model_name, VARIANTS):
             raise UserError(
-                f"{uri} is of the model '{name}', which has no variant; leave it out"
+                f"{uri} is of the model '{name}', which has no variant; remove it"
             )
         checkpoints[name] = uri
     return checkpoints

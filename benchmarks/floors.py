@@ -22,20 +22,26 @@ import torch
 from models.build import parse_options
 from models.retrieval.data import Catalogue, InteractionBatch
 
-BEHAVIOURS_PER_USER, PARTS = 10, 100
+BEHAVIOURS_PER_USER = 10
+PARTS = 100
+"""Parts of the catalogue; each user prefers one part."""
 MODELS = ("item_knn", "ease")
 
 
 def draw_batch(items: int) -> InteractionBatch:
-    """Return all training behaviours of a random log as one batch."""
+    """Return all training behaviours of a random log as one batch.
+
+    Args:
+        items: Number of items, and seed of the log.
+    """
     rng = np.random.default_rng(items)
     users = np.repeat(np.arange(2 * items), BEHAVIOURS_PER_USER)
-    popular = (items ** rng.random(len(users))).astype(np.int64) - 1
-    part = items // PARTS
-    within = (
-        users % PARTS * part + (part ** rng.random(len(users))).astype(np.int64) - 1
-    )
-    target = np.where(rng.random(len(users)) < 0.5, popular, within)
+    # n**u - 1 with uniform u has a density of 1 / rank: Zipf's law
+    any_item = (items ** rng.random(len(users))).astype(np.int64) - 1
+    part_size = items // PARTS
+    rank_in_part = (part_size ** rng.random(len(users))).astype(np.int64) - 1
+    preferred_item = users % PARTS * part_size + rank_in_part
+    target = np.where(rng.random(len(users)) < 0.5, any_item, preferred_item)
     return InteractionBatch(
         user_row=torch.from_numpy(users),
         target=torch.from_numpy(target),
@@ -43,30 +49,38 @@ def draw_batch(items: int) -> InteractionBatch:
 
 
 def fit(name: str, items: int, results: Any) -> None:
-    """Fit a model, and put seconds, processor seconds and peak memory in MB."""
+    """Fit a model, and report its time and memory.
+
+    Args:
+        name: Name of the model.
+        items: Number of items of the log.
+        results: Queue that receives seconds, processor seconds and peak memory in MB.
+    """
     catalogue, batch = Catalogue(items), draw_batch(items)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model_class, options = parse_options({"name": name})
     config = model_class.resolve_config(options, catalogue)
     model: Any = model_class(config, catalogue)
-    began, cpu = time.perf_counter(), time.process_time()
+    start_s = time.perf_counter()
+    cpu_start_s = time.process_time()
     model.fit_counts([batch])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    results.put((seconds, cpu, (peak - before) / 1024))
+    seconds = time.perf_counter() - start_s
+    cpu_seconds = time.process_time() - cpu_start_s
+    results.put((seconds, cpu_seconds, (peak - before) / 1024))
 
 
 def floors(
     sizes: Sequence[int] = (10_000, 30_000, 100_000),
 ) -> Iterator[dict[str, Any]]:
-    """Yield a line per model and number of items."""
+    """Yield a row per model and number of items."""
     context = multiprocessing.get_context("spawn")
     for items in sizes:
         for name in MODELS:
             results = context.Queue()
             process = context.Process(target=fit, args=(name, items, results))
             process.start()
-            seconds, cpu, memory = results.get()
+            seconds, cpu_seconds, memory = results.get()
             process.join()
             yield {
                 "benchmark": "floors",
@@ -76,7 +90,7 @@ def floors(
                 "median_s": seconds,
                 "min_s": seconds,
                 "max_s": seconds,
-                "cpu_s": cpu,
+                "cpu_s": cpu_seconds,
                 "items_per_s": items / seconds,
                 "peak_memory_mb": memory,
             }

@@ -3,11 +3,12 @@
     python -m benchmarks.gpu [--json FILE] [--part train search] [--variants tiger]
 
 Needs neither Ray nor MLflow: PyTorch, pyarrow, numpy, safetensors, PyYAML and psutil.
-`train` runs `models.training.fit` on batches in memory: plain, captured
-(`fit.cuda_graphs`), and compiled before (`fit.compile`). Weights (seed 0, steps seed 3)
-and batches are random, and the first `SKIPPED` steps are not timed. `same` says whether
-the weights after them equal the plain run's, `off` how much they differ. `search` times
-`recommend` without a graph, as a graph, and as a graph with products in TF32, in turn.
+`train` runs `models.training.fit` on batches in memory: plain, captured as CUDA graphs
+(`fit.cuda_graphs`), and captured after compilation (`fit.compile`). Weights and batches
+are random, and the first `SKIPPED` steps are not timed. After these steps, `same` is
+whether the weights equal those of the plain run, and `off` the largest difference.
+`search` times `recommend` without a graph, as a graph, and as a graph with products in
+TF32, in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,16 +48,22 @@ ITEMS = 12_101
 MODES = ("plain", "captured", "compiled")
 STEPS = 130
 SKIPPED = 50
-"""First steps, in which graphs and kernels are built."""
+"""First steps, in which graphs and kernels are built; they are not timed."""
 
 
-def catalogue() -> Catalogue:
+def random_catalogue() -> Catalogue:
+    """Return a catalogue of `ITEMS` items with random codes."""
     codes = decode.random_codes(ITEMS, torch.Generator().manual_seed(0))
     return Catalogue.from_codes(codes, (256, 256, 256, 256))
 
 
 def retrieval_batches(size: int, unit: str) -> list[HistoryBatch]:
-    """Return two batches of full histories of 20 items."""
+    """Return two batches of random users with histories of 20 items.
+
+    Args:
+        size: Users per batch.
+        unit: `user` for 16 requests per user in a window, else one request per user.
+    """
     generator = torch.Generator().manual_seed(1)
     batches: list[HistoryBatch] = []
     for _ in range(2):
@@ -85,8 +92,17 @@ def retrieval_batches(size: int, unit: str) -> list[HistoryBatch]:
 
 
 def actions_batches(name: str, rows: int, length: int) -> list[ActionsBatch]:
-    cut = length // 2 if name == "genrank" else 0
-    batches = [actions.random_batch(rows, length - cut, cut) for _ in range(2)]
+    """Return two batches of random sequences for a model of actions.
+
+    Args:
+        name: Name of the model; GenRank's sequences are half candidates.
+        rows: Sequences per batch.
+        length: Events and candidates per sequence.
+    """
+    candidates = length // 2 if name == "genrank" else 0
+    batches = [
+        actions.random_batch(rows, length - candidates, candidates) for _ in range(2)
+    ]
     return [replace(batch.map(Tensor.contiguous), has_ties=False) for batch in batches]
 
 
@@ -121,37 +137,43 @@ TRAINING_VARIANTS: dict[
         for name in ("interleaved", "attn_lfa", "attn_mvp", "genrank")
     },
 }
-"""Variant -> model, batches, options of fit."""
+"""Options of the model, function that makes its batches, and options of `fit`."""
 
 
-class Repeated:
-    """Batches in an endless cycle, in the form that `fit` takes."""
+class RepeatedBatches:
+    """Loader for `fit` that cycles through a few batches."""
 
-    def __init__(self, batches: Sequence[Batch], steps: int) -> None:
-        self.given, self.count = batches, steps
+    def __init__(self, batches: Sequence[Batch], num_steps: int) -> None:
+        self.batches = batches
+        self.num_steps = num_steps
 
     def steps(self, epoch: int) -> int:
-        return self.count
+        """Return the number of steps of an epoch."""
+        return self.num_steps
 
     def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
-        return itertools.islice(itertools.cycle(self.given), skip, self.count)
+        """Yield the batches of an epoch after its first `skip` steps."""
+        return itertools.islice(itertools.cycle(self.batches), skip, self.num_steps)
 
 
 def build_model(options: dict[str, Any]) -> Any:
+    """Build a model on the GPU, a student with an untrained teacher."""
     torch.manual_seed(0)
-    of: Any = (
-        actions.random_catalogue()
-        if options["name"] in actions.VARIANTS
-        else catalogue()
-    )
-    model: Any = build.build_model(options, of)
+    catalogue: Any = random_catalogue()
+    if options["name"] in actions.VARIANTS:
+        catalogue = actions.random_catalogue()
+    model: Any = build.build_model(options, catalogue)
     if isinstance(model, Student):
-        model.set_teacher(build_teacher(model.config, of))
+        model.set_teacher(build_teacher(model.config, catalogue))
     return model.to(CUDA)
 
 
 def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
-    """Train a model for `STEPS` steps.
+    """Train a model for `STEPS` steps, and time the steps after `SKIPPED`.
+
+    Args:
+        variant: Name in `TRAINING_VARIANTS`.
+        mode: One of `MODES`, or `again` for another plain run.
 
     Returns:
         The row of the run, and the weights after `SKIPPED` steps.
@@ -171,10 +193,14 @@ def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
         **settings,
     )
     torch.cuda.reset_peak_memory_stats()
-    began, made, rates, losses, weights = time.perf_counter(), 0.0, [], {}, {}
+    start_s = time.perf_counter()
+    first_steps_s = 0.0
+    rates: list[float] = []
+    losses: dict[int, float] = {}
+    weights: dict[str, Tensor] = {}
     for event in fit(
         model,
-        Repeated(batches(), STEPS),
+        RepeatedBatches(batches(), STEPS),
         lambda m: ({"none": 0.0}, 1),
         config,
         device=CUDA,
@@ -182,7 +208,7 @@ def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
         if isinstance(event, StepEvent):
             losses[event.step] = event.loss
             if event.step == SKIPPED:
-                made = time.perf_counter() - began
+                first_steps_s = time.perf_counter() - start_s
                 weights = {
                     name: value.float().cpu()
                     for name, value in model.state_dict().items()
@@ -190,7 +216,7 @@ def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
             if event.step > SKIPPED:
                 rates.append(event.examples_per_s)
         elif isinstance(event, EpochEvent):
-            wait = event.data_wait
+            data_wait = event.data_wait
     rows = batches()[0].num_rows
     row = {
         "benchmark": "gpu train",
@@ -199,19 +225,23 @@ def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
         "rows": rows,
         "examples_per_s": statistics.median(rates),
         "step_ms": 1e3 * rows / statistics.median(rates),
-        "first_steps_s": made,
-        "data_wait": wait,
+        "first_steps_s": first_steps_s,
+        "data_wait": data_wait,
         "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20,
         "reserved_mb": torch.cuda.max_memory_reserved() / 2**20,
-        "losses": [losses[s] for s in sorted(losses)][:5],
+        "losses": [losses[step] for step in sorted(losses)][:5],
     }
     return row, weights
 
 
 def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
+    """Yield a row per variant and mode of training, or its error.
+
+    Rows after the plain run of a variant compare weights and speed with that run.
+    """
     for variant in variants:
-        plain: dict[str, Tensor] = {}
-        first: Row = {}
+        plain_weights: dict[str, Tensor] = {}
+        plain_row: Row = {}
         for mode in modes:
             torch._dynamo.reset()
             torch.cuda.empty_cache()
@@ -235,17 +265,18 @@ def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
             if row["warnings"] and mode != "plain":
                 row["mode"] = f"{mode}, without graphs"
             if mode == "plain":
-                plain, first = weights, row
-            elif plain:
+                plain_weights, plain_row = weights, row
+            elif plain_weights:
                 row["same"] = all(
-                    torch.equal(plain[name], weights[name]) for name in plain
+                    torch.equal(plain, weights[name])
+                    for name, plain in plain_weights.items()
                 )
                 row["off"] = max(
-                    float((plain[n] - weights[n]).abs().max())
-                    for n in plain
-                    if plain[n].numel()
+                    float((plain - weights[name]).abs().max())
+                    for name, plain in plain_weights.items()
+                    if plain.numel()
                 )
-                row["speedup"] = row["examples_per_s"] / first["examples_per_s"]
+                row["speedup"] = row["examples_per_s"] / plain_row["examples_per_s"]
             yield row
 
 
@@ -264,6 +295,7 @@ SIZES, BEAM = (1, 32, 256), 50
 
 
 def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
+    """Yield a row per variant and batch size of `recommend`, or the variant's error."""
     for variant in variants:
         try:
             yield from time_search(variant, runs)
@@ -277,20 +309,26 @@ def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
 
 
 def time_calls(call: Callable[[], Any], times: int = 5) -> list[float]:
-    """Return the seconds of several calls, after one that is not timed."""
+    """Return the seconds of `times` calls, after an untimed call."""
     call()
     seconds = []
     for _ in range(times):
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         call()
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start_s)
     return seconds
 
 
 @torch.no_grad()
 def time_search(variant: str, runs: int) -> Iterator[Row]:
+    """Yield a row per batch size: times of the plain and graph search, and differences.
+
+    Args:
+        variant: Name of the model.
+        runs: Rounds in which all ways of search are timed in turn.
+    """
     model = build_model({"name": variant}).eval()
     plain = type(model).recommend.__wrapped__.__wrapped__
     options = {} if variant == "sasrec" else {"beam": BEAM}
@@ -301,15 +339,18 @@ def time_search(variant: str, runs: int) -> Iterator[Row]:
             "graph": partial(model.recommend, batch, 10, **options),
             "tf32": partial(model.recommend, batch, 10, precision="high", **options),
         }
-        found = {
-            name: [[part.clone() for part in call()] for _ in range(3)][-1]
-            for name, call in calls.items()
-        }
+        results = {}
+        for name, call in calls.items():
+            for _ in range(3):  # the graph is captured in the first calls
+                results[name] = [part.clone() for part in call()]
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(runs):
             for name, call in calls.items():
                 times[name] += time_calls(call)
-        (items, scores), (same, their), (other, _) = found.values()
+        plain_items, plain_scores = results["plain"]
+        graph_items, graph_scores = results["graph"]
+        tf32_items, _ = results["tf32"]
+        difference = (plain_scores - graph_scores).nan_to_num(0, 0, 0).abs()
         yield {
             "benchmark": "gpu search",
             "variant": variant,
@@ -318,19 +359,24 @@ def time_search(variant: str, runs: int) -> Iterator[Row]:
                 f"{name}_ms": 1e3 * statistics.median(values)
                 for name, values in times.items()
             },
-            "same_items": torch.equal(items, same),
-            "off": float((scores - their).nan_to_num(0, 0, 0).abs().max()),
-            "tf32_lists_changed": float((other != same).any(1).float().mean()),
+            "same_items": torch.equal(plain_items, graph_items),
+            "off": float(difference.max()),
+            "tf32_lists_changed": float(
+                (tf32_items != graph_items).any(1).float().mean()
+            ),
         }
 
 
 def page(rows: list[Row]) -> Iterator[str]:
-    """Yield Markdown tables of saved lines."""
+    """Yield the lines of Markdown tables of saved rows."""
     trained: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row["benchmark"] == "gpu train":
             trained.setdefault(row["variant"], {})[row["mode"]] = row
-    yield "| training step | plain, ms | captured, ms | compiled, ms | captured, examples/s |"
+    yield (
+        "| training step | plain, ms | captured, ms | compiled, ms "
+        "| captured, examples/s |"
+    )
     yield "| --- | ---: | ---: | ---: | ---: |"
     for variant, modes in trained.items():
         cells = [
@@ -352,56 +398,50 @@ def page(rows: list[Row]) -> Iterator[str]:
 
 
 def main() -> None:
+    """Parse the command line, and time the chosen variants or print saved tables."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__
     )
-    parser.add_argument("--json", help="file that the lines are added to")
+    parser.add_argument("--json", help="append the JSON lines to this file")
     parser.add_argument(
         "--part", nargs="+", default=["train", "search"], choices=["train", "search"]
     )
-    parser.add_argument("--variants", nargs="+", help="of those that a part has")
+    parser.add_argument(
+        "--variants", nargs="+", help="variants to time; by default all"
+    )
     parser.add_argument(
         "--modes", nargs="+", default=["plain", "captured"], choices=[*MODES, "again"]
     )
     parser.add_argument(
         "--page",
         metavar="FILE",
-        help="prints the tables of lines that were kept, and times nothing",
+        help="only print the tables of the JSON lines in this file",
     )
     options = parser.parse_args()
     if options.page:
-        print(
-            *page(
-                [
-                    json.loads(line)
-                    for line in Path(options.page).read_text().splitlines()
-                ]
-            ),
-            sep="\n",
-        )
+        lines = Path(options.page).read_text().splitlines()
+        print("\n".join(page([json.loads(line) for line in lines])))
         return
     if not torch.cuda.is_available():
         sys.exit("error: PyTorch sees no GPU on this machine")
-    about = {
+    origin = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         **describe_origin(),
     }
 
-    def chosen(known: Any) -> list[str]:
-        return [
-            name
-            for name in known
-            if options.variants is None or name in options.variants
-        ]
+    def select(names: Iterable[str]) -> list[str]:
+        if options.variants is None:
+            return list(names)
+        return [name for name in names if name in options.variants]
 
     parts = {
-        "train": lambda: train(chosen(TRAINING_VARIANTS), options.modes),
-        "search": lambda: search(chosen(SEARCH_VARIANTS)),
+        "train": lambda: train(select(TRAINING_VARIANTS), options.modes),
+        "search": lambda: search(select(SEARCH_VARIANTS)),
     }
     for part in options.part:
         for row in parts[part]():
-            line = json.dumps(about | row)
+            line = json.dumps(origin | row)
             print(line, flush=True)
             if options.json:
                 with open(options.json, "a") as file:

@@ -1,4 +1,4 @@
-"""Paired timings, peaks of memory, and JSON lines for all benchmarks.
+"""Time variants in pairs, measure peak memory, and write JSON lines.
 
 Variants are timed in turn within one run (A B C A B C ...), so that their ratios hold
 on a noisy machine. There is one JSON line per variant and setting: benchmark, variant,
@@ -36,14 +36,17 @@ T = TypeVar("T")
 
 
 def device() -> torch.device:
+    """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name() -> str:
+    """Return the name of the GPU, or `cpu`."""
     return torch.cuda.get_device_name() if device().type == "cuda" else "cpu"
 
 
 def wait_for_device() -> None:
+    """Wait until the GPU has finished all submitted work."""
     if device().type == "cuda":
         torch.cuda.synchronize()
 
@@ -62,16 +65,16 @@ def peak_memory(
     variant: str,
     settings: Sequence[Row],
 ) -> list[float]:
-    """Measure the peak memory of calls of a variant, without the built variant.
+    """Return the peak memory of calls of a variant, above the memory before them.
 
-    Call it in a process of its own. On a CPU the peak of a process never falls, so the
-    peak of a setting includes those of the settings before it.
+    Call this function in a new process. On a CPU the peak of a process never falls, so
+    each peak is at least that of the earlier settings.
 
     Args:
-        make: Builds a variant.
-        first: Variant and params that are built before.
+        make: Function that builds a variant and returns its call.
+        first: Variant and params that are built before the measurement starts.
         variant: Variant to measure.
-        settings: Params of the variant.
+        settings: Params of the variant, one per measurement.
 
     Returns:
         Peak of each setting in MB.
@@ -89,7 +92,7 @@ def peak_memory(
             peaks.append((torch.cuda.max_memory_allocated() - allocated) / 2**20)
         else:
             call(last_run)
-            # the counts of the system may be off by pages
+            # The kernel's counters are exact to a few pages only.
             peaks.append(max(0.0, resident_peak_mb() - before))
     return peaks
 
@@ -108,10 +111,11 @@ def time_in_turns(
         benchmark: Name of the benchmark.
         calls: Call of each variant.
         params: Settings, with the number of `runs`.
-        items: Items that one call processes.
+        items: Number of items that one call processes.
         memory: Peak memory of each variant in MB.
-        parts: Name and call of the first part of variants, which is timed too. Rows
-            then have `encode_s` for the part, and `decode_s`, the median of the rest.
+        parts: Name and call of the encoder of each variant, which is timed as well.
+            Rows then have the medians `encode_s` of the encoder and `decode_s` of the
+            remaining time.
     """
     parts = parts or {}
     part_calls = dict(parts.values())
@@ -119,54 +123,67 @@ def time_in_turns(
     for run in range(params["runs"]):
         for name, call in {**part_calls, **calls}.items():
             wait_for_device()
-            begin = time.perf_counter()
+            start_s = time.perf_counter()
             call(run)
             wait_for_device()
-            seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(time.perf_counter() - start_s)
             print(
                 f"{benchmark} {name} run {run + 1}: {seconds[name][-1]:.3f} s",
                 file=sys.stderr,
                 flush=True,
             )
     for variant in calls:
-        times, more = seconds[variant], {}
+        times = seconds[variant]
+        measures = {}
         if variant in parts:
-            part_times = seconds[parts[variant][0]]
-            rest = [t - part for t, part in zip(times, part_times, strict=True)]
-            more = {
-                "encode_s": round(statistics.median(part_times), 5),
-                "decode_s": round(statistics.median(rest), 5),
+            encode_times = seconds[parts[variant][0]]
+            decode_times = [
+                total - encode
+                for total, encode in zip(times, encode_times, strict=True)
+            ]
+            measures = {
+                "encode_s": round(statistics.median(encode_times), 5),
+                "decode_s": round(statistics.median(decode_times), 5),
             }
         if memory:
-            more["peak_memory_mb"] = round(memory[variant], 1)
-        yield row(benchmark, variant, params, times, items, **more)
+            measures["peak_memory_mb"] = round(memory[variant], 1)
+        yield make_row(benchmark, variant, params, times, items, **measures)
 
 
-def row(
+def make_row(
     benchmark: str,
     variant: str,
     params: Row,
     seconds: Sequence[float],
     items: int,
-    **more: Any,
+    **measures: Any,
 ) -> Row:
-    """Return the row of a variant from the seconds of its runs."""
+    """Return the row of a variant.
+
+    Args:
+        benchmark: Name of the benchmark.
+        variant: Name of the variant.
+        params: Settings of the benchmark.
+        seconds: Time of each run.
+        items: Number of items that one run processes.
+        **measures: Further columns of the row.
+    """
     median = statistics.median(seconds)
     return {
         "benchmark": benchmark,
         "variant": variant,
-        "params": {k: v for k, v in params.items() if k != "runs"},
+        "params": {name: value for name, value in params.items() if name != "runs"},
         "runs": len(seconds),
         "median_s": round(median, 5),
         "min_s": round(min(seconds), 5),
         "max_s": round(max(seconds), 5),
         "items_per_s": round(items / median, 2),
-        **more,
+        **measures,
     }
 
 
 def sample_usage(pid: int, cpu_seconds: dict[int, float]) -> float:
-    """Return the memory in MB of a process and its children, and update their processor times.
+    """Return the memory in MB of a process and its children.
 
     Args:
         pid: Id of the process.
@@ -180,28 +197,28 @@ def sample_usage(pid: int, cpu_seconds: dict[int, float]) -> float:
                 times = process.cpu_times()
                 cpu_seconds[process.pid] = times.user + times.system
                 memory = process.memory_full_info()._asdict()
-                # on Linux PSS counts shared pages once
+                # PSS, on Linux, divides shared pages among their processes.
                 memory_bytes += memory.get("pss", memory["rss"])
     return memory_bytes / 2**20
 
 
 def run_module(module: str, *arguments: Any) -> Row:
-    """Run `python -m module arguments` and measure its processor time and memory.
+    """Run `python -m module arguments`, and measure its processor time and memory.
 
     Returns:
-        The last line of its output, which is JSON, or its `error`; with `cpu_s` and
-        `peak_memory_mb` of all its processes.
+        The values of the last line of its output, a JSON object, or the last line of
+        stderr as `error`; also `cpu_s` and `peak_memory_mb` of all its processes.
     """
     command = [sys.executable, "-m", module, *map(str, arguments)]
     settings = {
         "RAY_AUTH_MODE": "token",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a local Ray is for its user only
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on 127.0.0.1 only
         "RAY_raylet_start_wait_time_s": "180",  # Ray starts slowly on a busy machine
         "RAY_worker_niceness": "0",  # by default Ray's workers have a low priority
     }
     cpu_seconds: dict[int, float] = {}
     peak = 0.0
-    # files, since a process that fills a pipe waits for its reader
+    # A process that fills a pipe would wait for a reader; files do not block.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             command, env={**os.environ, **settings}, stdout=out, stderr=err
@@ -225,7 +242,7 @@ def run_module(module: str, *arguments: Any) -> Row:
 
 
 def describe_origin() -> Row:
-    """Return the command, the processor or GPU, and the commit."""
+    """Return the command line, the hardware and the commit of this run."""
     name = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -235,10 +252,9 @@ def describe_origin() -> Row:
             if line.startswith("model name")
         )
     gpu = "" if device().type == "cpu" else f"{device_name()}; "
-    here = Path(__file__).parent
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"],
-        cwd=here,
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,
@@ -251,12 +267,21 @@ def describe_origin() -> Row:
 
 
 def write_rows(
-    rows: Iterable[Row], file: IO[str] | None, more: Row | None = None
+    rows: Iterable[Row], file: IO[str] | None, origin: Row | None = None
 ) -> list[Row]:
-    """Print rows, completed by `more`, as JSON lines, and write them to a file."""
+    """Print rows as JSON lines, and write them to a file.
+
+    Args:
+        rows: Rows of a benchmark.
+        file: Open file, or None to print only.
+        origin: Values that are added to each row, such as the commit.
+
+    Returns:
+        The complete rows.
+    """
     written = []
     for row in rows:
-        complete = {**row, **(more or {})}
+        complete = {**row, **(origin or {})}
         line = json.dumps(complete)
         print(line, flush=True)
         if file:

@@ -34,11 +34,12 @@ LENGTHS = (100, 300, 1000, 4000, 16000)
 VARIANTS = ("hstu", "linear_hstu", "projections")
 
 MAX_ATTENTION_MB = 6000
-"""`hstu` is left out if its attention matrices would need more memory."""
+"""Largest memory of the attention matrices of `hstu` in MiB; longer inputs are
+skipped."""
 
 
 class Projections(nn.Module):
-    """The products of every layer alone: D to 4 D, whose first quarter is passed on."""
+    """The matrix products of all layers: D to 4 D; the next layer reads D of them."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -47,12 +48,14 @@ class Projections(nn.Module):
         )
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return (B, L, D) from tokens (B, L, D)."""
         for layer in self.layers:
             h = layer(h).chunk(4, -1)[0]
         return h
 
 
 def build_encoder(variant: str, params: Row) -> nn.Module:
+    """Build the encoder of a variant, with random weights."""
     width, layers = params["width"], params["layers"]
     if variant == "projections":
         return Projections(width, layers)
@@ -67,9 +70,14 @@ def build_encoder(variant: str, params: Row) -> nn.Module:
 
 
 def make(variant: str, params: Row) -> Call:
-    """Build a call of one forward pass (or forward and backward) over random tokens."""
+    """Return a warmed-up call: a forward pass over random tokens, or a training step.
+
+    Args:
+        variant: Name in `VARIANTS`.
+        params: Settings of the benchmark, among them `mode` and sizes.
+    """
     torch.set_num_threads(params["threads"])
-    use_exact_onednn()  # for all variants
+    use_exact_onednn()
     torch.manual_seed(params["seed"])
     encoder = build_encoder(variant, params).to(device())
     tokens = torch.randn(
@@ -92,12 +100,12 @@ def make(variant: str, params: Row) -> Call:
 
 
 def fits_in_memory(variant: str, params: Row) -> bool:
-    """Return whether the variant is timed in this mode and length."""
+    """Return whether the attention matrices of a variant need at most 6,000 MiB."""
     if variant != "hstu":
         return True
-    # layers whose matrices are in memory at a time
+    # number of layers whose matrices are in memory at the same time
     layers = params["layers"] if params["mode"] == "train" else 1
-    # scores, SiLU and its causal part
+    # three (L, L) matrices per head: scores, SiLU, and SiLU with the causal mask
     matrices = 3 * layers * params["heads"] * params["batch"]
     return matrices * params["length"] ** 2 * 4 / 2**20 <= MAX_ATTENTION_MB
 
@@ -114,7 +122,20 @@ def search_encoder(
     lengths: Iterable[int] = LENGTHS,
     variants: Iterable[str] = VARIANTS,
 ) -> Iterator[Row]:
-    """Yield the users per second of all variants by mode and length."""
+    """Yield a row per variant, mode and length; items per second are users.
+
+    Args:
+        runs: Timings per variant.
+        threads: CPU threads.
+        batch: Users per batch.
+        width: Width of the encoders.
+        layers: Number of layers.
+        heads: Number of attention heads of `hstu`.
+        seed: Seed of weights and tokens.
+        modes: Subset of `MODES`.
+        lengths: Lengths of the users' histories.
+        variants: Subset of `VARIANTS`.
+    """
     variants = list(variants)
     for mode, length in product(modes, lengths):
         params: Row = {
@@ -129,11 +150,13 @@ def search_encoder(
             "runs": runs,
             "device": device_name(),
         }
-        chosen = [variant for variant in variants if fits_in_memory(variant, params)]
+        fitting = [variant for variant in variants if fits_in_memory(variant, params)]
         small = params | {"length": 2}
         memory = {
-            v: in_fresh_process(peak_memory, make, (v, small), v, [params])[0]
-            for v in chosen
+            variant: in_fresh_process(
+                peak_memory, make, (variant, small), variant, [params]
+            )[0]
+            for variant in fitting
         }
-        calls = {variant: make(variant, params) for variant in chosen}
+        calls = {variant: make(variant, params) for variant in fitting}
         yield from time_in_turns("search_encoder", calls, params, batch, memory)

@@ -30,7 +30,7 @@ from typing import Any
 
 import polars as pl
 
-from benchmarks.harness import Row, row, run_module
+from benchmarks.harness import Row, make_row, run_module
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import parse_log
@@ -39,7 +39,8 @@ from pipelines.data.sequences.splits import SplitConfig
 from pipelines.data.simulation import Settings
 from pipelines.ray_inside import SHUFFLE_ENV
 
-EVENTS_PER_USER, EVENTS_PER_ITEM = 20, 400
+EVENTS_PER_USER = 20
+EVENTS_PER_ITEM = 400
 SPLIT = SplitConfig("temporal")
 SIZES = (1_000_000, 5_000_000, 20_000_000)
 
@@ -53,7 +54,7 @@ LOG: dict[str, Any] = {
 
 
 def run_trieline(log: str, output: str) -> None:
-    """Write tables with the functions of jobs.prepare."""
+    """Write all tables of the log with the functions of jobs.prepare."""
     config = PrepareConfig(core=0, split=SPLIT)
     prepare(
         parse_log(LOG),
@@ -71,26 +72,23 @@ def run_polars(log: str, output: str) -> None:
     items = (
         frame.select("item_id").unique().sort("item_id").with_row_index("item_index")
     )
-    last = max(frame.height - 1, 1)
-    ranks = [
-        int(frame.height * share)
-        for share in (
-            1 - SPLIT.val_fraction - SPLIT.test_fraction,
-            1 - SPLIT.test_fraction,
+    last_row = max(frame.height - 1, 1)
+    train_and_val_share = 1 - SPLIT.test_fraction
+    train_share = train_and_val_share - SPLIT.val_fraction
+    val_start, test_start = (
+        frame["timestamp_ms"].quantile(
+            (int(frame.height * share) + 0.5) / last_row, "lower"
         )
-    ]
-    cuts = [
-        frame["timestamp_ms"].quantile((rank + 0.5) / last, "lower") for rank in ranks
-    ]
-    user, stamp, row = (
-        pl.col("user_id"),
-        pl.col("timestamp_ms"),
-        pl.int_range(pl.len(), dtype=pl.Int32),
+        for share in (train_share, train_and_val_share)
     )
+    user = pl.col("user_id")
+    stamp = pl.col("timestamp_ms")
+    row = pl.int_range(pl.len(), dtype=pl.Int32)
     new_user = (user != user.shift(1)).fill_null(True)
     new_time = new_user | (stamp != stamp.shift(1)).fill_null(True)
 
-    def begin(starts: pl.Expr) -> pl.Expr:
+    def first_row(starts: pl.Expr) -> pl.Expr:
+        """Return the row number at which the group of each row starts."""
         return pl.when(starts).then(row).forward_fill()
 
     sequences = (
@@ -100,10 +98,10 @@ def run_polars(log: str, output: str) -> None:
         )
         .sort("user_id", "timestamp_ms", "item_id")
         .with_columns(
-            (begin(new_time) - begin(new_user)).alias("history_end"),
-            pl.when(stamp < cuts[0])
+            (first_row(new_time) - first_row(new_user)).alias("history_end"),
+            pl.when(stamp < val_start)
             .then(pl.lit("train"))
-            .when(stamp < cuts[1])
+            .when(stamp < test_start)
             .then(pl.lit("val"))
             .otherwise(pl.lit("test"))
             .alias("split"),
@@ -135,20 +133,18 @@ VARIANTS: dict[str, Callable[[str, str], None]] = {
 def sequences(
     sizes: Sequence[int] = SIZES, runs: int = 5, store_mb: int | None = None
 ) -> Iterator[Row]:
-    """Yield a line per size and variant.
+    """Yield a row per size and variant.
 
     Args:
         sizes: Numbers of events.
         runs: Timings per variant.
-        store_mb: MiB of Ray's object store; None for Ray's default.
+        store_mb: Size of Ray's object store in MiB; None for Ray's default.
     """
     with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
         for events in sizes:
             log = f"{folder}/log-{events}"
-            users, items = (
-                max(1, events // EVENTS_PER_USER),
-                max(8, events // EVENTS_PER_ITEM),
-            )
+            users = max(1, events // EVENTS_PER_USER)
+            items = max(8, events // EVENTS_PER_ITEM)
             simulate_retrieval(log, Settings(users, items, events))
             params = {
                 "events": events,
@@ -158,40 +154,55 @@ def sequences(
                 "store_mb": store_mb,
             }
             results: dict[str, list[Row]] = {variant: [] for variant in VARIANTS}
+            store = [store_mb] if store_mb else []
             for _ in range(runs):
                 for variant, rows in results.items():
                     output = f"{folder}/{variant}"
                     rows.append(
-                        run_module(
-                            "benchmarks.sequences",
-                            variant,
-                            log,
-                            output,
-                            *([store_mb] if store_mb else []),
-                        )
+                        run_module("benchmarks.sequences", variant, log, output, *store)
                     )
             for variant, rows in results.items():
-                if errors := [result["error"] for result in rows if "error" in result]:
-                    yield {
-                        "benchmark": "sequences",
-                        "variant": variant,
-                        "params": params,
-                        "error": errors[0],
-                    }
-                    continue
-                seconds, *most = (
-                    [each[key] for each in rows]
-                    for key in ("seconds", "peak_memory_mb", "cpu_s")
-                )
-                more = {
-                    "peak_memory_mb": max(most[0]),
-                    "cpu_s": statistics.median(most[1]),
-                }
-                yield row("sequences", variant, params, seconds, events, **more)
+                yield summarize_runs(variant, params, rows, events)
+
+
+def summarize_runs(variant: str, params: Row, rows: Sequence[Row], events: int) -> Row:
+    """Return the row of a variant, or its first error.
+
+    Args:
+        variant: Name of the variant.
+        params: Settings of the benchmark.
+        rows: Result of each run, from `run_module`.
+        events: Number of events of the log.
+    """
+    errors = [row["error"] for row in rows if "error" in row]
+    if errors:
+        return {
+            "benchmark": "sequences",
+            "variant": variant,
+            "params": params,
+            "error": errors[0],
+        }
+    return make_row(
+        "sequences",
+        variant,
+        params,
+        [row["seconds"] for row in rows],
+        events,
+        peak_memory_mb=max(row["peak_memory_mb"] for row in rows),
+        cpu_s=statistics.median(row["cpu_s"] for row in rows),
+    )
 
 
 def time_variant(variant: str, log: str, output: str, store_mb: str = "0") -> float:
-    """Return the seconds of a run in this process."""
+    """Return the seconds that a variant takes in this process.
+
+    Args:
+        variant: Name in `VARIANTS`.
+        log: Folder of the simulated log.
+        output: Folder for the result.
+        store_mb: Size of Ray's object store in MiB, as a command-line argument; `0` for
+            Ray's default.
+    """
     if variant == "trieline":
         import ray
 
@@ -206,9 +217,9 @@ def time_variant(variant: str, log: str, output: str, store_mb: str = "0") -> fl
             log_to_driver=False,
             **options,
         )
-    begin = time.perf_counter()
+    start_s = time.perf_counter()
     VARIANTS[variant](log, output)
-    return time.perf_counter() - begin
+    return time.perf_counter() - start_s
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lines of a benchmark as tables, one per size and setting."""
+"""Format the JSON lines of a benchmark as tables, one per size and setting."""
 
 from __future__ import annotations
 
@@ -22,46 +22,41 @@ HIDDEN_PARAMS = (
     "sids",
     "checkpoints",
 )
-"""Params that are not in titles."""
+"""Params that titles of tables leave out."""
 
 
 def to_rows(lines: Sequence[dict[str, Any]]) -> list[Row]:
-    """Turn lines into rows of a comparison; equal settings are averaged."""
+    """Convert JSON lines to rows of a comparison, one per variant and settings."""
     rows: dict[tuple[Any, ...], Row] = {}
     for number, line in enumerate(lines):
-        name, params = (
-            f"{line['benchmark']}/{line['variant']}",
-            {f"model.{k}": str(v) for k, v in line["params"].items()},
-        )
+        name = f"{line['benchmark']}/{line['variant']}"
+        params = {f"model.{key}": str(value) for key, value in line["params"].items()}
         experiment = f"benchmark/{line['benchmark']}"
         row = rows.setdefault(
             (name, *params.items()), Row(name, experiment=experiment, params=params)
         )
-        figures = {
+        metrics = {
             key: float(value)
             for key, value in line.items()
             if isinstance(value, int | float)
         }
-        row.runs.append(Run(str(number), line["variant"], "", True, "", "", figures))
+        row.runs.append(Run(str(number), line["variant"], "", True, "", "", metrics))
     return list(rows.values())
 
 
 def benchmark_tables(rows: Sequence[Row]) -> list[Table]:
-    """Make a table per setting with its variants, slowest first."""
+    """Return a table per setting with its variants, slowest first."""
     groups: dict[tuple[tuple[str, str], ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(variant_settings(row), []).append(row)
-    return [
-        make_table(dict(key), group)
-        for key, group in sorted(
-            groups.items(), key=lambda item: sort_key(dict(item[0]))
-        )
-    ]
+        groups.setdefault(list_settings(row), []).append(row)
+    settings = sorted(groups, key=lambda setting: sort_key(dict(setting)))
+    return [make_table(dict(setting), groups[setting]) for setting in settings]
 
 
-def variant_settings(row: Row) -> tuple[tuple[str, str], ...]:
-    """Return the params of a row without the variant."""
-    return tuple(sorted((k.removeprefix("model."), v) for k, v in row.params.items()))
+def list_settings(row: Row) -> tuple[tuple[str, str], ...]:
+    """Return the sorted params of a row, which all variants of a setting share."""
+    params = {name.removeprefix("model."): value for name, value in row.params.items()}
+    return tuple(sorted(params.items()))
 
 
 def sort_key(params: dict[str, str]) -> tuple[object, ...]:
@@ -73,7 +68,12 @@ def sort_key(params: dict[str, str]) -> tuple[object, ...]:
 
 
 def make_table(params: dict[str, str], rows: list[Row]) -> Table:
-    """Make the table of one setting."""
+    """Return the table of one setting.
+
+    Args:
+        params: Settings that all rows share.
+        rows: One row per variant.
+    """
     rows = sorted(rows, key=lambda row: -row.mean("median_s"))
     variants = {row.model.split("/", 1)[1]: row for row in rows}
     has_parts = any(not math.isnan(row.mean("decode_s")) for row in rows)
@@ -131,11 +131,13 @@ def _note(params: dict[str, str], row: Row) -> str:
 
 
 def format_ms(row: Row, name: str) -> str:
+    """Format the mean of a metric in seconds as milliseconds."""
     value = 1000 * row.mean(name)
     return "-" if math.isnan(value) else f"{value:,.1f}"
 
 
 def format_number(value: float) -> str:
+    """Format a number without decimals; `-` for NaN."""
     return "-" if math.isnan(value) else f"{value:,.0f}"
 
 
