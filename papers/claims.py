@@ -1,17 +1,18 @@
-"""The papers' claims, decided by saved runs: holds, does not hold, not yet measured.
+"""Decide the papers' claims by saved runs: holds, does not hold, not yet measured.
 
     python -m papers.claims [--results FILE_OR_FOLDER]
 
-A claim is a rule in `claims.yaml`: one system against another by a metric, the effect
-of a setting, or the range of a metric. It is decided on every dataset (and trie) on
-which its systems were evaluated. Direction and size must both hold; the size may be
-from half to double the printed range.
+A claim is a rule in `claims.yaml`: two systems compared by a metric, the effect of a
+setting, or the range of a metric. It is decided on each dataset (and trie) on which its
+systems were evaluated. Both the direction and the size of a difference must hold; the
+size may lie between half and double the printed range.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -27,9 +28,9 @@ from papers.published import (
     Papers,
     System,
     check_names,
-    check_there,
+    check_required,
     load,
-    pairs,
+    pair_rows,
     param_value,
 )
 from pipelines.comparison.load import load_rows
@@ -41,27 +42,27 @@ from pipelines.comparison.table import Table, percent
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not yet measured"
 
 PAIR_EXPECTATIONS = ("higher", "lower", "same", "no_worse", "no_lower", "non_inferior")
-"""Expectations of left against right."""
+"""Values of `expect` for a comparison of two systems, left against right."""
 
 PARAM_EXPECTATIONS = ("best_in", "falls", "flat")
-"""Expectations of the effect of a setting."""
+"""Values of `expect` for the effect of a setting."""
 
 MIN_SEEDS = 3
-"""Pairs of runs for a test of non-inferiority, as in the paper (Table 12 of
+"""Smallest number of pairs of runs for a test of non-inferiority (Table 12 of
 SID-MLP)."""
 
 SIZE_FACTOR = 2.0
-"""A size holds within the printed range, widened by this factor at both ends."""
+"""Factor by which the printed range of sizes is widened at both ends."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A rule; the head of claims.yaml explains its fields."""
+    """A rule of claims.yaml, whose first lines explain the fields."""
 
     id: str
     """Short name."""
     source: str
-    """Paper and table."""
+    """Paper, and table or section."""
     says: str
     """The claim in words."""
     metric: str
@@ -69,14 +70,14 @@ class Claim:
     left: str | None = None
     """System that the claim is about."""
     right: str | None = None
-    """System that it is compared with."""
+    """System with which `left` is compared."""
     system: str | None = None
     """System of a rule about a setting or a range."""
     match: str = "settings"
     """`teacher`: right is the teacher of left; `settings`: all other settings are
     equal."""
     as_: str = "change"
-    """change, points or times."""
+    """Unit of the size: change, points or times."""
     expect: str = "higher"
     """One of PAIR_EXPECTATIONS or PARAM_EXPECTATIONS."""
     within: float = 0.01
@@ -84,7 +85,8 @@ class Claim:
     paper: tuple[float, float] | None = None
     """Smallest and largest printed size."""
     size: str = "printed"
-    """any: only the direction is claimed."""
+    """`printed`: the size is compared with the paper's; `any`: only the direction
+    counts."""
     param: str | None = None
     """Setting whose effect is claimed."""
     values: tuple[float, ...] = ()
@@ -103,14 +105,12 @@ class Claim:
                 f"claim {self.id}: give left and right, or a system with a param or a "
                 f"range"
             )
-        known = (
-            PAIR_EXPECTATIONS
-            if self.left
-            else PARAM_EXPECTATIONS
-            if self.param
-            else ("higher",)
-        )
-        check_names([self.expect], known, f"claim {self.id}, expect")
+        expectations: tuple[str, ...] = ("higher",)
+        if self.left:
+            expectations = PAIR_EXPECTATIONS
+        elif self.param:
+            expectations = PARAM_EXPECTATIONS
+        check_names([self.expect], expectations, f"claim {self.id}, expect")
         check_names([self.as_], ("change", "points", "times"), f"claim {self.id}, as")
         check_names([self.match], ("settings", "teacher"), f"claim {self.id}, match")
 
@@ -135,20 +135,18 @@ class Verdict:
 
 
 def read_claims(papers: Papers) -> list[Claim]:
-    """Read the rules.
+    """Convert the rules of claims.yaml to claims.
 
     Raises:
         UserError: If a rule is not valid.
     """
+    names = [field.name for field in fields(Claim)]
     claims = []
-    for given in papers.claims:
-        content = {"as_" if key == "as" else key: value for key, value in given.items()}
-        check_names(
-            content, [f.name for f in fields(Claim)], f"claim {given.get('id')}"
-        )
-        check_there(
-            content, ("id", "source", "says", "metric"), f"claim {given.get('id')}"
-        )
+    for rule in papers.claims:
+        content = {"as_" if key == "as" else key: value for key, value in rule.items()}
+        label = f"claim {rule.get('id')}"
+        check_names(content, names, label)
+        check_required(content, ("id", "source", "says", "metric"), label)
         for key in ("paper", "range", "values"):
             if key in content:
                 content[key] = tuple(content[key])
@@ -157,238 +155,290 @@ def read_claims(papers: Papers) -> list[Claim]:
 
 
 def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
-    """Decide a claim on every dataset on which it was measured.
+    """Decide a claim on each dataset on which it was measured.
 
-    If there is none, the only verdict is "not yet measured".
+    Args:
+        claim: The claim.
+        rows: Rows of all experiments; rows without a finished run are ignored.
+        papers: Systems and published figures.
+
+    Returns:
+        A verdict per dataset, or one verdict `OPEN` if there is no measurement.
     """
-    ended = [row for row in rows if any(run.finished for run in row.runs)]
+    finished = [row for row in rows if any(run.finished for run in row.runs)]
     if claim.left and claim.right:
-        found = pairs(
-            ended,
+        pairs = pair_rows(
+            finished,
             papers.systems[claim.left],
             papers.systems[claim.right],
             claim.metric,
             claim.match,
         )
-        verdicts = [judge_pair(claim, pair, papers) for pair in found]
+        verdicts = [judge_pair(claim, pair, papers) for pair in pairs]
     elif claim.param:
-        verdicts = judge_param(claim, ended, papers.systems[str(claim.system)])
+        verdicts = judge_param(claim, finished, papers.systems[str(claim.system)])
     else:
-        verdicts = judge_range(claim, ended, papers.systems[str(claim.system)])
+        verdicts = judge_range(claim, finished, papers.systems[str(claim.system)])
     return verdicts or [
         Verdict(claim, OPEN, paper=format_printed(claim, paper_range(claim, papers)))
     ]
 
 
 def claimed_size(claim: Claim, left: float, right: float) -> float:
-    """Return the claimed quantity of two metric values."""
+    """Return the size of a difference in the claim's unit.
+
+    It is `left - right` as points, `left / right` as times, and `left / right - 1` as
+    change.
+    """
     if claim.as_ == "points":
         return left - right
-    return ratio(left, right) - (claim.as_ == "change")
+    times = ratio(left, right)
+    return times - 1 if claim.as_ == "change" else times
 
 
 def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
-    """Return the printed sizes, of the claim or of the published tables."""
+    """Return the smallest and largest printed size, or None if none is printed.
+
+    The claim's own sizes come first, then the sizes in the published tables.
+    """
     if claim.paper or not (claim.left and claim.right):
         return claim.paper or claim.range
     sizes = []
     for published in papers.published:
         for dataset in published.datasets:
             change = published.change(dataset, claim.left, claim.metric, claim.right)
-            left, right = (
-                published.value(dataset, name, claim.metric)
-                for name in (claim.left, claim.right)
-            )
-            if change is not None and left is not None and right is not None:
-                sizes.append(
-                    change
-                    if claim.as_ == "change"
-                    else claimed_size(claim, left, right)
-                )
+            left = published.value(dataset, claim.left, claim.metric)
+            right = published.value(dataset, claim.right, claim.metric)
+            if change is None or left is None or right is None:
+                continue
+            if claim.as_ == "change":
+                sizes.append(change)
+            else:
+                sizes.append(claimed_size(claim, left, right))
     return (min(sizes), max(sizes)) if sizes else None
 
 
 def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
-    """Compare left and right by the mean of the claimed quantity over pairs of runs.
+    """Judge the mean size of a difference over pairs of runs.
 
-    The verdict includes the bootstrap interval over users if a metric per user is
-    saved.
+    The verdict names the seeds and, if the metric per user is saved, the bootstrap
+    interval over users.
+
+    Args:
+        claim: Claim about two systems.
+        pair: Rows of the two systems on one dataset.
+        papers: Published figures.
     """
-    left, values, rows = pair.left, pair.values(claim.metric), (pair.left, pair.right)
-    size = statistics.fmean(claimed_size(claim, *both) for both in values)
-    theirs = paper_range(claim, papers)
+    left = pair.left
+    rows = (pair.left, pair.right)
+    values = pair.values(claim.metric)
+    size = statistics.fmean(claimed_size(claim, ours, base) for ours, base in values)
+    printed = paper_range(claim, papers)
     if math.isnan(size):
         return Verdict(
             claim,
             OPEN,
             left.place,
-            paper=format_printed(claim, theirs),
-            why="nothing to be relative to",
+            paper=format_printed(claim, printed),
+            why="the right value is 0",
             rows=rows,
         )
-    neutral = 1.0 if claim.as_ == "times" else 0.0
-    above, why = size - neutral, "direction"
-    if claim.expect == "non_inferior":
-        if len(values) < MIN_SEEDS:
-            return Verdict(
-                claim,
-                OPEN,
-                left.place,
-                format_size(claim, size),
-                why=f"needs {MIN_SEEDS} seeds",
-                rows=rows,
-            )
-        p = non_inferiority(
-            [ratio(*both) for both in values], 1.0
-        ).p  # of one teacher it is the paper's test
-        good, why = p < 0.05, f"p = {p:.3f}"
-    elif claim.expect in ("higher", "lower"):
-        good = above > 0 if claim.expect == "higher" else above < 0
-        if good and theirs and claim.size == "printed":
-            low, high = sorted(abs(end) for end in theirs)
-            good, why = low / SIZE_FACTOR <= abs(size) <= high * SIZE_FACTOR, "size"
-    else:
-        good = {
-            "same": abs(above) <= claim.within,
-            "no_worse": above >= -claim.within,
-            "no_lower": above >= -claim.within,
-        }[claim.expect]
-        why = f"within {percent(claim.within).lstrip('+')}"
-    if "/" not in left.model:
-        why += (
-            "; seeds "
-            + " / ".join(str(len({run.seed for run in row.runs})) for row in rows)
-            + format_interval(claim, pair)
+    if claim.expect == "non_inferior" and len(values) < MIN_SEEDS:
+        return Verdict(
+            claim,
+            OPEN,
+            left.place,
+            format_size(claim, size),
+            why=f"needs {MIN_SEEDS} seeds",
+            rows=rows,
         )
+    holds, why = judge_size(claim, size, values, printed)
+    if "/" not in left.model:
+        seeds = [str(len({run.seed for run in row.runs})) for row in rows]
+        why += f"; seeds {' / '.join(seeds)}{format_interval(claim, pair)}"
     return Verdict(
         claim,
-        HOLDS if good else FAILS,
+        HOLDS if holds else FAILS,
         left.place,
         format_size(claim, size),
-        format_printed(claim, theirs),
+        format_printed(claim, printed),
         why,
         rows,
     )
 
 
+def judge_size(
+    claim: Claim,
+    size: float,
+    values: Sequence[tuple[float, float]],
+    printed: tuple[float, float] | None,
+) -> tuple[bool, str]:
+    """Return whether a size is as claimed, and the part of the rule that decided.
+
+    Args:
+        claim: Claim about two systems.
+        size: Mean size in the claim's unit.
+        values: Left and right value of each pair of runs.
+        printed: Smallest and largest printed size, or None.
+    """
+    if claim.expect == "non_inferior":
+        # With a single teacher this equals the paper's test.
+        p = non_inferiority([ratio(ours, base) for ours, base in values], 1.0).p
+        return p < 0.05, f"p = {p:.3f}"
+    excess = size - 1 if claim.as_ == "times" else size
+    if claim.expect == "same":
+        return abs(excess) <= claim.within, format_tolerance(claim)
+    if claim.expect in ("no_worse", "no_lower"):
+        return excess >= -claim.within, format_tolerance(claim)
+    has_direction = excess > 0 if claim.expect == "higher" else excess < 0
+    if not has_direction or not printed or claim.size != "printed":
+        return has_direction, "direction"
+    low, high = sorted(abs(end) for end in printed)
+    return low / SIZE_FACTOR <= abs(size) <= high * SIZE_FACTOR, "size"
+
+
+def format_tolerance(claim: Claim) -> str:
+    """Format the tolerance of a claim, for example `within 1.0%`."""
+    return f"within {percent(claim.within).lstrip('+')}"
+
+
 def format_interval(claim: Claim, pair: Pair) -> str:
     """Format the bootstrap interval over users, for example `; 95% -2.1% to +1.0%`.
 
-    It is empty if the metric per user is not saved.
+    Return an empty string if the metric per user is not saved.
     """
     split, _, metric = claim.metric.partition("/")
-    if split != "test" or (same := load_paired_metric(pair.runs, metric)) is None:
+    paired = load_paired_metric(pair.runs, metric) if split == "test" else None
+    if paired is None:
         return ""
-    (found,) = bootstrap_intervals(same.difference[None], same.counts)
-    low, high = (
-        format_size(claim, claimed_size(claim, same.base_mean + end, same.base_mean))
-        for end in (found.low, found.high)
-    )
+    (interval,) = bootstrap_intervals(paired.difference[None], paired.counts)
+    base = paired.base_mean
+    low = format_size(claim, claimed_size(claim, base + interval.low, base))
+    high = format_size(claim, claimed_size(claim, base + interval.high, base))
     return f"; 95% {low} to {high}"
 
 
 def judge_param(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
-    """Judge the effect of a setting, with all others equal, per experiment and trie.
+    """Judge the effect of a setting on a system, per experiment and trie.
 
-    Of several groups of rows, that with the most values is judged.
+    Rows of a group differ only in the setting. If an experiment has several groups, the
+    group with the most values is judged.
+
+    Args:
+        claim: Claim about a setting.
+        rows: Rows of all experiments.
+        system: System of the claim; its own value of the setting is ignored.
     """
-    without = System(
-        system.model,
-        {name: value for name, value in system.params.items() if name != claim.param},
-    )
-    key = f"model.{claim.param}"
+    other_params = {
+        name: value for name, value in system.params.items() if name != claim.param
+    }
+    any_value = System(system.model, other_params)
+    matching = [row for row in rows if any_value.matches(row)]
     groups: dict[tuple[str, str], list[Row]] = {}
-    for group in group_controlled([row for row in rows if without.matches(row)], key):
-        place_of = (group[0].experiment, group[0].params.get("table.trie", ""))
-        if len(group) > len(groups.get(place_of, [])):
-            groups[place_of] = group
-    return [
-        judged
-        for group in groups.values()
-        if len(group) > 2 and (judged := judge_line(claim, group)) is not None
-    ]
+    for group in group_controlled(matching, f"model.{claim.param}"):
+        dataset = (group[0].experiment, group[0].params.get("table.trie", ""))
+        if len(group) > len(groups.get(dataset, [])):
+            groups[dataset] = group
+    verdicts = [judge_values(claim, group) for group in groups.values()]
+    return [verdict for verdict in verdicts if verdict is not None]
 
 
-def judge_line(claim: Claim, group: Sequence[Row]) -> Verdict | None:
-    """Judge rows in the order of a setting; None if fewer than three are measured."""
-    name = claim.metric
-    if "/" not in name or not name.startswith(("val/", "test/", "train/")):
-        name = next(
-            (
-                f"{s}/{name}"
-                for s in ("test", "val")
-                if all(r.values(f"{s}/{name}") for r in group)
-            ),
-            name,
-        )
-    line = [
+def judge_values(claim: Claim, group: Sequence[Row]) -> Verdict | None:
+    """Judge a metric at the values of a setting.
+
+    Args:
+        claim: Claim about a setting.
+        group: Rows in the order of the setting.
+
+    Returns:
+        The verdict, or None if fewer than three values are measured.
+    """
+    name = find_measured_metric(claim.metric, group)
+    points = [
         (to_number(param_value(row, str(claim.param))), row.mean(name))
         for row in group
         if row.values(name)
     ]
-    if len(line) < 3:
+    if len(points) < 3:
         return None
-    figures = [figure for _, figure in line]
+    measured = [value for _, value in points]
     if claim.expect == "best_in":
-        best = (min if lower_is_better(name) else max)(
-            line, key=lambda point: point[1]
-        )[0]
-        good, ours, paper = (
-            best in claim.values,
-            f"best at {best:g}",
-            " or ".join(f"{v:g}" for v in claim.values),
-        )
+        choose = min if lower_is_better(name) else max
+        best, _ = choose(points, key=lambda point: point[1])
+        holds = best in claim.values
+        ours = f"best at {best:g}"
+        paper = " or ".join(f"{value:g}" for value in claim.values)
     elif claim.expect == "falls":
-        good = all(later < earlier for earlier, later in pairwise(figures))
-        ours, paper = f"{figures[0]:.4g} to {figures[-1]:.4g}", "falls"
+        holds = all(later < earlier for earlier, later in pairwise(measured))
+        ours = f"{measured[0]:.4g} to {measured[-1]:.4g}"
+        paper = "falls"
     else:
-        spread = max(figures) / min(figures) - 1 if min(figures) > 0 else math.inf
-        good, ours, paper = (
-            spread <= claim.within,
-            percent(spread),
-            f"within {claim.within:.0%}",
-        )
-    values = ", ".join(f"{value:g}" for value, _ in line)
+        low, high = min(measured), max(measured)
+        spread = high / low - 1 if low > 0 else math.inf
+        holds = spread <= claim.within
+        ours = percent(spread)
+        paper = f"within {claim.within:.0%}"
+    settings = ", ".join(f"{setting:g}" for setting, _ in points)
     return Verdict(
         claim,
-        HOLDS if good else FAILS,
+        HOLDS if holds else FAILS,
         group[0].place,
         ours,
         paper,
-        f"{name} at {values}",
+        f"{name} at {settings}",
         tuple(group),
     )
 
 
+def find_measured_metric(name: str, rows: Sequence[Row]) -> str:
+    """Return a metric's name with the first split, of test and val, that all rows have.
+
+    A name that has a split, and a metric that some rows lack, are returned unchanged.
+    """
+    if name.startswith(("val/", "test/", "train/")):
+        return name
+    for split in ("test", "val"):
+        if all(row.values(f"{split}/{name}") for row in rows):
+            return f"{split}/{name}"
+    return name
+
+
 def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdict]:
-    """Judge whether the metric of a system is in its range, per experiment and trie."""
+    """Judge whether the metric of a system is in its range, per experiment and trie.
+
+    Args:
+        claim: Claim about a range.
+        rows: Rows of all experiments; the last matching row of a trie counts.
+        system: System of the claim.
+    """
     low, high = claim.range or (-math.inf, math.inf)
-    found: dict[tuple[str, str], Verdict] = {}
+    verdicts: dict[tuple[str, str], Verdict] = {}
     for row in rows:
-        if system.matches(row) and row.values(claim.metric):
-            value = statistics.fmean(row.values(claim.metric))
-            verdict = HOLDS if low <= value <= high else FAILS
-            found[(row.experiment, row.params.get("table.trie", ""))] = Verdict(
-                claim,
-                verdict,
-                row.place,
-                f"{value:.4g}",
-                f"{low:g} to {high:g}",
-                claim.metric,
-                (row,),
-            )
-    return list(found.values())
+        values = row.values(claim.metric)
+        if not system.matches(row) or not values:
+            continue
+        mean = statistics.fmean(values)
+        verdicts[row.experiment, row.params.get("table.trie", "")] = Verdict(
+            claim,
+            HOLDS if low <= mean <= high else FAILS,
+            row.place,
+            f"{mean:.4g}",
+            f"{low:g} to {high:g}",
+            claim.metric,
+            (row,),
+        )
+    return list(verdicts.values())
 
 
 def format_size(claim: Claim, size: float) -> str:
-    """Format a size as it is claimed: 8.74x, -2.4%, +1.91 points."""
+    """Format a size in the claim's unit: 8.74x, -2.4%, +1.91 points."""
     if claim.as_ == "times":
         return f"{size:.3f}x" if size < 2 else f"{size:.3g}x"
     return percent(size) if claim.as_ == "change" else f"{100 * size:+.2f} points"
 
 
 def format_printed(claim: Claim, sizes: tuple[float, float] | None) -> str:
-    """Format the printed sizes."""
+    """Format the smallest and largest printed size; empty if none is printed."""
     if sizes is None or claim.expect == "non_inferior":
         return ""
     if claim.range:
@@ -398,17 +448,23 @@ def format_printed(claim: Claim, sizes: tuple[float, float] | None) -> str:
 
 
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
-    """Make the table of all claims, with the number of each verdict."""
+    """Return the table of all claims, with the number of each verdict in a note."""
     cells = [
-        [v.verdict, v.claim.source, v.claim.says, v.where, v.ours, v.paper, v.why]
-        for v in verdicts
+        [
+            decision.verdict,
+            decision.claim.source,
+            decision.claim.says,
+            decision.where,
+            decision.ours,
+            decision.paper,
+            decision.why,
+        ]
+        for decision in verdicts
     ]
-    counts = {
-        verdict: sum(v.verdict == verdict for v in verdicts)
-        for verdict in (HOLDS, FAILS, OPEN)
-    }
+    counts = Counter(decision.verdict for decision in verdicts)
+    totals = [f"{counts[verdict]} {verdict}" for verdict in (HOLDS, FAILS, OPEN)]
     notes = [
-        ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".",
+        f"{', '.join(totals)}.",
         f"A claim that one system is above or below another holds where its direction "
         f"does and its size lies within the printed range, {SIZE_FACTOR:g} times "
         f"widened. The rules are in claims.yaml, the figures from kept runs alone.",
@@ -428,13 +484,12 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
-    """Decide all claims by rows that are not from simulated logs."""
+    """Decide all claims by the rows of real logs; ignore rows of simulated logs."""
     real = [row for row in rows if not row.simulated]
-    return [
-        verdict
-        for claim in read_claims(papers)
-        for verdict in decide(claim, real, papers)
-    ]
+    decisions = []
+    for claim in read_claims(papers):
+        decisions += decide(claim, real, papers)
+    return decisions
 
 
 @dataclass
@@ -448,15 +503,12 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Print the claims with their verdicts."""
+    """Print the table of the claims with their verdicts."""
     papers = load(config.claims)
     runs, timings = kept.read(config.results)
     with kept.store(runs) as uri:
-        print(
-            verdicts_table(
-                verdicts([*load_rows(kept.select_all(uri)), *to_rows(timings)], papers)
-            ).text()
-        )
+        rows = [*load_rows(kept.select_all(uri)), *to_rows(timings)]
+        print(verdicts_table(verdicts(rows, papers)).text())
 
 
 if __name__ == "__main__":

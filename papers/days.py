@@ -1,12 +1,13 @@
-r"""Models of a growing log: trained further every day, trained once, or anew.
+r"""Compare policies of training on a growing log: daily, once, or from scratch.
 
     python -m papers.days --log kuairand --data ../shared/data \
         --output runs/days --results papers/results/days
 
-A log is split into days, which are added to its tables one by one. The newest day is
-test, the day before validation, and all older days are training. Each of the `POLICIES`
-measures its model on test. The best validation of a training counts. The same command
-line continues from finished steps. `python -m papers.pages` makes the page.
+A log is split into days, which are appended to its tables one by one. The newest day is
+the test split, the day before is validation, and all older days are training. Each of
+the `POLICIES` measures its model on the test split, at the epoch with the best
+validation. The same command continues from finished steps. `python -m papers.pages`
+makes the page.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import csv
 import gzip
 import json
 import math
-import operator
 import shlex
 import shutil
 import sys
@@ -48,8 +48,10 @@ from pipelines.comparison.table import Table
 from pipelines.figures import COLOURS, label_axes, new_figure
 
 CONFIGS = Path(__file__).parents[1] / "jobs/configs"
-BEGIN, DAY = 1_750_032_000_000, 86_400_000
-"""Midnight in ms of the first generated day, and the length of a day."""
+BEGIN = 1_750_032_000_000
+"""Midnight of the first generated day, in ms since 1970."""
+DAY = 86_400_000
+"""Length of a day in ms."""
 
 
 @dataclass(frozen=True)
@@ -59,28 +61,27 @@ class Log:
     folder: str
     """Folder of the raw log."""
     source: str
-    """Its mapping file in `jobs/configs/sources`."""
+    """Source file in `jobs/configs/sources`, without suffix."""
     changed: dict[str, Any]
-    """Changes of the mapping for the days."""
+    """Keys of the source file that are replaced."""
     first: int
-    """Number of the first day to test on, from 1."""
+    """Number of days in the first tables; the last of them is the first test day."""
     configs: tuple[str, ...]
     """Configs of the model in `jobs/configs`."""
     model: dict[str, Any]
     """Options of the model that override the configs."""
     fit: dict[str, Any]
-    """Options of the training that override the configs; `max_epochs` of the first
-    one."""
+    """Options of all trainings that override the configs."""
     daily: dict[str, Any]
-    """Options of a day's training that override `fit`, such as those of jobs.daily."""
+    """Options of a day's training that override `fit`."""
     last: int
-    """Number of the last day, for which the policies `in full` have as many steps as
-    `daily`."""
+    """Number of the last day, at which the policies `in full` have taken as many steps
+    as `daily`."""
     requests: int = 0
-    """Requests of a day to rank, spread evenly over the lengths of histories; 0 for
-    all."""
+    """Number of test requests per day that are ranked, spread evenly over the lengths
+    of histories; 0 for all."""
     shown: tuple[str, ...] = ()
-    """Metrics to save of models that do not rank a catalogue."""
+    """Metrics that are saved for a model of actions."""
 
 
 LOGS = {
@@ -114,20 +115,24 @@ LOGS = {
     ),
 }
 
-ONCE_IN_FULL, ANEW_IN_FULL, ANEW_WITH_CODES, OLD_CATALOGUE = (
-    "once, in full",
-    "anew, in full",
-    "anew, in full, codes anew",
-    "old catalogue",
-)
+ONCE_IN_FULL = "once, in full"
+ANEW_IN_FULL = "anew, in full"
+ANEW_WITH_CODES = "anew, in full, codes anew"
+OLD_CATALOGUE = "old catalogue"
 POLICIES = {
-    "daily": "goes on each day from its last model, with what is newer and a share of what is older (`fit.replay_fraction`)",
+    "daily": "continues its previous model each day, on newer requests and a share of "
+    "older ones (`fit.replay_fraction`)",
     "once": "trained on the first tables",
-    ONCE_IN_FULL: "likewise, with all the steps that `daily` has taken until the last day",
-    "anew": "begins anew each day, with the steps that `daily` takes on that day",
-    ANEW_IN_FULL: "begins anew on the last day, with all the steps that `daily` has taken until then",
-    ANEW_WITH_CODES: "likewise, and the semantic IDs are made anew of all items; else those of new items extend the first ones",
-    OLD_CATALOGUE: "`daily` as it was the day before, with the items of then alone",
+    ONCE_IN_FULL: "trained on the first tables, with all the steps that `daily` has "
+    "taken until the last day",
+    "anew": "trained from scratch each day, with the steps that `daily` takes on that "
+    "day",
+    ANEW_IN_FULL: "trained from scratch on the last day, with all the steps that "
+    "`daily` has taken until then",
+    ANEW_WITH_CODES: "the same as `anew, in full`, with semantic IDs made again for "
+    "all items; the other policies extend the first semantic IDs",
+    OLD_CATALOGUE: "the model of `daily` of the day before, which recommends the items "
+    "of that day only",
 }
 """Description of each policy, in the order of tables."""
 METRICS = {
@@ -136,7 +141,7 @@ METRICS = {
 }
 """Metrics in the tables of each log; the first is plotted."""
 WEIGHTS = {"recall@10 new": "share new"}
-"""Share of the requests that a metric covers."""
+"""Metrics that cover only a share of the requests, and the names of the shares."""
 
 
 @dataclass
@@ -146,29 +151,29 @@ class Config:
     log: Literal[tuple(LOGS)]  # type: ignore[valid-type]
     """Name of the log."""
     data: str
-    """Folder of the folders of raw logs."""
+    """Folder with a subfolder per raw log."""
     output: str
     """Folder for tables, semantic IDs and checkpoints."""
     results: str
-    """Folder for the figures, in LOG.jsonl."""
+    """Folder for the file LOG.jsonl with the metrics."""
     seed: int = 42
     """Seed of the trainings."""
 
 
 def kuairand_days(raw: Path) -> Iterator[list[list[str]]]:
-    """Yield the rows of each date, with their header."""
+    """Yield the rows of each date of KuaiRand, after the header."""
     with gzip.open(next(raw.glob("log_standard*.gz")), "rt", newline="") as file:
         header, *rows = csv.reader(file)
-    at = header.index("date")
-    for date in sorted({row[at] for row in rows}):
-        yield [header, *(row for row in rows if row[at] == date)]
+    column = header.index("date")
+    for date in sorted({row[column] for row in rows}):
+        yield [header, *(row for row in rows if row[column] == date)]
 
 
 def beauty_days(raw: Path) -> Iterator[list[list[str]]]:
-    """Yield twenty days of equally many rows.
+    """Yield twenty days of Amazon Beauty with equally many rows, after the header.
 
-    Users come one after the other, by the newest item of each: Amazon's item numbers
-    rise with time, and the log has no other clock.
+    The log has no clock, but Amazon's item ids increase with time. Users are sorted by
+    their newest item, and all rows of a user follow each other.
     """
     with gzip.open(raw / "interactions.csv.gz", "rt", newline="") as file:
         rows = [
@@ -181,28 +186,25 @@ def beauty_days(raw: Path) -> Iterator[list[list[str]]]:
     rows.sort(key=lambda row: (newest[row[0]], row[0], row[2]))
     edges = [len(rows) * day // 20 for day in range(21)]
     for day, (first, end) in enumerate(pairwise(edges)):
-        times = (
-            BEGIN + day * DAY + DAY * place // (end - first)
-            for place in range(end - first)
-        )
-        made = zip(rows[first:end], times, strict=True)
-        yield [
-            ["user_id", "item_id", "time_ms"],
-            *([user, item, str(ms)] for (user, item, _), ms in made),
-        ]
+        table = [["user_id", "item_id", "time_ms"]]
+        for number, (user, item, _) in enumerate(rows[first:end]):
+            time_ms = BEGIN + day * DAY + DAY * number // (end - first)
+            table.append([user, item, str(time_ms)])
+        yield table
 
 
 NOTES = {
-    "kuairand": "AttnLFA of two layers on `kuairand_pure`, cut into its fourteen dates; all impressions of a date are "
-    "test. First tables: days 1 to 5, so 952 steps of batch 64 on days 1 to 3. A day "
-    "of `daily` is one epoch of what is newer and a fifth of what is older.",
-    "beauty": "TIGER (`tiger_small`) on `amazon14_beauty` in twenty parts of 9,925 interactions. "
-    "The log has no clock: users come one after the other by the newest item that each "
-    "has, as Amazon's numbers of items rise with time. 2,000 requests of each part are "
-    "ranked, the same for all. New are items that no part before has. Rqkmeans of two "
-    "levels on TF-IDF, PCA 128, core 0. First tables: parts 1 to 12, so 6 epochs on "
-    "parts 1 to 10. A day of `daily` is one epoch of what is newer and a tenth of what "
-    "is older, at rate 0.002, as in `jobs/configs/daily.yaml`.",
+    "kuairand": "AttnLFA of two layers on `kuairand_pure`, cut into its fourteen "
+    "dates; all impressions of a date are test. First tables: days 1 to 5, so 952 "
+    "steps of batch 64 on days 1 to 3. A day of `daily` is one epoch of what is newer "
+    "and a fifth of what is older.",
+    "beauty": "TIGER (`tiger_small`) on `amazon14_beauty` in twenty parts of 9,925 "
+    "interactions. The log has no clock: users come one after the other by the newest "
+    "item that each has, as Amazon's numbers of items rise with time. 2,000 requests "
+    "of each part are ranked, the same for all. New are items that no part before has. "
+    "Rqkmeans of two levels on TF-IDF, PCA 128, core 0. First tables: parts 1 to 12, "
+    "so 6 epochs on parts 1 to 10. A day of `daily` is one epoch of what is newer and "
+    "a tenth of what is older, at rate 0.002, as in `jobs/configs/daily.yaml`.",
 }
 """Notes below the tables of a log."""
 
@@ -211,92 +213,104 @@ DAY_READERS = {"kuairand": kuairand_days, "beauty": beauty_days}
 
 
 def run_job(job: str, **options: Any) -> None:
-    """Run a job in this process."""
-    paths = {key: str(v) for key, v in options.items() if isinstance(v, Path)}
+    """Run a job in this process, with paths as strings."""
+    paths = {
+        name: str(value) for name, value in options.items() if isinstance(value, Path)
+    }
     cli.run_job(job, {**options, **paths})
-    torch.set_num_threads(
-        1
-    )  # a job has its own; small steps lose more to a second one than it takes from them
+    # Jobs change the number of threads. Small steps are slower with a second thread.
+    torch.set_num_threads(1)
 
 
 class Days:
-    """The experiment on one log."""
+    """Experiment on one log: its tables, trainings, and saved metrics."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.log = config, LOGS[config.log]
+        self.config = config
+        self.log = LOGS[config.log]
         self.folder = Path(config.output) / config.log
         self.results = Path(config.results) / f"{config.log}.jsonl"
         lines = self.results.read_text().splitlines() if self.results.exists() else []
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        read = read_configs(
-            [str(CONFIGS / f"{name}.yaml") for name in self.log.configs], "papers.days"
-        )
-        self.model = {**read["model"], **self.log.model}
-        self.fit = {**read["fit"], **self.log.fit, "seed": config.seed}
-        self.sids = self.model["name"] == "tiger"
+        files = [str(CONFIGS / f"{name}.yaml") for name in self.log.configs]
+        options = read_configs(files, "papers.days")
+        self.model = {**options["model"], **self.log.model}
+        self.fit = {**options["fit"], **self.log.fit, "seed": config.seed}
+        self.has_sids = self.model["name"] == "tiger"
 
     def inputs(self, day: int, codes: str = "sids") -> Inputs:
+        """Return the tables of a day, and the semantic IDs in its folder `codes`."""
         return Inputs(
             str(self.folder / f"{day}/tables"),
-            str(self.folder / f"{day}/{codes}") if self.sids else None,
+            str(self.folder / f"{day}/{codes}") if self.has_sids else None,
         )
 
-    def items(self, day: int) -> int:
+    def count_items(self, day: int) -> int:
+        """Return the number of items in the catalogue of a day."""
         return read_manifest(self.inputs(day).tables + "/items").rows
 
     def prepare(self) -> None:
-        """Write tables and semantic IDs of each day, extending the day before."""
-        raw, log = Path(self.config.data) / self.log.folder, self.log
-        mapping = (
-            yaml.safe_load((CONFIGS / f"sources/{log.source}.yaml").read_text())
-            | log.changed
-        )
+        """Write the tables and semantic IDs of each day, unless they are finished."""
+        raw = Path(self.config.data) / self.log.folder
+        log = self.log
+        source = yaml.safe_load((CONFIGS / f"sources/{log.source}.yaml").read_text())
         (self.folder / "raw").mkdir(parents=True, exist_ok=True)
-        (self.folder / "source.yaml").write_text(yaml.safe_dump(mapping))
+        (self.folder / "source.yaml").write_text(yaml.safe_dump(source | log.changed))
         for file in {*raw.glob("items*"), *raw.glob("video_features*")}:
             shutil.copy2(file, self.folder / "raw")
-        name = log.changed.get("files", "log_standard_*.csv").replace("*", "{:02d}")
+        pattern = log.changed.get("files", "log_standard_*.csv")
         for day, rows in enumerate(DAY_READERS[self.config.log](raw), 1):
-            if (done := self.folder / f"{day}/done").exists():
+            done = self.folder / f"{day}/done"
+            if done.exists():
                 continue
-            with (self.folder / "raw" / name.format(day)).open("w", newline="") as file:
+            path = self.folder / "raw" / pattern.replace("*", f"{day:02d}")
+            with path.open("w", newline="") as file:
                 csv.writer(file).writerows(rows)
             if day < log.first:
                 continue
             if day > log.last:
                 break
-            here, before = self.folder / str(day), self.folder / str(day - 1)
-            shutil.rmtree(here, ignore_errors=True)
-            if day > log.first:
-                shutil.copytree(before / "tables", here / "tables")
-            run_job(
-                "prepare",
-                source=self.folder / "source.yaml",
-                input=self.folder / "raw",
-                output=here / "tables",
-                append=True,
-                split={"val_days": 1, "test_days": 1},
-            )
-            if self.sids:
-                self.tokenize(
-                    day,
-                    "sids",
-                    **({"extend": before / "sids"} if day > log.first else {}),
-                )
+            self.prepare_day(day)
             done.touch()
 
-    def tokenize(self, day: int, codes: str, **more: Any) -> None:
-        """Write semantic IDs of the day's items."""
-        here = self.folder / str(day)
+    def prepare_day(self, day: int) -> None:
+        """Write the tables and semantic IDs of a day, extending the previous day."""
+        folder = self.folder / str(day)
+        previous = self.folder / str(day - 1)
+        is_first = day == self.log.first
+        shutil.rmtree(folder, ignore_errors=True)
+        if not is_first:
+            shutil.copytree(previous / "tables", folder / "tables")
+        run_job(
+            "prepare",
+            source=self.folder / "source.yaml",
+            input=self.folder / "raw",
+            output=folder / "tables",
+            append=True,
+            split={"val_days": 1, "test_days": 1},
+        )
+        if self.has_sids:
+            extend = {} if is_first else {"extend": previous / "sids"}
+            self.tokenize(day, "sids", **extend)
+
+    def tokenize(self, day: int, codes: str, **options: Any) -> None:
+        """Write the semantic IDs of a day's items to its folder `codes`.
+
+        Args:
+            day: Number of the day.
+            codes: Name of the folder.
+            **options: Further options of jobs.tokenize.
+        """
+        folder = self.folder / str(day)
         run_job(
             "tokenize",
-            tables=here / "tables",
+            tables=folder / "tables",
             tokenizer="rqkmeans",
             encoder="tfidf",
             pca=128,
             rqkmeans={"levels": 2},
-            output=here / codes,
-            **more,
+            output=folder / codes,
+            **options,
         )
 
     def train(
@@ -314,123 +328,124 @@ class Days:
         Returns:
             The checkpoint, and the number of its steps.
         """
-        place = self.folder / f"runs/{policy}-{day}-{self.config.seed}".replace(
-            ", ", "-"
-        ).replace(" ", "-")
-        if (place / "steps").exists():
-            return str(place), int(json.loads((place / "steps").read_text()))
-        given = self.fit | (self.log.daily if init else {})
-        options: FitConfig = build(FitConfig, given, "fit.")
+        name = f"{policy}-{day}-{self.config.seed}".replace(", ", "-").replace(" ", "-")
+        folder = self.folder / f"runs/{name}"
+        steps_file = folder / "steps"
+        if steps_file.exists():
+            return str(folder), int(json.loads(steps_file.read_text()))
+        fit_options = self.fit | (self.log.daily if init else {})
+        options: FitConfig = build(FitConfig, fit_options, "fit.")
         config, inputs = resolve_training(
             parse_options(self.model)[1],
             options,
             self.inputs(day, codes),
             init or None,
         )
-        setup = TrainingRun.build(config, options, inputs, init=init or None)
+        run = TrainingRun.build(config, options, inputs, init=init or None)
         if steps:
-            epochs = -(-steps // setup.train.steps(0))
-            setup.train.dataset.keep_random(round(steps / epochs * options.batch_size))
+            epochs = math.ceil(steps / run.train.steps(0))
+            run.train.dataset.keep_random(round(steps / epochs * options.batch_size))
             options = replace(options, max_epochs=epochs)
-        last = 0
+        last_step = 0
         for event in fit(
-            setup.model,
-            setup.train,
-            setup.validate,
+            run.model,
+            run.train,
+            run.validate,
             options,
-            means=setup.means,
-            lr_multipliers=setup.lr_multipliers,
+            means=run.means,
+            lr_multipliers=run.lr_multipliers,
         ):
-            last = event.step
+            last_step = event.step
             if event.metrics:
                 print(
-                    f"{policy}, day {day}: epoch {event.epoch}, step {last}, "
+                    f"{policy}, day {day}: epoch {event.epoch}, step {last_step}, "
                     f"{event.metrics[options.metric]:.4f}, {event.examples_per_s:.0f} "
                     f"examples/s",
                     flush=True,
                 )
             if event.is_best:
-                checkpoint.save(
-                    place, setup.model, setup.checkpoint(epoch=event.epoch, step=last)
-                )
-        (place / "steps").write_text(str(last))
-        return str(place), last
+                metadata = run.checkpoint(epoch=event.epoch, step=last_step)
+                checkpoint.save(folder, run.model, metadata)
+        steps_file.write_text(str(last_step))
+        return str(folder), last_step
 
     def measure(
-        self, where: str, day: int, codes: str = "sids", known: int = 0
+        self, folder: str, day: int, codes: str = "sids", num_allowed: int = 0
     ) -> dict[str, float]:
         """Measure a checkpoint on the test requests of one day.
 
         Args:
-            where: Checkpoint.
+            folder: Folder of the checkpoint.
             day: Number of the day.
             codes: Folder of the semantic IDs.
-            known: Recommend only the first `known` items of the catalogue; 0 for all.
+            num_allowed: Recommend only the first items of the catalogue; 0 for all.
 
         Returns:
             Metrics by name.
         """
         inputs = self.inputs(day, codes)
-        loaded = LoadedModel.load(where, inputs)
-        examples, new = (
-            loaded.load_examples(inputs, "test"),
-            self.items(day - 1) if day > self.log.first else 0,
-        )
-        common: dict[str, Any] = {"batch_size": 256, "device": torch.device("cpu")}
-        if not self.sids:
-            sums = measure_examples(loaded.model, examples, **common).sums
-            return {
-                name: value
-                for name, value in loaded.model.metric_means(sums).items()
-                if name in self.log.shown
-            }
-        allowed = (
-            loaded.model.encode_allowed(torch.arange(self.items(day)) < known)
-            if known
-            else None
-        )
+        loaded = LoadedModel.load(folder, inputs)
+        examples = loaded.load_examples(inputs, "test")
+        device = torch.device("cpu")
+        if not self.has_sids:
+            sums = measure_examples(
+                loaded.model, examples, batch_size=256, device=device
+            ).sums
+            metrics = loaded.model.metric_means(sums)
+            return {name: metrics[name] for name in metrics if name in self.log.shown}
+        first_new = self.count_items(day - 1) if day > self.log.first else 0
+        allowed = None
+        if num_allowed:
+            items = torch.arange(self.count_items(day))
+            allowed = loaded.model.encode_allowed(items < num_allowed)
 
-        def hits(batch: RequestBatch) -> dict[str, float]:
-            found = (
-                loaded.model.recommend(batch, 10, allowed=allowed)[0]
-                == batch.target[:, None]
-            ).any(1)
-            of_new = batch.target >= new
+        def count_hits(batch: RequestBatch) -> dict[str, float]:
+            items, _ = loaded.model.recommend(batch, 10, allowed=allowed)
+            is_hit = (items == batch.target[:, None]).any(1)
+            is_new = batch.target >= first_new
             return {
-                "all": float(found.sum()),
-                "new": float(found[of_new].sum()),
-                "of new": float(of_new.sum()),
+                "hits": float(is_hit.sum()),
+                "new hits": float(is_hit[is_new].sum()),
+                "new": float(is_new.sum()),
             }
 
         result = measure_examples(
             loaded.model,
             examples,
-            measure=hits,
+            measure=count_hits,
             limit=self.log.requests,
-            **common,
+            batch_size=256,
+            device=device,
         )
         sums, count = result.sums, result.num_examples
-        share = float(sums["of new"]) / count if new else float("nan")
+        old_hits = sums["hits"] - sums["new hits"]
         return {
             "requests": count,
-            "share new": share,
-            "recall@10": float(sums["all"]) / count,
-            "recall@10 new": float(sums["new"] / sums["of new"]),
-            "recall@10 old": float(
-                (sums["all"] - sums["new"]) / (count - sums["of new"])
-            ),
+            "share new": float(sums["new"]) / count if first_new else math.nan,
+            "recall@10": float(sums["hits"]) / count,
+            "recall@10 new": float(sums["new hits"] / sums["new"]),
+            "recall@10 old": float(old_hits / (count - sums["new"])),
         }
 
-    def note(
+    def save_metrics(
         self,
         policy: str,
         day: int,
-        where: str,
+        folder: str,
         steps: int,
         codes: str = "sids",
-        known: int = 0,
+        num_allowed: int = 0,
     ) -> None:
-        """Measure a checkpoint and save the line, unless it exists."""
+        """Measure a checkpoint, and append the line to the results, unless it exists.
+
+        Args:
+            policy: Name of the policy.
+            day: Number of the day.
+            folder: Folder of the checkpoint.
+            steps: Steps that the policy has taken on this day.
+            codes: Folder of the semantic IDs.
+            num_allowed: Recommend only the first items of the catalogue; 0 for all.
+        """
         key = {
             "log": self.config.log,
             "policy": policy,
@@ -439,14 +454,10 @@ class Days:
         }
         if any(key.items() <= line.items() for line in self.lines):
             return
-        line = (
-            key
-            | {"steps": steps, "metrics": self.measure(where, day, codes, known)}
-            | describe_origin()
-        )
-        line["command"] = shorten_paths(
-            f"python -m papers.days {shlex.join(sys.argv[1:])}"
-        )
+        metrics = self.measure(folder, day, codes, num_allowed)
+        line = {**key, "steps": steps, "metrics": metrics, **describe_origin()}
+        command = f"python -m papers.days {shlex.join(sys.argv[1:])}"
+        line["command"] = shorten_paths(command)
         self.lines.append(line)
         self.results.parent.mkdir(parents=True, exist_ok=True)
         with self.results.open("a") as file:
@@ -457,23 +468,27 @@ class Days:
         """Run all policies; policies that need the steps of `daily` come last."""
         log, last = self.log, self.log.last
         self.prepare()
-        first, begun = self.train("daily", log.first)
-        where, taken = first, dict[int, int]()
+        first, first_steps = self.train("daily", log.first)
+        newest = first
+        steps_by_day: dict[int, int] = {}
         for day in range(log.first + 1, last + 1):
-            self.note("once", day, first, begun if day == log.first + 1 else 0)
-            if self.sids:
-                self.note(OLD_CATALOGUE, day, where, 0, known=self.items(day - 1))
-            where, taken[day] = self.train("daily", day, init=where)
-            self.note("daily", day, where, taken[day])
-            self.note("anew", day, *self.train("anew", day, taken[day]))
-        total = begun + sum(taken.values())
-        where, steps = self.train(ONCE_IN_FULL, log.first, total)
-        for day in taken:
-            self.note(ONCE_IN_FULL, day, where, steps if day == last else 0)
-        self.note(ANEW_IN_FULL, last, *self.train(ANEW_IN_FULL, last, total))
-        if self.sids:
+            is_first = day == log.first + 1
+            self.save_metrics("once", day, first, first_steps if is_first else 0)
+            if self.has_sids:
+                num_items = self.count_items(day - 1)
+                self.save_metrics(OLD_CATALOGUE, day, newest, 0, num_allowed=num_items)
+            newest, steps = self.train("daily", day, init=newest)
+            steps_by_day[day] = steps
+            self.save_metrics("daily", day, newest, steps)
+            self.save_metrics("anew", day, *self.train("anew", day, steps))
+        total = first_steps + sum(steps_by_day.values())
+        full, full_steps = self.train(ONCE_IN_FULL, log.first, total)
+        for day in steps_by_day:
+            self.save_metrics(ONCE_IN_FULL, day, full, full_steps if day == last else 0)
+        self.save_metrics(ANEW_IN_FULL, last, *self.train(ANEW_IN_FULL, last, total))
+        if self.has_sids:
             self.tokenize(last, "codes_anew")
-            self.note(
+            self.save_metrics(
                 ANEW_WITH_CODES,
                 last,
                 *self.train(ANEW_WITH_CODES, last, total, codes="codes_anew"),
@@ -481,95 +496,112 @@ class Days:
             )
 
 
-def summarize(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
-    """Make the tables and the plot of a log."""
-    days = sorted({line["day"] for line in lines})
-    found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for line in lines:
-        found.setdefault((line["policy"], line["day"]), []).append(line["metrics"])
-    there = [
-        policy for policy in POLICIES if any((policy, day) in found for day in days)
-    ]
-    common = [day for day in days if all((policy, day) in found for policy in there)]
-    steps = {
-        policy: sum(line["steps"] for line in lines if line["policy"] == policy)
-        for policy in there
-    }
-    steps["daily"] += steps.get("once", 0)  # it goes on from it
-    seeds = sorted({line["seed"] for line in lines})
+class Summary:
+    """Saved metrics of a log, by policy and day."""
 
-    def mean(policy: str, some: list[int], name: str) -> float:
-        """Average a metric over days and seeds, weighted by its number of requests."""
-        every = [each for day in some for each in found.get((policy, day), ())]
-        weights = [
-            each[WEIGHTS[name]] * each.get("requests", 1) if name in WEIGHTS else 1.0
-            for each in every
+    def __init__(self, lines: list[dict[str, Any]]) -> None:
+        self.metrics: dict[tuple[str, int], list[dict[str, float]]] = {}
+        for line in lines:
+            key = (line["policy"], line["day"])
+            self.metrics.setdefault(key, []).append(line["metrics"])
+        self.days = sorted({line["day"] for line in lines})
+        self.seeds = sorted({line["seed"] for line in lines})
+        measured = {line["policy"] for line in lines}
+        self.policies = [policy for policy in POLICIES if policy in measured]
+        self.common_days = [
+            day
+            for day in self.days
+            if all((policy, day) in self.metrics for policy in self.policies)
         ]
-        whole = all((policy, day) in found for day in some)
-        values = [each[name] for each in every]
-        total = sum(weights)
-        return (
-            sum(map(operator.mul, values, weights), 0.0) / total
-            if whole and total
-            else math.nan
-        )
+        self.steps = {
+            policy: sum(line["steps"] for line in lines if line["policy"] == policy)
+            for policy in self.policies
+        }
+        self.steps["daily"] += self.steps.get("once", 0)  # `daily` starts from `once`
 
-    def cell(value: float) -> str:
+    def mean(self, policy: str, days: list[int], name: str) -> float:
+        """Return the mean of a metric over days and seeds.
+
+        Metrics in `WEIGHTS` are weighted by the number of requests that they cover.
+
+        Args:
+            policy: Name of the policy.
+            days: Days to average over.
+            name: Name of the metric.
+
+        Returns:
+            The mean, or NaN if the policy lacks one of the days.
+        """
+        if not all((policy, day) in self.metrics for day in days):
+            return math.nan
+        total, total_weight = 0.0, 0.0
+        for day in days:
+            for metrics in self.metrics[policy, day]:
+                weight = 1.0
+                if name in WEIGHTS:
+                    weight = metrics[WEIGHTS[name]] * metrics.get("requests", 1)
+                total += metrics[name] * weight
+                total_weight += weight
+        return total / total_weight if total_weight else math.nan
+
+    def format_mean(self, policy: str, days: list[int], name: str) -> str:
+        """Return the mean of a metric as text; see `mean` for the arguments."""
+        value = self.mean(policy, days, name)
         return "-" if math.isnan(value) else f"{value:.4f}"
 
+
+def summarize(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]:
+    """Return the tables and the plot of a log.
+
+    Args:
+        log: Name of the log, a key of `LOGS`.
+        lines: Saved metrics of the log.
+    """
+    summary = Summary(lines)
+    days, common = summary.days, summary.common_days
     metric = METRICS[log][0]
     spans = [days] if common in ([], days) else [days, common]
-    told = [
-        f"{some[0]} to {some[-1]}" if len(some) > 1 else str(some[0]) for some in spans
-    ]
-    header = [
-        "policy",
-        "steps",
-        *(f"{name}, {span}" for span in told for name in METRICS[log]),
-    ]
-    summary = [
-        [
-            policy,
-            f"{steps[policy] // len(seeds):,}" if policy != OLD_CATALOGUE else "-",
-            *(
-                cell(mean(policy, some, name))
-                for some in spans
-                for name in METRICS[log]
-            ),
-        ]
-        for policy in there
-    ]
+    header = ["policy", "steps"]
+    for span in spans:
+        label = f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0])
+        header += [f"{name}, {label}" for name in METRICS[log]]
+    overall = []
+    for policy in summary.policies:
+        steps = f"{summary.steps[policy] // len(summary.seeds):,}"
+        cells = [policy, "-" if policy == OLD_CATALOGUE else steps]
+        for span in spans:
+            cells += [summary.format_mean(policy, span, name) for name in METRICS[log]]
+        overall.append(cells)
     by_day = [
-        [policy, *(cell(mean(policy, [day], metric)) for day in days)]
-        for policy in there
+        [policy, *(summary.format_mean(policy, [day], metric) for day in days)]
+        for policy in summary.policies
     ]
     if log == "beauty":
-        by_day.append(
-            [
-                "share of requests for new items",
-                *(cell(mean("daily", [day], "share new")) for day in days),
-            ]
-        )
+        shares = [summary.format_mean("daily", [day], "share new") for day in days]
+        by_day.append(["share of requests for new items", *shares])
     notes = [
-        f"{NOTES[log]} Seed {', '.join(map(str, seeds))}; {lines[0]['hardware']}; "
-        f"`{lines[0]['command']}`."
+        f"{NOTES[log]} Seed {', '.join(map(str, summary.seeds))}; "
+        f"{lines[0]['hardware']}; `{lines[0]['command']}`."
     ]
     tables = [
-        Table(f"{log}: all in all", header, summary, notes, num_words=1),
+        Table(f"{log}: all in all", header, overall, notes, num_words=1),
         Table(
             f"{log}: {metric} by day", ["policy", *map(str, days)], by_day, num_words=1
         ),
     ]
+    return tables, plot_policies(log, summary)
+
+
+def plot_policies(log: str, summary: Summary) -> Plot:
+    """Plot the first metric of each policy by day."""
+    metric = METRICS[log][0]
     with rc_context(STYLE):
         figure, (axes,) = new_figure(1, width=6)
-        for number, policy in enumerate(there):
-            points = [
-                (day, mean(policy, [day], metric))
-                for day in days
-                if (policy, day) in found
-            ]
+        for number, policy in enumerate(summary.policies):
+            days = [day for day in summary.days if (policy, day) in summary.metrics]
             axes.plot(
-                *zip(*points, strict=True),
+                days,
+                [summary.mean(policy, [day], metric) for day in days],
                 color=COLOURS[number],
                 marker="o",
                 ms=3,
@@ -578,25 +610,27 @@ def summarize(log: str, lines: list[dict[str, Any]]) -> tuple[list[Table], Plot]
             )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         label_axes(axes, "day", metric, legend=True)
-        plot = Plot(
+        return Plot(
             f"days-{log}",
             f"{log}: {metric} by day",
             "Higher is better.",
             to_svg(figure, f"days-{log}"),
         )
-    return tables, plot
 
 
 def pages(results: Path) -> Iterator[tuple[list[Table], Plot]]:
-    """Yield the tables and the plot of each log from its saved figures."""
+    """Yield the tables and the plot of each log from its saved metrics.
+
+    Args:
+        results: Folder with a file LOG.jsonl per log.
+    """
     for file in sorted(results.glob("*.jsonl")):
-        yield summarize(
-            file.stem, [json.loads(line) for line in file.read_text().splitlines()]
-        )
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        yield summarize(file.stem, lines)
 
 
 def run(config: Config) -> None:
-    """Train and measure all policies, except finished runs."""
+    """Train and measure all policies on a log, and skip finished runs."""
     torch.set_num_threads(1)
     Days(config).run()
 

@@ -1,15 +1,17 @@
-r"""The models of the retrieval quickstart on a log of RESULTS.md, as runs to keep.
+r"""Train the models of the retrieval quickstart on a log of RESULTS.md.
 
     python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT
-    python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT --seeds '[42,43,44]'
+    python -m papers.floors --log amazon18_industrial --input FOLDER --output OUT \
+        --seeds '[42,43,44]'
     python -m papers.kept --experiment retrieval/amazon18_industrial \
         --tracking_uri sqlite:///OUT/amazon18_industrial/runs/mlflow.db \
         --output papers/results/small_amazon18_industrial.jsonl
 
-Without `--seeds` only the models without gradient training run, with their shipped
-configs. With seeds, SASRec, TIGER and SID-MLP follow as in the quickstart, but for all
-of their epochs, or at most `--epochs`. Each model is evaluated on test, with all items
-and without known items. The same command continues from finished steps.
+Without `--seeds`, only the models without training run, with their shipped configs.
+With seeds, SASRec, TIGER and SID-MLP are trained as in the quickstart, but without its
+time budget: for all of their epochs, or at most `--epochs`. Each model is evaluated on
+test, over all items and without the items of the user's history. The same command
+continues from finished steps. `papers.kept` saves the runs.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from models import registry
 
 @dataclass
 class Config:
-    """Options."""
+    """Options of `python -m papers.floors`."""
 
     log: str
-    """Name of the log: its mapping file is jobs/configs/sources/LOG.yaml."""
+    """Name of the log, whose source file is jobs/configs/sources/LOG.yaml."""
     input: str
     """Folder of the raw log."""
     output: str
@@ -37,15 +39,15 @@ class Config:
     experiment: str | None = None
     """MLflow experiment; by default retrieval/LOG."""
     source: str | None = None
-    """Another mapping file."""
+    """Source file of the log, instead of jobs/configs/sources/LOG.yaml."""
     seeds: list[int] = field(default_factory=list)
-    """Seeds of the trained models; without any, these are left out."""
+    """Seeds of SASRec, TIGER and SID-MLP; without seeds they are not trained."""
     epochs: int = 1000
-    """Epochs of a trained model at most."""
+    """Largest number of epochs of a trained model."""
 
 
 def run(config: Config) -> None:
-    """Prepare a log, and train and evaluate all models without gradient training."""
+    """Prepare a log, and train and evaluate its models."""
     folder = Path(config.output).absolute() / config.log
     tables, sids, runs = (str(folder / name) for name in ("tables", "sids", "runs"))
     source = config.source or str(quickstart.CONFIGS / "sources" / f"{config.log}.yaml")
@@ -74,22 +76,24 @@ def run(config: Config) -> None:
 
 
 def plan_trainings(config: Config) -> list[tuple[quickstart.Config, ModelRun]]:
-    """Return the models to train, each with the quickstart's options: seed after seed.
+    """Return the models to train, each with options of the quickstart.
 
-    Models without training come once.
+    Models without training come first, once each. The other models follow, once per
+    seed.
     """
-    models = quickstart.FLOWS["retrieval"].models
-    learned = [
-        model for model in models if registry.find(model.model).trains_by_gradient
-    ]
-    counted = [model for model in models if model not in learned]
-    quick = quickstart.Config(data=config.input)
-    seeded = [
-        (quickstart.Config(data=config.input, seed=seed), model)
-        for seed in config.seeds
-        for model in learned
-    ]
-    return [(quick, model) for model in counted] + seeded
+    floors = []
+    gradient_models = []
+    for model_run in quickstart.FLOWS["retrieval"].models:
+        if registry.find(model_run.model).trains_by_gradient:
+            gradient_models.append(model_run)
+        else:
+            floors.append(model_run)
+    default = quickstart.Config(data=config.input)
+    trainings = [(default, model_run) for model_run in floors]
+    for seed in config.seeds:
+        seeded = quickstart.Config(data=config.input, seed=seed)
+        trainings += [(seeded, model_run) for model_run in gradient_models]
+    return trainings
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
-r"""Runs as a small file in the repository, and back as a store that comparisons read.
+r"""Save MLflow runs in small files of the repository, and read them back as a store.
 
     python -m papers.kept --experiment retrieval/DATASET --tracking_uri STORE \
         --output papers/results/NAME.jsonl
 
-A line is a run: its params, tags (command, hardware, commit, hashes of tables), last
-metrics, metrics per user from evaluations, and the curves in plots. Paths are shortened
-to their last two parts, and system metrics are left out. Read back, the runs are an
-MLflow store in a temporary folder, so tables, plots and claims are about those of the
-original store. Lines of `python -m benchmarks` are in the same folder.
+A line holds one run: its params, tags (command, hardware, commit, hashes of tables),
+last metrics, metrics per user from evaluations, and the curves of plots. Paths are
+shortened to their last two parts, and system metrics are left out. `store` writes the
+runs to an MLflow store in a temporary folder, from which tables, plots and claims are
+made as from the original store. JSON lines of `python -m benchmarks` are kept in the
+same folder.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -46,13 +48,13 @@ RESULTS = Path(__file__).with_name("results")
 """Folder of the saved runs."""
 
 MAX_CURVE_POINTS = 100
-"""Most points of a saved curve, at a constant stride, with the last one."""
+"""Largest number of points of a saved curve, apart from the last point."""
 
 EXCLUDED_METRICS = ("system/",)
 """Prefixes of system metrics, which are not saved."""
 
 PATH_PATTERN = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
-"""An absolute path or a URI within a text."""
+"""Pattern of absolute paths and URIs in a text."""
 
 INCLUDED_TAGS = (PARENT_TAG, tracking.COMMIT_TAG)
 """Tags of MLflow that are saved, in addition to all other tags."""
@@ -70,7 +72,7 @@ class Config:
     tracking_uri: str
     """MLflow store of the runs."""
     output: str
-    """File to write (.jsonl), small enough to be kept in a repository."""
+    """File to write (.jsonl)."""
     experiment: str
     """MLflow experiment: family/dataset."""
     sweep: str | None = None
@@ -78,21 +80,28 @@ class Config:
 
 
 def run(config: Config) -> None:
-    """Write the runs of an experiment or sweep, with their parents, as JSON lines."""
+    """Write the runs of an experiment or sweep as JSON lines.
+
+    The sweeps of the runs, all trials of these sweeps, and the runs' evaluations are
+    written as well.
+    """
     selection = select(config.tracking_uri, [config.experiment], config.sweep)
-    chosen = {run.info.run_id for run in [*selection.runs, *selection.teachers]}
-    there = search_runs(selection.client, list(selection.experiments))
-    sweeps = {
-        run.data.tags.get(PARENT_TAG) for run in there if run.info.run_id in chosen
-    } - {None}
-    whole = [
+    selected = {run.info.run_id for run in [*selection.runs, *selection.teachers]}
+    all_runs = search_runs(selection.client, list(selection.experiments))
+    parents = {
+        run.data.tags.get(PARENT_TAG) for run in all_runs if run.info.run_id in selected
+    }
+    sweeps = parents - {None}
+    runs = [
         run
-        for run in there
-        if run.info.run_id in chosen | sweeps or run.data.tags.get(PARENT_TAG) in sweeps
+        for run in all_runs
+        if run.info.run_id in selected | sweeps
+        or run.data.tags.get(PARENT_TAG) in sweeps
     ]
-    evaluations = group_evaluations(there)
-    whole += [each for run in whole for each in evaluations.get(run.info.run_id, [])]
-    lines = [to_line(selection, run) for run in whole]
+    evaluations = group_evaluations(all_runs)
+    for run in list(runs):
+        runs += evaluations.get(run.info.run_id, [])
+    lines = [to_line(selection, run) for run in runs]
     lines.sort(key=lambda line: (line["experiment"], line["start_ms"], line["id"]))
     write(
         "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines),
@@ -102,16 +111,14 @@ def run(config: Config) -> None:
 
 
 def to_line(selection: Selection, run: Any) -> Line:
-    """Return the saved content of a run."""
+    """Return the values of a run that are saved, as a JSON object."""
     metrics = {
         name: value
         for name, value in run.data.metrics.items()
         if not name.startswith(EXCLUDED_METRICS)
     }
-    curves = {
-        "train/loss",
-        f"val/{tracking.to_mlflow_name(run.data.params.get('fit.metric', ''))}",
-    } & metrics.keys()
+    metric = tracking.to_mlflow_name(run.data.params.get("fit.metric", ""))
+    curves = {"train/loss", f"val/{metric}"} & metrics.keys()
     tags = {
         name: shorten_paths(value)
         for name, value in run.data.tags.items()
@@ -143,29 +150,30 @@ def to_line(selection: Selection, run: Any) -> Line:
 def read_curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]]:
     """Return the [step, value] pairs of a metric, sorted by step.
 
-    They are thinned to about `MAX_CURVE_POINTS`, and values rounded to 5 digits.
+    Every n-th point is returned, at most `MAX_CURVE_POINTS`, and the last point. Values
+    are rounded to 5 digits.
     """
     points = sorted(
         (point.step, float(f"{point.value:.5g}"))
         for point in client.get_metric_history(run_id, name)
     )
-    stride = max(1, -(-len(points) // MAX_CURVE_POINTS))
+    stride = max(1, math.ceil(len(points) / MAX_CURVE_POINTS))
     return [
         list(point)
-        for place, point in enumerate(points)
-        if place % stride == 0 or place == len(points) - 1
+        for index, point in enumerate(points)
+        if index % stride == 0 or index == len(points) - 1
     ]
 
 
 def shorten_paths(value: str) -> str:
     """Shorten all absolute paths and URIs in a text to their last two parts."""
     return PATH_PATTERN.sub(
-        lambda found: "/".join(found[0].rstrip("/").rsplit("/", 2)[-2:]), value
+        lambda match: "/".join(match[0].rstrip("/").rsplit("/", 2)[-2:]), value
     )
 
 
 def grid_text(sweep: Any) -> str:
-    """Return the grid file of a sweep's run, or "" if the run has none."""
+    """Return the text of a sweep's grid file, or an empty string if it is missing."""
     try:
         return str(
             mlflow.artifacts.load_text(f"{sweep.info.artifact_uri}/{GRID_ARTIFACT}")
@@ -175,10 +183,13 @@ def grid_text(sweep: Any) -> str:
 
 
 def read(path: str | Path) -> tuple[list[Line], list[Line]]:
-    """Read runs and timings from a file, or from all `*.jsonl` of a folder.
+    """Read runs and timings from a file, or from all `*.jsonl` files of a folder.
+
+    Returns:
+        The runs, and the lines of benchmarks.
 
     Raises:
-        UserError: If a file has other content.
+        UserError: If a file cannot be read, or a line is neither a run nor a timing.
     """
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
     runs: list[Line] = []
@@ -191,8 +202,11 @@ def read(path: str | Path) -> tuple[list[Line], list[Line]]:
                 if text.strip()
             ]
             for line in lines:
-                (timings if "benchmark" in line else runs).append(line)
-                if "benchmark" not in line and "curves" not in line:
+                if "benchmark" in line:
+                    timings.append(line)
+                elif "curves" in line:
+                    runs.append(line)
+                else:
                     raise UserError(
                         f"a line of {file} is neither a run nor a timing; write it "
                         f"with papers.kept"
@@ -208,53 +222,57 @@ def read(path: str | Path) -> tuple[list[Line], list[Line]]:
 
 @contextmanager
 def store(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the tracking URI of a temporary store with the runs."""
+    """Yield the tracking URI of a temporary MLflow store with saved runs.
+
+    The runs get new ids; tags that refer to a run are changed accordingly.
+    """
     with tempfile.TemporaryDirectory(prefix="trieline-results-") as folder:
         uri = f"sqlite:///{folder}/mlflow.db"
         client = tracking.connect(uri)
-        places = {
+        experiments = {
             name: client.create_experiment(
                 name, artifact_location=f"{folder}/artifacts"
             )
             for name in dict.fromkeys(line["experiment"] for line in lines)
         }
-        made = {
-            line["id"]: client.create_run(
-                places[line["experiment"]], line["start_ms"], run_name=line["name"]
-            )
-            for line in lines
-        }
-        ids = {before: run.info.run_id for before, run in made.items()}
+        new_ids = {}
         for line in lines:
-            fill(client, ids[line["id"]], line, ids)
+            run = client.create_run(
+                experiments[line["experiment"]],
+                line["start_ms"],
+                run_name=line["name"],
+            )
+            new_ids[line["id"]] = run.info.run_id
+        for line in lines:
+            log_line(client, line, new_ids)
         yield uri
 
 
-def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> None:
-    """Log the content of a line to a run; tags with the id of a run get the new id."""
-    tags = {
-        name: ids.get(value, value)
-        if name in (PARENT_TAG, tracking.BEST_TAG)
-        else value
-        for name, value in line["tags"].items()
-    }
+def log_line(client: MlflowClient, line: Line, new_ids: dict[str, str]) -> None:
+    """Log the values of a saved run to its new run.
+
+    Args:
+        client: Client of the new store.
+        line: Saved run.
+        new_ids: Ids in the new store by original id.
+    """
+    run_id = new_ids[line["id"]]
+    tags = dict(line["tags"])
+    for name in (PARENT_TAG, tracking.BEST_TAG):
+        if name in tags:
+            tags[name] = new_ids.get(tags[name], tags[name])
     params = [Param(name, value) for name, value in line["params"].items()]
-    last = {name: points[-1][0] for name, points in line["curves"].items()}
-    points = [
-        (name, value, int(step))
-        for name, curve in line["curves"].items()
-        for step, value in curve[:-1]
-    ]
-    steps = (
-        {"train/steps": max(last.values())} if last else {}
-    )  # of runs from before it was logged
-    points += [
-        (name, value, int(last.get(name, 0)))
-        for name, value in (steps | line["metrics"]).items()
-    ]
-    metrics = [
-        Metric(name, value, line["start_ms"], step) for name, value, step in points
-    ]
+    last_steps = {name: curve[-1][0] for name, curve in line["curves"].items()}
+    last_values = dict(line["metrics"])
+    if last_steps:  # early runs did not log their number of steps
+        last_values.setdefault("train/steps", max(last_steps.values()))
+    metrics = []
+    for name, curve in line["curves"].items():
+        for step, value in curve[:-1]:
+            metrics.append(Metric(name, value, line["start_ms"], int(step)))
+    for name, value in last_values.items():
+        step = int(last_steps.get(name, 0))
+        metrics.append(Metric(name, value, line["start_ms"], step))
     client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
     for start in range(0, max(len(params), len(metrics)), tracking.MAX_METRICS):
         part = slice(start, start + tracking.MAX_METRICS)
@@ -265,9 +283,12 @@ def fill(client: MlflowClient, run_id: str, line: Line, ids: dict[str, str]) -> 
 
 
 def select_all(uri: str) -> Selection:
-    """Select all trainings and trials of a store."""
+    """Select all trainings and trials of an MLflow store."""
     client = tracking.connect(uri)
-    names = {str(e.experiment_id): e.name for e in client.search_experiments()}
+    experiments = client.search_experiments()
+    names = {
+        str(experiment.experiment_id): experiment.name for experiment in experiments
+    }
     runs = search_runs(client, list(names))
     evaluations = group_evaluations(runs)
     return Selection(

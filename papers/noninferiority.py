@@ -1,4 +1,4 @@
-"""The one-sided non-inferiority t-test of SID-MLP (App. C.4, Table 12).
+"""Test non-inferiority by the one-sided t-test of SID-MLP (App. C.4, Table 12).
 
 `x_i` is the student's metric for seed i, `b` the teacher's fixed value, `eps` a share
 of b:
@@ -34,12 +34,12 @@ class NonInferiority:
     teacher: float
     """The teacher's value."""
     p: float
-    """Probability of values as good from a student that loses the margin; NaN for one
-    seed."""
+    """P-value: probability of such values for a student that loses exactly the margin;
+    NaN for one seed."""
 
     @property
     def difference(self) -> float:
-        """Return student minus teacher."""
+        """Difference of student and teacher."""
         return self.mean - self.teacher
 
 

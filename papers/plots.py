@@ -1,8 +1,8 @@
-"""Figures of the papers: tokenizers and beams (Fig. 3a and c of SID-MLP).
+"""Plot figures of the papers: tokenizers and beams (Fig. 3a and c of SID-MLP).
 
     plots(compare(select(uri, ["retrieval/DATASET"])), (tokenizers, beams))
 
-A function returns (name, title, caption, figure) tuples, none if no run has the values.
+The functions return an empty list if no run has the values.
 """
 
 from __future__ import annotations
@@ -16,30 +16,12 @@ from pipelines.figures import COLOURS, label_axes, new_figure
 
 
 def tokenizers(comparison: Comparison) -> list[Drawing]:
-    """Plot teacher and student for each folder of semantic IDs, for two or more."""
+    """Plot teacher and student for each folder of semantic IDs.
+
+    The list is empty for fewer than two folders.
+    """
     name = f"test/{comparison.metric}"
-    pairs: dict[str, tuple[float, Row]] = {}
-    sign = 1 if lower_is_better(comparison.metric) else -1
-    for student in sorted(
-        comparison.rows, key=lambda row: sign * row.mean(f"val/{comparison.metric}")
-    ):
-        teachers = [
-            run.metrics[name]
-            for row in comparison.rows
-            for run in row.runs
-            if not row.options
-            and run.weights == student.runs[0].teacher
-            and name in run.metrics
-        ]
-        folder = student.runs[0].sids
-        if (
-            student.runs[0].teacher
-            and not student.options
-            and teachers
-            and student.values(name)
-            and folder not in pairs
-        ):
-            pairs[folder] = (teachers[0], student)
+    pairs = find_best_students(comparison)
     if len(pairs) < 2:
         return []
     figure, (axes,) = new_figure(1)
@@ -72,35 +54,62 @@ def tokenizers(comparison: Comparison) -> list[Drawing]:
     axes.set_xticks(range(len(pairs)), list(pairs))
     axes.set_ylabel(name)
     axes.legend(loc="lower right")
-    caption = "Each student beside its own teacher, by tokenizer; above, what it keeps (SID-MLP, Figure 3a)."
+    caption = (
+        "Each student beside its own teacher, by tokenizer; above, what it keeps "
+        "(SID-MLP, Figure 3a)."
+    )
     return [Drawing("tokenizers", "Tokenizers", caption, figure)]
 
 
-def beams(comparison: Comparison) -> list[Drawing]:
-    """Plot the metric by the number of beams, for models evaluated with two or more."""
+def find_best_students(comparison: Comparison) -> dict[str, tuple[float, Row]]:
+    """Return the teacher's metric and the best student, by folder of semantic IDs.
+
+    Students are ranked by validation. Evaluations with other options than the
+    checkpoint's are ignored.
+    """
     name = f"test/{comparison.metric}"
-    lines: dict[tuple[str, str], dict[int, float]] = {}
+    default_rows = [row for row in comparison.rows if not row.options]
+    teacher_values: dict[str, float] = {}
+    for row in default_rows:
+        for run in row.runs:
+            if name in run.metrics:
+                teacher_values.setdefault(run.weights, run.metrics[name])
+    sign = 1 if lower_is_better(comparison.metric) else -1
+    default_rows.sort(key=lambda row: sign * row.mean(f"val/{comparison.metric}"))
+    pairs: dict[str, tuple[float, Row]] = {}
+    for student in default_rows:
+        first_run = student.runs[0]
+        teacher = first_run.teacher
+        if teacher and teacher in teacher_values and student.values(name):
+            pairs.setdefault(first_run.sids, (teacher_values[teacher], student))
+    return pairs
+
+
+def beams(comparison: Comparison) -> list[Drawing]:
+    """Plot the metric by the number of beams.
+
+    Models that were evaluated with a single number of beams are left out.
+    """
+    name = f"test/{comparison.metric}"
+    curves: dict[tuple[str, str], dict[int, float]] = {}
     for row in comparison.rows:
-        if row.beam and row.values(name):
-            checkpoint = row.params.get(
-                "checkpoint", ""
-            )  # of a run that is an evaluation alone
-            named = (
-                f"{row.model} {Path(checkpoint.removesuffix('/best')).name}"
-                if checkpoint
-                else row.name
-            )
-            lines.setdefault((checkpoint, named.removesuffix(f" [{row.options}]")), {})[
-                row.beam
-            ] = row.mean(name)
-    lines = {told: points for told, points in lines.items() if len(points) > 1}
-    if not lines:
+        if not row.beam or not row.values(name):
+            continue
+        label = row.name
+        # A run that only evaluates a checkpoint names the checkpoint.
+        checkpoint = row.params.get("checkpoint", "")
+        if checkpoint:
+            label = f"{row.model} {Path(checkpoint.removesuffix('/best')).name}"
+        key = (checkpoint, label.removesuffix(f" [{row.options}]"))
+        curves.setdefault(key, {})[row.beam] = row.mean(name)
+    curves = {key: points for key, points in curves.items() if len(points) > 1}
+    if not curves:
         return []
     figure, (axes,) = new_figure(1)
-    for place, ((_, label), points) in enumerate(lines.items()):
+    for number, ((_, label), points) in enumerate(curves.items()):
         counts, values = zip(*sorted(points.items()), strict=True)
         axes.plot(
-            counts, values, marker="o", color=COLOURS[place % 7], label=to_label(label)
+            counts, values, marker="o", color=COLOURS[number % 7], label=to_label(label)
         )
     label_axes(axes, "beams", name, legend=True)
     caption = (

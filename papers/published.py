@@ -1,21 +1,21 @@
-"""Published figures of the papers, compared with measured ones.
+"""Compare measured metrics with the figures that the papers print.
 
     papers = load()
     for table in beside_the_papers(comparison, papers):
         print(table.text())
 
-`claims.yaml` defines how systems are recognised among runs, and has their figures.
-Figures are shown for runs on the papers' datasets only, as printed and relative to the
-same reference system.
+`claims.yaml` has the printed figures, and the rules that assign runs to the systems of
+the papers. Only runs on the papers' datasets are compared, by absolute figures and by
+the change relative to the same reference system.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,19 @@ class System:
     """Required params of the model: a value, a list of values, {above: n}, or any."""
 
     def matches(self, row: Row) -> bool:
-        """Return whether a row is this system, under its options or a given `beam`."""
-        if not fits(row.model, self.model) or (
-            row.options and not ("beam" in self.params and "beam" in row.options.names)
-        ):
+        """Return whether a row measures this system.
+
+        A row that was evaluated with other options than its checkpoint's matches only
+        if the system requires a `beam` and the row's options have one.
+        """
+        if not fits(row.model, self.model):
+            return False
+        has_beam = "beam" in self.params and "beam" in row.options.names
+        if row.options and not has_beam:
             return False
         return all(
-            fits(param_value(row, name), wanted) for name, wanted in self.params.items()
+            fits(param_value(row, name), required)
+            for name, required in self.params.items()
         )
 
 
@@ -69,28 +75,35 @@ class Published:
     metrics: list[str]
     """Names of the metrics in this project."""
     datasets: dict[str, dict[str, list[float]]]
-    """A figure per metric, by dataset and system."""
+    """Figures of the metrics, in their order, by dataset and system."""
     reference: str | None = None
-    """System that the others are compared with."""
+    """System to which the table's relative changes refer, if any."""
     relative: bool = False
-    """Whether figures are changes against the reference, without absolute figures."""
+    """Whether the paper prints only changes relative to the reference."""
 
     def value(self, dataset: str, system: str, metric: str) -> float | None:
-        """Return the printed figure, or None."""
-        line = self.datasets[dataset].get(system)
-        value = (
-            line[self.metrics.index(metric)]
-            if line and metric in self.metrics
-            else math.nan
-        )
+        """Return the printed figure of a system, or None if the paper prints none."""
+        figures = self.datasets[dataset].get(system)
+        if not figures or metric not in self.metrics:
+            return None
+        value = figures[self.metrics.index(metric)]
         return None if math.isnan(value) else value
 
     def change(
         self, dataset: str, system: str, metric: str, reference: str | None = None
     ) -> float | None:
-        """Return the relative change of `system` over `reference`.
+        """Return the relative change of a system over a reference.
 
-        Return None if the paper does not print both figures.
+        Args:
+            dataset: Name of the dataset in the paper.
+            system: Name of the system.
+            metric: Name of the metric.
+            reference: Name of the system to compare with; by default the table's
+                reference.
+
+        Returns:
+            The change, such as 0.1 for 10% more, or None if the paper does not print
+            both figures.
         """
         reference = reference or self.reference
         value = self.value(dataset, system, metric)
@@ -104,96 +117,145 @@ class Published:
 
 @dataclass
 class Papers:
-    """Content of the file."""
+    """Content of claims.yaml."""
 
     systems: dict[str, System]
+    """Systems by name."""
     published: list[Published]
+    """Tables of the papers."""
     claims: list[dict[str, Any]]
-    """Rules, which `claims.py` reads."""
+    """Rules of claims, which `papers.claims.read_claims` converts."""
 
 
 def param_value(row: Row, name: str) -> str | None:
-    """Return a param of a row; `beam` is that of its evaluation."""
+    """Return a param of a row, or None; `beam` is the beam width of its evaluation."""
     if name == "beam":
         return str(row.beam) if row.beam else None
     return row.params.get(name, row.params.get(f"model.{name}"))
 
 
-def fits(value: str | None, wanted: Any) -> bool:
-    """Return whether a param, a string, has a wanted value."""
-    if wanted == "any" or value is None:
-        return bool(wanted == "any")
-    if isinstance(wanted, list):
-        return any(fits(value, each) for each in wanted)
+def fits(value: str | None, required: Any) -> bool:
+    """Return whether a param meets a requirement of claims.yaml.
+
+    Args:
+        value: Param of a run, as MLflow stores it; None if the run does not have it.
+        required: A value, a list of values, `{above: n}`, or `any`.
+    """
+    if required == "any":
+        return True
+    if value is None:
+        return False
+    if isinstance(required, list):
+        return any(fits(value, item) for item in required)
     try:
         number = float(value)
     except ValueError:
         number = math.nan
-    if isinstance(wanted, dict):
-        return number > wanted["above"]
-    if isinstance(wanted, int | float) and not isinstance(wanted, bool):
-        return number == wanted
-    return value == str(wanted)
+    if isinstance(required, dict):
+        return number > required["above"]
+    if isinstance(required, int | float) and not isinstance(required, bool):
+        return number == required
+    return value == str(required)
 
 
 def load(path: str | Path = CLAIMS) -> Papers:
-    """Load the file of rules and figures.
+    """Load systems, published figures and claims from a YAML file.
 
     Raises:
-        UserError: If a key or a system is unknown (the message names the nearest).
+        UserError: If a key or a system is unknown (the message names the most similar),
+            or a key is missing.
     """
     content = read_yaml(str(path), "give a file with systems, published and claims")
     check_names(content, ("systems", "published", "claims"), str(path))
     systems: dict[str, System] = {}
-    for name, given in content.get("systems", {}).items():
-        check_names(given, ("model", "like", "params"), f"{path}, system {name}")
-        if "like" in given:
-            check_names([given["like"]], systems, f"{path}, system {name}")
-            base = systems[given["like"]]
-            systems[name] = System(
-                base.model, {**base.params, **given.get("params", {})}
-            )
-        else:
-            check_there(given, ("model",), f"{path}, system {name}")
-            systems[name] = System(given["model"], given.get("params", {}))
-    published = []
-    for given in content.get("published", []):
-        where = f"{path}, {given.get('source', 'published')}"
-        check_names(given, [f.name for f in fields(Published)], where)
-        check_there(given, ("source", "metrics", "datasets"), where)
-        published.append(Published(**given))
-        for lines in given["datasets"].values():
-            check_names(lines, systems, where)
-            for name, line in lines.items():
-                if len(line) != len(given["metrics"]):
-                    raise UserError(
-                        f"{where}: {name} has {len(line)} figures for "
-                        f"{len(given['metrics'])} metrics"
-                    )
-    for claim in content.get("claims", []):
-        used = [claim[side] for side in ("left", "right", "system") if side in claim]
+    for name, entry in content.get("systems", {}).items():
+        systems[name] = parse_system(entry, systems, f"{path}, system {name}")
+    published = [
+        parse_published(entry, systems, f"{path}, {entry.get('source', 'published')}")
+        for entry in content.get("published", [])
+    ]
+    claims = content.get("claims", [])
+    for claim in claims:
+        used = [claim[key] for key in ("left", "right", "system") if key in claim]
         check_names(used, systems, f"{path}, claim {claim.get('id')}")
-    return Papers(systems, published, content.get("claims", []))
+    return Papers(systems, published, claims)
 
 
-def check_names(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raise a UserError for an unknown name."""
+def parse_system(
+    entry: dict[str, Any], systems: Mapping[str, System], label: str
+) -> System:
+    """Return the system of an entry in claims.yaml.
+
+    Args:
+        entry: Keys `model` or `like`, and `params`.
+        systems: Systems above the entry, to which `like` refers.
+        label: Name of the entry in messages.
+    """
+    check_names(entry, ("model", "like", "params"), label)
+    params = entry.get("params", {})
+    if "like" not in entry:
+        check_required(entry, ("model",), label)
+        return System(entry["model"], params)
+    check_names([entry["like"]], systems, label)
+    base = systems[entry["like"]]
+    return System(base.model, {**base.params, **params})
+
+
+def parse_published(
+    entry: dict[str, Any], systems: Mapping[str, System], label: str
+) -> Published:
+    """Return the table of an entry in claims.yaml.
+
+    Args:
+        entry: Fields of `Published` by name.
+        systems: Known systems.
+        label: Name of the entry in messages.
+    """
+    check_names(entry, [field.name for field in fields(Published)], label)
+    check_required(entry, ("source", "metrics", "datasets"), label)
+    num_metrics = len(entry["metrics"])
+    for figures_by_system in entry["datasets"].values():
+        check_names(figures_by_system, systems, label)
+        for name, figures in figures_by_system.items():
+            if len(figures) != num_metrics:
+                raise UserError(
+                    f"{label}: {name} has {len(figures)} figures for {num_metrics} "
+                    f"metrics"
+                )
+    return Published(**entry)
+
+
+def check_names(names: Iterable[str], known: Iterable[str], label: str) -> None:
+    """Raise UserError for a name that is not known, with the most similar known name.
+
+    Args:
+        names: Names to check.
+        known: Allowed names.
+        label: Start of the message, which says where the names are from.
+    """
     check_known(
-        given,
+        names,
         known,
-        lambda name, near: f"{where}: '{name}' is unknown; the nearest is '{near}'",
+        lambda name, near: f"{label}: '{name}' is unknown; the nearest is '{near}'",
     )
 
 
-def check_there(given: Iterable[str], needed: Iterable[str], where: str) -> None:
-    """Raise UserError for a missing key."""
-    if missing := [name for name in needed if name not in given]:
+def check_required(keys: Iterable[str], required: Iterable[str], label: str) -> None:
+    """Raise UserError for a missing key.
+
+    Args:
+        keys: Keys of an entry.
+        required: Keys that an entry must have.
+        label: Name of the entry in the message.
+    """
+    missing = [name for name in required if name not in keys]
+    if missing:
         raise UserError(
-            f"{where}: {', '.join(missing)} missing; give {', '.join(needed)}"
+            f"{label}: {', '.join(missing)} missing; give {', '.join(required)}"
         )
 
 
-OF_STAGE_1 = {
+STAGE_1_PARAMS = {
     "model.shared_mlp",
     "model.end_to_end",
     "model.encoder_layers",
@@ -204,23 +266,25 @@ OF_STAGE_1 = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Two comparable rows, restricted to runs with a partner if any run has one."""
+    """Comparable rows of two systems, with the runs that correspond to each other."""
 
     left: Row
-    """The compared row; for students of several teachers, all of their runs."""
+    """Row of the compared system. Its runs are those in `runs`, if there are any."""
     right: Row
-    """The row that `left` is compared with."""
+    """Row of the system to compare with, restricted likewise to the runs in `runs`."""
     runs: tuple[tuple[Run, Run], ...]
-    """Each run of `left` with its teacher, or with the run of its seed; empty if no
-    seed is shared.
-    """
+    """Pairs of a left run and the right run that is its teacher or has its seed; empty
+    if the rows share no seed."""
 
     def values(self, metric: str) -> list[tuple[float, float]]:
-        """Return the values of each pair of runs, or means of rows without pairs."""
-        both = [
-            (one.metrics[metric], other.metrics[metric]) for one, other in self.runs
+        """Return the left and right value of each pair of runs.
+
+        Without pairs, return one pair: the means of both rows.
+        """
+        values = [
+            (left.metrics[metric], right.metrics[metric]) for left, right in self.runs
         ]
-        return both or [(self.left.mean(metric), self.right.mean(metric))]
+        return values or [(self.left.mean(metric), self.right.mean(metric))]
 
     def change(self, metric: str) -> float:
         """Return the mean of (left - right) / right over the pairs of runs.
@@ -228,75 +292,81 @@ class Pair:
         It is NaN if a right value is 0.
         """
         return statistics.fmean(
-            ratio(one, other) - 1 for one, other in self.values(metric)
+            ratio(left, right) - 1 for left, right in self.values(metric)
         )
 
 
-def pair_runs(lefts: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
-    """Pair the runs with the metric by seed or teacher; of equal ones the newest."""
-    ours = [run for row in lefts for run in row.runs if metric in run.metrics]
-    theirs = [run for run in right.runs if metric in run.metrics]
-    told: dict[tuple[str, str], tuple[Run, Run]] = {}
-    for run, its in product(ours, theirs):
-        seed = run.seed or run.id
-        if run.teacher == its.weights if match == "teacher" else seed == its.seed:
-            told[seed, its.weights if match == "teacher" else ""] = (run, its)
-    runs = tuple(told.values())
-    left = replace(
-        lefts[0], runs=list({run.id: run for run, _ in runs}.values()) or lefts[0].runs
-    )
+def pair_runs(left_rows: Sequence[Row], right: Row, metric: str, match: str) -> Pair:
+    """Pair runs by seed or by teacher; of several runs with equal seeds the last one.
+
+    Args:
+        left_rows: Rows of the compared system, which differ in the teacher at most.
+        right: Row of the system to compare with.
+        metric: Metric that paired runs must have.
+        match: `teacher` or `settings`, see `pair_rows`.
+    """
+    left_runs = [run for row in left_rows for run in row.runs if metric in run.metrics]
+    right_runs = [run for run in right.runs if metric in run.metrics]
+    paired: dict[tuple[str, str], tuple[Run, Run]] = {}
+    for left_run, right_run in product(left_runs, right_runs):
+        seed = left_run.seed or left_run.id
+        if match == "teacher" and left_run.teacher == right_run.weights:
+            paired[seed, right_run.weights] = (left_run, right_run)
+        elif match != "teacher" and seed == right_run.seed:
+            paired[seed, ""] = (left_run, right_run)
+    runs = tuple(paired.values())
+    if not runs:
+        return Pair(left_rows[0], right, runs)
+    paired_left = {run.id: run for run, _ in runs}
+    paired_right = {run.id: run for _, run in runs}
     return Pair(
-        left,
-        replace(
-            right, runs=list({its.id: its for _, its in runs}.values()) or right.runs
-        ),
+        replace(left_rows[0], runs=list(paired_left.values())),
+        replace(right, runs=list(paired_right.values())),
         runs,
     )
 
 
-def pairs(
+def pair_rows(
     rows: Sequence[Row], left: System, right: System, metric: str, match: str
 ) -> list[Pair]:
-    """Pair rows of two systems, one pair per experiment and trie.
+    """Pair the rows of two systems, one pair per experiment and trie.
 
-    Of several, the pair with the most seeds is returned, then the best left, then the
-    best right on validation.
+    Of several pairs, the one with the most seeds is returned; of several of these, the
+    one with the best left row by validation, then with the best right row.
 
     Args:
         rows: Rows of the comparison.
-        left: System that is compared.
-        right: System that it is compared with.
+        left: Compared system.
+        right: System to compare with.
         metric: Metric of the comparison.
-        match: "teacher" if right has taught left, each student with its own teacher;
-            "settings" if all else is equal, on the seeds that both have, if any.
+        match: `teacher` pairs each student with its own teacher; `settings` pairs rows
+            that differ only in the params of the systems, by seeds they share, if any.
     """
-    named = {
+    params = {
         name if "." in name else f"model.{name}"
         for name in (*left.params, *right.params)
     }
-    alike: dict[tuple[Any, ...], tuple[list[Row], Row]] = {}
-    for ours in rows:
-        for theirs in rows if left.matches(ours) and ours.values(metric) else ():
-            if right.matches(theirs) and comparable(ours, theirs, named, match):
-                key = (
-                    id(theirs),
-                    *ours.identity(TEACHER_PARAMS if match == "teacher" else ()),
-                )
-                alike.setdefault(key, ([], theirs))[0].append(ours)
+    ignored = TEACHER_PARAMS if match == "teacher" else ()
+    left_rows = [row for row in rows if left.matches(row) and row.values(metric)]
+    right_rows = [row for row in rows if right.matches(row)]
+    # Students that differ only in their teacher share a key per right row.
+    candidates: dict[tuple[Any, ...], tuple[list[Row], Row]] = {}
+    for left_row, right_row in product(left_rows, right_rows):
+        if is_comparable(left_row, right_row, params, match):
+            key = (id(right_row), *left_row.identity(ignored))
+            candidates.setdefault(key, ([], right_row))[0].append(left_row)
     groups: dict[tuple[str, str], list[Pair]] = {}
-    for lefts, theirs in alike.values():
-        pair = pair_runs(lefts, theirs, metric, match)
-        if pair.runs or (match == "settings" and theirs.values(metric)):
-            place = (theirs.experiment, lefts[0].params.get("table.trie", ""))
-            groups.setdefault(place, []).append(pair)
+    for equal_rows, right_row in candidates.values():
+        pair = pair_runs(equal_rows, right_row, metric, match)
+        if pair.runs or (match == "settings" and right_row.values(metric)):
+            trie = equal_rows[0].params.get("table.trie", "")
+            groups.setdefault((right_row.experiment, trie), []).append(pair)
 
     def rank(pair: Pair) -> tuple[float, ...]:
-        fewer, more = sorted(
-            len({run.seed for run in row.runs}) for row in (pair.left, pair.right)
-        )
+        seeds = [len({run.seed for run in row.runs}) for row in (pair.left, pair.right)]
         return (
-            fewer,
-            more,
+            min(seeds),
+            max(seeds),
             validation_rank(pair.left, metric),
             validation_rank(pair.right, metric),
         )
@@ -304,158 +374,193 @@ def pairs(
     return [max(group, key=rank) for group in groups.values()]
 
 
-def comparable(left: Row, right: Row, named: set[str], match: str) -> bool:
+def is_comparable(left: Row, right: Row, params: set[str], match: str) -> bool:
     """Return whether two rows may be compared.
 
-    They need the same experiment, tables and evaluation, and equal settings except for
-    the params `named` if the models are the same or of one benchmark. With `match`
-    "teacher", right must have taught left.
+    They need the same experiment and options of evaluation. With `match` `teacher`,
+    right must be the teacher of left. Otherwise all params of rows of one model or
+    benchmark must be equal, and the tables and the teacher of different models.
+
+    Args:
+        left: Compared row.
+        right: Row to compare with.
+        params: Params that define the two systems, which may differ.
+        match: `teacher` or `settings`.
     """
     if left is right or left.experiment != right.experiment:
         return False
-    how = {
-        key
-        for row in (left, right)
-        for key in row.params
-        if key.startswith("evaluate.")
+    evaluate_keys = {
+        key for key in (*left.params, *right.params) if key.startswith("evaluate.")
     }
-    how -= {"evaluate.beam"} if "model.beam" in named else set()
-    if any(left.params.get(key) != right.params.get(key) for key in how):
+    if "model.beam" in params:
+        evaluate_keys.discard("evaluate.beam")
+    if any(left.params.get(key) != right.params.get(key) for key in evaluate_keys):
         return False
     if match == "teacher":
-        return bool(left.runs[0].teacher) and any(
-            run.weights == left.runs[0].teacher for run in right.runs
-        )
-    shared = left.params.keys() & right.params.keys()
+        teacher = left.runs[0].teacher
+        return bool(teacher) and any(run.weights == teacher for run in right.runs)
+    keys = left.params.keys() & right.params.keys()
     if left.model != right.model and "/" not in left.model:
-        shared = {
+        keys = {
             key
-            for key in shared
+            for key in keys
             if key.startswith("table.") or key == "model.teacher_hash"
         }
-    apart = (
-        named
-        | {"evaluate.beam", "checkpoint"}
-        | ({"model.encoder_hash"} if named & OF_STAGE_1 else set())
-    )
-    return all(left.params[key] == right.params[key] for key in shared - apart)
+    may_differ = params | {"evaluate.beam", "checkpoint"}
+    if params & STAGE_1_PARAMS:
+        may_differ.add("model.encoder_hash")
+    return all(left.params[key] == right.params[key] for key in keys - may_differ)
 
 
 def validation_rank(row: Row, metric: str) -> float:
-    """Return the metric on validation, larger is better, -inf if it is unknown."""
+    """Return a sort key by the metric on validation; the best row has the largest."""
     name = f"val/{metric.split('/', 1)[-1]}"
     sign = -1 if lower_is_better(metric) else 1
     return sign * row.mean(name) if row.values(name) else -math.inf
 
 
 def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
-    """Return the system's row with the most seeds, then the best on validation."""
-    there = [row for row in rows if system.matches(row) and row.values(metric)]
+    """Return the row of a system with the most seeds, then the best by validation."""
+    measured = [row for row in rows if system.matches(row) and row.values(metric)]
     return max(
-        there,
+        measured,
         key=lambda row: (len(row.by_seed(metric)), validation_rank(row, metric)),
         default=None,
     )
 
 
 def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
-    """Make a table per source and dataset with a system that is measured on it."""
-    made = []
-    for published, name in (
-        (each, name) for each in papers.published for name in each.datasets
-    ):
-        rows = [
-            row for row in comparison.rows if row.mean("test/users") == USERS.get(name)
-        ]
-        printed = replace(published, datasets={name: published.datasets[name]})
-        made.append(
-            compare_with(replace(comparison, rows=rows), printed, papers.systems)
-        )
-    return [table for table in made if table is not None]
+    """Return a table per published table and dataset on which a system was measured."""
+    tables = []
+    for published in papers.published:
+        for name, figures in published.datasets.items():
+            rows = [
+                row
+                for row in comparison.rows
+                if row.mean("test/users") == USERS.get(name)
+            ]
+            table = compare_with(
+                replace(comparison, rows=rows),
+                replace(published, datasets={name: figures}),
+                papers.systems,
+            )
+            if table is not None:
+                tables.append(table)
+    return tables
 
 
 def compare_with(
     comparison: Comparison, published: Published, systems: dict[str, System]
 ) -> Table | None:
-    """Make the table of one source, or None if no system can be compared."""
-    names = list(
-        dict.fromkeys(name for lines in published.datasets.values() for name in lines)
-    )
+    """Return the table of a published table beside our runs.
+
+    Args:
+        comparison: Measured rows.
+        published: Table of a paper.
+        systems: Systems by name.
+
+    Returns:
+        The table, or None if no system was measured.
+    """
+    names = list(dict.fromkeys(chain(*published.datasets.values())))
     datasets, reference = list(published.datasets), published.reference
-    there = [
+    matching = [
         row
         for row in comparison.rows
         if any(systems[name].matches(row) for name in names)
     ]
-    several = len({row.place for row in there}) > 1
+    formatter = LineFormatter(published, len({row.place for row in matching}) > 1)
     cells: list[list[str]] = []
-
-    def line(name: str, row: Row, metric: str, change: float | None) -> list[str]:
-        absolute = [published.value(dataset, name, metric) for dataset in datasets]
-        theirs = [published.change(dataset, name, metric) for dataset in datasets]
-        return [
-            name,
-            f"{row.place}: {row.name}" if several else row.name,
-            metric,
-            f"{row.mean(metric):.4f}",
-            *(
-                []
-                if published.relative
-                else ("-" if value is None else f"{value:.4f}" for value in absolute)
-            ),
-            *(
-                [
-                    percent(value) if name != reference else ""
-                    for value in (change, *theirs)
-                ]
-                if reference
-                else []
-            ),
-        ]
-
     for metric in published.metrics:
-        if reference is None:
-            found = [
-                (name, best_row(comparison.rows, systems[name], metric))
-                for name in names
-            ]
-            cells += [
-                line(name, row, metric, None) for name, row in found if row is not None
-            ]
+        if reference is not None:
+            cells += compare_with_reference(comparison.rows, formatter, systems, metric)
             continue
-        blocks: dict[
-            tuple, list[list[str]]
-        ] = {}  # a reference with what is seen against it; ablations may have others
         for name in names:
-            sides = (comparison.rows, systems[name], systems[reference], metric)
-            for pair in (
-                []
-                if name == reference
-                else pairs(*sides, "teacher") or pairs(*sides, "settings")
-            ):
-                told = (
-                    pair.left.place,
-                    pair.right.options,
-                    *(run.id for run in pair.right.runs),
-                )
-                block = blocks.setdefault(
-                    told, [line(reference, pair.right, metric, None)]
-                )
-                block.append(line(name, pair.left, metric, pair.change(metric)))
-        cells += [cells for block in blocks.values() for cells in block]
+            row = best_row(comparison.rows, systems[name], metric)
+            if row is not None:
+                cells.append(formatter.format(name, row, metric, None))
     if not cells:
         return None
-    against = f"vs {reference}"
-    header = ["system", "run", "metric", "ours"] + (
-        [] if published.relative else datasets
-    )
-    header += (
-        [f"ours {against}", *(f"{dataset} {against}" for dataset in datasets)]
-        if reference
-        else []
-    )
+    header = ["system", "run", "metric", "ours"]
+    if not published.relative:
+        header += datasets
+    if reference:
+        header.append(f"ours vs {reference}")
+        header += [f"{dataset} vs {reference}" for dataset in datasets]
     notes = [
         f"{', '.join(datasets)}: as printed in {published.source}; ours on "
         f"{comparison.selection.title}."
     ]
     return Table(f"Beside the paper: {published.source}", header, cells, notes, 3)
+
+
+@dataclass(frozen=True)
+class LineFormatter:
+    """Formatter of the lines of a table that compares runs with a published table."""
+
+    published: Published
+    """Table of a paper."""
+    shows_place: bool
+    """Whether the name of a run starts with its experiment and trie."""
+
+    def format(
+        self, name: str, row: Row, metric: str, change: float | None
+    ) -> list[str]:
+        """Return the cells of a system's line.
+
+        Args:
+            name: Name of the system.
+            row: Measured row of the system.
+            metric: Name of the metric.
+            change: Measured change relative to the reference, or None.
+        """
+        published = self.published
+        cells = [
+            name,
+            f"{row.place}: {row.name}" if self.shows_place else row.name,
+            metric,
+            f"{row.mean(metric):.4f}",
+        ]
+        if not published.relative:
+            for dataset in published.datasets:
+                value = published.value(dataset, name, metric)
+                cells.append("-" if value is None else f"{value:.4f}")
+        if published.reference == name:
+            cells += [""] * (1 + len(published.datasets))
+        elif published.reference:
+            cells.append(percent(change))
+            for dataset in published.datasets:
+                cells.append(percent(published.change(dataset, name, metric)))
+        return cells
+
+
+def compare_with_reference(
+    rows: Sequence[Row],
+    formatter: LineFormatter,
+    systems: dict[str, System],
+    metric: str,
+) -> list[list[str]]:
+    """Return the lines of a metric: each reference row, followed by its systems.
+
+    Args:
+        rows: Measured rows.
+        formatter: Formatter of a published table with a reference.
+        systems: Systems by name.
+        metric: Name of the metric.
+    """
+    published = formatter.published
+    reference = str(published.reference)
+    # Lines by the runs of the reference: ablations may have other reference runs.
+    blocks: dict[tuple[Any, ...], list[list[str]]] = {}
+    for name in dict.fromkeys(chain(*published.datasets.values())):
+        if name == reference:
+            continue
+        sides = (rows, systems[name], systems[reference], metric)
+        for pair in pair_rows(*sides, "teacher") or pair_rows(*sides, "settings"):
+            right_ids = [run.id for run in pair.right.runs]
+            key = (pair.left.place, pair.right.options, *right_ids)
+            if key not in blocks:
+                blocks[key] = [formatter.format(reference, pair.right, metric, None)]
+            change = pair.change(metric)
+            blocks[key].append(formatter.format(name, pair.left, metric, change))
+    return list(chain(*blocks.values()))

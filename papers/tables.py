@@ -1,7 +1,7 @@
-"""Tables that the papers' experiments need.
+"""Make tables for the papers' experiments.
 
-Students against the margin of their teacher, models of actions against the interleaved
-baseline, numbers of parameters, and the origins of runs.
+They compare students with the margin of their teacher and models of actions with the
+interleaved baseline, and list numbers of parameters and the origins of runs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipelines.comparison.tables import task_entropies, task_name
 
 BASELINE = "interleaved"
 
-MAJOR = ("long_dwell", "contribution", "like")
-"""The major tasks of AttnMVP; all tasks are shown for logs without them."""
+MAJOR_TASKS = ("long_dwell", "contribution", "like")
+"""Major tasks of AttnMVP; for logs without these tasks, all tasks are shown."""
 
 
 def paper_tables(comparison: Comparison) -> list[Table]:
-    """Return all tables with content except the origins."""
+    """Return the tables of a comparison that have content, without the origins."""
     rows = comparison.rows
     return [
         *non_inferiority_tables(rows, comparison.metric, comparison.teachers),
@@ -34,30 +34,28 @@ def paper_tables(comparison: Comparison) -> list[Table]:
 def non_inferiority_tables(
     rows: Sequence[Row], metric: str, teachers: Sequence[Row] = ()
 ) -> list[Table]:
-    """Compare students with each evaluation of their teacher.
+    """Return a table of students beside the evaluations of their teachers.
 
-    Teachers are found by the hash of their weights. A student that was evaluated with
-    other options is compared only with its teacher under the same options.
+    Teachers are identified by the hash of their weights. A student that was evaluated
+    with other options than its checkpoint's is compared only with evaluations of its
+    teacher with the same options.
 
     Args:
         rows: Rows of the comparison.
         metric: Metric on test.
-        teachers: Rows of further teachers.
+        teachers: Rows of teachers that are not in `rows`.
+
+    Returns:
+        One table, or an empty list if there are no students.
     """
     name = f"test/{metric}"
     cells = []
     for student in rows:
-        taught_by = student.runs[0].teacher  # all runs of a row have the same
-        teacher_values = {
-            row.name: run.metrics[name]
-            for row in (*rows, *teachers)
-            for run in row.runs
-            if taught_by and run.weights == taught_by and name in run.metrics
-            if not student.options or student.options == row.options
-            if student.task == row.task
-        }
         values = student.by_seed(name)
-        for teacher, value in teacher_values.items() if values else ():
+        if not values:
+            continue
+        teacher_values = find_teacher_values(student, [*rows, *teachers], name)
+        for teacher, value in teacher_values.items():
             test = non_inferiority(list(values.values()), value)
             mean, p = f"{test.mean:.4f}", "needs 2 seeds"
             if len(values) > 1:
@@ -84,24 +82,51 @@ def non_inferiority_tables(
     return [Table("Students and their teachers", header, cells, notes)]
 
 
+def find_teacher_values(
+    student: Row, rows: Sequence[Row], name: str
+) -> dict[str, float]:
+    """Return a metric of the student's teacher by the name of the teacher's row.
+
+    Args:
+        student: Row of a student, whose runs have the same teacher.
+        rows: Rows among which the teacher is looked up.
+        name: Name of the metric.
+    """
+    teacher = student.runs[0].teacher
+    if not teacher:
+        return {}
+    values = {}
+    for row in rows:
+        has_other_options = student.options and student.options != row.options
+        if has_other_options or student.task != row.task:
+            continue
+        for run in row.runs:
+            if run.weights == teacher and name in run.metrics:
+                values[row.name] = run.metrics[name]
+    return values
+
+
 def relative_tables(rows: Sequence[Row]) -> list[Table]:
-    """Compare each row on test with the best baseline of its log, over common seeds."""
+    """Return a table of relative changes on test against the interleaved baseline.
+
+    Each row is compared with the first baseline of its log, over the seeds of both.
+    """
     baselines: dict[tuple[str, ...], Row] = {}
     for row in rows:
         if row.model == BASELINE and row.by_seed("test/eval_loss"):
             baselines.setdefault(row.log, row)
-    every = task_entropies(rows)
-    major = [
-        name for task in MAJOR if (name := f"test/{task}/normalised_entropy") in every
-    ] or every
-    names = ["test/eval_loss", "test/mean/normalised_entropy", *major]
+    entropies = task_entropies(rows)
+    major = [f"test/{task}/normalised_entropy" for task in MAJOR_TASKS]
+    shown = [name for name in major if name in entropies] or entropies
+    names = ["test/eval_loss", "test/mean/normalised_entropy", *shown]
     cells = []
     for row in rows:
-        if (baseline := baselines.get(row.log)) is None:
+        baseline = baselines.get(row.log)
+        if baseline is None:
             continue
         seeds = sorted(row.by_seed(names[0]).keys() & baseline.by_seed(names[0]).keys())
         if row is not baseline and seeds:
-            changes = (change(row, baseline, name, seeds) for name in names)
+            changes = [format_change(row, baseline, name, seeds) for name in names]
             cells.append([row.model, row.name, str(len(seeds)), *changes])
     if not cells:
         return []
@@ -111,7 +136,7 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
         "seeds",
         "eval loss",
         "mean NE",
-        *(f"{task_name(name)} NE" for name in major),
+        *(f"{task_name(name)} NE" for name in shown),
     ]
     notes = [
         f"change on test relative to "
@@ -121,13 +146,20 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
     return [Table("Against the interleaved baseline", header, cells, notes)]
 
 
-def change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
-    """Format the mean relative change over `seeds`, with its deviation if several."""
-    ours, theirs = row.by_seed(name), baseline.by_seed(name)
+def format_change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
+    """Format the mean relative change of a metric over seeds.
+
+    Args:
+        row: Compared row.
+        baseline: Row to compare with.
+        name: Name of the metric.
+        seeds: Seeds to average over; with several, the standard deviation is added.
+    """
+    values, base_values = row.by_seed(name), baseline.by_seed(name)
     changes = [
-        ratio(ours[seed], theirs[seed]) - 1
+        ratio(values[seed], base_values[seed]) - 1
         for seed in seeds
-        if seed in ours and seed in theirs
+        if seed in values and seed in base_values
     ]
     if not changes:
         return "-"
@@ -137,38 +169,41 @@ def change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
 
 
 def parameter_tables(rows: Sequence[Row]) -> list[Table]:
-    """Make a table of the parameters by part, one row per model and size."""
-    parts = list(
-        dict.fromkeys(
-            n
-            for row in rows
-            for run in row.runs
-            for n in run.metrics
-            if n.startswith("parameters/")
-        )
-    )
+    """Return a table of the numbers of parameters by part, one line per model and size.
+
+    The list is empty if no run has logged its parameters.
+    """
+    metrics: dict[str, None] = {}
+    for row in rows:
+        for run in row.runs:
+            metrics |= dict.fromkeys(run.metrics)
+    parts = [name for name in metrics if name.startswith("parameters/")]
     parts.sort(key=lambda name: name == "parameters/total")
-    lines = {
-        (
-            row.model,
-            *(f"{row.mean(name):,.0f}" if row.values(name) else "-" for name in parts),
-        )
-        for row in rows
-        if any(row.values(name) for name in parts)
-    }
+    lines = set()
+    for row in rows:
+        if any(row.values(name) for name in parts):
+            counts = [
+                f"{row.mean(name):,.0f}" if row.values(name) else "-" for name in parts
+            ]
+            lines.add((row.model, *counts))
     if not lines:
         return []
     header = ["model", *(name.removeprefix("parameters/") for name in parts)]
-    return [
-        Table("Parameters", header, [list(line) for line in sorted(lines)], num_words=1)
-    ]
+    cells = [list(line) for line in sorted(lines)]
+    return [Table("Parameters", header, cells, num_words=1)]
 
 
 def origins_table(origins: Sequence[tuple[str, ...]]) -> Table:
-    """Make the table of the hardware, commit and command of runs."""
+    """Return the table of the hardware, commit and command of runs.
+
+    Args:
+        origins: Name, hardware, commit and command of each run.
+    """
     cells = [
         [name, hardware, commit[:10], command]
-        for name, hardware, commit, command in sorted(origins, key=lambda o: o[0])
+        for name, hardware, commit, command in sorted(
+            origins, key=lambda origin: origin[0]
+        )
     ]
     return Table(
         "Where the runs are from",

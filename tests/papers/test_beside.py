@@ -94,7 +94,7 @@ def test_nothing_is_relative_to_zero() -> None:
         expect="no_worse",
     )
     (found,) = decide(claim, rows, Papers(SYSTEMS, [], []))
-    assert (found.verdict, found.why) == (OPEN, "nothing to be relative to")
+    assert (found.verdict, found.why) == (OPEN, "the right value is 0")
 
 
 def test_a_repeated_seed_counts_once_and_shared_seeds_alone_are_compared() -> None:
