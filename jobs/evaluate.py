@@ -250,7 +250,7 @@ def print_recommendations(
     A note gives the number of rankings with fewer than K items.
 
     Args:
-        config: Config of the job.
+        config: Options of the job.
         manifest: Manifest of the table.
         folder: Folder of the table.
         status: End of the first line: whether the table is new.

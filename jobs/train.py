@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 Config = TrainConfig
 
 
-def describe_late_best(best: int, done: int, fit: FitConfig) -> str:
+def describe_late_best(best_epoch: int, num_epochs: int, fit: FitConfig) -> str:
     """Return a note that more epochs may help, if the best epoch is the last one.
 
     The note is empty after a run that was measured only once.
 
     Args:
-        best: Best epoch by validation.
-        done: Number of epochs of the run.
+        best_epoch: Best epoch by validation.
+        num_epochs: Number of epochs of the run.
         fit: Options of the training.
     """
-    if not best == done == fit.max_epochs > fit.eval_every_epochs:
+    if not best_epoch == num_epochs == fit.max_epochs > fit.eval_every_epochs:
         return ""
     return (
         f"note: the best epoch is the last; more epochs may be better, "
-        f"--fit.max_epochs {2 * done} continues the training\n"
+        f"--fit.max_epochs {2 * num_epochs} continues the training\n"
     )
 
 

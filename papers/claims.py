@@ -122,7 +122,7 @@ class Verdict:
     claim: Claim
     verdict: str
     """HOLDS, FAILS or OPEN."""
-    where: str = ""
+    dataset: str = ""
     """Experiment, with the semantic IDs if there are several."""
     ours: str = ""
     """Measured size."""
@@ -454,7 +454,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
             decision.verdict,
             decision.claim.source,
             decision.claim.says,
-            decision.where,
+            decision.dataset,
             decision.ours,
             decision.paper,
             decision.why,

@@ -62,9 +62,9 @@ class Log:
     """Folder of the raw log."""
     source: str
     """Source file in `jobs/configs/sources`, without suffix."""
-    changed: dict[str, Any]
+    source_changes: dict[str, Any]
     """Keys of the source file that are replaced."""
-    first: int
+    first_day: int
     """Number of days in the first tables; the last of them is the first test day."""
     configs: tuple[str, ...]
     """Configs of the model in `jobs/configs`."""
@@ -74,13 +74,13 @@ class Log:
     """Options of all trainings that override the configs."""
     daily: dict[str, Any]
     """Options of a day's training that override `fit`."""
-    last: int
+    last_day: int
     """Number of the last day, at which the policies `in full` have taken as many steps
     as `daily`."""
     requests: int = 0
     """Number of test requests per day that are ranked, spread evenly over the lengths
     of histories; 0 for all."""
-    shown: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
     """Metrics that are saved for a model of actions."""
 
 
@@ -94,8 +94,8 @@ LOGS = {
         {"num_layers": 2},
         {"patience": 0, "max_epochs": 4},
         {"replay_fraction": 0.2, "max_epochs": 1},
-        last=14,
-        shown=("mean/rig", "mean/auc", "eval_loss"),
+        last_day=14,
+        metrics=("mean/rig", "mean/auc", "eval_loss"),
     ),
     "beauty": Log(
         "amazon14_beauty",
@@ -110,7 +110,7 @@ LOGS = {
         {},
         {"patience": 0, "max_epochs": 6, "eval_examples": 1000},
         {"lr": 0.002, "replay_fraction": 0.1, "max_epochs": 1},
-        last=20,
+        last_day=20,
         requests=2000,
     ),
 }
@@ -255,10 +255,12 @@ class Days:
         log = self.log
         source = yaml.safe_load((CONFIGS / f"sources/{log.source}.yaml").read_text())
         (self.folder / "raw").mkdir(parents=True, exist_ok=True)
-        (self.folder / "source.yaml").write_text(yaml.safe_dump(source | log.changed))
+        (self.folder / "source.yaml").write_text(
+            yaml.safe_dump(source | log.source_changes)
+        )
         for file in {*raw.glob("items*"), *raw.glob("video_features*")}:
             shutil.copy2(file, self.folder / "raw")
-        pattern = log.changed.get("files", "log_standard_*.csv")
+        pattern = log.source_changes.get("files", "log_standard_*.csv")
         for day, rows in enumerate(DAY_READERS[self.config.log](raw), 1):
             done = self.folder / f"{day}/done"
             if done.exists():
@@ -266,9 +268,9 @@ class Days:
             path = self.folder / "raw" / pattern.replace("*", f"{day:02d}")
             with path.open("w", newline="") as file:
                 csv.writer(file).writerows(rows)
-            if day < log.first:
+            if day < log.first_day:
                 continue
-            if day > log.last:
+            if day > log.last_day:
                 break
             self.prepare_day(day)
             done.touch()
@@ -277,7 +279,7 @@ class Days:
         """Write the tables and semantic IDs of a day, extending the previous day."""
         folder = self.folder / str(day)
         previous = self.folder / str(day - 1)
-        is_first = day == self.log.first
+        is_first = day == self.log.first_day
         shutil.rmtree(folder, ignore_errors=True)
         if not is_first:
             shutil.copytree(previous / "tables", folder / "tables")
@@ -392,8 +394,8 @@ class Days:
                 loaded.model, examples, batch_size=256, device=device
             ).sums
             metrics = loaded.model.metric_means(sums)
-            return {name: metrics[name] for name in metrics if name in self.log.shown}
-        first_new = self.count_items(day - 1) if day > self.log.first else 0
+            return {name: metrics[name] for name in metrics if name in self.log.metrics}
+        first_new = self.count_items(day - 1) if day > self.log.first_day else 0
         allowed = None
         if num_allowed:
             items = torch.arange(self.count_items(day))
@@ -466,13 +468,13 @@ class Days:
 
     def run(self) -> None:
         """Run all policies; policies that need the steps of `daily` come last."""
-        log, last = self.log, self.log.last
+        log, last = self.log, self.log.last_day
         self.prepare()
-        first, first_steps = self.train("daily", log.first)
+        first, first_steps = self.train("daily", log.first_day)
         newest = first
         steps_by_day: dict[int, int] = {}
-        for day in range(log.first + 1, last + 1):
-            is_first = day == log.first + 1
+        for day in range(log.first_day + 1, last + 1):
+            is_first = day == log.first_day + 1
             self.save_metrics("once", day, first, first_steps if is_first else 0)
             if self.has_sids:
                 num_items = self.count_items(day - 1)
@@ -482,7 +484,7 @@ class Days:
             self.save_metrics("daily", day, newest, steps)
             self.save_metrics("anew", day, *self.train("anew", day, steps))
         total = first_steps + sum(steps_by_day.values())
-        full, full_steps = self.train(ONCE_IN_FULL, log.first, total)
+        full, full_steps = self.train(ONCE_IN_FULL, log.first_day, total)
         for day in steps_by_day:
             self.save_metrics(ONCE_IN_FULL, day, full, full_steps if day == last else 0)
         self.save_metrics(ANEW_IN_FULL, last, *self.train(ANEW_IN_FULL, last, total))

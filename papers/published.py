@@ -271,7 +271,7 @@ class Pair:
     left: Row
     """Row of the compared system. Its runs are those in `runs`, if there are any."""
     right: Row
-    """Row of the system to compare with, restricted likewise to the runs in `runs`."""
+    """Row of the system to compare with, also restricted to the runs in `runs`."""
     runs: tuple[tuple[Run, Run], ...]
     """Pairs of a left run and the right run that is its teacher or has its seed; empty
     if the rows share no seed."""
@@ -452,7 +452,7 @@ def beside_the_papers(comparison: Comparison, papers: Papers) -> list[Table]:
 def compare_with(
     comparison: Comparison, published: Published, systems: dict[str, System]
 ) -> Table | None:
-    """Return the table of a published table beside our runs.
+    """Return a table that compares a published table with our runs.
 
     Args:
         comparison: Measured rows.
