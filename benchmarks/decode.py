@@ -45,7 +45,8 @@ from benchmarks.harness import (
 from models import build
 from models.cpu import kernels
 from models.cpu.matmul import use_exact_onednn
-from models.retrieval.data import PAD, Catalogue, HistoryBatch, RetrievalDataset
+from models.dataset.encoding import PAD
+from models.retrieval.data import Catalogue, HistoryBatch, RetrievalDataset
 from models.retrieval.tiger import TigerConfig
 from models.storage import checkpoint
 from models.storage.tables import UserError, join

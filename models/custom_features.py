@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from models.dataset.encoding import hash_strings
 from models.layers.standardised import MAX_DEVIATIONS, Standardised
-from models.retrieval.data import hash_strings
 from models.warm_start import EmbeddingTables
 
 NUMBER, CATEGORY = "num_", "cat_"

@@ -9,7 +9,7 @@ checkpoints.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,3 +85,12 @@ def measure_examples(
         seconds += time.perf_counter() - start
         count += len(rows)
     return Measurement(sums, count, seconds)
+
+
+def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the total of the sums of several batches or workers, by name."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

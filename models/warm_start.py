@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from models.config import pluralize
+from models.dataset.encoding import hash_strings
 from models.layers.standardised import Standardised
-from models.retrieval.data import hash_strings
 from models.storage.checkpoint import (
     WEIGHTS,
     Checkpoint,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -177,15 +177,6 @@ def ranking_sums(
             batch.user_row, values, by_user
         )
     return sums
-
-
-def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the total of the sums of several batches or workers, by name."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.retrieval.data import PAD, Catalogue, HistoryBatch
+from models.dataset.encoding import PAD
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.storage.tables import UserError
 
 

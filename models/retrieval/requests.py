@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from models.dataset.batch import Batch
+from models.dataset.encoding import hash_strings
 from models.item_ids import WITHOUT_ALLOWED, clean_id, parse_allowed
 from models.requests import Columns, Requests, Row
-from models.retrieval.data import RetrievalDataset, hash_strings
+from models.retrieval.data import RetrievalDataset
 from models.storage.tables import UserError
 
 EVERY = ["*"]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import check_dropout, check_positive
-from models.retrieval.data import PAD, Catalogue, HistoryBatch, WindowBatch
+from models.dataset.encoding import PAD
+from models.retrieval.data import Catalogue, HistoryBatch, WindowBatch
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 from models.training.distributed import global_mean

@@ -32,6 +32,14 @@ from models.custom_features import CustomFeatures
 from models.dataset.batch import Batch, axes
 from models.dataset.columns import Columns
 from models.dataset.dataset import SPLITS, RequestDataset
+from models.dataset.encoding import (
+    PAD,
+    decode_splits,
+    hash_strings,
+    request_columns,
+    request_number,
+    to_tensor,
+)
 from models.ragged import (
     find_rows,
     gather_ranges,
@@ -41,14 +49,6 @@ from models.ragged import (
     pad_ragged,
     row_numbers,
     run_starts,
-)
-from models.retrieval.data import (
-    PAD,
-    decode_splits,
-    hash_strings,
-    request_columns,
-    request_number,
-    to_tensor,
 )
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText
 from models.storage.tables import Manifest

@@ -34,9 +34,10 @@ from torch import Tensor
 
 from models import registry
 from models.dataset.dataset import RequestDataset
+from models.dataset.encoding import request_index
 from models.loaded_model import LoadedModel
 from models.metrics.scores import check_finite
-from models.retrieval.data import RetrievalDataset, request_index
+from models.retrieval.data import RetrievalDataset
 from models.retrieval.recommend import required_history
 from models.storage import checkpoint
 from models.storage.inputs import Inputs

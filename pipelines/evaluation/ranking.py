@@ -19,10 +19,10 @@ import torch
 
 from models import registry
 from models.dataset.dataset import RequestDataset
-from models.evaluation import measure_examples
+from models.evaluation import add_sums, measure_examples
 from models.loaded_model import LoadedModel
 from models.metrics.per_user_metrics import sampling_stride
-from models.retrieval.metrics import add_sums, exposure
+from models.retrieval.metrics import exposure
 from models.retrieval.recommend import required_history
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks import decode, harness
-from models.retrieval.data import PAD, RetrievalDataset
+from models.dataset.encoding import PAD
+from models.retrieval.data import RetrievalDataset
 from models.retrieval.search.trie import Trie
 from models.storage import checkpoint
 from models.storage.inputs import Inputs

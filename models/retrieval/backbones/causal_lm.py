@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.retrieval.data import PAD, HistoryBatch
+from models.dataset.encoding import PAD
+from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import Backbone, History, Memory, SidTokens
 
 Segment = tuple[Tensor, Tensor]

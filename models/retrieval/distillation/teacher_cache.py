@@ -42,9 +42,9 @@ from torch import Tensor
 
 from models.config import pluralize
 from models.dataset.columns import Columns, open_columns
+from models.dataset.encoding import PAD
 from models.ragged import find_sorted, lengths_to_offsets, pad_indices
 from models.retrieval.data import (
-    PAD,
     Catalogue,
     HistoryBatch,
     RequestBatch,

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from models.cpu.fast import FastSearch
-from models.retrieval.data import PAD, HistoryBatch
+from models.dataset.encoding import PAD
+from models.retrieval.data import HistoryBatch
 from models.retrieval.students.sid_mlp import SidMlp
 from models.storage.tables import UserError
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from models import registry
 from models.build import build_model, load_model
-from models.retrieval.data import PAD, Catalogue, RequestBatch
+from models.dataset.encoding import PAD
+from models.retrieval.data import Catalogue, RequestBatch
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.student import ReusesDecoder
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher

@@ -10,10 +10,10 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
+from models.evaluation import add_sums
 from models.retrieval.data import RequestBatch
 from models.retrieval.metrics import (
     CUTOFFS,
-    add_sums,
     count_shown,
     exposure,
     hit_rank,

@@ -17,7 +17,8 @@ from torch import nn
 from models.build import build_model
 from models.cpu import kernels
 from models.cpu.fast import fast_search
-from models.retrieval.data import PAD, Catalogue
+from models.dataset.encoding import PAD
+from models.retrieval.data import Catalogue
 from models.retrieval.recommend import truncate_history
 from models.storage.tables import UserError
 from tests.fixtures.small_retrieval import requests_of

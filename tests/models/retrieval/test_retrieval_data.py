@@ -13,12 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.retrieval.data import (
-    Catalogue,
-    RetrievalDataset,
-    find_repeats,
-    hash_strings,
-)
+from models.dataset.encoding import hash_strings
+from models.retrieval.data import Catalogue, RetrievalDataset, find_repeats
 from models.storage.tables import UserError
 
 LOG = st.dictionaries(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.retrieval.data import PAD, Catalogue, RequestBatch, RetrievalDataset
+from models.dataset.encoding import PAD
+from models.retrieval.data import Catalogue, RequestBatch, RetrievalDataset
 from models.retrieval.floors.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
 from tests.fixtures.batches import fill_batch

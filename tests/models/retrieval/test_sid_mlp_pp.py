@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.build import load_model, parse_options
+from models.dataset.encoding import PAD
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
-from models.retrieval.data import PAD, Catalogue, HistoryBatch
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.students.sid_mlp_pp import (
     SidMlpPp,
     SidMlpPpConfig,

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from models.dataset.encoding import PAD
 from models.layers.t5 import _ReluDropout, dropout
-from models.retrieval.data import PAD, Catalogue, HistoryBatch
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.search.generate import to_transformers
 from models.retrieval.tiger import Tiger, TigerConfig
 from tests.fixtures import small_retrieval

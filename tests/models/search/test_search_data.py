@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.retrieval.data import request_number
+from models.dataset.encoding import request_number
 from models.search.catalogue import SearchCatalogue, pair_key
 from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset
 from models.storage.tables import UserError, join, read_table

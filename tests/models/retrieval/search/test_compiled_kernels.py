@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from models.cpu import kernels
 from models.cpu.matmul import MAX_RELATIVE_ERROR, PackedLinear
-from models.retrieval.data import PAD, Catalogue, HistoryBatch
+from models.dataset.encoding import PAD
+from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.search.beam import beam_search
 from models.retrieval.search.trie import Trie
 from models.retrieval.tiger import Tiger, TigerConfig
