@@ -875,7 +875,7 @@ def fit(
     if sharded:
         fsdp.shard(model, blocks, device, world)
     optimizer, factors = make_optimizer(
-        model, config.optimizer, config.lr, config.weight_decay, lr_multipliers or {}
+        model, config.optimizer, config.weight_decay, lr_multipliers or {}
     )
     cursor = Cursor()
     if state is not None:

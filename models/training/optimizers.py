@@ -14,16 +14,16 @@ from models.storage.tables import UserError
 def make_optimizer(
     model: nn.Module,
     name: Literal["adamw", "adagrad"],
-    lr: float,
     weight_decay: float,
     lr_multipliers: Mapping[str, float],
 ) -> tuple[torch.optim.Optimizer, list[float]]:
     """Build the optimizer of a model's trained parameters.
 
+    The caller sets the learning rate before each step with `set_learning_rate`.
+
     Args:
         model: The model, on its device.
         name: Name of the optimizer.
-        lr: Learning rate of parameters without a factor.
         weight_decay: Weight decay, except for `NoWeightDecay` parameters.
         lr_multipliers: Factors on the learning rate by prefix of parameter names.
 
@@ -42,10 +42,10 @@ def make_optimizer(
     optimizer: torch.optim.Optimizer
     if name == "adagrad":
         kind = CapturableAdagrad if on_gpu else torch.optim.Adagrad
-        optimizer = kind(options, lr=lr, weight_decay=weight_decay)
+        optimizer = kind(options, weight_decay=weight_decay)
     else:
         optimizer = torch.optim.AdamW(
-            options, lr=lr, weight_decay=weight_decay, fused=True, capturable=on_gpu
+            options, weight_decay=weight_decay, fused=True, capturable=on_gpu
         )
     return optimizer, [factor for factor, _ in groups]
 

@@ -438,14 +438,15 @@ def train_sgd(
         worker.heartbeat.trains = True
     requests = StopRequests(worker)
     run.should_stop = requests.should_stop
+    config = task.config
     for event in fit(
         run.model,
         run.train,
         run.validate,
-        run.fit,
+        config.fit,
         means=run.means,
         lr_multipliers=run.lr_multipliers,
-        blocks=run.model.fsdp_blocks() if task.config.ray.fsdp else [],
+        blocks=run.model.fsdp_blocks() if config.ray.fsdp else [],
         state=state,
         device=run.device,
         rank=worker.rank,

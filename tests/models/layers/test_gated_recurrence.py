@@ -153,7 +153,7 @@ def test_time_and_skip_parameters_have_no_weight_decay() -> None:
         found = [names[id(p)] for p in groups[1.0, False]]
         assert set(found) <= {"log_rate", "step_bias", "skip"}
         assert len(found) == spared
-        optimizer, _ = make_optimizer(mixer, "adamw", 0.1, 0.5, {})
+        optimizer, _ = make_optimizer(mixer, "adamw", 0.5, {})
         assert [group["weight_decay"] for group in optimizer.param_groups] == [
             0.5 if decays else 0.0 for _, decays in groups
         ]
