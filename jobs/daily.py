@@ -29,6 +29,7 @@ from models.storage.uri import absolute, check_writable, read_json, write_file
 
 if TYPE_CHECKING:
     from pipelines import tracking
+    from pipelines.evaluation.record import Result
 
 DAYS = "days.json"
 """File in the output folder with a record of each day."""
@@ -268,11 +269,14 @@ class Day:
         self.check_max_drop()
         running = self.measure_running(day)
         trained = self.run_job("train", self.train_options(day["name"], running))
+        result = None
         if "after" not in day:
-            after = self.measure(trained.checkpoint)
+            result = self.evaluate(trained.checkpoint)
+            after = defined_metrics(result)
             self.save(day, checkpoint=trained.checkpoint, after=after)
         if "floors" not in day:
-            self.save(day, floors=self.compare_with_floors(trained.checkpoint))
+            floors = self.compare_with_floors(trained.checkpoint, result)
+            self.save(day, floors=floors)
         self.judge(day, trained.run)
 
     def explain_idle(self, name: str) -> None:
@@ -292,11 +296,15 @@ class Day:
         for line in describe_unread(source, self.config.prepare["input"]):
             print(line)
 
-    def compare_with_floors(self, folder: str) -> list[dict[str, Any]]:
+    def compare_with_floors(
+        self, folder: str, result: Result | None
+    ) -> list[dict[str, Any]]:
         """Compare a checkpoint on the day with the models that need no training.
 
         Args:
             folder: Folder of the checkpoint.
+            result: Result of the checkpoint on the day, over all items; None to
+                evaluate the checkpoint.
 
         Returns:
             One verdict per ranking, against the best of these models: over all items,
@@ -324,9 +332,10 @@ class Day:
         for options, floors in zip(rankings, all_floors, strict=True):
             if not floors:
                 continue
-            evaluate = {"checkpoint": folder, **self.inputs, **options}
-            result = self.run_job("evaluate", evaluate)
-            verdicts.append(judge_result(result, floors, metadata.fit["metric"]))
+            evaluated = result
+            if options or evaluated is None:
+                evaluated = self.evaluate(folder, **options)
+            verdicts.append(judge_result(evaluated, floors, metadata.fit["metric"]))
         if verdicts and verdicts[0]["repeats"] < REPEATS:
             verdicts.reverse()
         return verdicts
@@ -353,7 +362,7 @@ class Day:
         try:
             versions = read_versions(metadata.name, Inputs(**self.inputs))
             checkpoint.check(metadata, folder, versions, extending=True)
-            before = self.measure(folder)
+            before = defined_metrics(self.evaluate(folder))
         except checkpoint.OtherTablesError as error:
             print(
                 f"\nthe model of {running['name']} cannot be trained further, so a new "
@@ -379,15 +388,16 @@ class Day:
                     f"{did_you_mean(metric, metrics)}"
                 )
 
-    def measure(self, checkpoint: str) -> dict[str, float]:
+    def evaluate(self, checkpoint: str, **options: Any) -> Result:
         """Evaluate a checkpoint on the test split, which holds the day.
 
-        Returns:
-            Metrics by name, without metrics that are NaN.
+        Args:
+            checkpoint: Folder of the checkpoint.
+            options: Further options of jobs.evaluate.
         """
-        options = {"checkpoint": checkpoint, **self.inputs, "split": "test"}
-        metrics = self.run_job("evaluate", options).metrics
-        return {name: value for name, value in metrics.items() if not isnan(value)}
+        evaluate = {"checkpoint": checkpoint, **self.inputs, "split": "test", **options}
+        result: Result = self.run_job("evaluate", evaluate)
+        return result
 
     def judge(self, day: dict[str, Any], run: tracking.RunRef) -> None:
         """Accept or reject the day's model, and register an accepted model.
@@ -479,6 +489,12 @@ class Day:
             return
         version = register(run, self.config.register, metric)
         print(f"registered: version {version.version} of {self.config.register}")
+
+
+def defined_metrics(result: Result) -> dict[str, float]:
+    """Return the metrics of a result by name, without metrics that are NaN."""
+    metrics = result.metrics
+    return {name: value for name, value in metrics.items() if not isnan(value)}
 
 
 def find_drops(
