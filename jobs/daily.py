@@ -28,6 +28,7 @@ from models.storage.tables import UserError, has_manifest, join, read_manifest
 from models.storage.uri import absolute, check_writable, read_json, write_file
 
 if TYPE_CHECKING:
+    from models.model import Model
     from pipelines import tracking
     from pipelines.evaluation.record import Result
 
@@ -97,6 +98,9 @@ def read_ancestry(uri: str) -> list[str]:
 class Day:
     """The jobs of one day of the log."""
 
+    model_class: type[Model]
+    """Class of the trained model, which `check` sets."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.output = absolute(config.output)
@@ -111,23 +115,24 @@ class Day:
 
     def check(self) -> None:
         """Raise UserError for invalid options of any job, before the first job runs."""
+        from models import registry
+
+        first_training = build_config("train", self.train_options("first", None))
+        self.model_class = registry.find_by_config(first_training.model)
         for job, options in (
             ("prepare", self.prepare_options()),
             ("tokenize", self.tokenize_options()),
             ("encode", self.encode_options()),
-            ("train", self.train_options("first", None)),
             ("train", self.train_options("next", {"checkpoint": self.runs})),
         ):
             if options:
                 build_config(job, options)
-        from models import registry
-
-        name = self.model_name()
-        reason = registry.find(name).reason_not_served()
+        reason = self.model_class.reason_not_served()
         if self.config.register and reason:
             raise UserError(
-                f"register is {self.config.register}, and the model '{name}' cannot be "
-                f"served: {reason}; remove register, or train another model"
+                f"register is {self.config.register}, and the model "
+                f"'{self.model_class.name}' cannot be served: {reason}; remove "
+                f"register, or train another model"
             )
 
     def read_days(self) -> None:
@@ -194,23 +199,13 @@ class Day:
             running: Record of the day whose model is trained further; None trains a new
                 model. Models without gradients are always trained from scratch.
         """
-        from models import registry
-
         options = {**self.config.train, **self.inputs}
         options |= {"storage": self.runs, "name": name}
-        if running is None or not registry.find(self.model_name()).trains_by_gradient:
+        if running is None or not self.model_class.trains_by_gradient:
             return options
         return merge_options(
             options, {**self.config.continue_training, "init": running["checkpoint"]}
         )
-
-    def model_name(self) -> str:
-        """Return the name of the model in the options or in their config files."""
-        from models import registry
-
-        options = {**self.config.train, **self.inputs}
-        options |= {"storage": self.runs, "name": "any"}
-        return registry.find_by_config(build_config("train", options).model).name
 
     def run_job(self, job: str, options: dict[str, Any]) -> Any:
         """Print the command line of a job after an empty line, and run the job."""
@@ -375,12 +370,11 @@ class Day:
 
     def check_max_drop(self) -> None:
         """Raise UserError for a metric of `max_drop` that the model does not have."""
-        from models import registry
         from models.loaded_model import load_catalogue
 
-        name = self.model_name()
+        name = self.model_class.name
         catalogue = load_catalogue(name, Inputs(**self.inputs))
-        metrics = registry.find(name).metric_names(catalogue)
+        metrics = self.model_class.metric_names(catalogue)
         for metric in self.config.max_drop:
             if metric not in metrics:
                 raise UserError(
