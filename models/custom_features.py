@@ -1,7 +1,7 @@
 """Custom features: numbers and categories that a log provides.
 
-    own = CustomFeatures.from_info(manifest.info)
-    own.matrix({"num_bm25": pa.array([2.5, None])}, 2)   # (2, X + G) float32
+    features = CustomFeatures.from_info(manifest.info)
+    features.matrix({"num_bm25": pa.array([2.5, None])}, 2)   # (2, X + G) float32
 
 The features describe candidates and behaviours. jobs.prepare computes their statistics
 and vocabularies from the training window only
@@ -188,22 +188,22 @@ class CustomInputs(Standardised, EmbeddingTables):
     at_times: Tensor
     """(M,) indices of the M numbers that may be missing."""
 
-    def __init__(self, own: CustomFeatures, width: int, dropout: float) -> None:
+    def __init__(self, features: CustomFeatures, width: int, dropout: float) -> None:
         """Create the layer.
 
         Args:
-            own: The features.
+            features: Custom features of the log.
             width: Width of the embedding of a category.
             dropout: Fraction of category values that are replaced by the unknown value
                 in training, so that its embedding is learned.
         """
         super().__init__(
-            torch.tensor([number.mean for number in own.numbers]),
-            torch.tensor([number.std for number in own.numbers]),
-            [number.name for number in own.numbers],
+            torch.tensor([number.mean for number in features.numbers]),
+            torch.tensor([number.std for number in features.numbers]),
+            [number.name for number in features.numbers],
         )
-        self.count, self.dropout = len(own.numbers), dropout
-        at_times = [i for i, number in enumerate(own.numbers) if number.missing]
+        self.count, self.dropout = len(features.numbers), dropout
+        at_times = [i for i, number in enumerate(features.numbers) if number.missing]
         self.register_buffer(
             "at_times", torch.tensor(at_times, dtype=torch.long), persistent=False
         )
@@ -211,13 +211,13 @@ class CustomInputs(Standardised, EmbeddingTables):
             nn.Embedding.from_pretrained(
                 torch.randn(category.rows, width) * width**-0.5, freeze=False
             )
-            for category in own.categories
+            for category in features.categories
         )
-        self.row_names = [None if c.buckets else c.values for c in own.categories]
+        self.row_names = [None if c.buckets else c.values for c in features.categories]
         self.columns = [
-            *(number.name for number in own.numbers),
-            *(own.numbers[i].name for i in at_times),
-            *(category.name for category in own.categories for _ in range(width)),
+            *(number.name for number in features.numbers),
+            *(features.numbers[i].name for i in at_times),
+            *(category.name for category in features.categories for _ in range(width)),
         ]
         """(O,) name of the feature of each output column."""
 

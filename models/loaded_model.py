@@ -55,7 +55,7 @@ class LoadedModel:
         metadata = checkpoint.read(uri)
         catalogue = load_catalogue(metadata.name, inputs, metadata)
         trained = replace(
-            catalogue, versions=accept_other_log(catalogue.versions, metadata)
+            catalogue, versions=replace_sequences_version(catalogue.versions, metadata)
         )
         model, _ = load_model(uri, trained)
         return cls(metadata, model.to(device), catalogue)
@@ -144,17 +144,18 @@ def check_trained_before(metadata: Checkpoint, end: int | None, noun: str) -> No
         )
 
 
-def accept_other_log(
+def replace_sequences_version(
     versions: dict[str, TableVersion], metadata: Checkpoint
 ) -> dict[str, TableVersion]:
-    """Return the versions of tables for `checkpoint.check`, which accepts another log.
+    """Replace the version of `sequences` by the training's, so that the check passes.
 
-    A model that ranks a catalogue may be evaluated on another log of the same items. So
-    the version of `sequences` is replaced by the version of the training.
+    A model that ranks a catalogue may be evaluated on another log of the same items. If
+    the items differ, or the model does not rank a catalogue, the versions are returned
+    unchanged, and `checkpoint.check` rejects another log.
 
     Args:
-        versions: Versions of the tables by name.
-        metadata: The checkpoint.
+        versions: Versions of the tables of the evaluation, by name.
+        metadata: `config.json` of the checkpoint.
     """
     trained = metadata.hashes.get("sequences")
     items = versions.get("items")

@@ -120,7 +120,7 @@ class Row(dict[str, Any]):
 
     def custom_features(
         self,
-        own: CustomFeatures,
+        features: CustomFeatures,
         prefix: str,
         count: int,
         defaults: Mapping[str, pa.Array] | None = None,
@@ -128,7 +128,7 @@ class Row(dict[str, Any]):
         """Return the log's custom features.
 
         Args:
-            own: The features.
+            features: Custom features of the log.
             prefix: Prefix of the names of the columns, `{prefix}numbers` and
                 `{prefix}categories`.
             count: Number of candidates or behaviours.
@@ -138,7 +138,7 @@ class Row(dict[str, Any]):
         Returns:
             (count, X + G) values, as from `CustomFeatures.matrix`.
         """
-        columns, names = dict(defaults or {}), _own_names(own)
+        columns, names = dict(defaults or {}), _list_custom_names(features)
         numbers = self.entries_by_name(
             f"{prefix}numbers", names.get("numbers", ()), count
         )
@@ -150,7 +150,7 @@ class Row(dict[str, Any]):
         )
         for name, values in categories.items():
             columns[CATEGORY + name] = pa.array(values, pa.string(), from_pandas=True)
-        return own.matrix(columns, count)
+        return features.matrix(columns, count)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Request:
 
     candidates: list[str]
     """Item ids in the order of the request."""
-    known: list[int]
+    scored: list[int]
     """Indices of the scored candidates, which are items of the catalogue or new items
     that the request describes."""
     events: int
@@ -225,9 +225,8 @@ class Requests:
             info: `info` of the manifest of sequences.
             inputs: Folders of the tables.
         """
-        own = _own_names(CustomFeatures.from_info(info))
         columns = dict(cls.optional_columns)
-        for kind in own:
+        for kind in _list_custom_names(CustomFeatures.from_info(info)):
             columns[kind] = f"own_{kind}"
             columns[f"history_{kind}"] = f"own_{kind}"
         return columns
@@ -242,7 +241,7 @@ class Requests:
         labels = info.get("tasks", info.get("labels"))
         lists = {"labels": labels} | {key: info.get(key) for key in NAMES}
         names = {key: list(value) for key, value in lists.items() if value is not None}
-        return names | _own_names(CustomFeatures.from_info(info))
+        return names | _list_custom_names(CustomFeatures.from_info(info))
 
 
 def _check_count(
@@ -282,17 +281,17 @@ def _check_finite(name: str, values: Floats) -> Floats:
     return values
 
 
-def _own_names(own: CustomFeatures) -> dict[str, list[str]]:
+def _list_custom_names(features: CustomFeatures) -> dict[str, list[str]]:
     """Return the names of the log's custom features, by kind.
 
     Names are without the prefix of the tables' columns. The kinds, `numbers` and
     `categories`, are the names of the requests' columns.
     """
-    if not own.names:
+    if not features.names:
         return {}
     prefixes = {"numbers": NUMBER, "categories": CATEGORY}
     return {
-        kind: [name.removeprefix(p) for name in own.names if name.startswith(p)]
+        kind: [name.removeprefix(p) for name in features.names if name.startswith(p)]
         for kind, p in prefixes.items()
     }
 

@@ -266,12 +266,12 @@ class TrainingRun:
     @cached_property
     def learned(self) -> dict[str, Any]:
         """Values other than weights that are learned from the tables (`Checkpoint`)."""
-        new = self.train.dataset.new
+        new_examples = self.train.dataset.new_examples
         return {
             "scales": self.catalogue.scales(),
             "names": collect_row_names(self.model),
             "until": self.until,
-            "since": new.since if new else 0,
+            "since": new_examples.since if new_examples else 0,
         }
 
     def resume(self, folder: str, metadata: Checkpoint) -> dict[str, Any] | None:

@@ -96,7 +96,7 @@ def load_extended_weights(
     check_tasks(model, metadata, uri)
     messages = []
     if trains:
-        messages += keep_new_scales(model, saved)
+        messages += fill_constant_scales(model, saved)
         messages += keep_new_rates(model, saved, metadata)
     targets: dict[str, Tensor] = model.state_dict()
     catalogue_buffers = set(list_catalogue_buffers(model))
@@ -145,7 +145,7 @@ def _shape_error(
     )
 
 
-def keep_new_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
+def fill_constant_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
     """Replace the saved scales of constant features by the scales of the new tables.
 
     Args:
@@ -165,7 +165,7 @@ def keep_new_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
         messages += [
             f"{name} had no values or was constant before: its scale is taken from the "
             "new tables"
-            for name in module.keep_new_scales(mean, std)
+            for name in module.fill_constant_scales(mean, std)
         ]
     return messages
 

@@ -181,7 +181,8 @@ class ActionsCatalogue:
             scales: Scales from a checkpoint (`scales`), which replace computed ones.
 
         Raises:
-            UserError: If the tables do not belong together.
+            UserError: If the tables do not belong together, or `item_index` is not
+                dense and sorted from 0.
         """
         versions = Inputs(tables, text=text).versions(TABLES)
         info = sequences_manifest(join(tables, "sequences"), "actions").info

@@ -167,7 +167,7 @@ class ActionsDataset(RequestDataset):
         is_train = self.split == "train"
         windows = self._training_windows() if is_train else self._evaluation_windows()
         begin = self.offsets[windows.user] + windows.begin
-        if is_train and self.new:
+        if is_train and self.new_examples:
             shared = self._count_not_learned(begin, windows.context, windows.shared)
             has_learned_events = shared < windows.context
             windows = replace(windows, shared=shared).select(has_learned_events)
@@ -225,10 +225,14 @@ class ActionsDataset(RequestDataset):
             context: (n,) number of context events.
             shared: (n,) number of events that another example learns.
         """
-        assert self.new is not None
-        old_before = np.append(0, np.cumsum(self.columns["time"] < self.new.since))
+        assert self.new_examples is not None
+        old_before = np.append(
+            0, np.cumsum(self.columns["time"] < self.new_examples.since)
+        )
         num_old = old_before[begin + context] - old_before[begin]
-        is_replayed = self.new.mask(np.full(len(begin), self.new.since - 1))
+        is_replayed = self.new_examples.mask(
+            np.full(len(begin), self.new_examples.since - 1)
+        )
         return np.where(is_replayed, shared, np.maximum(shared, num_old))
 
     def num_steps(self, batch_size: int) -> int:
@@ -334,7 +338,8 @@ class ActionsDataset(RequestDataset):
     def candidate_keys(self, batch: ActionsBatch) -> dict[str, Tensor]:
         """Return the user, request, time, item and labels of each candidate.
 
-        The candidates of a user with the same timestamp form one request.
+        The candidates of a user with the same timestamp form one request. Impressions
+        have no query, so `query` is -1.
         """
         valid = batch.candidate_valid
         time = batch.candidate_time[valid]

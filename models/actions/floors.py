@@ -84,15 +84,15 @@ class BaseRate(ActionsModel):
 
     def fit_counts(self, batches: Iterable[ActionsBatch]) -> None:
         """Count the training events of each item, and its positive events per task."""
-        events = torch.zeros_like(self.events, device="cpu")
-        done = torch.zeros_like(self.done, device="cpu")
+        num_events = torch.zeros_like(self.events, device="cpu")
+        num_positives = torch.zeros_like(self.done, device="cpu")
         for batch in batches:
-            learn = batch.learn.cpu()
-            item = batch.item.cpu()[learn]
-            events += torch.bincount(item, minlength=len(events))
-            done.index_add_(0, item, batch.label.cpu()[learn].double())
-        self.events.copy_(events)
-        self.done.copy_(done)
+            is_learned = batch.learn.cpu()
+            item = batch.item.cpu()[is_learned]
+            num_events += torch.bincount(item, minlength=len(num_events))
+            num_positives.index_add_(0, item, batch.label.cpu()[is_learned].double())
+        self.events.copy_(num_events)
+        self.done.copy_(num_positives)
 
     def rates(self, item: Tensor) -> Tensor:
         """Return the probabilities (N, K) of the tasks for `item` (N,)."""

@@ -221,17 +221,19 @@ class ActionsRequests(Requests):
     ) -> None:
         super().__init__(folder, model, catalogue, settings)
         self.max_history = model.config.max_history
-        self.actions, self.own = catalogue.actions, catalogue.own
+        self.actions = catalogue.actions
+        self.custom_features = catalogue.own
         self.needs_ids = model.needs_ids
-        self.mean = model.features.mean.numpy()
+        self.feature_mean = model.features.mean.numpy()
         self.viewers = {
-            name: {value: number for number, value in enumerate(values, 1)}
+            # code 0 is an unknown value
+            name: {value: code for code, value in enumerate(values, 1)}
             for name, values in catalogue.viewers.items()
         }
         items = read_manifest(f"{folder}/tables/items", "items")
         text = read_text_manifest(find_bundled_inputs(folder))
         columns = content_columns(items, text)
-        self.new = NewItems(catalogue, columns, self.encoder, text_template(text))
+        self.new_items = NewItems(catalogue, columns, self.encoder, text_template(text))
 
     @classmethod
     def columns(cls, info: Mapping[str, Any], inputs: Inputs) -> Columns:
@@ -268,7 +270,7 @@ class ActionsRequests(Requests):
             UserError: If the row has an invalid value.
         """
         candidates, history = row.item_ids("candidates"), row.item_ids("history")
-        sent_items = self.new.parse(row.value("new_items") or ())
+        sent_items = self.new_items.parse(row.value("new_items") or ())
         new = {key: item for key, item in sent_items.items() if key not in self.index}
         new_index = {item: number for number, item in enumerate(new, len(self.index))}
         index = ChainMap(new_index, self.index)
@@ -285,7 +287,7 @@ class ActionsRequests(Requests):
         ]
         events = events[-self.max_history :]
         num_events, num_scored = len(events), len(scored)
-        default = np.tile(self.mean, (len(candidates), 1))
+        default = np.tile(self.feature_mean, (len(candidates), 1))
         feature = row.vectors("features", default)[scored]
         action = self._parse_actions(row, len(history))[events]
         items = [history[i] for i in events] + [candidates[i] for i in scored]
@@ -303,10 +305,16 @@ class ActionsRequests(Requests):
                 for name in self.viewers
             ]
             parts["viewer"] = np.stack(codes, 1)
-        if self.own.names:
-            history_own = row.custom_features(self.own, "history_", len(history))
-            candidate_own = row.custom_features(self.own, "", len(candidates))
-            parts["own"] = np.concatenate([history_own[events], candidate_own[scored]])
+        if self.custom_features.names:
+            history_custom = row.custom_features(
+                self.custom_features, "history_", len(history)
+            )
+            candidate_custom = row.custom_features(
+                self.custom_features, "", len(candidates)
+            )
+            parts["own"] = np.concatenate(
+                [history_custom[events], candidate_custom[scored]]
+            )
         return Request(candidates, scored, num_events, parts, list(new.values()))
 
     def _parse_times(self, row: Row, count: int) -> list[int]:
@@ -390,4 +398,6 @@ class ActionsRequests(Requests):
         events["item"] += np.where(is_new, first_new, 0)
         dataset = ActionsDataset.from_requests(events, context, lengths - context)
         batch = dataset.collate(np.arange(len(requests)))
-        return replace(batch, **self.new.collate(new_items)) if new_items else batch
+        return (
+            replace(batch, **self.new_items.collate(new_items)) if new_items else batch
+        )

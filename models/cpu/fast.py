@@ -170,7 +170,11 @@ class FastSearch:
         return self._apply_readout(query, scores.softmax(-1) @ history.states)
 
     def _project_query(self, query: Tensor) -> Tensor:
-        """Return the products (B, H, D) of queries (B, D) and key projections."""
+        """Return queries (B, D) in the key space of each head, (B, H, D).
+
+        `query_key` holds the query projection of each head, folded with its key
+        projection, so that keys need no projection.
+        """
         projected = functional.linear(query, self.query_key)
         return projected.unflatten(1, (self.readout.attention.heads, -1))
 

@@ -45,7 +45,7 @@ FORMAT_VERSION = 1
 """Version of the array format; part of the name of a cache entry."""
 
 Columns = dict[str, NDArray[Any]]
-"""Arrays by name; those from `open_columns` are read-only."""
+"""Arrays by name. Arrays from `open_columns` are read-only."""
 
 Decoder = Callable[[pa.Table], Columns]
 """Turn one part of a table into flat arrays by name. The arrays of all parts are

@@ -127,7 +127,7 @@ class RequestDataset:
         self.columns = columns
         self.split, self.unit, self.max_history = split, unit, max_history
         self.rank, self.world = rank, world
-        self.new = new if new and new.since else None
+        self.new_examples = new if new and new.since else None
         self.skipped_users = np.zeros(0, np.int64)
         self.offsets = lengths_to_offsets(columns["behaviours_per_user"])
         self._sampled: NDArray[np.int64] | None = None

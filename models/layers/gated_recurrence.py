@@ -86,7 +86,7 @@ def _run_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Run `gated_recurrence` over the C positions of a chunk.
 
-    The arguments are those of `gated_recurrence`, except that `beta` is (B, H, C, 1).
+    See `gated_recurrence` for the arguments. Here `beta` has shape (B, H, C, 1).
     """
     # (B, H, C): log decay from before the chunk up to each position. In float64, as
     # differences of large sums would lose digits.

@@ -34,6 +34,7 @@ class Standardised(nn.Module):
         super().__init__()
         self.register_buffer("mean", mean.float().clone())
         spread = std.float()
+        # inf maps every value of a constant feature to 0
         self.register_buffer("std", torch.where(spread > 0, spread, torch.inf))
         self.feature_names = tuple(names)
 
@@ -43,15 +44,18 @@ class Standardised(nn.Module):
             -MAX_DEVIATIONS, MAX_DEVIATIONS
         )
 
-    def keep_new_scales(self, mean: Tensor, std: Tensor) -> list[str]:
-        """Complete the scale of a checkpoint by features that vary only in new data.
+    def fill_constant_scales(self, mean: Tensor, std: Tensor) -> list[str]:
+        """Replace the mean and deviation of features that were constant before.
+
+        A feature is replaced if it was constant in the training of the checkpoint, so
+        that its deviation is inf, and varies in the examples of this module.
 
         Args:
             mean: (F,) means of the checkpoint, changed in place.
-            std: (F,) deviations of the checkpoint, changed in place.
+            std: (F,) deviations of the checkpoint, changed in place; inf if constant.
 
         Returns:
-            Names of the features whose scale was replaced by the scale of this module.
+            Names of the replaced features.
         """
         is_new = std.isinf() & self.std.isfinite()
         mean[is_new], std[is_new] = self.mean[is_new], self.std[is_new]

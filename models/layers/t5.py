@@ -159,7 +159,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return the output (B, T, H * K) of `attend` before the output projection.
 
-        The arguments are those of `attend`.
+        See `attend` for the arguments.
         """
         # PyTorch's fused kernel for CPUs is ten times slower at these lengths
         if dropout_p == 0.0 and q.device.type != "cpu":

@@ -296,8 +296,10 @@ class RetrievalDataset(RequestDataset):
         if self.split == "next":
             return np.arange(len(columns["history_end"]))
         requests = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
-        if self.split == "train" and self.new:
-            requests = requests[self.new.mask(columns["request_time"][requests])]
+        if self.split == "train" and self.new_examples:
+            requests = requests[
+                self.new_examples.mask(columns["request_time"][requests])
+            ]
         return requests
 
     def _window_starts(

@@ -151,7 +151,7 @@ class SidTokens(nn.Module):
     def shift_right(self, codes: Tensor) -> Tensor:
         """Return the decoder's input tokens (B, L) for the targets `codes` (B, L).
 
-        They are the start token and all codes but the last.
+        The input tokens are the start token and all codes but the last.
         """
         return functional.pad((codes + self.offset)[:, :-1], (1, 0))
 

@@ -31,7 +31,7 @@ from models.dataset.batch import bucket_size
 from models.metrics.scores import check_finite
 from models.retrieval.data import HistoryBatch
 from models.retrieval.search.topk import top_k
-from models.training.cuda_graphs import CudaGraphs, compiled
+from models.training.cuda_graphs import CudaGraphs, compile_per_shape
 
 Ranked = tuple[Tensor, Tensor]
 """Items and scores, (B, k) both, best first."""
@@ -128,7 +128,7 @@ def _search_by_graph(
     def make_graphs() -> CudaGraphs[Ranked]:
         # the first run computes tensors derived from the weights outside of a graph
         search(padded)
-        run = compiled(search) if fuse else search
+        run = compile_per_shape(search) if fuse else search
 
         def run_with_precision(histories: HistoryBatch) -> Ranked:
             with matmul_precision(precision):

@@ -65,7 +65,7 @@ class Retriever(RetrievalModel):
 
     def encode_allowed(self, items: Tensor) -> Tensor:
         """Return a mask (E,) of the trie's edges that lead to the `items` (N,) bool."""
-        return self.trie.edges_to(items)
+        return self.trie.mark_edges(items)
 
     def loss(
         self, logits: Sequence[Tensor], targets: Sequence[Tensor]

@@ -143,8 +143,8 @@ class Counts:
         item_rows = table.filter(pc.and_not(has_item, has_query))
         query_rows = table.filter(pc.and_not(has_query, has_item))
         pair_rows = table.filter(pc.and_(has_item, has_query))
-        item = _index_in(pair_rows["item_id"], item_rows["item_id"])
-        query = _index_in(pair_rows["query"], query_rows["query"])
+        item = _find_rows(pair_rows["item_id"], item_rows["item_id"])
+        query = _find_rows(pair_rows["query"], query_rows["query"])
         key = item * len(query_rows) + query
         order = np.argsort(key)
         rows_by_kind = {
@@ -194,8 +194,8 @@ def _count_settings(info: Mapping[str, Any]) -> dict[str, Any]:
     return {**info["search"], "behaviour": info["behaviour"]}
 
 
-def _index_in(values: pa.ChunkedArray, keys: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return the index of each value in `keys`."""
+def _find_rows(values: pa.ChunkedArray, keys: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return the row (n,) of each value in `keys`."""
     return pc.index_in(values, keys.combine_chunks()).to_numpy().astype(np.int64)
 
 

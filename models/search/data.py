@@ -255,8 +255,10 @@ class SearchDataset(RequestDataset):
         self.request_offsets = lengths_to_offsets(columns["requests_per_user"])
         self.candidate_offsets = lengths_to_offsets(columns["candidates_per_request"])
         requests = np.flatnonzero(columns["split"] == SPLITS.index(self.split))
-        if self.split == "train" and self.new:
-            requests = requests[self.new.mask(columns["request_time"][requests])]
+        if self.split == "train" and self.new_examples:
+            requests = requests[
+                self.new_examples.mask(columns["request_time"][requests])
+            ]
         user = find_rows(self.request_offsets, requests)  # (m,)
         end = columns["history_end"][requests].astype(np.int64)  # (m,)
         begin = self._window_begin(end)  # (m,)

@@ -179,7 +179,7 @@ class HLLMConfig(QGSConfig):
     group_attention: bool = False
     """HFG-Attention over groups of features; HLLM has none."""
     query_condition: Literal["query", "joint", "none"] = "none"
-    """What the prediction head knows of the next query: nothing in HLLM."""
+    """Inputs of the prediction head about the next query: none in HLLM."""
     item_tower: str = field(default="", metadata={"names": "encoder"})
     """Encoder of jobs.encode (folder, name, or `minilm`) that is fine-tuned as the item
     tower; read in training only. Empty: documents keep the embeddings of

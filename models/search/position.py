@@ -23,7 +23,8 @@ class Position(nn.Module):
     """Hide features that are unknown at ranking time, or learn a bias from them.
 
     Args:
-        mode: What training reads of the unknown features (`RankerConfig.position`).
+        mode: How training treats features that are unknown when a request is
+                served (`RankerConfig.position`).
         dropout_p: Share of requests whose unknown features are hidden in training, in
             the mode `dropout`.
         features: (F,) names of the columns.

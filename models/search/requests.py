@@ -218,7 +218,7 @@ class SearchRequests(Requests):
         self.time_columns = [
             index for index, name in enumerate(features) if name in HOURS
         ]
-        self.own = CustomFeatures.from_info(info)
+        self.custom_features = CustomFeatures.from_info(info)
         self.item_features = pa.table({})
         """The log's own features of items, by `item_index`."""
         names = info.get("item_features", [])
@@ -280,7 +280,7 @@ class SearchRequests(Requests):
             for name in self.item_features.column_names
         }
         custom_features = row.custom_features(
-            self.own, prefix, len(items), item_features
+            self.custom_features, prefix, len(items), item_features
         )
         default = np.tile(self.mean, (len(items), 1))
         if not prefix and self.counts:
@@ -309,7 +309,7 @@ class SearchRequests(Requests):
             [query_index.get(query, NO_QUERY) for query in history_queries], np.int64
         )
         lengths = np.array([request.events for request in requests])
-        counts = np.array([len(request.known) for request in requests])
+        counts = np.array([len(request.scored) for request in requests])
         # the items and queries of the pairs whose text the model reads
         pairs = {"candidates": (parts["candidate"], np.repeat(request_query, counts))}
         if self.config.reads_history_queries:

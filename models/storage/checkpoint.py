@@ -235,7 +235,7 @@ SHARD = re.compile(r"state-\d+\.pt")
 
 
 class WrittenFile(NamedTuple):
-    """A file of a checkpoint, written by another rank than 0."""
+    """A file of a checkpoint that was written by a rank other than 0."""
 
     name: str
     size: int

@@ -227,7 +227,7 @@ class _LockObject:
 def _open_store(uri: str, bucket: str) -> Any:
     """Open a bucket through obstore.
 
-    Endpoint, region and credentials are those of the URI's pyarrow file system.
+    Endpoint, region and credentials are taken from the URI's pyarrow file system.
     """
     from obstore import store
 

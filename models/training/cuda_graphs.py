@@ -6,8 +6,8 @@
 The first call with a shape of batches runs without a graph, the second call captures a
 graph, and later calls replay the graph. A graph repeats its kernels on the same memory.
 So a batch is copied into input tensors that belong to the graph, and the result of a
-call is overwritten by the next call: read it before. Kernels and random numbers are
-those of a call without a graph, so results are equal bit by bit.
+call is overwritten by the next call: read it before. A replay runs the same kernels with
+the same random numbers as a call without a graph, so results are equal bit by bit.
 
 A captured function must not read a value back from the device, which
 `tests/models/test_gpu.py` tests for every model. If a function does so, or cannot be
@@ -30,7 +30,7 @@ MAX_GRAPHS = 64
 """Most graphs of one function; batches of further shapes run without a graph."""
 
 
-def compiled(function: Any) -> Any:
+def compile_per_shape(function: Any) -> Any:
     """Compile a function with torch.compile, once per shape of its batches."""
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     return torch.compile(function, dynamic=False)

@@ -42,8 +42,9 @@ def set_workers(world: int, idle: bool) -> Iterator[None]:
 def global_mean(mean: Tensor, terms: int | Tensor) -> Tensor:
     """Scale a worker's mean so that the average over workers is the global mean.
 
-    A collective call. With one worker, or outside of a training step, `mean` is
-    returned unchanged.
+    A collective call. The mean of an idle worker counts as 0 with weight 0. With one
+    worker that is not idle, or outside of a training step, `mean` is returned
+    unchanged.
 
     Args:
         mean: () mean over the terms of this worker, or (K,) means.

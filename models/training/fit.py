@@ -36,7 +36,7 @@ from models.config import format_duration
 from models.dataset.batch import Batch
 from models.storage.tables import UserError
 from models.training import fsdp
-from models.training.cuda_graphs import CudaGraphs, compiled
+from models.training.cuda_graphs import CudaGraphs, compile_per_shape
 from models.training.distributed import set_workers
 from models.training.fit_config import FitConfig
 from models.training.optimizers import (
@@ -171,10 +171,11 @@ def step_seed(seed: int, rank: int, step: int) -> int:
 
 
 def autocast(precision: str, device: torch.device) -> Any:
-    """Return the context of a forward pass in training.
+    """Return the autocast context manager of a forward pass.
 
     Args:
-        precision: `bf16`, `fp32`, or `auto`: bf16 on a GPU that supports it.
+        precision: `bf16`, `fp32`, or `auto`: bf16 on a GPU that supports it, otherwise
+            fp32.
         device: Device of the model.
     """
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(
@@ -521,7 +522,7 @@ def make_step(
             broadcast_buffers=False,
         )
     if config.compile and device.type == "cuda":
-        module = compiled(module)
+        module = compile_per_shape(module)
     max_norm = config.clip_norm or math.inf
 
     def step_on(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:

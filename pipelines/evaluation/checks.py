@@ -12,7 +12,11 @@ import ray
 import torch
 
 from models import registry
-from models.loaded_model import accept_other_log, evaluation_fold, read_versions
+from models.loaded_model import (
+    evaluation_fold,
+    read_versions,
+    replace_sequences_version,
+)
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
@@ -53,7 +57,9 @@ def check_evaluation(
     saved = checkpoint.read(uri)
     given_options = check_options(saved.name, options)
     versions = read_versions(saved.name, inputs)
-    checkpoint.check(saved, uri, accept_other_log(versions, saved), extending=True)
+    checkpoint.check(
+        saved, uri, replace_sequences_version(versions, saved), extending=True
+    )
     sequences = read_manifest(inputs.sequences, "sequences")
     evaluation_fold(saved, sequences.info, inputs.sequences)  # raises for a wrong fold
     return CheckedEvaluation(uri, saved, given_options, table_hashes(versions))

@@ -350,12 +350,14 @@ class CandidateRanker:
         """
         batch = self.requests.collate(requests).to(self.device)
         probabilities = torch.zeros(0)
-        if any(request.known for request in requests):
+        if any(request.scored for request in requests):
             logits = self.model.score(batch)[:, label].float()
             probabilities = torch.sigmoid(check_finite(logits)).cpu()
-        ends = accumulate((len(request.known) for request in requests), initial=0)
+        ends = accumulate((len(request.scored) for request in requests), initial=0)
         return [
-            sort_candidates(request.candidates, request.known, probabilities[first:end])
+            sort_candidates(
+                request.candidates, request.scored, probabilities[first:end]
+            )
             for request, (first, end) in zip(requests, pairwise(ends), strict=True)
         ]
 

@@ -28,7 +28,7 @@ from models.training_run import TrainingRun
 from models.warm_start import (
     assign_by_hash,
     collect_row_names,
-    keep_new_scales,
+    fill_constant_scales,
     pair_row_names,
 )
 from pipelines.data.audit.rules import audit
@@ -214,7 +214,7 @@ def test_features_of_searches_take_the_scale_of_the_day_that_has_some(
     later = SearchCatalogue.load(growing.tables.tables, None, scales=scales)
     second = nn.ModuleDict({"scale": FeatureScaler(later, 8, 0.0)})
     old = first.state_dict()
-    notes = keep_new_scales(second, old)
+    notes = fill_constant_scales(second, old)
 
     (number,) = info["own"]["numbers"]
     assert old["scale.own.std"].tolist() == pytest.approx([number["std"]])

@@ -9,8 +9,8 @@ per code, and a beam looks them up by its ancestors. In contrast, the cache of
 
 To verify drafts (`search/speculative.py`), one pass reads a tree of prefixes. All
 prefixes of a user are positions of one sequence. A mask restricts the attention of each
-prefix to its own beginnings, and the relative position bias depends on the prefix's
-length instead of its position.
+prefix to itself and its ancestors, and the relative position bias depends on the
+prefix's length instead of its position.
 
 Shapes: `B` users, `L` levels, `W` beams, `N = B * W`, `S` source positions, `D` width,
 `H` heads, `K` width of a head, `V` vocabulary; `R` users of a tree, `T` prefixes of a
@@ -389,8 +389,8 @@ class T5Target:
     def _bias(self, tree: Tree, widths: list[int]) -> Tensor:
         """Return the attention bias (R, H, T, T) over the prefixes of a tree.
 
-        The bias is T5's position bias by prefix length, and -inf for keys that are not
-        a beginning of the query.
+        A prefix attends to itself and its ancestors, with T5's position bias by prefix
+        length. All other keys get -inf.
 
         Args:
             tree: Prefixes of R users.
@@ -405,14 +405,14 @@ class T5Target:
         length_bias = self.decoder.stack.position_bias(len(widths))[0]
         bias = length_bias[:, length[:, None], length]  # (H, T, T)
         num_users = len(tree.codes[0]) if tree.codes else 1
-        is_beginning = torch.eye(len(length), dtype=torch.bool, device=device)
-        is_beginning = is_beginning.repeat(num_users, 1, 1)  # (R, T, T)
-        parent_rows = is_beginning[:, :1]  # of the prefixes one code shorter
+        is_ancestor = torch.eye(len(length), dtype=torch.bool, device=device)
+        is_ancestor = is_ancestor.repeat(num_users, 1, 1)  # (R, T, T)
+        parent_rows = is_ancestor[:, :1]  # of the prefixes one code shorter
         first = 1
         for parents in tree.parents:
             end = first + parents.shape[1]
             index = parents.unsqueeze(-1).expand(-1, -1, len(length))
-            is_beginning[:, first:end] |= parent_rows.gather(1, index)
-            parent_rows = is_beginning[:, first:end]
+            is_ancestor[:, first:end] |= parent_rows.gather(1, index)
+            parent_rows = is_ancestor[:, first:end]
             first = end
-        return bias.masked_fill(~is_beginning.unsqueeze(1), -torch.inf)
+        return bias.masked_fill(~is_ancestor.unsqueeze(1), -torch.inf)

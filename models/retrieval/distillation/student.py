@@ -243,7 +243,8 @@ class Student(TaughtModel, Retriever):
 
         Args:
             name: Table of the teacher cache: `encoder` or `decoder`.
-            batch: Requests; those of training and its validation are cached.
+            batch: Requests. The cache holds the requests of training and of its
+                validation.
         """
         table = self._teacher_outputs.get(name)
         cached = table.pad_states(batch) if table else None
@@ -275,7 +276,8 @@ class Student(TaughtModel, Retriever):
 
         Args:
             batch: Requests, for a student with an encoder of its own.
-            history: The student's states, by default those of the teacher's backbone.
+            history: The student's states, which by default are the states of the
+                teacher's backbone.
         """
         return history
 

@@ -44,7 +44,7 @@ def beam_search(
             prefix from the second code on, as in the public code of SID-MLP. An only
             child then has log-probability 0, and the scorer's values after the first
             level matter up to a constant per beam only (but must be finite).
-        allowed: (E,) mask of the edges that lead to a set of items (`Trie.edges_to`).
+        allowed: (E,) mask of the edges that lead to a set of items (`Trie.mark_edges`).
             The search stays within the set; the scores of its items do not change.
 
     Returns:

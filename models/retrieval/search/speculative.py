@@ -15,13 +15,13 @@ the same pass verifies the next step; otherwise a new pass starts with these bea
 pass always advances one step more than it accepts, so a poor draft costs time but not
 quality. The last code needs no draft, as the target has its log-probabilities.
 
-Strict search: the target's beams are the best ones, as in `beam_search`. Items, scores
-and ties equal those of `beam_search` with the target for any draft (up to rounding in
-the pass over the tree).
+Strict search: the target's beams are the best ones, as in `beam_search`. For any
+draft, items, scores and ties equal the result of `beam_search` with the target (up to
+rounding in the pass over the tree).
 
 Relaxed search: the target's beams are sampled. Let p be the softmax over all pairs
 (beam, next code) of the target's summed log-probabilities, and q the softmax of the
-draft's over the same pairs. Drafts are sampled from q without replacement (the highest
+draft's log-probabilities over the same pairs. Drafts are sampled from q without replacement (the highest
 log q + Gumbel noise, in descending order) instead of by beam search, because the test
 min(1, p/q) is meant for samples of q. There are two rules:
 

@@ -154,19 +154,19 @@ class Trie(nn.Module):
             columns["item_index"].append(item_index)
         return {name: torch.cat(parts) for name, parts in columns.items()}
 
-    def edges_to(self, items: Tensor) -> Tensor:
-        """Mark the edges that lead to a set of items.
+    def mark_edges(self, items: Tensor) -> Tensor:
+        """Return a mask of the edges that lead to any of the given items.
 
         Args:
-            items: (N,) bool set of items.
+            items: (N,) mask of items.
 
         Returns:
-            (E,) bool, level after level.
+            (E,) mask of the edges of all levels, concatenated from the first level on.
         """
         is_marked = items[self.leaves]
         levels = [is_marked]
         for level in reversed(range(1, self.levels)):
-            # an edge leads to the set if any of its node's edges does
+            # an edge leads to a given item if any edge of its child node does
             num_marked = functional.pad(is_marked.cumsum(0), (1, 0))
             num_before = num_marked[self.offsets(level)]
             is_marked = num_before[1:] > num_before[:-1]
@@ -223,7 +223,7 @@ class Trie(nn.Module):
 
         Args:
             codes: (..., C) codes.
-            allowed: Mask (E,) from `edges_to` of the items to return; None for all.
+            allowed: Mask (E,) from `mark_edges` of the items to return; None for all.
 
         Returns:
             (...) item_index, -1 if no (allowed) item has the codes.

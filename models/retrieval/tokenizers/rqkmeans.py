@@ -271,11 +271,11 @@ def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:
     """
     mean = embeddings.mean(0)
     error = spread = torch.zeros((), dtype=torch.float64, device=embeddings.device)
-    for rows, reconstructed in zip(
+    for original, reconstructed in zip(
         embeddings.split(BLOCK_ROWS), reconstruction.split(BLOCK_ROWS), strict=True
     ):
-        error = error + (rows - reconstructed).double().square().sum()
-        spread = spread + (rows - mean).double().square().sum()
+        error = error + (original - reconstructed).double().square().sum()
+        spread = spread + (original - mean).double().square().sum()
     return float(error / spread) if float(spread) > 0 else 0.0
 
 
@@ -283,7 +283,7 @@ def quantization_error(quantized: Quantized, codes: np.ndarray) -> float:
     """Return the share of the vectors' variance that `codes` (N, C) do not explain."""
     level = torch.arange(codes.shape[1])
     blocks = []
-    for rows in torch.from_numpy(codes).split(BLOCK_ROWS):
-        centroids = quantized.codebooks[level, rows]  # (rows, C, D)
+    for block in torch.from_numpy(codes).split(BLOCK_ROWS):
+        centroids = quantized.codebooks[level, block]  # (rows, C, D)
         blocks.append(centroids.sum(1))
     return unexplained_variance(quantized.vectors, torch.cat(blocks))

@@ -130,7 +130,7 @@ def test_a_search_among_some_items_is_that_of_a_trie_of_these(problem, k, beam, 
     scorer, trie, codes = problem
     items, some = subset(codes, seed)
     check(
-        beam_search(scorer, trie, k, beam, allowed=trie.edges_to(items)),
+        beam_search(scorer, trie, k, beam, allowed=trie.mark_edges(items)),
         scorer,
         codes,
         k,
@@ -139,7 +139,7 @@ def test_a_search_among_some_items_is_that_of_a_trie_of_these(problem, k, beam, 
     )
     width = math.prod(table.shape[2] for table in scorer.tables)
     check(
-        unconstrained_beam_search(scorer, trie, k, width, trie.edges_to(items)),
+        unconstrained_beam_search(scorer, trie, k, width, trie.mark_edges(items)),
         scorer,
         codes,
         k,

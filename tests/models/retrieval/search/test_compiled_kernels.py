@@ -250,7 +250,7 @@ def test_the_compiled_beam_search_is_that_of_pytorch(
             return (x @ weight.T + bias).log_softmax(-1)
 
     edges = [(trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)]
-    kept = trie.edges_to(subset(codes, seed)[0]) if some else None
+    kept = trie.mark_edges(subset(codes, seed)[0]) if some else None
     by_level = () if kept is None else kept.split(trie.edges)
     node, scores = kernels.beam_search(
         hidden, heads, edges, list(sizes), 1e-5, beam, keep, children, by_level

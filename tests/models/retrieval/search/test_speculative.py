@@ -98,7 +98,7 @@ def test_strict_is_beam_search_with_any_draft(
 ) -> None:
     """Targets have ties and scores of -inf; the search covers all or some items."""
     scorer, trie, codes = problem
-    allowed = None if some is None else trie.edges_to(subset(codes, some)[0])
+    allowed = None if some is None else trie.mark_edges(subset(codes, some)[0])
     if children and any(table.isinf().any() for table in scorer.tables):
         children = False  # a node whose children are all -inf has no distribution
     draft = random_tables(scorer, torch.Generator().manual_seed(0), closeness)
@@ -123,7 +123,7 @@ CODES = [
 TINY = Trie(torch.tensor(CODES), (3, 3, 2))
 SAMPLES = 40_000
 SOME = [True, False, True] * (len(CODES) // 3) + [True] * (len(CODES) % 3)
-AMONG = TINY.edges_to(torch.tensor(SOME))
+AMONG = TINY.mark_edges(torch.tensor(SOME))
 
 
 def tables(seed: int, spread: float = 1.0) -> list[Tensor]:

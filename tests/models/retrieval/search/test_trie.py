@@ -67,7 +67,7 @@ def test_the_edges_to_some_items_are_their_prefixes(catalogue, seed):
         for level in range(len(sizes))
         for prefix in sorted({code[: level + 1] for code in codes})
     ]
-    edges = trie.edges_to(items)
+    edges = trie.mark_edges(items)
     assert edges.tolist() == expected
     found = trie.lookup(torch.tensor(codes), edges)
     assert found.tolist() == [
