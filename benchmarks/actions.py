@@ -105,26 +105,27 @@ def random_batch(rows: int, context: int, candidates: int) -> ActionsBatch:
     Args:
         rows: Number of sequences.
         context: Events per sequence before the candidates.
-        candidates: Candidates per sequence, all after the context.
+        candidates: Candidates per sequence.
     """
     length = context + candidates
-    events: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "item": torch.randint(ITEMS, (rows, length)),
+        # all candidates share one time, directly after the context
         "time": torch.arange(length).clamp(max=context).repeat(rows, 1),
         "label": torch.randint(2, (rows, length, TASKS)).float(),
         "feature": torch.randn(rows, length, FEATURES),
         "valid": torch.ones(rows, length, dtype=torch.bool),
     }
-    context_events = {name: value[:, :context] for name, value in events.items()}
-    candidate_events = {
-        f"candidate_{name}": value[:, context:] for name, value in events.items()
+    context_fields = {name: value[:, :context] for name, value in fields.items()}
+    candidate_fields = {
+        f"candidate_{name}": value[:, context:] for name, value in fields.items()
     }
     return ActionsBatch(
         user_row=torch.arange(rows),
         action=torch.randint(2, (rows, context, ACTIONS)).float(),
-        learn=context_events["valid"],
-        **context_events,
-        **candidate_events,
+        learn=context_fields["valid"],
+        **context_fields,
+        **candidate_fields,
     )
 
 

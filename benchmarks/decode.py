@@ -15,7 +15,7 @@ Weights are random, as most searches depend on the shape of the catalogue only. 
 `checkpoints`, trained models are timed on histories and codes of their own tables. All
 variants of a size are timed in turn in one run. A batch has users with histories of
 similar length, as in evaluation, and the batches of the runs are spread evenly over the
-lengths, so the median run is that of the median user. The encoder of each variant is
+lengths, so the median run is the run of the median user. The encoder of each variant is
 timed separately (`encode_s`); `decode_s` is the rest, which the paper's factor of 16.25
 is about.
 """
@@ -73,7 +73,7 @@ VARIANTS = (
     "lc_rec_nezha",
     "lc_rec_sid_mlp",
 )
-"""All variants, slowest first; those of LC-Rec come last."""
+"""All variants, slowest first; the variants of LC-Rec come last."""
 
 SLOW = (
     "hf_nocache",
@@ -278,7 +278,13 @@ def make_encoder_call(
 
 
 def make_call(variant: str, model: Any, beam: int) -> Callable[[HistoryBatch], Any]:
-    """Return the function to time: `recommend` for a batch, as the variant does it."""
+    """Return the function to time: `recommend` for a batch with a variant's options.
+
+    Args:
+        variant: Name in `VARIANTS`.
+        model: Model of the variant.
+        beam: Number of beams.
+    """
     options: dict[str, Any] = {"beam": beam}
     if variant in SLOW and not variant.startswith("atspeed"):
         options["decoder"] = "shared_kv" if variant.startswith("tiger") else variant
@@ -338,7 +344,12 @@ def cut_batches(
 
 
 def make(variant: str, params: Row) -> Call:
-    """Return a warmed-up call of a variant: `recommend` for the batch of a run."""
+    """Return a warmed-up call of a variant: `recommend` for the batch of a run.
+
+    Args:
+        variant: Name in `VARIANTS`.
+        params: Settings of the benchmark, among them the `source` of histories.
+    """
     torch.set_num_threads(params["threads"])
     use_exact_onednn()
     source, runs = params["source"], params["runs"]

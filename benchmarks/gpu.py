@@ -6,7 +6,7 @@ Needs neither Ray nor MLflow: PyTorch, pyarrow, numpy, safetensors, PyYAML and p
 `train` runs `models.training.fit` on batches in memory: plain, captured as CUDA graphs
 (`fit.cuda_graphs`), and captured after compilation (`fit.compile`). Weights and batches
 are random, and the first `SKIPPED` steps are not timed. After these steps, `same` is
-whether the weights equal those of the plain run, and `off` the largest difference.
+whether the weights equal the plain run's weights, and `off` the largest difference.
 `search` times `recommend` without a graph, as a graph, and as a graph with products in
 TF32, in turn.
 """
@@ -137,7 +137,7 @@ TRAINING_VARIANTS: dict[
         for name in ("interleaved", "attn_lfa", "attn_mvp", "genrank")
     },
 }
-"""Options of the model, function that makes its batches, and options of `fit`."""
+"""Options of the model, function that makes its batches, and options of `fit`, by name of the variant."""
 
 
 class RepeatedBatches:
@@ -235,9 +235,13 @@ def time_training(variant: str, mode: str) -> tuple[Row, dict[str, Tensor]]:
 
 
 def train(variants: list[str], modes: list[str]) -> Iterator[Row]:
-    """Yield a row per variant and mode of training, or its error.
+    """Yield a row per variant and mode of training, or a row with the error.
 
-    Rows after the plain run of a variant compare weights and speed with that run.
+    Rows after the plain run of a variant compare weights and speed with the plain run.
+
+    Args:
+        variants: Names in `TRAINING_VARIANTS`.
+        modes: Modes of each variant, in the order in which they run.
     """
     for variant in variants:
         plain_weights: dict[str, Tensor] = {}
@@ -291,11 +295,19 @@ SEARCH_VARIANTS = (
     "mamba2",
     "sasrec",
 )
-SIZES, BEAM = (1, 32, 256), 50
+SIZES = (1, 32, 256)
+"""Batch sizes of the searches."""
+BEAM = 50
+"""Beams of the searches."""
 
 
 def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
-    """Yield a row per variant and batch size of `recommend`, or the variant's error."""
+    """Yield a row per variant and batch size of `recommend`, or a row with the error.
+
+    Args:
+        variants: Names of `SEARCH_VARIANTS`.
+        runs: Rounds in which all ways of search are timed in turn.
+    """
     for variant in variants:
         try:
             yield from time_search(variant, runs)
@@ -369,16 +381,16 @@ def time_search(variant: str, runs: int) -> Iterator[Row]:
 
 def page(rows: list[Row]) -> Iterator[str]:
     """Yield the lines of Markdown tables of saved rows."""
-    trained: dict[str, dict[str, Row]] = {}
+    rows_by_mode: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row["benchmark"] == "gpu train":
-            trained.setdefault(row["variant"], {})[row["mode"]] = row
+            rows_by_mode.setdefault(row["variant"], {})[row["mode"]] = row
     yield (
         "| training step | plain, ms | captured, ms | compiled, ms "
         "| captured, examples/s |"
     )
     yield "| --- | ---: | ---: | ---: | ---: |"
-    for variant, modes in trained.items():
+    for variant, modes in rows_by_mode.items():
         cells = [
             f"{modes[mode]['step_ms']:.1f}" if mode in modes else "" for mode in MODES
         ]
@@ -430,14 +442,14 @@ def main() -> None:
         **describe_origin(),
     }
 
-    def select(names: Iterable[str]) -> list[str]:
+    def select_variants(available: Iterable[str]) -> list[str]:
         if options.variants is None:
-            return list(names)
-        return [name for name in names if name in options.variants]
+            return list(available)
+        return [name for name in available if name in options.variants]
 
     parts = {
-        "train": lambda: train(select(TRAINING_VARIANTS), options.modes),
-        "search": lambda: search(select(SEARCH_VARIANTS)),
+        "train": lambda: train(select_variants(TRAINING_VARIANTS), options.modes),
+        "search": lambda: search(select_variants(SEARCH_VARIANTS)),
     }
     for part in options.part:
         for row in parts[part]():

@@ -65,10 +65,10 @@ def peak_memory(
     variant: str,
     settings: Sequence[Row],
 ) -> list[float]:
-    """Return the peak memory of calls of a variant, above the memory before them.
+    """Return the peak memory of a variant's calls, less the memory before the calls.
 
     Call this function in a new process. On a CPU the peak of a process never falls, so
-    each peak is at least that of the earlier settings.
+    each peak is at least the peak of the earlier settings.
 
     Args:
         make: Function that builds a variant and returns its call.

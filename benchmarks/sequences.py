@@ -194,7 +194,7 @@ def summarize_runs(variant: str, params: Row, rows: Sequence[Row], events: int) 
 
 
 def time_variant(variant: str, log: str, output: str, store_mb: str = "0") -> float:
-    """Return the seconds that a variant takes in this process.
+    """Time a variant in this process.
 
     Args:
         variant: Name in `VARIANTS`.
@@ -202,6 +202,9 @@ def time_variant(variant: str, log: str, output: str, store_mb: str = "0") -> fl
         output: Folder for the result.
         store_mb: Size of Ray's object store in MiB, as a command-line argument; `0` for
             Ray's default.
+
+    Returns:
+        Duration in seconds, without the start of Ray.
     """
     if variant == "trieline":
         import ray

@@ -154,13 +154,14 @@ def adopt_scales(
     """
     new_numbers = (info.get("own") or {}).get("numbers", [])
     new_means = {number["name"]: number["mean"] for number in new_numbers}
-    own, warnings = [], []
+    numbers: list[dict[str, Any]] = []
+    warnings: list[str] = []
     for number in scales.get("own", []):
         name = number["name"]
         if not number["std"]:
-            own.append({"name": name, "missing": number["missing"]})
+            numbers.append({"name": name, "missing": number["missing"]})
             continue
-        own.append(number)
+        numbers.append(number)
         if name not in new_means:
             continue
         mean, new_mean = number["mean"], new_means[name]
@@ -175,7 +176,7 @@ def adopt_scales(
         for name, (mean, std) in scales.get("numbers", {}).items()
         if std
     }
-    return {**scales, "own": own, "numbers": item_numbers}, warnings
+    return {**scales, "own": numbers, "numbers": item_numbers}, warnings
 
 
 class CustomInputs(Standardised, EmbeddingTables):

@@ -3,7 +3,7 @@
     python -m papers.claims [--results FILE_OR_FOLDER]
 
 A claim is a rule in `claims.yaml`: two systems compared by a metric, the effect of a
-setting, or the range of a metric. It is decided on each dataset (and trie) on which its
+setting, or the range of a metric. Each claim is decided on each dataset (and trie) on which its
 systems were evaluated. Both the direction and the size of a difference must hold; the
 size may lie between half and double the printed range.
 """
@@ -187,7 +187,7 @@ def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
 def claimed_size(claim: Claim, left: float, right: float) -> float:
     """Return the size of a difference in the claim's unit.
 
-    It is `left - right` as points, `left / right` as times, and `left / right - 1` as
+    The size is `left - right` as points, `left / right` as times, and `left / right - 1` as
     change.
     """
     if claim.as_ == "points":
@@ -484,7 +484,7 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
-    """Decide all claims by the rows of real logs; ignore rows of simulated logs."""
+    """Return the verdicts on all claims, from rows of real logs."""
     real = [row for row in rows if not row.simulated]
     decisions = []
     for claim in read_claims(papers):

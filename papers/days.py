@@ -160,16 +160,19 @@ class Config:
     """Seed of the trainings."""
 
 
-def kuairand_days(raw: Path) -> Iterator[list[list[str]]]:
+def read_kuairand_days(raw: Path) -> Iterator[list[list[str]]]:
     """Yield the rows of each date of KuaiRand, after the header."""
     with gzip.open(next(raw.glob("log_standard*.gz")), "rt", newline="") as file:
         header, *rows = csv.reader(file)
     column = header.index("date")
-    for date in sorted({row[column] for row in rows}):
-        yield [header, *(row for row in rows if row[column] == date)]
+    rows_by_date: dict[str, list[list[str]]] = {}
+    for row in rows:
+        rows_by_date.setdefault(row[column], []).append(row)
+    for _, rows_of_date in sorted(rows_by_date.items()):
+        yield [header, *rows_of_date]
 
 
-def beauty_days(raw: Path) -> Iterator[list[list[str]]]:
+def read_beauty_days(raw: Path) -> Iterator[list[list[str]]]:
     """Yield twenty days of Amazon Beauty with equally many rows, after the header.
 
     The log has no clock, but Amazon's item ids increase with time. Users are sorted by
@@ -208,8 +211,7 @@ NOTES = {
 }
 """Notes below the tables of a log."""
 
-
-DAY_READERS = {"kuairand": kuairand_days, "beauty": beauty_days}
+DAY_READERS = {"kuairand": read_kuairand_days, "beauty": read_beauty_days}
 
 
 def run_job(job: str, **options: Any) -> None:
@@ -345,9 +347,34 @@ class Days:
         )
         run = TrainingRun.build(config, options, inputs, init=init or None)
         if steps:
-            epochs = math.ceil(steps / run.train.steps(0))
-            run.train.dataset.keep_random(round(steps / epochs * options.batch_size))
-            options = replace(options, max_epochs=epochs)
+            options = self._limit_steps(run, options, steps)
+        last_step = self._fit(run, options, folder, f"{policy}, day {day}")
+        steps_file.write_text(str(last_step))
+        return str(folder), last_step
+
+    @staticmethod
+    def _limit_steps(run: TrainingRun, options: FitConfig, steps: int) -> FitConfig:
+        """Return options for about `steps` steps, and sample the training examples.
+
+        Args:
+            run: The training, whose examples are reduced to a random sample.
+            options: Options of the training.
+            steps: Approximate number of steps.
+        """
+        epochs = math.ceil(steps / run.train.steps(0))
+        run.train.dataset.keep_random(round(steps / epochs * options.batch_size))
+        return replace(options, max_epochs=epochs)
+
+    @staticmethod
+    def _fit(run: TrainingRun, options: FitConfig, folder: Path, label: str) -> int:
+        """Train, save the checkpoint of the best epoch, and return the number of steps.
+
+        Args:
+            run: The training.
+            options: Options of the training.
+            folder: Folder of the checkpoint.
+            label: Name of the training in progress messages.
+        """
         last_step = 0
         for event in fit(
             run.model,
@@ -360,7 +387,7 @@ class Days:
             last_step = event.step
             if event.metrics:
                 print(
-                    f"{policy}, day {day}: epoch {event.epoch}, step {last_step}, "
+                    f"{label}: epoch {event.epoch}, step {last_step}, "
                     f"{event.metrics[options.metric]:.4f}, {event.examples_per_s:.0f} "
                     f"examples/s",
                     flush=True,
@@ -368,8 +395,7 @@ class Days:
             if event.is_best:
                 metadata = run.checkpoint(epoch=event.epoch, step=last_step)
                 checkpoint.save(folder, run.model, metadata)
-        steps_file.write_text(str(last_step))
-        return str(folder), last_step
+        return last_step
 
     def measure(
         self, folder: str, day: int, codes: str = "sids", num_allowed: int = 0

@@ -70,7 +70,7 @@ def write_benchmark(name: str, lines: Sequence[kept.Line], folder: Path) -> None
 
     Args:
         name: Name of the benchmark.
-        lines: Its JSON lines.
+        lines: JSON lines of the benchmark.
         folder: Folder for the page.
     """
     origins = [

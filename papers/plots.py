@@ -25,27 +25,27 @@ def tokenizers(comparison: Comparison) -> list[Drawing]:
     if len(pairs) < 2:
         return []
     figure, (axes,) = new_figure(1)
-    for place, (teacher, student) in enumerate(pairs.values()):
+    for position, (teacher, student) in enumerate(pairs.values()):
         value, deviation = student.mean(name), student.deviation(name)
         axes.bar(
-            place - 0.2,
+            position - 0.2,
             teacher,
             0.38,
             color=COLOURS[6],
-            label=None if place else "teacher",
+            label=None if position else "teacher",
         )
         error = None if math.isnan(deviation) else deviation
         axes.bar(
-            place + 0.2,
+            position + 0.2,
             value,
             0.38,
             yerr=error,
             color=COLOURS[0],
-            label=None if place else "student",
+            label=None if position else "student",
         )
         axes.annotate(
             f"{ratio(value, teacher):.1%}",
-            (place + 0.2, value),
+            (position + 0.2, value),
             xytext=(0, 3),
             textcoords="offset points",
             ha="center",

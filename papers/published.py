@@ -269,9 +269,9 @@ class Pair:
     """Comparable rows of two systems, with the runs that correspond to each other."""
 
     left: Row
-    """Row of the compared system. Its runs are those in `runs`, if there are any."""
+    """Row of the compared system, restricted to the runs in `runs`, if there are any."""
     right: Row
-    """Row of the system to compare with, also restricted to the runs in `runs`."""
+    """Row of the reference system, restricted to the runs in `runs`, if there are any."""
     runs: tuple[tuple[Run, Run], ...]
     """Pairs of a left run and the right run that is its teacher or has its seed; empty
     if the rows share no seed."""
@@ -289,7 +289,7 @@ class Pair:
     def change(self, metric: str) -> float:
         """Return the mean of (left - right) / right over the pairs of runs.
 
-        It is NaN if a right value is 0.
+        The mean is NaN if a right value is 0.
         """
         return statistics.fmean(
             ratio(left, right) - 1 for left, right in self.values(metric)
@@ -377,7 +377,7 @@ def pair_rows(
 def is_comparable(left: Row, right: Row, params: set[str], match: str) -> bool:
     """Return whether two rows may be compared.
 
-    They need the same experiment and options of evaluation. With `match` `teacher`,
+    Comparable rows have the same experiment and options of evaluation. With `match` `teacher`,
     right must be the teacher of left. Otherwise all params of rows of one model or
     benchmark must be equal, and the tables and the teacher of different models.
 

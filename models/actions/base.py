@@ -83,7 +83,7 @@ class ActionsConfig(LabelOptions):
     training. Above 0, all id embeddings are initialised with zeros, so that an item
     without training events has the unknown id."""
     category_dropout: float = 0.02
-    """Share of the values of the log's own categories replaced by the unknown value in
+    """Share of the values of the log's custom categories replaced by the unknown value in
     training, so that the embedding of unknown values is trained."""
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class ItemNetwork(EmbeddingTables):
     """Embed items from concatenated and projected features (Sec. 2 of AttnMVP).
 
     The features of an item are the embedding of its id, its categories, its numbers and
-    the projection of its text. Viewer-side categories and the log's own features of the
+    the projection of its text. Viewer-side categories and the log's custom features of the
     event are added to the concatenation.
 
     An item that is not in the catalogue has the unknown id, as an id dropped by
@@ -190,9 +190,11 @@ class ItemNetwork(EmbeddingTables):
         self.of_text = None
         if self.text.numel():
             self.of_text = nn.Linear(self.text.shape[1], width)
-        self.own = None
-        if catalogue.own.names:
-            self.own = CustomInputs(catalogue.own, width, config.category_dropout)
+        self.own = None  # the name in checkpoints
+        if catalogue.custom_features.names:
+            self.own = CustomInputs(
+                catalogue.custom_features, width, config.category_dropout
+            )
         input_width = len(table_sizes) * width + self.numbers.shape[1]
         input_width += len(self.own.columns) if self.own else 0
         input_width += width if self.of_text else 0
@@ -202,7 +204,7 @@ class ItemNetwork(EmbeddingTables):
         self,
         item: Tensor,
         viewer: Tensor | None = None,
-        own: Tensor | None = None,
+        custom: Tensor | None = None,
         new: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Return the embeddings (..., D) of items in the context of their events.
@@ -210,7 +212,7 @@ class ItemNetwork(EmbeddingTables):
         Args:
             item: (...) int64 items; from I on they number the rows of `new`.
             viewer: (..., V) int64 viewer-side categories; None if all are unknown.
-            own: (..., X + G) the log's own features, for a log that has some.
+            custom: (..., X + G) the log's custom features, for a log that has some.
             new: (n, ...) content of new items, by the names of `CONTENT_FIELDS`.
         """
         num_items = len(self.numbers)
@@ -236,8 +238,8 @@ class ItemNetwork(EmbeddingTables):
                 self.of_text(self.gain * self.gather_content("text", item, new))
             )
         if self.own is not None:
-            assert own is not None, "the log has own features, but the batch has none"
-            parts.append(self.own(own))
+            assert custom is not None, "the batch has no custom features"
+            parts.append(self.own(custom))
         return self.project(torch.cat(parts, -1))
 
     def gather_content(
@@ -359,7 +361,7 @@ class FusionModel(ActionsModel):
         items = self.items(
             batch.join("item"),
             None if batch.viewer is None else batch.join("viewer"),
-            None if batch.own is None else batch.join("own"),
+            None if batch.custom is None else batch.join("custom"),
             new_item_content(batch),
         )
         states = self.encode(items, self.actions(batch.action), self.layout(batch))

@@ -10,7 +10,7 @@ logs, do not read each other. Their order is irrelevant, except in LAC, which re
 action before an event.
 
 Shapes: `B` users, `T` context events, `C` candidates, `A` kinds of action, `K` tasks,
-`F` late features, `V` viewer-side categories, `O` own features of the log, `I` items of
+`F` late features, `V` viewer-side categories, `O` custom features of the log, `I` items of
 the catalogue, `M` new items, `X` numbers and `G` categories of an item, `W` width of
 text.
 """
@@ -64,11 +64,11 @@ class ActionsBatch(Batch):
     if the log has none."""
     candidate_viewer: Tensor | None = axes("B", "C", "V", default=None)
     """(B, C, V) int64 viewer-side categories."""
-    own: Tensor | None = axes("B", "T", "O", default=None)
-    """(B, T, O) float32 own features of the log, from `CustomFeatures.matrix`; None if the
+    custom: Tensor | None = axes("B", "T", "O", default=None)
+    """(B, T, O) float32 custom features of the log, from `CustomFeatures.matrix`; None if the
     log has none."""
-    candidate_own: Tensor | None = axes("B", "C", "O", default=None)
-    """(B, C, O) float32 own features of the log."""
+    candidate_custom: Tensor | None = axes("B", "C", "O", default=None)
+    """(B, C, O) float32 custom features of the log."""
     new_numbers: Tensor | None = axes("M", "X", default=None)
     """(M, X) float32 numbers of the new items of served requests; None without new
     items."""

@@ -76,7 +76,7 @@ class BoostedActions(ActionsModel):
         self.masks = [None] * len(self.labels)
         # a served request's missing features are filled with its means
         self.features = Standardised(catalogue.feature_mean, catalogue.feature_std)
-        self.num_own_numbers = len(catalogue.own.numbers)
+        self.num_custom_numbers = len(catalogue.custom_features.numbers)
         num_items = catalogue.num_items
         for name in ("numbers", "categories"):
             table = getattr(catalogue, name)
@@ -89,7 +89,7 @@ class BoostedActions(ActionsModel):
         """Return the columns (N, X) float32 that the trees read, row by row.
 
         The candidate's features come first, followed by its item's numbers and the
-        log's own numbers. The last columns are counts of strictly earlier context
+        log's custom numbers. The last columns are counts of strictly earlier context
         events: the number of events, and the sum of each graded action. They are
         counted over all events, over events of the same item, and for each category
         over events with the same value.
@@ -102,8 +102,8 @@ class BoostedActions(ActionsModel):
             batch.candidate_feature,
             self._item_attributes("numbers", batch.candidate_item, batch),
         ]
-        if batch.candidate_own is not None:
-            numbers.append(batch.candidate_own[..., : self.num_own_numbers])
+        if batch.candidate_custom is not None:
+            numbers.append(batch.candidate_custom[..., : self.num_custom_numbers])
         return torch.cat([*numbers, counts], -1)[batch.candidate_valid]
 
     def _match_context(self, batch: ActionsBatch) -> Tensor:
@@ -133,8 +133,8 @@ class BoostedActions(ActionsModel):
         parts = [self._item_attributes("categories", batch.join("item"), batch)]
         if batch.viewer is not None:
             parts.append(batch.join("viewer"))
-        if batch.own is not None:
-            parts.append(batch.join("own")[..., self.num_own_numbers :].long())
+        if batch.custom is not None:
+            parts.append(batch.join("custom")[..., self.num_custom_numbers :].long())
         values = torch.cat(parts, -1)
         return values[:, :context], values[:, context:]
 

@@ -139,8 +139,8 @@ class ActionsCatalogue:
     viewers: dict[str, list[str]] = field(default_factory=dict)
     """Values in training of each viewer-side category of events, such as device (Sec. 1
     of AttnMVP)."""
-    own: CustomFeatures = field(default_factory=CustomFeatures)
-    """The log's own features of events, including features joined as of the time of
+    custom_features: CustomFeatures = field(default_factory=CustomFeatures)
+    """The log's custom features of events, including features joined as of the time of
     the event."""
     train_rates: tuple[float, ...] = ()
     """(K,) share of positives among training events; empty if unknown."""
@@ -158,10 +158,9 @@ class ActionsCatalogue:
 
     def scales(self) -> dict[str, Any]:
         """Return the scales and the tasks' rates, which a checkpoint stores."""
-        own = [asdict(number) for number in self.own.numbers]
         return {
             "numbers": self.attributes.numbers,
-            "own": own,
+            "own": [asdict(number) for number in self.custom_features.numbers],
             "text_size": self.text_size,
             "rates": dict(zip(self.labels, self.train_rates, strict=False)),
         }
@@ -212,7 +211,7 @@ class ActionsCatalogue:
             text=vectors,
             text_size=scales.get("text_size", 0.0),
             viewers=info.get("viewers", {}),
-            own=CustomFeatures.from_info(info, scales),
+            custom_features=CustomFeatures.from_info(info, scales),
             train_rates=tuple(
                 float(info["base_rates"][task]) for task in info["tasks"]
             ),

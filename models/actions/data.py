@@ -48,8 +48,8 @@ MAX_PAIRS = 1 << 24
 """Maximum B x C x (T + 1) of an evaluation batch with several rows, which bounds the
 memory of attention scores."""
 
-EVENT_COLUMNS = ("item", "time", "action", "label", "feature", "viewer", "own")
-"""Columns by event; `viewer` and `own` exist only if the log has them."""
+EVENT_COLUMNS = ("item", "time", "action", "label", "feature", "viewer", "custom")
+"""Columns by event; `viewer` and `custom` exist only if the log has them."""
 
 TENSOR_TYPES = {"item": torch.int64, "time": torch.int64, "viewer": torch.int64}
 """Types of a batch's tensors; others are float32."""
@@ -122,12 +122,12 @@ class ActionsDataset(RequestDataset):
 
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
-        """Return the columns to read, including viewer-side and own features."""
+        """Return the columns to read, including viewer-side and custom features."""
         viewers = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
-        own_names = CustomFeatures.from_info(manifest.info).names
+        custom_names = CustomFeatures.from_info(manifest.info).names
         vectors = ("actions", "tasks", "features")
         ends = ("train_end", "val_end")
-        return ["item_index", "timestamp_ms", *viewers, *own_names, *vectors, *ends]
+        return ["item_index", "timestamp_ms", *viewers, *custom_names, *vectors, *ends]
 
     @classmethod
     def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
@@ -363,7 +363,7 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
         Columns by event: `item`, `time`, `action` (A), `label` (K) and `feature` (F).
         If the log has viewer-side categories, `viewer` (V) holds the index of each
         value in the manifest's `viewers`, from 1, or 0 for other values. If the log has
-        own features, `own` holds them as `CustomFeatures.matrix` returns them.
+        custom features, `custom` holds them as `CustomFeatures.matrix` returns them.
     """
     info = manifest.info
     custom_features = CustomFeatures.from_info(info)
@@ -399,8 +399,8 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
         ]
         columns["viewer"] = np.stack(codes, 1)
     if custom_features.names:
-        own_columns = {name: by_event(name) for name in custom_features.names}
-        columns["own"] = custom_features.matrix(own_columns, len(item))
+        custom_columns = {name: by_event(name) for name in custom_features.names}
+        columns["custom"] = custom_features.matrix(custom_columns, len(item))
     return columns
 
 

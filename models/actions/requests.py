@@ -222,7 +222,7 @@ class ActionsRequests(Requests):
         super().__init__(folder, model, catalogue, settings)
         self.max_history = model.config.max_history
         self.actions = catalogue.actions
-        self.custom_features = catalogue.own
+        self.custom_features = catalogue.custom_features
         self.needs_ids = model.needs_ids
         self.feature_mean = model.features.mean.numpy()
         self.viewers = {
@@ -312,7 +312,7 @@ class ActionsRequests(Requests):
             candidate_custom = row.custom_features(
                 self.custom_features, "", len(candidates)
             )
-            parts["own"] = np.concatenate(
+            parts["custom"] = np.concatenate(
                 [history_custom[events], candidate_custom[scored]]
             )
         return Request(candidates, scored, num_events, parts, list(new.values()))

@@ -41,8 +41,8 @@ CACHE_VARIABLE = "TRIELINE_CACHE"
 MAX_UNUSED_S = 7 * 24 * 3600
 """Seconds after its last use after which a cache entry is removed."""
 
-FORMAT_VERSION = 1
-"""Version of the array format; part of the name of a cache entry."""
+FORMAT_VERSION = 2
+"""Version of the format and names of arrays; part of the name of a cache entry."""
 
 Columns = dict[str, NDArray[Any]]
 """Arrays by name. Arrays from `open_columns` are read-only."""

@@ -261,7 +261,7 @@ class SearchCatalogue:
     """Names of the K labels; plain metrics refer to the first one."""
     features: tuple[str, ...]
     """Names of the F features of a candidate and of a behaviour: built-in features
-    (counts, position and time), then the log's own features."""
+    (counts, position and time), then the log's custom features."""
     text: SearchText
     """Text vectors; of width 0 for models that read no text."""
     text_size: float = 0.0
@@ -271,8 +271,8 @@ class SearchCatalogue:
     feature_std: Tensor = field(default_factory=lambda: torch.zeros(0))
     """Standard deviations of the built-in features over train candidates; 0 for a
     constant."""
-    own: CustomFeatures = field(default_factory=CustomFeatures)
-    """The log's own features, which are the last names of `features`."""
+    custom_features: CustomFeatures = field(default_factory=CustomFeatures)
+    """The log's custom features, which are the last names of `features`."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Features of each group of HFG-Attention, in order."""
     versions: dict[str, TableVersion] = field(default_factory=dict)
@@ -291,9 +291,9 @@ class SearchCatalogue:
         return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
-        """Return the scales of text and of own numbers, which a checkpoint stores."""
+        """Return the scales of text and of custom numbers, which a checkpoint stores."""
         return {
-            "own": [asdict(number) for number in self.own.numbers],
+            "own": [asdict(number) for number in self.custom_features.numbers],
             "text_size": self.text_size,
         }
 
@@ -339,7 +339,7 @@ class SearchCatalogue:
             text_size=(scales or {}).get("text_size", 0.0),
             feature_mean=mean,
             feature_std=std,
-            own=custom_features,
+            custom_features=custom_features,
             unknown_when_ranking=tuple(info["unknown_when_ranking"]),
             groups={
                 group["name"]: tuple(group["features"]) for group in info["groups"]

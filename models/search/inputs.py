@@ -74,7 +74,7 @@ class TextProjection(nn.Module):
 
 
 class FeatureScaler(Standardised):
-    """Scale features: standardise built-in features, embed the log's own features.
+    """Scale features: standardise built-in features, embed the log's custom features.
 
     Args:
         catalogue: Catalogue with the features and their scales.
@@ -86,11 +86,11 @@ class FeatureScaler(Standardised):
         super().__init__(
             catalogue.feature_mean, catalogue.feature_std, catalogue.features
         )
-        self.own = None
-        if catalogue.own.names:
-            self.own = CustomInputs(catalogue.own, width, dropout)
-        own_columns = self.own.columns if self.own else []
-        self.columns = [*catalogue.features[: len(self.mean)], *own_columns]
+        self.own = None  # the name in checkpoints
+        if catalogue.custom_features.names:
+            self.own = CustomInputs(catalogue.custom_features, width, dropout)
+        custom_columns = self.own.columns if self.own else []
+        self.columns = [*catalogue.features[: len(self.mean)], *custom_columns]
         """(O,) name of the feature of each output column."""
 
     def forward(self, features: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ class SearchRequests(Requests):
         ]
         self.custom_features = CustomFeatures.from_info(info)
         self.item_features = pa.table({})
-        """The log's own features of items, by `item_index`."""
+        """The log's custom features of items, by `item_index`."""
         names = info.get("item_features", [])
         if names:
             self.item_features = read_table(f"{folder}/tables/items", "items", names)

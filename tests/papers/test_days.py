@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from papers.days import BEGIN, DAY, beauty_days, summarize
+from papers.days import BEGIN, DAY, read_beauty_days, summarize
 
 
 def test_users_come_by_their_newest_item_in_days_of_equal_size(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_users_come_by_their_newest_item_in_days_of_equal_size(tmp_path: Path) -
     ]
     with gzip.open(tmp_path / "interactions.csv.gz", "wt") as file:
         file.write("\n".join(["user_id,item_id,order", *rows]) + "\n")
-    days = [day[1:] for day in beauty_days(tmp_path)]
+    days = [day[1:] for day in read_beauty_days(tmp_path)]
     assert [len(day) for day in days] == [3] * 20
     events = [(int(ms), user, item) for day in days for user, item, ms in day]
     assert all(before[0] < after[0] for before, after in pairwise(events))

@@ -81,7 +81,7 @@ class Boosted(SearchModel):
             for name in catalogue.features
             if name not in catalogue.unknown_when_ranking
         ]
-        categories = {c.name: c for c in catalogue.own.categories}
+        categories = {c.name: c for c in catalogue.custom_features.categories}
         category_names = [name for name in readable if name in categories]
         split_names = [
             name

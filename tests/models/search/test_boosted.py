@@ -48,7 +48,7 @@ def small_catalogue(own: CustomFeatures = OWN) -> SearchCatalogue:
         SearchText.empty(ITEMS, QUERIES),
         feature_mean=torch.zeros(3),
         feature_std=torch.ones(3),
-        own=own,
+        custom_features=own,
     )
 
 

@@ -86,7 +86,7 @@ def test_requests_and_behaviours_have_the_price_that_was_known(priced: str) -> N
 def test_models_read_them(priced: str, tmp_path: Path) -> None:
     catalogue = SearchCatalogue.load(priced, make_text(tmp_path, priced))
     assert catalogue.features[-4:] == ("num_bm25", "num_price", "cat_city", "cat_state")
-    assert catalogue.own.categories[1].values == ("sale", "usual")
+    assert catalogue.custom_features.categories[1].values == ("sale", "usual")
 
 
 def look_ahead(rows: list[dict], info: dict) -> None:

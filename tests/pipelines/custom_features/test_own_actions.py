@@ -113,7 +113,7 @@ def test_a_category_with_too_many_values_is_hashed(
     batch = ActionsDataset.load(
         join(tables, "sequences"), "test", max_history=16
     ).collate(np.arange(8))
-    assert len(batch.own[batch.valid][:, 2].unique()) == 2
+    assert len(batch.custom[batch.valid][:, 2].unique()) == 2
 
 
 @pytest.mark.long
@@ -160,10 +160,10 @@ def test_models_learn_from_them_and_serve_by_name(
         want = torch.sigmoid(setup.model.eval().score(batch)[:, 0]).tolist()  # type: ignore[operator]
     items = read_table(f"{tables}/items")["item_id"].to_pylist()
     own = {
-        name: setup.catalogue.own.names.index(name)
-        for name in setup.catalogue.own.names
+        name: setup.catalogue.custom_features.names.index(name)
+        for name in setup.catalogue.custom_features.names
     }
-    states = (None, *setup.catalogue.own.categories[0].values)
+    states = (None, *setup.catalogue.custom_features.categories[0].values)
     devices = (None, "phone", "tablet")
 
     def given(prefix: str, there: torch.Tensor) -> dict[str, Any]:
