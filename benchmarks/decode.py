@@ -147,7 +147,13 @@ def random_codes(items: int, generator: torch.Generator) -> Tensor:
 def random_histories(
     users: int, items: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Return random histories of 3 to 20 items, 9 on average, shortest first."""
+    """Return random histories of 3 to 20 items, 9 on average, shortest first.
+
+    Args:
+        users: Number of histories.
+        items: Number of items of the catalogue.
+        generator: Source of random numbers.
+    """
     extra = torch.empty(users).geometric_(1 / 8, generator=generator).long() - 1
     lengths = (3 + extra).clamp(max=20).sort().values
     return [

@@ -137,7 +137,8 @@ TRAINING_VARIANTS: dict[
         for name in ("interleaved", "attn_lfa", "attn_mvp", "genrank")
     },
 }
-"""Options of the model, function that makes its batches, and options of `fit`, by name of the variant."""
+"""Options of the model, function that makes its batches, and options of `fit`, by name
+of the variant."""
 
 
 class RepeatedBatches:

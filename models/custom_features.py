@@ -182,7 +182,7 @@ def adopt_scales(
 class CustomInputs(Standardised, EmbeddingTables):
     """A layer that turns custom features into columns of floats.
 
-    Its output has the standardised numbers, the presence of each number that may be
+    The output has the standardised numbers, the presence of each number that may be
     missing, and the embeddings of categories.
     """
 

@@ -84,7 +84,13 @@ def resolve_weights(labels: Sequence[str], weights: Mapping[str, float]) -> list
 
 
 def check_label(name: str, labels: Sequence[str], option: str) -> None:
-    """Raise a UserError if `name`, set by `option`, is not one of the labels."""
+    """Raise a UserError if a name is not one of the labels.
+
+    Args:
+        name: Name to check.
+        labels: Labels of the tables.
+        option: Name of the option that sets `name`, for the message.
+    """
     if name not in labels:
         raise UserError(
             f"{option} names '{name}', which is not a label of the tables; "

@@ -300,7 +300,7 @@ class TrainingRun:
 class ConstantScores(nn.Module):
     """A model that scores every candidate 0 and recommends only item 0.
 
-    Its metrics are defined on the same examples as the metrics of another model.
+    Metrics are defined on the same examples as the metrics of another model.
     """
 
     def __init__(self, model: Model) -> None:
@@ -487,6 +487,11 @@ def load_datasets(
 
 def check_fit(fit: FitConfig, model_class: type[Model], catalogue: Any) -> None:
     """Check that a model has the metric and the options of validation.
+
+    Args:
+        fit: Options of the training.
+        model_class: Class of the model.
+        catalogue: Catalogue of the model, whose labels are part of the metrics' names.
 
     Raises:
         UserError: If `fit.metric` or a key of `fit.eval_options` is unknown.

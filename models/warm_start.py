@@ -207,7 +207,13 @@ def list_catalogue_buffers(model: nn.Module) -> Iterator[str]:
 
 
 def check_tasks(model: Any, metadata: Checkpoint, uri: str | Path) -> None:
-    """Raise OtherTablesError if the tasks of the tables differ from the training's."""
+    """Raise OtherTablesError if the tables and the checkpoint have different tasks.
+
+    Args:
+        model: Model on the tables.
+        metadata: `config.json` of the checkpoint.
+        uri: Folder of the checkpoint, for the message.
+    """
     old_tasks = set(metadata.learned.get("scales", {}).get("rates", {}))
     differing_tasks = old_tasks ^ set(model.labels)
     if old_tasks and differing_tasks:

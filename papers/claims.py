@@ -3,9 +3,9 @@
     python -m papers.claims [--results FILE_OR_FOLDER]
 
 A claim is a rule in `claims.yaml`: two systems compared by a metric, the effect of a
-setting, or the range of a metric. Each claim is decided on each dataset (and trie) on which its
-systems were evaluated. Both the direction and the size of a difference must hold; the
-size may lie between half and double the printed range.
+setting, or the range of a metric. Each claim is decided on each dataset (and trie) on
+which its systems were evaluated. Both the direction and the size of a difference must
+hold; the size may lie between half and double the printed range.
 """
 
 from __future__ import annotations
@@ -187,8 +187,13 @@ def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
 def claimed_size(claim: Claim, left: float, right: float) -> float:
     """Return the size of a difference in the claim's unit.
 
-    The size is `left - right` as points, `left / right` as times, and `left / right - 1` as
-    change.
+    The size is `left - right` as points, `left / right` as times, and
+    `left / right - 1` as change.
+
+    Args:
+        claim: Claim with the unit `as_`.
+        left: Value of the compared system.
+        right: Value of the reference system.
     """
     if claim.as_ == "points":
         return left - right

@@ -152,6 +152,11 @@ def read_curve(client: MlflowClient, run_id: str, name: str) -> list[list[float]
 
     Every n-th point is returned, at most `MAX_CURVE_POINTS`, and the last point. Values
     are rounded to 5 digits.
+
+    Args:
+        client: Client of the MLflow store.
+        run_id: Id of the run.
+        name: Name of the metric.
     """
     points = sorted(
         (point.step, float(f"{point.value:.5g}"))

@@ -82,7 +82,13 @@ class Published:
     """Whether the paper prints only changes relative to the reference."""
 
     def value(self, dataset: str, system: str, metric: str) -> float | None:
-        """Return the printed figure of a system, or None if the paper prints none."""
+        """Return the printed figure of a system, or None if the paper prints none.
+
+        Args:
+            dataset: Name of the dataset in the paper.
+            system: Name of the system.
+            metric: Name of the metric in this project.
+        """
         figures = self.datasets[dataset].get(system)
         if not figures or metric not in self.metrics:
             return None
@@ -269,9 +275,9 @@ class Pair:
     """Comparable rows of two systems, with the runs that correspond to each other."""
 
     left: Row
-    """Row of the compared system, restricted to the runs in `runs`, if there are any."""
+    """Row of the compared system, restricted to the runs in `runs`, if any."""
     right: Row
-    """Row of the reference system, restricted to the runs in `runs`, if there are any."""
+    """Row of the reference system, restricted to the runs in `runs`, if any."""
     runs: tuple[tuple[Run, Run], ...]
     """Pairs of a left run and the right run that is its teacher or has its seed; empty
     if the rows share no seed."""
@@ -377,9 +383,10 @@ def pair_rows(
 def is_comparable(left: Row, right: Row, params: set[str], match: str) -> bool:
     """Return whether two rows may be compared.
 
-    Comparable rows have the same experiment and options of evaluation. With `match` `teacher`,
-    right must be the teacher of left. Otherwise all params of rows of one model or
-    benchmark must be equal, and the tables and the teacher of different models.
+    Comparable rows have the same experiment and options of evaluation. With `match`
+    `teacher`, right must be the teacher of left. Otherwise rows of one model or
+    benchmark must have equal params, and rows of different models must have the same
+    tables and teacher.
 
     Args:
         left: Compared row.
@@ -420,7 +427,13 @@ def validation_rank(row: Row, metric: str) -> float:
 
 
 def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
-    """Return the row of a system with the most seeds, then the best by validation."""
+    """Return the row of a system with the most seeds, then the best by validation.
+
+    Args:
+        rows: Rows to select from.
+        system: System to match.
+        metric: Metric that the row must have.
+    """
     measured = [row for row in rows if system.matches(row) and row.values(metric)]
     return max(
         measured,

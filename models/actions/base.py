@@ -83,8 +83,8 @@ class ActionsConfig(LabelOptions):
     training. Above 0, all id embeddings are initialised with zeros, so that an item
     without training events has the unknown id."""
     category_dropout: float = 0.02
-    """Share of the values of the log's custom categories replaced by the unknown value in
-    training, so that the embedding of unknown values is trained."""
+    """Share of the values of the log's custom categories replaced by the unknown value
+    in training, so that the embedding of unknown values is trained."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,8 +134,8 @@ class ItemNetwork(EmbeddingTables):
     """Embed items from concatenated and projected features (Sec. 2 of AttnMVP).
 
     The features of an item are the embedding of its id, its categories, its numbers and
-    the projection of its text. Viewer-side categories and the log's custom features of the
-    event are added to the concatenation.
+    the projection of its text. Viewer-side categories and the log's custom features of
+    the event are added to the concatenation.
 
     An item that is not in the catalogue has the unknown id, as an id dropped by
     `id_dropout`. A category value that the catalogue does not have is unknown too.

@@ -6,12 +6,12 @@ each other. The batch has the labels of a candidate, but not its actions.
 
 Each context event and candidate reads the context events with a strictly earlier
 timestamp. Events with the same millisecond, such as the events of one page in many
-logs, do not read each other. Their order is irrelevant, except in LAC, which reads one
-action before an event.
+logs, do not read each other. The order of events of equal time is irrelevant, except in
+LAC, which reads one action before an event.
 
 Shapes: `B` users, `T` context events, `C` candidates, `A` kinds of action, `K` tasks,
-`F` late features, `V` viewer-side categories, `O` custom features of the log, `I` items of
-the catalogue, `M` new items, `X` numbers and `G` categories of an item, `W` width of
+`F` late features, `V` viewer-side categories, `O` custom features of the log, `I` items
+of the catalogue, `M` new items, `X` numbers and `G` categories of an item, `W` width of
 text.
 """
 
@@ -65,8 +65,8 @@ class ActionsBatch(Batch):
     candidate_viewer: Tensor | None = axes("B", "C", "V", default=None)
     """(B, C, V) int64 viewer-side categories."""
     custom: Tensor | None = axes("B", "T", "O", default=None)
-    """(B, T, O) float32 custom features of the log, from `CustomFeatures.matrix`; None if the
-    log has none."""
+    """(B, T, O) float32 custom features of the log, from `CustomFeatures.matrix`; None
+    if the log has none."""
     candidate_custom: Tensor | None = axes("B", "C", "O", default=None)
     """(B, C, O) float32 custom features of the log."""
     new_numbers: Tensor | None = axes("M", "X", default=None)

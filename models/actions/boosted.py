@@ -90,8 +90,8 @@ class BoostedActions(ActionsModel):
 
         The candidate's features come first, followed by its item's numbers and the
         log's custom numbers. The last columns are counts of strictly earlier context
-        events: the number of events, and the sum of each graded action. They are
-        counted over all events, over events of the same item, and for each category
+        events: the number of events, and the sum of each graded action. The
+        counts are over all events, over events of the same item, and for each category
         over events with the same value.
         """
         is_match = self._match_context(batch)  # (B, J, C, T)

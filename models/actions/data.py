@@ -8,8 +8,9 @@
 The rows of a training batch have similar lengths, which keeps padding small. Training
 batches have about equally many events, so that all events have the same weight in the
 loss. A user with more than `max_history` training events has several examples, cut
-from the last event backwards. They overlap by `window_overlap * max_history` events. An
-event in two examples is learned in the earlier one and is history in the later one.
+from the last event backwards. These examples overlap by `window_overlap * max_history`
+events. An event in two examples is learned in the earlier one and is history in the
+later one.
 
 Shapes: `B` rows, `T` context events, `C` candidates, `A` kinds of action, `K` tasks,
 `F` late features, `V` viewer-side categories, `n` examples.

@@ -86,7 +86,7 @@ ARGUMENTS: dict[str, list[Any]] = {
 def ready(*tensors: Tensor) -> bool:
     """Return whether the kernels can take these tensors now.
 
-    They need float32 on a CPU without autocast, gradients or tracing.
+    The kernels need float32 on a CPU without autocast, gradients or tracing.
     """
     return (
         all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
@@ -129,8 +129,8 @@ def _library(compiler: str) -> ctypes.CDLL | None:
 def _build_library(compiler: str) -> Path:
     """Return the library in the user's cache folder, compiled if it is missing.
 
-    Its name is a hash of source, compiler and processor. The finished library is moved
-    into place, so that several processes can build it at the same time.
+    The file name is a hash of source, compiler and processor. The finished library is
+    moved into place, so that several processes can build it at the same time.
 
     Raises:
         OSError: If other users can write to the folder, or the compiler fails.

@@ -149,7 +149,13 @@ class RequestDataset:
 
     @classmethod
     def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
-        """Return the flat arrays of one part of `sequences`, by name."""
+        """Return the flat arrays of one part of `sequences`, by name.
+
+        Args:
+            table: Rows of the part.
+            manifest: Manifest of the table.
+            uri: Folder of the table, for messages.
+        """
         raise NotImplementedError
 
     @classmethod

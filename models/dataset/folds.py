@@ -54,7 +54,9 @@ def resolve_fold(info: Mapping[str, Any], fold: int | None, uri: str) -> int | N
 
 
 def find_train_end(info: Mapping[str, Any], fold: int | None) -> int | None:
-    """Return the end of the training window in ms, or None if not split by time.
+    """Return the end of the training window in ms, or None without a split by time.
+
+    The training window ends where the validation window starts.
 
     Args:
         info: `info` of the manifest of sequences.

@@ -165,6 +165,11 @@ def best_allowed(scores: Tensor, k: int, batch: HistoryBatch) -> Ranked:
 
     Only items of `batch.allowed` are returned, if it is set; then `scores` is
     overwritten. If there are fewer than k items, the tail is item -1 with score -inf.
+
+    Args:
+        scores: (B, N) scores of all items.
+        k: Number of items.
+        batch: Requests; `allowed` has 0 for allowed items and -inf for other items.
     """
     allowed = batch.allowed
     if allowed is None:

@@ -291,7 +291,7 @@ class SearchCatalogue:
         return table_hashes(self.versions)
 
     def scales(self) -> dict[str, Any]:
-        """Return the scales of text and of custom numbers, which a checkpoint stores."""
+        """Return the scales of text and custom numbers, which a checkpoint stores."""
         return {
             "own": [asdict(number) for number in self.custom_features.numbers],
             "text_size": self.text_size,

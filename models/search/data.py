@@ -174,7 +174,7 @@ class SearchDataset(RequestDataset):
 
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
-        """Return the columns to read, including labels and the log's custom features."""
+        """Return the columns to read, including labels and custom features."""
         own_names = CustomFeatures.from_info(manifest.info).names
         labels = [f"label_{name}" for name in manifest.info["labels"]]
         by_user = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]

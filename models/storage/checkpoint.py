@@ -213,7 +213,7 @@ def _write_files(
 ) -> None:
     """Write the files of a checkpoint, except `config.json`, into a local folder.
 
-    Their sizes and hashes are set in `metadata`.
+    The sizes and hashes of the files are set in `metadata`.
     """
     if state is not None and "weights" in state:
         state = dict(state)
@@ -264,15 +264,15 @@ def write_shards(
     if rank == 0:
         _make_empty_folder(filesystem, path)
     dist.barrier()
-    own_file: WrittenFile | None = None
+    written_file: WrittenFile | None = None
     if rank:
         with TemporaryDirectory() as staging:
             file = Path(staging) / f"state-{rank}.pt"
             torch.save(state["optimizer"]["state"], file)
             _copy(str(file), f"{path}/{file.name}", fs.LocalFileSystem(), filesystem)
-            own_file = WrittenFile(file.name, file.stat().st_size, _hash(file))
+            written_file = WrittenFile(file.name, file.stat().st_size, _hash(file))
     gathered: list[WrittenFile | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own_file)
+    dist.all_gather_object(gathered, written_file)
     return [written for written in gathered if written]
 
 

@@ -155,7 +155,7 @@ def locate_encoder(name: str) -> str:
 def load_encoder(name: str) -> Any:
     """Load a pretrained encoder without its pooler.
 
-    Its output `last_hidden_state` is (texts, tokens, width).
+    The output `last_hidden_state` is (texts, tokens, width).
 
     Raises:
         UserError: If the encoder cannot be loaded.

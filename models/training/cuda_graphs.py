@@ -6,8 +6,8 @@
 The first call with a shape of batches runs without a graph, the second call captures a
 graph, and later calls replay the graph. A graph repeats its kernels on the same memory.
 So a batch is copied into input tensors that belong to the graph, and the result of a
-call is overwritten by the next call: read it before. A replay runs the same kernels with
-the same random numbers as a call without a graph, so results are equal bit by bit.
+call is overwritten by the next call: read it before. A replay runs the same kernels
+with the same random numbers as a call without a graph, so results are equal bit by bit.
 
 A captured function must not read a value back from the device, which
 `tests/models/test_gpu.py` tests for every model. If a function does so, or cannot be

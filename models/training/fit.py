@@ -152,7 +152,13 @@ class EpochEvent(Event):
 
 
 def learning_rate(config: FitConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of step number `step`, from 0, in `total_steps`."""
+    """Return the learning rate of a step.
+
+    Args:
+        config: Learning rate, warm-up and schedule.
+        step: Number of the step, from 0.
+        total_steps: Number of steps of the training.
+    """
     warmup = min(config.warmup_steps, int(config.warmup_share * total_steps))
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -189,9 +195,9 @@ def autocast(precision: str, device: torch.device) -> Any:
 
 
 def uses_cuda_graphs(config: FitConfig, device: torch.device, world: int) -> bool:
-    """Return whether steps run as CUDA graphs: with one worker on a GPU.
+    """Return whether steps run as CUDA graphs.
 
-    DDP would need eleven warm-up steps per shape.
+    Graphs need a GPU and one worker: DDP would need eleven warm-up steps per shape.
     """
     return device.type == "cuda" and world == 1 and config.cuda_graphs == "auto"
 
@@ -444,7 +450,13 @@ class Meter:
     def heartbeat(
         self, cursor: Cursor, steps_in_epoch: int, seconds_left: float | None
     ) -> HeartbeatEvent:
-        """Return the progress of this rank, without communication between ranks."""
+        """Return the progress of this rank, without communication between ranks.
+
+        Args:
+            cursor: Position of the training.
+            steps_in_epoch: Number of steps of the epoch.
+            seconds_left: Estimated seconds until the end of the training, or None.
+        """
         seconds = self.seconds
         return HeartbeatEvent(
             step=cursor.step,

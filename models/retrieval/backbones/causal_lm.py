@@ -1,8 +1,8 @@
 """A causal language model from `transformers` that reads a prompt with the history.
 
-The codes of the history are additional tokens of the language model. Their embeddings
-are always trained and saved, also with LoRA. Rows are padded on the right; attention is
-causal, so no state depends on padding.
+The codes of the history are additional tokens of the language model. The codes'
+embeddings are always trained and saved, also with LoRA. Rows are padded on the right;
+attention is causal, so no state depends on padding.
 
 Shapes: `B` requests, `T` items and `S` tokens of the longest prompt, `L` levels (codes
 of an item), `D` width, `V` words of the language model.
@@ -119,7 +119,11 @@ class LmBackbone(Backbone):
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
     def history_tokens(self, batch: HistoryBatch) -> Segment:
-        """Return the codes of each history, with the words between items."""
+        """Return the codes of each history, with the words between items.
+
+        With n words `between`, the segment is (B, T * (L + n)) for histories (B, T).
+        The words after the last item are padding.
+        """
         history = batch.history
         codes = self.item_tokens(history)  # (B, T, L)
         between = self.between.expand(*history.shape, -1)

@@ -164,6 +164,11 @@ class CrossAttention(nn.Module):
 
         With states X, q (X Wk)' = (q Wk') X' and p (X Wv) = (p X) Wv: the projections
         of keys and values are applied to one vector per head instead of all states.
+
+        Args:
+            query: (B, D) queries.
+            states: (B, S, D) states X.
+            padding: Added to the scores, -inf at padding; None without padding.
         """
         k = self.k.weight.unflatten(0, (self.heads, -1))  # (H, K, D)
         v = self.v.weight.unflatten(0, (self.heads, -1))

@@ -424,9 +424,18 @@ class Student(TaughtModel, Retriever):
         constrained: bool | None,
         allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Search from the states of B histories; other arguments are `recommend`'s.
+        """Search from the states of B histories.
 
-        `allowed` is a mask (E,) of the trie's edges that lead to allowed items.
+        See `recommend` for the options and the result.
+
+        Args:
+            history: States of B histories.
+            k: Number of items.
+            beam: Number of beams.
+            scores: Codes that log-probabilities are normalised over.
+            constrained: Whether to search within the trie.
+            allowed: (E,) mask of the trie's edges that lead to allowed items; None for
+                all items.
         """
         return self.decode_items(
             history,

@@ -87,7 +87,10 @@ class TaughtModel(RetrievalModel):
         raise NotImplementedError
 
     def outputs_to_cache(self) -> list[TeacherOutput]:
-        """Return the outputs that the teacher cache stores, by default none."""
+        """Return the outputs that the teacher cache stores.
+
+        By default nothing is cached, and the list is empty.
+        """
         return []
 
     def set_teacher_outputs(self, tables: dict[str, CachedStates]) -> None:

@@ -357,7 +357,7 @@ class _Pass:
     def _choose(self, level: int, pairs: _Pairs, noise: Noise | None) -> Tensor:
         """Return the pairs (R, W) of the next beams, without regard to drafts.
 
-        They are the best pairs, or samples if there is `noise`.
+        The pairs are the best pairs, or samples if there is `noise`.
         """
         scores = pairs.scores
         if noise is not None:

@@ -133,7 +133,7 @@ def measure_collisions(codes: np.ndarray) -> dict[str, Any]:
 def branching(codes: np.ndarray) -> list[float]:
     """Return the mean number of valid next codes per level (Table 7 of SID-MLP)."""
     ordered = codes[np.argsort(collision_groups(codes), kind="stable")]
-    # (N - 1, C): whether the prefix differs from that of the row before
+    # (N - 1, C): whether the prefix differs from the prefix of the row before
     changed = np.logical_or.accumulate(ordered[1:] != ordered[:-1], axis=1)
     prefixes = [1, *(changed.sum(0) + 1).tolist()]
     return [after / before for before, after in itertools.pairwise(prefixes)]

@@ -95,7 +95,13 @@ class PsidConfig:
 
 
 def check_codebooks(levels: int, size: int, section: str) -> None:
-    """Raise a ValueError if a table of semantic IDs cannot hold the codebooks."""
+    """Raise a ValueError if a table of semantic IDs cannot hold the codebooks.
+
+    Args:
+        levels: Number of codebooks.
+        size: Number of codes of each codebook.
+        section: Prefix of the options in the message, such as `psid.`.
+    """
     if not 1 <= levels <= 16:
         raise ValueError(f"{section}levels is {levels}; it must be from 1 to 16")
     if not 2 <= size <= 65536:

@@ -168,8 +168,8 @@ def extend_codes(
         nearest: (M, C) nearest codes of the new items.
         taken: (N, C + conflict levels) codes of the existing items.
         codebooks: (C, K, D) centroids.
-        conflicts: Sizes of the conflict levels. They do not change, as they are part of
-            a model's vocabulary.
+        conflicts: Sizes of the conflict levels. These sizes do not change, as they are
+            part of a model's vocabulary.
         config: Options of PSID.
 
     Returns:
