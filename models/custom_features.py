@@ -96,15 +96,15 @@ class CustomFeatures:
             info: `info` of the manifest of sequences.
             scales: Scales of a checkpoint, which replace the statistics of numbers.
         """
-        own = info.get("own") or {"numbers": [], "categories": []}
+        features = info.get("own") or {"numbers": [], "categories": []}
         trained = {number["name"]: number for number in (scales or {}).get("own", [])}
         numbers = [
             Number(**{**number, **trained.get(number["name"], {})})
-            for number in own["numbers"]
+            for number in features["numbers"]
         ]
         categories = [
             Category(**{**category, "values": tuple(category["values"])})
-            for category in own["categories"]
+            for category in features["categories"]
         ]
         return cls(tuple(numbers), tuple(categories))
 

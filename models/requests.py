@@ -3,7 +3,7 @@
     requests = family.requests(bundle, model, catalogue, {"device": "cpu"})
     batch = requests.collate([requests.parse(Row(row)) for row in rows])
 
-`models/<family>/requests.py` declares the columns of a family's requests, most of which
+`models/<family>/requests.py` declares the columns of a family's requests. Most columns
 are optional. The MLflow models in `pipelines/serving` use this module. A bundle is the
 folder of a served model, with the checkpoint and copies of tables.
 """

@@ -35,8 +35,8 @@ class ActionsModel(Model):
     shown_metrics = metrics.SHOWN
 
     needs_ids: bool = False
-    """Whether training has never seen items without an id, so that new items of
-    requests are scored badly."""
+    """Whether all items have an id in training, so that new items of requests are
+    scored badly."""
 
     @classmethod
     def load_catalogue(

@@ -99,8 +99,8 @@ def library() -> ctypes.CDLL | None:
     """Return the compiled kernels, built on first use.
 
     Returns:
-        The library, or None if TRIELINE_KERNELS is 0 or the build fails, of which a
-        warning is printed once.
+        The library, or None if TRIELINE_KERNELS is 0 or the build fails. A failed build
+        is reported by a warning, once.
     """
     if os.environ.get("TRIELINE_KERNELS") == "0":
         return None
@@ -366,7 +366,8 @@ def beam_search(
         beam: Number of beams.
         keep: Number of leaves to return.
         children: Whether scores after the first level are normalised over the valid
-            children, of which alone they are computed; otherwise over all codes.
+            children, so that only scores of valid children are computed; otherwise
+            over all codes.
         allowed: (E_l,) bool of each level, true for edges that beams may take; empty to
             allow all edges.
 

@@ -111,4 +111,4 @@ RECOMMEND_OPTIONS = (
     SidMlpOptions,
     AtSpeedOptions,
 )
-"""Options of all models' `recommend`; each model names its own in `options_class`."""
+"""Options of `recommend` of all models; a model's class is its `options_class`."""

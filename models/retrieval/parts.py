@@ -203,7 +203,7 @@ class Scorer(Protocol):
 
 
 class Decoder(nn.Module):
-    """A model of the next code, given a history and the codes before.
+    """A model of an item's next code, given a history and the item's earlier codes.
 
     A subclass implements `hidden`, `logits` and `scorer`.
     """

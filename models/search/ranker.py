@@ -302,9 +302,9 @@ class Ranker(SearchModel):
         """Select the candidates and labels of this training step.
 
         Returns:
-            The batch without candidates of which no label is learned, and a mask (N, K)
-            of the labels to learn, or None if all are learned. A padded batch keeps its
-            shape and all candidates.
+            The batch without the candidates that have no label to learn, and a mask
+            (N, K) of the labels to learn, or None if all labels are learned. A padded
+            batch keeps its shape and all candidates.
         """
         is_learned = sample_learned(batch.labels, self.masks, self.config.negative_rate)
         if batch.is_padded:

@@ -226,7 +226,7 @@ class SearchRequests(Requests):
             self.item_features = read_table(f"{folder}/tables/items", "items", names)
 
     def parse(self, row: Row) -> Request:
-        """Return the request of a row, with the latest `max_history` known behaviours.
+        """Return the request of a row, with the latest `max_history` behaviours.
 
         Items that are not in the catalogue are left out of history and candidates.
 

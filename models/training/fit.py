@@ -874,7 +874,7 @@ def fit(
         world: Number of workers.
         clock: Returns the time in seconds, for heartbeat events.
         next_action: Called after every step; returns CONTINUE, ASK, SAVE or STOP. Ranks
-            may return different actions, of which the largest counts.
+            may return different actions. The largest action of all ranks counts.
         ask_for_notice: Called by all ranks after the same step if the largest action is
             ASK, so it may be a collective. It returns the same on all ranks, and a
             state is saved if it returns true.

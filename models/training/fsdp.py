@@ -113,7 +113,7 @@ def gather_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a full optimizer state, of which each worker keeps its shard."""
+    """Load this worker's shard of a full optimizer state."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     parameters = [

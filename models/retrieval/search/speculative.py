@@ -125,10 +125,10 @@ class Speculation:
 
 @dataclass(frozen=True)
 class SpeculativeResult:
-    """Items found by a search, and its cost."""
+    """Items and scores of a search, and the cost of the search."""
 
     items: Tensor
-    """(B, k), -1 if there are fewer."""
+    """(B, k) items, best first; -1 if there are fewer than k."""
     scores: Tensor
     """(B, k) scores of the target in descending order, -inf if there are fewer
     items."""
