@@ -37,7 +37,7 @@ class Config(SearchSettings, FeedSettings):
     output: str
     """Folder for the log: new, empty, or with an earlier simulated log, which is
     replaced."""
-    kind: Literal["retrieval", "search", "feed"] = "retrieval"
+    kind: Literal[tuple(SIMULATED)] = "retrieval"  # type: ignore[valid-type]
     """`retrieval`: one item per event. `search`: searches with a query, ten results,
     clicks, purchases and dwell. `feed`: impressions with likes, comments, shares,
     follows, hides and dwell of dog and cat users."""

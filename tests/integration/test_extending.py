@@ -139,13 +139,13 @@ def check_changes(tables, rules, core_users):
 
 class Changes(Retrieval):
     name = "changes"
-    simulated = "changes"
-    without = ()
+    simulated_name = "changes"
+    skipped_rules = ()
 
-    def sequences(self, run, events, items, split):
+    def make_sequences(self, run, events, items, split):
         return make_sequences(ChangesStep(run, events, items, split, as_of={}))
 
-    def audit(self, tables, rules, core_users):
+    def audit_sequences(self, tables, rules, core_users):
         return check_changes(tables, rules, core_users)
 '''
 

@@ -430,7 +430,10 @@ def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(
     for name, lines in zip(
         ("encoder", "decoder"), zip(*said, strict=True), strict=True
     ):
-        assert sorted("found" in line for line in lines) == [False, True], (name, lines)
+        assert sorted("reused" in line for line in lines) == [False, True], (
+            name,
+            lines,
+        )
     for name in names:
         assert read_table(f"{s3}/kept/{name}").equals(read_table(str(cache / name)))
         assert files(f"{s3}/kept/{name}") == files(str(cache / name))

@@ -308,7 +308,7 @@ def test_what_an_unfinished_run_made_is_kept_or_replaced(
     Path(out, "statistics.json").unlink()  # as if that run had been stopped
     prepare(changed, raw, out, config, report=lines.append)
     assert (
-        "events: replaced, as the run that made it from other inputs or settings did not finish"
+        "events: replaced, because it was made from other inputs or settings by a run that did not finish"
         in lines
     )
     assert "label_click" not in read_table(join(out, "events"), "events").column_names

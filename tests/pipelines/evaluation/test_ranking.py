@@ -366,8 +366,7 @@ def test_allowed_items_alone_to_a_table(
     options |= {"batch_inference": str(tmp_path / "out"), "k": 24, "unseen": True}
     run(Config(**options))
     assert (
-        "as the allowed set or the search within its beams has no more"
-        in capsys.readouterr().out
+        "as the allowed set or the beam search has no more" in capsys.readouterr().out
     )
     model, _ = load_model(
         world.place("tiger"), Catalogue.load(world.tables, world.sids)
