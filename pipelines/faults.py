@@ -16,7 +16,7 @@ from functools import partial
 
 from models.storage.tables import UserError
 
-AGAIN = "then run the same command again, which continues from what is finished"
+RETRY_ADVICE = "then run the same command again, which continues from what is finished"
 
 DISK_FULL = re.compile(
     r"no space left on device|disk is full|disk quota exceeded|file too large|"
@@ -128,7 +128,7 @@ def explain(error: BaseException) -> str | None:
         for current in errors:
             message = explain_cause(current)
             if message:
-                return f"{message}, {AGAIN}"
+                return f"{message}, {RETRY_ADVICE}"
     return None
 
 

@@ -55,7 +55,7 @@ def compare(selection: Selection, metric: str | None = None) -> Comparison:
     """
     rows = load_rows(selection)
     if not any(run.finished for row in rows for run in row.runs) and not any(
-        row.measured() for row in rows
+        row.metric_names() for row in rows
     ):
         raise UserError(
             f"no run of {selection.title} at {selection.uri} is finished; wait for "
@@ -76,7 +76,7 @@ def choose_metric(selection: Selection, rows: Sequence[Row], metric: str | None)
         rows: Their rows.
         metric: Metric that the user gave, or None for the default (see `compare`).
     """
-    measured = {name.split("/", 1)[1] for row in rows for name in row.measured()}
+    measured = {name.split("/", 1)[1] for row in rows for name in row.metric_names()}
     if metric is not None and metric not in measured:
         suggestion = did_you_mean(metric, sorted(measured), "none is evaluated yet")
         raise UserError(

@@ -561,7 +561,7 @@ def choose_panels(metric: str, rows: Sequence[Row]) -> list[list[str]]:
         metric: Metric of the comparison, without its split.
         rows: Rows; a metric is shown if at least two of them have it.
     """
-    counts = Counter(name for row in rows for name in row.measured())
+    counts = Counter(name for row in rows for name in row.metric_names())
     measured = {name for name, count in counts.items() if count > 1}
     names = [f"val/{metric}", f"test/{metric}"]
     if metric.endswith(("normalised_entropy", "/rig")):

@@ -153,7 +153,7 @@ class Row:
         beam = beam or self.params.get("evaluate.beam") or self.params.get("model.beam")
         return int(beam) if beam and beam.isdigit() else 0
 
-    def measured(self) -> set[str]:
+    def metric_names(self) -> set[str]:
         """Return the names of the metrics on val and test."""
         return {
             name

@@ -50,7 +50,7 @@ def tables(comparison: Comparison) -> list[Table]:
     return [
         *floor_tables(comparison),
         runs_table(comparison),
-        *paired_tables(comparison),
+        *compare_with_best(comparison),
         *over_users_tables(comparison),
         *task_tables(comparison.rows),
         *exposure_tables(comparison),
@@ -61,7 +61,7 @@ def tables(comparison: Comparison) -> list[Table]:
 def runs_table(comparison: Comparison) -> Table:
     """Return the metrics of all rows."""
     rows, metric = comparison.rows, comparison.metric
-    measured = {name for row in rows for name in row.measured()}
+    measured = {name for row in rows for name in row.metric_names()}
     names = dict.fromkeys([f"val/{metric}", *METRICS, f"test/{metric}"])
     metrics = [name for name in names if name in measured]
     has_folds = any(row.folds for row in rows)
@@ -171,7 +171,7 @@ def describe_training(row: Row) -> list[str]:
 
 def exposure_tables(comparison: Comparison) -> list[Table]:
     """Return the table of coverage, novelty and Gini index, or [] if unmeasured."""
-    measured = {name for row in comparison.rows for name in row.measured()}
+    measured = {name for row in comparison.rows for name in row.metric_names()}
     metrics = [name for name in EXPOSURE_METRICS if name in measured]
     rows = [row for row in comparison.rows if any(row.values(name) for name in metrics)]
     if not rows:
@@ -254,10 +254,11 @@ def best_cells(comparison: Comparison) -> list[list[str]]:
     return cells
 
 
-def paired_tables(comparison: Comparison) -> list[Table]:
-    """Return the paired test over seeds of each row against the best row of its log.
+def compare_with_best(comparison: Comparison) -> list[Table]:
+    """Test each row against the best row of its log, paired by seed and fold.
 
-    Rows with one seed are left out; the list is empty if no row remains.
+    Returns:
+        One table, or an empty list if no row shares two seeds with the best row.
     """
     metric = f"test/{comparison.metric}"
     best_by_log: dict[tuple[str, ...], Row] = {}
@@ -265,7 +266,7 @@ def paired_tables(comparison: Comparison) -> list[Table]:
     for row in comparison.rows:
         if len(row.by_seed(metric)) < 2:
             continue
-        best = best_by_log.setdefault(row.log, row)
+        best = best_by_log.setdefault(row.log, row)  # rows are sorted best first
         if best is not row:
             cells += to_paired_cells(row, best, metric)
     if not cells:
@@ -279,8 +280,8 @@ def paired_tables(comparison: Comparison) -> list[Table]:
     )
     if any(row.folds for row in best_by_log.values()):
         note += (
-            " Runs are paired by seed and fold; later folds train on what earlier ones "
-            "do, so p is somewhat too small."
+            " Runs are paired by seed and fold. The training window of a fold contains "
+            "the windows of earlier folds, so p is somewhat too small."
         )
     return [Table("Against the best, seed by seed", header, cells, [note])]
 
@@ -336,7 +337,7 @@ def paired_t_test(differences: Sequence[float]) -> float:
 
 def task_entropies(rows: Sequence[Row]) -> list[str]:
     """Return the names of the normalised entropies of single tasks."""
-    measured = {name for row in rows for name in row.measured()}
+    measured = {name for row in rows for name in row.metric_names()}
     return sorted(name for name in measured if TASK_ENTROPY.fullmatch(name))
 
 

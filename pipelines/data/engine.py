@@ -299,17 +299,15 @@ class Engine:
             rows: Any = ray.data.from_items(
                 numbers, override_num_blocks=exchange.num_reads
             )
-            read = _with_name_of(exchange.read, partial(_read_rows, exchange))
+            read = _rename(partial(_read_rows, exchange), exchange.read)
             rows = rows.map_batches(read, **self._task_options(), **blocks)
             if exchange.first_kernel:
                 rows = rows.repartition(exchange.num_first_partitions, keys=[KEY])
                 first = partial(_run_first_kernel, exchange)
-                rows = rows.map_batches(
-                    _with_name_of(exchange.first_kernel, first), **blocks
-                )
+                rows = rows.map_batches(_rename(first, exchange.first_kernel), **blocks)
             partitions = exchange.num_partitions + exchange.summaries
             rows = rows.repartition(partitions, keys=[KEY])
-            run = _with_name_of(exchange.kernel, partial(_run_kernel, exchange))
+            run = _rename(partial(_run_kernel, exchange), exchange.kernel)
             rows = rows.map_batches(run, **blocks)
         with _unwrap_user_errors():
             for block in rows.iter_batches(prefetch_batches=0, **blocks):
@@ -485,13 +483,13 @@ def _function_name(function: Callable[..., Any]) -> str:
     return named.__name__.strip("_")
 
 
-def _with_name_of(
-    named: Callable[..., Any], function: Callable[..., Any]
+def _rename(
+    function: Callable[..., Any], like: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return `function` under the name of `named`, for Ray's dashboard and stats."""
+    """Wrap `function` under the name of `like`, which Ray's dashboard and stats show."""
 
     def run(rows: pa.Table) -> Any:
         return function(rows)
 
-    run.__name__ = _function_name(named)
+    run.__name__ = _function_name(like)
     return run

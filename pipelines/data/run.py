@@ -135,7 +135,7 @@ class OutputTables:
 
         Args:
             name: Name of the table.
-            column: Column of unique ids. The integer of an id is its row number.
+            column: Column of unique ids. The index of an id is its row number.
 
         Returns:
             A `Vocabulary`, or a reference to it.

@@ -25,7 +25,7 @@ from pipelines.tracking.curves import (
     log_curves,
     read_curves,
 )
-from pipelines.tracking.logger import STOP_PATIENCE_S, Logger, system_metrics
+from pipelines.tracking.logger import STOP_PATIENCE_S, Logger, log_system_metrics
 from pipelines.tracking.names import (
     BEST_TAG,
     CODE_TAG,
@@ -114,6 +114,7 @@ __all__ = [
     "lock_path",
     "log_curves",
     "log_json",
+    "log_system_metrics",
     "log_text",
     "log_yaml",
     "make_opening",
@@ -126,7 +127,6 @@ __all__ = [
     "settings_key",
     "sqlite_file",
     "sqlite_uri",
-    "system_metrics",
     "to_mlflow_name",
     "view_command",
     "warn_if_slow",

@@ -169,7 +169,7 @@ for its own metrics: a stopped job has 25 s in all."""
 
 
 @contextmanager
-def system_metrics(run: RunRef) -> Iterator[None]:
+def log_system_metrics(run: RunRef) -> Iterator[None]:
     """Log the use of this machine's CPU, memory, disk, network and GPU in the block."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 

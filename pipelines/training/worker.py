@@ -266,7 +266,7 @@ def run_task(task: Task, worker: WorkerContext) -> None:
         logger = None
         if worker.rank == 0 and task.run:
             logger = open_logger(task, task.run, run, worker, last)
-            stack.enter_context(tracking.system_metrics(task.run))
+            stack.enter_context(tracking.log_system_metrics(task.run))
         if run.model.trains_by_gradient:
             try:
                 with STOP_REQUEST.defer_to_loop():

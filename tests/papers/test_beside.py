@@ -13,7 +13,7 @@ from papers.plots import beams
 from papers.published import Papers, Published, System, compare_with, load
 from papers.tables import non_inferiority_tables, parameter_tables, relative_tables
 from pipelines.comparison.rows import EvaluationOptions, Row, Run
-from pipelines.comparison.tables import paired_tables, task_tables
+from pipelines.comparison.tables import compare_with_best, task_tables
 from tests.fixtures.comparison_rows import LOSS, NDCG, compared, row
 
 PRINTED = Published(
@@ -81,7 +81,7 @@ def test_nothing_is_relative_to_zero() -> None:
     table = compare_with(compared(rows), PRINTED, SYSTEMS)
     assert table is not None
     assert [cells[4:6] for cells in table.cells] == [["0.0300", ""], ["0.0330", "-"]]
-    (paired,) = paired_tables(compared(rows))
+    (paired,) = compare_with_best(compared(rows))
     assert paired.cells[0][4] == "-"
     claim = Claim(
         "c",
@@ -131,7 +131,7 @@ def test_rows_of_another_log_are_not_compared() -> None:
     (relative,) = relative_tables(rows)
     assert [cells[3] for cells in relative.cells] == ["-1.00% ± 0.00%"] * 2
     by_loss = compared(sorted(rows, key=lambda r: r.mean(LOSS)), "eval_loss")
-    (paired,) = paired_tables(by_loss)
+    (paired,) = compare_with_best(by_loss)
     assert [cells[4] for cells in paired.cells] == ["+1.0%"] * 2
 
 

@@ -58,7 +58,7 @@ def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame
     counts: dict[str, int | dict[str, int]] = {
         "events": count_per_split(rows),
         "users_with_candidates": count_per_split(rows.unique(["row", "split"])),
-        "users_without_context": count_per_split(rows.filter(pl.col("place") == 0)),
+        "users_without_context": count_per_split(rows.filter(pl.col("index") == 0)),
     }
     check_counts(tables, counts, rules["counts"])
     check_statistics(tables, rows, values, rules)
@@ -116,11 +116,16 @@ def check_ends(
 
 
 def add_splits(users: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
-    """Add the column `split`, which `train_end` and `val_end` of the user determine."""
+    """Add the column `split` of each event, by its index within its user's events.
+
+    Args:
+        users: Rows of `sequences`, with the indices `train_end` and `val_end`.
+        rows: Events of all users, with the `row` of their user.
+    """
     ends = users.select("row", "train_end", "val_end")
     rows = rows.join(ends, on="row", how="left", maintain_order="left")
-    is_train = pl.col("place") < pl.col("train_end")
-    is_val = pl.col("place") < pl.col("val_end")
+    is_train = pl.col("index") < pl.col("train_end")
+    is_val = pl.col("index") < pl.col("val_end")
     split = pl.when(is_train).then(pl.lit("train")).when(is_val).then(pl.lit("val"))
     return rows.with_columns(split=split.otherwise(pl.lit("test")))
 

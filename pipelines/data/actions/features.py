@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig
-from pipelines.data.events.columns import dictionary_column, index_in, read_part
+from pipelines.data.events.columns import dictionary_column, encode_ids, read_part
 from pipelines.data.sequences.counts import (
     Columns,
     KeyCounter,
@@ -81,7 +81,7 @@ class ActionsCounter(KeyCounter):
         catalogue, attributes = shared
         labels = [f"label_{name}" for name in self.config.labels]
         events = read_part(uri, [*IDS, "timestamp_ms", *labels], IDS)
-        item = index_in(dictionary_column(events, "item_id"), catalogue)
+        item = encode_ids(dictionary_column(events, "item_id"), catalogue)
         keys = []
         for name in self.keys:
             if name == ITEM:

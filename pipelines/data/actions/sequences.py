@@ -391,7 +391,7 @@ class ActionsStep(SequencesStep):
             schema=source.schema,
             split=self.split,
             max_events=config.max_events,
-            joined=self.joined,
+            joined=self.joined_schema,
             actions=check_actions(source, config),
         )
 

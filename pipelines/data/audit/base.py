@@ -1,6 +1,6 @@
 """Rules with their violations, the audited tables, and sums over windows of time.
 
-In frames, `row` is the index of a user's row in `sequences`, and `place` the index of a
+In frames, `row` is the index of a user's row in `sequences`, and `index` the index of a
 behaviour or request among those of its user.
 """
 
@@ -28,7 +28,7 @@ SPLITS = ["train", "val", "test"]
 EVENT = "user {user_id}, item {item_id} at {timestamp_ms}"
 """Template of an event in messages."""
 
-REQUEST = "user {user_id}, request {place}"
+REQUEST = "user {user_id}, request {index}"
 """Template of a request in messages."""
 
 
@@ -162,7 +162,7 @@ class Tables:
         return f"label_{name}" if name else None
 
     @property
-    def known(self) -> str:
+    def known_time_column(self) -> str:
         """Column of the time from which a behaviour is in histories.
 
         It is the time of the behaviour's label if events have one, else of the event.

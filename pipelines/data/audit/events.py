@@ -190,7 +190,7 @@ def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     core_window = tables.manifests["items"].info["core_window"]
     if core_window != "train" or split.get("val_start_ms") is None:
         return events
-    known = "timestamp_ms" if tables.all_shown else tables.known
+    known = "timestamp_ms" if tables.all_shown else tables.known_time_column
     starts = [fold["val_start_ms"] for fold in split.get("folds", ())]
     train_end = min(starts or [split["val_start_ms"]])
     return events.filter(pl.col(known) < train_end)
@@ -202,18 +202,16 @@ def _check_item_order(tables: Tables, rule: Rule) -> None:
     Appended items follow the earlier ones in any order.
     """
     manifest = tables.manifests["items"]
-    place = pl.int_range(pl.len(), dtype=pl.Int32)
+    row = pl.int_range(pl.len(), dtype=pl.Int32)
     previous = pl.col("item_id").shift(1)
     is_wrong = (pl.col("item_id") <= previous).fill_null(False)
     if manifest.extends or manifest.info.get("catalogue_of"):
         is_wrong = ~pl.col("item_id").is_first_distinct()
-    is_wrong |= pl.col("item_index").ne_missing(place) | pl.col("item_id").is_null()
-    rows = tables.catalogue.with_columns(
-        place=place, previous=previous, is_wrong=is_wrong
-    )
+    is_wrong |= pl.col("item_index").ne_missing(row) | pl.col("item_id").is_null()
+    rows = tables.catalogue.with_columns(row=row, previous=previous, is_wrong=is_wrong)
     rule.add_rows(
         rows.filter("is_wrong"),
-        "item {item_id}: index {item_index} in row {place}, after {previous}",
+        "item {item_id}: index {item_index} in row {row}, after {previous}",
     )
 
 

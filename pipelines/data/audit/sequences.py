@@ -1,7 +1,7 @@
 """Audit rules for `sequences` that several kinds of request share.
 
 They check behaviours, histories, splits, counts and custom features. Frames of
-behaviours and of requests have one row each, with `row` and `place` (`base.py`).
+behaviours and of requests have one row each, with `row` and `index` (`base.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 FLOAT32_TOLERANCE = 4e-6
 """Relative tolerance of features, which are stored as float32."""
 
-PLACE = pl.int_range(pl.len(), dtype=pl.Int32).over("row").alias("place")
+INDEX = pl.int_range(pl.len(), dtype=pl.Int32).over("row").alias("index")
 """Index of a behaviour or request among those of its user, in the order of the rows."""
 
 
@@ -82,18 +82,18 @@ def check_lengths(users: pl.DataFrame, rule: Rule) -> pl.DataFrame:
 
 
 def behaviour_rows(users: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per behaviour: `row`, `user_id`, `place` and the list columns."""
+    """Return one row per behaviour: `row`, `user_id`, `index` and the list columns."""
     lists = list_columns(users)
     has_behaviours = pl.col("item_index").list.len() > 0
     columns = users.select("row", "user_id", *lists).filter(has_behaviours)
-    return columns.explode(lists).with_columns(PLACE)
+    return columns.explode(lists).with_columns(INDEX)
 
 
 def request_rows(users: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per request: `row`, `user_id`, `place` and the struct's fields."""
+    """Return one row per request: `row`, `user_id`, `index` and the struct's fields."""
     has_requests = pl.col("requests").list.len() > 0
     columns = users.select("row", "user_id", "requests").filter(has_requests)
-    return columns.explode("requests").unnest("requests").with_columns(PLACE)
+    return columns.explode("requests").unnest("requests").with_columns(INDEX)
 
 
 def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
@@ -107,19 +107,19 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
         events: Events with the `row` of their user.
 
     Returns:
-        The behaviours, with `item_index` and `place`.
+        The behaviours, with `item_index` and `index`.
     """
     behaviours = tables.filter_behaviours(events).join(
         tables.catalogue, on="item_id", maintain_order="left"
     )
     # events that are equal in all keys keep the order of the file
-    order = ["row", tables.known, *tables.event_order]
+    order = ["row", tables.known_time_column, *tables.event_order]
     behaviours = behaviours.sort(order, maintain_order=True)
     length = pl.len().over("row").cast(pl.Int64)
     num_truncated = (length - tables.info["max_events"]).clip(0)
-    place = pl.int_range(pl.len(), dtype=pl.Int64).over("row") - num_truncated
-    behaviours = behaviours.with_columns(place=place.cast(pl.Int32))
-    return behaviours.filter(pl.col("place") >= 0)
+    index = pl.int_range(pl.len(), dtype=pl.Int64).over("row") - num_truncated
+    behaviours = behaviours.with_columns(index=index.cast(pl.Int32))
+    return behaviours.filter(pl.col("index") >= 0)
 
 
 def check_behaviours(
@@ -155,18 +155,18 @@ def compare_rows(
     noun: str,
     rule: Rule,
 ) -> None:
-    """Check that rows equal the expected rows with the same `row` and `place`.
+    """Check that rows equal the expected rows with the same `row` and `index`.
 
     A row that only one of the frames has is a violation too.
 
     Args:
-        rows: Columns `row`, `place`, `user_id` and `columns`.
+        rows: Columns `row`, `index`, `user_id` and `columns`.
         expected: The same columns, from events.
         columns: Names of the columns to compare.
         noun: Name of a row in messages.
         rule: Takes the violations.
     """
-    keys = ["row", "place"]
+    keys = ["row", "index"]
     joined = rows.select(*keys, "user_id", *columns).join(
         expected.select(*keys, "user_id", *columns),
         on=keys,
@@ -187,7 +187,7 @@ def compare_rows(
             if row[name] != row[f"{name}_events"]
         )
         user = row["user_id"] or row["user_id_events"]
-        rule.add_violation(f"user {user}, {noun} {row['place']}: {details}")
+        rule.add_violation(f"user {user}, {noun} {row['index']}: {details}")
     rule.violations += max(0, violating.height - MAX_EXAMPLES)
 
 
@@ -196,7 +196,7 @@ def check_history(
 ) -> None:
     """Check that `history_end` counts the behaviours known before the request.
 
-    With `log_order` every request is a behaviour, and `history_end` is its place.
+    With `log_order` every request is a behaviour, and `history_end` is its index.
 
     Args:
         tables: The audited tables.
@@ -207,17 +207,17 @@ def check_history(
     rule.rows += requests.height
     # the rule `targets` reports requests without a time
     timed = requests.drop_nulls("timestamp_ms")
-    expected = timed.select(expected=pl.col("place").cast(pl.Int64))
+    expected = timed.select(expected=pl.col("index").cast(pl.Int64))
     if not tables.log_order:
         one = pl.lit(1, pl.Int64)
-        counted = behaviours.select("row", time=tables.known, expected=one)
+        counted = behaviours.select("row", time=tables.known_time_column, expected=one)
         points = timed.select("row", at="timestamp_ms")
         expected = sums_before(points, counted, ["row"], 0, "time")
     history_end = pl.col("history_end").cast(pl.Int64)
     is_wrong = history_end.ne_missing(pl.col("expected"))
     violating = timed.with_columns(expected).filter(is_wrong)
     rule.add_rows(
-        violating.sort("row", "place"),
+        violating.sort("row", "index"),
         REQUEST + " at {timestamp_ms}: history_end is {history_end}, {expected} "
         "behaviours are known earlier",
     )
@@ -253,7 +253,7 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
     )
     violating = requests.filter(pl.col("split").ne_missing(pl.col("expected")))
     rule.add_rows(
-        violating.sort("row", "place"),
+        violating.sort("row", "index"),
         REQUEST + " at {timestamp_ms}: in {split}, belongs to {expected}",
     )
     return count_per_split(requests)
@@ -367,7 +367,7 @@ def _check_fold_counts(
 def rank_in_time(tables: Tables, requests: pl.DataFrame) -> pl.Series:
     """Return the index of each request among its user's, by time and then by a hash."""
     if tables.log_order:
-        return requests["place"].cast(pl.Int64)
+        return requests["index"].cast(pl.Int64)
     keys = requests.select(
         "row",
         "user_id",

@@ -1,7 +1,7 @@
 """Read parts of the events table, and convert their columns to numpy arrays.
 
     events = read_part(uri, ["user_id", "item_id", "timestamp_ms"])
-    item_index = index_in(dictionary_column(events, "item_id"), catalogue)
+    item_index = encode_ids(dictionary_column(events, "item_id"), catalogue)
 
 Shapes: E events of a part, V ids of a vocabulary.
 """
@@ -23,7 +23,7 @@ USER_AND_ITEM = ("user_id", "item_id")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Mapping from ids to integers, by binary search in sorted ids.
+    """Mapping from ids to indices, by binary search in sorted ids.
 
     Tasks on a node share one copy in Ray's object store.
     """
@@ -31,7 +31,7 @@ class Vocabulary:
     ids: pa.Array
     """(V,) distinct large strings, sorted."""
     index: np.ndarray | None = None
-    """(V,) int32 integer of each id; None if it is the position in `ids`."""
+    """(V,) int32 index of each id; None if it is the position in `ids`."""
 
     @classmethod
     def from_ids(cls, ids: pa.Array) -> Vocabulary:
@@ -46,7 +46,7 @@ class Vocabulary:
         return len(self.ids)
 
     def lookup(self, ids: pa.Array) -> np.ndarray:
-        """Return the (n,) int32 integers of (n,) ids, -1 for null and unknown ids."""
+        """Return the (n,) int32 index of each id, -1 for null or unknown ids."""
         if not len(self) or not len(ids):
             return np.full(len(ids), -1, dtype=np.int32)
         vocabulary = pl.Series(pl.from_arrow(self.ids.cast(pa.large_string())))
@@ -54,16 +54,16 @@ class Vocabulary:
         position = vocabulary.search_sorted(queries).to_numpy()
         position = np.minimum(position, len(vocabulary) - 1)
         equal = (vocabulary.gather(position) == queries).fill_null(False).to_numpy()
-        integer = position if self.index is None else self.index[position]
-        return np.where(equal, integer, -1).astype(np.int32)
+        index = position if self.index is None else self.index[position]
+        return np.where(equal, index, -1).astype(np.int32)
 
-    def ids_at(self, integers: np.ndarray) -> pa.Array:
-        """Return the (n,) ids of (n,) integers."""
+    def ids_at(self, index: np.ndarray) -> pa.Array:
+        """Return the (n,) ids at (n,) indices."""
         if self.index is None:
-            return self.ids.take(pa.array(integers))
+            return self.ids.take(pa.array(index))
         position = np.empty(len(self), dtype=np.int64)
         position[self.index] = np.arange(len(self))
-        return self.ids.take(pa.array(position[integers]))
+        return self.ids.take(pa.array(position[index]))
 
 
 def read_part(
@@ -99,11 +99,11 @@ def take_rows(table: pa.Table, name: str, rows: np.ndarray) -> pa.Array:
     return table[name].combine_chunks().take(pa.array(rows))
 
 
-def index_in(values: pa.DictionaryArray, vocabulary: Vocabulary) -> np.ndarray:
-    """Return the (E,) int32 integers of (E,) ids, -1 for null and unknown ids."""
-    integer = vocabulary.lookup(values.dictionary)
-    code = pc.fill_null(values.indices.cast(pa.int64()), -1).to_numpy()
-    return np.append(integer, np.int32(-1))[code].astype(np.int32)
+def encode_ids(ids: pa.DictionaryArray, vocabulary: Vocabulary) -> np.ndarray:
+    """Return the (E,) int32 vocabulary index of each id, -1 for null or unknown ids."""
+    index = vocabulary.lookup(ids.dictionary)
+    code = pc.fill_null(ids.indices.cast(pa.int64()), -1).to_numpy()
+    return np.append(index, np.int32(-1))[code].astype(np.int32)
 
 
 def id_hashes(ids: pa.Array | pa.ChunkedArray) -> np.ndarray:

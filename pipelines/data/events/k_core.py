@@ -17,7 +17,7 @@ from pipelines.data.events.columns import (
     Vocabulary,
     bool_column,
     dictionary_column,
-    index_in,
+    encode_ids,
     known_columns,
     known_times,
     label_columns,
@@ -59,7 +59,7 @@ def core_items(
     vocabulary = engine.put(Vocabulary.from_ids(stats.items))
     shared = (stats.behaviour, stats.late, before_ms, vocabulary)
     parts = list(engine.submit(_read_pairs, [(uri,) for uri in stats.parts], shared))
-    kept = np.ones(len(stats.items), dtype=bool)
+    is_in_core = np.ones(len(stats.items), dtype=bool)
     is_always_kept = np.zeros(len(stats.items), dtype=bool)
     if always_kept is not None:
         is_always_kept = pc.is_in(
@@ -67,20 +67,22 @@ def core_items(
         ).to_numpy(zero_copy_only=False)
     rounds = 0
     while True:
-        counts = np.zeros(len(kept), dtype=np.int64)
+        counts = np.zeros(len(is_in_core), dtype=np.int64)
         calls = [(core, part) for part in parts]
-        for _, table in engine.map_unordered(_count_items, calls, (engine.put(kept),)):
+        for _, table in engine.map_unordered(
+            _count_items, calls, (engine.put(is_in_core),)
+        ):
             counts[table["item"].to_numpy()] += table["count"].to_numpy()
         rounds += 1
-        still_kept = (counts >= core) | is_always_kept
-        if not counts[still_kept].any():
+        is_still_in_core = (counts >= core) | is_always_kept
+        if not counts[is_still_in_core].any():
             raise UserError(
                 f"no item remains in the {core}-core of {stats.behaviours:,} "
                 f"behaviours; set a lower --core"
             )
-        if (still_kept == kept).all():
-            return stats.items.filter(pa.array(kept)), rounds
-        kept = still_kept
+        if (is_still_in_core == is_in_core).all():
+            return stats.items.filter(pa.array(is_in_core)), rounds
+        is_in_core = is_still_in_core
 
 
 def _read_pairs(
@@ -102,7 +104,7 @@ def _read_pairs(
 
     Returns:
         Table with the columns `user`, a code within the part in ascending order, and
-        `item`, the integer of the vocabulary.
+        `item`, the item's index in the vocabulary.
     """
     columns = ["user_id", "item_id", *label_columns(behaviour)]
     if before_ms is not None:
@@ -114,15 +116,15 @@ def _read_pairs(
     if before_ms is not None:
         is_counted = is_counted & (known_times(table, behaviour) < before_ms)
     user = dictionary_column(table, "user_id").indices.to_numpy()[is_counted]
-    item = index_in(dictionary_column(table, "item_id"), items)[is_counted]
+    item = encode_ids(dictionary_column(table, "item_id"), items)[is_counted]
     return pa.table({"user": pa.array(user, pa.int32()), "item": item})
 
 
-def _count_items(kept: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
+def _count_items(is_in_core: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
     """Count the behaviours per item of a part, without users below the core.
 
     Args:
-        kept: (N,) bool: whether an item was kept by the last round.
+        is_in_core: (N,) bool: whether the last round kept an item.
         core: Minimum number of behaviours of a user on kept items.
         pairs: Table of `_read_pairs`.
 
@@ -130,7 +132,7 @@ def _count_items(kept: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
         Table with the columns `item` and `count`, only for kept items.
     """
     user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
-    is_counted = kept[item]
+    is_counted = is_in_core[item]
     if len(item):
         starts = run_starts(user)
         lengths = np.diff(np.append(starts, len(item)))

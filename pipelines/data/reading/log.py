@@ -289,14 +289,14 @@ class Section(Files):
         uri = join(input_uri, file)
         for frame in read_frames(uri, self, self._expressions.values(), digest):
             rows = Rows(frame.with_missing, self._expressions, uri)
-            rows.ids(self.key)
+            rows.parse_ids(self.key)
             for name in self.schema.names[1:]:
                 if name == "timestamp_ms" and self.time:
-                    rows.time(name, self.time)
+                    rows.parse_time(name, self.time)
                 elif name.startswith("num_"):
-                    rows.number(name)
+                    rows.parse_number(name)
                 else:
-                    rows.text(name)
+                    rows.parse_text(name)
             yield rows.block(frame.broken, frame.missing, file, None, self.schema)
 
 
@@ -844,30 +844,30 @@ class Log(Files):
             number: Index of the piece in the log.
         """
         rows = Rows(piece, self._expressions, uri)
-        rows.ids("user_id")
+        rows.parse_ids("user_id")
         if self.explode:
             rows.reject(piece[UNEQUAL], f"{self.item}: lists of unequal length")
             rows.values["request_id"] = piece[REQUEST]
             rows.values["position"] = piece[ELEMENT].fill_null(0).cast(pl.Int32)
-        rows.ids("item_id")
-        rows.time("timestamp_ms", self.event_time, number, past=True)
+        rows.parse_ids("item_id")
+        rows.parse_time("timestamp_ms", self.event_time, number, past=True)
         if self.query:
-            rows.text("query")
+            rows.parse_text("query")
         if self.request:
-            rows.ids("request_id")
+            rows.parse_ids("request_id")
         if self.position:
-            rows.integer("position")
+            rows.parse_integer("position")
         for name, label in self.labels.items():
             if label.type == "bool":
-                rows.flag(f"label_{name}")
+                rows.parse_flag(f"label_{name}")
             else:
-                rows.number(f"label_{name}", label.range)
+                rows.parse_number(f"label_{name}", label.range)
             if label.late:
-                rows.known(name, label.time, label.delay_minutes)
+                rows.store_known_time(name, label.time, label.delay_minutes)
         for name in self.numbers:
-            rows.number(f"num_{name}")
+            rows.parse_number(f"num_{name}")
         for name in self.categories:
-            rows.text(f"cat_{name}")
+            rows.parse_text(f"cat_{name}")
         rows.join(users)
         return rows
 
@@ -976,8 +976,8 @@ class Log(Files):
             events = Rows(piece, {"user_id": self.user, "item_id": LIST}, uri)
             column = self.history.column if self.history else LIST
             events.expressions["item_id"] = self.sequence or column  # for messages
-            events.ids("user_id")
-            events.ids(
+            events.parse_ids("user_id")
+            events.parse_ids(
                 "item_id",
                 "missing or empty; of text with blanks in a row split "
                 "regexp_replace(..., '\\s+', ' ')",

@@ -195,7 +195,7 @@ class Rows:
             f"with a SQL expression"
         )
 
-    def ids(self, target: str, missing: str = "missing") -> None:
+    def parse_ids(self, target: str, missing: str = "missing") -> None:
         """Store a column as ids; texts such as nan and null count as missing.
 
         Args:
@@ -229,7 +229,7 @@ class Rows:
                 f"no text",
             )
 
-    def text(self, target: str) -> None:
+    def parse_text(self, target: str) -> None:
         """Store a column as text; empty text becomes null.
 
         Lists are joined by blanks. A categorical list with a blank in an element
@@ -255,7 +255,7 @@ class Rows:
             values = values.str.strip_chars()
         self.values[target] = pl.select(pl.when(values != "").then(values)).to_series()
 
-    def time(
+    def parse_time(
         self, target: str, time: Time, number: int = 0, *, past: bool = False
     ) -> None:
         """Store a column as epoch ms, or ordinals.
@@ -286,8 +286,10 @@ class Rows:
         if reason.null_count() < len(reason):
             self.reasons.append(reason)
 
-    def known(self, name: str, time: Time | None, delay_minutes: float | None) -> None:
-        """Store the time from which a label is known, null if the label is not set.
+    def store_known_time(
+        self, name: str, time: Time | None, delay_minutes: float | None
+    ) -> None:
+        """Store the time from which a label is known; null if the label is not set.
 
         Args:
             name: Name of the label.
@@ -312,7 +314,7 @@ class Rows:
             )
         self.values[target] = pl.select(pl.when(is_set).then(moment)).to_series()
 
-    def integer(self, target: str) -> None:
+    def parse_integer(self, target: str) -> None:
         """Store a column as int32; rows without a non-negative integer are rejected."""
         values, what = self.evaluated[target], self.expressions[target]
         if values.dtype == pl.String:
@@ -325,7 +327,7 @@ class Rows:
         )
         self.values[target] = number.cast(pl.Int32, strict=False)
 
-    def number(self, target: str, span: list[float] | None = None) -> None:
+    def parse_number(self, target: str, span: list[float] | None = None) -> None:
         """Store a column as float32; missing values are null.
 
         Rows are rejected if their number is not finite, above LARGEST_NUMBER in
@@ -366,7 +368,7 @@ class Rows:
                 f"{what}: outside {span[0]:g} to {span[1]:g}",
             )
 
-    def flag(self, target: str) -> None:
+    def parse_flag(self, target: str) -> None:
         """Store a column of 0, 1, true or false as bools; missing values are null.
 
         Raises:

@@ -6,7 +6,7 @@ import polars as pl
 
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.sequences import (
-    PLACE,
+    INDEX,
     check_behaviours,
     check_counts,
     check_history,
@@ -22,9 +22,9 @@ def check_retrieval_tables(tables: Tables, rules: dict[str, Rule]) -> None:
     expected = expected_behaviours(tables, tables.users_events)
     check_behaviours(rows.users, rows.behaviours, expected, rules["behaviours"])
     behaviours = rows.behaviours
-    if tables.known != "timestamp_ms":
+    if tables.known_time_column != "timestamp_ms":
         # behaviours are sorted by the time at which they are known, requests by time
-        behaviours = expected.sort("row", *tables.event_order).with_columns(PLACE)
+        behaviours = expected.sort("row", *tables.event_order).with_columns(INDEX)
     check_history(tables, behaviours, rows.requests, rules["history"])
     targets = behaviours.with_columns(candidates=pl.concat_list("item_index"))
     columns = ["timestamp_ms", "query", "candidates"]

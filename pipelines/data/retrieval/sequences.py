@@ -137,7 +137,7 @@ class RetrievalStep(SequencesStep):
             schema=self.run.source.schema,
             split=self.split,
             max_events=config.max_events,
-            joined=self.joined,
+            joined=self.joined_schema,
             core=config.core,
             before_ms=self.run.core_before_ms(self.split),
             log_order=config.ties == "log_order",

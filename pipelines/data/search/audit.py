@@ -18,7 +18,7 @@ from pipelines.data.audit.base import (
     window_sums,
 )
 from pipelines.data.audit.sequences import (
-    PLACE,
+    INDEX,
     check_as_of,
     check_behaviours,
     check_counts,
@@ -59,15 +59,15 @@ def check_search_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
     check_history(tables, rows.behaviours, rows.requests, rules["history"])
     check_training_values(tables, rows.all_requests, rules["features"])
     check_as_of(tables, rules["features"])
-    request_times = expected.select("row", "place", "asked")
+    request_times = expected.select("row", "index", "asked")
     behaviours = rows.behaviours.join(
-        request_times, on=["row", "place"], how="left", maintain_order="left"
+        request_times, on=["row", "index"], how="left", maintain_order="left"
     )
     check_features(tables, log, rows.all_requests, behaviours, rules["windows"])
     counts = count_requests(tables, rows.all_requests)
     counts |= {"requests": rows.per_split, "queries": queries.height}
     check_counts(tables, counts, rules["counts"])
-    return filter_shown(tables, log).select("user_id").unique()
+    return expected_candidates(tables, log).select("user_id").unique()
 
 
 def read_queries(tables: Tables) -> pl.DataFrame:
@@ -112,14 +112,14 @@ def add_request_times(events: pl.DataFrame) -> pl.DataFrame:
     return events.with_columns(asked=pl.col("timestamp_ms").min().over(REQUEST_KEYS))
 
 
-def filter_shown(tables: Tables, log: pl.DataFrame) -> pl.DataFrame:
+def expected_candidates(tables: Tables, log: pl.DataFrame) -> pl.DataFrame:
     """Return the results that are candidates in `sequences`.
 
     They are items of the catalogue. The requests of a user with more than `max_events`
     behaviours are dropped if they are older than the oldest behaviour that remains.
     """
     results = log.join(tables.catalogue, on="item_id", maintain_order="left")
-    known = pl.col(tables.known).sort(descending=True)
+    known = pl.col(tables.known_time_column).sort(descending=True)
     per_user = tables.filter_behaviours(results).group_by("user_id").agg(known=known)
     max_events = tables.info["max_events"]
     truncated = per_user.filter(pl.col("known").list.len() > max_events)
@@ -150,7 +150,7 @@ def check_requests(
     """
     custom_features = custom_columns(tables.info)
     labels = [f"label_{name}" for name in tables.info["labels"]]
-    shown = filter_shown(tables, users_log)
+    shown = expected_candidates(tables, users_log)
     expected = expected_requests(shown, [*labels, *custom_features])
     if custom_features:
         compare_rows(requests, expected, custom_features, "request", rules["features"])
@@ -181,7 +181,7 @@ def expected_requests(results: pl.DataFrame, columns: list[str]) -> pl.DataFrame
     )
     requests = requests.rename({"asked": "timestamp_ms"})
     order = ["row", "timestamp_ms", "request_id", "query_index"]
-    return requests.sort(order).with_columns(PLACE)
+    return requests.sort(order).with_columns(INDEX)
 
 
 def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
@@ -324,7 +324,7 @@ def _count_features(
     is_first = pl.struct(*REQUEST_KEYS, "query").is_first_distinct().cast(pl.Int64)
     shown = log.select(*columns, exposures=one, clicks=zero, searches=is_first)
     is_clicked = pl.col(f"label_{info['labels'][0]}").fill_null(False)
-    clicked = log.filter(is_clicked).with_columns(timestamp_ms=tables.known)
+    clicked = log.filter(is_clicked).with_columns(timestamp_ms=tables.known_time_column)
     clicked = clicked.select(*columns, exposures=zero, clicks=one, searches=zero)
     counted = pl.concat([shown, clicked])
     features = {}

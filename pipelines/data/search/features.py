@@ -21,7 +21,7 @@ from models.search.counts import HOURS, time_features
 from pipelines.data.events.columns import (
     bool_column,
     dictionary_column,
-    index_in,
+    encode_ids,
     known_columns,
     known_times,
     read_part,
@@ -102,8 +102,8 @@ class SearchCounter(KeyCounter):
         late_columns = known_columns(self.click, self.late)
         names = [*IDS, "timestamp_ms", f"label_{self.click}", *late_columns]
         events = read_part(uri, names, IDS)
-        item = index_in(dictionary_column(events, "item_id"), catalogue)
-        query = index_in(dictionary_column(events, "query"), queries)
+        item = encode_ids(dictionary_column(events, "item_id"), catalogue)
+        query = encode_ids(dictionary_column(events, "query"), queries)
         requests = find_requests(events, query, self.config, clock=True)
         time = events["timestamp_ms"].to_numpy()
         is_search = np.zeros(len(item), dtype=bool)

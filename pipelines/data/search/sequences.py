@@ -260,9 +260,9 @@ class SearchStep(SequencesStep):
         return super().inputs | {"queries": self.queries.hash}
 
     @property
-    def joined(self) -> pa.Schema:
+    def joined_schema(self) -> pa.Schema:
         """Features that are joined to events: with times of their own, and of items."""
-        return pa.schema([*super().joined, *self._item_columns])
+        return pa.schema([*super().joined_schema, *self._item_columns])
 
     @property
     def _item_columns(self) -> pa.Schema:
@@ -276,7 +276,7 @@ class SearchStep(SequencesStep):
             schema=run.source.schema,
             split=self.split,
             max_events=run.config.max_events,
-            joined=self.joined,
+            joined=self.joined_schema,
             labels=bool_labels(run.source, run.config.behaviour),
             clock=self.events.info["clock"],
             search=run.config.kind_config,

@@ -25,7 +25,7 @@ from pipelines.data.engine import Shared
 from pipelines.data.events.columns import (
     Vocabulary,
     dictionary_column,
-    index_in,
+    encode_ids,
     sorted_unique,
 )
 from pipelines.data.reading.log import Section
@@ -187,7 +187,9 @@ class AsOfTable:
             events: Rows of `read_part`.
             at: Times (E,) in ms; rows at this time or later are not returned.
         """
-        code = index_in(dictionary_column(events, self.key), self.ids).astype(np.int64)
+        code = encode_ids(dictionary_column(events, self.key), self.ids).astype(
+            np.int64
+        )
         first_key = code * (len(self.times) + 1)
         end_key = first_key + np.searchsorted(self.times, at)
         row = np.searchsorted(self.sort_key, end_key) - 1

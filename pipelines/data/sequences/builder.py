@@ -35,7 +35,7 @@ from pipelines.data.events.columns import (
     count_earlier,
     count_pairs,
     dictionary_column,
-    index_in,
+    encode_ids,
     known_times,
     read_part,
     take_rows,
@@ -117,11 +117,11 @@ class EventsPart:
         is_first[1:] = user[1:] != user[:-1]
         query = np.zeros(0, np.int32)
         if lookups.queries is not None:
-            query = index_in(dictionary_column(table, "query"), lookups.queries)
+            query = encode_ids(dictionary_column(table, "query"), lookups.queries)
         return cls(
             table,
             np.cumsum(is_first) - 1,
-            index_in(dictionary_column(table, "item_id"), lookups.catalogue),
+            encode_ids(dictionary_column(table, "item_id"), lookups.catalogue),
             table["timestamp_ms"].to_numpy(),
             known_times(table, behaviour),
             query,
@@ -321,7 +321,7 @@ class SequenceBuilder(ABC):
     @property
     def joined_schema(self) -> pa.Schema:
         """Schema of the events with the features that are joined to them."""
-        return pa.schema([*self.schema, *self.joined])
+        return pa.schema([*self.schema, *self.joined_schema])
 
     @property
     def custom_columns(self) -> list[str]:
@@ -638,7 +638,7 @@ class SequencesStep(ABC):
         return {name: table.hash for name, table in tables.items()}
 
     @property
-    def joined(self) -> pa.Schema:
+    def joined_schema(self) -> pa.Schema:
         """Features that are joined to events."""
         return as_of_schema(list(self.run.source.as_of.values()))
 

@@ -238,7 +238,7 @@ class _LogEncoder:
     say: Say
     start_ray: Callable[[], None]
 
-    def origin(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    def settings_and_inputs(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the settings and the input hashes that a table depends on."""
         options = asdict(self.config)
         for option in (*RUNTIME_SETTINGS, "whiten"):  # there is no PCA
@@ -264,7 +264,7 @@ class _LogEncoder:
             return None
         schema_name = "tokens" if name == "tokens" else "embeddings"
         uri = join(self.output, name)
-        manifest = find_finished(uri, schema_name, *self.origin(name))
+        manifest = find_finished(uri, schema_name, *self.settings_and_inputs(name))
         if manifest:
             self.say(f"{name}: up to date")
         return manifest
@@ -320,7 +320,7 @@ class _LogEncoder:
         key = "item_index" if name == "items" else "query_index"
         parts = write_vectors(uri, vectors, key)
         schema = embeddings_schema(vectors.shape[1], [key])
-        settings, inputs = self.origin(name)
+        settings, inputs = self.settings_and_inputs(name)
         num_unknown = int((~vectors.any(axis=1)).sum())
         info = {
             "encoder": self.encoder,
@@ -386,7 +386,7 @@ class _LogEncoder:
             table = pa.Table.from_arrays([index, tokens], schema=TOKENS)
             parts.append(write_part(uri, table))
             num_tokens += len(tokens.flatten())
-        settings, inputs = self.origin("tokens")
+        settings, inputs = self.settings_and_inputs("tokens")
         manifest = commit(
             uri,
             "tokens",
@@ -458,7 +458,7 @@ class _LogEncoder:
             self.say(
                 f"pairs: {num_encoded:,} of {len(keys):,} encoded, {rate:,.0f} pairs/s"
             )
-        settings, inputs = self.origin("pairs")
+        settings, inputs = self.settings_and_inputs("pairs")
         columns = _vector_columns(self.config.query_condition == "joint")
         return commit(
             uri,

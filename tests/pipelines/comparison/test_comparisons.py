@@ -30,7 +30,7 @@ from pipelines.comparison.rows import (
     lower_is_better,
 )
 from pipelines.comparison.runs import select
-from pipelines.comparison.tables import paired_tables, runs_table
+from pipelines.comparison.tables import compare_with_best, runs_table
 from tests.fixtures.comparison_rows import NDCG, compared, evaluate_run, row
 
 
@@ -97,7 +97,7 @@ def test_rows_say_in_what_their_trainings_differ() -> None:
         == "batch 64 / 16; seeds 1, 2 / 2"
     )
     assert tiger.describe_training_difference(made("popularity", "256", "0", 1)) == ""
-    (paired,) = paired_tables(compared([tiger, sasrec]))
+    (paired,) = compare_with_best(compared([tiger, sasrec]))
     assert [line[-1] for line in paired.cells] == ["steps 500 / 2,000"]
 
 
