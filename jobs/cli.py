@@ -279,7 +279,7 @@ def set_ray_defaults() -> None:
     """Set the environment of a local Ray. Ray reads it when `ray` is imported."""
     if os.environ.get("RAY_ADDRESS"):
         return
-    # Other users of the machine cannot use a local Ray.
+    # Require a token, so that other users of the machine cannot connect.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     # With this value Ray takes 127.0.0.1 as the address of the node, and all of its
     # servers listen there, the metrics server too. `_node_ip_address="127.0.0.1"` in

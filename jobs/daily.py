@@ -177,7 +177,7 @@ class Day:
         return {**options, "overwrite": True} if self.is_text_outdated() else options
 
     def is_text_outdated(self) -> bool:
-        """Return whether text embeddings are of earlier versions of the tables."""
+        """Return whether text embeddings were computed from earlier versions of the tables."""
         for name in ("items", "queries", "pairs"):
             uri = join(self.inputs["text"], name)
             if not has_manifest(uri):
@@ -340,7 +340,7 @@ class Day:
 
         Returns:
             The record of the day whose model is running. None if there is no running
-            model, or if the tables do not extend those of its training, as after
+            model, or if the tables do not extend the tables of its training, as after
             `jobs.prepare --overwrite`; a new model is then trained from scratch.
         """
         from models.loaded_model import read_versions
@@ -440,7 +440,7 @@ class Day:
     def print_comparison(
         self, day: dict[str, Any], model: str, max_drop: dict[str, float]
     ) -> None:
-        """Print the metrics of the day's model beside those of the running model.
+        """Print the metrics of the day's model beside the running model's metrics.
 
         Args:
             day: Record of the day.

@@ -343,8 +343,8 @@ def describe_result(result: Result, metadata: Checkpoint, inputs: Inputs) -> lis
 def describe_limits(result: Result, metadata: Checkpoint, inputs: Inputs) -> list[str]:
     """Return notes on what restricts the metrics.
 
-    These are a sample of users, tables that differ from the training's, and targets
-    that `--unseen` excludes.
+    The notes are about a sample of users, tables that differ from the training's, and
+    targets that `--unseen` excludes.
     """
     from models.loaded_model import read_versions
     from models.retrieval.metrics import EXAMPLES, FIRST_PREFIX

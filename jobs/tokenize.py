@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipelines.data.sids.embed import EmbeddingSource
 
 SMALL_CATALOGUE = 1000
-"""Number of items below which the suggested training is that of the small TIGER."""
+"""Number of items below which the small TIGER is the suggested model."""
 
 ERROR_LABELS = {
     "reconstruction_error": "embeddings, by the nearest codes",

@@ -1,6 +1,6 @@
 """All uses of Ray's private interfaces.
 
-If a version of Ray has changed one of them, jobs run without what it provides.
+If a version of Ray has changed an interface, jobs run without its function.
 `models.storage.tables.submission_id` reads a further one, an environment variable, as
 `models` does not import Ray.
 

@@ -108,7 +108,7 @@ class Grid:
     """The content of a grid file."""
 
     name: str
-    """Name of the grid; by default that of the file."""
+    """Name of the grid; by default the name of the file."""
     source: str
     """Paper and the section, table or figure that documents the values."""
     config: str | list[str] | None = None
@@ -124,7 +124,7 @@ class Grid:
     points: list[Point] = field(default_factory=list)
     """Settings listed one by one, each combined with all values of the axes."""
     fixed: Point = field(default_factory=dict)
-    """Settings of all trials, which replace those of the base config."""
+    """Settings of all trials, which replace settings of the base config."""
     seeds: list[int] = field(default_factory=list)
     """Values of fit.seed; two or more become an axis."""
     metric: str = "val/ndcg@10"
@@ -260,7 +260,7 @@ class Grid:
         """Return the trials, in the grid's order.
 
         Args:
-            settings: Settings of all trials, which replace those of the grid file.
+            settings: Settings of all trials, which replace settings of the grid file.
 
         Raises:
             UserError: If the grid is empty, if a setting is an axis or is unknown, or

@@ -509,7 +509,7 @@ def reopen_run(spec: SweepSpec, key: str) -> tracking.RunRef | None:
         if not run.data.params:  # the sweep was killed while the run was opened
             client.delete_run(run.info.run_id)
             continue
-        # a finished run without trials is that of a folder that was removed since
+        # a finished run without trials belongs to a folder that was removed since
         if has_trials or run.info.status != "FINISHED":
             reference = tracking.RunRef(spec.uri, spec.experiment, run.info.run_id)
             tracking.reopen(reference)

@@ -168,7 +168,7 @@ def train_trial(trial: Trial, spec: SweepSpec) -> None:
 
 
 class TuneReporter(TuneReportCallback):
-    """Callback of Ray Train's controller that reports the validations of its workers.
+    """Callback of Ray Train's controller that reports the workers' validations to Tune.
 
     Args:
         metric: Metric that ranks the trials.

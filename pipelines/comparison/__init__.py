@@ -1,1 +1,1 @@
-"""MLflow runs side by side: tables, plots, a page."""
+"""Compare MLflow runs in tables, plots and a page."""

@@ -73,7 +73,7 @@ def choose_metric(selection: Selection, rows: Sequence[Row], metric: str | None)
 
     Args:
         selection: The compared runs.
-        rows: Their rows.
+        rows: Rows of the compared runs.
         metric: Metric that the user gave, or None for the default (see `compare`).
     """
     measured = {name.split("/", 1)[1] for row in rows for name in row.metric_names()}
@@ -181,7 +181,7 @@ def split_evaluations(selection: Selection, training: Any) -> list[Row]:
         )
         earlier = runs.get(options, replace(run, metrics=training_metrics))
         runs[options] = add_evaluation(earlier, evaluation)
-    # the training's own validation replaces that of an evaluation without options
+    # the training's own validation replaces the one of an evaluation without options
     validation = {
         name: value for name, value in metrics.items() if name.startswith("val/")
     }
@@ -209,7 +209,7 @@ def add_evaluation(run: Run, evaluation: Any) -> Run:
 def read_metrics(training: Any) -> dict[str, float]:
     """Return the metrics of a training or of a trial that evaluates a checkpoint.
 
-    Metrics that begin with `val/` are those of the best epoch.
+    Metrics that begin with `val/` are taken at the best epoch.
     """
     metrics, best = {}, {}
     for logged_name, value in training.data.metrics.items():

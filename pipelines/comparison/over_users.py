@@ -280,7 +280,7 @@ def load_fold_metric(
 ) -> PairedMetric | None:
     """Load a metric per user, averaged over pairs of runs of one fold.
 
-    Arguments and result are those of `load_paired_metric`.
+    Arguments and result are the same as of `load_paired_metric`.
     """
     users = ""
     counts = np.zeros(0, np.int64)

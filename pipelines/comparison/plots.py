@@ -84,7 +84,7 @@ def plots(
 
     Args:
         comparison: The rows.
-        colours: Colours of the page's models; by default those of this comparison.
+        colours: Colours of the page's models; by default the colours of this comparison.
         more: Functions that draw further plots.
     """
     colours = colours or choose_colours([comparison])
@@ -296,9 +296,11 @@ class Point:
 
 
 def to_points(rows: Sequence[Row], metric: str) -> list[Point]:
-    """Return the speed and accuracy on test of all rows of one log and ranking.
+    """Return the test speed and accuracy of the rows of one evaluation task.
 
-    The ranking is that of all items if there are rows for it.
+    Only rows of the same `Row.task` are comparable. The smallest task is used: the log
+    of the training before fresh logs, then the ranking of all items before the ranking
+    without items of the history.
     """
     task = min((row.task for row in rows), default=None)
     points = []

@@ -93,7 +93,7 @@ class Plot:
 
 
 def plot_style() -> Any:
-    """Return the context in which figures for a page are drawn and rendered."""
+    """Return a context manager that sets the style of figures."""
     return rc_context(STYLE)
 
 

@@ -123,7 +123,7 @@ def has_finished(output_uri: str) -> bool:
     """Return whether the output folder holds the tables of a finished run.
 
     A finished run has written its statistics, and the hashes of its events and items
-    are those that the manifest of its sequences names.
+    equal the hashes in the manifest of its sequences.
     """
     filesystem, path = open_uri(join(output_uri, STATISTICS))
     if filesystem.get_file_info(path).type != fs.FileType.File:
@@ -143,8 +143,8 @@ def _count_partitions(
 ) -> int:
     """Return the number of partitions of the events.
 
-    The number is configured, or that of the events that are appended to, or derived
-    from the size of the raw files.
+    It is the configured number, or the number of the tables that the run appends to, or
+    derived from the size of the raw files.
     """
     if config.partitions:
         return config.partitions

@@ -1,1 +1,1 @@
-"""Evaluation of checkpoints: metrics, batch inference and speed."""
+"""Evaluate checkpoints: metrics, batch inference and speed."""

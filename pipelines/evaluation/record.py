@@ -106,7 +106,7 @@ def record_result(
     Args:
         result: The result.
         evaluated: Content of the checkpoint's `config.json`.
-        tracking_uri: Tracking URI; by default that of the training.
+        tracking_uri: Tracking URI; by default the URI of the training.
 
     Returns:
         The path of the file.

@@ -57,7 +57,7 @@ def export(
         The number of requests that were compared.
 
     Raises:
-        UserError: If the checkpoint is not that of a student, or the file cannot be
+        UserError: If the checkpoint is not of a student, or the file cannot be
             written.
         RuntimeError: If program and model disagree.
     """

@@ -91,7 +91,7 @@ def open_run(
         config: Nested config; each value becomes a param.
         hashes: Hashes of the tables, by table name.
         parent: Id of the sweep's run if the run is a trial.
-        tags: Tags to add to those with the run's origin.
+        tags: Additional tags, besides the tags with the run's origin.
 
     Raises:
         UserError: If the store cannot be reached, or artifacts cannot be written.
@@ -133,7 +133,7 @@ def open_child(
         name: Name of the child.
         params: Params of the child.
         hashes: Hashes of the tables that the child reads, by table name.
-        tags: Tags to add to those with the run's origin.
+        tags: Additional tags, besides the tags with the run's origin.
 
     Raises:
         UserError: If the parent is deleted.
@@ -234,7 +234,7 @@ def find_trial_run(
         tags: Tags of the run that is to be opened.
 
     Returns:
-        The MLflow run, or None if there is none or `tags` are not those of a trial.
+        The MLflow run, or None if there is none or `tags` do not belong to a trial.
     """
     if PARENT_TAG not in tags or TRIAL_TAG not in tags:
         return None
@@ -350,7 +350,7 @@ def end_dead_runs(client: MlflowClient, runs: Iterable[Any]) -> None:
 
     Args:
         client: MLflow client of the store.
-        runs: MLflow runs; those that are not running are ignored.
+        runs: MLflow runs; runs that do not have the status RUNNING are ignored.
     """
     folders = {
         run.info.run_id: run.data.tags.get(FOLDER_TAG, "")
@@ -362,6 +362,7 @@ def end_dead_runs(client: MlflowClient, runs: Iterable[Any]) -> None:
         folder = folders[run_id]
         if not folder or ("://" not in folder and not Path(folder).is_dir()):
             return
+        # a live run holds its lock
         with suppress(UserError), hold_lock(lock_path(folder), "it is alive"):
             client.set_terminated(run_id, "KILLED")
 

@@ -1,1 +1,1 @@
-"""Ray Train: tables to checkpoints."""
+"""Train models on prepared tables with Ray Train, and write checkpoints."""

@@ -119,7 +119,7 @@ class TrainingResult:
 class TrialContext:
     """Settings that a sweep adds to the training of a trial.
 
-    The defaults are those of a training outside of a sweep.
+    The defaults are for a training outside of a sweep.
     """
 
     parent_run: str | None = None
@@ -322,7 +322,18 @@ def start_cluster(
 def check_resources(
     training: CheckedTraining, in_process: bool, use_gpu: bool, trial: TrialContext
 ) -> None:
-    """Raise UserError if the machine or the cluster can never hold the workers."""
+    """Check that the workers fit the cluster or machine and can reach MLflow.
+
+    Args:
+        training: The checked training.
+        in_process: Whether the only worker runs in this process, without Ray.
+        use_gpu: Whether workers use a GPU.
+        trial: Settings that a sweep adds; the cluster is not checked again for a trial.
+
+    Raises:
+        UserError: If the workers can never fit, several nodes would write to a SQLite
+            store, or PyTorch finds no GPU.
+    """
     config = training.config
     if not in_process:
         if trial.parent_run is None:  # the sweep has checked the cluster already
@@ -437,6 +448,13 @@ def train_in_process(
 ) -> None:
     """Train with one worker in this process.
 
+    Args:
+        task: The training, as workers get it.
+        attempt: The attempt, which is recorded in the folder of the run.
+        use_gpu: Whether to train on the GPU.
+        on_checkpoint: Called with the metadata of each new checkpoint, or None.
+        say: Called with lines of progress.
+
     Raises:
         KeyboardInterrupt: If the job was asked to stop, after a checkpoint was saved.
     """
@@ -464,6 +482,12 @@ def record_code(
 
     If the code has changed since, a note and MLflow's tags report all versions, as the
     results come from more than one.
+
+    Args:
+        folder: Folder of the run.
+        record: Content of `run.json`.
+        run: The MLflow run.
+        say: Called with lines of progress.
 
     Returns:
         The new content of `run.json`, which is written already.
@@ -769,8 +793,8 @@ def is_simulated(tables: str) -> bool:
 def dataset_name(tables: str) -> str:
     """Return the dataset's name from the manifest of the sequences.
 
-    Without one, the name is that of the folder `tables`, or of its parent if the folder
-    is called `tables` itself.
+    Without a name in the manifest, return the name of the folder, or of its parent if
+    the folder is called `tables`.
     """
     manifest = read_manifest(join(tables, "sequences"), "sequences")
     for content in (manifest.info, manifest.config):
@@ -807,7 +831,7 @@ def delete_run(folder: str, say: Callable[[str], None]) -> None:
     alive.
 
     Raises:
-        UserError: If the folder is not empty and not that of a run.
+        UserError: If the folder is not empty and does not belong to a run.
     """
     filesystem, path = open_uri(folder)
     infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
@@ -815,7 +839,7 @@ def delete_run(folder: str, say: Callable[[str], None]) -> None:
     record: dict[str, Any] | None
     try:
         record = read_record(folder)
-    except UserError:  # a damaged record still marks the folder as that of a run
+    except UserError:  # a damaged record still marks the folder of a run
         record = {}
         say(
             f"note: {folder}/{RUN} is damaged and does not name the MLflow run, which "

@@ -479,7 +479,7 @@ def train_sgd(
 
 
 def add_timing(timing: dict[str, float], event: Event) -> None:
-    """Add the durations that an event reports to those of the run, in place."""
+    """Add the durations that an event reports to the totals of the run, in place."""
     timing["eval_seconds"] += event.eval_seconds
     if isinstance(event, EpochEvent):
         timing["train_seconds"] += event.seconds

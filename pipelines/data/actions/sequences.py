@@ -370,7 +370,7 @@ class ActionsStep(SequencesStep):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that the table depends on, including those of the actions."""
+        """Settings that the table depends on, including the settings of actions."""
         return super().settings | {"actions": asdict(self.run.config.kind_config)}
 
     @cached_property

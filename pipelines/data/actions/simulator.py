@@ -181,16 +181,9 @@ def draw_feed(settings: FeedSettings) -> Feed:
     user = np.repeat(rng.permutation(settings.users).astype(np.int32), lengths)
     uniform = rng.random(settings.events)
     time = None
-    # items with low indices are popular
-    item = (settings.items * uniform**POPULARITY_SKEW).astype(np.int32)
     if settings.shown_days:
-        # a window of equally many items moves over the items in the course of the log
         time = draw_times(lengths, np.random.default_rng([settings.seed, 4]))
-        shown_ms = settings.shown_days * DAY_MS
-        since_start = time - START_MS
-        span = time.max() - START_MS + shown_ms + 1
-        item = settings.items * ((since_start + shown_ms * uniform) / span)
-        item = item.astype(np.int32)
+    item = _select_shown_items(settings, time, uniform)
     is_liked = (kind[item] == taste[user]).astype(np.int64)
     actions = {
         name: rng.random(settings.events) < np.array(probability)[is_liked]
@@ -198,9 +191,32 @@ def draw_feed(settings: FeedSettings) -> Feed:
     }
     log_dwell = rng.normal(np.array(LOG_DWELL)[is_liked], LOG_DWELL_STD)
     dwell = np.exp(log_dwell).astype(np.float32)
+    # The logs of existing seeds depend on the order of draws from `rng`: without
+    # `shown_days`, times are drawn last.
     if time is None:
         time = draw_times(lengths, rng)
     return Feed(kind, taste, user, time, item, actions, dwell)
+
+
+def _select_shown_items(
+    settings: FeedSettings, time: np.ndarray | None, uniform: np.ndarray
+) -> np.ndarray:
+    """Return the item of each impression, (E,) int32.
+
+    Args:
+        settings: Settings of the feed.
+        time: (E,) times in ms, or None. With times, a window of equally many items
+            moves over the items in the course of the log. Without times, items with low
+            indices are popular.
+        uniform: (E,) random numbers in [0, 1).
+    """
+    if time is None:
+        return (settings.items * uniform**POPULARITY_SKEW).astype(np.int32)
+    shown_ms = settings.shown_days * DAY_MS
+    since_start = time - START_MS
+    span = time.max() - START_MS + shown_ms + 1
+    item = settings.items * ((since_start + shown_ms * uniform) / span)
+    return item.astype(np.int32)
 
 
 def _make_items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:

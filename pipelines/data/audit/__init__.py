@@ -1,1 +1,1 @@
-"""Audit of prepared tables; `rules.py` runs the rules of a kind of request."""
+"""Audit prepared tables; `rules.py` runs the rules of a kind of request."""

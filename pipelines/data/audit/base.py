@@ -1,7 +1,7 @@
 """Rules with their violations, the audited tables, and sums over windows of time.
 
 In frames, `row` is the index of a user's row in `sequences`, and `index` the index of a
-behaviour or request among those of its user.
+behaviour or request within its user's.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def check_files(tables: Tables, rule: Rule) -> None:
 
 
 def check_inputs(tables: Tables, rule: Rule) -> None:
-    """Check that recorded hashes of inputs are those of the tables in the folder."""
+    """Check that recorded input hashes equal the hashes of the tables in the folder."""
     for table, manifest in tables.manifests.items():
         for name, recorded in manifest.inputs.items():
             if name not in tables.manifests:
@@ -131,7 +131,7 @@ def _check_known_times(events: pl.DataFrame, info: dict[str, Any], rule: Rule) -
 def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     """Check the `items` table against the k-core of the events.
 
-    The catalogue of a fresh log (`catalogue_of`) is that of other tables. A catalogue
+    A fresh log has the catalogue of other tables (`catalogue_of`). A catalogue
     of described items (`items_without_behaviours`) also has items without behaviours.
 
     Returns:
@@ -182,7 +182,7 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
 
 
 def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
-    """Return the events that count for the k-core: all, or those of training.
+    """Return the events that count for the k-core: all events, or the training events.
 
     With several folds, only the training window that all of them share counts.
     """

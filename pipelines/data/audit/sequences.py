@@ -33,7 +33,7 @@ FLOAT32_TOLERANCE = 4e-6
 """Relative tolerance of features, which are stored as float32."""
 
 INDEX = pl.int_range(pl.len(), dtype=pl.Int32).over("row").alias("index")
-"""Index of a behaviour or request among those of its user, in the order of the rows."""
+"""Index of a behaviour or request within its user's, in the order of the rows."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
 def check_behaviours(
     users: pl.DataFrame, behaviours: pl.DataFrame, expected: pl.DataFrame, rule: Rule
 ) -> None:
-    """Check the behaviours of `sequences` against those of events.
+    """Check the behaviours of `sequences` against the behaviours in `events`.
 
     Args:
         users: Rows of `sequences` whose lists have equal lengths.
@@ -520,8 +520,8 @@ def check_number(
 
     Args:
         name: Name of the statistic, for the message.
-        recorded: Its value in the manifest.
-        expected: Its value over the training rows.
+        recorded: Value in the manifest.
+        expected: Value over the training rows.
         scale: The tolerance is relative to the larger of `scale` and `expected`.
         rule: Takes the violation.
     """

@@ -1,1 +1,1 @@
-"""The tables `events` and `items`."""
+"""Build the tables `events` and `items`."""

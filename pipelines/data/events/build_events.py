@@ -443,7 +443,7 @@ class EventsReader:
     """Rows of the user files, or None."""
 
     def __call__(self, number: int) -> Iterator[pa.Table | ReadSummary]:
-        """Yield the rows of a piece, and then its `PieceSummary`."""
+        """Yield the rows of one piece, followed by its `PieceSummary`."""
         file, piece = self.pieces[number]
         digest = hashlib.sha256()
         rejected = RejectCounts()
@@ -460,6 +460,8 @@ class EventsReader:
             missing.append(block.missing)
             num_events += block.rows.num_rows
             yield self._add_partitions(block.rows, number)
+        # the row of the summary takes its schema from the block before it, and a piece
+        # may have no block
         yield self.schema.empty_table()
         summary = PieceSummary(
             rejected,
@@ -550,8 +552,8 @@ class PartitionWriter:
 
         Args:
             users: Rows of the user files, or None.
-            partition: The partition.
-            rows: Its shuffled rows, in any order.
+            partition: Index of the partition.
+            rows: Shuffled rows of the partition, in any order.
         """
         existing = self.existing.get(partition)
         if existing:

@@ -282,14 +282,19 @@ class ItemsReader:
     catalogue: Shared
 
     def __call__(self, number: int) -> Iterator[pa.Table | ReadSummary]:
-        """Yield the rows of a file, and then its `FileSummary`."""
+        """Yield the rows of one file, followed by its `FileSummary`.
+
+        Args:
+            number: Index of the file. `len(files)` yields a row for each range of the
+                catalogue instead, without a summary.
+        """
         catalogue: Vocabulary = fetch(self.catalogue)
         if number == len(self.files):
             yield self._range_rows(len(catalogue))
             return
         assert self.source.items is not None
         rejected = RejectCounts()
-        outside = first_row = 0
+        num_outside = first_row = 0
         first_ids: list[str] = []
         missing: list[dict[str, str]] = []
         digest = hashlib.sha256()
@@ -299,12 +304,18 @@ class ItemsReader:
             first_ids = first_ids or block.rows["item_id"].slice(0, 2).to_pylist()
             item = catalogue.lookup(block.rows["item_id"].combine_chunks())
             inside = np.flatnonzero(item >= 0)
-            outside += len(item) - len(inside)
+            num_outside += len(item) - len(inside)
             yield self._metadata_rows(block.rows, number, first_row, item)
             first_row += len(item)
+        # the row of the summary takes its schema from the block before it, and a file
+        # may have no block
         yield self._exchange_schema.empty_table()
         summary = FileSummary(
-            rejected, outside, first_ids, common_missing(missing), digest.hexdigest()
+            rejected,
+            num_outside,
+            first_ids,
+            common_missing(missing),
+            digest.hexdigest(),
         )
         yield ReadSummary(number, summary)
 

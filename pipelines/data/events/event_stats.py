@@ -132,7 +132,7 @@ def event_stats(
 
 
 class StatsCollector:
-    """Merges the statistics of parts, in any order, to those of the events table."""
+    """Merges statistics of parts, in any order, to statistics of the events table."""
 
     def __init__(self, behaviour: str | None, late: bool) -> None:
         self.behaviour = behaviour

@@ -3,7 +3,7 @@
     python -m jobs.prepare --source YAML --input NEW --output NEW_TABLES
         --catalogue TABLES --core 0
 
-The items of NEW_TABLES have the bytes of those of TABLES, so semantic IDs and
+The table `items` of NEW_TABLES has the bytes of `items` of TABLES, so semantic IDs and
 checkpoints of TABLES also fit NEW_TABLES. Requests are split at the times of TABLES, so
 the test split has no request from the training window of TABLES.
 """

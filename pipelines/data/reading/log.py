@@ -170,7 +170,10 @@ class History:
 
 @dataclass(frozen=True)
 class Section(Files):
-    """Files with attributes of items or users, or with features that change."""
+    """A section of the mapping file: files with item or user attributes or features.
+
+    With `time`, the features change over time, and each row is valid from its time on.
+    """
 
     __pydantic_config__ = FORBID_EXTRA
 
@@ -539,7 +542,7 @@ class Log(Files):
 
     @property
     def absent_columns(self) -> frozenset[str]:
-        """Those of `query`, `request_id` and `position` that the log does not have."""
+        """Names among `query`, `request_id` and `position` that the log lacks."""
         request, position = self.request or self.explode, self.position or self.explode
         sources = {"query": self.query, "request_id": request, "position": position}
         return frozenset(name for name, text in sources.items() if not text)
@@ -1045,7 +1048,7 @@ def _check_section(
         name: Name of the section in messages, such as "items".
         section: The section, or None.
         id_key: Required key of the ids: "item" or "user".
-        optional_keys: Other supported keys, besides those of `Files`.
+        optional_keys: Other supported keys, besides the keys of `Files`.
     """
     if section is None:
         return

@@ -136,7 +136,7 @@ class Files:
         return codecs.lookup(self.encoding).name not in ("utf-8", "utf-8-sig", "ascii")
 
     def detect_format(self, file: str) -> str:
-        """Return the configured format, or else that of the suffix of the file.
+        """Return the configured format, or else the format of the file's suffix.
 
         The suffix of a compression is ignored.
 
@@ -158,7 +158,7 @@ class Files:
         return self.format or SUFFIXES[suffixes[-1]]
 
     def detect_delimiter(self, file: str) -> str:
-        """Return the configured delimiter, or else that of the suffix of a CSV file."""
+        """Return the configured delimiter, or else the delimiter of a CSV file's suffix."""
         suffixes = [suffix.lower() for suffix in PurePosixPath(file).suffixes]
         return self.delimiter or ("\t" if ".tsv" in suffixes else ",")
 

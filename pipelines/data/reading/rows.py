@@ -694,7 +694,7 @@ def _evaluate_readable(
 
 
 def _locate_unreadable(rows: pl.DataFrame, expression: pl.Expr) -> list[int] | None:
-    """Find the rows that an expression cannot read by bisection.
+    """Locate by bisection the rows that an expression cannot evaluate.
 
     Returns:
         Indices of the rows, or None if MAX_EVALUATIONS do not suffice.

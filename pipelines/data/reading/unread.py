@@ -67,7 +67,7 @@ def describe_unread(log: Log, input_uri: str) -> list[str]:
     if similar:
         lines.append(
             f"warning: {name_files(similar)} in {input_uri} is not read, though its "
-            f"name is like those of the event files; to read it, change "
+            f"name is like the names of the event files; to read it, change "
             f"'files: {log.files}' in the mapping, for example to "
             f"'files: {mask_digits(similar[0])}'"
         )

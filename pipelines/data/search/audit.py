@@ -102,7 +102,7 @@ def read_log(tables: Tables, queries: pl.DataFrame) -> pl.DataFrame:
 
 
 def add_request_times(events: pl.DataFrame) -> pl.DataFrame:
-    """Add `asked`, the time of an event's request, which is that of its earliest event.
+    """Add `asked`, the time of the earliest event of each event's request.
 
     Events without a request id form a request if they have the same user and time. For
     them the column `alone` is the time; for other events it is 0.
@@ -113,10 +113,11 @@ def add_request_times(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def expected_candidates(tables: Tables, log: pl.DataFrame) -> pl.DataFrame:
-    """Return the results that are candidates in `sequences`.
+    """Return the logged results that `sequences` must contain as candidates.
 
-    They are items of the catalogue. The requests of a user with more than `max_events`
-    behaviours are dropped if they are older than the oldest behaviour that remains.
+    Results for items outside the catalogue are dropped. For a user with more than
+    `max_events` behaviours, requests before the oldest stored behaviour are dropped
+    too.
     """
     results = log.join(tables.catalogue, on="item_id", maintain_order="left")
     known = pl.col(tables.known_time_column).sort(descending=True)

@@ -1,9 +1,10 @@
-"""Counts of a search log as of a moment, for served models.
+"""Counts of a search log as of a snapshot time, for served models.
 
     python -m jobs.prepare --counts_as_of TIME
 
 The table has one row per item, per query, and per pair of both with an event strictly
-before the moment. Its features equal those of a search at that moment (`features.py`).
+before the snapshot time. Its features equal the features of a search at that time
+(`features.py`).
 Rows are exchanged once, to the bucket of their key, which writes its part.
 `models/search/counts.py` reads the table.
 """
@@ -207,11 +208,11 @@ def _write_bucket(
 
     Args:
         uri: The table of counts.
-        counter: Counts as of the moment.
+        counter: Counts the events before the snapshot time.
         catalogue: Ids of items.
         queries: Texts of queries.
         bucket: Index of the bucket.
-        rows: Its events, in the columns that `counter.read_keys` returns.
+        rows: Events of the bucket, in the columns that `counter.read_keys` returns.
     """
     tables: list[pa.Table] = []
     num_keys: Counter[str] = Counter()

@@ -2,7 +2,7 @@
 
 Impressions and clicks of all users count. Each event is exchanged twice: to the bucket
 of its item, where pairs are counted too, and to the bucket of its query. Counts are as
-of the request's time, which is that of its earliest result, so a search never counts
+of the request's time, the time of its earliest result, so a search never counts
 itself. `feature_groups` groups the features for HFG-Attention.
 
 Shapes: E events, W windows, M counted labels, F features.
@@ -283,8 +283,8 @@ def features_unknown_when_ranking(
 ) -> list[str]:
     """Return the features that are unknown when a result is ranked.
 
-    They are the position and the page, and the custom features that the source file
-    declares in `unknown_when_ranking`.
+    The features are the position, the page, and the custom features that the source
+    file declares in `unknown_when_ranking`.
 
     Args:
         config: Settings of the source file.

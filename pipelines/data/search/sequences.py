@@ -247,7 +247,7 @@ class SearchStep(SequencesStep):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that the table depends on, including those of the features."""
+        """Settings that the table depends on, including the settings of features."""
         config = self.run.config
         return super().settings | {
             "behaviour": config.behaviour,
@@ -261,7 +261,7 @@ class SearchStep(SequencesStep):
 
     @property
     def joined_schema(self) -> pa.Schema:
-        """Features that are joined to events: with times of their own, and of items."""
+        """Schema of the features that are joined to each event as of its time."""
         return pa.schema([*super().joined_schema, *self._item_columns])
 
     @property

@@ -1,1 +1,1 @@
-"""Building of the `sequences` table: steps that all kinds of request share."""
+"""Build the `sequences` table: steps that all kinds of request share."""

@@ -335,7 +335,7 @@ class SequenceBuilder(ABC):
 
     @property
     def hashes_ties(self) -> bool:
-        """Whether leave-last-out orders requests at the same time by a hash.
+        """Whether leave-last-out breaks ties between equal timestamps by a hash.
 
         Otherwise they keep the order of the log.
         """
@@ -639,7 +639,7 @@ class SequencesStep(ABC):
 
     @property
     def joined_schema(self) -> pa.Schema:
-        """Features that are joined to events."""
+        """Schema of the features that are joined to each event as of its time."""
         return as_of_schema(list(self.run.source.as_of.values()))
 
     @abstractmethod

@@ -93,7 +93,7 @@ def item_columns(source: Log, names: list[str]) -> pa.Schema:
 def default_groups(source: Log, item_features: list[str]) -> dict[str, str]:
     """Return the default group of each custom feature.
 
-    It is EVENT_GROUP for features of events, ITEM_GROUP for those of items, and the
+    It is EVENT_GROUP for features of events, ITEM_GROUP for features of items, and the
     name of the table for a feature with times of its own.
 
     Args:

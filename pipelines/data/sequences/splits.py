@@ -25,7 +25,7 @@ from pipelines.data.reading.durations import DAY_MS
 SPLITS = ("train", "val", "test")
 
 TIE_SEED = 0
-"""Seed of the hash that orders requests at the same time."""
+"""Seed of the hash that breaks ties between equal timestamps."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class SplitConfig:
     kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
     """`temporal`: two cut times for all users. `leave_last_out`: each user's last
     request is for test, the one before it for validation. Users with fewer than three
-    requests have all in training; a hash orders requests at the same time. `auto`:
+    requests have all in training; a hash breaks ties between equal timestamps. `auto`:
     `temporal` if the log has clock times, else `leave_last_out`."""
     val_fraction: float = 0.1
     """Share of all behaviours, before the k-core, in the validation window of a
@@ -149,7 +149,7 @@ def epoch_ms(moment: Any, name: str) -> int:
 
     Args:
         moment: Epoch ms, or ISO 8601, which is in UTC unless it has an offset.
-        name: Setting with the time, for the message.
+        name: Name of the setting, for the error message.
 
     Raises:
         ValueError: If the time has another format.
@@ -345,9 +345,9 @@ def assign_splits(
         time: Times (R,) in ms, or ordinals, ascending within a user.
         user_start: Index (U,) of each user's first request; unused by a temporal
             split.
-        ids: User ids (R,) and item ids (R,) of the requests. Leave-last-out orders
-            requests at the same time by a hash of the ids; without ids they keep the
-            order of the array.
+        ids: User ids (R,) and item ids (R,) of the requests. Leave-last-out breaks ties
+            between equal timestamps by a hash of the ids; without ids, requests keep
+            the order of the array.
     """
     if split["kind"] == "temporal":
         starts = [split["val_start_ms"], split["test_start_ms"]]
@@ -465,7 +465,11 @@ def _draw_last_two(
 
 
 def tie_hash(user: str, time: int, item: str) -> int:
-    """Return a 64-bit hash that orders requests at the same time, on any machine."""
+    """Return a 64-bit hash that breaks ties between requests with equal timestamps.
+
+    It depends on the arguments and TIE_SEED alone, so every machine gets the same
+    order.
+    """
     text = json.dumps([TIE_SEED, user, time, item])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 

@@ -1,1 +1,1 @@
-"""Semantic IDs of items: texts to embeddings, to codes, to a trie."""
+"""Compute semantic IDs: embed the texts of items, and quantise the embeddings."""

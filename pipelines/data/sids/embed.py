@@ -77,7 +77,7 @@ class EmbeddingSource:
     config: EmbedConfig = field(default_factory=EmbedConfig)
     """Options of the encoder and the PCA."""
     precomputed: PrecomputedEmbeddings | None = None
-    """Embeddings from the user's file, which replace those of the encoder."""
+    """Embeddings from the user's file, which replace the embeddings of the encoder."""
 
 
 def item_texts(

@@ -113,7 +113,7 @@ def extend_embeddings(
         uri: The `embeddings` table to write.
         old_uri: The `embeddings` table of the old items.
         num_old: Number of items that have codes; they come first.
-        source: Origin of the embeddings, the same as that of the old ones.
+        source: Origin of the new embeddings, the same as of the old embeddings.
         say: Prints a message.
         start_ray: Called before texts are encoded in Ray actors.
 
@@ -171,7 +171,7 @@ def _encode_new(
     say: Say,
     start_ray: Callable[[], None],
 ) -> np.ndarray | None:
-    """Encode the texts of the new items; TF-IDF also encodes those of the old items.
+    """Encode the texts of the new items; TF-IDF also encodes the texts of the old items.
 
     Args:
         texts: Texts of all items.
@@ -202,7 +202,7 @@ def _select_new(
     item_ids: list[str],
     say: Say,
 ) -> np.ndarray:
-    """Project embeddings like the old ones, and return those of the new items.
+    """Project embeddings like the old ones, and return the new items' embeddings.
 
     Args:
         encoded: Embeddings (items, E) of all items if they are precomputed or by
@@ -363,8 +363,8 @@ def extend(
     Args:
         paths: Folders to read and write; the output may be `old_output`.
         old_output: Folder of the existing SIDs.
-        config: Options of the tokenizer, the same as those of the existing SIDs.
-        source: Origin of the embeddings, the same as that of the existing SIDs.
+        config: Options of the tokenizer, the same as for the existing SIDs.
+        source: Origin of the embeddings, the same as for the existing SIDs.
         overwrite: Whether to replace other SIDs in the output.
         say: Prints a message.
         start_ray: Called before texts are encoded in Ray actors.
@@ -422,7 +422,7 @@ def _check_extensible(
 
     Raises:
         UserError: If the SIDs are published, the tokenizer has other options, or the
-            items do not extend those of the SIDs.
+            items do not extend the items of the SIDs.
     """
     if config.tokenizer == "published":
         raise UserError(

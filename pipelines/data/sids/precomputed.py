@@ -175,7 +175,7 @@ def read_npy(uri: str, content: bytes) -> np.ndarray:
 
     Args:
         uri: The file, for messages.
-        content: Its bytes.
+        content: Bytes of the file.
 
     Raises:
         UserError: If the file is not a matrix of numbers.
@@ -201,7 +201,7 @@ def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.nd
 
     Args:
         uri: The file, for messages.
-        content: Its bytes.
+        content: Bytes of the file.
         id: Name of the column of ids.
 
     Returns:

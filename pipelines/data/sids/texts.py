@@ -490,7 +490,7 @@ def encode_log(
         tables_uri: Folder of the log's tables.
         output_uri: Folder to write to.
         encoder: Name of the encoder, or "tfidf".
-        config: Options of the encoder; by default those of `TextConfig`.
+        config: Options of the encoder; by default `TextConfig()`.
         overwrite: Whether to replace existing tables.
         say: Prints a message.
         start_ray: Called before the first use of Ray, if Ray is used.

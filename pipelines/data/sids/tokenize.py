@@ -247,7 +247,7 @@ def train_codes(
 
 @dataclass(frozen=True)
 class _Codes:
-    """Unique codes of all items, with what their manifest records."""
+    """Unique codes of all items, with the statistics that the manifest records."""
 
     codes: np.ndarray
     """(N, C), including conflict levels."""

@@ -1,1 +1,1 @@
-"""Suggestion of a mapping file for an unknown log, and a preview of its first rows."""
+"""Suggest a mapping file for an unknown log, and preview the first rows of the log."""

@@ -120,7 +120,7 @@ def names_subject(name: str) -> bool:
 
 
 def is_attribute(name: str) -> bool:
-    """Return whether a name is that of a property, such as `category` or `color`."""
+    """Return whether a name names a property, such as `category` or `color`."""
     return any(re.match(WORDS["attribute"], word) for word in split_name(name))
 
 
@@ -337,7 +337,7 @@ class Column:
 
     @property
     def names_other_time(self) -> bool:
-        """Whether the name indicates another time than that of events, like a birth."""
+        """Whether the name indicates a time other than the event time, like a birth."""
         return bool(role_score(self.name, "late"))
 
     def find_time(self) -> tuple[dict[str, str], str]:
