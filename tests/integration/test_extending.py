@@ -129,7 +129,7 @@ def check_changes(tables, rules, core_users):
     check_splits(tables, requests, rules["splits"])
     behaviours = behaviour_rows(check_lengths(tables.sequences, rules["behaviours"]))
     check_history(tables, behaviours, requests, rules["history"])
-    before = behaviours.select("row", "item_index", history_end=pl.col("place") + 1)
+    before = behaviours.select("row", "item_index", history_end=pl.col("index") + 1)
     rules["targets"].rows += requests.height
     asked = requests.with_columns(item_index=pl.col("candidates").list.first())
     again = asked.join(before, on=["row", "history_end", "item_index"], how="semi")
