@@ -177,7 +177,7 @@ class Day:
         return {**options, "overwrite": True} if self.is_text_outdated() else options
 
     def is_text_outdated(self) -> bool:
-        """Return whether text embeddings were computed from earlier versions of the tables."""
+        """Return whether text embeddings were computed from earlier tables."""
         for name in ("items", "queries", "pairs"):
             uri = join(self.inputs["text"], name)
             if not has_manifest(uri):

@@ -9,9 +9,9 @@ val split has not fallen for `early_stopping_rounds` trees. A task whose label i
 same in all training events is predicted by its rate. The model reads neither ids nor
 text.
 
-Shapes: `B` users, `T` context events, `C` candidates, `N` valid candidates, `A` kinds of
-action, `K` tasks, `G` categories of items, viewers and the log, `J` keys of counts, `X`
-columns.
+Shapes: `B` users, `T` context events, `C` candidates, `N` valid candidates, `A` kinds
+of action, `K` tasks, `G` categories of items, viewers and the log, `J` keys of counts,
+`X` columns.
 """
 
 from __future__ import annotations

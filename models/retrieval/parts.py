@@ -96,7 +96,7 @@ class SidTokens(nn.Module):
     """(L,) `first` as a tensor."""
 
     def __init__(self, catalogue: Catalogue, n_user_tokens: int) -> None:
-        """Number the tokens.
+        """Assign numbers to the tokens.
 
         Args:
             catalogue: The items with their semantic IDs.

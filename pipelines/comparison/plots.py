@@ -84,7 +84,7 @@ def plots(
 
     Args:
         comparison: The rows.
-        colours: Colours of the page's models; by default the colours of this comparison.
+        colours: Colours of the page's models; by default those of the comparison.
         more: Functions that draw further plots.
     """
     colours = colours or choose_colours([comparison])

@@ -486,7 +486,7 @@ def _function_name(function: Callable[..., Any]) -> str:
 def _rename(
     function: Callable[..., Any], like: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wrap `function` under the name of `like`, which Ray's dashboard and stats show."""
+    """Wrap `function` under the name of `like`, which Ray's dashboard shows."""
 
     def run(rows: pa.Table) -> Any:
         return function(rows)

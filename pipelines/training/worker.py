@@ -310,7 +310,8 @@ def describe_run(
     )
     yield (
         f"{num_train:,} training and {num_val:,} validation "
-        f"{run.val.request_unit} here, {pluralize(run.train.steps(0), 'step')} per epoch"
+        f"{run.val.request_unit} here, "
+        f"{pluralize(run.train.steps(0), 'step')} per epoch"
     )
     yield from run.messages
     parts = run.model.parameter_counts()

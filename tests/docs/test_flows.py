@@ -125,7 +125,8 @@ def test_retrieval_and_sweeps(
     industrial(here / "amazon18_industrial")
     new_store(here / "runs" / "industrial" / "runs")
     follow(typed_of("retrieval.md"), monkeypatch)
-    follow(typed_of("sweeps_and_comparison.md"), monkeypatch)
+    sections = ("Sweep a grid", "Compare")
+    follow(typed_of("sweeps_and_comparison.md", *sections), monkeypatch)
     printed = capsys.readouterr().out
     assert (here / "student.pt2").is_file()
     assert (here / "compare.html").is_file()

@@ -70,7 +70,7 @@ class Words:
     """
 
     def __init__(self, titles: Iterable[str], max_words: int) -> None:
-        """Number the words of the instructions and the most frequent words of titles.
+        """Assign numbers to words of the instructions and to frequent words of titles.
 
         Args:
             titles: Titles of all items.

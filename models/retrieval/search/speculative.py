@@ -21,9 +21,9 @@ rounding in the pass over the tree).
 
 Relaxed search: the target's beams are sampled. Let p be the softmax over all pairs
 (beam, next code) of the target's summed log-probabilities, and q the softmax of the
-draft's log-probabilities over the same pairs. Drafts are sampled from q without replacement (the highest
-log q + Gumbel noise, in descending order) instead of by beam search, because the test
-min(1, p/q) is meant for samples of q. There are two rules:
+draft's log-probabilities over the same pairs. Drafts are sampled from q without
+replacement (the highest log q + Gumbel noise, in descending order) instead of by beam
+search, because the test min(1, p/q) is meant for samples of q. There are two rules:
 
 - "published", the rule of the AtSpeed paper: each draft is accepted with probability
   min(1, p/q), independently. If more than `beam` are accepted, a random subset is used;

@@ -158,7 +158,7 @@ class Files:
         return self.format or SUFFIXES[suffixes[-1]]
 
     def detect_delimiter(self, file: str) -> str:
-        """Return the configured delimiter, or else the delimiter of a CSV file's suffix."""
+        """Return the configured delimiter, by default that of the file's suffix."""
         suffixes = [suffix.lower() for suffix in PurePosixPath(file).suffixes]
         return self.delimiter or ("\t" if ".tsv" in suffixes else ",")
 

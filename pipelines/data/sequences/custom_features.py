@@ -1,8 +1,8 @@
 """Custom features of a log: their columns, and their statistics in training.
 
 The manifest of `sequences` has the mean and standard deviation of each number, and the
-values of each category, over training rows. `models/custom_features.py` reads features by
-these statistics. A category with more than MAX_VALUES values is hashed.
+values of each category, over training rows. `models/custom_features.py` reads features
+by these statistics. A category with more than MAX_VALUES values is hashed.
 """
 
 from __future__ import annotations

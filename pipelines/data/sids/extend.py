@@ -171,7 +171,7 @@ def _encode_new(
     say: Say,
     start_ray: Callable[[], None],
 ) -> np.ndarray | None:
-    """Encode the texts of the new items; TF-IDF also encodes the texts of the old items.
+    """Encode the texts of the new items; TF-IDF also encodes those of old items.
 
     Args:
         texts: Texts of all items.

@@ -1,11 +1,11 @@
 """Embeddings of a log's texts: items, and for searches queries and pairs of both.
 
 `python -m jobs.encode --tables TABLES --encoder minilm --output TEXT` writes the tables
-that the kind of requests needs (`Kind.text_tables`). Each distinct text, and each distinct
-pair of a query and a shown document, is encoded once in Ray Data actors that write
-their parts themselves: the driver has the keys of the pairs but not their embeddings. A
-further table contains the documents' tokens, for models that train the encoder (HLLM's
-item tower); not for TF-IDF.
+that the kind of requests needs (`Kind.text_tables`). Each distinct text, and each
+distinct pair of a query and a shown document, is encoded once in Ray Data actors that
+write their parts themselves: the driver has the keys of the pairs but not their
+embeddings. A further table contains the documents' tokens, for models that train the
+encoder (HLLM's item tower); not for TF-IDF.
 
 Models are conditioned on the query alone. The QGS paper takes the [SEP] state of one
 pass over query and document; as the encoder is bidirectional, this state contains the

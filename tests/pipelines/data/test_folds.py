@@ -78,8 +78,8 @@ def draw_rows(seed: int, count: int = 400, hours: int = 200) -> list[Row]:
 
 
 def cut_slowly(rows: list[Row], last: dict[str, int], folds: int) -> list[list[int]]:
-    """Validation start, test start and test end of each fold, walked back from the log's
-    end window by window.
+    """Validation start, test start and test end of each fold, walked back from the
+    log's end window by window.
     """
     end = max(row["ms"] for row in rows) + 1
     length = end - last["test_start_ms"]
