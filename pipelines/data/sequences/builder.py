@@ -321,7 +321,7 @@ class SequenceBuilder(ABC):
     @property
     def joined_schema(self) -> pa.Schema:
         """Schema of the events with the features that are joined to them."""
-        return pa.schema([*self.schema, *self.joined_schema])
+        return pa.schema([*self.schema, *self.joined])
 
     @property
     def custom_columns(self) -> list[str]:
