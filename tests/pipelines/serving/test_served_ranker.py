@@ -605,7 +605,7 @@ def test_new_items_that_cannot_be_read_are_refused(
 def test_what_new_items_lack_is_said(
     ranker: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranker.ranker.requests.new, "encoder", None)
+    monkeypatch.setattr(ranker.ranker.requests.new_items, "encoder", None)
     no_id = pytest.warns(
         UserWarning,
         match="1 new items are scored without an id, but the model was always trained",
