@@ -167,7 +167,7 @@ def test_models_learn_from_them_and_serve_by_name(
     devices = (None, "phone", "tablet")
 
     def given(prefix: str, there: torch.Tensor) -> dict[str, Any]:
-        values = getattr(batch, f"{prefix}own")[0][there]
+        values = getattr(batch, f"{prefix}custom")[0][there]
         numbers = {
             name: values[:, own[f"num_{name}"]].tolist() for name in ("score", "price")
         }
