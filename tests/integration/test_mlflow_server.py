@@ -151,6 +151,7 @@ def test_a_server_that_is_slow_or_fails_for_a_while_holds_nothing(
     assert [point.step for point in history] == list(range(50))
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_gone_for_a_while_is_waited_for_once_it_was_reached(
     server: Server, tmp_path: Path
 ) -> None:

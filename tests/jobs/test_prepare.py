@@ -102,6 +102,7 @@ def hashes(output: Path) -> dict[str, str]:
     return {name: read_manifest(str(output / name), name).hash for name in TABLES}
 
 
+@pytest.mark.exhaustive
 def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(
     in_ray: dict[str, str], tmp_path: Path
 ) -> None:

@@ -96,7 +96,7 @@ def test_a_training_that_is_no_better_than_without_training_says_so() -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_killed_and_run_again_equals_undisturbed(
     small: tuple[str, str],
     new_store: Callable[[Path], str],

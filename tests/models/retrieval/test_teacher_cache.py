@@ -452,6 +452,7 @@ with hold_lock(f"{sys.argv[1]}/{LOCK}", "it is held"):
 """
 
 
+@pytest.mark.exhaustive
 def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(
     world: World, cache: Path, s3: str
 ) -> None:
