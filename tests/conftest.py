@@ -50,11 +50,13 @@ running: list[pytest.Item] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests as long by their fixtures; files with long tests come first, so that
-    all workers end together.
+    """Mark tests as long by their fixtures or as exhaustive, and sort their files first.
+
+    The longest files come first so that all workers end at about the same time.
     """
     for item in items:
-        if LONG & set(getattr(item, "fixturenames", ())):
+        takes_long = LONG & set(getattr(item, "fixturenames", ()))
+        if takes_long or item.get_closest_marker("exhaustive"):
             item.add_marker("long")
     files = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in files)
