@@ -232,8 +232,10 @@ def test_days_follow_a_mapping_that_was_guessed_from_one_file(
     capsys.readouterr()
     run(config)
     *_, done, ignored = capsys.readouterr().out.splitlines()
-    assert done.endswith("nothing to do until there are new files like 'sales-1.csv'")
-    assert ignored.startswith("warning: sales-2.csv of ")
+    assert done.endswith(
+        "nothing to do until there are new files that match 'sales-1.csv'"
+    )
+    assert ignored.startswith("warning: sales-2.csv in ")
     assert "'files: sales-*.csv'" in ignored
     source.write_text(guess)
     run(config)

@@ -45,11 +45,17 @@ MODEL = {
 FIT = {"batch_size": 8, "max_epochs": 6, "log_every_steps": 2, "patience": 0, "seed": 3}
 
 
-def run_worker(task: Task, ended: Queue[str], reported: Any) -> None:
-    """A training worker as Ray's, without a lock of its own."""
+def run_worker(task: Task, ended: Queue[str], reported: Any, resume: Path) -> None:
+    """Train like a worker of Ray, without a lock.
+
+    After its first checkpoint the worker waits for the file `resume`, so that it cannot
+    end before it is paused.
+    """
 
     def report(about: checkpoint.Checkpoint) -> None:
         reported.set()
+        while not resume.exists():
+            time.sleep(0.01)
 
     place = WorkerContext(0, 1, torch.device("cpu"), 1, report, lambda line: None)
     try:
@@ -101,11 +107,14 @@ def test_a_worker_that_was_paused_wakes_up_and_changes_nothing(
     context = multiprocessing.get_context("forkserver")
     ended: Queue[str] = context.Queue()
     reported = context.Event()
+    resume = tmp_path / "resume"
     workers = []
 
     def pause_worker(task: Task, place: WorkerContext) -> None:
         """Train in another process, and lose it after its first checkpoint."""
-        worker = context.Process(target=run_worker, args=(task, ended, reported))
+        worker = context.Process(
+            target=run_worker, args=(task, ended, reported, resume)
+        )
         worker.start()
         workers.append(worker)
         assert reported.wait(600)
@@ -139,6 +148,7 @@ def test_a_worker_that_was_paused_wakes_up_and_changes_nothing(
 
     (worker,) = workers
     assert worker.pid is not None
+    resume.touch()
     os.kill(worker.pid, signal.SIGCONT)
     words = ended.get(timeout=600)
     worker.join()
