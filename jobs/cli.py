@@ -29,9 +29,10 @@ from typing import Any, NoReturn
 
 from jobs.options import parse, read_mapping, say_loading, to_words
 from models.config import pluralize
+from models.error_text import first_line
 from models.storage.tables import RAY_PACKAGE, UserError
 from models.storage.uri import check_buckets_first
-from pipelines.faults import explain, find_user_error, first_line
+from pipelines.faults import explain, find_user_error
 from pipelines.training.stop import STOP_REQUEST
 
 STOPPED = "stopped; the same command again continues from what is finished\n"
@@ -181,11 +182,10 @@ def join_cluster(address: str) -> None:
         RuntimeError,
         ValueError,
     ) as error:
-        lines = str(error).splitlines() or [""]
-        reason = " ".join(lines[0].split())[:300]
         raise UserError(
-            f"cannot join the Ray cluster at RAY_ADDRESS={address} ({reason}); check "
-            f"the address, and the cluster's token: {TOKEN_REMEDY}"
+            f"cannot join the Ray cluster at RAY_ADDRESS={address} "
+            f"({first_line(error)}); check the address, and the cluster's token: "
+            f"{TOKEN_REMEDY}"
         ) from error
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from models.error_text import one_line
 from models.storage.tables import UserError, open_uri
 
 
@@ -225,10 +226,9 @@ def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"cannot read {uri} (no such file); {remedy}") from error
     except OSError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot read {uri} ({reason}); {remedy}") from error
+        raise UserError(f"cannot read {uri} ({one_line(error)}); {remedy}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error, None)
         raise UserError(f"{uri} is not valid YAML: {reason}; {remedy}") from error
     if not isinstance(content, dict):
         raise UserError(

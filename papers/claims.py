@@ -204,10 +204,14 @@ def claimed_size(claim: Claim, left: float, right: float) -> float:
 def paper_range(claim: Claim, papers: Papers) -> tuple[float, float] | None:
     """Return the smallest and largest printed size, or None if none is printed.
 
-    The claim's own sizes come first, then the sizes in the published tables.
+    The claim's own `paper` replaces the sizes in the published tables. A claim about
+    one system has no printed size: its `range` is returned, which is None for a claim
+    about a setting.
     """
-    if claim.paper or not (claim.left and claim.right):
-        return claim.paper or claim.range
+    if claim.paper:
+        return claim.paper
+    if not (claim.left and claim.right):
+        return claim.range
     sizes = []
     for published in papers.published:
         for dataset in published.datasets:

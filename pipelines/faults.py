@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
+from models.error_text import MAX_REASON_CHARS, first_line
 from models.storage.tables import UserError
 
 RETRY_ADVICE = "then run the same command again, which continues from what is finished"
@@ -154,7 +155,7 @@ def explain_full_disk(error: BaseException, root: BaseException) -> str | None:
     lines = [" ".join(line.split()) for line in str(error).splitlines()]
     reasons = [line for line in lines if DISK_FULL.search(line)]
     reason = reasons[0] if reasons else first_line(error)
-    return f"the disk is full{location} ({reason[:200]}); free some space"
+    return f"the disk is full{location} ({reason[:MAX_REASON_CHARS]}); free some space"
 
 
 def explain_memory(error: BaseException) -> str | None:
@@ -270,18 +271,6 @@ def class_names(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error's text, at most 200 characters.
-
-    For an error without text it is the name of its class.
-    """
-    for line in str(error).splitlines():
-        words = line.split()
-        if words:
-            return " ".join(words)[:200]
-    return type(error).__name__
-
-
 def describe_lost_process(error: BaseException) -> str:
     """Return the class of a lost actor and the reason, if Ray reports them."""
     text = " ".join(str(error).split())
@@ -290,4 +279,5 @@ def describe_lost_process(error: BaseException) -> str:
         r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", text
     )
     reason = detail[1].rstrip(".") if detail else first_line(error)
-    return f"{actor[1]}: {reason}"[:250] if actor else reason[:250]
+    lost = f"{actor[1]}: {reason}" if actor else reason
+    return lost[:MAX_REASON_CHARS]

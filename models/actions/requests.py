@@ -31,6 +31,7 @@ from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.config import did_you_mean
 from models.custom_features import CATEGORY, NUMBER
+from models.error_text import first_line
 from models.item_ids import parse_item_id
 from models.ragged import concat_columns, lengths_to_starts
 from models.requests import Columns, Request, Requests, Row, find_bundled_inputs
@@ -188,7 +189,7 @@ def _read_field(column: str, items: Sequence[Item]) -> pa.Array:
         kind = "numbers" if is_number else "strings"
         raise UserError(
             f"'{name}' of new_items has values that are not {kind} "
-            f"({str(error).splitlines()[0]}); give {kind}"
+            f"({first_line(error)}); give {kind}"
         ) from error
     if is_number and pc.any(pc.is_inf(array)).as_py():
         raise UserError(

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from pyarrow import fs
 from torch import nn
 
+from models.error_text import one_line
 from models.storage.attempts import UNNUMBERED, Attempt, require_current
 from models.storage.tables import (
     TableVersion,
@@ -613,10 +614,9 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
             safetensors.torch.load_model(model, str(verify_file(folder, WEIGHTS, uri)))
             check_finite(model, uri)
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
             raise UserError(
-                f"{uri} does not fit the model: {reason}; give a checkpoint of this "
-                "model"
+                f"{uri} does not fit the model: {one_line(error)}; give a checkpoint "
+                "of this model"
             ) from error
 
 

@@ -39,6 +39,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from models.error_text import first_line
 from models.storage.locks import LOCK, hold_lock
 from models.storage.uri import (
     UserError,
@@ -305,10 +306,9 @@ def read_parquet(
         )
         return parquet.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"{uri} is not a readable Parquet file ({reason}); make it again with "
-            "--overwrite"
+            f"{uri} is not a readable Parquet file ({first_line(error)}); make it "
+            "again with --overwrite"
         ) from error
 
 
@@ -652,6 +652,11 @@ def has_earlier_table(uri: str, table: str) -> bool:
             "empty folder"
         )
     return False
+
+
+def check_table_folder(uri: str, table: str) -> None:
+    """Raise UserError if `uri` holds anything but an earlier version of `table`."""
+    has_earlier_table(uri, table)
 
 
 def check_output(

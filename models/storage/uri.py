@@ -21,6 +21,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import pyarrow as pa
 from pyarrow import fs
 
+from models.error_text import first_line
+
 
 class UserError(Exception):
     """An error in the input or configuration, with a one-line message for the user.
@@ -185,11 +187,11 @@ def storage_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        lines = str(error).splitlines() or [""]
-        reason = " ".join(lines[0].split())[:300]
         scheme = uri.partition("://")[0].lower() if "://" in uri else ""
         remedy = REMEDIES.get(scheme, UNKNOWN_SCHEME)
-        raise UserError(f"cannot reach {uri} ({reason}); {remedy}") from error
+        raise UserError(
+            f"cannot reach {uri} ({first_line(error)}); {remedy}"
+        ) from error
 
 
 def _check_bucket(filesystem: fs.FileSystem, path: str, uri: str) -> None:

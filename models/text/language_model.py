@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from models.error_text import first_line
 from models.storage.tables import UserError
 from models.text.text_encoder import pretrained_source
 
@@ -32,11 +34,16 @@ IGNORED_KEYS = ("architectures", "dtype", "transformers_version", "_name_or_path
 """Keys of a pretrained config that do not describe the model."""
 
 
+def language_model_source(name: str) -> AbstractContextManager[dict[str, Any]]:
+    """Return a `pretrained_source` whose messages are about a language model."""
+    return pretrained_source(name, "language model", built_in=())
+
+
 def pretrained_config(name: str) -> dict[str, Any]:
     """Return the model type and the non-default settings of a pretrained model."""
     from transformers import AutoConfig
 
-    with pretrained_source(name) as source:
+    with language_model_source(name) as source:
         config = AutoConfig.from_pretrained(**source)
     settings = config.to_diff_dict()
     return {key: value for key, value in settings.items() if key not in IGNORED_KEYS}
@@ -92,10 +99,9 @@ def build_model(config: dict[str, Any], longest: int) -> nn.Module:
         full_config = AutoConfig.for_model(**config)
         model = AutoModelForCausalLM.from_config(full_config)
     except (ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"cannot build the language model {config.get('model_type')} ({reason}); "
-            f"check lm_model"
+            f"cannot build the language model {config.get('model_type')} "
+            f"({first_line(error)}); check lm_model"
         ) from error
     values = full_config.to_dict()
     for limit in ("max_position_embeddings", "n_positions", "sliding_window"):
@@ -182,7 +188,7 @@ def load_pretrained(lm: nn.Module, name: str) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    with pretrained_source(name) as source:
+    with language_model_source(name) as source:
         pretrained = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     weights = {
         key.replace(".base_layer", ""): value

@@ -16,7 +16,6 @@ import difflib
 import importlib.util
 import json
 import logging
-import os
 import re
 import socket
 import string
@@ -34,6 +33,7 @@ import pyarrow as pa
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
+from models.error_text import first_line
 from models.storage.tables import LARGEST_NUMBER, UserError
 from models.storage.uri import absolute
 
@@ -175,6 +175,10 @@ def load_encoder(name: str) -> Any:
 def load_tokenizer(name: str, max_tokens: int) -> tuple[Any, int]:
     """Load the tokenizer of an encoder.
 
+    Args:
+        name: Folder, hub name or `minilm`.
+        max_tokens: Number of tokens after which texts are truncated.
+
     Returns:
         The tokenizer, and the longest input in tokens, at most `max_tokens`.
 
@@ -198,12 +202,21 @@ def remove_pooler(encoder: Any) -> Any:
 
 
 @contextmanager
-def pretrained_source(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of `from_pretrained` for the encoder `name`.
+def pretrained_source(
+    name: str, what: str = "encoder", built_in: Sequence[str] = BUILT_IN
+) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of `from_pretrained` for a pretrained model.
+
+    Args:
+        name: Folder, hub name or `minilm`.
+        what: Kind of the model, for messages.
+        built_in: Further valid names, which messages offer.
 
     Raises:
         UserError: If loading fails within the context.
     """
+    from huggingface_hub import constants
+
     location = locate_encoder(name)
     is_folder = Path(location).is_dir()
     # suppress warnings about retries, since the error below explains the failure
@@ -214,17 +227,19 @@ def pretrained_source(name: str) -> Iterator[dict[str, Any]]:
             "local_files_only": is_folder or not is_hub_reachable(),
         }
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        remedy = "give"
-        hub = ""
+        *choices, last_choice = [
+            "a folder with a transformers model",
+            "a name of the model hub if it can be reached",
+            *built_in,
+        ]
+        remedy = f"give {', '.join(choices)} or {last_choice}"
         if is_folder:
-            remedy = "check that its folder is complete, or give"
-        elif os.environ.get("HF_HUB_OFFLINE"):
-            hub = " (HF_HUB_OFFLINE disables the hub; unset it)"
+            remedy = f"check that its folder is complete, or {remedy}"
+        elif constants.HF_HUB_OFFLINE:
+            remedy = f"{remedy} (HF_HUB_OFFLINE disables the hub; unset it)"
+        reason = first_line(error).rstrip(".")
         raise UserError(
-            f"cannot load the encoder {name} ({reason}); {remedy} a folder with a "
-            f"transformers model, a name of the model hub if it can be reached, "
-            f"minilm or tfidf{hub}"
+            f"cannot load the {what} {name} ({reason}); {remedy}"
         ) from error
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from models.error_text import first_line
 from models.item_ids import parse_item_ids
 from models.storage.tables import UserError, join, open_uri, read_table
 from models.storage.uri import storage_errors
@@ -72,9 +73,9 @@ def read_parquet_ids(content: bytes, uri: str) -> list[object]:
         file = pq.ParquetFile(pa.BufferReader(content))
         return file.read([COLUMN])[COLUMN].to_pylist()
     except (pa.ArrowException, KeyError) as error:
-        message = str(error).splitlines()[0]
         raise UserError(
-            f"{uri} is not a Parquet file with a column {COLUMN} ({message}); give one"
+            f"{uri} is not a Parquet file with a column {COLUMN} "
+            f"({first_line(error)}); give one"
         ) from error
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from mlflow.exceptions import MlflowException
 
+from models.error_text import one_line
 from models.metrics.per_user_metrics import PER_USER_PREFIX
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
@@ -131,11 +132,10 @@ def record_result(
         weights = checkpoint.weights_hash(result.checkpoint)
         log_evaluation(training, result, changed, weights)
     except (MlflowException, UserError) as error:
-        message = " ".join(str(error).split())[:200]
         raise UserError(
             f"the metrics are in {path}, but not in MLflow: run {training.run_id} at "
-            f"{training.uri} ({message}); give the --tracking_uri of the store that "
-            "has the run, and evaluate again"
+            f"{training.uri} ({one_line(error)}); give the --tracking_uri of the "
+            "store that has the run, and evaluate again"
         ) from error
     return path
 

@@ -114,8 +114,8 @@ def code_checksums(folder: str) -> dict[str, int]:
     return checksums
 
 
-def first_line(error: Exception) -> str:
-    """Return the message of an error as one line."""
+def join_lines(error: Exception) -> str:
+    """Return the text of an error in one line."""
     return " ".join(str(error).split())
 
 
@@ -169,7 +169,7 @@ class Replica:
                     self.note = self.change_to(version)
                     log.info(self.note)
             except Exception as error:  # such as a registry that does not answer
-                log.warning(f"{self.version} stays: {first_line(error)}")
+                log.warning(f"{self.version} stays: {join_lines(error)}")
 
     def change_to(self, version: str) -> str:
         """Load a new version while the current one answers, then switch to it.
@@ -193,7 +193,7 @@ class Replica:
             except Exception as error:
                 return (
                     f"{self.version} stays: {version} cannot be loaded: "
-                    f"{first_line(error)}"
+                    f"{join_lines(error)}"
                 )
         self.model, self.version = model, version
         return f"{version} answers"

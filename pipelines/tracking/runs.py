@@ -22,6 +22,7 @@ from mlflow.entities import Param
 from mlflow.exceptions import MlflowException
 
 from models.config import flatten
+from models.error_text import one_line
 from models.storage.locks import hold_lock
 from models.storage.tables import UserError, code_version, run_git, submission_id
 from pipelines.tracking.names import (
@@ -109,11 +110,11 @@ def open_run(
         client.log_dict(run.info.run_id, config, "config.yaml")
     except (MlflowException, OSError, ImportError) as error:
         client.delete_run(run.info.run_id)
-        message = " ".join(str(error).split())[:200]
         raise UserError(
-            f"cannot write to {run.info.artifact_uri} ({message}), the artifact store "
-            f"of the experiment '{experiment}'; check its address and credentials, or "
-            "give another --experiment or a tracking server as --tracking_uri"
+            f"cannot write to {run.info.artifact_uri} ({one_line(error)}), the "
+            f"artifact store of the experiment '{experiment}'; check its address and "
+            "credentials, or give another --experiment or a tracking server as "
+            "--tracking_uri"
         ) from error
     return RunRef(uri, experiment, run.info.run_id)
 
@@ -302,11 +303,10 @@ def delete(run: RunRef) -> None:
     try:
         connect(run.uri).delete_run(run.run_id)
     except (MlflowException, UserError) as error:
-        message = " ".join(str(error).split())[:200]
         raise UserError(
             f"the MLflow run {run.run_id} of the overwritten training cannot be "
-            f"deleted at {run.uri} ({message}); delete it with mlflow runs delete, or "
-            "comparisons include it"
+            f"deleted at {run.uri} ({one_line(error)}); delete it with mlflow runs "
+            "delete, or comparisons include it"
         ) from error
 
 

@@ -24,6 +24,7 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request, verify_rest_response
 from sqlalchemy.exc import SQLAlchemyError
 
+from models.error_text import one_line
 from models.storage.locks import hold_lock
 from models.storage.tables import UserError
 from models.storage.uri import refuse_secrets
@@ -165,8 +166,8 @@ def connect(uri: str) -> MlflowClient:
     if not file and uri in _reachable:
         return MlflowClient(uri)
     try:
-        # a lock of ours, as under MLflow's two processes can create a part of the
-        # tables each
+        # our own lock: under MLflow's, two processes could each create some of the
+        # tables
         with hold_lock(f"{file}.lock", "", math.inf) if file else nullcontext():
             if file and not Path(file).exists():
                 create_store(file)
@@ -175,12 +176,12 @@ def connect(uri: str) -> MlflowClient:
         mark_reachable(uri)
         return client
     except (MlflowException, OSError, SQLAlchemyError) as error:
-        message = " ".join(str(error).split())[:200]
         problem = "cannot reach MLflow"
         if SERVER_ERROR in str(error):
             problem = "MLflow answers with errors"
         raise UserError(
-            f"{problem} at {uri} ({message}); start it or give another --tracking_uri"
+            f"{problem} at {uri} ({one_line(error)}); start it or give another "
+            "--tracking_uri"
         ) from error
 
 

@@ -37,6 +37,7 @@ from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import registry
+from models.error_text import first_line
 from models.storage import attempts, checkpoint
 from models.storage.attempts import Attempt
 from models.storage.checkpoint import BEST, Checkpoint
@@ -665,7 +666,7 @@ def make_trainer(
 def describe_retry(error: BaseException, failures: int, max_failures: int) -> str:
     """Return a note that the training continues after a loss of workers."""
     root_cause = list(faults.iter_causes(error))[-1]
-    reason = faults.explain(error) or faults.first_line(root_cause)
+    reason = faults.explain(error) or first_line(root_cause)
     return (
         f"note: {reason.partition(';')[0]}; continuing from the last checkpoint, "
         f"{failures} of {max_failures} times"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from models.retrieval.data import Catalogue
 from models.storage.tables import UserError, join, read_manifest, read_table
-from models.text.text_encoder import load_tokenizer
+from models.text.language_model import language_model_source
 
 TASKS = ("next", "next_title", "title_to_item", "item_to_title")
 """Sequential item prediction; asymmetric item prediction, whose response is the title;
@@ -105,9 +105,12 @@ class Pretrained:
             size: Number of rows of the language model's word embedding.
 
         Raises:
-            UserError: If the tokenizer has no end token.
+            UserError: If the tokenizer cannot be loaded or has no end token.
         """
-        self.tokenizer, _ = load_tokenizer(name, 1)
+        from transformers import AutoTokenizer
+
+        with language_model_source(name) as source:
+            self.tokenizer = AutoTokenizer.from_pretrained(**source)
         self.size = size
         begin = self.tokenizer.bos_token_id
         self.begin = [] if begin is None else [begin]

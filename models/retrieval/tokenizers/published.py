@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from models.error_text import first_line
 from models.storage.tables import UserError, open_uri
 
 TOKEN = re.compile(r"<?[A-Za-z]+_(\d+)>?")
@@ -124,9 +125,9 @@ def read_published(uri: str) -> tuple[dict[str, list[int]], str]:
         with filesystem.open_input_stream(path, compression=None) as stream:
             content = stream.read()
     except OSError as error:
-        first = str(error).splitlines()[0]
         raise UserError(
-            f"cannot read the published SIDs {uri} ({first}); check --published"
+            f"cannot read the published SIDs {uri} ({first_line(error)}); check "
+            f"--published"
         ) from error
     return parse_published(content, uri), hashlib.sha256(content).hexdigest()
 

@@ -36,6 +36,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from models.config import did_you_mean
+from models.error_text import one_line
 from models.storage.tables import JOB_FILES, UserError, open_uri
 
 ROW = "__row"
@@ -330,12 +331,11 @@ def read_frames(
     except UnicodeError as error:
         raise _encoding_error(uri, files.encoding) from error
     except (pa.ArrowException, OSError, EOFError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if "invalid UTF8" in reason:
+        if "invalid UTF8" in str(error):
             raise _encoding_error(uri, files.encoding) from error
         raise UserError(
-            f"{uri} cannot be read as {kind} ({reason[:300]}); it may be truncated, "
-            f"damaged or of another format: copy it again or set 'format'"
+            f"{uri} cannot be read as {kind} ({one_line(error)}); it may be "
+            f"truncated, damaged or of another format: copy it again or set 'format'"
         ) from error
 
 

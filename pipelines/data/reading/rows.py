@@ -17,6 +17,7 @@ import polars as pl
 import pyarrow as pa
 
 from models.config import pluralize
+from models.error_text import MAX_REASON_CHARS, one_line
 from models.item_ids import UNCLEAN_ID, clean_id
 from models.storage.tables import LARGEST_NUMBER, UserError
 from pipelines.data.reading.read import (
@@ -666,7 +667,7 @@ def _evaluate_readable(
         nulls = pl.repeat(None, len(rows), dtype=pl.Null, eager=True)
         return pl.DataFrame({name: nulls}), []
     reason = re.split("This error occurred|You might want", str(error))[0]
-    reason = " ".join(reason.split())[:200]
+    reason = " ".join(reason.split())[:MAX_REASON_CHARS]
     user_error = UserError(
         f"{uri}: '{text}' cannot be evaluated ({reason}); correct the source file, for "
         f"example with try_cast(... as double)"
@@ -734,10 +735,9 @@ def check_sql(expressions: Iterable[str]) -> None:
         except pl.exceptions.PolarsError as error:
             if re.fullmatch(r"[^()'\"|]+", text):  # a column named like an SQL keyword
                 continue
-            reason = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"'{text}' is not a SQL expression ({reason}); correct it, with "
-                f"unusual names of columns in double quotes"
+                f"'{text}' is not a SQL expression ({one_line(error)}); correct it, "
+                f"with unusual names of columns in double quotes"
             ) from error
         try:
             is_per_row = meta.is_length_preserving() or meta.is_literal()

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from models.config import pluralize
+from models.error_text import first_line
 from models.item_ids import clean_id
 from models.storage.tables import LARGEST_NUMBER, UserError, open_uri
 
@@ -165,8 +166,7 @@ def read_bytes(uri: str) -> bytes:
             return bytes(file.read())
     except OSError as error:
         raise UserError(
-            f"{uri} cannot be read ({str(error).splitlines()[0]}); check --embeddings "
-            f"and --id"
+            f"{uri} cannot be read ({first_line(error)}); check --embeddings and --id"
         ) from error
 
 
@@ -215,8 +215,8 @@ def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.nd
         table = pq.read_table(pa.BufferReader(content))
     except pa.ArrowException as error:
         raise UserError(
-            f"{uri} is not a Parquet file ({str(error).splitlines()[0]}); give a "
-            f".parquet or .npy file"
+            f"{uri} is not a Parquet file ({first_line(error)}); give a .parquet or "
+            f".npy file"
         ) from error
     if id not in table.column_names:
         names = ", ".join(table.column_names)

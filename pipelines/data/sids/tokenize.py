@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import pyarrow as pa
 import ray
 import torch
 
+from models.cpu.matmul import matmul_precision
 from models.dataset.folds import count_folds, find_train_end
 from models.retrieval.data import RetrievalDataset
 from models.retrieval.search.trie import Trie
@@ -42,10 +43,10 @@ from models.storage.tables import (
     Manifest,
     UserError,
     check_output,
+    check_table_folder,
     clear,
     commit,
     fingerprint,
-    has_earlier_table,
     has_manifest,
     join,
     read_manifest,
@@ -121,17 +122,32 @@ def _train_item_inputs(sequences_uri: str) -> dict[str, str]:
     return inputs
 
 
+@dataclass(frozen=True)
+class TrainedCodes:
+    """Codes of all items, with the codebooks that give them."""
+
+    codes: np.ndarray
+    """(N, C) codes. Items may have equal codes, as conflict codes are added later."""
+    sizes: list[int]
+    """Number of codes per level."""
+    arrays: dict[str, np.ndarray]
+    """`codebooks` (C, K, D), and the weights of the RQ-VAE's encoder by name."""
+    measures: dict[str, Any]
+    """Quality of the codes, for the manifest."""
+
+
 def _train_task(
     embeddings: np.ndarray,
     config: TokenizerConfig,
     fit_items: np.ndarray | None,
     num_threads: int,
-) -> Iterator[Progress | tuple[dict[str, Any], np.ndarray]]:
+) -> Iterator[Progress | TrainedCodes]:
     """Train codebooks and assign codes to all items.
 
-    Ray may start the task again, so the stream is deterministic. Threads and precision
-    are set explicitly: the worker process may have run another task, and sums in
-    another order would lead to other codes.
+    If a worker is lost, Ray runs the task again and skips the elements that it has
+    received, so every run must yield the same elements. Threads and precision are set
+    explicitly, because sums in another order would give other codes, and the worker
+    process may have run another task before.
 
     Args:
         embeddings: Embeddings (N, width) of all items.
@@ -140,14 +156,9 @@ def _train_task(
         num_threads: Number of PyTorch threads.
 
     Yields:
-        Progress, and at the end a tuple of measures and codes (N, C). The measures
-        include the `sizes` of the levels and the `arrays` of the quantizer. Items with
-        equal codes do not have a conflict code yet.
+        Progress, and at the end the codes.
     """
-    torch.set_num_threads(num_threads)
-    previous_precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with _num_threads(num_threads), matmul_precision("highest"):
         vectors = torch.tensor(
             embeddings, device="cuda" if torch.cuda.is_available() else "cpu"
         )
@@ -161,32 +172,44 @@ def _train_task(
             duplicates = measure_collisions(codes)["duplicates"]
             yield Progress(1, 1, f"relaxing the codes of {duplicates} duplicate items")
             codes = assign_unique_codes(quantized, config.psid)
-    finally:
-        torch.set_float32_matmul_precision(previous_precision)
-    num_levels, codebook_size, _ = quantized.codebooks.shape
-    weights = {name: weight.numpy() for name, weight in quantized.encoder.items()}
-    measures: dict[str, Any] = {
-        "sizes": [codebook_size] * num_levels,
-        "reconstruction_error": quantized.reconstruction_error,
-        "quantization_error": quantization_error(quantized, codes),
-        "arrays": {"codebooks": quantized.codebooks.numpy(), **weights},
-    }
+        measures = {
+            "reconstruction_error": quantized.reconstruction_error,
+            "quantization_error": quantization_error(quantized, codes),
+        }
     if config.tokenizer == "psid":
         greedy = quantized.codes.numpy()
         measures["collision_rate_before"] = measure_collisions(greedy)["collision_rate"]
         measures["relaxed_items"] = int((greedy != codes).any(1).sum())
-    yield measures, codes
+    num_levels, codebook_size, _ = quantized.codebooks.shape
+    weights = {name: weight.numpy() for name, weight in quantized.encoder.items()}
+    yield TrainedCodes(
+        codes,
+        [codebook_size] * num_levels,
+        {"codebooks": quantized.codebooks.numpy(), **weights},
+        measures,
+    )
+
+
+@contextmanager
+def _num_threads(count: int) -> Iterator[None]:
+    """Set the number of PyTorch threads within the context."""
+    previous_count = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous_count)
 
 
 def _forward_progress(
-    stream: Iterator[Any],
-) -> Training[tuple[dict[str, Any], np.ndarray]]:
-    """Yield the progress in the stream of `_train_task`, and return its result."""
+    stream: Iterator[Progress | TrainedCodes],
+) -> Training[TrainedCodes]:
+    """Yield the progress in the stream of `_train_task`, and return the codes."""
     for element in stream:
-        if isinstance(element, tuple):
+        if isinstance(element, TrainedCodes):
             return element
         yield element
-    raise RuntimeError("the training task ended without a result")
+    raise RuntimeError("the training task ended without codes")
 
 
 MAX_STARTS = 3
@@ -196,7 +219,7 @@ ends with the same codes."""
 
 def _start_task(
     embeddings: np.ndarray, config: TokenizerConfig, fit_items: np.ndarray | None
-) -> Iterator[Any]:
+) -> Iterator[Progress | TrainedCodes]:
     """Start `_train_task` on the cluster, and return an iterator over its stream."""
     has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
     cpus_of_nodes = [
@@ -219,7 +242,7 @@ def train_codes(
     config: TokenizerConfig,
     say: Say = print,
     fit_items: np.ndarray | None = None,
-) -> tuple[dict[str, Any], np.ndarray]:
+) -> TrainedCodes:
     """Train codebooks in this process, or as a Ray task if RAY_ADDRESS is set.
 
     Args:
@@ -227,9 +250,6 @@ def train_codes(
         config: Tokenizer and its options.
         say: Prints progress.
         fit_items: Indices of the items to fit codebooks on, or None for all.
-
-    Returns:
-        The measures and codes (N, C) that `_train_task` yields at its end.
     """
     if os.environ.get("RAY_ADDRESS"):
         stream = _start_task(embeddings, config, fit_items)
@@ -322,15 +342,15 @@ def _trained_codes(paths: TokenizerPaths, config: TokenizerConfig, say: Say) -> 
     """Train the tokenizer on the embeddings, and make the codes unique."""
     fit_items = find_train_items(paths.sequences) if config.on_train_items else None
     embeddings = read_embeddings(paths.embeddings)
-    measures, codes = train_codes(embeddings, config, say, fit_items)
-    sizes = measures.pop("sizes")
-    arrays = measures.pop("arrays")
+    trained = train_codes(embeddings, config, say, fit_items)
     is_unique = config.tokenizer == "psid"
     if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:
         # items with equal codes were spread as far as free codes allowed
-        is_unique = not measure_collisions(codes)["duplicates"]
-    unique_codes = _make_unique(codes, sizes, not is_unique, measures, say)
-    return replace(unique_codes, arrays=arrays)
+        is_unique = not measure_collisions(trained.codes)["duplicates"]
+    unique_codes = _make_unique(
+        trained.codes, trained.sizes, not is_unique, trained.measures, say
+    )
+    return replace(unique_codes, arrays=trained.arrays)
 
 
 def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
@@ -490,12 +510,14 @@ def check_folders(output: str, shared_embeddings: str = "") -> None:
     Raises:
         UserError: If a folder holds anything else.
     """
+    # if the output folder is itself the table of embeddings, `check_output` would
+    # report the table's files as foreign
     if shared_embeddings != output:
         check_output(
             output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")}
         )
     if shared_embeddings:
-        has_earlier_table(shared_embeddings, "embeddings")
+        check_table_folder(shared_embeddings, "embeddings")
 
 
 def _write_codes(

@@ -97,6 +97,9 @@ MEASURE = (
 )
 """Regex of numbers with a unit or punctuation, such as `40.7, -74.0` or `$12`."""
 
+NEARLY_ALL = 0.99
+"""Share of rows that counts as nearly all; the others may be malformed."""
+
 ID_WORDS = ("id", "ids", "no", "nr", "key", "number", "nummer", "token")
 
 
@@ -111,6 +114,11 @@ def split_name(name: str) -> list[str]:
 def names_id(name: str) -> bool:
     """Return whether a name contains a word for ids, such as `key`."""
     return any(word in ID_WORDS for word in split_name(name))
+
+
+def ends_in_id_word(name: str) -> bool:
+    """Return whether the last word of a name is a word for ids: true for `play_id`."""
+    return any(word in ID_WORDS for word in split_name(name)[-1:])
 
 
 def names_subject(name: str) -> bool:
@@ -244,11 +252,13 @@ class Column:
             ids = clean_ids(values).drop_nulls()
         self.ids = ids
         """Values as ids; empty for lists, structs and times."""
-        self.is_complete = len(ids) >= 0.99 * rows
+        self.is_complete = len(ids) >= NEARLY_ALL * rows
         """Whether nearly all rows have an id."""
         self.distinct = ids.n_unique()
         """Number of distinct ids."""
         self.distinct_share = self.distinct / max(len(ids), 1)
+        self.identifies_events = self.distinct_share >= NEARLY_ALL
+        """Whether nearly every row has an id of its own."""
         self._describe_numbers()
         is_bool = self.mostly_matches("^(0|1|(?i:true|false))$")
         self.is_flag = 0 < self.distinct <= 2 and is_bool
@@ -293,10 +303,11 @@ class Column:
             self.number_sql = f"cast(replace({self.sql}, ',', '.') as double)"
 
     def mostly_matches(self, pattern: str) -> bool:
-        """Return whether at least 99% of the ids match a regex."""
+        """Return whether nearly all ids match a regex."""
         if not len(self.ids):
             return False
-        return int(self.ids.str.contains(pattern).sum()) >= 0.99 * len(self.ids)
+        matching = int(self.ids.str.contains(pattern).sum())
+        return matching >= NEARLY_ALL * len(self.ids)
 
     def detect_measurement(self) -> bool:
         """Return whether values are decimals, coordinates, durations or signed numbers.
@@ -323,11 +334,11 @@ class Column:
     @property
     def may_be_id(self) -> bool:
         """Whether the name and the values fit ids of users or items."""
-        is_outcome_name = role_score(self.name, "outcome") and (
+        is_outcome_name = role_score(self.name, "outcome") > 0 and (
             self.is_flag or not names_actor(self.name)
         )
-        has_other_name = is_outcome_name or role_score(self.name, "amount")
-        return self.has_ids and not has_other_name
+        is_amount_name = role_score(self.name, "amount") > 0
+        return self.has_ids and not is_outcome_name and not is_amount_name
 
     @property
     def has_ids(self) -> bool:
@@ -441,6 +452,11 @@ Shares = dict[str, dict[str, float]]
 MIN_EVIDENCE = 0.5
 """Share of a column's ids in a file of users or items above which the file confirms the
 role of the column."""
+MIN_LEAD = 0.3
+"""Lead over the shares of other columns from which on a file confirms the role of an
+unnamed column."""
+SIMILAR_SHARE = 0.05
+"""Largest difference between two shares of ids in files that count as about equal."""
 
 
 def choose_roles(columns: list[Column], rows: int, shares: Shares) -> Roles:
@@ -473,9 +489,10 @@ def choose_roles(columns: list[Column], rows: int, shares: Shares) -> Roles:
         roles.item = take_likeliest(unnamed, "item", shares, roles.user is None)
     if roles.user is None:
         roles.user = take_likeliest(unnamed, "user", shares, False)
-    is_user_sure = user or is_confirmed(roles.user, "user", ids, shares)
-    is_item_sure = item or listed or is_confirmed(roles.item, "item", ids, shares)
-    roles.sure = bool(is_user_sure) + bool(is_item_sure)
+    is_user_sure = user is not None or is_confirmed(roles.user, "user", ids, shares)
+    is_item_named = item is not None or listed is not None
+    is_item_sure = is_item_named or is_confirmed(roles.item, "item", ids, shares)
+    roles.sure = is_user_sure + is_item_sure
     others = unnamed + misnamed
     if roles.user:
         roles.user_doubts = list_id_doubts(roles, "user", ids, others, rows, shares)
@@ -500,11 +517,10 @@ def pick_named_column(ids: list[Column], role: str, shares: Shares) -> Column | 
 
     def rank(c: Column) -> tuple[bool, bool, bool, int]:
         described = shares[role].get(c.name, 0) >= MIN_EVIDENCE
-        # a value that is distinct in each row identifies the event
         return (
             c.is_complete,
             described,
-            c.distinct_share < 0.99,
+            not c.identifies_events,
             role_score(c.name, role),
         )
 
@@ -512,9 +528,7 @@ def pick_named_column(ids: list[Column], role: str, shares: Shares) -> Column | 
 
 
 def find_misnamed_ids(columns: list[Column], ids: list[Column]) -> list[Column]:
-    """Return columns whose values are ids, but whose names indicate something else.
-
-    An example is `play_id`, which may be an item.
+    """Return ids whose names also say an outcome or an amount, such as `play_id`.
 
     Args:
         columns: Columns of the log.
@@ -527,8 +541,8 @@ def find_misnamed_ids(columns: list[Column], ids: list[Column]) -> list[Column]:
         and c.has_ids
         and not c.time_keys
         and not c.is_flag
-        and c.distinct_share < 0.99
-        and any(word in ID_WORDS for word in split_name(c.name)[-1:])
+        and not c.identifies_events
+        and ends_in_id_word(c.name)
     ]
 
 
@@ -547,7 +561,7 @@ def find_unnamed_ids(ids: list[Column], roles: Roles) -> list[Column]:
         and not role_score(c.name, "query")
         and not role_score(c.name, "position")
     ]
-    candidates = [c for c in candidates if c.distinct_share < 0.99 or roles.listed]
+    candidates = [c for c in candidates if not c.identifies_events or roles.listed]
 
     def rank(c: Column) -> tuple[bool, bool, bool]:
         supplies = roles.user is None and bool(role_score(c.name, "supplier"))
@@ -594,7 +608,8 @@ def is_confirmed(
         return False
     share = shares[role].get(column.name, 0)
     other_shares = [shares[role].get(c.name, 0) for c in others if c is not column]
-    return share >= MIN_EVIDENCE and share - max(other_shares, default=0) >= 0.3
+    lead = share - max(other_shares, default=0)
+    return share >= MIN_EVIDENCE and lead >= MIN_LEAD
 
 
 def list_id_doubts(
@@ -624,7 +639,8 @@ def list_id_doubts(
         role == "user" and role_score(column.name, "request")
     ):
         rivals = [c for c in ids if is_rival_by_name(c, column, role)]
-        limit = max(shares[role].get(column.name, 0) + 0.05, 0.5)
+        share = shares[role].get(column.name, 0)
+        limit = max(share + SIMILAR_SHARE, MIN_EVIDENCE)
         rivals += [
             c for c in ids if c not in rivals and shares[role].get(c.name, 0) > limit
         ]
@@ -685,8 +701,8 @@ def is_rival_by_name(c: Column, column: Column, role: str) -> bool:
         return False
     if difference == 1 and c.distinct <= column.distinct / 2:
         return False  # a coarser id, such as that of a category
-    if c.distinct_share >= 0.99 > column.distinct_share:
-        return False  # distinct in each row, so it identifies events
+    if c.identifies_events and not column.identifies_events:
+        return False
     if len(c.ids) != len(column.ids):
         return True
     pairs = pl.DataFrame({"a": c.ids, "b": column.ids}).n_unique()

@@ -20,6 +20,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import yaml
 
+from models.error_text import one_line
 from models.storage.tables import UserError, file_info, join, open_uri
 from pipelines.data.kinds import KINDS
 from pipelines.data.reading.log import parse_log
@@ -34,6 +35,8 @@ from pipelines.data.reading.rows import clean_ids, evaluate
 from pipelines.data.reading.unread import list_unread, name_files
 from pipelines.data.settings import read_config
 from pipelines.data.suggestion.column_roles import (
+    MIN_EVIDENCE,
+    SIMILAR_SHARE,
     Column,
     Shares,
     choose_roles,
@@ -71,6 +74,25 @@ TOKEN = r"(?:[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\d+)"
 """Regex of parts in which names of files of one layout differ: numbers and UUIDs."""
 MAX_ID_BLOCKS = 16
 """Maximum number of blocks (of about 8 MiB) to read for the ids of a group of files."""
+
+MIN_KEY_SHARE = 0.9
+"""Share of distinct values in a column above which its values may identify the rows."""
+MAX_NEW_SHARE = 0.7
+"""Share of the ids of several files that are distinct, below which the files have
+mostly the same ids."""
+MIN_MATCHED_SHARE = 0.1
+"""Share of a log's ids in a file above which the file may describe them although fewer
+than two names match."""
+GOOD_SHARE = 0.9
+"""Share of a log's ids in a file from which on the ids need no conversion and missing
+ids no `min_matched`."""
+MIN_GAIN = 0.1
+"""Smallest increase of the share of matched ids for which ids are converted."""
+MIN_DESCRIBED_SHARE = {"item": 0.5, "user": 0.05}
+"""Share of a log's items or users in a file below which the file is doubtful."""
+MAX_SCORE_DIFFERENCE = 1
+"""Largest difference in the number of matching names at which files fit about as
+well."""
 
 
 class FileGroup:
@@ -113,7 +135,7 @@ class FileGroup:
         return [
             c
             for c in self.columns
-            if c.distinct_share > 0.9
+            if c.distinct_share > MIN_KEY_SHARE
             and c.distinct > 1
             and not c.time_keys
             and not c.is_measurement
@@ -216,7 +238,10 @@ def read_ids(group: FileGroup, expressions: list[str]) -> dict[str, FileIds]:
 def have_same_ids(ids_by_file: list[pl.Series]) -> bool:
     """Return whether several files have mostly the same ids."""
     total = sum(len(ids) for ids in ids_by_file)
-    return len(ids_by_file) > 1 and pl.concat(ids_by_file).n_unique() < 0.7 * total
+    return (
+        len(ids_by_file) > 1
+        and pl.concat(ids_by_file).n_unique() < MAX_NEW_SHARE * total
+    )
 
 
 def read_first_rows(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
@@ -499,11 +524,14 @@ def add_events(
     unused = [c for c in log.columns if c not in (user, item, shown, *times)]
     clock = next((c for c in unused if c.mostly_matches(r"^\d\d?:\d\d(:\d\d)?$")), None)
     listed = next((c for c in log.columns if c.list_sql), None)
-    is_search = kind == "search" or (kind is None and pick_column(unused, "query"))
+    is_search = kind == "search"
+    if kind is None:
+        is_search = pick_column(unused, "query") is not None
     doubts = log.roles.item_doubts + items.doubts
     drafts = _ColumnDrafts()
-    is_sequence = listed and user and user.distinct_share > 0.9 and not times
-    if listed and is_sequence and not (shown and is_search):
+    has_row_per_user = bool(user and user.distinct_share > MIN_KEY_SHARE)
+    is_sequence = has_row_per_user and not times and not (shown and is_search)
+    if listed and is_sequence:
         draft.add("sequence", listed.list_sql, listed.examples, doubts)
         if item:
             draft.add("item", item.name, f"after the list: {item.examples}")
@@ -672,7 +700,7 @@ def find_log(folder: str) -> tuple[FileGroup, list[FileGroup], list[str]]:
         try:
             groups.append(FileGroup(folder, files))
         except (UserError, StopIteration, OSError, ValueError, csv.Error) as error:
-            reason = " ".join(str(error).split())[:200] or "it has no rows"
+            reason = one_line(error) if str(error) else "it has no rows"
             reasons.append(f"{files[0]}: {reason}")
     logs = [group for group in groups if group.is_log]
     if not logs:
@@ -844,7 +872,7 @@ def _is_numeric_feature(c: Column) -> bool:
     may_be_amount = c.is_measurement or role_score(c.name, "amount")
     if not c.is_number or (c.is_category and not may_be_amount):
         return False
-    is_unique_integer = c.distinct_share >= 0.99 and c.is_integer
+    is_unique_integer = c.identifies_events and c.is_integer
     return not re.search("(?i)id$", c.name) and not is_unique_integer
 
 
@@ -856,6 +884,8 @@ class Description:
     """The files, or None."""
     key: Column | None = None
     """Column with the ids of the files."""
+    score: int = 0
+    """Number of names that match (`count_name_matches`), 0 to 3."""
     log_sql: str = "{}"
     """SQL that converts ids of the log to the format of the files."""
     file_sql: str = "{}"
@@ -884,8 +914,7 @@ def find_description(
 ) -> Description:
     """Find the files that describe the users or the items of a log best.
 
-    Files with other names and the same ids are noted as doubts. Consecutive ids are
-    weak evidence, because files of other things may have them, too.
+    Other files and other key columns that fit about as well are noted as doubts.
 
     Args:
         role: "user" or "item".
@@ -898,35 +927,71 @@ def find_description(
     candidates = list_candidates(role, ids, log, groups)
     if not candidates:
         return Description()
-    score, best = max(candidates, key=lambda pair: pair[0] + pair[1].share)
-    assert best.group is not None
-    assert best.key is not None
-    margin = 1
-    best_ids = best.group.read_ids()[best.key.name].ids
-    if best.key.name != ids.name and are_consecutive(best_ids):
-        margin = 2
-    rivals = [pair for pair in candidates if abs(pair[1].share - best.share) <= 0.05]
-    for rival_score, rival in rivals:
-        is_same_file = rival_score == score and rival.group is best.group
-        if is_same_file and rival.key and rival.key is not best.key:
-            best.key_doubts.append(f"or {rival.key.name}?")
-    files = [
-        rival.group.files[0]
-        for rival_score, rival in rivals
-        if score - rival_score <= margin
-        and rival.group
-        and rival.group is not best.group
-        and has_texts(role, rival) >= has_texts(role, best)
+    best = max(candidates, key=lambda candidate: candidate.score + candidate.share)
+    similar = [
+        candidate
+        for candidate in candidates
+        if abs(candidate.share - best.share) <= SIMILAR_SHARE
     ]
-    best.file_doubts += [f"or {name}?" for name in dict.fromkeys(files)]
-    if score == 0:
+    best.key_doubts += [f"or {name}?" for name in list_rival_keys(best, similar)]
+    rival_files = list_rival_files(role, ids, best, similar)
+    best.file_doubts += [f"or {name}?" for name in rival_files]
+    if best.score == 0:
         best.file_doubts.append(f"does it describe {role}s?")
     return check_description(role, best)
 
 
+def list_rival_keys(best: Description, similar: list[Description]) -> list[str]:
+    """List the other columns of the best files that fit about as well as their key.
+
+    Args:
+        best: The best description.
+        similar: Descriptions that match about as many ids.
+    """
+    return [
+        rival.key.name
+        for rival in similar
+        if rival.group is best.group
+        and rival.score == best.score
+        and rival.key
+        and rival.key is not best.key
+    ]
+
+
+def list_rival_files(
+    role: str, ids: Column, best: Description, similar: list[Description]
+) -> list[str]:
+    """List other files that fit about as well as the best files, one per group.
+
+    Consecutive ids are weak evidence, because files of other things may have them, too.
+    With them, files whose names match less well are listed as well.
+
+    Args:
+        role: "user" or "item".
+        ids: Column of the log with the ids.
+        best: The best description.
+        similar: Descriptions that match about as many ids.
+    """
+    assert best.group is not None
+    assert best.key is not None
+    max_difference = MAX_SCORE_DIFFERENCE
+    best_ids = best.group.read_ids()[best.key.name].ids
+    if best.key.name != ids.name and are_consecutive(best_ids):
+        max_difference += 1
+    needs_texts = has_texts(role, best)
+    files = []
+    for rival in similar:
+        if rival.group is None or rival.group is best.group:
+            continue
+        names_fit = best.score - rival.score <= max_difference
+        if names_fit and (has_texts(role, rival) or not needs_texts):
+            files.append(rival.group.files[0])
+    return list(dict.fromkeys(files))
+
+
 def list_candidates(
     role: str, ids: Column, log: FileGroup, groups: list[FileGroup]
-) -> list[tuple[int, Description]]:
+) -> list[Description]:
     """List the files and keys that may describe the users or items of a log.
 
     Args:
@@ -934,16 +999,13 @@ def list_candidates(
         ids: Column of the log with the ids.
         log: Files of the log.
         groups: Other files.
-
-    Returns:
-        Pairs of a score, the number of names that match, and a description.
     """
     values = ids.ids
     if ids.item_lists is not None:
         values = ids.item_lists.explode().drop_nulls()
     other_columns = [c for c in log.columns if c is not ids]
     other_subjects = {c.name for c in other_columns if names_subject(c.name)}
-    candidates: list[tuple[int, Description]] = []
+    candidates: list[Description] = []
     for group in groups:
         for key in group.possible_keys:
             score = count_name_matches(role, ids, group, key)
@@ -953,8 +1015,9 @@ def list_candidates(
                 continue
             file_ids = group.read_ids()[key.name]
             description = match_ids(group, key, ids, values, file_ids)
-            if score > 1 or description.share > 0.1:
-                candidates.append((score, description))
+            description.score = score
+            if score > 1 or description.share > MIN_MATCHED_SHARE:
+                candidates.append(description)
     return candidates
 
 
@@ -968,8 +1031,7 @@ def check_description(role: str, best: Description) -> Description:
         name, examples = best.group.name, best.key.examples
         doubt = f"{name} has none of these ids, but {examples}; another?"
         return Description(doubts=[doubt])
-    limit = 0.5 if role == "item" else 0.05
-    if best.is_measured and best.share < limit:
+    if best.is_measured and best.share < MIN_DESCRIBED_SHARE[role]:
         matched, total = best.matched
         best.file_doubts.append(f"it has only {matched:,} of {total:,} {role}s; is it?")
     return best
@@ -1019,13 +1081,13 @@ def match_ids(
         (pad_sql(values, file_ids.ids, ids), "{}"),
         ("{}", pad_sql(file_ids.ids, values, key)),
     ):
-        if description.share >= 0.9 or not log_sql or not file_sql:
+        if description.share >= GOOD_SHARE or not log_sql or not file_sql:
             continue
         converted = apply_sql(values, log_sql)
         if converted.n_unique() < values.n_unique():
             continue  # the conversion would merge different ids
         matched, share = count_matches(converted, apply_sql(file_ids.ids, file_sql))
-        if share >= max(0.5, description.share + 0.1):
+        if share >= max(MIN_EVIDENCE, description.share + MIN_GAIN):
             description.matched, description.share = matched, share
             description.log_sql, description.file_sql = log_sql, file_sql
     return description
@@ -1169,7 +1231,9 @@ def min_matched_line(users: Description, items: Description) -> list[str]:
     measured = [
         (description.share, role, description)
         for role, description in (("users", users), ("items", items))
-        if description.group and description.is_measured and description.share < 0.9
+        if description.group
+        and description.is_measured
+        and description.share < GOOD_SHARE
     ]
     if not measured:
         return []
@@ -1200,7 +1264,7 @@ def check_mapping(folder: str, lines: list[str], settings: list[str]) -> list[st
         KINDS[config.kind].check_settings(log, config)
         previews = preview(log, folder, 0.01)
     except (UserError, ValueError) as error:
-        return [f"# Not right yet: {' '.join(str(error).split())}"]
+        return [f"# Not right yet: {one_line(error, None)}"]
     comments = [
         f"# The first rows of {read.kind}: {read.rejected.rows_read:,}, "
         f"{read.rejected.rejects:,} of them rejected."

@@ -562,7 +562,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lc_rec", {"tasks": ["next", "x"]}, "give 'next'"),
     ("lc_rec", {"task_share": 1.5}, "task_share 1.5 is not in"),
     ("lc_rec", {"lora_rank": -1}, "lora_rank is -1"),
-    ("lc_rec", {"lm": "/nowhere"}, "cannot load the encoder .*nowhere"),
+    ("lc_rec", {"lm": "/nowhere"}, "cannot load the language model .*nowhere"),
     (
         "lc_rec_nezha",
         TIGER_NAMED,

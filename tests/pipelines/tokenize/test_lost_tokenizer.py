@@ -53,8 +53,9 @@ def killing(times: int) -> Iterator[set[int]]:
 
 def test_what_the_worker_did_before_does_not_matter() -> None:
     def trained() -> np.ndarray:
-        *_, (_, codes) = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
-        return codes
+        *_, trained = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
+        assert isinstance(trained, tokenize.TrainedCodes)
+        return trained.codes
 
     before = torch.get_float32_matmul_precision()
     expected = trained()
@@ -72,12 +73,12 @@ def test_a_lost_training_of_codes_starts_anew(
     ray_local: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines, again = list[str](), list[str]()
-    _, expected = train_codes(EMBEDDINGS, RQVAE, lines.append)
+    expected = train_codes(EMBEDDINGS, RQVAE, lines.append).codes
     monkeypatch.setenv(
         "RAY_ADDRESS", "local"
     )  # as on a cluster, where it is a task of Ray
     with killing(1) as killed:
-        _, codes = train_codes(EMBEDDINGS, RQVAE, again.append)
+        codes = train_codes(EMBEDDINGS, RQVAE, again.append).codes
     assert len(killed) == 1
     assert np.array_equal(codes, expected)
     assert again == lines
