@@ -444,21 +444,31 @@ def decode(
         statistics.mean(map(len, load_histories(source))), 2
     )
     for size in dict.fromkeys(chain(*sizes_by_variant.values())):
-        variants_of_size = [
-            variant for variant in variants if size in sizes_by_variant[variant]
-        ]
-        params = {"batch": size[0], "beam": size[1], **shared}
-        calls = {variant: make(variant, params) for variant in variants_of_size}
-        parts = {variant: make_encoder(variant, params) for variant in variants_of_size}
-        params = {"batch": size[0], "beam": size[1], **reported}
-        yield from time_in_turns(
-            "decode",
-            calls,
-            params,
-            size[0],
-            {variant: memory[variant, size] for variant in variants_of_size},
-            parts,
-        )
+        memory_by_variant = {
+            variant: memory[variant, size]
+            for variant in variants
+            if size in sizes_by_variant[variant]
+        }
+        yield from time_size(size, memory_by_variant, shared, reported)
+
+
+def time_size(
+    size: tuple[int, int], memory: dict[str, float], shared: Row, reported: Row
+) -> Iterator[Row]:
+    """Time the variants of one size in turn, and yield a row per variant.
+
+    Args:
+        size: Batch size and beam width.
+        memory: Peak memory in MB of each variant to time.
+        shared: Params of the calls other than the size.
+        reported: Params other than the size that rows show.
+    """
+    batch, beam = size
+    params = {"batch": batch, "beam": beam, **shared}
+    calls = {variant: make(variant, params) for variant in memory}
+    parts = {variant: make_encoder(variant, params) for variant in memory}
+    shown = {"batch": batch, "beam": beam, **reported}
+    yield from time_in_turns("decode", calls, shown, batch, memory, parts)
 
 
 def measure_memory(

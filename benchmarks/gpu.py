@@ -322,7 +322,7 @@ def search(variants: list[str], runs: int = 5) -> Iterator[Row]:
 
 
 def time_calls(call: Callable[[], Any], times: int = 5) -> list[float]:
-    """Return the seconds of `times` calls, after an untimed call."""
+    """Return the duration in seconds of each of `times` calls, after an untimed one."""
     call()
     seconds = []
     for _ in range(times):
@@ -336,11 +336,14 @@ def time_calls(call: Callable[[], Any], times: int = 5) -> list[float]:
 
 @torch.no_grad()
 def time_search(variant: str, runs: int) -> Iterator[Row]:
-    """Yield a row per batch size: times of the plain and graph search, and differences.
+    """Time the eager search, CUDA graphs and TF32, and compare their results.
 
     Args:
         variant: Name of the model.
         runs: Rounds in which all ways of search are timed in turn.
+
+    Yields:
+        A row per batch size.
     """
     model = build_model({"name": variant}).eval()
     plain = type(model).recommend.__wrapped__.__wrapped__

@@ -324,7 +324,8 @@ def save_traceback(error: BaseException) -> str:
     With TRIELINE_TRACEBACK set, write it to stderr as well.
 
     Returns:
-        Suffix for the error message, which names the file.
+        End of the error message: the name of the file or, if it cannot be written, how
+        to see the traceback.
     """
     text = "".join(traceback.format_exception(error))
     if os.environ.get(TRACEBACK):

@@ -102,7 +102,7 @@ def write_files(
         config: Options of the job.
         uri: Tracking URI of MLflow.
         comparisons: Runs of each experiment, for the plots.
-        tables: The printed tables.
+        tables: Tables that the job prints.
     """
     from pipelines.comparison import page
     from pipelines.comparison.plots import choose_colours, plots

@@ -126,6 +126,7 @@ class Day:
             ("train", self.train_options("next", {"checkpoint": self.runs})),
         ):
             if options:
+                # raises for invalid options; each job builds its config again
                 build_config(job, options)
         reason = self.model_class.reason_not_served()
         if self.config.register and reason:

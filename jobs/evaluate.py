@@ -139,7 +139,7 @@ def run(config: Config) -> Result | None:
     require_folders(**folders)
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
-        tracking.find_store(config.tracking_uri)
+        tracking.check_store(config.tracking_uri)
     checked = check_evaluation(config.checkpoint, inputs, config.recommend_options())
     cli.preflight(
         **folders, batch_inference=config.batch_inference, export=config.export

@@ -111,7 +111,7 @@ def list_options(
     """Return the options of a dataclass and its sections by key, such as `fit.lr`.
 
     Args:
-        kind: The dataclass.
+        kind: Dataclass of the options.
         chosen: Names of the chosen variants, by field. A section whose variant is not
             in `chosen` is one option that accepts any keys below its name.
         prefix: Text before all keys.
@@ -363,7 +363,7 @@ def read_values(
     order, then the other options of `argv`.
 
     Args:
-        kind: The dataclass.
+        kind: Dataclass of the options.
         layers: Nested values.
         argv: Words of a command line.
 
@@ -515,7 +515,7 @@ def parse(
     """Build a dataclass from a command line. With `--help`, print the help and exit.
 
     Args:
-        kind: The dataclass.
+        kind: Dataclass of the options.
         argv: Words of the command line; by default `sys.argv[1:]`.
         module: Name of the module whose docstring the help shows; by default the
             module of the dataclass.
@@ -533,7 +533,7 @@ def read_mapping(kind: type, options: Mapping[str, Any], source: str) -> Values:
     """Read the values of a dataclass's options from a mapping.
 
     Args:
-        kind: The dataclass.
+        kind: Dataclass of the options.
         options: Nested options. The key `config` names one or several YAML files, whose
             values the other options override.
         source: Name of the mapping in messages.

@@ -288,7 +288,7 @@ def train_and_evaluate(
         config: Options of the quickstart.
         folders: Paths of the flow.
         steps: Runner of the jobs.
-        model_run: The model.
+        model_run: Model with its config files and options.
         schedule: Epochs of the training and share of users of the evaluation.
     """
     from models import registry

@@ -44,7 +44,7 @@ def did_you_mean_key(key: str, known: Iterable[str]) -> str:
 
     Args:
         key: An unknown key, such as `fit.learning_rate`.
-        known: The valid keys.
+        known: Valid keys.
     """
     valid_keys = list(known)
     if not valid_keys:
@@ -60,7 +60,7 @@ def did_you_mean(word: str, known: Iterable[str], none: str = "there is none") -
 
     Args:
         word: An unknown name.
-        known: The valid names.
+        known: Valid names.
         none: Clause to return if there are no valid names.
     """
     names = list(known)
@@ -117,9 +117,9 @@ def check_least(
     """Raise ValueError for the first field whose value is too small.
 
     Args:
-        config: The dataclass instance.
+        config: Instance of the dataclass.
         names: Names of the fields to check; a value of None is valid.
-        least: The smallest valid value.
+        least: Smallest valid value.
         section: Prefix of the names in messages, such as `fit.`.
     """
     for name in names:
@@ -132,7 +132,7 @@ def check_shares(config: Any, names: Iterable[str], section: str = "") -> None:
     """Raise ValueError for the first field whose value is not between 0 and 1.
 
     Args:
-        config: The dataclass instance.
+        config: Instance of the dataclass.
         names: Names of the fields to check.
         section: Prefix of the names in messages, such as `fit.`.
     """
@@ -148,7 +148,7 @@ def check_choices(config: Any, section: str = "") -> None:
     """Raise ValueError for the first field whose value is not in its Literal type.
 
     Args:
-        config: The dataclass instance.
+        config: Instance of the dataclass.
         section: Prefix of the names in messages, such as `fit.`.
     """
     for name, kind in get_type_hints(type(config)).items():
@@ -179,8 +179,8 @@ def check_known(
     """Raise UserError for the first unknown name.
 
     Args:
-        names: The names to check.
-        known: The valid names.
+        names: Names to check.
+        known: Valid names.
         message: Returns the error message, given the unknown and the nearest valid
             name.
     """
@@ -268,7 +268,7 @@ def build(
     """Build a dataclass and its nested dataclasses from plain values.
 
     Args:
-        kind: The dataclass.
+        kind: Dataclass to build.
         content: Values by field.
         where: Prefix of the keys in messages, such as `fit.`.
         label: Formats a key for messages.
@@ -309,7 +309,7 @@ def _check_values(
     """Check keys and numbers, because pydantic accepts true and false as 1 and 0.
 
     Args:
-        kind: The dataclass.
+        kind: Dataclass to build.
         content: Values by field.
         where: Prefix of the keys in messages.
         label: Formats a key for messages.
@@ -362,7 +362,7 @@ def _find_field(kind: Any, path: Iterable[Any]) -> tuple[list[str], Any, Any]:
     """Follow a path of keys through nested dataclasses and mappings.
 
     Args:
-        kind: The outermost dataclass.
+        kind: Outermost dataclass.
         path: Keys; the first key that is neither a field nor in a mapping ends the
             path.
 

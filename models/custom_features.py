@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from models.dataset.encoding import hash_strings
 from models.layers.standardised import MAX_DEVIATIONS, Standardised
+from models.storage.tables import CUSTOM_KEY
 from models.warm_start import EmbeddingTables
 
 NUMBER, CATEGORY = "num_", "cat_"
@@ -96,8 +97,10 @@ class CustomFeatures:
             info: `info` of the manifest of sequences.
             scales: Scales of a checkpoint, which replace the statistics of numbers.
         """
-        features = info.get("own") or {"numbers": [], "categories": []}
-        trained = {number["name"]: number for number in (scales or {}).get("own", [])}
+        features = info.get(CUSTOM_KEY) or {"numbers": [], "categories": []}
+        trained = {
+            number["name"]: number for number in (scales or {}).get(CUSTOM_KEY, [])
+        }
         numbers = [
             Number(**{**number, **trained.get(number["name"], {})})
             for number in features["numbers"]
@@ -152,11 +155,11 @@ def adopt_scales(
     Returns:
         The scales, and warnings about numbers whose mean has shifted.
     """
-    new_numbers = (info.get("own") or {}).get("numbers", [])
+    new_numbers = (info.get(CUSTOM_KEY) or {}).get("numbers", [])
     new_means = {number["name"]: number["mean"] for number in new_numbers}
     numbers: list[dict[str, Any]] = []
     warnings: list[str] = []
-    for number in scales.get("own", []):
+    for number in scales.get(CUSTOM_KEY, []):
         name = number["name"]
         if not number["std"]:
             numbers.append({"name": name, "missing": number["missing"]})
@@ -176,7 +179,7 @@ def adopt_scales(
         for name, (mean, std) in scales.get("numbers", {}).items()
         if std
     }
-    return {**scales, "own": numbers, "numbers": item_numbers}, warnings
+    return {**scales, CUSTOM_KEY: numbers, "numbers": item_numbers}, warnings
 
 
 class CustomInputs(Standardised, EmbeddingTables):

@@ -22,7 +22,7 @@ def one_line(error: BaseException, max_chars: int | None = MAX_REASON_CHARS) -> 
     """Return an error's whole text in one line, or its class without text.
 
     Args:
-        error: The error.
+        error: Error of a library or of this project.
         max_chars: Number of characters after which the text is cut off; None to return
             all of it, such as a message of our own that ends with a remedy.
     """

@@ -51,7 +51,7 @@ def measure_examples(
 
     Args:
         model: The model; it is set to evaluation mode.
-        examples: The examples.
+        examples: Examples of this worker's shards.
         batch_size: Weight of a batch, such as its number of requests.
         device: Device of the model.
         limit: Approximate number of requests over all workers, spread evenly over the

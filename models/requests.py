@@ -193,7 +193,7 @@ class Requests:
 
         Args:
             folder: Folder of the bundle.
-            model: The model.
+            model: Model that answers the requests.
             catalogue: Catalogue of the model.
             settings: Options for loading, as declared in `settings`.
         """

@@ -21,7 +21,7 @@ from benchmarks.tables import to_rows
 from jobs import cli
 from models.storage.tables import UserError
 from papers import kept
-from papers.noninferiority import non_inferiority
+from papers.noninferiority import SIGNIFICANCE, non_inferiority
 from papers.published import (
     CLAIMS,
     Pair,
@@ -158,7 +158,7 @@ def decide(claim: Claim, rows: Sequence[Row], papers: Papers) -> list[Verdict]:
     """Decide a claim on each dataset on which it was measured.
 
     Args:
-        claim: The claim.
+        claim: Rule to decide.
         rows: Rows of all experiments; rows without a finished run are ignored.
         papers: Systems and published figures.
 
@@ -293,7 +293,7 @@ def judge_size(
     if claim.expect == "non_inferior":
         # With a single teacher this equals the paper's test.
         p = non_inferiority([ratio(ours, base) for ours, base in values], 1.0).p
-        return p < 0.05, f"p = {p:.3f}"
+        return p < SIGNIFICANCE, f"p = {p:.3f}"
     excess = size - 1 if claim.as_ == "times" else size
     if claim.expect == "same":
         return abs(excess) <= claim.within, format_tolerance(claim)
@@ -400,9 +400,10 @@ def judge_values(claim: Claim, group: Sequence[Row]) -> Verdict | None:
 
 
 def find_measured_metric(name: str, rows: Sequence[Row]) -> str:
-    """Return a metric's name with the first split, of test and val, that all rows have.
+    """Prefix a metric with `test/`, or with `val/` if some rows lack the test metric.
 
-    A name that has a split, and a metric that some rows lack, are returned unchanged.
+    A name that has a prefix is returned unchanged, and so is a metric that some rows
+    lack on both splits.
     """
     if name.startswith(("val/", "test/", "train/")):
         return name

@@ -370,7 +370,7 @@ class Days:
         """Train, save the checkpoint of the best epoch, and return the number of steps.
 
         Args:
-            run: The training.
+            run: Model and data of the training.
             options: Options of the training.
             folder: Folder of the checkpoint.
             label: Name of the training in progress messages.

@@ -22,6 +22,9 @@ from scipy.stats import t as student_t
 MARGIN = 0.01
 """Accepted loss relative to the teacher (App. C.4)."""
 
+SIGNIFICANCE = 0.05
+"""P-value below which a student counts as non-inferior (App. C.4)."""
+
 
 @dataclass(frozen=True)
 class NonInferiority:

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from papers.noninferiority import MARGIN, non_inferiority
+from papers.noninferiority import MARGIN, SIGNIFICANCE, non_inferiority
 from pipelines.comparison.rows import Comparison, Row, ratio
 from pipelines.comparison.table import Table
 from pipelines.comparison.tables import task_entropies, task_name
@@ -60,7 +60,7 @@ def non_inferiority_tables(
             mean, p = f"{test.mean:.4f}", "needs 2 seeds"
             if len(values) > 1:
                 mean += f" ± {test.deviation:.4f}"
-                p = f"{test.p:.3f}{' †' if test.p < 0.05 else ''}"
+                p = f"{test.p:.3f}{' †' if test.p < SIGNIFICANCE else ''}"
             cells.append(
                 [
                     student.name,
@@ -97,8 +97,8 @@ def find_teacher_values(
         return {}
     values = {}
     for row in rows:
-        has_other_options = student.options and student.options != row.options
-        if has_other_options or student.task != row.task:
+        same_options = not student.options or student.options == row.options
+        if not same_options or student.task != row.task:
             continue
         for run in row.runs:
             if run.weights == teacher and name in run.metrics:

@@ -137,7 +137,7 @@ def explain_full_disk(error: BaseException, root: BaseException) -> str | None:
     """Return a message about a full disk, with its node and path if they are known.
 
     Args:
-        error: The error to explain.
+        error: Error to explain.
         root: The error that was raised; its causes can name the node and the path.
 
     Returns:

@@ -326,7 +326,12 @@ class Grid:
         )
 
     def _build_model(self, options: dict[str, Any]) -> Any:
-        """Build a model's config, with its paths made absolute."""
+        """Build a model's config, with its paths made absolute.
+
+        Args:
+            options: Options of the model, which are changed in place: `name` is removed
+                and paths become absolute.
+        """
         if "name" not in options:
             raise UserError(
                 f"the grid {self.name} names no model; give it a config, or "
@@ -343,7 +348,11 @@ class Grid:
         return self._build(config_class, options, "model.")
 
     def _build_fit(self, options: dict[str, Any]) -> FitConfig:
-        """Build the options of the training loop, with the grid's metric."""
+        """Build the options of the training loop, with the grid's metric.
+
+        Args:
+            options: Options of the training loop; the metric is added in place.
+        """
         metric = self.metric.removeprefix("val/")
         if options.setdefault("metric", metric) != metric:
             raise UserError(

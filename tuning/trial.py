@@ -122,7 +122,7 @@ def run_trial(config: dict[str, Any], spec: SweepSpec) -> None:
 
     Args:
         config: Tune's config, with the name of the trial under `TRIAL`.
-        spec: The sweep.
+        spec: Settings and trials of the sweep.
     """
     trial = spec.trials[config[TRIAL]]
     tracking.mark_reachable(spec.uri)

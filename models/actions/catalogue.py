@@ -22,6 +22,7 @@ from torch import Tensor
 from models.custom_features import CATEGORY, NUMBER, CustomFeatures
 from models.storage.inputs import Inputs
 from models.storage.tables import (
+    CUSTOM_KEY,
     TableVersion,
     UserError,
     join,
@@ -160,7 +161,7 @@ class ActionsCatalogue:
         """Return the scales and the tasks' rates, which a checkpoint stores."""
         return {
             "numbers": self.attributes.numbers,
-            "own": [asdict(number) for number in self.custom_features.numbers],
+            CUSTOM_KEY: [asdict(number) for number in self.custom_features.numbers],
             "text_size": self.text_size,
             "rates": dict(zip(self.labels, self.train_rates, strict=False)),
         }

@@ -40,7 +40,7 @@ from models.ragged import (
     pad_ragged,
     row_numbers,
 )
-from models.storage.tables import Manifest
+from models.storage.tables import CUSTOM_KEY, Manifest
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 """Step, modulo 1, between the cuts of a batch's rows, which spreads them evenly."""
@@ -138,7 +138,7 @@ class ActionsDataset(RequestDataset):
     @classmethod
     def decoder_settings(cls, manifest: Manifest) -> Any:
         """Return the entries of the manifest that `decode` depends on."""
-        names = ("actions", "tasks", "features", "viewers", "own")
+        names = ("actions", "tasks", "features", "viewers", CUSTOM_KEY)
         return {name: manifest.info.get(name) for name in names}
 
     @classmethod

@@ -104,7 +104,7 @@ class NewItems:
 
         Args:
             catalogue: The catalogue, whose scales and categories are used.
-            columns: The columns that the model reads.
+            columns: Columns of items that the model reads.
             encoder: Encoder of the catalogue's text, for a model that reads text.
             template: Template of the catalogue's text.
         """
@@ -367,8 +367,8 @@ class ActionsRequests(Requests):
         """Return the code of a viewer-side category for each event and candidate.
 
         Args:
-            row: The request.
-            name: The category.
+            row: Row of the request.
+            name: Name of the category.
             count: Number of events of the history.
             events: Positions in the history of the events that are read.
             num_scored: Number of candidates, which have the category of the request.

@@ -311,7 +311,7 @@ class FastSearch:
             level: Level of the head.
             z_part: (B, N) contribution of z.
             rows: (B, W, level) table rows of the codes of each beam.
-            beams: The beams.
+            beams: Beams of the level before.
             children: Whether scores are normalised over the valid children.
 
         Returns:
@@ -358,7 +358,7 @@ class FastSearch:
             x: (R, N) hidden layers of the level's head.
             hidden_row: (B, W) row of each beam in `x`, -1 if its only child has
                 probability 1; None if every beam has a row.
-            beams: The beams.
+            beams: Beams of the level before.
             children: Whether scores are normalised over the valid children, otherwise
                 over all codes.
             allowed: As in `beam_search`.

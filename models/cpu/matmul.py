@@ -114,7 +114,7 @@ class PackedLinear:
 
 
 def is_plain_inference() -> bool:
-    """Return whether CPU operations run eagerly, in float32 and without gradients."""
+    """Return whether CPU operations run eagerly, without gradients and autocast."""
     return not (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")

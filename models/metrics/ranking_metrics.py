@@ -31,7 +31,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -126,6 +126,18 @@ def request_auc(
     return torch.where(valid, auc, torch.nan), valid
 
 
+class HistogramChunk(NamedTuple):
+    """Counts of negatives and positives of n distinct logits."""
+
+    keys: Tensor
+    """(n,) int64 bits of the logits without the dropped low bits, mapped so that they
+    ascend with the logit."""
+    counts: Tensor
+    """(2, n) float64 numbers of negatives and positives."""
+    dropped_bits: int
+    """Number of low bits that were dropped from the logits."""
+
+
 @dataclass(frozen=True)
 class Histogram:
     """Counts of negatives and positives by logit, which can be added in any order.
@@ -135,10 +147,8 @@ class Histogram:
     `MAX_EXACT_LOGITS` bins are left. So nearby logits of any scale share a bin.
     """
 
-    chunks: tuple[tuple[Tensor, Tensor, int], ...]
-    """Tuples of keys, counts and the number of dropped bits. The (n,) int64 keys are
-    the bits of the logits without the dropped low bits, mapped so that they ascend with
-    the logit. The (2, n) float64 counts are numbers of negatives and positives."""
+    chunks: tuple[HistogramChunk, ...]
+    """Counts of the batches; `merge` adds them up."""
 
     @classmethod
     def from_logits(cls, logits: Tensor, labels: Tensor) -> Self:
@@ -149,17 +159,18 @@ class Histogram:
             labels: (N,) labels, true or false.
         """
         bits = (logits.double() + 0.0).view(torch.int64)  # -0 becomes 0
-        # Negative numbers are stored as sign and magnitude: flip the magnitude.
-        key = bits ^ (bits >> 63 & 0x7FFF_FFFF_FFFF_FFFF)
+        # The bits of negative floats are a sign and a magnitude, so they descend with
+        # the logit. Flipping the magnitude makes them ascend.
+        keys = bits ^ (bits >> 63 & 0x7FFF_FFFF_FFFF_FFFF)
         positive = labels.double()
         counts = torch.stack([1 - positive, positive])
-        return cls(((key, counts, 0),))
+        return cls((HistogramChunk(keys, counts, 0),))
 
     def __add__(self, other: Histogram | float) -> Histogram:
         if not isinstance(other, Histogram):
             return self  # the 0 that `sum` starts with
         joined = Histogram((*self.chunks, *other.chunks))
-        num_keys = sum(len(key) for key, _, _ in joined.chunks)
+        num_keys = sum(len(chunk.keys) for chunk in joined.chunks)
         if num_keys > 2 * MAX_EXACT_LOGITS or len(joined.chunks) > MAX_CHUNKS:
             return joined.merge()
         return joined
@@ -168,34 +179,38 @@ class Histogram:
 
     def cpu(self) -> Histogram:
         """Copy the counts to CPU memory."""
-        chunks = [
-            (key.cpu(), counts.cpu(), dropped) for key, counts, dropped in self.chunks
-        ]
-        return Histogram(tuple(chunks))
+        return Histogram(
+            tuple(
+                HistogramChunk(chunk.keys.cpu(), chunk.counts.cpu(), chunk.dropped_bits)
+                for chunk in self.chunks
+            )
+        )
 
     def merge(self) -> Histogram:
         """Merge all chunks into one with at most `MAX_EXACT_LOGITS` ascending keys."""
-        dropped = max(bits for _, _, bits in self.chunks)
-        key = torch.cat([key >> (dropped - bits) for key, _, bits in self.chunks])
-        key, index = key.unique(return_inverse=True)
+        dropped = max(chunk.dropped_bits for chunk in self.chunks)
+        aligned = [
+            chunk.keys >> (dropped - chunk.dropped_bits) for chunk in self.chunks
+        ]
+        keys, index = torch.cat(aligned).unique(return_inverse=True)
         newly_dropped = 0
-        while len(key) and _count_distinct(key >> newly_dropped) > MAX_EXACT_LOGITS:
+        while len(keys) and _count_distinct(keys >> newly_dropped) > MAX_EXACT_LOGITS:
             newly_dropped += 1
         if newly_dropped:
-            shorter = key >> newly_dropped
-            key, bin_index = shorter.unique_consecutive(return_inverse=True)
+            shorter = keys >> newly_dropped
+            keys, bin_index = shorter.unique_consecutive(return_inverse=True)
             index = bin_index[index]
-        all_counts = torch.cat([counts for _, counts, _ in self.chunks], 1)
-        counts = all_counts.new_zeros(2, len(key)).index_add(1, index, all_counts)
-        return Histogram(((key, counts, dropped + newly_dropped),))
+        all_counts = torch.cat([chunk.counts for chunk in self.chunks], 1)
+        counts = all_counts.new_zeros(2, len(keys)).index_add(1, index, all_counts)
+        return Histogram((HistogramChunk(keys, counts, dropped + newly_dropped),))
 
     def auc(self) -> tuple[float, float]:
         """Return the AUC and a bound on its binning error.
 
         Both are NaN if only one class is present.
         """
-        ((_, counts, dropped),) = self.merge().chunks
-        negatives, positives = counts  # (n,) each, by ascending logit
+        (merged,) = self.merge().chunks
+        negatives, positives = merged.counts  # (n,) each, by ascending logit
         num_pairs = float(negatives.sum() * positives.sum())
         if not num_pairs:
             return math.nan, math.nan
@@ -203,7 +218,7 @@ class Histogram:
         negatives_below = negatives.cumsum(0) - negatives
         ordered_pairs = float((positives * negatives_below).sum())
         auc = (ordered_pairs + tied_pairs / 2) / num_pairs
-        error = tied_pairs / 2 / num_pairs if dropped else 0.0
+        error = tied_pairs / 2 / num_pairs if merged.dropped_bits else 0.0
         return auc, error
 
 

@@ -218,10 +218,9 @@ class Decoder(nn.Module):
     """Bytes of a beam's state in search; 0 if too small to split batches for it."""
 
     def span(self, level: int) -> tuple[int, int]:
-        """Return the tokens that a level's logits cover, by default its codebook.
+        """Return the first token and the number O_l of tokens of a level's logits.
 
-        Returns:
-            The first token and the number of tokens O_l.
+        By default they are the level's codebook.
         """
         return self.tokens.first[level], self.tokens.sizes[level]
 

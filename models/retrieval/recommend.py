@@ -116,7 +116,7 @@ def _search_by_graph(
         model: The model, which stores the graphs until its weights change.
         name: Name of the graphs: all arguments of the search besides the batch.
         batch: Histories of B requests.
-        search: The search to capture and replay.
+        search: Search to capture and replay.
         precision: Precision of matrix products, as in `RecommendOptions`.
         fuse: Whether torch.compile fuses kernels.
 

@@ -26,6 +26,7 @@ from models.custom_features import CustomFeatures
 from models.ragged import find_sorted, lengths_to_offsets
 from models.storage.inputs import Inputs
 from models.storage.tables import (
+    CUSTOM_KEY,
     Manifest,
     TableVersion,
     UserError,
@@ -293,7 +294,7 @@ class SearchCatalogue:
     def scales(self) -> dict[str, Any]:
         """Return the scales of text and custom numbers, which a checkpoint stores."""
         return {
-            "own": [asdict(number) for number in self.custom_features.numbers],
+            CUSTOM_KEY: [asdict(number) for number in self.custom_features.numbers],
             "text_size": self.text_size,
         }
 

@@ -118,7 +118,7 @@ class Counts:
         """Read a table of counts for a model.
 
         Args:
-            uri: The table.
+            uri: Folder of the table of counts.
             features: Names of the model's features of a candidate, without the log's
                 own features.
             settings: Settings of the counts in the model's tables, from the manifest of

@@ -51,7 +51,7 @@ from models.ragged import (
     run_starts,
 )
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText
-from models.storage.tables import Manifest
+from models.storage.tables import CUSTOM_KEY, Manifest
 
 MAX_REQUESTS = 64
 """Maximum number of requests of an example, which bounds the size of a batch."""
@@ -175,7 +175,7 @@ class SearchDataset(RequestDataset):
     @classmethod
     def parquet_columns(cls, manifest: Manifest) -> list[str]:
         """Return the columns to read, including labels and custom features."""
-        own_names = CustomFeatures.from_info(manifest.info).names
+        custom_names = CustomFeatures.from_info(manifest.info).names
         labels = [f"label_{name}" for name in manifest.info["labels"]]
         by_user = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]
         by_request = [
@@ -187,8 +187,8 @@ class SearchDataset(RequestDataset):
             "positions",
             "features",
         ]
-        requests = request_columns(*by_request, *labels, *own_names)
-        return [*by_user, *own_names, *requests]
+        requests = request_columns(*by_request, *labels, *custom_names)
+        return [*by_user, *custom_names, *requests]
 
     @classmethod
     def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
@@ -201,7 +201,7 @@ class SearchDataset(RequestDataset):
     @classmethod
     def decoder_settings(cls, manifest: Manifest) -> Any:
         """Return the entries of the manifest that `decode` depends on."""
-        names = ("labels", "features", "own")
+        names = ("labels", "features", CUSTOM_KEY)
         return {name: manifest.info.get(name) for name in names}
 
     @classmethod
@@ -393,7 +393,7 @@ def decode_sequences(
     """Decode one part of the sequences of a search log.
 
     Args:
-        table: The part.
+        table: Part of the table `sequences`.
         labels: Fields of a request that hold the labels of its candidates.
         num_features: Length of the table's feature vectors.
         custom_features: Features of the log, which have a column each.
@@ -421,23 +421,17 @@ def decode_sequences(
     def by_candidate(name: str) -> pa.Array:
         return pc.struct_field(requests, name).flatten()
 
-    def join_custom_features(
-        vectors: NDArray, own_columns: dict[str, pa.Array], rows: int
-    ) -> NDArray:
-        features = vectors.astype(np.float32).reshape(rows, num_features)
-        if not custom_features.names:
-            return features
-        return np.concatenate([features, custom_features.matrix(own_columns, rows)], 1)
-
-    history_features = join_custom_features(
-        by_behaviour("features").flatten().to_numpy(),
+    history_vectors = by_behaviour("features").flatten().to_numpy()
+    history_features = _join_custom_features(
+        history_vectors.reshape(len(items), num_features),
+        custom_features,
         {name: by_behaviour(name) for name in custom_features.names},
-        len(items),
     )
-    features = join_custom_features(
-        by_candidate("features").to_numpy(),
+    vectors = by_candidate("features").to_numpy()
+    features = _join_custom_features(
+        vectors.reshape(len(candidates), num_features),
+        custom_features,
         {name: by_candidate(name) for name in custom_features.names},
-        len(candidates),
     )
     label_columns = [by_candidate(name) for name in labels]
     return {
@@ -460,3 +454,19 @@ def decode_sequences(
         ),
         "features": features,
     }
+
+
+def _join_custom_features(
+    vectors: NDArray, custom_features: CustomFeatures, columns: dict[str, pa.Array]
+) -> NDArray[np.float32]:
+    """Append custom features to the feature vectors (n, F) of the table.
+
+    Args:
+        vectors: (n, F) features.
+        custom_features: Features of the log.
+        columns: Column (n,) of each custom feature by name.
+    """
+    features = vectors.astype(np.float32)
+    if not custom_features.names:
+        return features
+    return np.concatenate([features, custom_features.matrix(columns, len(vectors))], 1)

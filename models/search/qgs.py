@@ -351,10 +351,10 @@ class QGS(Ranker):
         item = batch.history[:, 1:]
         position = torch.arange(1, batch.history.shape[1], device=item.device)
         is_target = (item >= 0) & (position >= batch.history_new[:, None])
-        text, row = batch.query_text, batch.history_query_text
+        text, text_row = batch.query_text, batch.history_query_text
         if self.config.query_condition == "joint":
-            text, row = batch.joint_text, batch.history_pair_text
-        z = self.predict_next(states[:, :-1], text, row[:, 1:])
+            text, text_row = batch.joint_text, batch.history_pair_text
+        z = self.predict_next(states[:, :-1], text, text_row[:, 1:])
         if self.config.next_item == "document":
             v = self.target(self.embed_documents(item))
         else:

@@ -269,7 +269,7 @@ class SearchRequests(Requests):
         computed from the request's time. All other missing features get their mean.
 
         Args:
-            row: The request.
+            row: Row of the request.
             prefix: Beginning of the columns' names: empty for candidates, `history_`
                 for behaviours.
             items: (n,) item ids.
@@ -293,27 +293,28 @@ class SearchRequests(Requests):
 
     def collate(self, requests: Sequence[Request]) -> SearchBatch:
         """Collate requests into one batch; each distinct query is encoded once."""
-        parts = concat_columns([dict(request.parts) for request in requests])
-        request_queries = parts.pop("request_query")
-        history_queries = parts.pop("history_query")
+        columns = concat_columns([dict(request.parts) for request in requests])
+        request_queries = columns.pop("request_query")
+        history_queries = columns.pop("history_query")
         for request in requests:
             self._warn_about_queries(request.parts["history_query"])
         self._warn_about_queries(request_queries)
         distinct = dict.fromkeys([*request_queries, *history_queries])
         queries = [query for query in distinct if query and self.text.has_query(query)]
-        query_index = {query: index for index, query in enumerate(queries)}
+        index_of = {query: index for index, query in enumerate(queries)}
         request_query = np.array(
-            [query_index.get(query, NO_QUERY) for query in request_queries], np.int64
+            [index_of.get(query, NO_QUERY) for query in request_queries], np.int64
         )
         history_query = np.array(
-            [query_index.get(query, NO_QUERY) for query in history_queries], np.int64
+            [index_of.get(query, NO_QUERY) for query in history_queries], np.int64
         )
         lengths = np.array([request.events for request in requests])
         counts = np.array([len(request.scored) for request in requests])
         # the items and queries of the pairs whose text the model reads
-        pairs = {"candidates": (parts["candidate"], np.repeat(request_query, counts))}
+        candidate_query = np.repeat(request_query, counts)
+        pairs = {"candidates": (columns["candidate"], candidate_query)}
         if self.config.reads_history_queries:
-            pairs["behaviours"] = parts["item"], history_query
+            pairs["behaviours"] = columns["item"], history_query
         text = self.text.select(
             queries,
             np.concatenate([item for item, _ in pairs.values()]),
@@ -322,7 +323,7 @@ class SearchRequests(Requests):
         for name, (item, query) in pairs.items():
             self._warn_about_pairs(name, item, query, text)
         dataset = SearchDataset.from_requests(
-            {**parts, "query": history_query, "request_query": request_query},
+            {**columns, "query": history_query, "request_query": request_query},
             lengths,
             counts,
             text,

@@ -290,7 +290,7 @@ def _copy(
 
 
 def _make_empty_folder(filesystem: fs.FileSystem, path: str) -> None:
-    """Create a folder, or delete its content."""
+    """Create an empty folder, and delete a folder with its name first."""
     if filesystem.get_file_info(path).type != fs.FileType.NotFound:
         filesystem.delete_dir(path)
     filesystem.create_dir(path, recursive=True)
@@ -476,6 +476,7 @@ def read(uri: str | Path) -> Checkpoint:
             content = check_seal(stream.read())
         content.pop("shards", None)  # written by older versions
         metadata = Checkpoint(**content)
+        # raises if they are no mappings
         metadata.model, metadata.files = dict(metadata.model), dict(metadata.files)
         check_file_names(metadata.files)
     except (ValueError, TypeError) as error:
@@ -543,7 +544,7 @@ def is_extended(
     `sequences` is extended, and their texts if the texts of items are.
 
     Args:
-        metadata: The checkpoint.
+        metadata: Content of the checkpoint's `config.json`.
         table: Name of the table.
         versions: Versions of all tables by name.
     """
@@ -566,7 +567,7 @@ def check(
     """Check that a checkpoint is of the expected model and tables.
 
     Args:
-        metadata: The checkpoint.
+        metadata: Content of the checkpoint's `config.json`.
         uri: Path or URI of the checkpoint, for messages.
         versions: Versions of the tables by name.
         name: Name of the expected model; None for any.

@@ -54,6 +54,10 @@ MANIFEST = "manifest.json"
 
 SCHEMA_VERSION = 1
 
+CUSTOM_KEY = "own"
+"""Key of a log's custom features in the `info` of the manifest of `sequences`, and of
+their scales in a checkpoint (`models/custom_features.py`)."""
+
 LARGEST_NUMBER = 1.8e19
 """Largest float32 whose square is finite. In many exports larger numbers, such as
 FLT_MAX, mark a missing value."""
@@ -618,8 +622,8 @@ def clear(uri: str, keep: Collection[str] = ()) -> None:
     remaining = 0
     for info in sorted(infos, key=lambda info: info.base_name):  # the manifest first
         is_file = info.type == fs.FileType.File
-        is_job_file = is_file and JOB_FILES.fullmatch(info.base_name)
-        if is_job_file and info.base_name not in keep:
+        matches = JOB_FILES.fullmatch(info.base_name) is not None
+        if is_file and matches and info.base_name not in keep:
             filesystem.delete_file(info.path)
         else:
             remaining += 1
@@ -627,36 +631,38 @@ def clear(uri: str, keep: Collection[str] = ()) -> None:
         filesystem.delete_dir(root)
 
 
-def has_earlier_table(uri: str, table: str) -> bool:
-    """Return whether `uri` holds an earlier version of `table`.
+def check_table_folder(uri: str, table: str) -> None:
+    """Raise UserError if `uri` holds anything but an earlier version of `table`.
 
-    Raises:
-        UserError: If `uri` holds another table, or files that are neither hidden nor
-            part of a table.
+    Hidden files, and parts that a killed job has left, do not matter.
     """
     if has_manifest(uri):
         try:
             current = read_manifest(uri).table
         except UserError:  # damaged: the job replaces the table
-            current = table
+            return
         if current != table:
             raise UserError(
                 f"{uri} holds the table '{current}', not '{table}'; choose a new or "
                 "empty folder"
             )
-        return True
+        return
     foreign = _find_foreign(uri, lambda name: bool(JOB_FILES.fullmatch(name)))
     if foreign:
         raise UserError(
             f"{uri} holds '{foreign}', which is not part of a table; choose a new or "
             "empty folder"
         )
-    return False
 
 
-def check_table_folder(uri: str, table: str) -> None:
-    """Raise UserError if `uri` holds anything but an earlier version of `table`."""
-    has_earlier_table(uri, table)
+def has_earlier_table(uri: str, table: str) -> bool:
+    """Return whether `uri` holds an earlier version of `table`.
+
+    Raises:
+        UserError: If `uri` holds anything else (`check_table_folder`).
+    """
+    check_table_folder(uri, table)
+    return has_manifest(uri)
 
 
 def check_output(
@@ -668,7 +674,7 @@ def check_output(
     files in it do not matter.
 
     Args:
-        uri: The output folder.
+        uri: Output folder of the job.
         tables: Name of each table that the job writes, by subfolder.
         files: Names of other files that the job writes.
 
@@ -693,7 +699,7 @@ def _find_foreign(uri: str, is_output: Callable[[str], bool]) -> str | None:
     """Return the name of a visible file or folder that no job has written, or None.
 
     Args:
-        uri: The folder to search.
+        uri: Folder to search.
         is_output: Returns whether a job writes a file or folder of this name.
     """
     filesystem, root = open_uri(uri)

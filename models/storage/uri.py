@@ -84,7 +84,8 @@ def _has_secret(uri: str) -> bool:
     if has_user and user != "anonymous":
         return True
     port = host.rpartition("]")[2]
-    if re.search(r":\D", port):  # a password with a slash, which ends the host
+    # a slash in a password ends the host, so the password looks like a port
+    if re.search(r":\D", port):
         return True
     parameters = parse_qsl(f"{parts.query}&{parts.fragment}")
     names = [re.sub(r"[^a-z0-9]", "", name.lower()) for name, _ in parameters]

@@ -1,4 +1,8 @@
-"""Tables of text embeddings from jobs.encode: a dense key and a list column."""
+"""Read the tables of text embeddings that jobs.encode writes.
+
+A table has key columns (`item_index`, `query_index`, or both for pairs) and columns of
+vectors. A single key is dense and sorted from 0.
+"""
 
 from __future__ import annotations
 

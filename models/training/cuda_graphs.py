@@ -51,7 +51,7 @@ class CudaGraphs(Generic[Result]):
         """Wrap a function.
 
         Args:
-            run: The function of a batch.
+            run: Function to capture, whose only argument is a batch.
             device: Device on which the function runs.
         """
         self.run, self.device = run, device

@@ -469,9 +469,12 @@ class Meter:
         )
 
     def add_to_epoch(self, cursor: Cursor) -> dict[str, Any]:
-        """Add the measured steps to the epoch and return their event fields.
+        """Add the measured steps to the epoch's sums, and return their event fields.
 
         A collective call, which waits for the device.
+
+        Args:
+            cursor: Position of the training, whose sums of the epoch change in place.
         """
         names = sorted(self.parts)
         values = [
@@ -633,7 +636,7 @@ class _Loop:
         """Take one step and yield its events, if any.
 
         Args:
-            batches: The batches of the epoch.
+            batches: Batches of one epoch, in order.
             steps: Number of steps of the epoch.
         """
         config, cursor = self.config, self.cursor

@@ -95,7 +95,7 @@ def gather_state_dict(model: nn.Module, keep: bool) -> dict[str, Tensor]:
     saves them.
 
     Args:
-        model: The sharded model.
+        model: Model that `shard` has sharded.
         keep: Whether this rank needs the weights; if not, the result is empty.
     """
     names: dict[int, list[str]] = {}

@@ -122,7 +122,7 @@ def group_parameters(
     """Group the trained parameters by learning rate factor and weight decay.
 
     Args:
-        model: The model.
+        model: Model whose parameters are optimized.
         lr_multipliers: Factors on the learning rate by prefix of parameter names. The
             first matching prefix applies; other parameters have a factor of 1.
 

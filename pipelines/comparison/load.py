@@ -45,7 +45,7 @@ def compare(selection: Selection, metric: str | None = None) -> Comparison:
     """Group the selected runs into rows, best first.
 
     Args:
-        selection: The runs to compare.
+        selection: Runs to compare.
         metric: Metric that sorts the rows, without its split. By default the metric of
             the sweep, else gauc, mean/normalised_entropy or ndcg@10, whichever of them
             the runs have first.
@@ -72,7 +72,7 @@ def choose_metric(selection: Selection, rows: Sequence[Row], metric: str | None)
     """Return the metric that sorts the rows.
 
     Args:
-        selection: The compared runs.
+        selection: Runs to compare.
         rows: Rows of the compared runs.
         metric: Metric that the user gave, or None for the default (see `compare`).
     """
@@ -193,7 +193,7 @@ def add_evaluation(run: Run, evaluation: Any) -> Run:
     """Return a run with the metrics of an evaluation added.
 
     Args:
-        run: The run.
+        run: Run of the training.
         evaluation: MLflow run of the evaluation.
     """
     measured = {

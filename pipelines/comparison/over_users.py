@@ -93,8 +93,8 @@ class Pair:
         """Pair two groups.
 
         Args:
-            group: The group.
-            base: The group that it is compared with.
+            group: Runs of the compared row.
+            base: Runs of the row with which it is compared.
             runs: Pairs of a run of the group and a run of the base.
         """
         row = replace(group.row, runs=group.runs)
@@ -338,7 +338,7 @@ def to_cells(
     """Return the table cells of a pair.
 
     Args:
-        pair: The pair.
+        pair: Row and base whose difference is shown.
         interval: Interval of the mean difference.
         base: Mean of the base's metric.
         users: Number of users.

@@ -116,8 +116,8 @@ def log_page(selection: Selection, content: str, markdown: str) -> str:
     experiment of the first compared run.
 
     Args:
-        selection: The compared runs.
-        content: The page.
+        selection: Runs that the page compares.
+        content: HTML of the page.
         markdown: The tables as Markdown.
 
     Returns:

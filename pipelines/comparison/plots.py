@@ -83,7 +83,7 @@ def plots(
     """Draw and render all plots for which the rows have data.
 
     Args:
-        comparison: The rows.
+        comparison: Rows of one experiment.
         colours: Colours of the page's models; by default those of the comparison.
         more: Functions that draw further plots.
     """

@@ -114,7 +114,7 @@ def render(drawing: Drawing, prefix: str = "") -> Plot:
     """Render a drawing as SVG.
 
     Args:
-        drawing: The drawing.
+        drawing: Figure with its texts.
         prefix: Prefix of the name, which distinguishes the drawings of several
             comparisons on one page.
     """

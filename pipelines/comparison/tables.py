@@ -93,7 +93,7 @@ def describe_columns(comparison: Comparison, is_measured: bool) -> list[str]:
     """Return notes that explain the columns of the table of runs.
 
     Args:
-        comparison: The rows.
+        comparison: Rows of one experiment.
         is_measured: Whether the table has columns of metrics.
     """
     rows, notes = comparison.rows, []
@@ -152,10 +152,11 @@ def describe_training(row: Row) -> list[str]:
     A training is too short if it ran all of `fit.max_epochs` and the last epoch is the
     best.
     """
-    best, last = row.mean("val/epoch"), row.mean("epoch")
+    best_epoch, last_epoch = row.mean("val/epoch"), row.mean("epoch")
+    ran_all_epochs = row.params.get("fit.max_epochs") == f"{last_epoch:.0f}"
     notes = []
-    if best == last and str(row.params.get("fit.max_epochs")) == f"{last:.0f}":
-        epochs = pluralize(int(last), "epoch")
+    if best_epoch == last_epoch and ran_all_epochs:
+        epochs = pluralize(int(last_epoch), "epoch")
         notes.append(
             f"{row.name}: not trained to its end, the last of its {epochs} is the "
             "best; a larger fit.max_epochs may be better"
@@ -290,8 +291,8 @@ def to_paired_cells(row: Row, best: Row, metric: str) -> list[list[str]]:
     """Return the table cells of a row and the best row.
 
     Args:
-        row: The row.
-        best: The best row of the same log.
+        row: Row to compare with the best.
+        best: Best row of the same log.
         metric: Name of the metric, with its split.
 
     Returns:

@@ -65,10 +65,10 @@ class Kind(ABC):
         default the family with the name of the kind.
 
         Args:
-            run: The run.
+            run: Log, settings and tables of this call of `prepare`.
             events: Manifest of the events.
             items: Manifest of the items.
-            split: The split as manifests record it.
+            split: Kind and boundaries of the split, as manifests record them.
 
         Returns:
             The manifest of `sequences`.
@@ -80,7 +80,7 @@ class Kind(ABC):
         """Write the table of counts that served models read; only if `has_counts`.
 
         Args:
-            run: The run.
+            run: Log, settings and tables of this call of `prepare`.
             events: Manifest of the events.
             items: Manifest of the items.
             moment: Time in epoch ms; only earlier events are counted.
@@ -94,7 +94,7 @@ class Kind(ABC):
         """Check the rules on sequences.
 
         Args:
-            tables: The audited tables.
+            tables: Tables under audit, which are read into memory.
             rules: Rules by name; violations are added to them.
             core_users: Users (`user_id`) in the k-core.
 

@@ -110,7 +110,7 @@ def resolve_config(
     """Check the settings against the log, and resolve the split kind `auto`.
 
     Args:
-        source: The raw log.
+        source: Mapping of the raw log.
         input_uri: Folder of the raw files.
         output_uri: Folder of the tables.
         config: Settings.
@@ -127,17 +127,29 @@ def resolve_config(
     kind.check_settings(source, config)
     split: Any = config.split.resolve(source.info["clock"])
     _check_combinations(source, config, split)
-    source.event_files(input_uri)
-    if config.catalogue is None:
-        source.item_files(input_uri)
-    else:
-        read_manifest(join(config.catalogue, "items"), "items")
-    source.user_files(input_uri)
-    for section in source.as_of.values():
-        section.list_files(input_uri, "feature")
+    _check_files_exist(source, input_uri, config.catalogue)
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
     check_writable(output_uri)
     return replace(config, split=replace(config.split, kind=split))
+
+
+def _check_files_exist(source: Log, input_uri: str, catalogue: str | None) -> None:
+    """Raise UserError if the log's files or the frozen catalogue are missing.
+
+    Args:
+        source: Mapping of the raw log.
+        input_uri: Folder of the raw files.
+        catalogue: Folder of the tables with the frozen catalogue, or None.
+    """
+    # each listing raises if it is empty
+    source.event_files(input_uri)
+    source.user_files(input_uri)
+    for section in source.as_of.values():
+        section.list_files(input_uri, "feature")
+    if catalogue is None:
+        source.item_files(input_uri)
+    else:
+        read_manifest(join(catalogue, "items"), "items")
 
 
 def _check_behaviour(source: Log, config: PrepareConfig) -> None:
@@ -155,7 +167,7 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
     """Raise UserError if settings conflict with each other, the log or the kind.
 
     Args:
-        source: The raw log.
+        source: Mapping of the raw log.
         config: Settings.
         split: Resolved kind of split.
     """

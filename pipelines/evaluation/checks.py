@@ -46,7 +46,7 @@ def check_evaluation(
 
     Args:
         uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
-        inputs: The tables.
+        inputs: Folders of the tables, semantic IDs and text embeddings.
         options: Options of `recommend`; None values are ignored.
 
     Raises:

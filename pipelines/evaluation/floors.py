@@ -46,7 +46,7 @@ def measure_floors(
 
     Args:
         model: Name of a trained model.
-        inputs: The tables.
+        inputs: Folders of the tables, semantic IDs and text embeddings.
         split: `val` or `test`.
         rankings: Options of `recommend`, such as `{"unseen": True}`; the floors are
             measured once with each.
@@ -76,7 +76,7 @@ def measure_floor(
     Args:
         floor: Training of the floor, after counting.
         name: Name of the model.
-        inputs: The tables.
+        inputs: Folders of the tables, semantic IDs and text embeddings.
         split: `val` or `test`.
         options: Options of `recommend`.
     """

@@ -437,7 +437,7 @@ def infer_all(
 
     Args:
         uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
-        inputs: The tables.
+        inputs: Folders of the tables, semantic IDs and text embeddings.
         output: Folder of the table.
         options: Options of the inference.
         workers: Processes and devices; by default this process.
@@ -467,13 +467,10 @@ def infer_all(
         recommend["allowed"], hashes["allowed"] = read_allowed(
             options.allowed, inputs.tables
         )
-    if has_earlier_table(output, kind.table) and not options.overwrite:
-        if up_to_date(output, fingerprint(config, hashes)):
-            return read_manifest(output, kind.table), True
-        raise UserError(
-            f"{output} holds other {kind.table}; choose another folder or replace it "
-            "with --overwrite"
-        )
+    expected = fingerprint(config, hashes)
+    finished = find_finished(output, kind, expected, options.overwrite)
+    if finished:
+        return finished, True
     sequences = read_manifest(inputs.sequences, "sequences")
     name = checked.checkpoint.name
     task = InferenceTask(
@@ -509,6 +506,31 @@ def infer_all(
             info=info,
         )
     return manifest, False
+
+
+def find_finished(
+    output: str, kind: type[Inference], expected: str, overwrite: bool
+) -> Manifest | None:
+    """Return the manifest of an equal table in the output folder, or None.
+
+    Args:
+        output: Folder of the table.
+        kind: Kind of the rankings.
+        expected: Fingerprint of the table to write.
+        overwrite: Whether an earlier table is replaced, even by an equal one.
+
+    Raises:
+        UserError: If another table is in the folder, unless `overwrite`, or other
+            files.
+    """
+    if not has_earlier_table(output, kind.table) or overwrite:
+        return None
+    if up_to_date(output, expected):
+        return read_manifest(output, kind.table)
+    raise UserError(
+        f"{output} holds other {kind.table}; choose another folder or replace it "
+        "with --overwrite"
+    )
 
 
 def describe_ranked(kind: type[Inference], options: InferenceOptions) -> dict[str, Any]:

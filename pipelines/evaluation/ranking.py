@@ -94,7 +94,7 @@ def evaluate(
 
     Args:
         uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
-        inputs: The tables.
+        inputs: Folders of the tables, semantic IDs and text embeddings.
         split: `val` or `test`.
         batch_size: Requests per batch.
         options: Options of `recommend`.
@@ -224,7 +224,7 @@ def count_trained_items(
 
     Args:
         loaded: The model, whose catalogue has N items.
-        inputs: The tables.
+        inputs: Folders of the tables, semantic IDs and text embeddings.
         rank: Number of the shard, from 0.
         world: Number of shards.
 
@@ -252,7 +252,7 @@ def to_result(
 
     Args:
         task: Arguments that all shards share.
-        checked: The checkpoint with its options and tables.
+        checked: Checkpoint with its options and tables.
         shards: Results of all shards.
         seconds: Wall time of the evaluation.
     """

@@ -105,7 +105,7 @@ def record_result(
     """Write a result to a file beside its checkpoint and to MLflow.
 
     Args:
-        result: The result.
+        result: Metrics of the evaluation.
         evaluated: Content of the checkpoint's `config.json`.
         tracking_uri: Tracking URI; by default the URI of the training.
 
@@ -153,7 +153,7 @@ def log_evaluation(
 
     Args:
         training: MLflow run of the training.
-        result: The result.
+        result: Metrics of the evaluation.
         changed: Options that differ from the model's config.
         weights: SHA-256 of the evaluated weights.
     """

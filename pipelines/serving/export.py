@@ -47,7 +47,7 @@ def export(
 
     Args:
         uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
-        inputs: The tables.
+        inputs: Folders of the tables, semantic IDs and text embeddings.
         path: Path of the program's file.
         k: Number of items per ranking.
         batch_size: Largest number of requests to compare.
@@ -64,6 +64,7 @@ def export(
     loaded = LoadedModel.load(find_checkpoint(uri), inputs, resolve_device(device))
     model, examples = loaded.model, loaded.load_examples(inputs, "next")
     count = min(batch_size, len(examples))
+    # compare histories of all lengths, from the shortest to the longest
     spread = np.linspace(0, len(examples) - 1, count).astype(np.int64)
     rows = np.argsort(examples.lengths, kind="stable")[spread]
     target = Path(path).expanduser().absolute()
@@ -93,9 +94,9 @@ def check_program(
     """Check that a program ranks a batch as its model does.
 
     Args:
-        program: The exported program.
-        model: The model.
-        batch: The requests.
+        program: Exported program.
+        model: Model from which the program was exported.
+        batch: Requests to rank by both.
         k: Number of items per ranking.
 
     Raises:

@@ -141,7 +141,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     Args:
         run: MLflow run of the training.
         uri: Folder of the checkpoint.
-        inputs: The tables.
+        inputs: Folders of the tables, semantic IDs and text embeddings.
 
     Returns:
         The model's URI in MLflow.
@@ -209,7 +209,7 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     Args:
         bundle: Path of the new folder.
         uri: Folder of the checkpoint.
-        inputs: The tables.
+        inputs: Folders of the tables, semantic IDs and text embeddings.
     """
     name = checkpoint.read(uri).name
     inputs = select_inputs(name, inputs)

@@ -135,7 +135,7 @@ class ServedModel(PythonModel):
         """Check the keys in the body of an HTTP request.
 
         Args:
-            body: The parsed body.
+            body: Parsed JSON of the request.
             model: The model as MLflow has loaded it.
 
         Raises:
@@ -160,7 +160,7 @@ class CatalogueRanker:
     """Ranker of the catalogue after the history of each request.
 
     Args:
-        model: The model.
+        model: Loaded model.
         requests: Parser of requests, of the model's `requests_class`.
         device: Device of the model.
     """
@@ -184,7 +184,7 @@ class CatalogueRanker:
         """Rank the catalogue for each request.
 
         Args:
-            rows: The requests.
+            rows: Rows of the requests.
             k: Number of items per ranking.
             unseen: Whether to leave out the items of the history.
             allowed: Ids of the items that may be ranked; ["*"] for all.
@@ -254,7 +254,7 @@ class CatalogueRanker:
         """Return the reason why a ranking has fewer than `k` items.
 
         Args:
-            request: The parsed request.
+            request: Parsed request.
             k: Number of items that were requested.
             num_allowed: Number of items that may be ranked.
             unseen: Whether the items of the history are left out.
@@ -304,7 +304,7 @@ class CandidateRanker:
     """Ranker of the candidates of each request.
 
     Args:
-        model: The model.
+        model: Loaded model.
         requests: Parser of requests, of the model's `requests_class`.
         device: Device of the model.
     """
@@ -316,7 +316,7 @@ class CandidateRanker:
         """Rank the candidates of each request.
 
         Args:
-            rows: The requests.
+            rows: Rows of the requests.
             label: Label whose probability is the score; by default the model's first.
 
         Returns:

@@ -67,6 +67,7 @@ from pipelines.tracking.runs import (
 )
 from pipelines.tracking.store import (
     check_nodes,
+    check_store,
     connect,
     find_store,
     mark_reachable,
@@ -100,6 +101,7 @@ __all__ = [
     "Logger",
     "RunRef",
     "check_nodes",
+    "check_store",
     "connect",
     "curves_to_bytes",
     "delete",

@@ -103,7 +103,7 @@ def describe_unknown(kind: str, name: str, uri: str, available: Iterable[str]) -
 
     Args:
         kind: `experiment`, `sweep` or `run`.
-        name: The unknown name.
+        name: Unknown name.
         uri: Tracking URI of the store.
         available: Names in the store.
     """

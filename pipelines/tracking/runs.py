@@ -130,7 +130,7 @@ def open_child(
     """Open a child run in the experiment of its parent.
 
     Args:
-        parent: The parent.
+        parent: MLflow run of the training.
         name: Name of the child.
         params: Params of the child.
         hashes: Hashes of the tables that the child reads, by table name.
@@ -142,7 +142,7 @@ def open_child(
     client = connect(parent.uri)
     parent_info = client.get_run(parent.run_id).info
     if parent_info.lifecycle_stage == "deleted":
-        raise UserError("the run is deleted")
+        raise UserError("the run of the training is deleted")
     all_tags = {**origin_tags(hashes), **tags, PARENT_TAG: parent.run_id}
     child = client.create_run(parent_info.experiment_id, run_name=name, tags=all_tags)
     log_params(client, child.info.run_id, params)

@@ -115,13 +115,21 @@ def find_store(option: str | None) -> str:
             "no MLflow store is named; give --tracking_uri, as jobs.train prints it"
         )
     uri = resolve_uri(uri or sqlite_uri(Path("runs/mlflow.db")), ".")
-    file = sqlite_file(uri)
-    if file and not Path(file).is_file():  # MLflow would create it
+    check_store(uri)
+    return uri
+
+
+def check_store(uri: str) -> None:
+    """Raise UserError if MLflow does not support a tracking URI or its file is missing.
+
+    MLflow would create the missing file of a SQLite store.
+    """
+    file = sqlite_file(resolve_uri(uri, "."))
+    if file and not Path(file).is_file():
         raise UserError(
             f"there is no MLflow store at {uri}; give the --tracking_uri that "
             "jobs.train prints"
         )
-    return uri
 
 
 def view_command(uri: str, mlflow: str = "mlflow") -> str:

@@ -149,7 +149,7 @@ def run_training(
     A single worker trains in this process unless the job was submitted to a cluster.
 
     Args:
-        training: The checked training.
+        training: Training whose settings have been checked.
         say: Called with lines of progress.
         start: Start Ray; called only if workers need it. None if Ray runs already.
         trial: Settings that a sweep adds.
@@ -243,7 +243,7 @@ def prepare_run(
     """Open or reopen the MLflow run of a training, after deleting an overwritten run.
 
     Args:
-        training: The checked training.
+        training: Training whose settings have been checked.
         record: `run.json` of the run to continue, or None for a new run.
         trial: Settings that a sweep adds.
         say: Called with lines of progress.
@@ -326,7 +326,7 @@ def check_resources(
     """Check that the workers fit the cluster or machine and can reach MLflow.
 
     Args:
-        training: The checked training.
+        training: Training whose settings have been checked.
         in_process: Whether the only worker runs in this process, without Ray.
         use_gpu: Whether workers use a GPU.
         trial: Settings that a sweep adds; the cluster is not checked again for a trial.
@@ -357,7 +357,7 @@ def open_run(
     """Open the MLflow run of a new training, and write `run.json`.
 
     Args:
-        training: The checked training.
+        training: Training whose settings have been checked.
         opening: `run.json` of an earlier job that was killed while it opened the MLflow
             run, whose run is discarded; None if there is none.
         trial: Settings that a sweep adds.
@@ -568,7 +568,7 @@ def run_workers(
     """Train with workers of Ray Train, and start them again when workers are lost.
 
     Args:
-        task: The training.
+        task: Settings of the training, which are sent to the workers.
         attempt: Attempt number of this job.
         use_gpu: Whether each worker has a GPU.
         say: Called with lines of progress.
@@ -624,7 +624,7 @@ def make_trainer(
     """Return Ray's trainer of a training.
 
     Args:
-        task: The training.
+        task: Settings of the training, which are sent to the workers.
         attempt: Attempt number of this job.
         use_gpu: Whether each worker has a GPU.
         progress: Handle of a `Progress` actor.

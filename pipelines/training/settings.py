@@ -205,7 +205,7 @@ def resolve_model(model: Any, catalogue: Any, record: dict[str, Any] | None) -> 
     no longer exist.
 
     Args:
-        model: The config as the user gave it.
+        model: Config as the user gave it.
         catalogue: The model's catalogue.
         record: `run.json` of the run, or None for a new run.
 

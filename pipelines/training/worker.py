@@ -294,7 +294,7 @@ def describe_run(
     """Yield messages about a training before its first step.
 
     Args:
-        run: The training.
+        run: Model and data of the training.
         worker: Context of rank 0.
         last: Checkpoint that the training continues from, or None.
         state: State of the training loop in that checkpoint, or None.
@@ -341,7 +341,7 @@ def open_logger(
     Args:
         task: The training, for the run's folder and attempt number.
         mlflow_run: The MLflow run.
-        run: The model and data of the training.
+        run: Model and data of the training.
         worker: Context of rank 0.
         last: Checkpoint that the training continues from, whose curves the logger
             takes over, or None.
@@ -425,8 +425,8 @@ def train_sgd(
     """Run the training loop; print, log and save what its events report.
 
     Args:
-        run: The model and data of the training.
-        task: The training as the driver sent it.
+        run: Model and data of the training.
+        task: Settings of the training, as the driver sent them.
         state: State of the loop to continue from, or None.
         last: Checkpoint to continue from, or None.
         worker: Context of this worker.
@@ -506,8 +506,8 @@ def fit_counts(
     """Fit a model that counts instead of training by gradients, and save it.
 
     Args:
-        run: The model and data of the training.
-        task: The training as the driver sent it.
+        run: Model and data of the training.
+        task: Settings of the training, as the driver sent them.
         worker: Context of this worker.
         logger: Logger of the MLflow run; None except on rank 0.
     """
@@ -550,8 +550,8 @@ def save_and_report(
     every rank writes its shard first. The upload may finish after the report.
 
     Args:
-        run: The model and data of the training.
-        task: The training as the driver sent it.
+        run: Model and data of the training.
+        task: Settings of the training, as the driver sent them.
         new_checkpoint: Position, metrics and timing of the checkpoint.
         state: State of the training loop, or None for a model without one.
         worker: Context of this worker.

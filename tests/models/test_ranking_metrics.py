@@ -172,7 +172,7 @@ def test_beyond_memory_the_bound_holds_and_is_tight(
     monkeypatch.setattr(ranking_metrics, "MAX_EXACT_LOGITS", 256)
     whole = Histogram.from_logits(scores, labels)
     auc, error = whole.auc()
-    assert len(whole.merge().chunks[0][0]) <= 256
+    assert len(whole.merge().chunks[0].keys) <= 256
     assert abs(auc - roc_auc_score(labels, scores)) <= error
     assert 0 < error < 0.02
     monkeypatch.setattr(ranking_metrics, "MAX_CHUNKS", 3)

@@ -187,7 +187,10 @@ class LmBackbone(Backbone):
         return output.last_hidden_state, to_memory(cache)
 
     def encode(self, batch: HistoryBatch) -> History:
-        """Return the states (B, S, D) of the prompts; the last state is the query."""
+        """Return the states of the prompts with their keys and values.
+
+        The query is the state of the last word.
+        """
         tokens, lengths = self.inputs(batch)
         states, memory = self.run(self.embed(tokens))
         query = states.take_along_dim((lengths - 1)[:, None, None], 1)[:, 0]

@@ -73,11 +73,11 @@ class LmDecoder(Decoder):
         if num_codes == 0:  # the only code follows the prompt
             return query.unsqueeze(1)
         tokens = self.backbone.vocabulary + (codes + self.tokens.offset)[:, :-1]
-        offset = torch.arange(num_codes, device=codes.device)
+        index = torch.arange(num_codes, device=codes.device)
         sees_prompt = prompt_mask(history).expand(-1, num_codes, -1)
-        sees_codes = (offset <= offset.unsqueeze(1)).expand(len(codes), -1, -1)
+        sees_codes = (index <= index.unsqueeze(1)).expand(len(codes), -1, -1)
         visible = torch.cat([sees_prompt, sees_codes], 2)  # (B, L - 1, S + L - 1)
-        positions = history.lengths.unsqueeze(1) + offset
+        positions = history.lengths.unsqueeze(1) + index
         states, _ = self.extend(tokens, positions, visible, memory)
         return torch.cat([query.unsqueeze(1), states], 1)
 

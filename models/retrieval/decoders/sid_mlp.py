@@ -1,16 +1,17 @@
-"""SID-MLP's decoder (Guo et al., 2026): one readout per user, an MLP per digit.
+"""SID-MLP's decoder (Guo et al., 2026): one readout per user, an MLP per level.
 
 z = readout(states) is computed once per user (equation 1):
 
     q = mean(H) Wq;  x = LN(q + MHA(q, H, H));  z = LN(x + FFN(x))
 
-The logits of digit t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2), so a beam
+The logits of level t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2), so a beam
 needs no attention. The paper's ablations are options; each has its YAML under
 `jobs/configs/sid_mlp/`.
 
 Shapes: `B` requests, `W` prefixes or queries of a user, `S` source positions, `D`
-width, `H` heads, `K` width of a head, `N` hidden width of a digit's head, `L` levels
-(digits), `C_l` codes and `O_l` logits of level l, `V` tokens of the vocabulary.
+width, `H` heads, `K` width of a head, `N` hidden width of a level's head, `L` levels
+(the paper's digits), `C_l` codes and `O_l` logits of level l, `V` tokens of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SidMlpConfig(StudentConfig):
     ffn_width: int = 1024
     """Inner width of the readout's feed-forward (public code)."""
     head_width: int = 512
-    """Hidden width of each digit's head (public code; swept from 128 to 2048, Appendix
+    """Hidden width of each level's head (public code; swept from 128 to 2048, Appendix
     C.2)."""
     dropout: float = 0.2
     """Dropout of heads and feed-forward (public code; 0.1 and 0.2 in Appendix C.2)."""
@@ -54,10 +55,10 @@ class SidMlpConfig(StudentConfig):
     `none`, no embedding; `sum`, the sum of the embeddings; `cascade`, the newest
     embedding, with the hidden layer of the previous head in place of z."""
     shared_head: bool = False
-    """Whether all digits share one head, which needs prefix sum (Table 5, G1)."""
+    """Whether all levels share one head, which needs prefix sum (Table 5, G1)."""
     readout: Literal["attention", "mean", "per_digit"] = "attention"
     """Computation of z (Table 5, G2): `attention`, one per user; `mean`, a linear layer
-    on the mean state; `per_digit`, one attention per digit with the prefix in its
+    on the mean state; `per_digit`, one attention per level with the prefix in its
     query."""
     context_ffn: bool = True
     """Whether the readout has its feed-forward (Table 5, G2)."""
@@ -85,7 +86,7 @@ class SidMlpConfig(StudentConfig):
         """Raise a ValueError if options of ablations exclude each other."""
         if self.shared_head and self.prefix != "sum":
             raise ValueError(
-                "shared_head needs the same input per digit; set prefix sum"
+                "shared_head needs the same input per level; set prefix sum"
             )
         if self.readout == "mean" and not self.context_ffn:
             raise ValueError(
@@ -104,7 +105,7 @@ class SidMlpConfig(StudentConfig):
             )
         if self.prefix == "cascade" and self.m > 0:
             raise ValueError(
-                f"prefix cascade starts at the first digit; set m {self.m} to 0"
+                f"prefix cascade starts at the first level; set m {self.m} to 0"
             )
 
 
@@ -273,7 +274,7 @@ class SidMlpDecoder(Decoder):
         )
 
     def _make_heads(self, dim: int) -> nn.ModuleList:
-        """Return the head f_t of each digit, L times the same with `shared_head`."""
+        """Return the head f_t of each level, L times the same with `shared_head`."""
         if self.config.shared_head:
             return nn.ModuleList([self._make_head(0, dim)] * self.tokens.levels)
         return self._make_per_level(lambda level: self._make_head(level, dim))
@@ -307,7 +308,10 @@ class SidMlpDecoder(Decoder):
         )
 
     def span(self, level: int) -> tuple[int, int]:
-        """Return the tokens of a level's logits: the codebook or the vocabulary."""
+        """Return the first token and the number of tokens of a level's logits.
+
+        They cover the level's codebook, or the whole vocabulary.
+        """
         if self.config.logits == "vocabulary":
             return 0, self.tokens.vocabulary
         return super().span(level)
@@ -319,7 +323,7 @@ class SidMlpDecoder(Decoder):
         return self._embedding[0].weight
 
     def context(self, history: History) -> Tensor | None:
-        """Return z (B, D) of equation 1, or None if each digit computes its own z."""
+        """Return z (B, D) of equation 1, or None if each level computes its own z."""
         return None if self.config.readout == "per_digit" else self.readout(history)
 
     def head_hidden(

@@ -55,7 +55,7 @@ class T5Decoder(Decoder):
         """Build the decoder.
 
         Args:
-            tokens: The vocabulary.
+            tokens: Tokens of the semantic IDs.
             sizes: Sizes of T5.
             embedding: Token embeddings of the backbone.
             self_attention: Whether blocks attend to the prefix.
@@ -81,7 +81,10 @@ class T5Decoder(Decoder):
         return self._embedding[0]
 
     def span(self, level: int) -> tuple[int, int]:
-        """Return the tokens of a level's logits: the codebook or the vocabulary."""
+        """Return the first token and the number of tokens of a level's logits.
+
+        They cover the level's codebook, or the whole vocabulary.
+        """
         if self.codebook_logits:
             return super().span(level)
         return 0, self.tokens.vocabulary
@@ -203,9 +206,9 @@ class SharedKV:
         """Start a search.
 
         Args:
-            decoder: The packed weights.
+            decoder: Decoder with packed weights.
             history: Histories of B users.
-            tokens: The vocabulary.
+            tokens: Tokens of the semantic IDs.
             vocabulary: Whether log-probabilities are normalised over the vocabulary;
                 otherwise over each level's codes.
         """

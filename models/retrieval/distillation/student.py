@@ -45,14 +45,14 @@ class StudentConfig(TeacherConfig):
     scores: Scores = "children"
     """Codes that log-probabilities are normalised over when recommending: the valid
     `children` of the prefix, as in the public code and the paper's figures (the first
-    digit always over its codebook), or the `codebook`."""
+    level always over its codebook), or the `codebook`."""
     alpha: float = 0.7
     """Weight of the teacher in the loss, 1 - alpha is the target's (Eq. 3); 0 trains
     without a teacher's logits (Table 8; Table 5, w/o KL)."""
     tau: float = 1.0
     """Temperature of the teacher's and the student's distributions (Eq. 3)."""
     m: int = 0
-    """Number of first digits that the teacher's decoder generates; the student decodes
+    """Number of first levels that the teacher's decoder generates; the student decodes
     the others (Table 1; Appendix E.1)."""
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class StudentConfig(TeacherConfig):
 def distillation_loss(
     student: Tensor, teacher: Tensor | None, target: Tensor, alpha: float, tau: float
 ) -> Tensor:
-    """Return equation 3 of SID-MLP for one digit, the mean over the batch.
+    """Return equation 3 of SID-MLP for one level, the mean over the batch.
 
         alpha tau^2 KL(softmax(teacher / tau) || softmax(student / tau))
             + (1 - alpha) CE(student, target)
@@ -92,13 +92,13 @@ def distillation_loss(
 
 
 class ReusesDecoder(Decoder):
-    """The teacher's decoder for the first m digits, then the student's.
+    """The teacher's decoder for the first m levels, then the student's.
 
     Table 1 and Appendix E.1 of SID-MLP.
     """
 
     def __init__(self, teacher: Decoder, student: Decoder, m: int) -> None:
-        """Join the decoders; `m` is the number of digits that `teacher` generates."""
+        """Join the decoders; `m` is the number of levels that `teacher` generates."""
         super().__init__()
         self.tokens, self.first_level = student.tokens, m
         self.teacher = teacher
@@ -110,14 +110,14 @@ class ReusesDecoder(Decoder):
         return self.own.beam_bytes
 
     def span(self, level: int) -> tuple[int, int]:
-        """Return the tokens that the student's logits of a level cover."""
+        """Return the first token and the number of tokens of a level's logits."""
         return self.own.span(level)
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """Raise UserError, as a decoder without states of all digits cannot teach."""
+        """Raise UserError, as a decoder without states of all levels cannot teach."""
         raise UserError(
             f"a student with m {self.first_level} cannot be a teacher, as it decodes "
-            "only its last digits; use a student with m 0"
+            "only its last levels; use a student with m 0"
         )
 
     def teacher_forced(self, history: History, codes: Tensor) -> Sequence[Tensor]:
@@ -158,7 +158,7 @@ class SwitchingScorer:
 class Student(TaughtModel, Retriever):
     """A decoder on the teacher's frozen backbone.
 
-    The teacher's decoder is not part of the student's weights, unless `m` of its digits
+    The teacher's decoder is not part of the student's weights, unless `m` of its levels
     are reused.
     """
 
@@ -171,7 +171,7 @@ class Student(TaughtModel, Retriever):
         levels = decoder.tokens.levels
         if config.m >= levels:
             raise UserError(
-                f"m {config.m} leaves no digit of {levels} to the student; give a "
+                f"m {config.m} leaves no level of {levels} to the student; give a "
                 "smaller m"
             )
         if config.m:
@@ -204,7 +204,8 @@ class Student(TaughtModel, Retriever):
     def set_teacher(self, teacher: Retriever) -> None:
         """Copy the shared weights, and store the teacher for its logits.
 
-        The shared weights are the backbone, and with `m` the teacher's decoder.
+        The shared weights are the backbone and, if `m` is above 0, the teacher's
+        decoder.
         """
         self.copy_backbone(teacher)
         if isinstance(self.decoder, ReusesDecoder):
@@ -296,9 +297,9 @@ class Student(TaughtModel, Retriever):
 
     @torch.no_grad()
     def teacher_logits(self, batch: RequestBatch, history: History) -> list[Tensor]:
-        """Return the teacher's logits (B, O_l) of each digit that the student decodes.
+        """Return the teacher's logits (B, O_l) of each level that the student decodes.
 
-        Logits are conditioned on the target's codes before the digit, and restricted to
+        Logits are conditioned on the target's codes before the level, and restricted to
         the tokens that the student predicts.
 
         Args:
@@ -317,7 +318,10 @@ class Student(TaughtModel, Retriever):
         return restricted
 
     def outputs_to_cache(self) -> list[TeacherOutput]:
-        """Return the backbone's states and, if alpha is above 0, the decoder's."""
+        """Describe the tables to cache: states of the backbone and the decoder.
+
+        The decoder's states are needed only if `alpha` is above 0.
+        """
         config = self.config
         state_width = self.backbone.embedding.embedding_dim
         outputs = [
@@ -368,9 +372,9 @@ class Student(TaughtModel, Retriever):
         return hidden, torch.full_like(batch.target, hidden.shape[1])
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return the sum of equation 3 over the student's digits.
+        """Return the sum of equation 3 over the student's levels.
 
-        Each digit is conditioned on the target's codes before it.
+        Each level is conditioned on the target's codes before it.
         """
         config = self.config
         codes = self.tokens.codes(batch.target)

@@ -87,10 +87,7 @@ class TaughtModel(RetrievalModel):
         raise NotImplementedError
 
     def outputs_to_cache(self) -> list[TeacherOutput]:
-        """Return the outputs that the teacher cache stores.
-
-        By default nothing is cached, and the list is empty.
-        """
+        """Describe the outputs that the teacher cache stores, by default none."""
         return []
 
     def set_teacher_outputs(self, tables: dict[str, CachedStates]) -> None:
@@ -148,8 +145,8 @@ def load_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
     """Load the teacher of a resolved config, frozen and in evaluation mode.
 
     Raises:
-        UserError: If the checkpoint does not exist, or its weights have changed since
-            the config was resolved.
+        UserError: If the config names no teacher, the checkpoint does not exist, or its
+            weights have changed since the config was resolved.
     """
     if not config.teacher:
         raise UserError(

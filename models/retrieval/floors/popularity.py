@@ -1,4 +1,4 @@
-"""Popularity: recommend the items that are most frequent in training to every user."""
+"""Popularity: recommend to every user the items most frequent in training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models.retrieval.recommend import best_allowed, recommender
 
 @dataclass
 class PopularityConfig:
-    """Popularity: recommends the most frequent items of training to every user."""
+    """Popularity: recommends to every user the items most frequent in training."""
 
     max_history: int = 1
     """Number of latest behaviours read per request; popularity ignores them."""

@@ -359,7 +359,10 @@ class Texts:
             task: A task other than `next`.
             batch: Requests; `next_title` uses the first ones. Other tasks draw items
                 from the whole catalogue.
-            rows: Number R of examples.
+            rows: Number R of examples; for `next_title` at most the number of requests.
+
+        Returns:
+            Segments of the prompt, and the response, with a row per example.
         """
         device = batch.target.device
         before, after = (words.to(device) for words in self.prompts[task])

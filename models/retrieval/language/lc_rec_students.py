@@ -3,7 +3,7 @@ r"""Students of LC-Rec from the paper of SID-MLP: SID-MLP (App. D.1), NEZHA (App
     python -m jobs.train --config jobs/configs/lc_rec_sid_mlp.yaml --tables TABLES \
         --sids SIDS --storage runs --name lc_rec_sid_mlp --model.teacher runs/lc_rec
 
-SID-MLP: the language model reads the history; a readout and an MLP per digit decode.
+SID-MLP: the language model reads the history; a readout and an MLP per level decode.
 The readout attends to the keys and values of the history's tokens in an early layer of
 the frozen language model, as stored in its cache (keys after positional encoding),
 without the prompt's words. The query is the last state of the prompt. One to three
@@ -11,9 +11,9 @@ readouts are stacked; the output of each is the query of the next. States of 409
 numbers are projected to 768. The teacher's code embeddings are projected, too, which
 the appendix does not specify. Heads, search and loss are SID-MLP's.
 
-NEZHA: a placeholder per digit, which is a learned embedding, follows the whole prompt,
+NEZHA: a placeholder per level, which is a learned embedding, follows the whole prompt,
 including its response header. One pass computes the root, which is the state of the
-last token of the prompt, and a state per digit. Head, loss and search are in
+last token of the prompt, and a state per level. Head, loss and search are in
 `nezha.py`. The language model is trained like LC-Rec, in full or by LoRA, together with
 the head.
 
@@ -66,7 +66,7 @@ class LcRecSidMlpConfig(StudentConfig):
     """Inner width of a readout's feed-forward (swept over 512, 1024, 2048, 3072 in
     Appendix D.1)."""
     head_width: int = 1024
-    """Hidden width of each digit's head (swept over 512, 1024, 2048, 3072 in Appendix
+    """Hidden width of each level's head (swept over 512, 1024, 2048, 3072 in Appendix
     D.1)."""
     dropout: float = 0.2
     """Dropout of heads and feed-forward (public code of SID-MLP)."""

@@ -149,7 +149,7 @@ def read_titles(catalogue: Catalogue, column: str) -> list[str] | None:
     """Return the title of each item, empty if missing.
 
     Args:
-        catalogue: The items.
+        catalogue: Catalogue with the items' titles.
         column: Text column with the titles, as named in the source file.
 
     Returns:

@@ -56,9 +56,10 @@ class Program(nn.Module):
 
 
 def export_student(model: nn.Module, path: str | Path, k: int) -> None:
-    """Export a trained SID-MLP or SID-MLP++ with the beam and the scores of its config.
+    """Export the search of a trained SID-MLP or SID-MLP++ as a program.
 
-    The program runs on the device of the model.
+    The program has the beam width and the kind of scores of the model's config, and
+    runs on the device of the model.
 
     Args:
         model: Trained student.

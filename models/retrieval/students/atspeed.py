@@ -13,7 +13,7 @@ codes only, strict verification by the teacher's top beams, and relaxed verifica
 rejection sampling. The draft is one T5 decoder layer (Section 4.2 of SID-MLP: "even our
 smallest single layer"). It reads the teacher's encoder and embeddings, which the
 verification needs anyway. The losses and the draft's beams are from the AtSpeed paper;
-here the vocabulary is the codebook of a digit, and the training sequences are the
+here the vocabulary is the codebook of a level, and the training sequences are the
 targets' codes.
 
 Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
@@ -85,7 +85,7 @@ class AtSpeedConfig(StudentConfig):
         check_least(self, ["draft_steps"], 0)
         if self.m:
             raise ValueError(
-                f"m {self.m} is not 0; AtSpeed drafts from the first digit on, leave m "
+                f"m {self.m} is not 0; AtSpeed drafts from the first level on, leave m "
                 "out"
             )
 
@@ -108,7 +108,7 @@ class AtSpeedRConfig(AtSpeedConfig):
 
 
 def strict_loss(draft: Tensor, teacher: Tensor) -> Tensor:
-    """Return the alignment loss of AtSpeed-S for one digit, the mean over the batch.
+    """Return the alignment loss of AtSpeed-S for one level, the mean over the batch.
 
         KL(q || p) + p_K H(q)
 
@@ -141,7 +141,7 @@ def strict_loss(draft: Tensor, teacher: Tensor) -> Tensor:
 
 
 def relaxed_loss(draft: Tensor, teacher: Tensor) -> Tensor:
-    """Return the alignment loss of AtSpeed-R for one digit, the mean over the batch.
+    """Return the alignment loss of AtSpeed-R for one level, the mean over the batch.
 
     The loss is the total variation distance, the probability that a draft is rejected.
 
@@ -209,9 +209,9 @@ class AtSpeed(Student):
         self.target.load_state_dict(teacher.decoder.state_dict())
 
     def forward(self, batch: RequestBatch) -> dict[str, Tensor]:
-        """Return (1 - alpha) CE + alpha times the alignment loss, summed over digits.
+        """Return (1 - alpha) CE + alpha times the alignment loss, summed over levels.
 
-        Each digit is conditioned on the target's codes before it.
+        Each level is conditioned on the target's codes before it.
         """
         config = self.config
         codes = self.tokens.codes(batch.target)
@@ -351,7 +351,7 @@ class AtSpeed(Student):
 
         `acceptance` is the share of drafted steps that were accepted. `target_passes`
         is the mean number of target passes per request; beam search needs one per
-        digit.
+        level.
         """
         ranking = dict(sums)
         drafted, accepted = ranking.pop("drafted"), ranking.pop("accepted")

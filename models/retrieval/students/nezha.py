@@ -3,11 +3,11 @@ r"""NEZHA (Wang et al., 2025) on TIGER, as ported in Appendix D.4 of SID-MLP.
     python -m jobs.train --config jobs/configs/nezha.yaml --tables TABLES --sids SIDS \
         --storage runs --name nezha --model.teacher runs/tiger
 
-The encoder's input is the history and a placeholder per digit, which is a learned
+The encoder's input is the history and a placeholder per level, which is a learned
 embedding. One pass returns the root, the state of the last token before the
-placeholders, and a state h_i per digit. A linear head per digit predicts digit i from
+placeholders, and a state h_i per level. A linear head per level predicts level i from
 root + h_i; then a recurrent cell updates the root with the embedding of the chosen
-code. Encoder and head are trained together, each digit conditioned on the digits before
+code. Encoder and head are trained together, each level conditioned on the levels before
 it. The teacher's decoder is not used. The papers do not name the recurrent cell: here
 it is a GRU. Code embeddings are shared with the encoder.
 
@@ -19,7 +19,8 @@ Published decoding has no trie: beams take the likeliest codes of the whole code
 and a hash set of the catalogue drops tuples without an item at the end (`constrained`
 false). Fewer items may be left then.
 
-Shapes: `B` requests, `W` beams, `D` width, `L` levels (digits), `C_l` codes of level l.
+Shapes: `B` requests, `W` beams, `D` width, `L` levels (the paper's digits), `C_l` codes
+of level l.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def last_positions(history: History, count: int) -> History:
 
 
 class NezhaDecoder(Decoder):
-    """A linear head per digit over root + h_i, and the cell that updates the root."""
+    """A linear head per level over root + h_i, and the cell that updates the root."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -137,12 +138,12 @@ class NezhaDecoder(Decoder):
         return cast(Tensor, updated).view(root.shape)
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """Return root + h_i (B, L, D) of each digit."""
-        root, *digit_states = history.states.unbind(1)  # (B, D) each
-        hidden = [root + digit_states[0]]
+        """Return root + h_i (B, L, D) of each level."""
+        root, *level_states = history.states.unbind(1)  # (B, D) each
+        hidden = [root + level_states[0]]
         for level in range(1, self.tokens.levels):
             root = self.update_root(root, level - 1, codes[:, level - 1])
-            hidden.append(root + digit_states[level])
+            hidden.append(root + level_states[level])
         return torch.stack(hidden, 1)
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
@@ -160,7 +161,7 @@ class RootScorer:
     def __init__(self, decoder: NezhaDecoder, history: History) -> None:
         self.decoder, self.level = decoder, 0
         self.root = history.states[:, :1]  # (B, W, D)
-        self.digit_states = history.states[:, 1:]  # (B, L, D)
+        self.level_states = history.states[:, 1:]  # (B, L, D)
 
     def start(self) -> Tensor:
         """Return the log-probabilities (B, C_0) of the first code."""
@@ -175,7 +176,7 @@ class RootScorer:
 
     def _score(self) -> Tensor:
         """Return the log-probabilities (B, W, C_level) of the current level."""
-        hidden = self.root + self.digit_states[:, self.level, None]
+        hidden = self.root + self.level_states[:, self.level, None]
         return self.decoder.heads[self.level](hidden).float().log_softmax(-1)
 
 

@@ -8,7 +8,7 @@ and 11 of SID-MLP.
 
 The input of a causal stack is the backbone's frozen states of the history, a learned
 start token, and the frozen embeddings of the prefix. A linear layer on the position
-before a digit predicts its logits (Appendix D.3 of SID-MLP). Rows are shifted so that
+before a level predicts its logits (Appendix D.3 of SID-MLP). Rows are shifted so that
 padding comes first and the last positions align: then neither the state nor the short
 convolutions read padding. Search reads the history once per user. Each beam has a
 state, which every step gathers from the parent beam and updates with the chosen code.
@@ -27,7 +27,7 @@ Blocks are as published:
   million parameters.
 
 Shapes: `B` requests, `S` positions of the longest history, `P` codes of a prefix, `D`
-width of the backbone, `N` width of the stack, `W` beams of a user, `L` levels (digits),
+width of the backbone, `N` width of the stack, `W` beams of a user, `L` levels,
 `C_l` codes of level l, `O_l` logits of level l.
 """
 

@@ -95,7 +95,7 @@ class SidMlpPpEncoder(TaughtModel):
         return self._teacher[0]
 
     def outputs_to_cache(self) -> list[TeacherOutput]:
-        """Return the teacher's encoder states."""
+        """Describe the table to cache: the teacher's encoder states."""
         return [
             TeacherOutput(
                 name="encoder",

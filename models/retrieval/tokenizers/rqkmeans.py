@@ -75,7 +75,7 @@ def limit_progress(
     """Drop progress within steps that follows another message too soon.
 
     Args:
-        training: The training.
+        training: Training whose progress is limited.
         clock: Returns the time in seconds.
     """
     last = clock()

@@ -92,10 +92,10 @@ def check_ends(
     """Check that `train_end` and `val_end` count a user's events before the two cuts.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         users: Rows of `sequences`.
         rows: Events of all users, with the `row` of their user.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     rule.rows += users.height
     time = pl.col("timestamp_ms")
@@ -139,7 +139,7 @@ def check_statistics(
     """Check the manifest's statistics of training events.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         rows: Events with their `split`.
         values: The arrays `tasks`, `actions` and `features`, (events, width) each.
         rules: Rules by name; they take the violations.

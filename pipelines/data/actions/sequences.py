@@ -275,7 +275,7 @@ def _check_splits(events: dict[str, int], split: dict[str, Any]) -> None:
 
     Args:
         events: Number of events per split.
-        split: The split as manifests record it.
+        split: Kind and boundaries of the split, as manifests record them.
 
     Raises:
         UserError: If a split has none.
@@ -502,10 +502,10 @@ def make_actions(
     """Make the sequences of a log of actions and return their manifest.
 
     Args:
-        run: The run of prepare.
+        run: Log, settings and tables of this call of `prepare`.
         events: Manifest of `events`.
         items: Manifest of `items`.
-        split: The split as manifests record it.
+        split: Kind and boundaries of the split, as manifests record them.
     """
     as_of = make_as_of_tables(run)
     return make_sequences(ActionsStep(run, events, items, split, as_of))

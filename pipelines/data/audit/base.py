@@ -60,7 +60,7 @@ class Rule:
         """Add one violation per row.
 
         Args:
-            rows: The rows that break the rule.
+            rows: Rows that break the rule.
             template: Format string of their descriptions; the columns of `rows` are its
                 fields.
             **values: Further fields of the format string.
@@ -86,7 +86,7 @@ class Tables:
         """Read the manifests of `sequences` and of the tables it was made from.
 
         Args:
-            uri: The folder of the tables.
+            uri: Output folder of jobs.prepare.
             all_shown: Whether the catalogue contains the items of all events.
 
         Raises:
@@ -261,7 +261,7 @@ def window_sums(
         rows: Columns `keys`, `timestamp_ms` and the columns to sum.
         keys: Columns in which a point and its rows are equal.
         days: Lengths of the windows in days.
-        delay_minutes: The delay in minutes.
+        delay_minutes: Delay of the label in minutes.
 
     Yields:
         The name of the window, such as `7d`, and the sums, one row per point in the

@@ -81,7 +81,7 @@ def _check_duplicates(events: pl.DataFrame, info: dict[str, Any], rule: Rule) ->
     Args:
         events: Rows of `events`.
         info: `info` of their manifest.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     rule.rows = events.height
     num_duplicates = events.height - events.n_unique()
@@ -107,7 +107,7 @@ def _check_known_times(events: pl.DataFrame, info: dict[str, Any], rule: Rule) -
     Args:
         events: Rows of `events`.
         info: `info` of their manifest.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     for name, declared in info.get("known", {}).items():
         rule.rows += events.height

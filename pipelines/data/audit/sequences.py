@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from models.storage.tables import CUSTOM_KEY
 from pipelines.data.audit.base import (
     MAX_EXAMPLES,
     REQUEST,
@@ -103,7 +104,7 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     known, truncated to the most recent `max_events`.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         events: Events with the `row` of their user.
 
     Returns:
@@ -131,7 +132,7 @@ def check_behaviours(
         users: Rows of `sequences` whose lists have equal lengths.
         behaviours: Rows of `behaviour_rows(users)`.
         expected: Rows of `expected_behaviours`.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     columns = list_columns(users)
     unexpected = [
@@ -164,7 +165,7 @@ def compare_rows(
         expected: The same columns, from events.
         columns: Names of the columns to compare.
         noun: Name of a row in messages.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     keys = ["row", "index"]
     joined = rows.select(*keys, "user_id", *columns).join(
@@ -199,10 +200,10 @@ def check_history(
     With `log_order` every request is a behaviour, and `history_end` is its index.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         behaviours: Behaviours with the `row` of their user.
         requests: Requests with the `row` of their user.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     rule.rows += requests.height
     # the rule `targets` reports requests without a time
@@ -263,9 +264,9 @@ def check_folds(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
     """Check the windows of folds and the recorded number of requests in each.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         requests: Requests of all users.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     split = tables.info.get("split") or {}
     folds = split.get("folds") or []
@@ -335,10 +336,10 @@ def _check_fold_counts(
     The test window of the last fold has no end: a fresh log may be longer.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         folds: Windows of the folds.
         time: Times of all requests in ms.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     recorded = tables.info.get("requests_per_fold") or []
     if len(recorded) != len(folds):
@@ -395,10 +396,10 @@ def check_counts(
     """Check the counts of the manifest against the table.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         counts: Expected counts of the kind, by name and, if they are split, by split.
             Users, interactions and items are checked for every kind.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     lengths = tables.sequences["item_index"].list.len()
     all_counts: dict[str, int | dict[str, int]] = {
@@ -447,7 +448,7 @@ def check_values(
         names: Names of the columns of `values`.
         expected: Expected values (rows,) by name.
         noun: Name of a column's kind in messages, such as `feature`.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     for column, name in enumerate(names):
         if name not in expected:
@@ -473,7 +474,7 @@ def check_values(
 
 def custom_columns(info: dict[str, Any]) -> list[str]:
     """Return the columns of custom features listed in the manifest of `sequences`."""
-    custom = info.get("own") or {}
+    custom = info.get(CUSTOM_KEY) or {}
     entries = [*custom.get("numbers", ()), *custom.get("categories", ())]
     return [entry["name"] for entry in entries]
 
@@ -484,7 +485,7 @@ def join_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
     From the latter, the latest row of the item or user strictly before `at` is joined.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         rows: Rows with `item_id` and `user_id`.
         at: Name of the rows' column with the time.
     """
@@ -523,7 +524,7 @@ def check_number(
         recorded: Value in the manifest.
         expected: Value over the training rows.
         scale: The tolerance is relative to the larger of `scale` and `expected`.
-        rule: Takes the violation.
+        rule: Rule that rows and violations are added to.
     """
     if abs(recorded - expected) > TOLERANCE * max(scale, abs(expected)):
         rule.add_violation(
@@ -537,9 +538,9 @@ def check_training(info: dict[str, Any], train: pl.DataFrame, rule: Rule) -> Non
     Args:
         info: `info` of the manifest of `sequences`.
         train: Training rows, with a column per custom feature.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
-    custom = info.get("own") or {"numbers": [], "categories": []}
+    custom = info.get(CUSTOM_KEY) or {"numbers": [], "categories": []}
     for number in custom["numbers"]:
         rule.rows += 1
         name = number["name"]
@@ -565,7 +566,7 @@ def check_category(
         name: Column of the category.
         listed: Values in the manifest.
         train: Training rows.
-        rule: Takes the violation.
+        rule: Rule that rows and violations are added to.
     """
     rule.rows += 1
     values = train[name].drop_nulls().unique().sort().to_list()

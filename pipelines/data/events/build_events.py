@@ -91,7 +91,7 @@ def make_events(run: Run, partitions: int) -> tuple[Manifest, LoadStats]:
     """Write the tables `events` and `rejects`, or append new files to them.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         partitions: Number of partitions; ignored for existing events that are appended
             to, unless the configuration sets it.
 
@@ -155,7 +155,7 @@ def _check_append(
     """Check that files can be appended to the events, and return the new files.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         earlier: Manifest of the events that are appended to.
         settings: Settings of the events of this run.
         files: All files of the log.
@@ -258,7 +258,7 @@ def _read_files(
     """Read event files, and commit `events` and `rejects`.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         files: Files to read.
         settings: Settings of the events.
         earlier: Manifest of the events that are appended to, or None.
@@ -398,7 +398,7 @@ def shuffle_schema(source: Log, log_order: bool) -> pa.Schema:
     except the user ids saved no time.
 
     Args:
-        source: The raw log.
+        source: Mapping of the raw log.
         log_order: Whether rows have their position in the log (`ties: log_order`).
     """
     fields = [
@@ -641,7 +641,7 @@ def read_partitions(
     """Read raw files and write parts of events and rejects, without committing them.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         files: Event files, relative to the input folder.
         partitions: Number of partitions.
         users: Rows of the user files, or None.
@@ -709,7 +709,7 @@ def _create_reader(
     """Split the event files into pieces, and return their reader.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         files: Event files, relative to the input folder.
         partitions: Number of partitions.
         users: Rows of the user files, or None.
@@ -740,7 +740,7 @@ def _add_summaries(
     """Add the summaries of all reads to the result, in the order of the files.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         result: Result, changed in place.
         reader: Reader of the pieces.
         summaries: Summaries by index of the read.
@@ -780,7 +780,7 @@ def _check_num_events(
     """Raise RuntimeError unless the parts have the rows of old and new events.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         result: Result with all partitions.
         existing: Parts of earlier runs, by partition.
         new_events: Number of events that were read.

@@ -43,10 +43,10 @@ def make_items(
     """Write the table `items` and return its manifest.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         events: Manifest of the events.
         load_stats: Returns statistics of the events.
-        split: The split as manifests record it.
+        split: Kind and boundaries of the split, as manifests record them.
 
     Raises:
         UserError: if the item files cannot be read, have too many rejected rows, or
@@ -182,10 +182,10 @@ def _choose_items(
     first.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         files: Item files, relative to the input folder.
         stats: Statistics of the events.
-        split: The split as manifests record it.
+        split: Kind and boundaries of the split, as manifests record them.
     """
     described, hashes = None, dict[str, str]()
     if run.source.keeps_all_items:
@@ -514,7 +514,7 @@ def write_items(run: Run, files: list[str], catalogue: pa.Array) -> WrittenItems
     dropped. Both are counted.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         files: Item files, relative to the input folder.
         catalogue: (N,) ids in the order of `item_index`.
     """
@@ -572,8 +572,8 @@ def _match_items(
     """Count the items in the k-core that have metadata, and their behaviours.
 
     Args:
-        run: The run.
-        catalogue: The catalogue.
+        run: Log, settings and tables of this call of `prepare`.
+        catalogue: Items of the k-core.
         written: Written items.
         stats: Statistics of the events.
 

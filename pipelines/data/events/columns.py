@@ -74,7 +74,7 @@ def read_part(
     """Read a part of the events table, with each column in one chunk.
 
     Args:
-        uri: The part.
+        uri: Parquet file of the part.
         columns: Columns to read; None for all.
         ids: Columns to read as dictionary-encoded arrays.
     """

@@ -61,11 +61,11 @@ def copy_items(
     """Write the items of other tables as the items of this log.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         events: Manifest of the events.
         load_stats: Returns statistics of the events.
         catalogue: URI of the other tables.
-        split: The split as manifests record it.
+        split: Kind and boundaries of the split, as manifests record them.
 
     Returns:
         The manifest of the items.
@@ -129,8 +129,8 @@ def _copy_parts(
     """Copy the parts of the original items.
 
     Args:
-        run: The run.
-        uri: The original items table.
+        run: Log, settings and tables of this call of `prepare`.
+        uri: Folder of the original table `items`.
         original: Manifest of the original items.
         schema: Schema of the items.
         stats: Statistics of the events of this log.
@@ -155,7 +155,7 @@ def _check_share(
     """Return the share of behaviours on items of the catalogue.
 
     Args:
-        run: The run.
+        run: Log, settings and tables of this call of `prepare`.
         catalogue: URI of the tables with the catalogue, for the message.
         stats: Statistics of the events.
         inside: (N,) bool: whether an item of the events is in the catalogue.

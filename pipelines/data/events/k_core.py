@@ -100,7 +100,7 @@ def _read_pairs(
         late: Whether the label is known later than its event.
         before_ms: Epoch ms; only behaviours known earlier are counted. None counts all.
         items: Vocabulary of the item ids.
-        uri: The part.
+        uri: Parquet file of the part.
 
     Returns:
         Table with the columns `user`, a code within the part in ascending order, and

@@ -227,7 +227,7 @@ def _sort_by_content(frame: pl.DataFrame, schema: pa.Schema) -> _SortedTies:
 class _SortedTies:
     """Order and duplicates of T tied events."""
 
-    order: np.ndarray
+    tie_order: np.ndarray
     """(T,) index of each tied event, in sorted order."""
     is_duplicate: np.ndarray
     """(T,) bool, in sorted order: whether an earlier event is equal."""
@@ -249,7 +249,7 @@ class _SortedTies:
             `log_place`.
         """
         order = order.copy()
-        order[tied] = order[tied][self.order]
+        order[tied] = order[tied][self.tie_order]
         positions = None
         if self.position is not None:
             positions = np.zeros(len(order), dtype=np.int32)

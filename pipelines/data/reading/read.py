@@ -465,8 +465,8 @@ def _find_row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
     begins at the first line from which 20 rows have as many columns as the header.
 
     Args:
-        stream: The opened file.
-        uri: The file.
+        stream: Stream of the file's bytes.
+        uri: URI of the file.
         files: Format of the file.
         byte: Position in the file.
     """
@@ -481,7 +481,8 @@ def _find_row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
             return stream.size()
         return _find_row_start(stream, uri, files, byte - 1 + len(text))
     start = byte - 1 + line_start
-    has_quotes = files.quote and files.quote.encode() in text[line_start:]
+    quote = files.quote.encode()
+    has_quotes = bool(quote) and quote in text[line_start:]
     if files.detect_format(uri) != "csv" or not has_quotes:
         return start
     delimiter = files.detect_delimiter(uri).encode()
@@ -660,7 +661,7 @@ def _check_delimiter(uri: str, header: str, delimiter: str, missing: str) -> Non
 
     Args:
         uri: File, for the message.
-        header: The single column of the header.
+        header: Single column of the header.
         delimiter: Delimiter in use.
         missing: Name of a missing column, for the message.
     """
@@ -988,7 +989,7 @@ def _parse_text_lines(
     """Parse lines of text; blank lines are skipped.
 
     Args:
-        text: The lines.
+        text: Whole lines.
         uri: File, for messages.
         expressions: Columns or SQL expressions.
         row: Index of the first row in the piece.
@@ -1012,7 +1013,7 @@ def _parse_json_lines(
     """Parse whole JSON lines; a column of mixed types becomes text.
 
     Args:
-        text: The lines.
+        text: Whole lines.
         uri: File, for messages.
         expressions: Columns or SQL expressions.
         row: Index of the first row in the piece.
@@ -1131,11 +1132,12 @@ def _find_rare_kinds(objects: dict[int, dict[str, Any]], name: str) -> dict[int,
 
     Args:
         objects: Rows by line.
-        name: The column.
+        name: Name of the column.
 
     Returns:
         Reasons for rejection by line.
     """
+    # null and an empty list fit every kind, also a list of objects
     kinds = {
         number: _json_kind(row[name])
         for number, row in objects.items()

@@ -454,7 +454,7 @@ class Rows:
         Args:
             is_rejected: Mask of the rejected rows.
             reason: Reason of each row.
-            file: The file.
+            file: Name of the file, relative to the input folder.
             start: Start of the piece of the file.
         """
         names = [name for name in self.raw.columns if not name.startswith("__")]

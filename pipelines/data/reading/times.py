@@ -355,7 +355,7 @@ def _convert_format(column: pl.Expr, time_format: str) -> tuple[pl.Expr, list[st
     """Convert a format of `strptime` to one of polars.
 
     Args:
-        column: The texts.
+        column: Expression of the texts.
         time_format: Format of the texts for `strptime`.
 
     Returns:
@@ -376,7 +376,7 @@ def _parse_format(
     """Parse texts of one format to epoch ms, null for other texts.
 
     Args:
-        column: The texts.
+        column: Expression of the texts.
         polars_format: Format of the texts for polars.
         zone: Time zone of texts without one; None for UTC.
         is_date: Whether the texts are dates without a time of day.

@@ -144,7 +144,7 @@ def check_requests(
     """Check the results, labels and custom features of requests.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         users_log: Events of `read_log`, with the `row` of their user.
         requests: Requests of `sequences`.
         rules: `targets` takes wrong results and labels, `features` wrong features.
@@ -231,11 +231,11 @@ def check_features(
     Expected features are as of the time of the request that showed the item.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         log: Events of `read_log`.
         requests: Requests of all users.
         behaviours: Behaviours with the time of their request, `asked`.
-        rule: Takes the violations.
+        rule: Rule that rows and violations are added to.
     """
     names = tables.info["features"]
     num_candidates = pl.col("candidates").list.len()
@@ -285,7 +285,7 @@ def expected_features(
     """Recompute all features from events; returns values (points,) by name.
 
     Args:
-        tables: The audited tables.
+        tables: Tables under audit, which are read into memory.
         log: Events of `read_log`.
         points: Rows of `feature_points`.
     """

@@ -63,7 +63,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
     A table of another moment is replaced, as no other table is made from it.
 
     Args:
-        run: The run of prepare.
+        run: Log, settings and tables of this call of `prepare`.
         events: Manifest of `events`.
         items: Manifest of `items`.
         moment: Time in ms; only earlier events count.
@@ -207,7 +207,7 @@ def _write_bucket(
     """Count the events of one bucket, and write a row per key.
 
     Args:
-        uri: The table of counts.
+        uri: Folder of the table `counts`.
         counter: Counts the events before the snapshot time.
         catalogue: Ids of items.
         queries: Texts of queries.

@@ -10,8 +10,9 @@ Shapes: E events, W windows, M counted labels, F features.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -247,20 +248,10 @@ def feature_groups(
     Returns:
         `name` and `features` of each group.
 
-    Raises:
-        UserError: If a declared group has a feature that does not exist.
     """
     declared_group: dict[str, str] = {}
     for group, members in config.groups.items():
         declared_group |= dict.fromkeys(members, group)
-    check_known(
-        declared_group,
-        [*names, *map(plain_name, custom_groups)],
-        lambda name, near: (
-            f"search.groups has '{name}', which is not a feature of the log; the "
-            f"nearest is '{near}'"
-        ),
-    )
     order = (*config.groups, *GROUPS.values(), CONTEXT_GROUP, *custom_groups.values())
     groups: dict[str, list[str]] = {name: [] for name in order}
     for name in names:
@@ -278,6 +269,39 @@ def feature_groups(
     ]
 
 
+def check_feature_names(
+    config: SearchConfig, names: Iterable[str], custom_columns: Iterable[str]
+) -> None:
+    """Check the features that the source file declares by name.
+
+    Args:
+        config: Settings of the source file.
+        names: Names of `feature_names`.
+        custom_columns: Columns of all custom features.
+
+    Raises:
+        UserError: If `unknown_when_ranking` or `groups` has a feature that does not
+            exist.
+    """
+    custom_names = [plain_name(column) for column in custom_columns]
+    check_known(
+        config.unknown_when_ranking,
+        custom_names,
+        lambda name, near: (
+            f"search.unknown_when_ranking has '{name}', which is not a custom feature "
+            f"of the log; the nearest is '{near}'"
+        ),
+    )
+    check_known(
+        chain.from_iterable(config.groups.values()),
+        [*names, *custom_names],
+        lambda name, near: (
+            f"search.groups has '{name}', which is not a feature of the log; the "
+            f"nearest is '{near}'"
+        ),
+    )
+
+
 def features_unknown_when_ranking(
     config: SearchConfig, custom_columns: Collection[str]
 ) -> list[str]:
@@ -289,18 +313,7 @@ def features_unknown_when_ranking(
     Args:
         config: Settings of the source file.
         custom_columns: Columns of all custom features.
-
-    Raises:
-        UserError: If a declared feature does not exist.
     """
     declared = config.unknown_when_ranking
-    check_known(
-        declared,
-        list(map(plain_name, custom_columns)),
-        lambda name, near: (
-            f"search.unknown_when_ranking has '{name}', which is not a custom feature "
-            f"of the log; the nearest is '{near}'"
-        ),
-    )
     unknown = [name for name in custom_columns if plain_name(name) in declared]
     return [*SHOWN_FEATURES, *unknown]

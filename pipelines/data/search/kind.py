@@ -16,11 +16,7 @@ from pipelines.data.run import Run
 from pipelines.data.search.audit import check_search_tables
 from pipelines.data.search.config import SearchConfig, check_search
 from pipelines.data.search.counts_as_of import make_counts
-from pipelines.data.search.features import (
-    feature_groups,
-    feature_names,
-    features_unknown_when_ranking,
-)
+from pipelines.data.search.features import check_feature_names, feature_names
 from pipelines.data.search.sequences import make_search
 from pipelines.data.search.simulator import SearchSettings, best_gauc, simulate_search
 from pipelines.data.sequences.custom_features import default_groups
@@ -56,10 +52,8 @@ class Search(Kind):
         """Raise UserError for settings or names of features that do not fit the log."""
         check_search(source, config)
         custom_groups = default_groups(source, config.kind_config.item_features)
-        features_unknown_when_ranking(config.kind_config, custom_groups)
-        if config.kind_config.groups:
-            names = feature_names(config.kind_config, source.info["clock"])
-            feature_groups(config.kind_config, names, custom_groups)
+        names = feature_names(config.kind_config, source.info["clock"])
+        check_feature_names(config.kind_config, names, custom_groups)
 
     def make_sequences(
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from models.config import pluralize
 from models.ragged import run_starts
-from models.storage.tables import Manifest, UserError, part_uris, write_part
+from models.storage.tables import CUSTOM_KEY, Manifest, UserError, part_uris, write_part
 from pipelines.data.engine import Call
 from pipelines.data.events.columns import (
     bool_column,
@@ -121,7 +121,7 @@ class SearchBuilder(SequenceBuilder):
         behaviours: Behaviours,
         count: Counter[str],
     ) -> Requests:
-        """Form a request of each search that shows an item of the catalogue.
+        """Form one request per search that shows an item of the catalogue.
 
         Requests that are older than the oldest behaviour of a truncated user are
         dropped.
@@ -207,9 +207,9 @@ def _count_spread(
     """Count requests whose results have different times, and find the longest one.
 
     Args:
-        searches: The request of each event.
+        searches: Request of each event.
         time: Times (E,) of the events in ms.
-        count: Takes the counts.
+        count: Counter that the kind's statistics are added to, in place.
     """
     spread = searches.spread(time)
     count["requests_spread"] = len(sorted_unique(searches.first[spread > 0]))
@@ -222,9 +222,9 @@ def _count_candidates(
     """Count candidates, and requests with all or no clicks, for each split.
 
     Args:
-        draft: The part.
+        draft: Requests and features of the part.
         is_clicked: Clicks (E,) bool of the events.
-        count: Takes the counts.
+        count: Counter that the kind's statistics are added to, in place.
     """
     requests = draft.requests
     num_candidates = requests.lengths  # (R,)
@@ -371,7 +371,7 @@ class SearchStep(SequencesStep):
         requests = sum(info["requests"].values())
         candidates = sum(info["candidates"].values())
         one_class = sum(info["requests_one_class"].values())
-        custom_features = info.get("own", {"numbers": [], "categories": []})
+        custom_features = info.get(CUSTOM_KEY, {"numbers": [], "categories": []})
         num_features = len(info["features"]) + sum(map(len, custom_features.values()))
         report(
             f"sequences: {sequences.rows:,} users, {requests:,} requests with "
@@ -404,10 +404,10 @@ def make_search(
     """Make the tables of a search log that follow `events` and `items`.
 
     Args:
-        run: The run of prepare.
+        run: Log, settings and tables of this call of `prepare`.
         events: Manifest of `events`.
         items: Manifest of `items`.
-        split: The split as manifests record it.
+        split: Kind and boundaries of the split, as manifests record them.
 
     Returns:
         Manifest of `sequences`.

@@ -385,7 +385,7 @@ def taste_from_clicks(
 
     Args:
         world: Clusters of items.
-        log: The log.
+        log: Simulated searches with their clicks.
         in_intent: 1 for results (S, P) of the intent, else 0; only clicks on results of
             the intent are used.
         share: Share of the makers that a user likes.

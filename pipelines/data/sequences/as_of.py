@@ -51,7 +51,7 @@ def _make_table(run: Run, name: str, section: Section) -> Manifest:
     """Make the table of one section, unless it is up to date.
 
     Args:
-        run: The run of prepare.
+        run: Log, settings and tables of this call of `prepare`.
         name: Name of the section.
         section: Files and columns of the section.
 
@@ -201,7 +201,7 @@ def share_items(run: Run, columns: list[str]) -> list[Shared]:
     """Store item features for all tasks, as a table whose rows precede all events.
 
     Args:
-        run: The run of prepare.
+        run: Log, settings and tables of this call of `prepare`.
         columns: Columns of `items`; without any, nothing is stored.
     """
     if not columns:
@@ -259,7 +259,7 @@ def report_missing(
     """Report how many events have no earlier row in each table.
 
     Args:
-        run: The run of prepare.
+        run: Log, settings and tables of this call of `prepare`.
         manifests: Manifests of the tables, by name.
         num_events: Number of events of the log.
         count: Counts of `join_as_of` over all parts.

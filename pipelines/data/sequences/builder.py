@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from models.config import pluralize
 from models.ragged import lengths_to_starts, run_starts
-from models.storage.tables import Manifest, Part, part_uris, write_part
+from models.storage.tables import CUSTOM_KEY, Manifest, Part, part_uris, write_part
 from pipelines.data.engine import Call, Shared, fetch
 from pipelines.data.events.columns import (
     USER_AND_ITEM,
@@ -159,7 +159,7 @@ def select_behaviours(
     """Select the most recent `max_events` behaviours of each user.
 
     Args:
-        part: The events.
+        part: Events of the part.
         is_behaviour: Mask (E,) of the events that are behaviours.
         max_events: Maximum number of behaviours per user.
     """
@@ -351,9 +351,9 @@ class SequenceBuilder(ABC):
         """Form the requests of a part, sorted by user and time.
 
         Args:
-            part: The events.
+            part: Events of the part.
             behaviours: Behaviours of the part.
-            count: Takes the counts of dropped requests.
+            count: Counter that the numbers of dropped requests are added to, in place.
         """
 
     def find_behaviours(self, part: EventsPart) -> np.ndarray:
@@ -372,7 +372,7 @@ class SequenceBuilder(ABC):
         """Compute the features (E, F) float32 of each event as of `requests.as_of`.
 
         Args:
-            part: The events.
+            part: Events of the part.
             requests: Requests of the part.
             pieces: Counts of the events, for `gather_counts`; None if nothing is
                 counted.
@@ -401,8 +401,8 @@ class SequenceBuilder(ABC):
         """Return the columns (U,) with one value per user.
 
         Args:
-            draft: The part.
-            count: Takes the counts of the kind.
+            draft: Requests and features of the part.
+            count: Counter that the kind's statistics are added to, in place.
         """
 
     def request_column(
@@ -418,8 +418,9 @@ class SequenceBuilder(ABC):
         events with its name.
 
         Args:
-            draft: The part.
-            count: Takes the number of requests without a history, by split.
+            draft: Requests and features of the part.
+            count: Counter that the numbers of requests without a history are added to,
+                by split, in place.
             per_request: Fields (R,) of requests.
             per_candidate: Values (E,) or (E, width) of events; a request lists the
                 values of its candidates.
@@ -457,7 +458,7 @@ class SequenceBuilder(ABC):
         """Return the statistics of training rows; None for kinds without them.
 
         Args:
-            draft: The part.
+            draft: Requests and features of the part.
             table: The built rows of `sequences`.
         """
         return None
@@ -566,7 +567,7 @@ def to_lists(offsets: np.ndarray, values: pa.Array, kind: pa.DataType) -> pa.Arr
 
     Args:
         offsets: Offsets (n + 1,) of the lists.
-        values: The flat values.
+        values: Values of all lists, end to end.
         kind: Type of the lists.
     """
     return pa.ListArray.from_arrays(
@@ -659,7 +660,7 @@ class SequencesStep(ABC):
         The base class counts nothing and returns None.
 
         Args:
-            builder: The builder of the parts.
+            builder: Builder of the parts.
             lookups: Shared lookups.
         """
         return None
@@ -697,7 +698,7 @@ def make_sequences(step: SequencesStep) -> Manifest:
         info |= step.describe(builder, built)
         if builder.custom_columns and built.training:
             custom = [part.custom for part in built.training]
-            info["own"] = describe_features(custom, builder.custom_columns)
+            info[CUSTOM_KEY] = describe_features(custom, builder.custom_columns)
         if step.as_of:
             info["as_of"] = as_of_info(step.as_of)
         sequences = run.tables.commit(

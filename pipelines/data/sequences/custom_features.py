@@ -54,7 +54,7 @@ def item_columns(source: Log, names: list[str]) -> pa.Schema:
     """Return the schema of the item features with these names.
 
     Args:
-        source: The source file.
+        source: Mapping of the raw log.
         names: Names of attributes or numbers of items.
 
     Raises:
@@ -97,7 +97,7 @@ def default_groups(source: Log, item_features: list[str]) -> dict[str, str]:
     name of the table for a feature with times of its own.
 
     Args:
-        source: The source file.
+        source: Mapping of the raw log.
         item_features: Names of the features of items.
 
     Returns:

@@ -341,7 +341,7 @@ def assign_splits(
     """Return the index (R,) int8 into SPLITS of every request.
 
     Args:
-        split: The split as manifests record it.
+        split: Kind and boundaries of the split, as manifests record them.
         time: Times (R,) in ms, or ordinals, ascending within a user.
         user_start: Index (U,) of each user's first request; unused by a temporal
             split.
@@ -373,7 +373,7 @@ def count_by_fold(split: Mapping[str, Any], time: np.ndarray) -> dict[str, int]:
     Requests after the test window of a fold are not counted for it.
 
     Args:
-        split: The split as manifests record it.
+        split: Kind and boundaries of the split, as manifests record them.
         time: Times (R,) of the requests in ms.
 
     Returns:
@@ -396,7 +396,7 @@ def folds_info(
     """Return the entry `requests_per_fold` of manifests; no entry without folds.
 
     Args:
-        split: The split as manifests record it.
+        split: Kind and boundaries of the split, as manifests record them.
         count: Sums of `count_by_fold` over all parts.
     """
     numbers = range(1, 1 + len(split.get("folds", ())))

@@ -73,7 +73,7 @@ class EmbedConfig:
 
 @dataclass(frozen=True)
 class TextConfig(EmbedConfig):
-    """Options of embeddings of a log's texts."""
+    """Options of jobs.encode: embeddings of items, queries and pairs."""
 
     pooling: Literal["mean", "cls"] = "cls"
     """State of the `cls` token, as in QGS (Sec. 3.3), or the `mean` over tokens."""

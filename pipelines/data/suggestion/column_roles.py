@@ -678,9 +678,11 @@ def list_unnamed_doubts(
         return [f"no name tells; or {role}: {counterpart.name}?"]
     if role == "user" and role_score(column.name, "supplier"):
         return ["its name says who offers items; is it the user?"]
-    header = re.fullmatch(r"c\d+", column.name)
-    is_id = header or (names_id(column.name) and not is_attribute(column.name))
-    return [] if is_id else [f"no name says {role}; is it?"]
+    has_generated_name = re.fullmatch(r"c\d+", column.name) is not None
+    names_only_id = names_id(column.name) and not is_attribute(column.name)
+    if has_generated_name or names_only_id:
+        return []
+    return [f"no name says {role}; is it?"]
 
 
 def is_rival_by_name(c: Column, column: Column, role: str) -> bool:
@@ -688,7 +690,7 @@ def is_rival_by_name(c: Column, column: Column, role: str) -> bool:
 
     Args:
         c: Column that may be a rival.
-        column: The chosen column.
+        column: Column that was chosen for the role.
         role: "user" or "item".
     """
     difference = role_score(column.name, role) - role_score(c.name, role)

@@ -199,7 +199,7 @@ def read_ids(group: FileGroup, expressions: list[str]) -> dict[str, FileIds]:
     """Read the distinct ids of expressions in at most MAX_ID_BLOCKS blocks of files.
 
     Args:
-        group: The files.
+        group: Files of one layout.
         expressions: Columns or SQL expressions.
 
     Returns:
@@ -945,7 +945,7 @@ def list_rival_keys(best: Description, similar: list[Description]) -> list[str]:
     """List the other columns of the best files that fit about as well as their key.
 
     Args:
-        best: The best description.
+        best: Description with the best files.
         similar: Descriptions that match about as many ids.
     """
     return [
@@ -969,7 +969,7 @@ def list_rival_files(
     Args:
         role: "user" or "item".
         ids: Column of the log with the ids.
-        best: The best description.
+        best: Description with the best files.
         similar: Descriptions that match about as many ids.
     """
     assert best.group is not None
@@ -1068,7 +1068,7 @@ def match_ids(
     other ids, the description contains the SQL of this conversion.
 
     Args:
-        group: The files.
+        group: Files of one layout.
         key: Column with the ids of the files.
         ids: Column of the log with the ids.
         values: Ids in the first rows of the log.
@@ -1149,7 +1149,7 @@ def list_description_columns(
 
     Args:
         role: "user" or "item".
-        group: The files.
+        group: Files of one layout.
         key: Column with the ids of the files.
 
     Returns:
@@ -1199,7 +1199,7 @@ def add_description(
     Args:
         draft: Mapping to add to.
         role: "user" or "item".
-        description: The files.
+        description: Files that describe them.
         all_files: Names of all files of the folder.
     """
     group, key = description.group, description.key

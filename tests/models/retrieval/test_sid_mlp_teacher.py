@@ -168,7 +168,7 @@ def test_a_teacher_that_does_not_fit_is_refused(taught: Taught, tmp_path: Path) 
         match=r"teacher_hash is 0123, the teacher .* has .*; leave model\.teacher_hash out",
     ):
         train(taught.teacher, teacher_hash="0123")
-    with pytest.raises(UserError, match=r"m 3 leaves no digit of 3 to the student"):
+    with pytest.raises(UserError, match=r"m 3 leaves no level of 3 to the student"):
         train(taught.teacher, m=3)
 
     wide, wide_sids = write_tables(tmp_path / "wide", users=8, items=40)
