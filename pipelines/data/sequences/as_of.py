@@ -241,8 +241,8 @@ def join_as_of(
         events: Rows of `read_part`.
         at: Times (E,) in ms as of which features are taken.
         tables: Tables to join.
-        count: Takes the number of events without an earlier row, by table. Their
-            features are null.
+        count: Counter that the numbers of events without an earlier row, whose features
+            are null, are added to, by table, in place.
     """
     for table in tables:
         row = table.latest_rows(events, at)
