@@ -21,7 +21,7 @@ from models.retrieval.recommend import best_allowed, recommender
 
 @dataclass
 class PopularityConfig:
-    """Popularity: recommends to every user the items most frequent in training."""
+    """Popularity: recommends the most frequent items of training to every user."""
 
     max_history: int = 1
     """Number of latest behaviours read per request; popularity ignores them."""
