@@ -77,7 +77,7 @@ def search_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def retrieval_model(name: str) -> tuple[Any, Any]:
     """The model, with its teacher where it has one, and a batch of its unit."""
-    model_class, catalogue = registry.find(name), small_retrieval.catalogue()
+    model_class, catalogue = registry.find(name), small_retrieval.build_catalogue()
     options: dict[str, Any] = {"name": name, **SIZES.get(name, {})}
     if name == "tiger":
         options |= small_retrieval.TEACHER
@@ -89,9 +89,9 @@ def retrieval_model(name: str) -> tuple[Any, Any]:
     model: Any = build_model(options, catalogue)
     if isinstance(model, TaughtModel):
         model.set_teacher(build_teacher(model.config, catalogue))
-    batch = small_retrieval.requests(8, longest=5)
+    batch = small_retrieval.make_requests(8, longest=5)
     if model.example_unit == "user":
-        return model, small_retrieval.windows(
+        return model, small_retrieval.make_windows(
             batch,
             target=torch.tensor([1, 2, 3]),
             target_row=torch.tensor([0, 1, 2]),
@@ -157,7 +157,7 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_what_reads_a_value_back_is_seen(without_values):
-    histories = small_retrieval.requests(3)
+    histories = small_retrieval.make_requests(3)
     values = without_values(histories).target.float()
     for wait in (
         lambda: values.sum().item(),
@@ -216,7 +216,7 @@ def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
 def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
     model, _ = retrieval_model(name)
     model.eval()
-    batch = small_retrieval.requests(2, longest=5)
+    batch = small_retrieval.make_requests(2, longest=5)
     batch = replace(
         batch,
         history_length=torch.tensor([0, 5]),
@@ -330,7 +330,7 @@ def test_nothing_is_learned_from_what_fills_a_batch_of_histories(name):
 @pytest.mark.parametrize("name", ["tiger", "sid_mlp", "sasrec"])
 def test_a_search_of_more_requests_and_longer_histories_finds_the_same(name):
     model, _ = retrieval_model(name)
-    batch = small_retrieval.requests(5, longest=5)
+    batch = small_retrieval.make_requests(5, longest=5)
     wide = batch.histories.pad_to_buckets(6, ("B", "T"))
     assert wide.history.shape == (6, 6)
     items, scores = model.eval().recommend(batch, 4)
@@ -345,7 +345,7 @@ def test_a_replayed_search_finds_what_the_search_finds(name):
     at.
     """
     model, _ = retrieval_model(name)
-    batch = small_retrieval.requests(5, longest=5)
+    batch = small_retrieval.make_requests(5, longest=5)
     search = type(model.eval()).recommend.__wrapped__.__wrapped__
     sets = [
         model.encode_allowed(torch.arange(30) % step == 0) for step in (2, 3, 30)
@@ -369,7 +369,9 @@ def test_a_replayed_search_finds_what_the_search_finds(name):
 def test_requests_of_several_threads_get_their_own_answers():
     """A graph's answer lies where the next one will: so does that of this search."""
     model, _ = retrieval_model("sasrec")
-    batches = [small_retrieval.requests(3, longest=5, seed=seed) for seed in range(4)]
+    batches = [
+        small_retrieval.make_requests(3, longest=5, seed=seed) for seed in range(4)
+    ]
     wanted = [model.eval().recommend(batch, 4)[0] for batch in batches]
     kept = [torch.zeros(3, 4, dtype=torch.long), torch.zeros(3, 4)]
 
@@ -451,8 +453,8 @@ def test_steps_on_the_graphs_own_tensors_are_the_same_steps(optimizer, monkeypat
     copied into kept tensors.
     """
     batches = [
-        small_retrieval.requests(8, longest=5),
-        small_retrieval.requests(8, seed=2, longest=4),
+        small_retrieval.make_requests(8, longest=5),
+        small_retrieval.make_requests(8, seed=2, longest=4),
     ]
     plain = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
     made = []

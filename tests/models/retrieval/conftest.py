@@ -1,6 +1,4 @@
-"""Small tables for the tests of retrieval models, and a TIGER that is trained once for
-all of them.
-"""
+"""Writers of small tables for retrieval models, and a TIGER trained once per session."""
 
 from __future__ import annotations
 
@@ -34,75 +32,73 @@ Log = dict[str, list[tuple[int, int]]]
 WriteTables = Callable[..., Path]
 
 
-def leave_last_out(count: int) -> list[str]:
-    return ["train"] * count if count < 3 else ["train"] * (count - 2) + ["val", "test"]
+def assign_splits(count: int) -> list[str]:
+    """Return the split of each of a user's `count` behaviours: leave-last-out."""
+    if count < 3:
+        return ["train"] * count
+    return ["train"] * (count - 2) + ["val", "test"]
 
 
-def _write(
+def build_sequence(user: str, behaviours: list[tuple[int, int]]) -> dict[str, Any]:
+    """Return the row of `sequences` of one user, with one request per behaviour.
+
+    A request's history holds the strictly earlier behaviours.
+    """
+    times = [time for time, _ in behaviours]
+    splits = assign_splits(len(behaviours))
+    requests = []
+    for (time, item), split in zip(behaviours, splits, strict=True):
+        request = {
+            "timestamp_ms": time,
+            "query": None,
+            "history_end": sum(earlier < time for earlier in times),
+            "split": split,
+            "candidates": [item],
+        }
+        requests.append(request)
+    return {
+        "user_id": user,
+        "item_index": [item for _, item in behaviours],
+        "timestamp_ms": times,
+        "query": [None] * len(times),
+        "requests": requests,
+    }
+
+
+def commit_table(
     folder: Path, schema: pa.Schema, parts: list[pa.Table], inputs: dict, info: dict
 ) -> Manifest:
+    """Write the parts of a table and its manifest."""
     uri = str(folder)
-    written = [write_part(uri, part) for part in parts]
-    return commit(
-        uri, folder.name, schema, written, config={}, inputs=inputs, info=info
-    )
+    files = [write_part(uri, part) for part in parts]
+    return commit(uri, folder.name, schema, files, config={}, inputs=inputs, info=info)
 
 
 @pytest.fixture
 def write_tables(tmp_path: Path) -> WriteTables:
-    """Writes `items` and `sequences` of a log, with strict histories, in parts of a few
-    users.
-    """
+    """A function that writes `items` and `sequences` of a log, a few users per part."""
 
     def write(
         log: Log, num_items: int, name: str = "tables", users_per_part: int = 3
     ) -> Path:
         root = tmp_path / name
         schema = items_schema()
-        items = pa.table(
-            {
-                "item_index": np.arange(num_items, dtype=np.int32),
-                "item_id": [f"i{i:05d}" for i in range(num_items)],
-            },
-            schema=schema,
-        )
-        made = _write(root / "items", schema, [items], {}, {})
+        columns = {
+            "item_index": np.arange(num_items, dtype=np.int32),
+            "item_id": [f"i{i:05d}" for i in range(num_items)],
+        }
+        items = pa.table(columns, schema=schema)
+        items_manifest = commit_table(root / "items", schema, [items], {}, {})
+
         schema = sequences_schema(events_schema())
-        rows = []
-        for user, behaviours in log.items():
-            times = [t for t, _ in behaviours]
-            requests = [
-                {
-                    "timestamp_ms": t,
-                    "query": None,
-                    "history_end": sum(x < t for x in times),
-                    "split": s,
-                    "candidates": [i],
-                }
-                for (t, i), s in zip(
-                    behaviours, leave_last_out(len(behaviours)), strict=True
-                )
-            ]
-            rows.append(
-                {
-                    "user_id": user,
-                    "item_index": [i for _, i in behaviours],
-                    "timestamp_ms": times,
-                    "query": [None] * len(times),
-                    "requests": requests,
-                }
-            )
+        rows = [build_sequence(user, behaviours) for user, behaviours in log.items()]
         parts = [
-            pa.Table.from_pylist(rows[at : at + users_per_part], schema=schema)
-            for at in range(0, len(rows), users_per_part)
+            pa.Table.from_pylist(rows[first : first + users_per_part], schema=schema)
+            for first in range(0, len(rows), users_per_part)
         ]
-        _write(
-            root / "sequences",
-            schema,
-            parts,
-            {"items": made.hash},
-            {"kind": "retrieval"},
-        )
+        inputs = {"items": items_manifest.hash}
+        info = {"kind": "retrieval"}
+        commit_table(root / "sequences", schema, parts, inputs, info)
         return root
 
     return write
@@ -110,60 +106,59 @@ def write_tables(tmp_path: Path) -> WriteTables:
 
 @pytest.fixture
 def write_sids(tmp_path: Path) -> Callable[..., Path]:
-    """Writes `sids` and `trie` of codes, as made from the items of `tables`."""
+    """A function that writes `sids` and `trie` of codes for the items of `tables`.
+
+    Keyword arguments `items` and `sids` replace the hashes of the input tables.
+    """
 
     def write(
         codes: list[tuple[int, ...]],
         sizes: list[int],
         tables: Path,
         name: str = "sids",
-        **inputs: str,
+        **hashes: str,
     ) -> Path:
         root = tmp_path / name
+        info = {"codebook_sizes": sizes}
         table = pa.table({"item_index": range(len(codes)), "codes": codes}, schema=SIDS)
-        items = read_manifest(str(tables / "items")).hash
-        sizes_info = {"codebook_sizes": sizes}
-        sids = _write(
-            root / "sids",
-            SIDS,
-            [table],
-            {"items": inputs.get("items", items)},
-            sizes_info,
-        )
-        trie = TRIE.empty_table()  # nobody reads what is in it
-        _write(
-            root / "trie",
-            TRIE,
-            [trie],
-            {"sids": inputs.get("sids", sids.hash)},
-            sizes_info,
-        )
+        items_hash = read_manifest(str(tables / "items")).hash
+        inputs = {"items": hashes.get("items", items_hash)}
+        sids = commit_table(root / "sids", SIDS, [table], inputs, info)
+
+        trie = TRIE.empty_table()  # loading reads its manifest alone
+        inputs = {"sids": hashes.get("sids", sids.hash)}
+        commit_table(root / "trie", TRIE, [trie], inputs, info)
         return root
 
     return write
 
 
 @dataclass
-class World:
-    """Tables with semantic IDs, a TIGER that was trained on them, and how well it
-    ranks.
-    """
+class TrainedTiger:
+    """Tables with semantic IDs and the run folder of a TIGER trained on them."""
 
     root: Path
     tables: str
     sids: str
-    tiger: Path
+    folder: Path
+    """Run folder of the TIGER, with the checkpoint `best`."""
     ndcg: float
+    """Best validation ndcg@10 of the TIGER."""
 
     @property
     def catalogue(self) -> Catalogue:
+        """The catalogue of the tables."""
         return Catalogue.load(self.tables, self.sids)
 
     def train(
         self, model: dict[str, Any], folder: Path, epochs: int, metric: str = "ndcg@10"
     ) -> tuple[Any, list[EpochEvent]]:
-        """Trains as `jobs.train` does, without Ray, to `best` in the folder; (set-up,
-        epochs).
+        """Train a model on the tables as `jobs.train` does, without Ray.
+
+        The best checkpoint is saved as `best` in `folder`.
+
+        Returns:
+            The training's set-up and the event of each epoch.
         """
         config = FitConfig(
             lr=5e-3,
@@ -174,28 +169,27 @@ class World:
             metric=metric,
             seed=2,
         )
-        setup, events = (
-            build_training(model, config, Inputs(self.tables, self.sids)),
-            [],
-        )
+        setup = build_training(model, config, Inputs(self.tables, self.sids))
+        events = []
         for event in fit(
             setup.model, setup.train, setup.validate, setup.fit, means=setup.means
         ):
-            if isinstance(event, EpochEvent):
-                events.append(event)
-                if event.is_best:
-                    about = setup.checkpoint(epoch=event.epoch, metrics=event.metrics)
-                    checkpoint.save(folder / "best", setup.model, about)
+            if not isinstance(event, EpochEvent):
+                continue
+            events.append(event)
+            if event.is_best:
+                about = setup.checkpoint(epoch=event.epoch, metrics=event.metrics)
+                checkpoint.save(folder / "best", setup.model, about)
         return setup, events
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def trained_tiger(tmp_path_factory: pytest.TempPathFactory) -> TrainedTiger:
+    """Tables and a small TIGER that ranks better than chance."""
     root = tmp_path_factory.mktemp("retrieval")
-    made = World(
-        root, *training_tables.write_tables(root, users=120), root / "tiger", 0.0
-    )
-    tiger = {
+    tables, sids = training_tables.write_tables(root, users=120)
+    tiger = TrainedTiger(root, tables, sids, root / "tiger", 0.0)
+    model = {
         "name": "tiger",
         "d_model": 16,
         "d_ff": 32,
@@ -207,7 +201,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         "dropout": 0.0,
         "beam": 24,
     }
-    made.ndcg = max(
-        event.metrics["ndcg@10"] for event in made.train(tiger, made.tiger, 12)[1]
-    )
-    return made
+    _, events = tiger.train(model, tiger.folder, 12)
+    tiger.ndcg = max(event.metrics["ndcg@10"] for event in events)
+    return tiger

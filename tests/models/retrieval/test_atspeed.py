@@ -31,11 +31,11 @@ from tests.fixtures.small_retrieval import (
     FIRST,
     SIZES,
     TEACHER,
-    catalogue,
-    requests,
-    tiger,
+    build_catalogue,
+    build_tiger,
+    make_requests,
 )
-from tests.models.retrieval.conftest import World
+from tests.models.retrieval.conftest import TrainedTiger
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
 SMALL = {"draft_d_ff": 24, "draft_heads": 2, "beam": 6, "draft_beam": 9}
@@ -43,12 +43,12 @@ SMALL = {"draft_d_ff": 24, "draft_heads": 2, "beam": 6, "draft_beam": 9}
 
 def untrained(name: str, **options: Any) -> AtSpeed:
     options = {"name": name, "teacher_model": TEACHER, **SMALL, **options}
-    return build_model(options, catalogue())  # type: ignore[return-value]
+    return build_model(options, build_catalogue())  # type: ignore[return-value]
 
 
 def teacher(seed: int) -> Retriever:
     """A TIGER whose log-probabilities are far from uniform."""
-    made = tiger(seed)
+    made = build_tiger(seed)
     torch.nn.init.normal_(made.backbone.embedding.weight, std=3.0)
     return made
 
@@ -88,7 +88,7 @@ def test_a_tree_in_one_pass_is_every_prefix_by_itself(
         codebook_scores=codebook,
     ).eval()
     generator = torch.Generator().manual_seed(2)
-    history = made.encode(requests(5))
+    history = made.encode(make_requests(5))
     rows, tree = torch.tensor([3, 0, 4, 1]), random_tree(4, generator)
     found = T5Target(decoder, history)(rows, tree, 0)
     assert [x.shape[1] for x in found] == [1, 4, 5, 7]
@@ -137,7 +137,7 @@ def test_strict_recommends_what_its_teacher_does(seed: int) -> None:
         (16, 20, 20, 2),
         (3, 4, 2, 0),
     ):
-        batch = requests(count, seed=100 * seed + count)
+        batch = make_requests(count, seed=100 * seed + count)
         found = model.speculate(batch, k, beam=beam, draft_steps=steps)
         items, scores = verified_by.recommend(batch, k, beam=beam)
         assert found.items.tolist() == items.tolist()
@@ -158,17 +158,19 @@ def test_strict_recommends_what_its_teacher_does(seed: int) -> None:
 def test_a_draft_that_is_the_teacher_needs_one_pass() -> None:
     model = student(draft_layers=2, draft_d_ff=32, draft_beam=1000)
     model.decoder.load_state_dict(teacher(1).decoder.state_dict())
-    found = model.speculate(requests(9), 5)
+    found = model.speculate(make_requests(9), 5)
     assert found.passes.tolist() == [1] * 9
     assert found.accepted.tolist() == found.drafted.tolist() == [3] * 9
-    stepwise = model.speculate(requests(9), 5, draft_steps=1)
+    stepwise = model.speculate(make_requests(9), 5, draft_steps=1)
     assert stepwise.passes.tolist() == [2] * 9
-    assert model.speculate(requests(9), 5, draft_steps=0).passes.tolist() == [4] * 9
+    assert (
+        model.speculate(make_requests(9), 5, draft_steps=0).passes.tolist() == [4] * 9
+    )
 
 
 def test_what_is_relaxed_is_an_item_with_the_score_of_the_teacher() -> None:
     for rule in ("published", "exact"):
-        model, batch = student("atspeed_r", rule=rule), requests(8)
+        model, batch = student("atspeed_r", rule=rule), make_requests(8)
         items, scores = model.recommend(batch, 5)
         again, other = (
             model.recommend(batch, 5)[0],
@@ -215,8 +217,8 @@ def test_the_losses_written_out(codes: int) -> None:
 @pytest.mark.parametrize("name", ["atspeed_s", "atspeed_r"])
 @pytest.mark.parametrize(("alpha", "tau"), [(0.7, 1.0), (0.0, 1.0), (1.0, 2.0)])
 def test_the_loss_is_a_share_of_each(name: str, alpha: float, tau: float) -> None:
-    model, batch = student(name, alpha=alpha, tau=tau), requests(5)
-    history, codes = model.encode(batch), catalogue().sids[batch.target]
+    model, batch = student(name, alpha=alpha, tau=tau), make_requests(5)
+    history, codes = model.encode(batch), build_catalogue().sids[batch.target]
     align = strict_loss if name == "atspeed_s" else relaxed_loss
     ours = model.decoder.teacher_forced(history, codes)
     theirs = [
@@ -243,10 +245,10 @@ def test_the_loss_is_a_share_of_each(name: str, alpha: float, tau: float) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["atspeed_s", "atspeed_r"])
 def test_training_leaves_the_target_and_a_checkpoint_needs_no_teacher(
-    name: str, world: World, tmp_path: Path
+    name: str, trained_tiger: TrainedTiger, tmp_path: Path
 ) -> None:
-    setup, events = world.train(
-        {"name": name, "teacher": str(world.tiger), **SMALL}, tmp_path, 3
+    setup, events = trained_tiger.train(
+        {"name": name, "teacher": str(trained_tiger.folder), **SMALL}, tmp_path, 3
     )
     batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
     assert events[-1].loss < 0.9 * events[0].loss
@@ -255,7 +257,7 @@ def test_training_leaves_the_target_and_a_checkpoint_needs_no_teacher(
     assert (
         1 <= metrics["target_passes"] < 3
     )  # of the three levels of these semantic IDs
-    verified_by = load_model(world.tiger / "best", setup.catalogue)[0]
+    verified_by = load_model(trained_tiger.folder / "best", setup.catalogue)[0]
     kept = verified_by.decoder.state_dict()
     assert all(
         torch.equal(value, kept[key])
@@ -267,7 +269,7 @@ def test_training_leaves_the_target_and_a_checkpoint_needs_no_teacher(
 
 
 def test_the_numbers_of_steps_are_means_over_requests() -> None:
-    model, batch = student(), requests(6)
+    model, batch = student(), make_requests(6)
     found = model.speculate(batch, 20)
     halves = [
         model.measure(batch.select("B", part)) for part in (slice(2), slice(2, 6))
@@ -275,7 +277,7 @@ def test_the_numbers_of_steps_are_means_over_requests() -> None:
     means = model.metric_means(
         {key: halves[0][key] + halves[1][key] for key in halves[0]}
     )
-    assert set(means) == set(model.metric_names(catalogue()))
+    assert set(means) == set(model.metric_names(build_catalogue()))
     assert means["target_passes"] == pytest.approx(float(found.passes.double().mean()))
     assert means["acceptance"] == pytest.approx(
         float(found.accepted.sum() / found.drafted.sum())
@@ -287,7 +289,7 @@ def test_the_numbers_of_steps_are_means_over_requests() -> None:
 def test_what_is_measured_without_known_items_is_what_is_recommended_without_them() -> (
     None
 ):
-    model, batch = student(), requests(6)
+    model, batch = student(), make_requests(6)
     sums = model.measure(replace(batch, target=batch.history[:, 0]), unseen=True)
     assert sums["recall@20"] == 0
     items, _ = model.recommend(batch, 20, unseen=True)
@@ -299,11 +301,11 @@ def test_what_is_measured_without_known_items_is_what_is_recommended_without_the
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="AtSpeed-S does not sample; leave seed out"):
-        student().recommend(requests(2), 3, seed=1)
+        student().recommend(make_requests(2), 3, seed=1)
     spoiled = student()
     spoiled.decoder.stack.final_layer_norm.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="scores that are not finite"):
-        spoiled.recommend(requests(2), 3)
+        spoiled.recommend(make_requests(2), 3)
 
 
 def test_draws_are_spread_evenly() -> None:

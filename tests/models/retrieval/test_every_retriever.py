@@ -25,7 +25,13 @@ from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
 from models.storage import checkpoint
 from models.storage.tables import UserError
-from tests.fixtures.small_retrieval import ITEMS, SIZES, TEACHER, catalogue, requests
+from tests.fixtures.small_retrieval import (
+    ITEMS,
+    SIZES,
+    TEACHER,
+    build_catalogue,
+    make_requests,
+)
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
 LC_REC = {
@@ -123,10 +129,10 @@ def build(name: str, options: dict[str, Any]) -> Any:
             "teacher_model": {"name": TAUGHT_BY[name], **MODELS[TAUGHT_BY[name]]},
             **options,
         }
-    model: Any = build_model({"name": name, **options}, catalogue())
+    model: Any = build_model({"name": name, **options}, build_catalogue())
     if isinstance(model, TaughtModel):
         model.set_teacher(
-            build_teacher(model.config, catalogue()).requires_grad_(False).eval()
+            build_teacher(model.config, build_catalogue()).requires_grad_(False).eval()
         )
     own = model.backbone if name == "lc_rec" else model.decoder
     for part, parameter in own.named_parameters():
@@ -192,7 +198,7 @@ def row_of(batch: RequestBatch, row: int, count: int = 1) -> RequestBatch:
 def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case: str) -> None:
     """Each digit's log-probability from its definition; with `children` the digits
     after the first are normalised anew over what the catalogue has."""
-    model, batch, codes = model_of(case), requests(3), catalogue().sids
+    model, batch, codes = model_of(case), make_requests(3), build_catalogue().sids
     options = registry.find(CASES[case][0]).recommend_options()
     decoder = model.target if "atspeed" in case else model.decoder
     own = [
@@ -256,7 +262,7 @@ def narrow_search(
 @pytest.mark.parametrize("case", CASES)
 def test_a_narrow_search_within_allowed_items_follows_its_definition(case: str) -> None:
     """Whatever the beam keeps is allowed, and scores know of no set."""
-    model, batch, codes = model_of(case), requests(3), catalogue().sids
+    model, batch, codes = model_of(case), make_requests(3), build_catalogue().sids
     beam = (
         1000 if case == "atspeed_r" else 3
     )  # which draws its beams, unless all are kept
@@ -318,7 +324,7 @@ def test_a_step_of_search_is_teacher_forcing_of_its_prefix(case: str) -> None:
     """Beams that leave, double and change places, each against its whole prefix read at
     once.
     """
-    model, batch = model_of(case), requests(4)
+    model, batch = model_of(case), make_requests(4)
     history, generator = model.encode(batch), torch.Generator().manual_seed(3)
     scorer = model.decoder.scorer(model.backbone.infer(batch))
     found, prefixes = (
@@ -346,7 +352,7 @@ def test_a_step_of_search_is_teacher_forcing_of_its_prefix(case: str) -> None:
 )
 def test_recommendations_depend_on_the_own_row_alone(case: str) -> None:
     """Neither on other requests nor on how far they are padded, nor on the target."""
-    model, batch = model_of(case), requests(5)
+    model, batch = model_of(case), make_requests(5)
     items, scores = model.recommend(batch, 6, beam=8)
     assert all(len(set(row)) == 6 for row in items.tolist())
     wider = replace(batch, history=functional.pad(batch.history, (0, 1), value=PAD))
@@ -379,7 +385,7 @@ def test_training_reaches_every_trained_weight_and_comes_back_from_a_checkpoint(
     optimizer, losses = torch.optim.AdamW(dict.fromkeys(trained.values()), 1e-2), []
     for _ in range(6):
         optimizer.zero_grad()
-        loss = model(requests(16))["loss"]
+        loss = model(make_requests(16))["loss"]
         loss.backward()
         assert [
             name for name, p in trained.items() if p.grad is None
@@ -399,14 +405,14 @@ def test_training_reaches_every_trained_weight_and_comes_back_from_a_checkpoint(
         frozen = [p for name, p in model.named_parameters() if name not in trained]
         assert all(p.grad is None for p in frozen)
         assert not any(name.startswith("decoder.teacher.") for name in trained)
-    items, scores = model.eval().recommend(requests(6), 8, beam=12)
+    items, scores = model.eval().recommend(make_requests(6), 8, beam=12)
     checkpoint.save(
         tmp_path,
         model,
         checkpoint.Checkpoint(model=model.config_to_dict(model.config)),
     )
-    loaded, _ = load_model(tmp_path, catalogue())
-    again, again_scores = loaded.recommend(requests(6), 8, beam=12)
+    loaded, _ = load_model(tmp_path, build_catalogue())
+    again, again_scores = loaded.recommend(make_requests(6), 8, beam=12)
     assert again.tolist() == items.tolist()
     torch.testing.assert_close(again_scores, scores)
 
@@ -414,7 +420,7 @@ def test_training_reaches_every_trained_weight_and_comes_back_from_a_checkpoint(
 @pytest.mark.parametrize("name", ["earn", "nezha", "lc_rec_nezha"])
 def test_joint_training_starts_from_a_copy_of_the_teachers_weights(name: str) -> None:
     model = build(name, MODELS[name])
-    teacher = build_teacher(model.config, catalogue())
+    teacher = build_teacher(model.config, build_catalogue())
     before = copy.deepcopy(teacher.state_dict())
     model.set_teacher(teacher)
     own = dict(model.state_dict())
@@ -583,7 +589,7 @@ def test_impossible_options_are_refused(
     name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        build_model({"name": name, **options}, catalogue())
+        build_model({"name": name, **options}, build_catalogue())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -595,4 +601,4 @@ def test_semantic_ids_are_needed_and_of_the_right_codebooks(name: str) -> None:
         torch.tensor([[0, 0, 0, 0], [5, 7, 2, 1]]), (6, 8, 3, 2)
     ).trie
     with pytest.raises(ValueError, match="give the semantic IDs"):
-        model.recommend(requests(2), 2)
+        model.recommend(make_requests(2), 2)

@@ -17,27 +17,33 @@ from models.retrieval.students.joint import Joint
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training.optimizers import group_parameters
-from tests.fixtures.small_retrieval import SIZES, TEACHER, catalogue, requests, tiger
+from tests.fixtures.small_retrieval import (
+    SIZES,
+    TEACHER,
+    build_catalogue,
+    build_tiger,
+    make_requests,
+)
 
 NEZHA = {"name": "nezha"}
 
 
 def untaught(options: dict[str, Any]) -> Joint:
     torch.manual_seed(1)
-    return build_model({"teacher_model": TEACHER, **options}, catalogue())  # type: ignore[return-value]
+    return build_model({"teacher_model": TEACHER, **options}, build_catalogue())  # type: ignore[return-value]
 
 
 def started(options: dict[str, Any]) -> Any:
-    """A model that took its weights from `tiger()`."""
+    """A model that took its weights from `build_tiger()`."""
     model = untaught(options)
-    model.set_teacher(tiger())
+    model.set_teacher(build_tiger())
     return model.eval()
 
 
 @pytest.mark.parametrize("name", ["earn", "nezha"])
 def test_the_loss_is_the_mean_cross_entropy_of_the_digits(name: str) -> None:
-    model, batch = started({"name": name}), requests(5)
-    codes, total = catalogue().sids[batch.target], 0.0
+    model, batch = started({"name": name}), make_requests(5)
+    codes, total = build_catalogue().sids[batch.target], 0.0
     for level, logits in enumerate(
         model.decoder.teacher_forced(model.encode(batch), codes)
     ):
@@ -91,7 +97,7 @@ def layer_by_loops(
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @torch.no_grad()
 def test_layers_up_to_k_see_all_and_above_the_registers_alone(layer: int) -> None:
-    model, batch = started({"name": "earn", "register_layer": layer}), requests(4)
+    model, batch = started({"name": "earn", "register_layer": layer}), make_requests(4)
     backbone = model.backbone
     torch.nn.init.normal_(
         backbone.encoder.blocks[0].attention.relative_attention_bias.weight
@@ -121,7 +127,7 @@ def test_layers_up_to_k_see_all_and_above_the_registers_alone(layer: int) -> Non
 @torch.no_grad()
 def test_states_are_the_root_and_the_placeholders() -> None:
     """Of T5's encoder over each request's own tokens and the placeholders behind them."""
-    model, batch = started(NEZHA), requests(4)
+    model, batch = started(NEZHA), make_requests(4)
     plain, lengths = model.tokens.history(batch), model.tokens.lengths(batch)
     history = model.encode(batch)
     assert history.states.shape == (4, 5, 16)
@@ -139,8 +145,8 @@ def test_states_are_the_root_and_the_placeholders() -> None:
 
 @torch.no_grad()
 def test_digits_are_read_from_a_root_that_moves_on() -> None:
-    model, batch = started(NEZHA), requests(6)
-    codes = catalogue().sids[batch.target]
+    model, batch = started(NEZHA), make_requests(6)
+    codes = build_catalogue().sids[batch.target]
     history = model.encode(batch)
     found, cell = model.decoder.teacher_forced(history, codes), model.decoder.transition
     for row in range(6):
@@ -167,7 +173,7 @@ class Batches:
         return 3
 
     def __call__(self, epoch: int, skip: int) -> Any:
-        return (requests(16, seed=i) for i in range(skip, 3))
+        return (make_requests(16, seed=i) for i in range(skip, 3))
 
 
 def trained(

@@ -32,7 +32,7 @@ from models.storage.tables import UserError
 from models.text import language_model
 from models.training.fit import FitConfig, fit
 from tests.fixtures import training_tables
-from tests.fixtures.small_retrieval import ITEMS, catalogue, requests
+from tests.fixtures.small_retrieval import ITEMS, build_catalogue, make_requests
 from tests.fixtures.trainings import build_training
 
 SMALL: dict[str, Any] = {
@@ -69,7 +69,7 @@ layers."""
 def make(**options: Any) -> LcRec:
     """A model whose log-probabilities are far from uniform."""
     torch.manual_seed(0)
-    model = LcRec(LcRecConfig(**SMALL | options), catalogue())
+    model = LcRec(LcRecConfig(**SMALL | options), build_catalogue())
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter.data, std=0.3)
@@ -125,7 +125,7 @@ def brute_force(model: LcRec, history: list[int]) -> Tensor:
     """(N,): of each item the log-probability of its codes, by a whole pass over prompt
     and codes.
     """
-    before, sids = plain_tokens(model, history), catalogue().sids
+    before, sids = plain_tokens(model, history), build_catalogue().sids
     found = []
     for code in sids:
         tokens = (model.backbone.vocabulary + code + model.tokens.offset).tolist()
@@ -142,7 +142,7 @@ def brute_force(model: LcRec, history: list[int]) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_search_finds_what_whole_passes_over_every_item_find(kind: str) -> None:
-    model, batch = of_kind(kind), requests(4)
+    model, batch = of_kind(kind), make_requests(4)
     items, scores = model.recommend(batch, ITEMS, beam=ITEMS)
     narrow, narrow_scores = model.recommend(batch, 5, beam=8)
     for row in range(4):
@@ -162,7 +162,7 @@ def test_items_of_one_code_are_ranked() -> None:
     codes = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:ITEMS, None]
     torch.manual_seed(0)
     model = LcRec(LcRecConfig(**SMALL), Catalogue.from_codes(codes, (24,))).eval()
-    batch = requests(3)
+    batch = make_requests(3)
     last = len(codes) - 1
     batch = replace(
         batch,
@@ -183,7 +183,7 @@ def test_items_of_one_code_are_ranked() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_teacher_forcing_is_a_whole_pass_over_prompt_and_codes(kind: str) -> None:
-    model, batch = of_kind(kind), requests(6)
+    model, batch = of_kind(kind), make_requests(6)
     codes = model.tokens.codes(batch.target)
     logits = model.decoder.teacher_forced(model.encode(batch), codes)
     for row in range(6):
@@ -200,7 +200,7 @@ def test_teacher_forcing_is_a_whole_pass_over_prompt_and_codes(kind: str) -> Non
 
 @torch.no_grad()
 def test_the_prompt_is_held_once_per_user() -> None:
-    model, batch = make(), requests(3)
+    model, batch = make(), make_requests(3)
     history = model.encode(batch)
     scorer: Any = model.decoder.scorer(history)
     scorer.start()
@@ -222,7 +222,7 @@ def test_the_prompt_is_held_once_per_user() -> None:
 
 @torch.no_grad()
 def test_the_input_is_the_prompt_around_the_codes() -> None:
-    model, batch = make(), requests(5)
+    model, batch = make(), make_requests(5)
     tokens, lengths = model.backbone.inputs(batch)
     place, real = model.backbone.locate_history(model.encode(batch))
     for row in range(5):
@@ -237,7 +237,7 @@ def test_the_input_is_the_prompt_around_the_codes() -> None:
 
 
 def test_words_take_no_part_in_decoding() -> None:
-    model, batch = make(), requests(4)
+    model, batch = make(), make_requests(4)
     items, scores = model.recommend(batch, 10)
     lm: Any = model.backbone.lm
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_the_loss_is_the_librarys_with_the_prompt_ignored(kind: str) -> None:
     """Over words and codes together, of the response's tokens alone: whatever is said
     of the prompt's is ignored.
     """
-    model, batch = of_kind(kind), requests(5)
+    model, batch = of_kind(kind), make_requests(5)
     rows = []
     for row in range(5):
         code = model.backbone.item_tokens(batch.target[row]).tolist()
@@ -482,7 +482,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(**lm_model: Any) -> None:
         LcRec(
             LcRecConfig(lm_model=lm_model, prompt=encode_prompt(Words([], 0), "next")),
-            catalogue(),
+            build_catalogue(),
         )
 
     with pytest.raises(UserError, match="the language model has n_positions 30"):
@@ -522,7 +522,7 @@ def test_low_rank_training_leaves_the_language_model_and_trains_the_codes(
             model.decoder.parameters(), plain.decoder.parameters(), strict=True
         ):
             ours.copy_(theirs)
-    batch = requests(6)
+    batch = make_requests(6)
     torch.testing.assert_close(model(batch)["loss"], plain(batch)["loss"])
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     assert all("lora_" in name for name in trained if ".lm." in name)

@@ -18,7 +18,7 @@ from models.retrieval.distillation.student import distillation_loss
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, fit
-from tests.fixtures.small_retrieval import catalogue, requests
+from tests.fixtures.small_retrieval import build_catalogue, make_requests
 from tests.fixtures.trainings import build_training
 from tests.models.retrieval.test_lc_rec import (
     KINDS,
@@ -45,7 +45,7 @@ def taught(name: str = "lc_rec_sid_mlp", teacher: Any = None, **options: Any) ->
         "teacher_model": teacher.config_to_dict(teacher.config),
         **options,
     }
-    model: Any = build_model(config, catalogue())
+    model: Any = build_model(config, build_catalogue())
     model.set_teacher(teacher)
     return model.eval()
 
@@ -58,7 +58,7 @@ def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
     """By hooks on the projections of the layer, one row at a time; by default a quarter
     of 3 layers, the first.
     """
-    model, batch = taught(layer=layer, **HEADS), requests(5)
+    model, batch = taught(layer=layer, **HEADS), make_requests(5)
     lm: Any = model.backbone.lm
     attention = lm.model.layers[read].self_attn
     seen: dict[str, Tensor] = {}
@@ -97,7 +97,7 @@ def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_readouts_stand_on_each_other(layers: int) -> None:
-    model, batch = taught(readout_layers=layers, **HEADS), requests(4)
+    model, batch = taught(readout_layers=layers, **HEADS), make_requests(4)
     history = model.encode(batch)
     place, real = model.backbone.locate_history(history)
     kept = model.decoder_input(history)[:, place]
@@ -123,7 +123,7 @@ def test_readouts_stand_on_each_other(layers: int) -> None:
 
 def test_it_learns_the_teachers_logits_and_leaves_the_language_model_as_it_is() -> None:
     teacher = make()
-    model, batch = taught(teacher=teacher, **HEADS), requests(32)
+    model, batch = taught(teacher=teacher, **HEADS), make_requests(32)
     codes = model.tokens.codes(batch.target)
     with torch.no_grad():
         history = model.encode(batch)
@@ -208,7 +208,7 @@ def test_states_of_nezha_are_those_of_the_prompts_end_and_the_placeholders(
 ) -> None:
     """Of the library's pass over one row without padding."""
     teacher = of_kind(kind)
-    model, batch = taught("lc_rec_nezha", teacher), requests(5)
+    model, batch = taught("lc_rec_nezha", teacher), make_requests(5)
     history = model.encode(batch)
     assert history.states.shape == (5, 5, 16)
     for row in range(5):

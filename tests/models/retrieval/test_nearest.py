@@ -11,14 +11,14 @@ import torch
 from models.build import build_model
 from models.retrieval.data import Catalogue, InteractionBatch
 from models.storage.tables import UserError
-from tests.fixtures.small_retrieval import TEACHER, catalogue
+from tests.fixtures.small_retrieval import TEACHER, build_catalogue
 
 ITEMS = 30
 
 
 def build(name: str, **config: Any) -> Any:
     torch.manual_seed(0)
-    made = catalogue() if name == "tiger" else Catalogue(ITEMS)
+    made = build_catalogue() if name == "tiger" else Catalogue(ITEMS)
     return build_model({"name": name, **config}, made)
 
 

@@ -21,7 +21,7 @@ from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue
 from models.retrieval.recommend import truncate_history
 from models.storage.tables import UserError
-from tests.fixtures.small_retrieval import requests_of
+from tests.fixtures.small_retrieval import make_requests_with_lengths
 
 LONGEST = 6
 TIGER = {
@@ -87,7 +87,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sid_mlp": [{}, {"path": "plain"}, {"constrained": False}],
     "sid_mlp_pp": [{}, {"path": "plain"}, {"constrained": False}],
 }
-requests = partial(requests_of, items=20)
+requests = partial(make_requests_with_lengths, items=20)
 CASES = [
     (name, options, compiled)
     for name in MODELS

@@ -22,7 +22,12 @@ from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
 from models.retrieval.students.recurrent import RecurrentDecoder, RecurrentScorer
 from models.retrieval.tiger import Tiger, TigerConfig
-from tests.fixtures.small_retrieval import TEACHER, catalogue, requests, tiger
+from tests.fixtures.small_retrieval import (
+    TEACHER,
+    build_catalogue,
+    build_tiger,
+    make_requests,
+)
 from tuning.grid import load_grid
 
 ROOT = Path(__file__).parents[3]
@@ -34,12 +39,13 @@ NAMES = sorted(SMALL)
 
 
 def student(name: str, **options: Any) -> Student:
-    """Of `tiger()`, its weights random and its log-probabilities far from uniform."""
+    """Of `build_tiger()`, its weights random and its log-probabilities far from uniform."""
     torch.manual_seed(1)
     model: Any = build_model(
-        {"name": name, "teacher_model": TEACHER, **SMALL[name], **options}, catalogue()
+        {"name": name, "teacher_model": TEACHER, **SMALL[name], **options},
+        build_catalogue(),
     )
-    model.set_teacher(tiger())
+    model.set_teacher(build_tiger())
     for part, parameter in model.named_parameters():
         if "heads" in part:
             torch.nn.init.normal_(parameter.data)
@@ -48,14 +54,14 @@ def student(name: str, **options: Any) -> Student:
 
 def exact(name: str, **options: Any) -> tuple[RecurrentDecoder, History, Tensor]:
     """A decoder in float64, states of ragged histories and codes of targets."""
-    model, batch = student(name, **options), requests(5)
+    model, batch = student(name, **options), make_requests(5)
     history = model.encode(batch)
     decoder: Any = model.decoder
     decoder._embedding[0].double()
     return (
         decoder.double(),
         History(history.states.double(), history.lengths),
-        catalogue().sids[batch.target],
+        build_catalogue().sids[batch.target],
     )
 
 
@@ -109,7 +115,7 @@ def test_padding_is_never_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_history_is_read_once_for_all_beams(name: str) -> None:
-    model, batch = student(name), requests(3)
+    model, batch = student(name), make_requests(3)
     read = []
     for block in model.decoder.blocks:  # type: ignore[union-attr]
         block.mixer.register_forward_pre_hook(
@@ -171,7 +177,7 @@ def test_it_is_trained_and_swept_as_sid_mlp_is(name: str) -> None:
 def test_requests_whose_states_are_many_are_searched_in_pieces(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = student(name), requests(7)
+    model, batch = student(name), make_requests(7)
     states = []
     whole = model.recommend(batch, 5, beam=4)
     step = RecurrentScorer.step

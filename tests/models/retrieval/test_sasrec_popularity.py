@@ -10,7 +10,7 @@ from models.retrieval.data import Catalogue, RequestBatch, RetrievalDataset
 from models.retrieval.floors.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
 from tests.fixtures.batches import fill_batch
-from tests.fixtures.small_retrieval import windows
+from tests.fixtures.small_retrieval import make_windows
 
 ITEMS = 12
 
@@ -67,7 +67,7 @@ def test_the_loss_of_a_user_is_that_of_its_requests_one_by_one(sasrec, write_tab
     losses = []
     for row in range(len(single)):
         batch = single.collate(torch.tensor([row]).numpy())
-        window = windows(
+        window = make_windows(
             batch,
             target=batch.target,
             target_row=torch.tensor([0]),

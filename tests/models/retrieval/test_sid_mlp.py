@@ -22,10 +22,10 @@ from tests.fixtures.small_retrieval import (
     FIRST,
     SIZES,
     TEACHER,
-    catalogue,
-    requests,
-    row_of,
-    tiger,
+    build_catalogue,
+    build_tiger,
+    make_requests,
+    select_row,
 )
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
@@ -40,16 +40,16 @@ SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_wid
 def untrained(name: str = "sid_mlp", **options: Any) -> Student:
     small = SMALL if name == "sid_mlp" else {}
     options = {"name": name, "teacher_model": TEACHER, **small, **options}
-    return build_model(options, catalogue())  # type: ignore[return-value]
+    return build_model(options, build_catalogue())  # type: ignore[return-value]
 
 
 def student(name: str = "sid_mlp", seed: int = 1, **options: Any) -> Student:
-    """A student of `tiger()`, its weights random and its log-probabilities far from
+    """A student of `build_tiger()`, its weights random and its log-probabilities far from
     uniform.
     """
     torch.manual_seed(seed)
     model = untrained(name, **options)
-    model.set_teacher(tiger())
+    model.set_teacher(build_tiger())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "readout" not in name and parameter.dim() == 2:
             torch.nn.init.normal_(parameter.data, std=0.5)
@@ -129,12 +129,12 @@ def test_dropout_of_attention_weights_is_of_training_alone_and_keeps_their_mean(
 )
 @pytest.mark.parametrize("logits", ["codebook", "vocabulary"])
 def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:
-    model, batch = student(alpha=alpha, tau=tau, logits=logits), requests(5)
-    codes = catalogue().sids
-    history, taught_by = model.encode(batch), tiger()
+    model, batch = student(alpha=alpha, tau=tau, logits=logits), make_requests(5)
+    codes = build_catalogue().sids
+    history, taught_by = model.encode(batch), build_tiger()
     total = 0.0
     for row in range(5):
-        own = row_of(history, row)
+        own = select_row(history, row)
         target = codes[batch.target[row]].tolist()
         for level in range(4):
             taught = taught_by.decoder.teacher_forced(own, torch.tensor([target]))[
@@ -156,7 +156,7 @@ def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:
 
 
 def test_context_and_heads_are_equations_1_and_2() -> None:
-    model, batch = student(), requests(6)
+    model, batch = student(), make_requests(6)
     history = model.encode(batch)
     states, z = history.states, model.decoder.context(history)
     readout, heads_of = model.decoder.readout, model.decoder.heads
@@ -180,7 +180,7 @@ def test_context_and_heads_are_equations_1_and_2() -> None:
         x = readout.norm1(query + torch.cat(heads) @ readout.attention.o.weight.T)
         expected = readout.norm2(x + readout.ffn[3](readout.ffn[0](x).relu()))
         torch.testing.assert_close(z[row], expected, rtol=1e-4, atol=1e-5)
-        table = tiger().backbone.embedding.weight
+        table = build_tiger().backbone.embedding.weight
         given = torch.cat([z[row], table[1 + 4], table[7 + 2]])
         hidden = torch.nn.functional.gelu(heads_of[2][1](heads_of[2][0](given)))
         logits = logits_at(model, history, [4, 2])[row]
@@ -188,7 +188,7 @@ def test_context_and_heads_are_equations_1_and_2() -> None:
 
 
 def test_options_of_recommend() -> None:
-    model, batch = student(), requests(8)
+    model, batch = student(), make_requests(8)
     wide, _ = model.recommend(
         batch, 10, beam=3
     )  # K above the beam: the last digit is taken from all of its children
@@ -269,7 +269,7 @@ def test_ablations_are_read_after_the_base() -> None:
 
 
 def logits_of(model: Student, prefix: list[int], seed: int = 1) -> Tensor:
-    return logits_at(model, model.encode(requests(2, seed=seed)), prefix)
+    return logits_at(model, model.encode(make_requests(2, seed=seed)), prefix)
 
 
 def test_ablations_cut_what_they_name() -> None:

@@ -34,8 +34,8 @@ from models.storage.tables import TableVersion, UserError
 from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
-from tests.fixtures.small_retrieval import requests_of
-from tests.models.retrieval.conftest import World
+from tests.fixtures.small_retrieval import make_requests_with_lengths
+from tests.models.retrieval.conftest import TrainedTiger
 
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
 ITEMS = 24
@@ -52,7 +52,7 @@ TIGER = {
 }
 SIZES = {"encoder_layers": 2, "encoder_width": 32}
 HEADS = {"attention_heads": 2, "attention_width": 16, "ffn_width": 32, "head_width": 32}
-requests = partial(requests_of, items=ITEMS)
+requests = partial(make_requests_with_lengths, items=ITEMS)
 
 
 @cache
@@ -259,19 +259,19 @@ def test_stage_2_learns_from_the_teachers_own_states():
 
 
 @pytest.fixture(scope="module")
-def trained(world: World) -> SimpleNamespace:
+def trained(trained_tiger: TrainedTiger) -> SimpleNamespace:
     """Both stages, trained from the teacher for a few epochs."""
-    root = world.root / "pp"
-    one = {"name": "sid_mlp_pp_encoder", "teacher": str(world.tiger), **SIZES}
-    _, events = world.train(one, root / "encoder", 10, "neg_mse")
+    root = trained_tiger.root / "pp"
+    one = {"name": "sid_mlp_pp_encoder", "teacher": str(trained_tiger.folder), **SIZES}
+    _, events = trained_tiger.train(one, root / "encoder", 10, "neg_mse")
     two = {"name": "sid_mlp_pp", "encoder": str(root / "encoder"), "beam": 24, **HEADS}
-    world.train(two, root / "student", 10)
+    trained_tiger.train(two, root / "student", 10)
     return SimpleNamespace(
         root=root,
-        tables=world.tables,
-        sids=world.sids,
-        catalogue=world.catalogue,
-        teacher=world.tiger,
+        tables=trained_tiger.tables,
+        sids=trained_tiger.sids,
+        catalogue=trained_tiger.catalogue,
+        teacher=trained_tiger.folder,
         encoder=root / "encoder",
         student=root / "student",
         events_1=events,

@@ -24,7 +24,7 @@ from models.training.fit import EpochEvent, FitConfig
 from models.training_run import TrainingRun
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
-from tests.models.retrieval.conftest import World
+from tests.models.retrieval.conftest import TrainedTiger
 
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
 
@@ -43,14 +43,27 @@ class Taught:
 
 
 @pytest.fixture(scope="module")
-def taught(world: World) -> Taught:
-    config = {"name": "sid_mlp", "teacher": str(world.tiger), "dropout": 0.0, **SMALL}
+def taught(trained_tiger: TrainedTiger) -> Taught:
+    config = {
+        "name": "sid_mlp",
+        "teacher": str(trained_tiger.folder),
+        "dropout": 0.0,
+        **SMALL,
+    }
     before = build_training(
-        config, FitConfig(seed=2, batch_size=32), Inputs(world.tables, world.sids)
+        config,
+        FitConfig(seed=2, batch_size=32),
+        Inputs(trained_tiger.tables, trained_tiger.sids),
     ).model.state_dict()
-    setup, events = world.train(config, world.root / "taught", 8)
+    setup, events = trained_tiger.train(config, trained_tiger.root / "taught", 8)
     return Taught(
-        world.tables, world.sids, str(world.tiger), world.ndcg, setup, before, events
+        trained_tiger.tables,
+        trained_tiger.sids,
+        str(trained_tiger.folder),
+        trained_tiger.ndcg,
+        setup,
+        before,
+        events,
     )
 
 

@@ -24,8 +24,8 @@ SMALL = {
     "num_decoder_layers": 2,
 }
 SIZES = (8, 8, 8, 3)
-catalogue = partial(small_retrieval.catalogue, 60, SIZES)
-requests = partial(small_retrieval.requests, items=60, longest=6)
+catalogue = partial(small_retrieval.build_catalogue, 60, SIZES)
+requests = partial(small_retrieval.make_requests, items=60, longest=6)
 
 
 @pytest.fixture

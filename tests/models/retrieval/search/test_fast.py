@@ -36,7 +36,7 @@ TEACHER = {
     "n_user_tokens": 2,
 }
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
-requests = partial(small_retrieval.requests, longest=20)
+requests = partial(small_retrieval.make_requests, longest=20)
 CLOSE = 1e-4
 """Scores of the two paths differ by rounding alone; two items whose plain scores are
 nearer than this may swap."""
