@@ -19,17 +19,24 @@ from models.layers.causal_attention import (
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
 def test_strict_attention_equals_an_explicit_mask(length):
+    """Position 0 attends to nothing: its output is zero, and its gradients are finite.
+
+    A row of one position has gradients, too, as DDP requires them.
+    """
     q, k, v = torch.randn(3, 2, 3, length, 4, requires_grad=True).unbind()
-    got = strict_causal_attention(q, k, v)
     mask = torch.ones(length, length, dtype=torch.bool).tril(-1)
     mask[0, 0] = True  # avoids NaN; this output is set to zero below
     expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     expected = expected * (torch.arange(length) > 0)[:, None]
-    torch.testing.assert_close(got, expected)
-    assert not got[:, :, 0].any()
-    # a single position has gradients too, as DDP requires
-    gradients = torch.autograd.grad(got.square().sum(), (q, k, v), retain_graph=True)
-    expected_gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    expected_gradients = torch.autograd.grad(
+        expected.square().sum(), (q, k, v), retain_graph=True
+    )
+
+    mixed = strict_causal_attention(q, k, v)
+    gradients = torch.autograd.grad(mixed.square().sum(), (q, k, v))
+
+    torch.testing.assert_close(mixed, expected)
+    assert not mixed[:, :, 0].any()
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
 
@@ -37,33 +44,35 @@ def test_strict_attention_equals_an_explicit_mask(length):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
 def test_positions_attend_to_earlier_context_only(strict, tied):
+    """Each of 2 rows has 5 context positions and 3 candidates."""
     torch.manual_seed(0)
     attention = CausalAttention(8, 2, strict=strict)
-    # 5 context positions and 3 candidates in each of 2 rows
     states, values = torch.randn(2, 2, 8, 8).unbind()
-    past = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    context = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     if tied:
-        past = [[0, 1, 1, 1, 4], [0, 1, 2, 3, 3]]
+        context = [[0, 1, 1, 1, 4], [0, 1, 2, 3, 3]]
     candidates = [[5, 2, 0], [1, 4, 4]]
-    earlier = torch.cat([torch.tensor(past), torch.tensor(candidates)], 1)
+    earlier = torch.cat([torch.tensor(context), torch.tensor(candidates)], 1)
     layout = Layout.build(earlier, 5, 4, tied=tied)
 
-    got = attention(states, values, layout)
-    q, k = (
-        apply_rope(attention.split(part(states)), layout.rope)
-        for part in (attention.q, attention.k)
-    )
+    mixed = attention(states, values, layout)
+
+    q = apply_rope(attention.split(attention.q(states)), layout.rope)
+    k = apply_rope(attention.split(attention.k(states)), layout.rope)
     v = attention.split(attention.v(values))
     for row in range(2):
-        for i in range(8):
-            read = list(range(earlier[row, i])) + ([] if strict else [i])
-            mixed = torch.zeros(2, 4)
-            if read:
-                weights = (
-                    torch.einsum("hd,hjd->hj", q[row, :, i], k[row][:, read]) / 2
-                ).softmax(1)
-                mixed = torch.einsum("hj,hjd->hd", weights, v[row][:, read])
-            torch.testing.assert_close(got[row, i], attention.o(mixed.flatten()))
+        for position in range(8):
+            visible = list(range(earlier[row, position]))
+            if not strict:
+                visible.append(position)
+            expected = torch.zeros(2, 4)
+            if visible:
+                query, keys = q[row, :, position], k[row][:, visible]
+                scores = torch.einsum("hd,hjd->hj", query, keys) / 2
+                weights = scores.softmax(1)
+                expected = torch.einsum("hj,hjd->hd", weights, v[row][:, visible])
+            expected = attention.o(expected.flatten())
+            torch.testing.assert_close(mixed[row, position], expected)
 
 
 def test_rotary_position_is_the_number_of_earlier_positions():
@@ -72,6 +81,7 @@ def test_rotary_position_is_the_number_of_earlier_positions():
     rope = Layout.build(earlier, 5, 4, tied=True).rope[:, 0, 0]
     for left, right in ((5, 3), (6, 0), (2, 1)):
         torch.testing.assert_close(rope[:, left], rope[:, right])
+
     pairs = Layout.build(earlier, 5, 4, tied=True, tokens=2)
     positions = torch.tensor([[0, 1, 2, 3, 2, 3, 6, 7, 8, 9, 6, 0]])
     torch.testing.assert_close(pairs.rope, compute_rope(positions, 4))
@@ -91,17 +101,20 @@ def test_weights_start_as_xavier_uniform():
 
 
 def test_rope_rotates_each_pair_by_its_angle():
-    position = torch.tensor([[0, 3, 7]])
+    """Channels j and j + 3 are a complex number."""
+    positions = torch.tensor([[0, 3, 7]])
     x = torch.randn(1, 2, 3, 6)
-    got = apply_rope(x, compute_rope(position, 6))
+
+    rotated = apply_rope(x, compute_rope(positions, 6))
+
     for head in range(2):
-        for row, p in enumerate(position[0].tolist()):
+        for row, position in enumerate(positions[0].tolist()):
             for j in range(3):
-                angle = p * 10_000 ** (-2 * j / 6)
-                pair = complex(x[0, head, row, j], x[0, head, row, j + 3]) * complex(
-                    math.cos(angle), math.sin(angle)
-                )
-                assert got[0, head, row, j].item() == pytest.approx(pair.real, abs=1e-5)
-                assert got[0, head, row, j + 3].item() == pytest.approx(
-                    pair.imag, abs=1e-5
-                )
+                angle = position * 10_000 ** (-2 * j / 6)
+                rotation = complex(math.cos(angle), math.sin(angle))
+                pair = complex(x[0, head, row, j], x[0, head, row, j + 3])
+                expected = pair * rotation
+                real = rotated[0, head, row, j].item()
+                imaginary = rotated[0, head, row, j + 3].item()
+                assert real == pytest.approx(expected.real, abs=1e-5)
+                assert imaginary == pytest.approx(expected.imag, abs=1e-5)

@@ -14,15 +14,23 @@ from models.layers.causal_product import (
 )
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention by its definition, query by query."""
+def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Return the attention (..., H, D) of one query per head.
+
+    Args:
+        query: (..., H, D) queries.
+        keys: (..., H, S, D) keys.
+        values: (..., H, S, D) values.
+    """
+    scores = torch.einsum("...d,...sd->...s", query, keys) / query.shape[-1] ** 0.5
+    return torch.einsum("...s,...sd->...d", scores.softmax(-1), values)
+
+
+def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention (B, H, S, D) by its definition, query by query."""
     rows = []
     for t in range(q.shape[2]):
-        scores = (
-            torch.einsum("bhd,bhsd->bhs", q[:, :, t], k[:, :, : t + 1])
-            / q.shape[3] ** 0.5
-        )
-        rows.append(torch.einsum("bhs,bhsd->bhd", scores.softmax(-1), v[:, :, : t + 1]))
+        rows.append(attend(q[:, :, t], k[:, :, : t + 1], v[:, :, : t + 1]))
     return torch.stack(rows, 2)
 
 
@@ -34,24 +42,55 @@ def test_outputs_and_gradients_equal_masked_attention(
 ) -> None:
     torch.manual_seed(length)
     shape = (2, 3, length, 8)
+    # inputs are not contiguous
     inputs = [
         (2 * torch.randn(2, length, 3, 8)).transpose(1, 2).requires_grad_()
         for _ in range(3)
-    ]  # not contiguous
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected, weight = masked_attention(*exact), torch.randn(shape)
-    expected_gradients = torch.autograd.grad(expected, exact, weight.double())
+    ]
+    double_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    expected = attend_causally(*double_inputs)
+    weight = torch.randn(shape)
+    expected_gradients = torch.autograd.grad(expected, double_inputs, weight.double())
+
     for tile in (1, 2**14, module.TILE_SCORES):
         monkeypatch.setattr(module, "TILE_SCORES", tile)
         mixed = causal_product(*inputs)
+        gradients = torch.autograd.grad(mixed, inputs, weight)
         assert mixed.shape == shape
         torch.testing.assert_close(mixed.double(), expected, rtol=0, atol=2e-5)
         for gradient, expected_gradient in zip(
-            torch.autograd.grad(mixed, inputs, weight), expected_gradients, strict=True
+            gradients, expected_gradients, strict=True
         ):
             torch.testing.assert_close(
                 gradient.double(), expected_gradient, rtol=1e-4, atol=1e-4
             )
+
+
+def attend_within_bounds(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bound: Tensor,
+    group: int | None,
+    own: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return the result of `prefix_product` by a loop over queries."""
+    num_rows, heads, num_queries, width = q.shape
+    mixed = torch.zeros(num_rows, num_queries, heads, width, dtype=q.dtype)
+    for row in range(num_rows):
+        for query in range(num_queries):
+            visible = list(range(bound[row, query]))
+            if group:
+                visible += range(query // group * group, query + 1)
+            keys, values = k[row][:, visible], v[row][:, visible]
+            if own is not None:
+                own_k, own_v = (part[row, :, query : query + 1] for part in own)
+                keys, values = (
+                    torch.cat([keys, own_k], 1),
+                    torch.cat([values, own_v], 1),
+                )
+            mixed[row, query] = attend(q[row, :, query], keys, values)
+    return mixed.transpose(1, 2)
 
 
 @pytest.mark.parametrize("small_tiles", [False, True])
@@ -75,84 +114,63 @@ def test_bounded_outputs_and_gradients_equal_a_loop_over_queries(
         for _ in range(2)
     )
     group = {"strict": 0, "own": 1, "pairs": 2}.get(kind)
-    free = torch.randint(0, keys + 1, (2, queries))
-    bound = (
-        free
-        if group is None
-        else torch.minimum(free, torch.arange(14) // (group or 1) * (group or 1))
-    )
+    bound = torch.randint(0, keys + 1, (2, queries))
+    if group is not None:
+        # no bound is after the first position of the query's group
+        size = group or 1
+        bound = torch.minimum(bound, torch.arange(14) // size * size)
     bound[0, :3] = 0
     own = (own_k, own_v) if kind == "candidates" else None
-    got = prefix_product(q, k, v, bound, group, own)
-    rows = []
-    for row in range(2):
-        for i in range(queries):
-            read = list(range(bound[row, i]))
-            read += list(range(i // group * group, i + 1)) if group else []
-            some_k = (
-                k[row][:, read]
-                if own is None
-                else torch.cat([k[row][:, read], own_k[row, :, i : i + 1]], 1)
-            )
-            some_v = (
-                v[row][:, read]
-                if own is None
-                else torch.cat([v[row][:, read], own_v[row, :, i : i + 1]], 1)
-            )
-            scores = torch.einsum("hd,hsd->hs", q[row, :, i], some_k) / 2
-            rows.append(torch.einsum("hs,hsd->hd", scores.softmax(1), some_v))
-    expected = torch.stack(rows).view(2, queries, 3, 4).transpose(1, 2)
-    torch.testing.assert_close(got, expected)
-    weight, inputs = torch.randn_like(got), (q, k, v, *(own or ()))
-    for left, right in zip(
-        torch.autograd.grad(got, inputs, weight),
-        torch.autograd.grad(expected, inputs, weight),
-        strict=True,
-    ):
-        torch.testing.assert_close(left, right)
+    inputs = (q, k, v, *(own or ()))
+
+    mixed = prefix_product(q, k, v, bound, group, own)
+
+    expected = attend_within_bounds(q, k, v, bound, group, own)
+    torch.testing.assert_close(mixed, expected)
+    weight = torch.randn_like(mixed)
+    gradients = torch.autograd.grad(mixed, inputs, weight)
+    expected_gradients = torch.autograd.grad(expected, inputs, weight)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient)
 
 
 def test_bounds_work_under_autocast() -> None:
     q = torch.randn(1, 2, 6, 4, requires_grad=True)
     bound = torch.arange(6)[None]
+
     with torch.autocast("cpu", torch.bfloat16):
         half = q.bfloat16()
-        mixed = prefix_product(half, half, half, bound, 1)
-        own = prefix_product(half, half, half, bound, None, (half, half))
-        (mixed + own).float().square().sum().backward()
+        grouped = prefix_product(half, half, half, bound, 1)
+        with_own = prefix_product(half, half, half, bound, None, (half, half))
+        (grouped + with_own).float().square().sum().backward()
+
     assert q.grad is not None
     assert q.grad.isfinite().all()
-    torch.testing.assert_close(
-        mixed.float(), masked_attention(q, q, q), rtol=0.05, atol=0.05
-    )
-    torch.testing.assert_close(own, mixed, rtol=0.05, atol=0.05)
+    expected = attend_causally(q, q, q)
+    torch.testing.assert_close(grouped.float(), expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(with_own, grouped, rtol=0.05, atol=0.05)
 
 
 def test_large_scores_do_not_overflow() -> None:
     q = torch.full((1, 1, 5, 4), 1e4)
-    found = causal_product(
-        q, q, torch.arange(5.0).view(1, 1, 5, 1).expand(-1, -1, -1, 4)
-    )
-    torch.testing.assert_close(
-        found[0, 0, :, 0], torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0])
-    )
+    values = torch.arange(5.0).view(1, 1, 5, 1).expand(-1, -1, -1, 4)
+    mixed = causal_product(q, q, values)
+    expected = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0])
+    torch.testing.assert_close(mixed[0, 0, :, 0], expected)
 
 
-def test_float64_and_autocast_use_the_fused_kernel(
+def test_float64_and_autocast_use_the_fused_kernel_and_float32_the_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_TiledAttention", None)
     q = torch.randn(1, 2, 6, 4)
+    double = q.double()
     torch.testing.assert_close(
-        causal_product(q.double(), q.double(), q.double()),
-        masked_attention(*[q.double()] * 3),
+        causal_product(double, double, double), attend_causally(double, double, double)
     )
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(
-            causal_product(q, q, q).float(),
-            masked_attention(q, q, q),
-            rtol=0.05,
-            atol=0.05,
-        )
-    with pytest.raises(AttributeError):  # the tiles, which float32 takes
+        mixed = causal_product(q, q, q).float()
+        expected = attend_causally(q, q, q)
+        torch.testing.assert_close(mixed, expected, rtol=0.05, atol=0.05)
+    with pytest.raises(AttributeError):
         causal_product(q, q, q)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import normalize, silu, softplus
 
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import RecurrentMixer, gated_recurrence, gated_step
@@ -24,49 +25,52 @@ def run_loop(
     beta: Tensor | None,
     memory: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence by its definition, by head and position."""
+    """Compute the recurrence by its definition, by row, head and position.
+
+    Returns:
+        The outputs, like `v`, and the memory (B, H, K, V) after the last position.
+    """
     rows, heads, length, width = v.shape
-    out = torch.zeros_like(v)
-    after = torch.zeros(rows, heads, k.shape[-1], width, dtype=v.dtype)
-    for b in range(rows):
-        for h in range(heads):
-            shared = h if k.shape[1] == heads else 0
-            s = torch.zeros_like(after[b, h]) if memory is None else memory[b, h]
+    outputs = torch.zeros_like(v)
+    last_memory = torch.zeros(rows, heads, k.shape[-1], width, dtype=v.dtype)
+    for row in range(rows):
+        for head in range(heads):
+            key_head = head if k.shape[1] == heads else 0
+            state = torch.zeros_like(last_memory[row, head])  # (K, V)
+            if memory is not None:
+                state = memory[row, head]
             for t in range(length):
-                key = k[b, shared, t]
-                s = log_decay[b, h, t].exp() * s
-                u = (
-                    v[b, h, t]
-                    if beta is None
-                    else beta[b, h, t] * (v[b, h, t] - s.T @ key)
-                )
-                s = s + torch.outer(key, u)
-                out[b, h, t] = s.T @ q[b, shared, t]
-            after[b, h] = s
-    return out, after
+                key, value = k[row, key_head, t], v[row, head, t]
+                state = log_decay[row, head, t].exp() * state
+                if beta is not None:
+                    value = beta[row, head, t] * (value - state.T @ key)
+                state = state + torch.outer(key, value)
+                outputs[row, head, t] = state.T @ q[row, key_head, t]
+            last_memory[row, head] = state
+    return outputs, last_memory
 
 
-def inputs(
+def draw_inputs(
     length: int, delta: bool, shared: bool, seed: int = 0
 ) -> list[Tensor | None]:
     """Return q, k, v, log_decay, beta and memory of 2 rows and 3 heads.
 
     Keys have length 1, for which the delta rule is stable.
+
+    Args:
+        length: Number of positions.
+        delta: Whether there is a beta, as the delta rule needs it.
+        shared: Whether all heads share queries and keys.
+        seed: Seed of the numbers.
     """
     torch.manual_seed(seed)
-    groups = 1 if shared else 3
-    q, k = torch.randn(2, 2, groups, length, 4, dtype=torch.double)
+    key_heads = 1 if shared else 3
+    q, k = torch.randn(2, 2, key_heads, length, 4, dtype=torch.double)
     v = torch.randn(2, 3, length, 5, dtype=torch.double)
     log_decay = -torch.rand(2, 3, length, dtype=torch.double).mul(3).exp().sub(1)
     beta = torch.rand(2, 3, length, dtype=torch.double) if delta else None
-    return [
-        q,
-        k / k.norm(dim=-1, keepdim=True),
-        v,
-        log_decay,
-        beta,
-        torch.randn(2, 3, 4, 5, dtype=torch.double),
-    ]
+    memory = torch.randn(2, 3, 4, 5, dtype=torch.double)
+    return [q, k / k.norm(dim=-1, keepdim=True), v, log_decay, beta, memory]
 
 
 @pytest.mark.parametrize("delta", [True, False])
@@ -76,197 +80,224 @@ def inputs(
     length=st.integers(1, 13),
     chunk=st.integers(1, 14),
     seed=st.integers(0, 99),
-    remembers=st.booleans(),
+    has_memory=st.booleans(),
 )
 def test_chunks_and_steps_equal_a_loop(
-    delta: bool, shared: bool, length: int, chunk: int, seed: int, remembers: bool
+    delta: bool, shared: bool, length: int, chunk: int, seed: int, has_memory: bool
 ) -> None:
-    q, k, v, log_decay, beta, memory = inputs(length, delta, shared, seed)
-    before = memory if remembers else None
-    expected, after = run_loop(q, k, v, log_decay, beta, before)
-    out, found = gated_recurrence(q, k, v, log_decay, beta, before, chunk=chunk)
-    torch.testing.assert_close(out, expected, **EXACT)
-    torch.testing.assert_close(found, after, **EXACT)
-    state = memory.clone() if remembers else torch.zeros_like(memory)
+    q, k, v, log_decay, beta, memory = draw_inputs(length, delta, shared, seed)
+    initial = memory if has_memory else None
+    expected, expected_memory = run_loop(q, k, v, log_decay, beta, initial)
+
+    outputs, last_memory = gated_recurrence(
+        q, k, v, log_decay, beta, initial, chunk=chunk
+    )
+    torch.testing.assert_close(outputs, expected, **EXACT)
+    torch.testing.assert_close(last_memory, expected_memory, **EXACT)
+
+    state = memory.clone() if has_memory else torch.zeros_like(memory)
     for t in range(length):
-        newest = None if beta is None else beta[..., t]
-        given_t = q[:, :, t], k[:, :, t], v[:, :, t], log_decay[..., t], newest, state
-        torch.testing.assert_close(
-            gated_step(*given_t, keep=False), expected[:, :, t], **EXACT
-        )  # nothing is written
-        torch.testing.assert_close(gated_step(*given_t), expected[:, :, t], **EXACT)
-    torch.testing.assert_close(state, after, **EXACT)
+        inputs = (
+            q[:, :, t],
+            k[:, :, t],
+            v[:, :, t],
+            log_decay[..., t],
+            None if beta is None else beta[..., t],
+        )
+        # a step that does not keep its state leaves the memory unchanged for the next
+        output = gated_step(*inputs, state, keep=False)
+        torch.testing.assert_close(output, expected[:, :, t], **EXACT)
+        output = gated_step(*inputs, state)
+        torch.testing.assert_close(output, expected[:, :, t], **EXACT)
+    torch.testing.assert_close(state, expected_memory, **EXACT)
 
 
 @pytest.mark.parametrize("delta", [True, False])
 def test_gradients_equal_those_of_a_loop(delta: bool) -> None:
-    found = []
-    for run in (run_loop, lambda *given: gated_recurrence(*given, chunk=4)):
-        given = [
-            None if x is None else x.clone().requires_grad_()
-            for x in inputs(11, delta, shared=not delta)
-        ]
-        out, memory = run(*given)
-        loss = (out * torch.arange(5)).sum() + memory.square().sum()
-        found.append(torch.autograd.grad(loss, [x for x in given if x is not None]))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    all_gradients = []
+    for chunk in (None, 4):
+        inputs = draw_inputs(11, delta, shared=not delta)
+        trained = [x.requires_grad_() for x in inputs if x is not None]
+        if chunk is None:
+            outputs, memory = run_loop(*inputs)
+        else:
+            outputs, memory = gated_recurrence(*inputs, chunk=chunk)
+        loss = (outputs * torch.arange(5)).sum() + memory.square().sum()
+        all_gradients.append(torch.autograd.grad(loss, trained))
+
+    for expected, gradient in zip(*all_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("delta", [True, False])
 def test_fast_forgetting_over_long_rows_stays_finite(delta: bool) -> None:
+    """With such decays, each output depends on its position alone."""
     torch.manual_seed(0)
-    q, k = torch.nn.functional.normalize(torch.randn(2, 1, 2, 500, 8), dim=-1)
-    v, log_decay = (
-        torch.randn(1, 2, 500, 6).requires_grad_(),
-        torch.full((1, 2, 500), -60.0, requires_grad=True),
-    )
-    out, memory = gated_recurrence(
-        q, k, v, log_decay, torch.ones(1, 2, 500) if delta else None
-    )
-    (out.sum() + memory.sum()).backward()
-    assert all(bool(x.isfinite().all()) for x in (out, memory, v.grad, log_decay.grad))
-    torch.testing.assert_close(
-        out, (q * k).sum(-1, keepdim=True) * v
-    )  # each position alone
+    q, k = normalize(torch.randn(2, 1, 2, 500, 8), dim=-1)
+    v = torch.randn(1, 2, 500, 6).requires_grad_()
+    log_decay = torch.full((1, 2, 500), -60.0, requires_grad=True)
+    beta = torch.ones(1, 2, 500) if delta else None
+
+    outputs, memory = gated_recurrence(q, k, v, log_decay, beta)
+    (outputs.sum() + memory.sum()).backward()
+
+    for values in (outputs, memory, v.grad, log_decay.grad):
+        assert bool(values.isfinite().all())
+    torch.testing.assert_close(outputs, (q * k).sum(-1, keepdim=True) * v)
 
 
 def test_float32_is_accurate_after_fast_decay() -> None:
     """Fast and slow decays in one chunk: float32 agrees with float64."""
-    q, k, v, log_decay, beta, _ = inputs(40, True, shared=False)
+    q, k, v, log_decay, beta, _ = draw_inputs(40, True, shared=False)
     log_decay[..., :20] = -2000 - torch.rand(2, 3, 20, dtype=torch.double)
     log_decay[..., 20:] = -0.1 * torch.rand(2, 3, 20, dtype=torch.double)
-    exact, _ = gated_recurrence(q, k, v, log_decay, beta, chunk=40)
-    found, _ = gated_recurrence(
-        *(x.float() for x in (q, k, v, log_decay, beta)), chunk=40
-    )
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    inputs = (q, k, v, log_decay, beta)
+    expected, _ = gated_recurrence(*inputs, chunk=40)
+
+    outputs, _ = gated_recurrence(*(x.float() for x in inputs), chunk=40)
+
+    torch.testing.assert_close(outputs.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_time_and_skip_parameters_have_no_weight_decay() -> None:
-    for mixer, spared in (
-        (Mamba2(8, 4, 4, 2, 4, 8), 3),
-        (GatedDeltaNet(8, 2, 4, 1, 4, 8), 2),
-    ):
-        names = {id(p): name for name, p in mixer.named_parameters()}
-        groups = group_parameters(mixer, {})
-        found = [names[id(p)] for p in groups[1.0, False]]
-        assert set(found) <= {"log_rate", "step_bias", "skip"}
-        assert len(found) == spared
-        optimizer, _ = make_optimizer(mixer, "adamw", 0.5, {})
-        assert [group["weight_decay"] for group in optimizer.param_groups] == [
-            0.5 if decays else 0.0 for _, decays in groups
-        ]
+@pytest.mark.parametrize(
+    ("mixer", "count"),
+    [(Mamba2(8, 4, 4, 2, 4, 8), 3), (GatedDeltaNet(8, 2, 4, 1, 4, 8), 2)],
+    ids=["mamba2", "gdn"],
+)
+def test_time_and_skip_parameters_have_no_weight_decay(
+    mixer: RecurrentMixer, count: int
+) -> None:
+    names = {id(p): name for name, p in mixer.named_parameters()}
+
+    groups = group_parameters(mixer, {})
+    optimizer, _ = make_optimizer(mixer, "adamw", 0.5, {})
+
+    without_decay = [names[id(p)] for p in groups[1.0, False]]
+    assert set(without_decay) <= {"log_rate", "step_bias", "skip"}
+    assert len(without_decay) == count
+    weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
+    assert weight_decays == [0.5 if decays else 0.0 for _, decays in groups]
 
 
-def mixers() -> dict[str, RecurrentMixer]:
+def build_mixer(name: str) -> RecurrentMixer:
+    """Return a mixer of width 6 in float64."""
     torch.manual_seed(0)
-    made = {
-        "gdn": GatedDeltaNet(6, 2, 4, 2, 4, chunk=3),
-        "mamba2": Mamba2(6, 4, 5, 2, 4, chunk=3),
-    }
-    return {name: mixer.double() for name, mixer in made.items()}
+    gdn = GatedDeltaNet(6, 2, 4, 2, 4, chunk=3)
+    mamba2 = Mamba2(6, 4, 5, 2, 4, chunk=3)
+    return {"gdn": gdn, "mamba2": mamba2}[name].double()
 
 
 @pytest.mark.parametrize("name", ["gdn", "mamba2"])
+@torch.no_grad()
 def test_mixer_steps_equal_the_forward_pass(name: str) -> None:
-    mixer, x = mixers()[name], torch.randn(3, 9, 6, dtype=torch.double)
-    with torch.no_grad():
-        expected, after = mixer(x)
-        torch.testing.assert_close(mixer(x, last=2)[0], expected[:, -2:], **EXACT)
-        _, state = mixer(x[:, :1])
-        for t in range(1, 9):
-            found, state = mixer.step(x[:, t], state)
-            torch.testing.assert_close(found, expected[:, t], **EXACT)
-    torch.testing.assert_close(state.memory, after.memory, **EXACT)
-    torch.testing.assert_close(state.window, after.window, **EXACT)
+    mixer, x = build_mixer(name), torch.randn(3, 9, 6, dtype=torch.double)
+    expected, expected_state = mixer(x)
+    last_outputs, _ = mixer(x, last=2)
+    torch.testing.assert_close(last_outputs, expected[:, -2:], **EXACT)
+
+    _, state = mixer(x[:, :1])
+    for t in range(1, 9):
+        output, state = mixer.step(x[:, t], state)
+        torch.testing.assert_close(output, expected[:, t], **EXACT)
+    torch.testing.assert_close(state.memory, expected_state.memory, **EXACT)
+    torch.testing.assert_close(state.window, expected_state.window, **EXACT)
 
 
 @pytest.mark.parametrize("name", ["gdn", "mamba2"])
+@torch.no_grad()
 def test_mixer_ignores_padding(name: str) -> None:
-    """Rows of 2 and 5 real positions equal rows without padding."""
-    mixer, x = mixers()[name], torch.randn(2, 7, 6, dtype=torch.double)
-    real = torch.ones(2, 7, 1, dtype=torch.double)
-    real[0, :5], real[1, :2] = 0, 0
-    with torch.no_grad():
-        out, state = mixer(x, real)
-        for row, length in enumerate((2, 5)):
-            expected, alone = mixer(x[row : row + 1, 7 - length :])
-            torch.testing.assert_close(
-                out[row : row + 1, 7 - length :], expected, **EXACT
-            )
-            torch.testing.assert_close(
-                state.memory[row : row + 1], alone.memory, **EXACT
-            )
-            if length > 3:
-                torch.testing.assert_close(
-                    state.window[row : row + 1], alone.window, **EXACT
-                )
+    """Rows of 2 and 5 real positions, padded on the left, equal unpadded rows."""
+    mixer, x = build_mixer(name), torch.randn(2, 7, 6, dtype=torch.double)
+    is_real = torch.ones(2, 7, 1, dtype=torch.double)
+    is_real[0, :5] = 0
+    is_real[1, :2] = 0
+
+    outputs, state = mixer(x, is_real)
+
+    for index, length in enumerate((2, 5)):
+        row = slice(index, index + 1)
+        expected, alone = mixer(x[row, 7 - length :])
+        torch.testing.assert_close(outputs[row, 7 - length :], expected, **EXACT)
+        torch.testing.assert_close(state.memory[row], alone.memory, **EXACT)
+        if length > 3:
+            torch.testing.assert_close(state.window[row], alone.window, **EXACT)
 
 
+def convolve_two(weight: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
+    """Return a causal convolution of width 4 over a row of two positions.
+
+    Args:
+        weight: (4, C) weights, the newest position last.
+        first: (C,) inputs of the first position.
+        second: (C,) inputs of the second position.
+    """
+    return [weight[3] * first, weight[2] * first + weight[3] * second]
+
+
+@torch.no_grad()
 def test_gated_deltanet_follows_its_equations() -> None:
-    """Compute two positions head by head from the weights."""
-    mixer, x = mixers()["gdn"], torch.randn(2, 6, dtype=torch.double)
-    silu, unit = (
-        torch.nn.functional.silu,
-        lambda y: y / (y.square().sum() + 1e-6).sqrt(),
-    )
-    with torch.no_grad():
-        found = mixer(x[None])[0][0, 1]
-        given = x @ mixer.qkv.weight.T
-        w = mixer.conv.weight
-        mixed = [silu(w[3] * given[0]), silu(w[2] * given[0] + w[3] * given[1])]
-        outs = []
-        for h in range(2):
-            s = torch.zeros(4, 8, dtype=torch.double)
-            for t in range(2):
-                q, k = (unit(mixed[t][part : part + 4]) for part in (4 * h, 8 + 4 * h))
-                v = mixed[t][16 + 8 * h : 24 + 8 * h]
-                rates = mixer.rates.weight @ x[t]
-                decay = torch.exp(
-                    -mixer.log_rate[h].exp()
-                    * torch.nn.functional.softplus(rates[h] + mixer.step_bias[h])
-                )
-                s = decay * (
-                    s - rates[2 + h].sigmoid() * torch.outer(k, s.T @ k)
-                ) + rates[2 + h].sigmoid() * (torch.outer(k, v))
-            o = s.T @ q / 4**0.5
-            outs.append(o / (o.square().mean() + 1e-6).sqrt() * mixer.norm.weight)
-        expected = mixer.out.weight @ (torch.cat(outs) * silu(mixer.gate.weight @ x[1]))
-    torch.testing.assert_close(found, expected, **EXACT)
+    """Compute the second of two positions head by head from the weights."""
+    mixer, x = build_mixer("gdn"), torch.randn(2, 6, dtype=torch.double)
+
+    def scale_to_unit(y: Tensor) -> Tensor:
+        return y / (y.square().sum() + 1e-6).sqrt()
+
+    output = mixer(x[None])[0][0, 1]
+
+    projected = x @ mixer.qkv.weight.T
+    mixed = [silu(y) for y in convolve_two(mixer.conv.weight, *projected)]
+    heads = []
+    for head in range(2):
+        state = torch.zeros(4, 8, dtype=torch.double)
+        for t in range(2):
+            q = scale_to_unit(mixed[t][4 * head : 4 * head + 4])
+            k = scale_to_unit(mixed[t][8 + 4 * head : 12 + 4 * head])
+            v = mixed[t][16 + 8 * head : 24 + 8 * head]
+            rates = mixer.rates.weight @ x[t]
+            step = softplus(rates[head] + mixer.step_bias[head])
+            decay = torch.exp(-mixer.log_rate[head].exp() * step)
+            beta = rates[2 + head].sigmoid()
+            forgotten = state - beta * torch.outer(k, state.T @ k)
+            state = decay * forgotten + beta * torch.outer(k, v)
+        head_output = state.T @ q / 4**0.5
+        rms = (head_output.square().mean() + 1e-6).sqrt()
+        heads.append(head_output / rms * mixer.norm.weight)
+    gate = silu(mixer.gate.weight @ x[1])
+    expected = mixer.out.weight @ (torch.cat(heads) * gate)
+    torch.testing.assert_close(output, expected, **EXACT)
 
 
+@torch.no_grad()
 def test_mamba2_follows_its_equations() -> None:
-    mixer, x = mixers()["mamba2"], torch.randn(2, 6, dtype=torch.double)
-    silu, softplus = torch.nn.functional.silu, torch.nn.functional.softplus
-    with torch.no_grad():
-        mixer.skip.normal_()
-        found = mixer(x[None])[0][0, 1]
-        given = x @ mixer.enter.weight.T  # 12 of x, 5 of B, 5 of C, 3 step sizes
-        w, bias = mixer.conv.weight, mixer.conv.bias
-        mixed = [
-            silu(w[3] * given[0, :22] + bias),
-            silu(w[2] * given[0, :22] + w[3] * given[1, :22] + bias),
-        ]
-        ys = []
-        for h in range(3):
-            s = torch.zeros(4, 5, dtype=torch.double)
-            for t in range(2):
-                step = softplus(given[t, 22 + h] + mixer.step_bias[h])
-                part = mixed[t][4 * h : 4 * h + 4]
-                s = torch.exp(-mixer.log_rate[h].exp() * step) * s + step * torch.outer(
-                    part, mixed[t][12:17]
-                )
-            ys.append(s @ mixed[1][17:] + mixer.skip[h] * part)
-        y = torch.cat(ys) * silu(mixer.gate.weight @ x[1])
-        expected = mixer.out.weight @ (
-            y / (y.square().mean() + 1e-5).sqrt() * mixer.norm.weight
-        )
-    torch.testing.assert_close(found, expected, **EXACT)
+    """Compute the second of two positions head by head from the weights.
+
+    The input projection gives 12 channels of x, 5 of B, 5 of C and 3 step sizes.
+    """
+    mixer, x = build_mixer("mamba2"), torch.randn(2, 6, dtype=torch.double)
+    mixer.skip.normal_()
+
+    output = mixer(x[None])[0][0, 1]
+
+    projected = x @ mixer.enter.weight.T
+    convolved = convolve_two(mixer.conv.weight, *projected[:, :22])
+    mixed = [silu(y + mixer.conv.bias) for y in convolved]
+    heads = []
+    for head in range(3):
+        state = torch.zeros(4, 5, dtype=torch.double)
+        for t in range(2):
+            step = softplus(projected[t, 22 + head] + mixer.step_bias[head])
+            decay = torch.exp(-mixer.log_rate[head].exp() * step)
+            channels, b = mixed[t][4 * head : 4 * head + 4], mixed[t][12:17]
+            state = decay * state + step * torch.outer(channels, b)
+        c = mixed[1][17:]
+        heads.append(state @ c + mixer.skip[head] * channels)
+    gated = torch.cat(heads) * silu(mixer.gate.weight @ x[1])
+    rms = (gated.square().mean() + 1e-5).sqrt()
+    expected = mixer.out.weight @ (gated / rms * mixer.norm.weight)
+    torch.testing.assert_close(output, expected, **EXACT)
 
 
-def test_head_width_must_divide_the_inner_width() -> None:
-    with pytest.raises(
-        ValueError, match="head_width 5 does not divide the inner width 12"
-    ):
+def test_a_head_width_that_does_not_divide_the_inner_width_is_rejected() -> None:
+    message = "head_width 5 does not divide the inner width 12"
+    with pytest.raises(ValueError, match=message):
         Mamba2(6, 5, 4, 2, 4, chunk=8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,56 +14,75 @@ from models.layers.linear_recurrence import Decay, linear_recurrence, scan
 DECAYS = torch.tensor([0.5, 0.9, 0.99, 0.999, 0.9999])
 
 
-def step_by_step(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """Compute the recurrence by its definition, in the dtype of `x`."""
-    h, out = torch.zeros_like(x[:, 0]), []
+def run_loop(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Return the recurrence (B, T, D) by its definition, in the dtype of `x`."""
+    h = torch.zeros_like(x[:, 0])
+    outputs = []
     for t in range(x.shape[1]):
         h = decay * h + x[:, t]
-        out.append(h)
-    return torch.stack(out, 1)
+        outputs.append(h)
+    return torch.stack(outputs, 1)
 
 
-def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
+def is_close(values: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     """Return whether values agree relative to the largest value of their channel."""
-    scale = want.abs().flatten(0, -2).amax(0) if want.ndim > 1 else want.abs()
-    return bool(((got - want).abs() <= tolerance * scale.clamp(min=1)).all())
+    scale = expected.abs()
+    if expected.ndim > 1:
+        scale = scale.flatten(0, -2).amax(0)
+    error = (values - expected).abs()
+    return bool((error <= tolerance * scale.clamp(min=1)).all())
+
+
+def run_with_gradients(
+    recurrence: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Return outputs and gradients of inputs and decays, in float64.
+
+    Args:
+        recurrence: The recurrence to run.
+        x: (B, T, D) inputs.
+        weight: (B, T, D) weights of the outputs in the loss.
+        dtype: Type to compute in.
+    """
+    x = x.to(dtype, copy=True).requires_grad_()
+    decay = DECAYS.to(dtype, copy=True).requires_grad_()
+    outputs = recurrence(x, decay)
+    (outputs * weight.to(dtype)).sum().backward()
+    return [value.detach().double() for value in (outputs, x.grad, decay.grad)]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65, 4000])
-def test_parallel_and_recurrent_form_agree_forward_and_backward(length):
+def test_outputs_and_gradients_equal_a_loop_in_float32_and_float64(length):
     torch.manual_seed(0)
     x = torch.randn(2, length, 5)
     weight = torch.randn(2, length, 5)
-    found = {}
-    for name, run, dtype in (
-        ("parallel", linear_recurrence, torch.float32),
-        ("recurrent", step_by_step, torch.float32),
-        ("exact", step_by_step, torch.float64),
-    ):
-        a, decay = (v.detach().clone().to(dtype).requires_grad_() for v in (x, DECAYS))
-        h = run(a, decay)
-        (h * weight.to(dtype)).sum().backward()
-        found[name] = [v.detach().double() for v in (h, a.grad, decay.grad)]
-    for got, step, exact in zip(
-        found["parallel"], found["recurrent"], found["exact"], strict=True
-    ):
-        assert close(got, step, 1e-5)
-        assert close(got, exact, 1e-5)
+
+    parallel = run_with_gradients(linear_recurrence, x, weight, torch.float32)
+
+    loop = run_with_gradients(run_loop, x, weight, torch.float32)
+    double_loop = run_with_gradients(run_loop, x, weight, torch.float64)
+    for values, expected, exact in zip(parallel, loop, double_loop, strict=True):
+        assert is_close(values, expected, 1e-5)
+        assert is_close(values, exact, 1e-5)
 
 
 def test_bf16_values_are_summed_in_fp32():
     torch.manual_seed(1)
     x = torch.randn(2, 4000, 5).bfloat16().requires_grad_()
+
     h = linear_recurrence(x, DECAYS)
-    exact = step_by_step(x.detach().double(), DECAYS.double())
-    assert h.dtype == torch.bfloat16
-    assert close(h.double(), exact, 2**-8)
     h.float().sum().backward()
+
+    expected = run_loop(x.detach().double(), DECAYS.double())
+    assert h.dtype == torch.bfloat16
+    assert is_close(h.double(), expected, 2**-8)
+    ones = torch.ones(2, 4000, 5, dtype=torch.float64)
+    expected_gradient = run_loop(ones, DECAYS.double()).flip(1)
     assert x.grad.dtype == torch.bfloat16
-    ones = step_by_step(
-        torch.ones(2, 4000, 5, dtype=torch.float64), DECAYS.double()
-    ).flip(1)
-    assert close(x.grad.double(), ones, 2**-8)
+    assert is_close(x.grad.double(), expected_gradient, 2**-8)
 
 
 @settings(max_examples=40)
@@ -72,12 +93,17 @@ def test_bf16_values_are_summed_in_fp32():
     st.booleans(),
     st.integers(0, 1000),
 )
-def test_any_shape_and_both_directions(batch, length, width, reverse, seed):
+def test_a_scan_of_any_shape_equals_a_loop_in_both_directions(
+    batch, length, width, reverse, seed
+):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, length, width, generator=generator)
     decay = torch.rand(width, generator=generator) * 0.98 + 0.01
-    want = step_by_step(x.flip(1), decay).flip(1) if reverse else step_by_step(x, decay)
-    assert torch.allclose(scan(x, decay, reverse), want, atol=1e-5)
+    if reverse:
+        expected = run_loop(x.flip(1), decay).flip(1)
+    else:
+        expected = run_loop(x, decay)
+    assert torch.allclose(scan(x, decay, reverse), expected, atol=1e-5)
 
 
 def test_extreme_decays_stay_finite():
@@ -90,7 +116,7 @@ def test_extreme_decays_stay_finite():
     assert torch.isfinite(decay.grad).all()
 
 
-def test_decays_start_between_two_positions_and_the_longest_and_learn():
+def test_decays_start_between_a_half_and_the_longest_memory_and_are_trained():
     decay = Decay(64, 100)
     values = decay()
     assert values.tolist()[0] == pytest.approx(0.5)
