@@ -1,10 +1,9 @@
-"""Decoded columns: equal to the table, written once per node, removed when unused, and
-clear errors.
-"""
+"""Decoded columns: equal to the table, written once per node, removed when unused."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -25,12 +24,14 @@ PARTS = ([1, 2], [300], [], [0.5, 4.0])
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an empty cache."""
     monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> str:
+    """URI of a table of `PARTS`."""
     schema = pa.schema([pa.field("value", pa.float32(), nullable=False)])
     uri = str(tmp_path / "table")
     parts = [
@@ -42,61 +43,73 @@ def table(tmp_path: Path) -> str:
 
 
 def decode(table: pa.Table) -> dict[str, np.ndarray]:
-    """The values in the narrowest type of the part, and pairs of them."""
+    """Return the values in the narrowest type of the part, and pairs of values."""
     values = table["value"].to_numpy()
     narrow = values.astype(np.uint8)
-    narrow = narrow if np.array_equal(narrow, values) else values.astype(np.float32)
+    if not np.array_equal(narrow, values):
+        narrow = values.astype(np.float32)
     return {"value": narrow, "pair": np.stack([values, -values], 1)}
 
 
-def test_columns_are_the_parts_end_to_end_in_a_type_that_holds_all(cache, table):
-    expected = [value for part in PARTS for value in part]
-    found = open_columns(table, "test", ["value"], decode)
-    assert found["value"].tolist() == expected
-    assert found["value"].dtype == np.float32
-    assert found["pair"].tolist() == [[value, -value] for value in expected]
+def test_columns_are_the_concatenated_parts_in_a_type_that_holds_all(cache, table):
+    expected = list(itertools.chain.from_iterable(PARTS))
+
+    columns = open_columns(table, "test", ["value"], decode)
+
+    assert columns["value"].tolist() == expected
+    assert columns["value"].dtype == np.float32
+    assert columns["pair"].tolist() == [[value, -value] for value in expected]
     with pytest.raises(ValueError, match="read-only"):
-        found["value"][0] = 7
+        columns["value"][0] = 7
+
+
+def list_entries(cache: Path) -> list[Path]:
+    """Return the folders of a cache."""
+    return [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_a_table_is_decoded_once_and_again_for_other_settings(cache, table):
-    calls = []
+    part_sizes = []
 
-    def counting(part: pa.Table) -> dict[str, np.ndarray]:
-        calls.append(part.num_rows)
+    def record_and_decode(part: pa.Table) -> dict[str, np.ndarray]:
+        part_sizes.append(part.num_rows)
         return decode(part)
 
     for _ in range(3):
-        open_columns(table, "test", ["value"], counting)
-    assert len(calls) == len(PARTS)
-    open_columns(table, "test", ["value"], counting, settings={"labels": ["click"]})
-    assert len(calls) == 2 * len(PARTS)
-    assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 2
+        open_columns(table, "test", ["value"], record_and_decode)
+    assert len(part_sizes) == len(PARTS)
+
+    settings = {"labels": ["click"]}
+    open_columns(table, "test", ["value"], record_and_decode, settings=settings)
+    assert len(part_sizes) == 2 * len(PARTS)
+    assert len(list_entries(cache)) == 2
 
 
-def test_a_decode_that_fails_leaves_nothing_behind(cache, table):
-    def failing(part: pa.Table) -> dict[str, np.ndarray]:
+def test_a_failed_decode_leaves_nothing_in_the_cache(cache, table):
+    def fail_on_second(part: pa.Table) -> dict[str, np.ndarray]:
         if part.num_rows == 1:
             raise RuntimeError("broken part")
         return decode(part)
 
     with pytest.raises(RuntimeError, match="broken part"):
-        open_columns(table, "test", ["value"], failing)
-    assert not [entry for entry in cache.iterdir() if entry.is_dir()]
+        open_columns(table, "test", ["value"], fail_on_second)
+    assert list_entries(cache) == []
     assert len(open_columns(table, "test", ["value"], decode)["value"]) == 5
 
 
-def test_entries_that_nobody_opened_for_a_week_are_removed(cache, table):
+def test_entries_that_were_not_opened_for_a_week_are_removed(cache, table):
     open_columns(table, "test", ["value"], decode)
-    (old,) = (entry for entry in cache.iterdir() if entry.is_dir())
+    (old,) = list_entries(cache)
     long_ago = time.time() - MAX_UNUSED_S - 60
     os.utime(old / "columns.json", (long_ago, long_ago))
-    killed = cache / "test-0123.abc"
-    killed.mkdir()
-    os.utime(killed, (long_ago, long_ago))
+    unfinished = cache / "test-0123.abc"
+    unfinished.mkdir()
+    os.utime(unfinished, (long_ago, long_ago))
+
     open_columns(table, "test", ["value"], decode, settings="another")
+
     assert not old.exists()
-    assert not killed.exists()
+    assert not unfinished.exists()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +119,7 @@ def test_entries_that_nobody_opened_for_a_week_are_removed(cache, table):
         (errno.EROFS, "the cache .* cannot be written; set TRIELINE_CACHE to a folder"),
     ],
 )
-def test_a_cache_that_cannot_be_written_is_one_line(
+def test_a_cache_that_cannot_be_written_is_an_error_with_a_remedy(
     cache, table, monkeypatch, number, message
 ):
     def refuse(*arguments: object, **options: object) -> None:
@@ -120,7 +133,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 @pytest.mark.skipif(
     not Path("/dev/full").exists(), reason="/dev/full is a device of Linux"
 )
-def test_a_disk_that_fills_up_while_columns_are_written_is_one_line(
+def test_a_disk_that_fills_up_while_columns_are_written_is_an_error_with_a_remedy(
     cache, table, monkeypatch
 ):
     full_disk = Path("/dev/full").open  # bound before the class is changed
@@ -129,31 +142,32 @@ def test_a_disk_that_fills_up_while_columns_are_written_is_one_line(
         open_columns(table, "test", ["value"], decode)
 
 
-def test_the_cache_is_below_the_user_cache_unless_named(monkeypatch, tmp_path):
+def test_the_cache_is_in_the_users_cache_folder_by_default(monkeypatch, tmp_path):
     monkeypatch.delenv("TRIELINE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "trieline"
 
 
 @pytest.mark.long
-def test_processes_that_start_together_decode_once(cache, table, tmp_path):
+def test_processes_that_start_at_once_decode_each_part_once(cache, table, tmp_path):
+    calls = tmp_path / "calls"
     script = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from models.dataset.columns import open_columns
 def decode(part):
-    with open({str(tmp_path / "calls")!r}, "a") as calls:
+    with open({str(calls)!r}, "a") as calls:
         calls.write("x")
     time.sleep(0.1)
     return {{"value": part["value"].to_numpy()}}
 print(open_columns({table!r}, "test", ["value"], decode)["value"].sum())
 """
+    command = [sys.executable, "-c", script]
+
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
     sums = {process.communicate()[0].strip() for process in processes}
+
     assert sums == {"307.5"}
-    assert (tmp_path / "calls").read_text() == "x" * len(PARTS)
+    assert calls.read_text() == "x" * len(PARTS)

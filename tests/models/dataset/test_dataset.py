@@ -1,6 +1,4 @@
-"""Batches are the same for any number of workers, hold every example once, and can be
-continued at any step.
-"""
+"""Batches are equal for any world size, hold every example once, and can be continued."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ UNITS: dict[str, tuple[type[RequestDataset], dict[str, str], int]] = {
     "actions": (ActionsDataset, {"train": "user", "val": "user"}, 10),
     "actions_cut": (ActionsDataset, {"train": "split_sequence", "val": "user"}, 10),
 }
-"""By name: class, unit of each split, and length of a history."""
+"""Class, unit of each split and maximum history of each dataset, by name."""
 
 
 @pytest.fixture(scope="module")
 def sequences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """URIs of `sequences` of five parts, by family."""
+    """URIs of `sequences` tables of five parts, by family."""
     folder = tmp_path_factory.mktemp("sequences")
     retrieval, _ = write_tables(folder / "retrieval", users=48, parts=5)
     search, _ = write_search(folder / "search", users=48, parts=5)
@@ -44,10 +42,10 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: join(uri, "sequences") for name, uri in tables.items()}
 
 
-def load(
+def load_ranks(
     sequences: dict[str, str], name: str, split: str, world: int = 1
 ) -> list[RequestDataset]:
-    """Return the dataset of each of `world` workers."""
+    """Load the dataset of each of `world` workers."""
     dataset, units, max_history = UNITS[name]
     return [
         dataset.load(
@@ -62,49 +60,48 @@ def load(
     ]
 
 
-def contents(dataset: Any, rows: np.ndarray) -> Counter[Any]:
-    """Return what the batch says of each example, without padding: an example alone, as
-    the model would read it.
+def count_examples(dataset: Any, rows: np.ndarray) -> Counter[Any]:
+    """Return how often each example occurs in a batch of rows.
+
+    An example is identified by the tensors of a batch that contains it alone, which
+    have no padding.
     """
-    found: Counter[Any] = Counter()
+    counts: Counter[Any] = Counter()
     for row in range(len(rows)):
-        batch = dataset.collate(rows[row : row + 1])
+        tensors = dataset.collate(rows[row : row + 1]).tensors()
         key = tuple(
-            (name, tuple(value.flatten().tolist()))
-            for name, value in sorted(batch.tensors().items())
+            (name, tuple(tensors[name].flatten().tolist())) for name in sorted(tensors)
         )
-        found[key] += 1
-    return found
+        counts[key] += 1
+    return counts
 
 
-def global_batches(
+def list_step_examples(
     ranks: list[RequestDataset], epoch: int, batch_size: int
 ) -> list[Counter[Any]]:
-    """Return what all workers together have of each step."""
-    orders = [list(rank.epoch_rows(batch_size, seed=5, epoch=epoch)) for rank in ranks]
-    assert {len(order) for order in orders} == {ranks[0].num_steps(batch_size)}
-    return [
-        sum(
-            (contents(rank, rows) for rank, rows in zip(ranks, step, strict=True)),
-            Counter(),
-        )
-        for step in zip(*orders, strict=True)
-    ]
+    """Return the examples of each step of an epoch, of all workers together."""
+    num_steps = ranks[0].num_steps(batch_size)
+    steps: list[Counter[Any]] = [Counter() for _ in range(num_steps)]
+    for rank in ranks:
+        batches = rank.epoch_rows(batch_size, seed=5, epoch=epoch)
+        for step, rows in zip(steps, batches, strict=True):
+            step.update(count_examples(rank, rows))
+    return steps
 
 
 @pytest.mark.parametrize("name", UNITS)
 def test_each_batch_is_the_same_for_any_number_of_workers(sequences, name):
-    (alone,) = load(sequences, name, "train")
-    steps = global_batches([alone], 1, 16)
-    assert steps != global_batches([alone], 2, 16)
+    (whole,) = load_ranks(sequences, name, "train")
+    steps = list_step_examples([whole], 1, 16)
+    assert steps != list_step_examples([whole], 2, 16)
     for world in (3, 4):
-        ranks = load(sequences, name, "train", world)
-        assert global_batches(ranks, 1, 16) == steps
+        ranks = load_ranks(sequences, name, "train", world)
+        assert list_step_examples(ranks, 1, 16) == steps
 
 
 @pytest.mark.parametrize("name", UNITS)
 def test_an_epoch_has_every_example_once(sequences, name):
-    (dataset,) = load(sequences, name, "train")
+    (dataset,) = load_ranks(sequences, name, "train")
     rows = np.concatenate(list(dataset.epoch_rows(7, seed=5, epoch=1)))
     examples = rows[:, 0] if rows.ndim == 2 else rows
     assert sorted(examples.tolist()) == list(range(len(dataset)))
@@ -112,74 +109,77 @@ def test_an_epoch_has_every_example_once(sequences, name):
 
 @pytest.mark.parametrize("name", UNITS)
 def test_a_continued_epoch_has_the_rest_of_the_batches(sequences, name):
-    (dataset,) = load(sequences, name, "train")
+    (dataset,) = load_ranks(sequences, name, "train")
     whole = list(dataset.epoch(4, seed=5, epoch=1))
     for skip in (1, len(whole) // 2, len(whole) - 1):
         rest = list(dataset.epoch(4, seed=5, epoch=1, skip=skip))
         for batch, expected in zip(rest, whole[skip:], strict=True):
-            found, wanted = batch.tensors(), expected.tensors()
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            torch.testing.assert_close(
+                batch.tensors(), expected.tensors(), rtol=0, atol=0
+            )
 
 
 @pytest.mark.parametrize("name", ["retrieval", "search", "actions_cut"])
-def test_training_on_some_examples_keeps_the_same_ones(sequences, name):
-    def keep(world: int) -> list[RequestDataset]:
-        ranks = load(sequences, name, "train", world)
-        for rank in ranks:
-            rank.keep_random(17)
-        return ranks
+def test_a_random_subset_is_the_same_for_any_number_of_workers(sequences, name):
+    (whole,) = load_ranks(sequences, name, "train")
+    (subset,) = load_ranks(sequences, name, "train")
+    ranks = load_ranks(sequences, name, "train", 2)
+    for dataset in (subset, *ranks):
+        dataset.keep_random(17)
 
-    (alone,) = keep(1)
-    steps = global_batches([alone], 1, 4)
-    assert sum(steps, Counter()).total() == len(alone) == 17
-    assert global_batches(keep(2), 1, 4) == steps
-    assert alone.num_steps(4) < load(sequences, name, "train")[0].num_steps(4)
+    steps = list_step_examples([subset], 1, 4)
+
+    assert sum(steps, Counter()).total() == len(subset) == 17
+    assert list_step_examples(ranks, 1, 4) == steps
+    assert subset.num_steps(4) < whole.num_steps(4)
 
 
 @pytest.mark.parametrize("limit", [0, 17])
 @pytest.mark.parametrize("name", ["retrieval", "search", "actions"])
 def test_workers_evaluate_each_example_once(sequences, name, limit):
-    (alone,) = load(sequences, name, "val")
-    expected = contents(alone, alone.evaluation_rows(limit))
-    assert expected.total() == (limit or len(alone))
+    (whole,) = load_ranks(sequences, name, "val")
+    expected = count_examples(whole, whole.evaluation_rows(limit))
+    assert expected.total() == (limit or len(whole))
     for world in (3, 4):
-        ranks = load(sequences, name, "val", world)
-        found = (contents(rank, rank.evaluation_rows(limit)) for rank in ranks)
-        assert sum(found, Counter()) == expected
-        assert sum(rank.count_users() for rank in ranks) == alone.count_users()
+        ranks = load_ranks(sequences, name, "val", world)
+        examples: Counter[Any] = Counter()
+        for rank in ranks:
+            examples.update(count_examples(rank, rank.evaluation_rows(limit)))
+        assert examples == expected
+        assert sum(rank.count_users() for rank in ranks) == whole.count_users()
 
 
-def test_a_worker_without_examples_of_a_batch_stands_in(sequences):
-    ranks = load(sequences, "retrieval", "train", 4)
-    batches = [list(rank.epoch(2, seed=0, epoch=0)) for rank in ranks]
-    real = [
-        batch.num_rows for rank in batches for batch in rank if not batch.is_stand_in
-    ]
-    assert sum(real) == len(ranks[0])
-    assert len(real) < sum(map(len, batches))
-    assert all(len(batch.history) for rank in batches for batch in rank)
+def test_a_worker_without_examples_of_a_step_gets_a_stand_in_batch(sequences):
+    ranks = load_ranks(sequences, "retrieval", "train", 4)
+    batches: list[Any] = []
+    for rank in ranks:
+        batches += rank.epoch(2, seed=0, epoch=0)
+    real_sizes = [batch.num_rows for batch in batches if not batch.is_stand_in]
+    assert sum(real_sizes) == len(ranks[0])
+    assert len(real_sizes) < len(batches)
+    assert all(len(batch.history) for batch in batches)
 
 
 @pytest.mark.parametrize("name", ["retrieval", "search", "actions"])
-def test_only_new_examples_and_a_share_of_the_old_are_trained_on(sequences, name):
+def test_new_examples_and_a_share_of_the_old_are_trained_on(sequences, name):
     dataset, units, max_history = UNITS[name]
     uri = sequences[name]
-    (whole,) = load(sequences, name, "train")
+    (whole,) = load_ranks(sequences, name, "train")
     time_column = "time" if name == "actions" else "request_time"
     since = int(np.median(whole.columns[time_column]))
 
-    def learned(replay: float) -> int:
-        """Count the requests, of actions the events, that training learns from."""
+    def count_trained(replay: float) -> int:
+        """Return the number of requests, or events of actions, to train on."""
         new = NewExamples(since, replay, seed=3)
-        found = dataset.load(
+        examples = dataset.load(
             uri, "train", unit=units["train"], max_history=max_history, new=new
         )
         if name == "actions":
-            return int((found.context - found.shared).sum())
-        return found.num_requests
+            return int((examples.context - examples.shared).sum())
+        return examples.num_requests
 
-    everything, nothing_old, some_old = learned(1.0), learned(0.0), learned(0.5)
-    assert everything > some_old > nothing_old > 0
+    with_all, with_none, with_half = (count_trained(x) for x in (1.0, 0.0, 0.5))
+    assert with_all > with_half > with_none > 0
 
 
 @given(
@@ -187,13 +187,17 @@ def test_only_new_examples_and_a_share_of_the_old_are_trained_on(sequences, name
     st.integers(1, 60),
     st.integers(0, 5),
 )
-def test_batches_have_about_equal_weights_and_none_is_empty(weights, batch_size, epoch):
+def test_an_epoch_has_the_counted_steps_none_empty_and_every_row_once(
+    weights, batch_size, epoch
+):
     weights = np.array(weights)
     lengths = weights[::-1].copy()
     steps = count_steps(weights, batch_size)
+
     batches = list(
         order_epoch(lengths, weights, batch_size, steps, seed=1, epoch=epoch)
     )
+
     assert len(batches) == steps
     assert all(len(batch) for batch in batches)
     rows = np.concatenate(batches)
@@ -203,7 +207,9 @@ def test_batches_have_about_equal_weights_and_none_is_empty(weights, batch_size,
 def test_batches_of_one_window_have_similar_lengths():
     lengths = np.random.default_rng(0).integers(1, 1000, 40 * WINDOW_STEPS)
     weights = np.ones(len(lengths), np.int64)
+
     batches = list(order_epoch(lengths, weights, 20, 128, seed=1, epoch=0))
+
     spread = [np.ptp(lengths[batch]) for batch in batches]
     assert {len(batch) for batch in batches} == {20}
     assert np.mean(spread) < 50

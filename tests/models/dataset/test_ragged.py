@@ -1,4 +1,4 @@
-"""Helpers for rows of different lengths, against loops."""
+"""Functions on rows of different lengths equal loops."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ def test_offsets_and_starts_delimit_the_rows(lengths):
 
 
 @given(LENGTHS, st.data())
-def test_gathered_ranges_are_each_range_in_turn(lengths, data):
-    begin = data.draw(
-        st.lists(st.integers(0, 99), min_size=len(lengths), max_size=len(lengths))
-    )
-    expected = [
-        first + place
-        for first, length in zip(begin, lengths, strict=True)
-        for place in range(length)
-    ]
-    found = ragged.gather_ranges(np.array(begin, np.int64), lengths)
-    assert found.tolist() == expected
-    rows = [row for row, length in enumerate(lengths) for _ in range(length)]
-    assert ragged.row_numbers(lengths).tolist() == rows
+def test_gathered_ranges_are_the_ranges_one_after_another(lengths, data):
+    count = len(lengths)
+    starts = data.draw(st.lists(st.integers(0, 99), min_size=count, max_size=count))
+    expected = []
+    for start, length in zip(starts, lengths, strict=True):
+        expected += range(start, start + length)
+    positions = ragged.gather_ranges(np.array(starts, np.int64), lengths)
+    assert positions.tolist() == expected
+
+
+@given(LENGTHS)
+def test_row_numbers_repeat_each_row_by_its_length(lengths):
+    expected = []
+    for row, length in enumerate(lengths):
+        expected += [row] * length
+    assert ragged.row_numbers(lengths).tolist() == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=12))
@@ -44,11 +47,13 @@ def test_a_run_begins_where_any_key_changes(keys):
 
 
 @given(LENGTHS)
-def test_padding_keeps_each_row_and_fills_the_rest(lengths):
+def test_padded_rows_hold_their_values_and_then_the_padding(lengths):
     values = np.arange(100, 100 + lengths.sum())
     starts = ragged.lengths_to_starts(lengths)
     index, inside = ragged.pad_indices(starts, lengths)
+
     padded = ragged.pad_ragged(values, index, inside, -1)
+
     assert padded.shape == (len(lengths), max(1, lengths.max(initial=0)))
     for row, length in enumerate(lengths):
         expected = values[starts[row] : starts[row] + length].tolist()
@@ -57,16 +62,16 @@ def test_padding_keeps_each_row_and_fills_the_rest(lengths):
 
 
 @given(st.sets(st.integers(0, 9)), st.lists(st.integers(0, 9)))
-def test_sorted_values_are_found_where_they_are(values, wanted):
+def test_values_are_found_at_their_index_of_a_sorted_array(values, queries):
     ordered = np.array(sorted(values), np.int64)
-    index, is_there = ragged.find_sorted(ordered, np.array(wanted, np.int64))
-    assert is_there.tolist() == [value in values for value in wanted]
-    assert (ordered[index[is_there]] == np.array(wanted)[is_there]).all()
+    index, is_found = ragged.find_sorted(ordered, np.array(queries, np.int64))
+    assert is_found.tolist() == [query in values for query in queries]
+    assert (ordered[index[is_found]] == np.array(queries)[is_found]).all()
 
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.data())
-def test_even_parts_hold_every_row_and_none_is_empty(weights, data):
+def test_split_parts_hold_every_row_and_none_is_empty(weights, data):
     parts = data.draw(st.integers(1, len(weights)))
     edges = ragged.split_evenly(np.array(weights), parts)
     assert (edges[0], edges[-1], len(edges)) == (0, len(weights), parts + 1)
