@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_beam import subset
-from test_trie import catalogues
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,6 +25,7 @@ from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.search.beam import beam_search
 from models.retrieval.search.trie import Trie
 from models.retrieval.tiger import Tiger, TigerConfig
+from tests.fixtures.search_problems import Codes, catalogues, draw_subset
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None,
@@ -36,21 +36,22 @@ needs_compiler = pytest.mark.skipif(
 HAS_AVX2 = platform.machine() == "x86_64" and torch.cpu._is_avx2_supported()
 
 BUILDS = ["c++", *(["c++ -march=x86-64-v3"] if HAS_AVX2 else [])]
-"""This processor's kernels, and those of one without AVX-512."""
+"""Compilers of kernels for this processor and for one without AVX-512."""
 
 
 @pytest.fixture(params=BUILDS, scope="module")
-def build(request: pytest.FixtureRequest) -> Iterator[None]:
+def compiled_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The kernels of one compiler of `BUILDS`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", request.param)
         assert kernels.library() is not None
         yield
 
 
-in_both_builds = pytest.mark.usefixtures("build")
+in_both_builds = pytest.mark.usefixtures("compiled_kernels")
 
 
-def fresh() -> CDLL | None:
+def load_library() -> CDLL | None:
     """Load the kernels as a new process does."""
     return kernels._library.__wrapped__(os.environ.get("CXX") or "c++")
 
@@ -59,17 +60,22 @@ def fresh() -> CDLL | None:
 def small_source(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Replace the source by kernels that do nothing, which compile quickly."""
+    """A source of empty kernels, which compiles quickly, in place of the real one."""
     source = tmp_path_factory.mktemp("source") / "kernels.cpp"
-    source.write_text(
-        "\n".join(f'extern "C" void {name}() {{}}' for name in kernels.ARGUMENTS)
-    )
+    functions = [f'extern "C" void {name}() {{}}' for name in kernels.ARGUMENTS]
+    source.write_text("\n".join(functions))
     monkeypatch.setattr(kernels, "SOURCE", source)
     return source
 
 
-def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+def draw_normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Return normally distributed numbers with a standard deviation of `scale`."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def lengths_to_offsets(lengths: list[int]) -> Tensor:
+    """Return the offsets (B + 1,) of rows that are packed one after another."""
+    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 @needs_compiler
@@ -81,38 +87,32 @@ def numbers(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     st.sampled_from([1, 8, 16, 40, 64]),
     st.sampled_from([0.01, 1.0, 20.0]),
 )
-def test_packed_attention(lengths, heads, width, scale):
-    """`scale` takes the scores from even ones to one taking all.
+def test_packed_attention_equals_float64_up_to_rounding(lengths, heads, width, scale):
+    """Attention weights range from even ones to one position that takes all.
 
-    Float32 rounds a score in proportion to the sum of its absolute terms, and a share,
-    a quotient of two exponentials, by twice as much of itself; so a mixed value is off
-    by as much of the values' weighted absolute sum.
+    Float32 rounds a score in proportion to the sum of its absolute terms. An attention
+    weight, a quotient of two exponentials, is off by twice this proportion of itself,
+    and a mixed value by the same proportion of the values' weighted absolute sum.
     """
-    qkv, span = (
-        numbers(sum(lengths), 3 * heads * width, scale=scale**0.5),
-        max(lengths) + 2,
-    )
-    bias, begin = (
-        numbers(heads, span, span, seed=1),
-        torch.tensor([0, *lengths]).cumsum(0),
-    )
-    found = kernels.packed_attention(qkv, begin, bias, heads)
-    for own, mixed in zip(qkv.split(lengths), found.split(lengths), strict=True):
-        q, k, v = (
-            own.double().unflatten(1, (3, heads, width)).permute(1, 2, 0, 3).unbind(0)
-        )  # (H, S, K)
-        own_bias = bias[:, : len(own), : len(own)].double()
-        shares = (q @ k.transpose(1, 2) + own_bias).softmax(-1)
-        terms = (q.abs() @ k.abs().transpose(1, 2) + own_bias.abs()).amax(
-            -1, keepdim=True
-        )  # (H, S, 1)
-        bound = 4 * torch.finfo(torch.float32).eps * (1 + terms) * (shares @ v.abs())
-        error = (
-            mixed.double().unflatten(1, (heads, width)).transpose(0, 1) - shares @ v
-        ).abs()
-        assert (error <= bound).all(), (
-            f"off by {float((error / bound).max()):.2f} of what rounding explains"
-        )
+    longest = max(lengths) + 2
+    qkv = draw_normal(sum(lengths), 3 * heads * width, scale=scale**0.5)
+    bias = draw_normal(heads, longest, longest, seed=1)
+
+    mixed = kernels.packed_attention(qkv, lengths_to_offsets(lengths), bias, heads)
+
+    eps = torch.finfo(torch.float32).eps
+    for row, row_mixed in zip(qkv.split(lengths), mixed.split(lengths), strict=True):
+        row_heads = row.double().unflatten(1, (3, heads, width)).permute(1, 2, 0, 3)
+        q, k, v = row_heads.unbind(0)  # (H, S, K)
+        row_bias = bias[:, : len(row), : len(row)].double()
+        weights = (q @ k.transpose(1, 2) + row_bias).softmax(-1)
+        terms = q.abs() @ k.abs().transpose(1, 2) + row_bias.abs()
+        largest_term = terms.amax(-1, keepdim=True)  # (H, S, 1)
+        bound = 4 * eps * (1 + largest_term) * (weights @ v.abs())
+        by_head = row_mixed.double().unflatten(1, (heads, width)).transpose(0, 1)
+        error = (by_head - weights @ v).abs()
+        worst = float((error / bound).max())
+        assert (error <= bound).all(), f"off by {worst:.2f} times the rounding bound"
 
 
 @needs_compiler
@@ -124,26 +124,25 @@ def test_packed_attention(lengths, heads, width, scale):
     st.sampled_from([1, 16, 40, 128]),
     st.sampled_from([0.01, 1.0, 20.0]),
 )
-def test_packed_readout(lengths, heads, width, scale):
-    asked, states = (
-        numbers(len(lengths), heads, width, scale=scale),
-        numbers(sum(lengths), width, seed=1),
-    )
-    found = kernels.packed_readout(asked, states, torch.tensor([0, *lengths]).cumsum(0))
-    for query, own, mixed in zip(
-        asked.double(), states.double().split(lengths), found, strict=True
-    ):
-        expected = (query @ own.T).softmax(-1) @ own
+def test_packed_readout_equals_attention_in_float64(lengths, heads, width, scale):
+    queries = draw_normal(len(lengths), heads, width, scale=scale)
+    states = draw_normal(sum(lengths), width, seed=1)
+
+    mixed = kernels.packed_readout(queries, states, lengths_to_offsets(lengths))
+
+    rows = states.double().split(lengths)
+    for query, row, row_mixed in zip(queries.double(), rows, mixed, strict=True):
+        expected = (query @ row.T).softmax(-1) @ row
         torch.testing.assert_close(
-            mixed.double(), expected, rtol=1e-3, atol=1e-4 * max(1.0, scale)
+            row_mixed.double(), expected, rtol=1e-3, atol=1e-4 * max(1.0, scale)
         )
 
 
 @needs_compiler
 @in_both_builds
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 17), (200, 128)])
-def test_scaled_rows(rows, width):
-    x = numbers(rows, width)
+def test_scaled_rows_equal_rms_norm(rows, width):
+    x = draw_normal(rows, width)
     x[0] = 0.0
     expected = functional.rms_norm(x.double(), (width,), eps=1e-6)
     torch.testing.assert_close(
@@ -155,42 +154,114 @@ def test_scaled_rows(rows, width):
 @in_both_builds
 @pytest.mark.parametrize("levels", [1, 2, 4, 19])
 @pytest.mark.parametrize("width", [5, 64])
-def test_beam_attention(levels, width):
+def test_beam_attention_equals_attention_over_gathered_rows(levels, width):
     heads, rows = 3, 40
-    q, codes = (
-        numbers(rows, heads * width, seed=99),
-        [numbers(7 + t, 2 * heads * width, seed=t) for t in range(levels)],
-    )
     generator = torch.Generator().manual_seed(0)
-    places = [torch.randint(0, len(x), (rows,), generator=generator) for x in codes]
-    bias = numbers(heads, levels)
-    seen = torch.stack(
-        [x[place] for x, place in zip(codes, places, strict=True)]
-    ).unflatten(2, (2, heads, width))
-    k, v = seen.unbind(2)  # (levels, rows, heads, width)
-    share = (
-        torch.einsum("nhk,tnhk->nht", q.unflatten(1, (heads, width)), k) + bias
-    ).softmax(-1)
-    expected = torch.einsum("nht,tnhk->nhk", share, v).flatten(1)
-    found = kernels.beam_attention(q, codes, places, bias, heads)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    q = draw_normal(rows, heads * width, seed=99)
+    bias = draw_normal(heads, levels)
+    codes = [draw_normal(7 + t, 2 * heads * width, seed=t) for t in range(levels)]
+    code_rows = [torch.randint(0, len(x), (rows,), generator=generator) for x in codes]
+
+    mixed = kernels.beam_attention(q, codes, code_rows, bias, heads)
+
+    gathered = torch.stack(
+        [x[index] for x, index in zip(codes, code_rows, strict=True)]
+    )
+    k, v = gathered.unflatten(2, (2, heads, width)).unbind(2)  # (levels, rows, H, K)
+    scores = torch.einsum("nhk,tnhk->nht", q.unflatten(1, (heads, width)), k) + bias
+    expected = torch.einsum("nht,tnhk->nhk", scores.softmax(-1), v).flatten(1)
+    torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-5)
 
 
 @needs_compiler
 @in_both_builds
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 100])
-def test_log_softmax_part(width):
-    logits = numbers(6, width, scale=30.0)
+def test_log_softmax_part_equals_columns_of_the_log_softmax(width):
+    logits = draw_normal(6, width, scale=30.0)
     logits[0, 0] = -torch.inf
     logits[1] = 500.0
     first = width // 3
-    found = kernels.log_softmax_part(logits, first, width - first)
+
+    part = kernels.log_softmax_part(logits, first, width - first)
+
     if width > 1:
-        torch.testing.assert_close(
-            found, logits.log_softmax(1)[:, first:], rtol=1e-5, atol=1e-5
-        )
+        expected = logits.log_softmax(1)[:, first:]
+        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-5)
     else:
-        assert found[1:].tolist() == [[0.0]] * 5
+        assert part[1:].tolist() == [[0.0]] * 5
+
+
+Head = tuple[Tensor, ...]
+"""Table of earlier codes, scale and shift of the norm, weight and bias of a level."""
+
+
+def build_heads(
+    sizes: tuple[int, ...], width: int, seed: int, uniform: bool
+) -> list[Head]:
+    """Return the random head of each level; with `uniform`, all codes score alike."""
+    heads = []
+    for level, size in enumerate(sizes):
+        # equal outputs of two levels would tie codes in either order
+        level_seed = seed + 100 * level
+        table = draw_normal(sum(sizes[:level]), width, seed=level_seed)
+        scale = draw_normal(width, seed=level_seed + 10)
+        shift = draw_normal(width, seed=level_seed + 20)
+        weight = draw_normal(size, width, seed=level_seed + 30)
+        bias = draw_normal(size, seed=level_seed + 40)
+        if uniform:
+            weight, bias = weight * 0, bias * 0
+        heads.append((table, scale, shift, weight, bias))
+    return heads
+
+
+class Float64Scorer:
+    """A `Scorer` that computes the heads of `build_heads` in float64."""
+
+    def __init__(
+        self, hidden: Tensor, heads: list[Head], sizes: tuple[int, ...]
+    ) -> None:
+        self.hidden = hidden.double().chunk(len(sizes), 1)
+        self.heads = [[part.double() for part in head] for head in heads]
+        self.first_rows = [sum(sizes[:level]) for level in range(len(sizes))]
+        self.rows = torch.zeros(len(hidden), 1, 0, dtype=torch.long)
+
+    def start(self) -> Tensor:
+        """Return the log-probabilities (B, C_0) of the first code."""
+        self.rows = self.rows.new_zeros((len(self.rows), 1, 0))
+        return self.score()[:, 0]
+
+    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities (B, W, C_l) of the next code of each beam."""
+        level = self.rows.shape[2]
+        parent_index = parents.unsqueeze(-1).expand(-1, -1, level)
+        parent_rows = self.rows.gather(1, parent_index)
+        new_rows = tokens + self.first_rows[level]
+        self.rows = torch.cat([parent_rows, new_rows.unsqueeze(-1)], -1)
+        return self.score()
+
+    def score(self) -> Tensor:
+        """Return the log-probabilities (B, W, C_l) after the rows of each beam."""
+        level = self.rows.shape[2]
+        table, scale, shift, weight, bias = self.heads[level]
+        x = self.hidden[level].unsqueeze(1) + table[self.rows].sum(2)  # (B, W, M)
+        x = functional.layer_norm(x, (x.shape[-1],), scale, shift, 1e-5)
+        return (functional.gelu(x) @ weight.T + bias).log_softmax(-1)
+
+
+def mark_unambiguous(scores: Tensor) -> Tensor:
+    """Return a mask (B, K) of the ranks whose item does not depend on rounding.
+
+    Neighbouring scores that are nearly equal may swap, and the last item of the beam
+    may tie with an item that the beam dropped.
+
+    Args:
+        scores: (B, K) scores, best first, -inf where there is no item.
+    """
+    has_gap = scores.diff().abs() > 1e-3
+    has_gap = functional.pad(has_gap, (1, 1), value=True)  # (B, K + 1)
+    num_items = (scores > -torch.inf).sum(1, keepdim=True)
+    is_before_last = torch.arange(scores.shape[1]) < num_items - 1
+    return has_gap[:, 1:] & has_gap[:, :-1] & is_before_last
 
 
 @needs_compiler
@@ -206,115 +277,80 @@ def test_log_softmax_part(width):
     st.integers(0, 5),
     st.booleans(),
 )
-def test_the_compiled_beam_search_is_that_of_pytorch(
-    catalogue, children, keep, beam, width, even, seed, some
+def test_the_compiled_beam_search_equals_the_one_of_pytorch_in_float64(
+    catalogue, children, keep, beam, width, uniform, seed, restricted
 ):
-    """Compare with the definition in float64; with `even`, many scores tie."""
+    """Heads that are `uniform` give many tied scores, which go to the lower codes."""
     sizes, codes = catalogue
     trie, users = Trie(torch.tensor(codes), sizes), 3
-    heads, layers = [], []
-    for level, size in enumerate(sizes):
-        own = (
-            seed + 100 * level
-        )  # outputs that two levels share would tie codes in either order
-        table = numbers(sum(sizes[:level]), width, seed=own)
-        scale, shift = numbers(width, seed=own + 10), numbers(width, seed=own + 20)
-        weight, bias = numbers(size, width, seed=own + 30), numbers(size, seed=own + 40)
-        heads.append((table, scale, shift, weight * (not even), bias * (not even)))
-        layers.append([x.double() for x in heads[-1]])
-    hidden = numbers(users, len(sizes) * width, seed=seed + 50)
-
-    class Heads:
-        """A `Scorer` over heads in float64."""
-
-        def start(self) -> Tensor:
-            self.rows = torch.zeros(users, 1, 0, dtype=torch.long)
-            return self.score()[:, 0]
-
-        def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-            before = self.rows.gather(
-                1, parents.unsqueeze(-1).expand(-1, -1, self.rows.shape[2])
-            )
-            rows = tokens + sum(sizes[: self.rows.shape[2]])
-            self.rows = torch.cat([before, rows.unsqueeze(-1)], -1)
-            return self.score()
-
-        def score(self) -> Tensor:
-            level = self.rows.shape[2]
-            table, scale, shift, weight, bias = layers[level]
-            own = hidden.double().chunk(len(sizes), 1)[level].unsqueeze(1)
-            given = own + table[self.rows].sum(2)  # (B, W, M)
-            x = functional.gelu(
-                functional.layer_norm(given, (width,), scale, shift, 1e-5)
-            )
-            return (x @ weight.T + bias).log_softmax(-1)
-
+    heads = build_heads(sizes, width, seed, uniform)
+    hidden = draw_normal(users, len(sizes) * width, seed=seed + 50)
+    allowed = None
+    allowed_by_level: tuple[Tensor, ...] = ()
+    if restricted:
+        allowed = trie.mark_edges(draw_subset(codes, seed)[0])
+        allowed_by_level = allowed.split(trie.edges)
     edges = [(trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)]
-    kept = trie.mark_edges(subset(codes, seed)[0]) if some else None
-    by_level = () if kept is None else kept.split(trie.edges)
+
     node, scores = kernels.beam_search(
-        hidden, heads, edges, list(sizes), 1e-5, beam, keep, children, by_level
+        hidden, heads, edges, list(sizes), 1e-5, beam, keep, children, allowed_by_level
     )
-    items, expected = beam_search(Heads(), trie, keep, beam, children, kept)
+    items = torch.where(scores == -torch.inf, -1, trie.leaves[node])
+
+    scorer = Float64Scorer(hidden, heads, sizes)
+    expected_items, expected = beam_search(scorer, trie, keep, beam, children, allowed)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-4)
-    found = torch.where(scores == -torch.inf, -1, trie.leaves[node])
-    apart = functional.pad(expected.diff().abs() > 1e-3, (1, 1), value=True)
-    # the last one that the beam has kept may tie with one that it has not
-    alone = (
-        apart[:, 1:]
-        & apart[:, :-1]
-        & (torch.arange(keep) < (expected > -torch.inf).sum(1, keepdim=True) - 1)
-    )
-    assert torch.equal(found[alone], items[alone])
-    if (
-        even and not some
-    ):  # Sums in float32 and in float64 may break the tie of 1/2 * 1/3 and 1/3 * 1/2, each by its own rounding.
-        logs = {
-            size: functional.log_softmax(torch.zeros(size, dtype=torch.float64), 0)[0]
-            for size in range(1, 5)
-        }
-        assert (
-            items.tolist()
-            == [search_by_definition(sizes, codes, logs, beam, keep, children)] * users
-        )
-        logs = {
-            size: kernels.log_softmax_part(torch.zeros(1, size), 0, size)[0, 0]
-            for size in range(1, 5)
-        }
-        assert (
-            found.tolist()
-            == [search_by_definition(sizes, codes, logs, beam, keep, children)] * users
-        )
+    unambiguous = mark_unambiguous(expected)
+    assert torch.equal(items[unambiguous], expected_items[unambiguous])
+    if uniform and not restricted:
+        # Sums in float32 and in float64 may break the tie of 1/2 * 1/3 and 1/3 * 1/2
+        # differently, each by its rounding.
+        double_logs, float_logs = {}, {}
+        for size in range(1, 5):
+            zeros = torch.zeros(1, size)
+            double_logs[size] = zeros.double().log_softmax(1)[0, 0]
+            float_logs[size] = kernels.log_softmax_part(zeros, 0, size)[0, 0]
+        in_double = search_uniform(sizes, codes, double_logs, beam, keep, children)
+        in_float = search_uniform(sizes, codes, float_logs, beam, keep, children)
+        assert expected_items.tolist() == [in_double] * users
+        assert items.tolist() == [in_float] * users
 
 
-def search_by_definition(
+def search_uniform(
     sizes: tuple[int, ...],
-    codes: list[tuple[int, ...]],
+    codes: list[Codes],
     logs: dict[int, Tensor],
     beam: int,
     keep: int,
     children: bool,
 ) -> list[int]:
-    """Return the items of a beam search with equally likely codes per prefix.
+    """Return the items of a beam search in which all codes of a prefix score alike.
 
-    `logs` are the logarithms by number of codes. Ties go to lower codes.
+    Ties go to lower codes.
+
+    Args:
+        sizes: Number of codes of each level.
+        codes: Codes of the items.
+        logs: Log-probability of one of n equally likely codes, by n.
+        beam: Number of prefixes that each level but the last keeps.
+        keep: Number of items.
+        children: Whether levels after the first are normalised over the children of a
+            prefix.
     """
     beams = {(): torch.zeros_like(logs[1])}
     for level, size in enumerate(sizes):
-        scores = {}
+        scores: dict[Codes, Tensor] = {}
         for prefix, score in beams.items():
             following = {code[: level + 1] for code in codes if code[:level] == prefix}
-            log = logs[len(following) if children and level else size]
-            scores |= dict.fromkeys(following, score + log)
+            num_codes = len(following) if children and level else size
+            scores |= dict.fromkeys(following, score + logs[num_codes])
         best = sorted(scores, key=lambda prefix: (-scores[prefix], prefix))
-        beams = {
-            prefix: scores[prefix]
-            for prefix in best[: keep if level == len(sizes) - 1 else beam]
-        }
+        is_last = level == len(sizes) - 1
+        beams = {prefix: scores[prefix] for prefix in best[: keep if is_last else beam]}
     return [codes.index(code) for code in beams] + [-1] * (keep - len(beams))
 
 
-def test_without_a_compiler_a_warning_says_so_and_results_stay(monkeypatch, tmp_path):
+def test_a_missing_compiler_gives_a_warning_and_the_same_results(monkeypatch, tmp_path):
     torch.manual_seed(0)
     codes = torch.cartesian_prod(torch.arange(4), torch.arange(4), torch.arange(2))
     config = TigerConfig(
@@ -332,165 +368,184 @@ def test_without_a_compiler_a_warning_says_so_and_results_stay(monkeypatch, tmp_
         user=torch.tensor([4, 2, 1]),
     )
     items, scores = tiger.recommend(batch, 5)
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.warns(
-        UserWarning, match=r"No such file or directory: 'c\+\+'.*TRIELINE_KERNELS=0"
-    ):
-        assert fresh() is None
+    message = r"No such file or directory: 'c\+\+'.*TRIELINE_KERNELS=0"
+    with pytest.warns(UserWarning, match=message):
+        assert load_library() is None
     monkeypatch.setenv("TRIELINE_KERNELS", "0")
     assert kernels.library() is None
+
     monkeypatch.setattr(kernels, "library", lambda: None)
-    found, others = tiger.recommend(batch, 5)
-    assert found.tolist() == items.tolist()
-    torch.testing.assert_close(others, scores, rtol=1e-5, atol=1e-5)
+    pytorch_items, pytorch_scores = tiger.recommend(batch, 5)
+    assert pytorch_items.tolist() == items.tolist()
+    torch.testing.assert_close(pytorch_scores, scores, rtol=1e-5, atol=1e-5)
 
 
 @needs_compiler
-def test_a_library_that_cannot_be_loaded_is_not_kept(
+def test_a_library_that_cannot_be_loaded_is_not_cached(
     small_source, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wrong = tmp_path / "wrong"
-    wrong.write_text(
+    bad_compiler = tmp_path / "compiler"
+    bad_compiler.write_text(
         '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo nothing > "$2"\n'
     )
-    wrong.chmod(0o755)
-    monkeypatch.setenv("CXX", str(wrong))
+    bad_compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(bad_compiler))
     with pytest.warns(UserWarning, match="kernels cannot be compiled"):
-        assert fresh() is None
+        assert load_library() is None
     assert list((tmp_path / "cache" / "trieline").iterdir()) == []
+
     monkeypatch.setenv("CXX", "c++ -g")  # a command with options
-    assert fresh() is not None
+    assert load_library() is not None
 
 
 @needs_compiler
 def test_the_library_is_built_once(small_source, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fresh() is not None
-    (built,) = (tmp_path / "trieline").iterdir()
+    assert load_library() is not None
+    (library,) = (tmp_path / "trieline").iterdir()
     assert (tmp_path / "trieline").stat().st_mode & 0o777 == 0o700
+
     monkeypatch.setenv("PATH", "")
-    assert fresh() is not None
-    assert list((tmp_path / "trieline").iterdir()) == [built]
+    assert load_library() is not None
+    assert list((tmp_path / "trieline").iterdir()) == [library]
 
 
 @needs_compiler
-def test_processes_that_build_at_once_do_not_disturb_each_other(
-    small_source, monkeypatch, tmp_path
-):
+def test_concurrent_builds_give_one_library(small_source, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with ThreadPoolExecutor(4) as pool:
         (path,) = set(pool.map(lambda _: kernels._build_library("c++"), range(4)))
-    assert list((tmp_path / "trieline").iterdir()) == [path]  # nothing half-made
+    # no partial file is left
+    assert list((tmp_path / "trieline").iterdir()) == [path]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     "kind",
-    ["others can write", "link", "of another user", "a file in its way", "no home"],
+    [
+        "writable by others",
+        "symbolic link",
+        "owned by another user",
+        "file instead of a folder",
+        "no home folder",
+    ],
 )
-def test_nothing_is_loaded_from_a_folder_that_is_not_the_users_own(
+def test_no_library_is_loaded_from_an_untrusted_folder(
     kind, small_source, monkeypatch, tmp_path
 ):
-    planted = tmp_path / "cache" / "trieline"
+    cache = tmp_path / "cache" / "trieline"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert fresh() is not None
-    if kind == "others can write":
-        planted.chmod(0o777)
-    elif kind == "link":
-        planted.rename(tmp_path / "elsewhere")
-        planted.symlink_to(tmp_path / "elsewhere")
-    elif kind == "of another user":
+    assert load_library() is not None
+    if kind == "writable by others":
+        cache.chmod(0o777)
+    elif kind == "symbolic link":
+        cache.rename(tmp_path / "elsewhere")
+        cache.symlink_to(tmp_path / "elsewhere")
+    elif kind == "owned by another user":
         user = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    elif kind == "a file in its way":
-        shutil.rmtree(planted.parent)
-        planted.parent.write_text("")
+    elif kind == "file instead of a folder":
+        shutil.rmtree(cache.parent)
+        cache.parent.write_text("")
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME", raising=False)
-        monkeypatch.setattr(Path, "home", no_home)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.warns(
-        UserWarning, match="kernels cannot be compiled: .+TRIELINE_KERNELS=0"
-    ):
-        assert fresh() is None
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+        monkeypatch.setattr(Path, "home", raise_no_home)
+    before = modification_times(tmp_path)
+
+    message = "kernels cannot be compiled: .+TRIELINE_KERNELS=0"
+    with pytest.warns(UserWarning, match=message):
+        assert load_library() is None
+
+    assert modification_times(tmp_path) == before
 
 
-def no_home() -> Path:
-    raise RuntimeError(
-        "Could not determine home directory."
-    )  # as where a user is in no list of users
+def modification_times(folder: Path) -> dict[Path, int]:
+    """Return the time of the last change of each file below a folder."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def raise_no_home() -> Path:
+    """Fail as `Path.home` does for a user without an entry in the user database."""
+    raise RuntimeError("Could not determine home directory.")
 
 
 @pytest.mark.parametrize(
     "command", ["/nonexistent/x", '"unbalanced', " ", shutil.which("false"), "echo"]
 )
-def test_a_broken_compiler_is_one_line(command, monkeypatch, tmp_path):
+def test_a_broken_compiler_gives_a_warning_of_one_line(command, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", command)
-    with pytest.warns(
-        UserWarning, match="kernels cannot be compiled: .+TRIELINE_KERNELS=0"
-    ) as warned:
-        assert fresh() is None
-    assert len(warned) == 1
-    assert "\n" not in str(warned[0].message)
+    message = "kernels cannot be compiled: .+TRIELINE_KERNELS=0"
+
+    with pytest.warns(UserWarning, match=message) as warnings:
+        assert load_library() is None
+
+    assert len(warnings) == 1
+    assert "\n" not in str(warnings[0].message)
     assert list((tmp_path / "trieline").iterdir()) == []
 
 
 @needs_compiler
-def test_no_address_goes_to_a_kernel_unchecked():
-    """Each case has one wrong argument with which a kernel would leave its memory."""
+def test_packed_attention_rejects_arguments_beyond_its_memory():
     begin = torch.tensor([0, 2, 5])
-    qkv, bias = numbers(5, 24), numbers(2, 3, 3)
-    for edges in ([0, 2, 6], [1, 2, 5], [0, 6, 5], [0, 2, 4], []):
+    qkv, bias = draw_normal(5, 24), draw_normal(2, 3, 3)
+    for offsets in ([0, 2, 6], [1, 2, 5], [0, 6, 5], [0, 2, 4], []):
         with pytest.raises(ValueError, match="begin"):
             kernels.packed_attention(
-                qkv, torch.tensor(edges, dtype=torch.long), bias, 2
+                qkv, torch.tensor(offsets, dtype=torch.long), bias, 2
             )
-    for wrong in (
+    arguments = {"qkv": qkv, "begin": begin, "bias": bias, "heads": 2}
+    for change in (
         {"qkv": qkv.double()},
-        {"qkv": numbers(5, 25)},
+        {"qkv": draw_normal(5, 25)},
         {"begin": begin.int()},
-        {"bias": numbers(2, 2, 2)},
-        {"bias": numbers(1, 3, 3)},
-        {"bias": numbers(2, 3, 4)},
+        {"bias": draw_normal(2, 2, 2)},
+        {"bias": draw_normal(1, 3, 3)},
+        {"bias": draw_normal(2, 3, 4)},
     ):
         with pytest.raises(ValueError, match="; give"):
-            kernels.packed_attention(
-                **{"qkv": qkv, "begin": begin, "bias": bias, "heads": 2, **wrong}
-            )
-    for query in (numbers(3, 2, 4), numbers(2, 2, 5), numbers(2, 4)):
+            kernels.packed_attention(**{**arguments, **change})
+
+
+@needs_compiler
+def test_packed_readout_rejects_queries_of_another_shape():
+    states, begin = draw_normal(5, 4), torch.tensor([0, 2, 5])
+    for query in (draw_normal(3, 2, 4), draw_normal(2, 2, 5), draw_normal(2, 4)):
         with pytest.raises(ValueError, match="query"):
-            kernels.packed_readout(query, numbers(5, 4), begin)
-    q, codes, bias = numbers(3, 8), [numbers(2, 16)], numbers(2, 1)
-    for places in (
-        torch.tensor([0, 1, 2]),
-        torch.tensor([0, -1, 0]),
-        torch.tensor([0, 1]),
-    ):
+            kernels.packed_readout(query, states, begin)
+
+
+@needs_compiler
+def test_beam_attention_rejects_rows_outside_the_codes():
+    q, codes, bias = draw_normal(3, 8), [draw_normal(2, 16)], draw_normal(2, 1)
+    for rows in ([0, 1, 2], [0, -1, 0], [0, 1]):
         with pytest.raises(ValueError, match="code_rows"):
-            kernels.beam_attention(q, codes, [places], bias, 2)
+            kernels.beam_attention(q, codes, [torch.tensor(rows)], bias, 2)
+
+
+@needs_compiler
+def test_log_softmax_part_rejects_columns_outside_the_logits():
     with pytest.raises(ValueError, match="columns 2 to 6"):
-        kernels.log_softmax_part(numbers(2, 5), 2, 4)
+        kernels.log_softmax_part(draw_normal(2, 5), 2, 4)
 
 
-def a_search(users: int = 2) -> dict[str, object]:
+def build_search_arguments(users: int = 2) -> dict[str, Any]:
+    """Return valid arguments of `kernels.beam_search` for codebooks of 2 and 3 codes."""
     trie, width = Trie(torch.tensor([[0, 1], [1, 0], [1, 2]]), (2, 3)), 5
+    heads = []
+    for level, size in enumerate((2, 3)):
+        table = draw_normal(level * 2, width)
+        scale, shift = draw_normal(width), draw_normal(width)
+        weight, bias = draw_normal(size, width), draw_normal(size)
+        heads.append((table, scale, shift, weight, bias))
     return {
-        "hidden": numbers(users, 2 * width),
-        "heads": [
-            (
-                numbers(level * 2, width),
-                numbers(width),
-                numbers(width),
-                numbers(size, width),
-                numbers(size),
-            )
-            for level, size in enumerate((2, 3))
-        ],
+        "hidden": draw_normal(users, 2 * width),
+        "heads": heads,
         "trie": [(trie.offsets(level), trie.tokens(level)) for level in range(2)],
         "sizes": [2, 3],
         "epsilon": 1e-5,
@@ -501,68 +556,66 @@ def a_search(users: int = 2) -> dict[str, object]:
 
 
 @needs_compiler
-def test_a_search_of_what_does_not_fit_is_refused():
-    whole = a_search()
-    kernels.beam_search(**whole)
-    heads, trie = whole["heads"], whole["trie"]
-    wrong = [
+def test_beam_search_rejects_arguments_that_do_not_fit_together():
+    arguments = build_search_arguments()
+    kernels.beam_search(**arguments)
+    heads, trie = arguments["heads"], arguments["trie"]
+    last_offsets, last_tokens = trie[1]
+    changes = [
         {"beam": 0},
         {"keep": 0},
         {"sizes": [], "heads": [], "trie": []},
         {"sizes": [2, 4]},
-        {"hidden": numbers(2, 9)},
+        {"hidden": draw_normal(2, 9)},
+        {"trie": [trie[0], (last_offsets[:-1], last_tokens)]},
+        {"trie": [trie[0], (last_offsets.int(), last_tokens)]},
     ]
-    wrong += [
-        {"heads": [heads[0], (*heads[1][:part], numbers(1), *heads[1][part + 1 :])]}
-        for part in range(5)
-    ]
-    wrong += [
-        {"trie": [trie[0], (trie[1][0][:-1], trie[1][1])]},
-        {"trie": [trie[0], (trie[1][0].int(), trie[1][1])]},
-    ]
-    for other in wrong:
+    for part in range(5):
+        last_head = list(heads[1])
+        last_head[part] = draw_normal(1)
+        changes.append({"heads": [heads[0], tuple(last_head)]})
+
+    for change in changes:
         with pytest.raises(ValueError, match=r"give|at least 1"):
-            kernels.beam_search(**{**whole, **other})
+            kernels.beam_search(**{**arguments, **change})
 
 
 @needs_compiler
-def test_of_no_users_there_is_nothing():
-    nobody = torch.zeros(1, dtype=torch.long)
-    assert kernels.packed_attention(
-        numbers(0, 24), nobody, numbers(2, 0, 0), 2
-    ).shape == (0, 8)
-    assert kernels.packed_readout(numbers(0, 2, 4), numbers(0, 4), nobody).shape == (
-        0,
-        2,
-        4,
+def test_an_empty_batch_gives_empty_results():
+    begin = torch.zeros(1, dtype=torch.long)
+    no_rows = begin[:0]
+    mixed = kernels.packed_attention(draw_normal(0, 24), begin, draw_normal(2, 0, 0), 2)
+    assert mixed.shape == (0, 8)
+    mixed = kernels.packed_readout(draw_normal(0, 2, 4), draw_normal(0, 4), begin)
+    assert mixed.shape == (0, 2, 4)
+    mixed = kernels.beam_attention(
+        draw_normal(0, 8), [draw_normal(2, 16)], [no_rows], draw_normal(2, 1), 2
     )
-    assert kernels.scaled_rows(numbers(0, 4), 1e-6).shape == (0, 4)
-    assert kernels.log_softmax_part(numbers(0, 4), 1, 2).shape == (0, 2)
-    found = kernels.beam_attention(
-        numbers(0, 8), [numbers(2, 16)], [nobody[:0]], numbers(2, 1), 2
-    )
-    assert found.shape == (0, 8)
-    node, score = kernels.beam_search(**a_search(users=0))
+    assert mixed.shape == (0, 8)
+    assert kernels.scaled_rows(draw_normal(0, 4), 1e-6).shape == (0, 4)
+    assert kernels.log_softmax_part(draw_normal(0, 4), 1, 2).shape == (0, 2)
+    node, score = kernels.beam_search(**build_search_arguments(users=0))
     assert node.shape == score.shape == (0, 3)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_packed_products(with_bias):
-    weight, bias = numbers(30, 20), numbers(30, seed=1) if with_bias else None
+def test_a_packed_linear_layer_equals_the_product_and_has_its_gradient(with_bias):
+    weight = draw_normal(30, 20)
+    bias = draw_normal(30, seed=1) if with_bias else None
     packed = PackedLinear(weight, bias)
-    x, other = numbers(4, 7, 20, seed=2), numbers(4, 7, 30, seed=3)
+    x, other = draw_normal(4, 7, 20, seed=2), draw_normal(4, 7, 30, seed=3)
     exact = x.double() @ weight.double().T + (0 if bias is None else bias)
     for context in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
         with context:
-            for found, expected in (
+            for product, expected in (
                 (packed(x), exact),
                 (packed(x, relu=True), exact.relu()),
                 (packed(x, add=other), exact + other),
             ):
-                assert found.shape == (4, 7, 30)
-                assert (
-                    found - expected
-                ).abs().max() < MAX_RELATIVE_ERROR * expected.abs().max()
-    given_grad = x.clone().requires_grad_()
-    packed(given_grad, add=other).sum().backward()
-    torch.testing.assert_close(given_grad.grad, weight.sum(0).expand_as(x))
+                assert product.shape == (4, 7, 30)
+                error = (product - expected).abs().max()
+                assert error < MAX_RELATIVE_ERROR * expected.abs().max()
+
+    x.requires_grad_()
+    packed(x, add=other).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))

@@ -29,7 +29,8 @@ SIZES = T5Sizes(
 )
 
 
-def t5(seed: int = 0) -> T5Backbone:
+def build_backbone(seed: int = 0) -> T5Backbone:
+    """Return an encoder with random weights, also of its norms."""
     torch.manual_seed(seed)
     tokens = SidTokens(Catalogue.from_codes(torch.arange(17)[:, None], (17,)), 1)
     model = T5Backbone(tokens, SIZES, 20).eval()
@@ -39,16 +40,24 @@ def t5(seed: int = 0) -> T5Backbone:
     return model
 
 
-MODEL = t5()
+MODEL = build_backbone()
 
 
-def padded(
+def encode_padded(
     model: T5Backbone, tokens: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
-    outside = torch.arange(tokens.shape[1]) >= lengths[:, None]
-    padding = torch.zeros(outside.shape).masked_fill(outside, -torch.inf)[:, None, None]
-    with torch.enable_grad():  # as in training
-        bias = model.encoder.position_bias(tokens.shape[1]) + padding
+    """Return the states (B, S, D) of the encoder that training uses.
+
+    Args:
+        model: The backbone.
+        tokens: (B, S) tokens.
+        lengths: (B,) number of real tokens, the first ones of each row.
+    """
+    width = tokens.shape[1]
+    is_padding = torch.arange(width) >= lengths[:, None]
+    mask = torch.zeros(is_padding.shape).masked_fill(is_padding, -torch.inf)
+    with torch.enable_grad():
+        bias = model.encoder.position_bias(width) + mask[:, None, None]
         return model.encoder(model.embedding(tokens), bias, 0.0).detach()
 
 
@@ -61,64 +70,78 @@ def padded(
     st.booleans(),
 )
 @torch.no_grad()
-def test_states_are_those_of_the_padded_encoder(
-    lengths, more, most_tokens, waste, compiled
+def test_states_equal_those_of_the_padded_encoder(
+    lengths, extra_padding, max_tokens, max_padding, compiled
 ):
     lengths = torch.tensor(lengths)
-    width = int(lengths.max()) + more
-    tokens = torch.randint(
-        0, 20, (len(lengths), width), generator=torch.Generator().manual_seed(0)
-    )
+    width = int(lengths.max()) + extra_padding
+    is_real = torch.arange(width) < lengths[:, None]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 20, (len(lengths), width), generator=generator)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(t5_packed, "MAX_CHUNK_TOKENS", most_tokens)
-        patch.setattr(t5_packed, "MAX_BUCKET_PADDING", waste)
+        patch.setattr(t5_packed, "MAX_CHUNK_TOKENS", max_tokens)
+        patch.setattr(t5_packed, "MAX_BUCKET_PADDING", max_padding)
         if not compiled:
             patch.setattr(kernels, "library", lambda: None)
-        states, padding = (
-            MODEL.packed_encoder()(tokens, lengths),
-            padding_mask(lengths, width, torch.float32),
-        )
-        found = make_buckets(lengths)
-    real = torch.arange(width) < lengths[:, None]
-    torch.testing.assert_close(
-        states[real], padded(MODEL, tokens, lengths)[real], rtol=1e-4, atol=1e-5
-    )
+        states = MODEL.packed_encoder()(tokens, lengths)
+
+    expected = encode_padded(MODEL, tokens, lengths)
+    torch.testing.assert_close(states[is_real], expected[is_real], rtol=1e-4, atol=1e-5)
     assert states.isfinite().all()
-    assert (padding is None) == bool(real.all())
+    padding = padding_mask(lengths, width, torch.float32)
+    assert (padding is None) == bool(is_real.all())
     if padding is not None:
-        assert ((padding[:, 0, 0] == 0) == real).all()
-    assert sorted(torch.cat(found).tolist()) == list(range(len(lengths)))
-    for rows in found:
-        inside = lengths[rows]
-        assert len(rows) == 1 or len(rows) * inside.max() <= max(
-            most_tokens, 2 * inside.max()
-        )
-        assert inside.max() * len(rows) - inside.sum() <= waste
+        assert ((padding[:, 0, 0] == 0) == is_real).all()
 
 
-def test_it_follows_the_weights_and_is_kept_while_they_stay():
-    model = t5(1)
+@settings(max_examples=80)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    st.sampled_from([1, 50, 10_000]),
+    st.sampled_from([0, 10, 10_000]),
+)
+def test_buckets_hold_every_row_once_within_the_limits(
+    lengths, max_tokens, max_padding
+):
+    lengths = torch.tensor(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(t5_packed, "MAX_CHUNK_TOKENS", max_tokens)
+        patch.setattr(t5_packed, "MAX_BUCKET_PADDING", max_padding)
+        buckets = make_buckets(lengths)
+
+    assert sorted(torch.cat(buckets).tolist()) == list(range(len(lengths)))
+    for rows in buckets:
+        bucket_lengths = lengths[rows]
+        longest = bucket_lengths.max()
+        num_tokens = len(rows) * longest
+        assert len(rows) == 1 or num_tokens <= max(max_tokens, 2 * longest)
+        assert num_tokens - bucket_lengths.sum() <= max_padding
+
+
+def step_optimizer(model: T5Backbone, tokens: torch.Tensor) -> None:
+    """Take a step of fused AdamW, whose changes PyTorch's version counters miss."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
+    bias = model.encoder.position_bias(tokens.shape[1])
+    states = model.encoder(model.embedding(tokens), bias, 0.0)
+    states.square().sum().backward()
+    optimizer.step()
+    model.eval()
+
+
+def test_the_packed_encoder_is_cached_until_the_weights_change():
+    model = build_backbone(1)
     tokens, lengths = torch.randint(0, 20, (3, 9)), torch.tensor([9, 4, 6])
-    real = torch.arange(9) < lengths[:, None]
-    first = model.packed_encoder()
-    assert model.packed_encoder() is first
-
-    def fused_steps():
-        model.train()
-        optimizer = torch.optim.AdamW(
-            model.parameters(), 0.1, fused=True
-        )  # its changes are not counted by torch
-        model.encoder(
-            model.embedding(tokens), model.encoder.position_bias(9), 0.0
-        ).square().sum().backward()
-        optimizer.step()
-        model.eval()
+    is_real = torch.arange(9) < lengths[:, None]
+    encoder = model.packed_encoder()
+    assert model.packed_encoder() is encoder
 
     changes = [
         lambda: model.encoder.blocks[0].attention.k.weight.detach().mul_(2.0),
-        lambda: model.load_state_dict(t5(2).state_dict()),
+        lambda: model.load_state_dict(build_backbone(2).state_dict()),
         lambda: setattr(model.embedding.weight, "data", torch.randn(20, 16)),
-        fused_steps,
+        lambda: step_optimizer(model, tokens),
     ]
     for change in changes:
         before = model.packed_encoder()
@@ -126,16 +149,17 @@ def test_it_follows_the_weights_and_is_kept_while_they_stay():
         assert model.packed_encoder() is not before
         with torch.no_grad():
             states = model.packed_encoder()(tokens, lengths)
-            torch.testing.assert_close(
-                states[real], padded(model, tokens, lengths)[real], rtol=1e-4, atol=1e-5
-            )
+            expected = encode_padded(model, tokens, lengths)
+        torch.testing.assert_close(
+            states[is_real], expected[is_real], rtol=1e-4, atol=1e-5
+        )
 
 
-def test_it_is_no_part_of_what_is_saved_or_copied():
-    model = t5(1)
+def test_the_packed_encoder_is_neither_saved_nor_copied():
+    model = build_backbone(1)
     names = set(model.state_dict())
-    made = model.packed_encoder()
+    encoder = model.packed_encoder()
     assert set(model.state_dict()) == names
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.packed_encoder() is not made
-        assert twin.packed_encoder().encoder is twin.encoder
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.packed_encoder() is not encoder
+        assert copied.packed_encoder().encoder is copied.encoder

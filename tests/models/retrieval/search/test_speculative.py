@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import compress, permutations, product
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_beam import TableScorer, problems, subset
 from torch import Tensor
 
 from models.retrieval.search.beam import beam_search
@@ -23,26 +22,33 @@ from models.retrieval.search.speculative import (
     speculative_search,
 )
 from models.retrieval.search.trie import Trie
+from tests.fixtures.search_problems import (
+    Codes,
+    TableScorer,
+    draw_subset,
+    search_problems,
+)
 
 
 @dataclass
 class TableTarget:
-    """The target of a `TableScorer`, which counts its passes and their prefixes."""
+    """The target of a `TableScorer`, which records the rows of each pass."""
 
     scorer: TableScorer
-    passes: list[tuple[list[int], int, int]] = field(default_factory=list)
+    passes: list[list[int]] = field(default_factory=list)
+    """Rows of the requests of each pass."""
 
     def __call__(self, rows: Tensor, tree: Tree, first: int) -> list[Tensor]:
+        """Return the log-probabilities of the tree's levels from `first` on."""
         tables = self.scorer.tables
-        self.passes.append((rows.tolist(), first, len(tree.codes)))
+        self.passes.append(rows.tolist())
         prefix = torch.zeros((len(rows), 1), dtype=torch.long)
-        found = [tables[0][rows][:, :1]]
-        for level, (parents, codes) in enumerate(
-            zip(tree.parents, tree.codes, strict=True)
-        ):
-            prefix = prefix.gather(1, parents) * tables[level].shape[2] + codes
-            found.append(tables[level + 1][rows.unsqueeze(1), prefix])
-        return found[first:]
+        log_probs = [tables[0][rows][:, :1]]
+        for level, parents in enumerate(tree.parents):
+            size = tables[level].shape[2]
+            prefix = prefix.gather(1, parents) * size + tree.codes[level]
+            log_probs.append(tables[level + 1][rows.unsqueeze(1), prefix])
+        return log_probs[first:]
 
 
 def search(
@@ -50,43 +56,48 @@ def search(
     draft: TableScorer,
     trie: Trie,
     k: int,
-    how: Speculation,
+    speculation: Speculation,
     keys: Tensor | None = None,
-) -> tuple[SpeculativeResult, TableTarget]:
+) -> tuple[SpeculativeResult, list[list[int]]]:
+    """Run a speculative search.
+
+    Returns:
+        The result, and the rows of the requests of each pass of the target.
+    """
     verifier = TableTarget(target)
-
-    def drafts(rows: Tensor) -> TableScorer:
-        return TableScorer([table[rows] for table in draft.tables])
-
-    return speculative_search(
-        verifier, drafts, trie, len(target.tables[0]), k, how, keys
-    ), verifier
+    users = len(target.tables[0])
+    result = speculative_search(
+        verifier, draft.select_rows, trie, users, k, speculation, keys
+    )
+    return result, verifier.passes
 
 
-def random_tables(
-    like: TableScorer, generator: torch.Generator, closeness: float
+def add_noise(
+    target: TableScorer, generator: torch.Generator, closeness: float
 ) -> TableScorer:
-    """Return a draft: the target's tables with noise."""
-    noisy = [
-        t + (1 - closeness) * 50 * torch.randn(t.shape, generator=generator)
-        for t in like.tables
-    ]
-    return TableScorer(noisy)
+    """Return a draft: the target's tables with noise, none for a closeness of 1."""
+    std = (1 - closeness) * 50
+    return TableScorer(
+        [
+            table + std * torch.randn(table.shape, generator=generator)
+            for table in target.tables
+        ]
+    )
 
 
 @given(
-    problem=problems(),
+    problem=search_problems(),
     k=st.integers(1, 6),
     beam=st.integers(1, 5),
     draft_beam=st.integers(1, 8),
     steps=st.integers(0, 4),
     children=st.booleans(),
     closeness=st.sampled_from([0.0, 0.9, 1.0]),
-    some=st.none() | st.integers(0, 9),
+    subset_seed=st.none() | st.integers(0, 9),
 )
 @settings(max_examples=100)
 @pytest.mark.long
-def test_strict_is_beam_search_with_any_draft(
+def test_strict_search_equals_beam_search_with_any_draft(
     problem: Any,
     k: int,
     beam: int,
@@ -94,197 +105,213 @@ def test_strict_is_beam_search_with_any_draft(
     steps: int,
     children: bool,
     closeness: float,
-    some: int | None,
+    subset_seed: int | None,
 ) -> None:
     """Targets have ties and scores of -inf; the search covers all or some items."""
     scorer, trie, codes = problem
-    allowed = None if some is None else trie.mark_edges(subset(codes, some)[0])
-    if children and any(table.isinf().any() for table in scorer.tables):
+    allowed = None
+    if subset_seed is not None:
+        allowed = trie.mark_edges(draw_subset(codes, subset_seed)[0])
+    if any(table.isinf().any() for table in scorer.tables):
         children = False  # a node whose children are all -inf has no distribution
-    draft = random_tables(scorer, torch.Generator().manual_seed(0), closeness)
-    how = Speculation(beam, draft_beam, steps, children, allowed=allowed)
-    found, verifier = search(scorer, draft, trie, k, how)
+    draft = add_noise(scorer, torch.Generator().manual_seed(0), closeness)
+    speculation = Speculation(beam, draft_beam, steps, children, allowed=allowed)
+
+    result, passes = search(scorer, draft, trie, k, speculation)
+
     items, scores = beam_search(scorer, trie, k, beam, children, allowed)
-    assert found.items.tolist() == items.tolist()
-    assert found.scores.tolist() == scores.tolist()
-    assert found.passes.sum() == sum(len(rows) for rows, _, _ in verifier.passes)
-    assert (
-        len(verifier.passes) <= trie.levels
-    )  # requests that stand at one length go on together
-    assert bool((found.accepted <= found.drafted).all())
-    assert bool(
-        (found.passes + found.accepted == trie.levels).all()
-    )  # a pass gets a step further than the draft
+    assert result.items.tolist() == items.tolist()
+    assert result.scores.tolist() == scores.tolist()
+    assert result.passes.sum() == sum(map(len, passes))
+    # requests whose beams have the same length share a pass
+    assert len(passes) <= trie.levels
+    assert bool((result.accepted <= result.drafted).all())
+    # each pass verifies the accepted steps and adds one step
+    assert bool((result.passes + result.accepted == trie.levels).all())
 
 
 CODES = [
-    (a, b, c) for a in range(3) for b in range(3) for c in range(2) if (a + b + c) % 4
+    codes for codes in product(range(3), range(3), range(2)) if sum(codes) % 4 != 0
 ]
-TINY = Trie(torch.tensor(CODES), (3, 3, 2))
+"""Codes of 14 items of the 18 possible ones."""
+TRIE = Trie(torch.tensor(CODES), (3, 3, 2))
 SAMPLES = 40_000
-SOME = [True, False, True] * (len(CODES) // 3) + [True] * (len(CODES) % 3)
-AMONG = TINY.mark_edges(torch.tensor(SOME))
+IS_ALLOWED = [True, False, True] * 4 + [True, True]
+ALLOWED = TRIE.mark_edges(torch.tensor(IS_ALLOWED))
 
 
-def tables(seed: int, spread: float = 1.0) -> list[Tensor]:
-    """Return log-probabilities of one request by prefix."""
+def draw_tables(seed: int, spread: float = 1.0) -> list[Tensor]:
+    """Return the log-probabilities of one request by prefix, for each level."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((1, 3), (3, 3), (9, 2))
-    return [
-        (spread * torch.randn(1, *shape, generator=generator)).log_softmax(-1)
-        for shape in shapes
-    ]
+    tables = []
+    for num_prefixes, size in ((1, 3), (3, 3), (9, 2)):
+        logits = spread * torch.randn(1, num_prefixes, size, generator=generator)
+        tables.append(logits.log_softmax(-1))
+    return tables
 
 
-def law(
-    of: list[Tensor], beam: int, codes: list[tuple[int, int, int]]
-) -> dict[frozenset[tuple[int, ...]], float]:
-    """Enumerate the probability of each set of items under the target.
+def repeat_request(tables: list[Tensor], count: int) -> TableScorer:
+    """Return the scorer of `count` requests with equal tables."""
+    return TableScorer([table.expand(count, -1, -1) for table in tables])
+
+
+def enumerate_outcomes(
+    target: list[Tensor], beam: int, codes: list[tuple[int, int, int]]
+) -> dict[frozenset[Codes], float]:
+    """Return the probability of each set of items under the target.
 
     Every step samples `beam` pairs without replacement from the softmax over all pairs
     of a beam and a code in `codes`.
     """
-    scorer = TableScorer(of)
-    states = {frozenset({()}): 1.0}
+    scorer = TableScorer(target)
+    outcomes: dict[frozenset[Codes], float] = {frozenset({()}): 1.0}
     for level in range(3):
-        after: Counter[frozenset[tuple[int, ...]]] = Counter()
-        for beams, chance in states.items():
-            pairs = sorted(
-                {code[: level + 1] for code in codes if code[:level] in beams}
-            )
-            weights = {pair: math.exp(scorer.prefix_scores(0, pair)) for pair in pairs}
+        following: Counter[frozenset[Codes]] = Counter()
+        for beams, probability in outcomes.items():
+            pairs = sorted({c[: level + 1] for c in codes if c[:level] in beams})
+            weights = {pair: math.exp(scorer.prefix_score(0, pair)) for pair in pairs}
             for order in permutations(pairs, min(beam, len(pairs))):
-                left, total = chance, sum(weights.values())
+                order_probability, remaining = probability, sum(weights.values())
                 for pair in order:
-                    left, total = left * weights[pair] / total, total - weights[pair]
-                after[frozenset(order)] += left
-        states = dict(after)
-    return states
+                    order_probability *= weights[pair] / remaining
+                    remaining -= weights[pair]
+                following[frozenset(order)] += order_probability
+        outcomes = dict(following)
+    return outcomes
 
 
-def deviation(
-    target: list[Tensor], draft: list[Tensor], how: Speculation, seed: int = 0
+def chi_square_excess(
+    target: list[Tensor], draft: list[Tensor], speculation: Speculation, seed: int = 0
 ) -> float:
-    """Return by how many standard deviations chi-square exceeds its expectation."""
-    many = [
-        TableScorer([table.expand(SAMPLES, -1, -1) for table in of])
-        for of in (target, draft)
-    ]
+    """Return by how many standard deviations chi-square exceeds its expectation.
+
+    Chi-square compares `SAMPLES` searches with the probabilities of the target.
+    """
     keys = torch.arange(SAMPLES) + seed * SAMPLES
-    found, _ = search(many[0], many[1], TINY, how.beam, how, keys)
-    assert bool((found.passes + found.accepted == 3).all())
-    seen = Counter(
-        frozenset(CODES[item] for item in row if item >= 0)
-        for row in found.items.tolist()
+    result, _ = search(
+        repeat_request(target, SAMPLES),
+        repeat_request(draft, SAMPLES),
+        TRIE,
+        speculation.beam,
+        speculation,
+        keys,
     )
-    expected = law(
-        target,
-        how.beam,
-        [
-            code
-            for code, there in zip(CODES, SOME, strict=True)
-            if there or how.allowed is None
-        ],
-    )
-    assert set(seen) <= set(expected)
-    cells = [
-        (seen[items], chance * SAMPLES)
-        for items, chance in expected.items()
-        if chance * SAMPLES > 5
-    ]
-    chi = sum((count - mean) ** 2 / mean for count, mean in cells)
-    return (chi - len(cells)) / (2 * len(cells)) ** 0.5
+    assert bool((result.passes + result.accepted == 3).all())
+    counts: Counter[frozenset[Codes]] = Counter()
+    for row in result.items.tolist():
+        counts[frozenset(CODES[item] for item in row if item >= 0)] += 1
+
+    codes = CODES
+    if speculation.allowed is not None:
+        codes = list(compress(CODES, IS_ALLOWED))
+    probabilities = enumerate_outcomes(target, speculation.beam, codes)
+    assert set(counts) <= set(probabilities)
+    chi_square, num_cells = 0.0, 0
+    for items, probability in probabilities.items():
+        mean = probability * SAMPLES
+        if mean > 5:
+            chi_square += (counts[items] - mean) ** 2 / mean
+            num_cells += 1
+    return (chi_square - num_cells) / (2 * num_cells) ** 0.5
+
+
+def name_case(value: Any) -> str:
+    """Return the id of a parameter: the options of a speculation, nothing of a draft."""
+    if isinstance(value, list):
+        return ""
+    name = f"{value.rule}-{value.beam}-{value.draft_beam}-{value.steps}"
+    return name if value.allowed is None else f"{name}-some"
 
 
 @pytest.mark.parametrize(
-    ("how", "draft"),
+    ("speculation", "draft"),
     [
-        (Speculation(2, 2, 4, rule="exact"), tables(2)),
-        (Speculation(2, 4, 4, rule="exact"), tables(2)),
-        (Speculation(2, 5, 1, rule="exact"), tables(2, spread=3)),
-        (Speculation(3, 4, 4, rule="exact"), tables(1)),
-        (Speculation(2, 9, 2, rule="exact"), tables(3)),
-        (Speculation(1, 1, 4, rule="exact"), tables(2)),
-        (Speculation(1, 1, 4, rule="published"), tables(2)),
-        (Speculation(1, 1, 2, rule="published"), tables(3, spread=3)),
-        (Speculation(2, 4, 0, rule="published"), tables(2)),
-        (Speculation(2, 4, 4, rule="exact", allowed=AMONG), tables(2)),
-        (Speculation(1, 1, 4, rule="published", allowed=AMONG), tables(2)),
+        (Speculation(2, 2, 4, rule="exact"), draw_tables(2)),
+        (Speculation(2, 4, 4, rule="exact"), draw_tables(2)),
+        (Speculation(2, 5, 1, rule="exact"), draw_tables(2, spread=3)),
+        (Speculation(3, 4, 4, rule="exact"), draw_tables(1)),
+        (Speculation(2, 9, 2, rule="exact"), draw_tables(3)),
+        (Speculation(1, 1, 4, rule="exact"), draw_tables(2)),
+        (Speculation(1, 1, 4, rule="published"), draw_tables(2)),
+        (Speculation(1, 1, 2, rule="published"), draw_tables(3, spread=3)),
+        (Speculation(2, 4, 0, rule="published"), draw_tables(2)),
+        (Speculation(2, 4, 4, rule="exact", allowed=ALLOWED), draw_tables(2)),
+        (Speculation(1, 1, 4, rule="published", allowed=ALLOWED), draw_tables(2)),
     ],
-    ids=lambda value: (
-        ""
-        if isinstance(value, list)
-        else f"{value.rule}-{value.beam}-{value.draft_beam}-{value.steps}{'-some' * (value.allowed is not None)}"
-    ),
+    ids=name_case,
 )
-def test_relaxed_follows_the_law_of_the_target(
-    how: Speculation, draft: list[Tensor]
+def test_relaxed_search_samples_the_distribution_of_the_target(
+    speculation: Speculation, draft: list[Tensor]
 ) -> None:
-    """All drafts follow it by the exact rule, one beam also by the published rule."""
-    assert abs(deviation(tables(1), draft, how)) < 4
+    """The exact rule does so for all drafts, the published rule for one beam."""
+    assert abs(chi_square_excess(draw_tables(1), draft, speculation)) < 4
 
 
-def test_the_published_rule_is_no_draw_from_the_target() -> None:
-    """Four drafts for two beams: the accepted pairs do not follow the target."""
-    assert deviation(tables(1), tables(2), Speculation(2, 4, 4, rule="published")) > 20
-    assert (
-        deviation(tables(1), tables(2), Speculation(2, 4, 4, rule="exact"), seed=1) < 4
-    )
+def test_the_published_rule_does_not_sample_the_target_with_several_beams() -> None:
+    """Two beams have four drafted beams."""
+    target, draft = draw_tables(1), draw_tables(2)
+    published = Speculation(2, 4, 4, rule="published")
+    exact = Speculation(2, 4, 4, rule="exact")
+    assert chi_square_excess(target, draft, published) > 20
+    assert chi_square_excess(target, draft, exact, seed=1) < 4
 
 
 @pytest.mark.parametrize("rule", ["published", "exact"])
 def test_a_draft_that_equals_the_target_is_accepted_more_often(rule: Any) -> None:
-    accepted = []
-    for draft in (tables(1), tables(2, spread=3)):
-        many = [
-            TableScorer([table.expand(500, -1, -1) for table in of])
-            for of in (tables(1), draft)
-        ]
-        found, _ = search(
-            many[0], many[1], TINY, 2, Speculation(2, 4, rule=rule), torch.arange(500)
+    target = repeat_request(draw_tables(1), 500)
+    acceptance = []
+    for tables in (draw_tables(1), draw_tables(2, spread=3)):
+        draft = repeat_request(tables, 500)
+        result, _ = search(
+            target, draft, TRIE, 2, Speculation(2, 4, rule=rule), torch.arange(500)
         )
-        accepted.append(float(found.accepted.sum() / found.drafted.sum()))
-    assert accepted[0] > max(0.6, accepted[1] + 0.1), accepted
+        acceptance.append(float(result.accepted.sum() / result.drafted.sum()))
+    assert acceptance[0] > max(0.6, acceptance[1] + 0.1), acceptance
 
 
 @given(
-    problem=problems(),
+    problem=search_problems(),
     keyed=st.booleans(),
     rule=st.sampled_from(["published", "exact"]),
     k=st.integers(1, 5),
 )
 @settings(max_examples=25)
-def test_rows_do_not_see_each_other(
+def test_a_request_gets_the_same_distinct_items_alone_and_in_a_batch(
     problem: Any, keyed: bool, rule: Any, k: int
 ) -> None:
-    """A request gets the same results alone and in a batch, without repeated items."""
     scorer, trie, codes = problem
-    draft = random_tables(scorer, torch.Generator().manual_seed(1), 0.9)
+    draft = add_noise(scorer, torch.Generator().manual_seed(1), 0.9)
     users = len(scorer.tables[0])
     keys = torch.arange(users) * 7 + 3 if keyed else None
-    how = Speculation(3, 4, rule=rule)
-    found, _ = search(scorer, draft, trie, k, how, keys)
-    for row in range(users):
-        one, other = (
-            TableScorer([table[row : row + 1] for table in x.tables])
-            for x in (scorer, draft)
-        )
+    speculation = Speculation(3, 4, rule=rule)
+
+    together, _ = search(scorer, draft, trie, k, speculation, keys)
+
+    for user in range(users):
+        row = slice(user, user + 1)
+        row_keys = None if keys is None else keys[row]
         alone, _ = search(
-            one, other, trie, k, how, None if keys is None else keys[row : row + 1]
+            scorer.select_rows(row),
+            draft.select_rows(row),
+            trie,
+            k,
+            speculation,
+            row_keys,
         )
-        assert alone.items[0].tolist() == found.items[row].tolist()
-        assert alone.scores[0].tolist() == found.scores[row].tolist()
-        items = [item for item in found.items[row].tolist() if item >= 0]
-        assert len(set(items)) == len(items)
-        for item, score in zip(items, found.scores[row].tolist(), strict=False):
-            assert score == scorer.prefix_scores(row, codes[item])
+        items, scores = together.items[user].tolist(), together.scores[user].tolist()
+        assert alone.items[0].tolist() == items
+        assert alone.scores[0].tolist() == scores
+        ranked = [item for item in items if item >= 0]
+        assert len(set(ranked)) == len(ranked)
+        for item, score in zip(ranked, scores, strict=False):
+            assert score == scorer.prefix_score(user, codes[item])
 
 
-def test_what_cannot_be_searched_is_refused() -> None:
-    one = TableScorer(tables(1))
-    for how in (Speculation(0), Speculation(1, 0), Speculation(1, steps=-1)):
+def test_impossible_options_and_a_trie_of_other_codebooks_are_rejected() -> None:
+    scorer = TableScorer(draw_tables(1))
+    for speculation in (Speculation(0), Speculation(1, 0), Speculation(1, steps=-1)):
         with pytest.raises(ValueError, match="need to be at least"):
-            search(one, one, TINY, 1, how)
-    other = Trie(torch.tensor([(a, b) for a in range(2) for b in range(2)]), (2, 2))
+            search(scorer, scorer, TRIE, 1, speculation)
+    other = Trie(torch.tensor([(0, 0), (0, 1), (1, 0), (1, 1)]), (2, 2))
     with pytest.raises(ValueError, match="scores 3 codes at level 0, the trie has 2"):
-        search(one, one, other, 1, Speculation(1))
+        search(scorer, scorer, other, 1, Speculation(1))

@@ -15,33 +15,34 @@ from models.retrieval.search.topk import _select_all_passes, select, top_k
     rows=st.integers(0, 6),
     width=st.integers(1, 40),
     k=st.integers(1, 45),
-    levels=st.sampled_from([1, 2, 5, 1000]),
-    lost=st.floats(0, 1),
+    distinct=st.sampled_from([1, 2, 5, 1000]),
+    missing=st.floats(0, 1),
 )
-def test_as_a_stable_sort_has_it(
-    seed: int, rows: int, width: int, k: int, levels: int, lost: float
+def test_top_k_is_a_stable_sort(
+    seed: int, rows: int, width: int, k: int, distinct: int, missing: float
 ) -> None:
+    """Scores have up to `distinct` values, and a share `missing` of them is -inf."""
     generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(levels, (rows, width), generator=generator).float()
-    scores = scores.masked_fill(
-        torch.rand(scores.shape, generator=generator) < lost, -torch.inf
-    )
+    scores = torch.randint(distinct, (rows, width), generator=generator).float()
+    is_missing = torch.rand(scores.shape, generator=generator) < missing
+    scores = scores.masked_fill(is_missing, -torch.inf)
     expected, order = scores.sort(dim=1, descending=True, stable=True)
+
     position, values = top_k(scores, k)
-    have = min(k, width)
-    assert torch.equal(position[:, :have], order[:, :have])
-    assert torch.equal(values[:, :have], expected[:, :have])
-    assert (position[:, have:] == -1).all()
-    assert (values[:, have:] == -torch.inf).all()
+
+    count = min(k, width)
+    assert torch.equal(position[:, :count], order[:, :count])
+    assert torch.equal(values[:, :count], expected[:, :count])
+    assert (position[:, count:] == -1).all()
+    assert (values[:, count:] == -torch.inf).all()
     if k < width:
-        chosen = order[:, :k].sort(1).values
-        assert torch.equal(select(scores, k), chosen)
-        assert torch.equal(
-            _select_all_passes(scores, k), chosen
-        )  # what a GPU does for all rows
+        selected = order[:, :k].sort(1).values
+        assert torch.equal(select(scores, k), selected)
+        # the implementation of a GPU
+        assert torch.equal(_select_all_passes(scores, k), selected)
 
 
-def test_nan_is_not_hidden() -> None:
+def test_a_row_with_nan_selects_a_nan() -> None:
     scores = torch.tensor(
         [[1.0, torch.nan, 2.0, torch.nan], [1.0, 1.0, 1.0, torch.nan]]
     )

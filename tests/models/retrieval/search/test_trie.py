@@ -11,48 +11,52 @@ from hypothesis import strategies as st
 
 from models.retrieval.search.trie import Trie
 from models.storage.tables import UserError
+from tests.fixtures.search_problems import catalogues, draw_subset
 
 
-@st.composite
-def catalogues(draw):
-    """Draw (sizes, codes) of up to 4 levels of up to 4 codes, from one item to all."""
-    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    every = list(itertools.product(*map(range, sizes)))
-    codes = draw(
-        st.lists(st.sampled_from(every), min_size=1, max_size=len(every), unique=True)
-    )
-    return sizes, codes
+def list_prefixes(codes, length):
+    """Return the distinct prefixes of a length, sorted."""
+    return sorted({code[:length] for code in codes})
 
 
 @settings(max_examples=60)
 @given(catalogues())
-def test_it_is_the_trie_of_the_codes_and_finds_each_item(catalogue):
-    """Check edges level by level, and the lookup of all tuples inside and outside."""
+def test_edges_are_the_prefixes_of_the_codes_level_by_level(catalogue):
     sizes, codes = catalogue
-    trie, expected = Trie(torch.tensor(codes), sizes), []
-    for level in range(len(sizes)):
-        parents = sorted({code[:level] for code in codes})
-        for rank, prefix in enumerate(sorted({code[: level + 1] for code in codes})):
-            item = codes.index(prefix) if level == len(sizes) - 1 else -1
-            expected.append((level, parents.index(prefix[:-1]), prefix[-1], rank, item))
+    levels = len(sizes)
+    prefixes = [list_prefixes(codes, length) for length in range(levels + 1)]
+    expected = []
+    for level in range(levels):
+        for child, prefix in enumerate(prefixes[level + 1]):
+            parent = prefixes[level].index(prefix[:-1])
+            item = codes.index(prefix) if level == levels - 1 else -1
+            expected.append((level, parent, prefix[-1], child, item))
+
+    trie = Trie(torch.tensor(codes), sizes)
+
+    columns = trie.edge_columns()
     names = ("level", "node", "token", "child", "item_index")
-    assert (
-        list(zip(*(trie.edge_columns()[name].tolist() for name in names), strict=True))
-        == expected
-    )
-    assert trie.edges == [
-        len({code[: level + 1] for code in codes}) for level in range(len(sizes))
-    ]
+    edges = zip(*(columns[name].tolist() for name in names), strict=True)
+    assert list(edges) == expected
+    counts = [len(level) for level in prefixes]
+    assert trie.edges == counts[1:]
     assert trie.branching() == [
-        after / before for before, after in itertools.pairwise([1, *trie.edges])
+        after / before for before, after in itertools.pairwise(counts)
     ]
     assert trie.max_branching == [
-        int(trie.offsets(level).diff().max()) for level in range(len(sizes))
+        int(trie.offsets(level).diff().max()) for level in range(levels)
     ]
-    assert not trie.state_dict()  # it stays out of checkpoints
-    every = list(itertools.product(*(range(-1, size + 1) for size in sizes)))
-    found = trie.lookup(torch.tensor(every)).tolist()
-    assert found == [codes.index(code) if code in codes else -1 for code in every]
+    assert not trie.state_dict()  # checkpoints do not contain the trie
+
+
+@settings(max_examples=60)
+@given(catalogues())
+def test_lookup_finds_each_item_and_no_other_tuple(catalogue):
+    sizes, codes = catalogue
+    trie = Trie(torch.tensor(codes), sizes)
+    tuples = list(itertools.product(*(range(-1, size + 1) for size in sizes)))
+    expected = [codes.index(code) if code in codes else -1 for code in tuples]
+    assert trie.lookup(torch.tensor(tuples)).tolist() == expected
 
 
 @settings(max_examples=60)
@@ -60,19 +64,19 @@ def test_it_is_the_trie_of_the_codes_and_finds_each_item(catalogue):
 def test_the_edges_to_some_items_are_their_prefixes(catalogue, seed):
     sizes, codes = catalogue
     trie = Trie(torch.tensor(codes), sizes)
-    items = torch.rand(len(codes), generator=torch.Generator().manual_seed(seed)) < 0.4
-    some = [code for code, there in zip(codes, items.tolist(), strict=True) if there]
-    expected = [
-        prefix in {code[: level + 1] for code in some}
-        for level in range(len(sizes))
-        for prefix in sorted({code[: level + 1] for code in codes})
-    ]
-    edges = trie.mark_edges(items)
+    is_selected, selected = draw_subset(codes, seed)
+    expected = []
+    for length in range(1, len(sizes) + 1):
+        selected_prefixes = list_prefixes(selected, length)
+        for prefix in list_prefixes(codes, length):
+            expected.append(prefix in selected_prefixes)
+
+    edges = trie.mark_edges(is_selected)
+
     assert edges.tolist() == expected
-    found = trie.lookup(torch.tensor(codes), edges)
-    assert found.tolist() == [
-        item if there else -1 for item, there in enumerate(items.tolist())
-    ]
+    items = trie.lookup(torch.tensor(codes), edges)
+    all_items = torch.arange(len(codes))
+    assert torch.equal(items, torch.where(is_selected, all_items, -1))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +90,11 @@ def test_the_edges_to_some_items_are_their_prefixes(catalogue, seed):
         ([[0, 1], [-1, 0]], "code -1 at level 0 is outside of its codebook of 2"),
     ],
 )
-def test_codes_that_make_no_trie_are_refused(codes, message):
+def test_equal_codes_and_codes_outside_of_the_codebook_are_rejected(codes, message):
     with pytest.raises(UserError, match=message):
         Trie(torch.tensor(codes), (2, 2))
 
 
-def test_a_trie_of_nothing_is_refused():
+def test_a_trie_without_items_is_rejected():
     with pytest.raises(UserError, match="there are 0 items"):
         Trie(torch.zeros(0, 2, dtype=torch.long), (2, 2))
