@@ -1,4 +1,4 @@
-"""Published SIDs: both layouts, plain and gzipped, and invalid files."""
+"""Published semantic IDs: all layouts, with and without gzip, and invalid files."""
 
 from __future__ import annotations
 
@@ -29,28 +29,30 @@ LAYOUTS = {
 def test_every_layout_reads_to_the_same_codes(
     tmp_path: Path, name: str, zipped: bool
 ) -> None:
-    path = tmp_path / (name + (".gz" if zipped else ""))
-    path.write_bytes(gzip.compress(LAYOUTS[name]) if zipped else LAYOUTS[name])
+    path, content = tmp_path / name, LAYOUTS[name]
+    if zipped:
+        path, content = tmp_path / f"{name}.gz", gzip.compress(content)
+    path.write_bytes(content)
+
     sids, digest = read_published(str(path))
+
     assert sids == CODES
     assert len(digest) == 64
 
 
-def test_ids_are_bare_of_white_space_as_in_the_items_table() -> None:
+def test_item_ids_are_stripped_of_white_space() -> None:
     assert parse_published(b"item_id,c1\n a ,1\n", "x.csv") == {"a": [1]}
     assert parse_published(b'{"a ": [1]}', "x.json") == {"a": [1]}
 
 
-def test_codes_follow_the_catalogue_and_other_ids_are_left_out() -> None:
+def test_codes_are_in_the_order_of_the_catalogue_without_other_items() -> None:
     assert catalogue_codes(CODES, ["b"], "f").tolist() == [[0, 255, 7]]
     assert catalogue_codes(CODES, ["b", "a"], "f").tolist() == [[0, 255, 7], [1, 2, 3]]
 
 
-def test_a_catalogue_item_without_sid_is_an_error_with_counts() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"SIDs of 2 items, but none for 2 of the catalogue's 3 \(such as 'c'\)",
-    ):
+def test_catalogue_items_without_codes_are_rejected_with_counts() -> None:
+    message = r"SIDs of 2 items, but none for 2 of the catalogue's 3 \(such as 'c'\)"
+    with pytest.raises(UserError, match=message):
         catalogue_codes(CODES, ["a", "c", "d"], "f.csv")
 
 
@@ -74,14 +76,14 @@ def test_a_catalogue_item_without_sid_is_an_error_with_counts() -> None:
         ("x.tsv", b"", "neither .json nor .csv"),
     ],
 )
-def test_malformed_files_are_refused_by_name(
+def test_malformed_files_are_rejected_with_their_name(
     name: str, content: bytes, message: str
 ) -> None:
-    with pytest.raises(UserError, match=message) as raised:
+    with pytest.raises(UserError, match=message) as error:
         parse_published(content, name)
-    assert name in str(raised.value)
+    assert name in str(error.value)
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the published SIDs"):
         read_published(str(tmp_path / "none.csv"))

@@ -1,4 +1,4 @@
-"""PSID equals brute force; conflict codes and measures."""
+"""Unique codes: PSID equals brute force, conflict levels, and measures of collisions."""
 
 from __future__ import annotations
 
@@ -24,22 +24,28 @@ from models.retrieval.tokenizers.rqkmeans import Quantized, quantize_vectors
 from models.storage.tables import UserError
 
 
-def quantized(
-    items: int, size: int, depth: int, seed: int, spread: float = 0.2
+def quantize_random(
+    items: int, size: int, levels: int, seed: int, spread: float = 0.2
 ) -> Quantized:
+    """Return random items with random codebooks.
+
+    The items are close together, so that codes collide.
+    """
     generator = torch.Generator().manual_seed(seed)
-    codebooks = torch.randn(depth, size, 3, generator=generator)
-    vectors = spread * torch.randn(
-        items, 3, generator=generator
-    )  # close together, so that codes collide
-    return Quantized(vectors, codebooks, quantize_vectors(vectors, codebooks)[0], 0.0)
+    codebooks = torch.randn(levels, size, 3, generator=generator)
+    vectors = spread * torch.randn(items, 3, generator=generator)
+    codes, _ = quantize_vectors(vectors, codebooks)
+    return Quantized(vectors, codebooks, codes, 0.0)
 
 
-def ranked(
+def rank_candidates(
     vector: np.ndarray, codebooks: np.ndarray, width: int
 ) -> list[tuple[int, ...]]:
-    """Return all candidates of an item, best first."""
-    found = []
+    """Return the candidates of an item, best first.
+
+    A candidate has one of the `width` nearest codes at each level.
+    """
+    candidates = []
     for codes in itertools.product(*(range(len(book)) for book in codebooks)):
         residual, cost, ranks = vector, 0.0, []
         for book, code in zip(codebooks, codes, strict=True):
@@ -48,99 +54,94 @@ def ranked(
             cost += distances[code]
             residual = residual - book[code]
         if max(ranks) < width:
-            found.append((cost, codes))
-    return [codes for _, codes in sorted(found)]
+            candidates.append((cost, codes))
+    return [codes for _, codes in sorted(candidates)]
 
 
 @pytest.mark.parametrize(
-    ("size", "depth", "items", "width"),
+    ("size", "levels", "items", "width"),
     [(3, 3, 27, 3), (4, 2, 14, 2), (4, 3, 30, 2), (5, 1, 5, 5)],
 )
 @pytest.mark.parametrize("seed", range(5))
-def test_each_relaxed_item_takes_the_best_candidate_that_is_free(
-    size: int, depth: int, items: int, width: int, seed: int
+def test_the_closest_item_keeps_its_codes_and_others_take_the_best_free_candidate(
+    size: int, levels: int, items: int, width: int, seed: int
 ) -> None:
-    trained = quantized(items, size, depth, seed)
-    codes = [
-        tuple(row)
-        for row in assign_unique_codes(trained, PsidConfig(width=width)).tolist()
-    ]
+    """The width of an item's search doubles until a candidate is free."""
+    quantized = quantize_random(items, size, levels, seed)
+    vectors = quantized.vectors.double().numpy()
+    codebooks = quantized.codebooks.double().numpy()
+    greedy = [tuple(row) for row in quantized.codes.tolist()]
+
+    unique_codes = assign_unique_codes(quantized, PsidConfig(width=width))
+
+    codes = [tuple(row) for row in unique_codes.tolist()]
     assert len(set(codes)) == items
-    vectors, codebooks = (
-        trained.vectors.double().numpy(),
-        trained.codebooks.double().numpy(),
-    )
-    greedy = [tuple(row) for row in trained.codes.tolist()]
     taken = set()
-    for group in set(greedy):  # the closest item of each group keeps its codes
-        total = sum(codebooks[level][code] for level, code in enumerate(group))
-        members = [i for i in range(items) if greedy[i] == group]
-        owner = min(members, key=lambda i: float(np.linalg.norm(vectors[i] - total)))
-        assert codes[owner] == group
+    for group in set(greedy):
+        centre = sum(codebooks[level][code] for level, code in enumerate(group))
+        distances = np.linalg.norm(vectors - centre, axis=1)
+        members = [item for item in range(items) if greedy[item] == group]
+        closest = min(members, key=distances.__getitem__)
+        assert codes[closest] == group
         taken.add(group)
     for item in range(items):
         if codes[item] == greedy[item]:
             continue
-        fan = width
-        while not (
-            free := [c for c in ranked(vectors[item], codebooks, fan) if c not in taken]
-        ):
-            fan = min(2 * fan, size)
+        free: list[tuple[int, ...]] = []
+        item_width = width
+        while not free:
+            candidates = rank_candidates(vectors[item], codebooks, item_width)
+            free = [candidate for candidate in candidates if candidate not in taken]
+            item_width = min(2 * item_width, size)
         assert codes[item] == free[0]
         taken.add(codes[item])
 
 
-def test_identical_items_get_codes_of_their_own_in_a_fixed_order_down_to_the_last_free_one() -> (
-    None
-):
-    trained = quantized(125, 5, 3, 1, spread=0.0)
-    codes = assign_unique_codes(trained, PsidConfig(width=1))
+def test_equal_items_get_distinct_codes_in_a_fixed_order_until_none_is_free() -> None:
+    quantized = quantize_random(125, 5, 3, 1, spread=0.0)
+
+    codes = assign_unique_codes(quantized, PsidConfig(width=1))
+
     assert len(np.unique(codes, axis=0)) == 125
-    assert codes[0].tolist() == trained.codes[0].tolist()
-    assert np.array_equal(codes, assign_unique_codes(trained, PsidConfig(width=1)))
+    assert codes[0].tolist() == quantized.codes[0].tolist()
+    again = assign_unique_codes(quantized, PsidConfig(width=1))
+    assert np.array_equal(codes, again)
 
 
-def test_psid_refuses_more_items_than_codes_too_wide_a_search_and_impossible_settings() -> (
-    None
-):
-    with pytest.raises(
-        UserError, match="10 items need as many SIDs, 2 levels of 3 codes have 9"
-    ):
-        assign_unique_codes(quantized(10, 3, 2, 0), PsidConfig())
+def test_psid_rejects_too_many_items_too_many_candidates_and_a_width_of_0() -> None:
+    message = "10 items need as many SIDs, 2 levels of 3 codes have 9"
+    with pytest.raises(UserError, match=message):
+        assign_unique_codes(quantize_random(10, 3, 2, 0), PsidConfig())
+    wide = PsidConfig(width=4, max_candidates=10)
     with pytest.raises(UserError, match=r"psid\.max_candidates 10"):
-        assign_unique_codes(
-            quantized(12, 4, 3, 0), PsidConfig(width=4, max_candidates=10)
-        )
+        assign_unique_codes(quantize_random(12, 4, 3, 0), wide)
     with pytest.raises(ValueError, match=r"psid\.width is 0"):
         PsidConfig(width=0)
 
 
-code_rows = st.integers(1, 3).flatmap(
-    lambda depth: st.lists(
-        st.tuples(*[st.integers(0, 3)] * depth), min_size=1, max_size=60
+CODE_ROWS = st.integers(1, 3).flatmap(
+    lambda levels: st.lists(
+        st.tuples(*[st.integers(0, 3)] * levels), min_size=1, max_size=60
     )
 )
 
 
-@given(code_rows)
-def test_conflict_code_is_the_rank_among_equals_in_item_order(
+@given(CODE_ROWS)
+def test_the_conflict_code_is_the_rank_among_items_with_equal_codes(
     rows: list[tuple[int, ...]],
 ) -> None:
     codes = np.array(rows)
-    seen: dict[tuple[int, ...], int] = {}
-    expected = []
-    for row in rows:
-        expected.append(seen.get(row, 0))
-        seen[row] = expected[-1] + 1
+    expected = [rows[:index].count(row) for index, row in enumerate(rows)]
     assert conflict_ranks(codes).tolist() == expected
     assert len(np.unique(add_conflict_levels(codes), axis=0)) == len(rows)
 
 
-def test_more_items_of_equal_codes_than_a_codebook_has_take_two_conflict_levels() -> (
-    None
-):
+def test_more_than_256_items_with_equal_codes_get_two_conflict_levels() -> None:
     codes = np.array([[1, 2]] * 257 + [[3, 4]])
-    one, two = add_conflict_levels(codes[1:]), add_conflict_levels(codes)
+
+    one = add_conflict_levels(codes[1:])
+    two = add_conflict_levels(codes)
+
     assert one[-2:].tolist() == [[1, 2, 255], [3, 4, 0]]
     assert two[[0, 255, 256, 257]].tolist() == [
         [1, 2, 0, 0],
@@ -151,46 +152,49 @@ def test_more_items_of_equal_codes_than_a_codebook_has_take_two_conflict_levels(
     assert len(np.unique(two, axis=0)) == 258
 
 
-def test_conflict_overflow_is_an_error_with_group_size_limit_and_remedy() -> None:
+def test_too_many_items_with_equal_codes_are_rejected_with_limit_and_remedy() -> None:
     codes = np.array([[3, 4]] + [[1, 2]] * 10)
     assert add_conflict_levels(codes[:-1], limit=3).shape == (10, 4)
-    with pytest.raises(
-        UserError,
-        match=r"10 items share the codes \[1, 2\], 2 conflict codes .*at most 9 .*psid",
-    ):
+    message = r"10 items share the codes \[1, 2\], 2 conflict codes .*at most 9 .*psid"
+    with pytest.raises(UserError, match=message):
         add_conflict_levels(codes, limit=3)
 
 
 @pytest.mark.parametrize("size", [3, 2**16, 2**40])
-def test_groups_are_those_of_equal_rows_also_where_the_codes_exceed_an_integer(
+def test_collision_groups_hold_equal_codes_even_if_their_product_overflows(
     size: int,
 ) -> None:
     rng = np.random.default_rng(size)
     codes = rng.integers(size, size=(8, 5))[rng.integers(8, size=60)]
     codes[:, 2] = rng.integers(2, size=60)
-    assert (
-        collision_groups(codes).tolist()
-        == np.unique(codes, axis=0, return_inverse=True)[1].reshape(-1).tolist()
-    )
+    _, expected = np.unique(codes, axis=0, return_inverse=True)
+    assert collision_groups(codes).tolist() == expected.reshape(-1).tolist()
 
 
-@given(code_rows)
-def test_collisions_and_levels_agree_with_counting(rows: list[tuple[int, ...]]) -> None:
+@given(CODE_ROWS)
+def test_measures_of_collisions_equal_counts(rows: list[tuple[int, ...]]) -> None:
+    counts = [rows.count(row) for row in rows]
+
+    measures = measure_collisions(np.array(rows))
+
+    num_colliding = sum(count > 1 for count in counts)
+    assert measures["collision_rate"] == pytest.approx(num_colliding / len(rows))
+    assert measures["distinct"] == len(set(rows))
+    assert measures["duplicates"] == len(rows) - len(set(rows))
+    assert measures["largest_group"] == max(counts)
+
+
+@given(CODE_ROWS)
+def test_branching_and_measures_of_levels_equal_counts(
+    rows: list[tuple[int, ...]],
+) -> None:
     codes = np.array(rows)
-    found = measure_collisions(codes)
-    assert found["collision_rate"] == pytest.approx(
-        sum(rows.count(row) > 1 for row in rows) / len(rows)
-    )
-    assert found["distinct"] == len(set(rows))
-    assert found["duplicates"] == len(rows) - len(set(rows))
-    assert found["largest_group"] == max(map(rows.count, rows))
-    prefixes = [
-        len({row[:depth] for row in rows}) for depth in range(codes.shape[1] + 1)
-    ]
+    levels = codes.shape[1]
+    num_prefixes = [len({row[:length] for row in rows}) for length in range(levels + 1)]
     assert branching(codes) == [
-        after / before for before, after in itertools.pairwise(prefixes)
+        after / before for before, after in itertools.pairwise(num_prefixes)
     ]
-    for level, measures in enumerate(measure_levels(codes, [4] * codes.shape[1])):
+    for level, measures in enumerate(measure_levels(codes, [4] * levels)):
         column = codes[:, level].tolist()
         shares = [column.count(code) / len(rows) for code in set(column)]
         assert measures["used"] == len(shares)
