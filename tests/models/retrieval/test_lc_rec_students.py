@@ -1,5 +1,7 @@
-"""SID-MLP on LC-Rec reads what an early layer of the language model keeps of the
-history, and learns from LC-Rec; NEZHA on LC-Rec reads placeholders behind the prompt.
+"""Students of LC-Rec: SID-MLP on an early layer, and NEZHA on placeholders.
+
+SID-MLP reads the keys and values that an early layer of the language model has of the
+history. NEZHA reads the states of placeholders behind the prompt.
 """
 
 from __future__ import annotations
@@ -11,23 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from models.build import build_model, load_model
 from models.retrieval.distillation.student import distillation_loss
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, fit
+from tests.fixtures.small_lc_rec import (
+    KINDS,
+    TRAINED_SIZES,
+    build_kind,
+    build_lc_rec,
+    run_library,
+    select_history,
+    write_out_prompt,
+)
 from tests.fixtures.small_retrieval import build_catalogue, make_requests
 from tests.fixtures.trainings import build_training
-from tests.models.retrieval.test_lc_rec import (
-    KINDS,
-    TINY,
-    history_of,
-    make,
-    of_kind,
-    plain_tokens,
-)
 
 HEADS: dict[str, Any] = {
     "width": 12,
@@ -37,17 +41,32 @@ HEADS: dict[str, Any] = {
 }
 
 
-def taught(name: str = "lc_rec_sid_mlp", teacher: Any = None, **options: Any) -> Any:
-    teacher = teacher or make()
+def build_student(
+    name: str = "lc_rec_sid_mlp", teacher: Any = None, **options: Any
+) -> Any:
+    """Return a student of `teacher`, by default of `build_lc_rec()`."""
+    teacher = teacher or build_lc_rec()
     torch.manual_seed(2)
-    config = {
-        "name": name,
-        "teacher_model": teacher.config_to_dict(teacher.config),
-        **options,
-    }
+    teacher_model = teacher.config_to_dict(teacher.config)
+    config = {"name": name, "teacher_model": teacher_model, **options}
     model: Any = build_model(config, build_catalogue())
     model.set_teacher(teacher)
     return model.eval()
+
+
+def record_outputs(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
+    """Return a dictionary that receives the output of each module's latest call."""
+    outputs: dict[str, Tensor] = {}
+
+    def record(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            outputs[name] = output
+
+        return hook
+
+    for name, module in modules.items():
+        module.register_forward_hook(record(name))
+    return outputs
 
 
 @torch.no_grad()
@@ -55,150 +74,157 @@ def taught(name: str = "lc_rec_sid_mlp", teacher: Any = None, **options: Any) ->
 def test_keys_and_values_are_those_of_the_layer_at_the_historys_tokens(
     layer: int, read: int
 ) -> None:
-    """By hooks on the projections of the layer, one row at a time; by default a quarter
-    of 3 layers, the first.
+    """Hooks record the projections of the layer, one row at a time.
+
+    Layer 0 stands for a quarter of the 3 layers, the first.
     """
-    model, batch = taught(layer=layer, **HEADS), make_requests(5)
+    model, batch = build_student(layer=layer, **HEADS), make_requests(5)
     lm: Any = model.backbone.lm
     attention = lm.model.layers[read].self_attn
-    seen: dict[str, Tensor] = {}
-    hooks = [
-        attention.k_proj.register_forward_hook(
-            lambda module, given, output: seen.__setitem__("k", output)
-        ),
-        attention.v_proj.register_forward_hook(
-            lambda module, given, output: seen.__setitem__("v", output)
-        ),
-        lm.model.norm.register_forward_hook(
-            lambda module, given, output: seen.__setitem__("last", output)
-        ),
-    ]
     history = model.encode(batch)
-    place, real = model.backbone.locate_history(history)
-    kept = model.decoder_input(history)[:, place]
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    columns, is_code = model.backbone.locate_history(history)
+    keys_and_values = model.decoder_input(history)[:, columns]
+    outputs = record_outputs(
+        {"k": attention.k_proj, "v": attention.v_proj, "states": lm.model.norm}
+    )
 
     for row in range(5):
-        tokens = torch.tensor([plain_tokens(model.teacher, history_of(batch, row))])
+        prompt = write_out_prompt(model.teacher, select_history(batch, row))
+        tokens = torch.tensor([prompt])
         model.backbone.run(model.backbone.embed(tokens))
-        keys = seen["k"].unflatten(-1, (2, -1)).transpose(1, 2)
-        turned = lm.model.rotary_emb(keys, torch.arange(tokens.shape[1])[None])
-        keys = apply_rotary_pos_emb(keys, keys, *turned)[1].transpose(1, 2).flatten(2)
-        at = (tokens[0] >= model.backbone.vocabulary).nonzero()[:, 0]
-        expected = torch.cat([keys, seen["v"]], -1)[0, at]
-        torch.testing.assert_close(kept[row, real[row]], expected, rtol=1e-4, atol=1e-5)
+        keys = outputs["k"].unflatten(-1, (2, -1)).transpose(1, 2)
+        cos, sin = lm.model.rotary_emb(keys, torch.arange(tokens.shape[1])[None])
+        _, rotated = apply_rotary_pos_emb(keys, keys, cos, sin)
+        rotated = rotated.transpose(1, 2).flatten(2)
+        positions = (tokens[0] >= model.backbone.vocabulary).nonzero()[:, 0]
+        expected = torch.cat([rotated, outputs["v"]], -1)[0, positions]
         torch.testing.assert_close(
-            history.query[row], seen["last"][0, -1], rtol=1e-4, atol=1e-5
+            keys_and_values[row, is_code[row]], expected, rtol=1e-4, atol=1e-5
         )
-    for hook in hooks:
-        hook.remove()
+        torch.testing.assert_close(
+            history.query[row], outputs["states"][0, -1], rtol=1e-4, atol=1e-5
+        )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_readouts_stand_on_each_other(layers: int) -> None:
-    model, batch = taught(readout_layers=layers, **HEADS), make_requests(4)
+def test_each_readout_layer_attends_with_the_output_of_the_one_before(
+    layers: int,
+) -> None:
+    model, batch = build_student(readout_layers=layers, **HEADS), make_requests(4)
     history = model.encode(batch)
-    place, real = model.backbone.locate_history(history)
-    kept = model.decoder_input(history)[:, place]
-    found, readout = model.decoder.context(history), model.decoder.readout
+    columns, is_code = model.backbone.locate_history(history)
+    keys_and_values = model.decoder_input(history)[:, columns]
+    readout = model.decoder.readout
     assert len(readout.layers) == layers
+
+    context = model.decoder.context(history)
+
     for row in range(4):
-        keys, values = kept[row, real[row]].split(readout.width, -1)
+        keys, values = keys_and_values[row, is_code[row]].split(readout.width, -1)
         z = readout.query(history.query[row])
         for layer in readout.layers:
-            mixed = []
-            for head in range(2):
-                part = slice(6 * head, 6 * head + 6)
-                q, k, v = (
-                    layer.q(z)[part],
-                    layer.k(keys)[:, part],
-                    layer.v(values)[:, part],
-                )
-                mixed.append((k @ q / 6**0.5).softmax(0) @ v)
-            x = layer.norm1(z + layer.o(torch.cat(mixed)))
+            queries, layer_keys, layer_values = (
+                layer.q(z),
+                layer.k(keys),
+                layer.v(values),
+            )
+            heads = []
+            for part in (slice(0, 6), slice(6, 12)):
+                q, k, v = queries[part], layer_keys[:, part], layer_values[:, part]
+                heads.append((k @ q / 6**0.5).softmax(0) @ v)
+            x = layer.norm1(z + layer.o(torch.cat(heads)))
             z = layer.norm2(x + layer.ffn(x))
-        torch.testing.assert_close(found[row], z, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(context[row], z, rtol=1e-4, atol=1e-5)
 
 
-def test_it_learns_the_teachers_logits_and_leaves_the_language_model_as_it_is() -> None:
-    teacher = make()
-    model, batch = taught(teacher=teacher, **HEADS), make_requests(32)
+def test_the_loss_is_the_distillation_loss_of_all_levels() -> None:
+    teacher = build_lc_rec()
+    model, batch = build_student(teacher=teacher, **HEADS), make_requests(32)
     codes = model.tokens.codes(batch.target)
     with torch.no_grad():
-        history = model.encode(batch)
-        own = model.decoder.teacher_forced(history, codes)
-        soft = teacher.decoder.teacher_forced(teacher.encode(batch), codes)
-        losses = [
-            distillation_loss(own[i], soft[i], codes[:, i], 0.7, 1.0) for i in range(4)
-        ]
-    loss = model(batch)["loss"]
-    torch.testing.assert_close(loss, torch.stack(losses).sum(), rtol=1e-4, atol=1e-4)
-    model.train()
+        student_logits = model.decoder.teacher_forced(model.encode(batch), codes)
+        teacher_history = teacher.encode(batch)
+        teacher_logits = teacher.decoder.teacher_forced(teacher_history, codes)
+        expected = torch.zeros(())
+        for level in range(4):
+            student, soft = student_logits[level], teacher_logits[level]
+            expected += distillation_loss(student, soft, codes[:, level], 0.7, 1.0)
+
+    torch.testing.assert_close(model(batch)["loss"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_training_changes_the_decoder_and_leaves_the_language_model_unchanged() -> None:
+    model, batch = build_student(**HEADS), make_requests(32)
+    first_loss = model(batch)["loss"]
     before = {
         name: value.clone() for name, value in model.backbone.state_dict().items()
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     assert {id(p) for p in trained} == {id(p) for p in model.decoder.parameters()}
     optimizer = torch.optim.AdamW(trained, 3e-3)
+
+    model.train()
     for _ in range(25):
         optimizer.zero_grad()
         model(batch)["loss"].backward()
         assert all(p.grad is not None for p in trained)
         optimizer.step()
-    assert model.eval()(batch)["loss"] < 0.8 * loss
-    assert all(
-        torch.equal(value, before[name])
-        for name, value in model.backbone.state_dict().items()
-    )
+
+    assert model.eval()(batch)["loss"] < 0.8 * first_loss
+    for name, value in model.backbone.state_dict().items():
+        assert torch.equal(value, before[name])
 
 
-@pytest.mark.parametrize("name", ["lc_rec_sid_mlp", "sid_mlp"])
-def test_a_training_with_and_without_the_teachers_tables(
-    name: str, small: tuple[str, str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("lc_rec_sid_mlp", HEADS),
+        ("sid_mlp", {"attention_heads": 2, "attention_width": 12, "ffn_width": 16}),
+    ],
+    ids=["lc_rec_sid_mlp", "sid_mlp"],
+)
+def test_a_student_trains_from_the_teachers_cached_outputs_as_from_the_teacher(
+    name: str, sizes: dict[str, Any], small: tuple[str, str], tmp_path: Path
 ) -> None:
-    """A teacher trained a little, a student of each kind, its losses from the tables
-    those of the teacher itself.
-    """
     config = FitConfig(
         lr=5e-3, batch_size=32, max_epochs=1, patience=0, log_every_steps=5, seed=1
     )
-    teacher = build_training(TINY, config, Inputs(*small))
+    teacher = build_training(TRAINED_SIZES, config, Inputs(*small))
     checkpoint.save(tmp_path / "teacher", teacher.model, teacher.checkpoint(epoch=1))
-    sizes = (
-        HEADS
-        if name == "lc_rec_sid_mlp"
-        else {"attention_heads": 2, "attention_width": 12, "ffn_width": 16}
-    )
-    model = {
+    options = {
         "name": name,
         "teacher": str(tmp_path / "teacher"),
         "dropout": 0.0,
         **sizes,
     }
-    plain = build_training(model, config, Inputs(*small))
-    kept = build_training(
-        {**model, "teacher_cache": str(tmp_path / "cache")}, config, Inputs(*small)
-    )
-    assert any("encoder states" in note for note in kept.messages)
-    batch = plain.train.dataset.collate(np.arange(16))
-    for setup in (plain, kept):
+    uncached = build_training(options, config, Inputs(*small))
+    options["teacher_cache"] = str(tmp_path / "cache")
+    cached = build_training(options, config, Inputs(*small))
+    assert any("encoder states" in message for message in cached.messages)
+    batch = uncached.train.dataset.collate(np.arange(16))
+    for setup in (uncached, cached):
         setup.model.eval()
     torch.testing.assert_close(
-        kept.model(batch)["loss"], plain.model(batch)["loss"], rtol=2e-3, atol=2e-3
+        cached.model(batch)["loss"], uncached.model(batch)["loss"], rtol=2e-3, atol=2e-3
     )
-    events = list(fit(kept.model, kept.train, kept.validate, config, means=kept.means))
+
+    events = list(
+        fit(cached.model, cached.train, cached.validate, config, means=cached.means)
+    )
+
     losses = [event.loss for event in events]
     assert losses[-2] < losses[0]
-    checkpoint.save(tmp_path / "student", kept.model, kept.checkpoint(epoch=1))
-    loaded: Any = load_model(tmp_path / "student", kept.catalogue)[0]
-    batch = kept.val.collate(np.arange(20))
-    batch = replace(batch, request=torch.full((20,), 10**9))  # of no table
-    trained: Any = kept.model
+    checkpoint.save(tmp_path / "student", cached.model, cached.checkpoint(epoch=1))
+    loaded: Any = load_model(tmp_path / "student", cached.catalogue)[0]
+    batch = cached.val.collate(np.arange(20))
+    # these request numbers are in no cache
+    batch = replace(batch, request=torch.full((20,), 10**9))
+    trained: Any = cached.model
     items, scores = trained.eval().recommend(batch, 10)
-    again, scores_again = loaded.recommend(batch, 10)
-    assert again.tolist() == items.tolist()
-    assert torch.equal(scores_again, scores)
+    loaded_items, loaded_scores = loaded.recommend(batch, 10)
+    assert loaded_items.tolist() == items.tolist()
+    assert torch.equal(loaded_scores, scores)
 
 
 @torch.no_grad()
@@ -206,20 +232,17 @@ def test_a_training_with_and_without_the_teachers_tables(
 def test_states_of_nezha_are_those_of_the_prompts_end_and_the_placeholders(
     kind: str,
 ) -> None:
-    """Of the library's pass over one row without padding."""
-    teacher = of_kind(kind)
-    model, batch = taught("lc_rec_nezha", teacher), make_requests(5)
+    """Compare with the library's pass over one row without padding."""
+    teacher = build_kind(kind)
+    model, batch = build_student("lc_rec_nezha", teacher), make_requests(5)
+
     history = model.encode(batch)
+
     assert history.states.shape == (5, 5, 16)
     for row in range(5):
-        tokens = torch.tensor(plain_tokens(teacher, history_of(batch, row)))
-        embedded = torch.cat(
-            [teacher.backbone.embed(tokens), model.backbone.extra.weight]
-        )
-        lm: Any = teacher.backbone.lm
-        states = lm.base_model(
-            inputs_embeds=embedded[None], use_cache=False
-        ).last_hidden_state[0]
+        tokens = torch.tensor(write_out_prompt(teacher, select_history(batch, row)))
+        prompt = teacher.backbone.embed(tokens)
+        states = run_library(teacher, torch.cat([prompt, model.backbone.extra.weight]))
         torch.testing.assert_close(
             history.states[row], states[-5:], rtol=1e-4, atol=1e-4
         )
