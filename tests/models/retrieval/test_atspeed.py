@@ -1,6 +1,4 @@
-"""AtSpeed: what verifies is the teacher prefix by prefix, strict recommends what the
-teacher does, and its losses.
-"""
+"""AtSpeed: the target verifies a tree in one pass, and the losses of its drafts."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from models.build import build_model, load_model
 from models.retrieval.decoders.t5 import T5Decoder, T5Target
-from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
 from models.retrieval.search import speculative
 from models.retrieval.search.beam import beam_search
@@ -34,103 +32,123 @@ from tests.fixtures.small_retrieval import (
     build_catalogue,
     build_tiger,
     make_requests,
+    select_row,
 )
 from tests.models.retrieval.conftest import TrainedTiger
 
-CONFIGS = Path(__file__).parents[3] / "jobs/configs"
 SMALL = {"draft_d_ff": 24, "draft_heads": 2, "beam": 6, "draft_beam": 9}
+TEACHER_SIZES = {"draft_layers": 2, "draft_d_ff": 32}
+"""Sizes of a draft that can have the weights of the teacher's decoder."""
 
 
-def untrained(name: str, **options: Any) -> AtSpeed:
-    options = {"name": name, "teacher_model": TEACHER, **SMALL, **options}
-    return build_model(options, build_catalogue())  # type: ignore[return-value]
+def build_teacher(seed: int) -> Retriever:
+    """Return a TIGER whose log-probabilities are far from uniform."""
+    tiger = build_tiger(seed)
+    torch.nn.init.normal_(tiger.backbone.embedding.weight, std=3.0)
+    return tiger
 
 
-def teacher(seed: int) -> Retriever:
-    """A TIGER whose log-probabilities are far from uniform."""
-    made = build_tiger(seed)
-    torch.nn.init.normal_(made.backbone.embedding.weight, std=3.0)
-    return made
-
-
-def student(name: str = "atspeed_s", seed: int = 1, **options: Any) -> AtSpeed:
+def build_student(name: str = "atspeed_s", seed: int = 1, **options: Any) -> AtSpeed:
+    """Return an AtSpeed of `build_teacher(seed)` with a random draft."""
     torch.manual_seed(seed)
-    model = untrained(name, **options)
-    model.set_teacher(teacher(seed))
+    options = {"name": name, "teacher_model": TEACHER, **SMALL, **options}
+    model: Any = build_model(options, build_catalogue())
+    model.set_teacher(build_teacher(seed))
     return model.eval()
 
 
-def random_tree(
+def draw_tree(
     rows: int, generator: torch.Generator, widths: tuple[int, ...] = (4, 5, 7)
 ) -> Tree:
-    tree, before = Tree(), 1
+    """Return random drafted beams of `rows` requests, `widths` beams per level."""
+    tree, num_parents = Tree(), 1
     for level, width in enumerate(widths):
         shape = (rows, width)
-        tree.add(
-            torch.randint(0, before, shape, generator=generator),
-            torch.randint(0, SIZES[level], shape, generator=generator),
-        )
-        before = width
+        parents = torch.randint(0, num_parents, shape, generator=generator)
+        codes = torch.randint(0, SIZES[level], shape, generator=generator)
+        tree.add(parents, codes)
+        num_parents = width
     return tree
 
 
-@pytest.mark.parametrize("codebook", [False, True])
-def test_a_tree_in_one_pass_is_every_prefix_by_itself(
-    codebook: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def list_prefixes(tree: Tree, row: int) -> list[list[list[int]]]:
+    """Return the prefixes of one request of a tree, for each length from 0 on."""
+    levels: list[list[list[int]]] = [[[]]]
+    for parents, codes in zip(tree.parents, tree.codes, strict=True):
+        steps = zip(parents[row].tolist(), codes[row].tolist(), strict=True)
+        levels.append([[*levels[-1][parent], code] for parent, code in steps])
+    return levels
+
+
+def build_decoder(codebook: bool) -> tuple[Retriever, T5Decoder]:
+    """Return a TIGER and a random decoder of its tokens.
+
+    With `codebook`, the decoder scores the codes of a level alone, otherwise its whole
+    vocabulary.
+    """
     torch.manual_seed(0)
-    made = teacher(0)
+    tiger = build_teacher(0)
     decoder = T5Decoder(
-        made.tokens,
-        made.backbone.sizes,
-        made.backbone.embedding,
+        tiger.tokens,
+        tiger.backbone.sizes,
+        tiger.backbone.embedding,
         codebook_logits=codebook,
         codebook_scores=codebook,
-    ).eval()
-    generator = torch.Generator().manual_seed(2)
-    history = made.encode(make_requests(5))
-    rows, tree = torch.tensor([3, 0, 4, 1]), random_tree(4, generator)
-    found = T5Target(decoder, history)(rows, tree, 0)
-    assert [x.shape[1] for x in found] == [1, 4, 5, 7]
-    for at, row in enumerate(rows.tolist()):
-        own = History(history.states[row : row + 1], history.lengths[row : row + 1])
-        prefixes: list[list[int]] = [[]]
-        for level, log_probs in enumerate(found):
-            if level:
-                steps = zip(
-                    tree.parents[level - 1][at].tolist(),
-                    tree.codes[level - 1][at].tolist(),
-                    strict=True,
-                )
-                prefixes = [[*prefixes[parent], code] for parent, code in steps]
-            for place, prefix in enumerate(prefixes):
+    )
+    return tiger, decoder.eval()
+
+
+@pytest.mark.parametrize("codebook", [False, True])
+def test_one_pass_over_a_tree_equals_teacher_forcing_of_every_prefix(
+    codebook: bool,
+) -> None:
+    tiger, decoder = build_decoder(codebook)
+    history = tiger.encode(make_requests(5))
+    rows = torch.tensor([3, 0, 4, 1])
+    tree = draw_tree(4, torch.Generator().manual_seed(2))
+
+    log_probs = T5Target(decoder, history)(rows, tree, 0)
+
+    assert [level.shape[1] for level in log_probs] == [1, 4, 5, 7]
+    for index, row in enumerate(rows.tolist()):
+        row_history = select_row(history, row)
+        for level, prefixes in enumerate(list_prefixes(tree, index)):
+            first = 0 if codebook else FIRST[level]
+            for beam, prefix in enumerate(prefixes):
                 codes = torch.tensor([[*prefix, *[0] * (4 - len(prefix))]])
-                logits = decoder.teacher_forced(own, codes)[level][0]
-                first = 0 if codebook else FIRST[level]
+                logits = decoder.teacher_forced(row_history, codes)[level][0]
                 expected = logits.log_softmax(-1)[first : first + SIZES[level]]
                 torch.testing.assert_close(
-                    log_probs[at, place], expected, rtol=1e-4, atol=1e-5
+                    log_probs[level][index, beam], expected, rtol=1e-4, atol=1e-5
                 )
-    later = T5Target(decoder, history)(rows, tree, 2)
-    monkeypatch.setattr(
-        "models.retrieval.decoders.t5.MAX_TREE_SCORES", 1
-    )  # user by user
-    for one, whole in zip(
-        T5Target(decoder, history)(rows, tree, 2), later, strict=True
-    ):
-        torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-6)
-    assert torch.equal(later[0], found[2])
+
+
+@pytest.mark.parametrize("codebook", [False, True])
+def test_a_pass_over_late_levels_and_request_by_request_is_the_same(
+    codebook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiger, decoder = build_decoder(codebook)
+    history = tiger.encode(make_requests(5))
+    rows = torch.tensor([3, 0, 4, 1])
+    tree = draw_tree(4, torch.Generator().manual_seed(2))
+    all_levels = T5Target(decoder, history)(rows, tree, 0)
+
+    late_levels = T5Target(decoder, history)(rows, tree, 2)
+    monkeypatch.setattr("models.retrieval.decoders.t5.MAX_TREE_SCORES", 1)
+    by_request = T5Target(decoder, history)(rows, tree, 2)
+
+    assert torch.equal(late_levels[0], all_levels[2])
+    for separate, together in zip(by_request, late_levels, strict=True):
+        torch.testing.assert_close(separate, together, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_strict_recommends_what_its_teacher_does(seed: int) -> None:
-    """With drafts that know nothing and drafts that are the teacher, at any batch size,
-    beam and number of steps.
-    """
-    model, verified_by = student(seed=seed), teacher(seed)
-    if seed % 3 == 0:  # a draft that is often right
-        model = student(seed=seed, draft_layers=2, draft_d_ff=32, draft_beam=20)
-        model.decoder.load_state_dict(verified_by.decoder.state_dict())
+def test_strict_search_recommends_what_its_teacher_does(seed: int) -> None:
+    """The draft is random; for seed 0 it has the weights of the teacher."""
+    model, teacher = build_student(seed=seed), build_teacher(seed)
+    if seed == 0:
+        model = build_student(seed=seed, **TEACHER_SIZES, draft_beam=20)
+        model.decoder.load_state_dict(teacher.decoder.state_dict())
     for count, k, beam, steps in (
         (1, 5, 3, 4),
         (7, 10, 6, 4),
@@ -138,185 +156,208 @@ def test_strict_recommends_what_its_teacher_does(seed: int) -> None:
         (3, 4, 2, 0),
     ):
         batch = make_requests(count, seed=100 * seed + count)
-        found = model.speculate(batch, k, beam=beam, draft_steps=steps)
-        items, scores = verified_by.recommend(batch, k, beam=beam)
-        assert found.items.tolist() == items.tolist()
-        torch.testing.assert_close(found.scores, scores, rtol=1e-5, atol=1e-5)
+        result = model.speculate(batch, k, beam=beam, draft_steps=steps)
+        items, scores = teacher.recommend(batch, k, beam=beam)
+        assert result.items.tolist() == items.tolist()
+        torch.testing.assert_close(result.scores, scores, rtol=1e-5, atol=1e-5)
         assert torch.equal(model.recommend(batch, k, beam=beam)[0], items)
-        among = beam_search(
-            verified_by.decoder.scorer(verified_by.encode(batch)),
-            model.trie,
-            k,
-            beam,
-            children=True,
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_strict_search_with_scores_over_children_equals_beam_search(seed: int) -> None:
+    model, teacher = build_student(seed=seed), build_teacher(seed)
+    if seed == 0:
+        model = build_student(seed=seed, **TEACHER_SIZES, draft_beam=20)
+        model.decoder.load_state_dict(teacher.decoder.state_dict())
+    for count, k, beam in ((1, 5, 3), (7, 10, 6), (16, 20, 20), (3, 4, 2)):
+        batch = make_requests(count, seed=100 * seed + count)
+        scorer = teacher.decoder.scorer(teacher.encode(batch))
+        expected_items, expected = beam_search(
+            scorer, model.trie, k, beam, children=True
         )
         items, scores = model.recommend(batch, k, beam=beam, scores="children")
-        assert items.tolist() == among[0].tolist()
-        torch.testing.assert_close(scores, among[1], rtol=1e-4, atol=1e-5)
+        assert items.tolist() == expected_items.tolist()
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_draft_that_is_the_teacher_needs_one_pass() -> None:
-    model = student(draft_layers=2, draft_d_ff=32, draft_beam=1000)
-    model.decoder.load_state_dict(teacher(1).decoder.state_dict())
-    found = model.speculate(make_requests(9), 5)
-    assert found.passes.tolist() == [1] * 9
-    assert found.accepted.tolist() == found.drafted.tolist() == [3] * 9
-    stepwise = model.speculate(make_requests(9), 5, draft_steps=1)
+def test_a_draft_with_the_teachers_weights_needs_one_pass() -> None:
+    model = build_student(**TEACHER_SIZES, draft_beam=1000)
+    model.decoder.load_state_dict(build_teacher(1).decoder.state_dict())
+    batch = make_requests(9)
+
+    whole = model.speculate(batch, 5)
+    stepwise = model.speculate(batch, 5, draft_steps=1)
+    undrafted = model.speculate(batch, 5, draft_steps=0)
+
+    assert whole.passes.tolist() == [1] * 9
+    assert whole.accepted.tolist() == whole.drafted.tolist() == [3] * 9
     assert stepwise.passes.tolist() == [2] * 9
-    assert (
-        model.speculate(make_requests(9), 5, draft_steps=0).passes.tolist() == [4] * 9
-    )
+    assert undrafted.passes.tolist() == [4] * 9
 
 
-def test_what_is_relaxed_is_an_item_with_the_score_of_the_teacher() -> None:
-    for rule in ("published", "exact"):
-        model, batch = student("atspeed_r", rule=rule), make_requests(8)
-        items, scores = model.recommend(batch, 5)
-        again, other = (
-            model.recommend(batch, 5)[0],
-            model.recommend(batch, 5, seed=3)[0],
-        )
-        assert torch.equal(items, again)
-        assert not torch.equal(items, other)
-        every, expected = teacher(1).recommend(batch, 30, beam=1000)
-        for row in range(8):
-            assert len(set(items[row].tolist())) == 5
-            known = dict(zip(every[row].tolist(), expected[row].tolist(), strict=True))
-            assert scores[row].tolist() == pytest.approx(
-                [known[item] for item in items[row].tolist()], abs=1e-4
-            )
-            assert scores[row].tolist() == sorted(scores[row].tolist(), reverse=True)
+@pytest.mark.parametrize("rule", ["published", "exact"])
+def test_relaxed_search_samples_items_and_gives_the_teachers_scores(rule: str) -> None:
+    model, batch = build_student("atspeed_r", rule=rule), make_requests(8)
+    all_items, all_scores = build_teacher(1).recommend(batch, 30, beam=1000)
+
+    items, scores = model.recommend(batch, 5)
+    same_seed, _ = model.recommend(batch, 5)
+    other_seed, _ = model.recommend(batch, 5, seed=3)
+
+    assert torch.equal(items, same_seed)
+    assert not torch.equal(items, other_seed)
+    for row in range(8):
+        pairs = zip(all_items[row].tolist(), all_scores[row].tolist(), strict=True)
+        teacher_scores = dict(pairs)
+        row_items, row_scores = items[row].tolist(), scores[row].tolist()
+        expected = [teacher_scores[item] for item in row_items]
+        assert len(set(row_items)) == 5
+        assert row_scores == pytest.approx(expected, abs=1e-4)
+        assert row_scores == sorted(row_scores, reverse=True)
 
 
 def softmax(values: list[float]) -> list[float]:
+    """Return probabilities, without PyTorch."""
     total = sum(math.exp(x) for x in values)
     return [math.exp(x) / total for x in values]
 
 
+def compute_strict_loss(q: list[float], p: list[float]) -> float:
+    """Return AtSpeed's strict loss of a draft `q` and a target `p`.
+
+    Codes other than the draft's `TOP_CODES` most likely ones count as one code.
+    """
+    top = sorted(range(len(q)), key=lambda code: -q[code])[:TOP_CODES]
+    kth_probability = sorted(p, reverse=True)[min(TOP_CODES, len(p)) - 1]
+    loss = 0.0
+    for code in top:
+        loss += q[code] * math.log(q[code] / p[code])
+        loss -= kth_probability * q[code] * math.log(q[code])
+    if len(q) > TOP_CODES:
+        rest_q = 1 - sum(q[code] for code in top)
+        rest_p = 1 - sum(p[code] for code in top)
+        loss += rest_q * math.log(rest_q / rest_p)
+    return loss
+
+
 @pytest.mark.parametrize("codes", [5, 40])
-def test_the_losses_written_out(codes: int) -> None:
+def test_the_losses_equal_their_equations(codes: int) -> None:
     torch.manual_seed(0)
-    draft, taught = torch.randn(3, codes) * 2, torch.randn(3, codes) * 2
-    strict, relaxed = 0.0, 0.0
-    for q, p in zip(
-        map(softmax, draft.tolist()), map(softmax, taught.tolist()), strict=True
+    draft, target = torch.randn(3, codes) * 2, torch.randn(3, codes) * 2
+    expected_strict, expected_relaxed = 0.0, 0.0
+    for draft_logits, target_logits in zip(
+        draft.tolist(), target.tolist(), strict=True
     ):
-        top = sorted(range(codes), key=lambda code: -q[code])[:TOP_CODES]
-        kth = sorted(p, reverse=True)[min(TOP_CODES, codes) - 1]
-        strict += sum(q[i] * math.log(q[i] / p[i]) for i in top)
-        rest_q, rest_p = 1 - sum(q[i] for i in top), 1 - sum(p[i] for i in top)
-        if codes > TOP_CODES:
-            strict += rest_q * math.log(rest_q / rest_p)
-        strict -= kth * sum(q[i] * math.log(q[i]) for i in top)
-        relaxed += sum(abs(a - b) for a, b in zip(q, p, strict=True)) / 2
-    assert strict_loss(draft, taught).item() == pytest.approx(strict / 3, rel=1e-4)
-    assert relaxed_loss(draft, taught).item() == pytest.approx(relaxed / 3, rel=1e-4)
+        q, p = softmax(draft_logits), softmax(target_logits)
+        expected_strict += compute_strict_loss(q, p) / 3
+        for draft_share, target_share in zip(q, p, strict=True):
+            expected_relaxed += abs(draft_share - target_share) / 2 / 3
+
+    strict, relaxed = strict_loss(draft, target), relaxed_loss(draft, target)
+
+    assert strict.item() == pytest.approx(expected_strict, rel=1e-4)
+    assert relaxed.item() == pytest.approx(expected_relaxed, rel=1e-4)
     assert relaxed_loss(draft, draft + 3).item() == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["atspeed_s", "atspeed_r"])
 @pytest.mark.parametrize(("alpha", "tau"), [(0.7, 1.0), (0.0, 1.0), (1.0, 2.0)])
-def test_the_loss_is_a_share_of_each(name: str, alpha: float, tau: float) -> None:
-    model, batch = student(name, alpha=alpha, tau=tau), make_requests(5)
+def test_the_loss_weights_alignment_and_target_and_trains_the_draft_alone(
+    name: str, alpha: float, tau: float
+) -> None:
+    model, batch = build_student(name, alpha=alpha, tau=tau), make_requests(5)
     history, codes = model.encode(batch), build_catalogue().sids[batch.target]
-    align = strict_loss if name == "atspeed_s" else relaxed_loss
-    ours = model.decoder.teacher_forced(history, codes)
-    theirs = [
-        x[:, at : at + n]
-        for x, at, n in zip(
-            model.target.teacher_forced(history, codes), FIRST, SIZES, strict=True
-        )
-    ]
-    total = sum(
-        (1 - alpha) * torch.nn.functional.cross_entropy(a, codes[:, level])
-        + alpha * align(a / tau, b / tau)
-        for level, (a, b) in enumerate(zip(ours, theirs, strict=True))
-    )
+    alignment_loss = strict_loss if name == "atspeed_s" else relaxed_loss
+    draft_logits = model.decoder.teacher_forced(history, codes)
+    target_logits = model.target.teacher_forced(history, codes)
+    expected = torch.zeros(())
+    for level, draft in enumerate(draft_logits):
+        target = target_logits[level].narrow(1, FIRST[level], SIZES[level])
+        cross_entropy = functional.cross_entropy(draft, codes[:, level])
+        alignment = alignment_loss(draft / tau, target / tau)
+        expected = expected + (1 - alpha) * cross_entropy + alpha * alignment
+
     loss = model(batch)["loss"]
-    torch.testing.assert_close(loss, total)
     loss.backward()
+
+    torch.testing.assert_close(loss, expected)
     for key, parameter in model.named_parameters():
         assert parameter.requires_grad == key.startswith("decoder.")
-        assert (
-            parameter.grad is not None and bool(parameter.grad.any())
-        ) == parameter.requires_grad, key
+        has_gradient = parameter.grad is not None and bool(parameter.grad.any())
+        assert has_gradient == parameter.requires_grad, key
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["atspeed_s", "atspeed_r"])
-def test_training_leaves_the_target_and_a_checkpoint_needs_no_teacher(
+def test_training_leaves_the_target_unchanged_and_the_teachers_items_are_recommended(
     name: str, trained_tiger: TrainedTiger, tmp_path: Path
 ) -> None:
-    setup, events = trained_tiger.train(
-        {"name": name, "teacher": str(trained_tiger.folder), **SMALL}, tmp_path, 3
-    )
-    batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
+    options = {"name": name, "teacher": str(trained_tiger.folder), **SMALL}
+    setup, events = trained_tiger.train(options, tmp_path, 3)
+
     assert events[-1].loss < 0.9 * events[0].loss
     metrics = events[-1].metrics
     assert 0 < metrics["acceptance"] <= 1
-    assert (
-        1 <= metrics["target_passes"] < 3
-    )  # of the three levels of these semantic IDs
-    verified_by = load_model(trained_tiger.folder / "best", setup.catalogue)[0]
-    kept = verified_by.decoder.state_dict()
-    assert all(
-        torch.equal(value, kept[key])
-        for key, value in setup.model.target.state_dict().items()
-    )
+    # the semantic IDs have three levels
+    assert 1 <= metrics["target_passes"] < 3
+    teacher = load_model(trained_tiger.folder / "best", setup.catalogue)[0]
+    teacher_weights = teacher.decoder.state_dict()
+    for key, value in setup.model.target.state_dict().items():
+        assert torch.equal(value, teacher_weights[key])
     if name == "atspeed_s":
-        items = setup.model.eval().recommend(batch, 5)[0]
-        assert torch.equal(items, verified_by.recommend(batch, 5, beam=6)[0])
+        batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
+        items, _ = setup.model.eval().recommend(batch, 5)
+        assert torch.equal(items, teacher.recommend(batch, 5, beam=6)[0])
 
 
-def test_the_numbers_of_steps_are_means_over_requests() -> None:
-    model, batch = student(), make_requests(6)
-    found = model.speculate(batch, 20)
-    halves = [
-        model.measure(batch.select("B", part)) for part in (slice(2), slice(2, 6))
-    ]
-    means = model.metric_means(
-        {key: halves[0][key] + halves[1][key] for key in halves[0]}
-    )
+def test_acceptance_and_passes_are_means_over_requests() -> None:
+    model, batch = build_student(), make_requests(6)
+    result = model.speculate(batch, 20)
+
+    first = model.measure(batch.select("B", slice(2)))
+    second = model.measure(batch.select("B", slice(2, 6)))
+    means = model.metric_means({key: first[key] + second[key] for key in first})
+
     assert set(means) == set(model.metric_names(build_catalogue()))
-    assert means["target_passes"] == pytest.approx(float(found.passes.double().mean()))
-    assert means["acceptance"] == pytest.approx(
-        float(found.accepted.sum() / found.drafted.sum())
-    )
+    passes = float(result.passes.double().mean())
+    acceptance = float(result.accepted.sum() / result.drafted.sum())
+    assert means["target_passes"] == pytest.approx(passes)
+    assert means["acceptance"] == pytest.approx(acceptance)
     undrafted = model.metric_means(model.measure(batch, draft_steps=0))
     assert (undrafted["acceptance"], undrafted["target_passes"]) == (0.0, 4.0)
 
 
-def test_what_is_measured_without_known_items_is_what_is_recommended_without_them() -> (
-    None
-):
-    model, batch = student(), make_requests(6)
-    sums = model.measure(replace(batch, target=batch.history[:, 0]), unseen=True)
-    assert sums["recall@20"] == 0
+def test_metrics_of_unseen_items_are_those_of_the_unseen_recommendations() -> None:
+    model, batch = build_student(), make_requests(6)
+    in_history = replace(batch, target=batch.history[:, 0])
+    assert model.measure(in_history, unseen=True)["recall@20"] == 0
+
     items, _ = model.recommend(batch, 20, unseen=True)
-    assert (
-        model.measure(replace(batch, target=items[:, 2]), unseen=True)["ndcg@10"]
-        == 6 / 2
-    )
+    third = replace(batch, target=items[:, 2])
+    assert model.measure(third, unseen=True)["ndcg@10"] == 6 / 2
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_a_seed_for_strict_search_is_rejected() -> None:
     with pytest.raises(ValueError, match="AtSpeed-S does not sample; leave seed out"):
-        student().recommend(make_requests(2), 3, seed=1)
-    spoiled = student()
-    spoiled.decoder.stack.final_layer_norm.weight.data.fill_(torch.nan)
+        build_student().recommend(make_requests(2), 3, seed=1)
+
+
+def test_a_draft_whose_scores_are_not_finite_is_rejected() -> None:
+    model = build_student()
+    model.decoder.stack.final_layer_norm.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="scores that are not finite"):
-        spoiled.recommend(make_requests(2), 3)
+        model.recommend(make_requests(2), 3)
 
 
-def test_draws_are_spread_evenly() -> None:
-    keys = torch.arange(200)
-    noise = speculative.Noise(keys, 1).at_level(None, 2)
-    drawn = noise.uniform(torch.arange(500).expand(200, -1), "beams")
-    assert drawn.mean().item() == pytest.approx(0.5, abs=0.005)
-    assert drawn.var().item() == pytest.approx(1 / 12, abs=0.002)
-    assert len(drawn.flatten().unique()) == 100_000
-    by_use: list[Tensor] = [
-        noise.uniform(torch.arange(500).expand(200, -1), use) for use in noise.USES
-    ]
-    together = torch.corrcoef(torch.stack([x.flatten() for x in by_use]))
-    assert (together - torch.eye(len(by_use))).abs().max() < 0.02
+def test_noise_is_uniform_and_independent_between_its_uses() -> None:
+    noise = speculative.Noise(torch.arange(200), 1).at_level(None, 2)
+    columns = torch.arange(500).expand(200, -1)
+
+    values = noise.uniform(columns, "beams")
+
+    assert values.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert values.var().item() == pytest.approx(1 / 12, abs=0.002)
+    assert len(values.flatten().unique()) == 100_000
+    by_use: list[Tensor] = [noise.uniform(columns, use).flatten() for use in noise.USES]
+    correlations = torch.corrcoef(torch.stack(by_use))
+    assert (correlations - torch.eye(len(by_use))).abs().max() < 0.02

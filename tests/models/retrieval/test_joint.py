@@ -1,9 +1,8 @@
-"""EARN's encoder and NEZHA's input and head written out, their loss, and learning rates
-by part.
-"""
+"""EARN's encoder, NEZHA's input and head, their loss, and learning rates by part."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from models.build import build_model
 from models.layers.t5 import _bucket
+from models.retrieval.data import RequestBatch
 from models.retrieval.students.earn import EarnBackbone
 from models.retrieval.students.joint import Joint
 from models.storage.tables import UserError
@@ -25,161 +25,189 @@ from tests.fixtures.small_retrieval import (
     make_requests,
 )
 
-NEZHA = {"name": "nezha"}
 
-
-def untaught(options: dict[str, Any]) -> Joint:
+def build_untaught(name: str, **options: Any) -> Joint:
+    """Return a model with random weights that has no teacher yet."""
     torch.manual_seed(1)
-    return build_model({"teacher_model": TEACHER, **options}, build_catalogue())  # type: ignore[return-value]
+    options = {"name": name, "teacher_model": TEACHER, **options}
+    model: Any = build_model(options, build_catalogue())
+    return model
 
 
-def started(options: dict[str, Any]) -> Any:
-    """A model that took its weights from `build_tiger()`."""
-    model = untaught(options)
+def build_taught(name: str, **options: Any) -> Any:
+    """Return a model that starts from the weights of `build_tiger()`."""
+    model = build_untaught(name, **options)
     model.set_teacher(build_tiger())
     return model.eval()
 
 
+def normalise_rms(x: Tensor) -> Tensor:
+    """Return x (..., D) divided by its root mean square."""
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
 @pytest.mark.parametrize("name", ["earn", "nezha"])
-def test_the_loss_is_the_mean_cross_entropy_of_the_digits(name: str) -> None:
-    model, batch = started({"name": name}), make_requests(5)
-    codes, total = build_catalogue().sids[batch.target], 0.0
-    for level, logits in enumerate(
-        model.decoder.teacher_forced(model.encode(batch), codes)
-    ):
-        first = model.tokens.first[level] - model.decoder.span(level)[0]
-        total -= (
-            logits.log_softmax(-1)[torch.arange(5), first + codes[:, level]]
-            .sum()
-            .item()
-        )
-    assert model(batch)["loss"].item() == pytest.approx(total / 20, rel=1e-4)
+def test_the_loss_is_the_mean_cross_entropy_of_the_levels(name: str) -> None:
+    model, batch = build_taught(name), make_requests(5)
+    codes = build_catalogue().sids[batch.target]
+    all_logits = model.decoder.teacher_forced(model.encode(batch), codes)
+    total = 0.0
+    for level, logits in enumerate(all_logits):
+        first_token, _ = model.decoder.span(level)
+        targets = model.tokens.first[level] - first_token + codes[:, level]
+        total -= logits.log_softmax(-1)[torch.arange(5), targets].sum().item()
+
+    loss = model(batch)["loss"].item()
+
+    assert loss == pytest.approx(total / 20, rel=1e-4)
 
 
-def layer_by_loops(
+def compute_layer(
     backbone: EarnBackbone, index: int, states: dict[int, Tensor]
 ) -> dict[int, Tensor]:
-    """What a block makes of the states (D,) at some positions, each of which attends to
-    all of them.
+    """Return the output of an encoder layer, head by head and pair by pair.
+
+    Args:
+        backbone: The encoder.
+        index: Number of the layer.
+        states: State (D,) by position. Each position attends to all others.
     """
-    block, first = backbone.encoder.blocks[index], backbone.encoder.blocks[0].attention
-    attention, found = block.attention, {}
+    block = backbone.encoder.blocks[index]
+    attention = block.attention
+    first_attention = backbone.encoder.blocks[0].attention
+    bias_table = first_attention.relative_attention_bias.weight
+    norm_weight = block.get_norm(0).weight
     normed = {
-        at: x * (x.square().mean() + 1e-6).rsqrt() * block.get_norm(0).weight
-        for at, x in states.items()
+        position: normalise_rms(state) * norm_weight
+        for position, state in states.items()
     }
-    for query in states:
-        mixed = []
-        for head in range(2):
-            part = slice(8 * head, 8 * head + 8)
-            q = attention.q.weight[part] @ normed[query]
-            scores = []
-            for key in states:
-                bucket = _bucket(
-                    torch.tensor(key - query), backbone.sizes, bidirectional=True
-                )
-                bias = first.relative_attention_bias.weight[bucket, head]
-                scores.append(q @ (attention.k.weight[part] @ normed[key]) + bias)
+    outputs = {}
+    for query_position, state in states.items():
+        heads = []
+        for head, part in enumerate((slice(0, 8), slice(8, 16))):
+            query = attention.q.weight[part] @ normed[query_position]
+            scores, values = [], []
+            for key_position, key_state in normed.items():
+                distance = torch.tensor(key_position - query_position)
+                bucket = _bucket(distance, backbone.sizes, bidirectional=True)
+                key = attention.k.weight[part] @ key_state
+                scores.append(query @ key + bias_table[bucket, head])
+                values.append(attention.v.weight[part] @ key_state)
             weights = torch.stack(scores).softmax(0)
-            values = torch.stack(
-                [attention.v.weight[part] @ normed[key] for key in states]
-            )
-            mixed.append(weights @ values)
-        x = states[query] + attention.o.weight @ torch.cat(mixed)
-        inner = x * (x.square().mean() + 1e-6).rsqrt() * block.get_norm(-1).weight
-        found[query] = (
-            x
-            + block.feedforward.wo.weight @ (block.feedforward.wi.weight @ inner).relu()
+            heads.append(weights @ torch.stack(values))
+        x = state + attention.o.weight @ torch.cat(heads)
+        inner = block.feedforward.wi.weight @ (
+            normalise_rms(x) * block.get_norm(-1).weight
         )
-    return found
+        outputs[query_position] = x + block.feedforward.wo.weight @ inner.relu()
+    return outputs
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @torch.no_grad()
-def test_layers_up_to_k_see_all_and_above_the_registers_alone(layer: int) -> None:
-    model, batch = started({"name": "earn", "register_layer": layer}), make_requests(4)
+def test_layers_after_the_register_layer_read_the_registers_alone(layer: int) -> None:
+    model, batch = build_taught("earn", register_layer=layer), make_requests(4)
     backbone = model.backbone
-    torch.nn.init.normal_(
-        backbone.encoder.blocks[0].attention.relative_attention_bias.weight
-    )
+    first_attention = backbone.encoder.blocks[0].attention
+    torch.nn.init.normal_(first_attention.relative_attention_bias.weight)
+    tokens, lengths = model.tokens.history(batch), model.tokens.lengths(batch)
+
     history = model.encode(batch)
+
     assert history.states.shape == (4, 2, 16)
     assert history.lengths.tolist() == [2] * 4
-    plain, lengths = model.tokens.history(batch), model.tokens.lengths(batch)
-    for row in range(4):
-        own = backbone.embedding(plain[row, : lengths[row]])
-        prefix, suffix = backbone.extra.weight
-        states = dict(enumerate([prefix, *own, suffix]))
+    prefix, suffix = backbone.extra.weight
+    for row, length in enumerate(lengths.tolist()):
+        embedded = backbone.embedding(tokens[row, :length])
+        states = dict(enumerate([prefix, *embedded, suffix]))
         for index in range(3):
-            states = layer_by_loops(backbone, index, states)
+            states = compute_layer(backbone, index, states)
             if index + 1 == layer:
-                states = {0: states[0], len(own) + 1: states[len(own) + 1]}
-        expected = torch.stack(list(states.values()))
-        expected = expected * (expected.square().mean(1, keepdim=True) + 1e-6).rsqrt()
-        torch.testing.assert_close(
-            history.states[row],
-            expected * backbone.encoder.final_layer_norm.weight,
-            rtol=1e-4,
-            atol=1e-5,
-        )
+                states = {0: states[0], length + 1: states[length + 1]}
+        registers = torch.stack(list(states.values()))
+        expected = normalise_rms(registers) * backbone.encoder.final_layer_norm.weight
+        torch.testing.assert_close(history.states[row], expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
-def test_states_are_the_root_and_the_placeholders() -> None:
-    """Of T5's encoder over each request's own tokens and the placeholders behind them."""
-    model, batch = started(NEZHA), make_requests(4)
-    plain, lengths = model.tokens.history(batch), model.tokens.lengths(batch)
+def test_states_of_nezha_are_those_of_the_end_token_and_the_placeholders() -> None:
+    """Compare with T5's encoder over one request without padding.
+
+    The end token is the root, and the placeholders follow it.
+    """
+    model, batch = build_taught("nezha"), make_requests(4)
+    backbone = model.backbone
+    tokens, lengths = model.tokens.history(batch), model.tokens.lengths(batch)
+
     history = model.encode(batch)
+
     assert history.states.shape == (4, 5, 16)
     assert history.lengths.tolist() == [5] * 4
-    backbone = model.backbone
-    for row in range(4):
-        own = plain[row, : lengths[row]]
-        assert own[-1] == model.tokens.end  # the root's token
-        x = torch.cat([backbone.embedding(own), backbone.extra.weight]).unsqueeze(0)
-        states = backbone.encoder(x, backbone.encoder.position_bias(x.shape[1]), 0.0)[0]
+    for row, length in enumerate(lengths.tolist()):
+        row_tokens = tokens[row, :length]
+        assert row_tokens[-1] == model.tokens.end
+        embedded = torch.cat([backbone.embedding(row_tokens), backbone.extra.weight])
+        position_bias = backbone.encoder.position_bias(len(embedded))
+        states = backbone.encoder(embedded.unsqueeze(0), position_bias, 0.0)[0]
         torch.testing.assert_close(
-            history.states[row], states[lengths[row] - 1 :], rtol=1e-4, atol=1e-5
+            history.states[row], states[length - 1 :], rtol=1e-4, atol=1e-5
         )
 
 
+def step_gru(cell: torch.nn.GRUCell, x: Tensor, state: Tensor) -> Tensor:
+    """Return the next state of a GRU by its equations."""
+    reset_x, update_x, new_x = (cell.weight_ih @ x + cell.bias_ih).chunk(3)
+    reset_h, update_h, new_h = (cell.weight_hh @ state + cell.bias_hh).chunk(3)
+    update = (update_x + update_h).sigmoid()
+    candidate = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
+    return (1 - update) * candidate + update * state
+
+
 @torch.no_grad()
-def test_digits_are_read_from_a_root_that_moves_on() -> None:
-    model, batch = started(NEZHA), make_requests(6)
+def test_codes_of_nezha_are_read_from_a_root_that_a_gru_updates() -> None:
+    model, batch = build_taught("nezha"), make_requests(6)
     codes = build_catalogue().sids[batch.target]
     history = model.encode(batch)
-    found, cell = model.decoder.teacher_forced(history, codes), model.decoder.transition
+    embedding = model.backbone.embedding.weight
+
+    logits = model.decoder.teacher_forced(history, codes)
+
     for row in range(6):
-        root, *own = history.states[row]
-        for level in range(4):
+        root, *placeholders = history.states[row]
+        for level, placeholder in enumerate(placeholders):
             head = model.decoder.heads[level]
-            expected = head.weight @ (root + own[level]) + head.bias
+            expected = head.weight @ (root + placeholder) + head.bias
             assert expected.shape == (SIZES[level],)
             torch.testing.assert_close(
-                found[level][row], expected, rtol=1e-4, atol=1e-5
+                logits[level][row], expected, rtol=1e-4, atol=1e-5
             )
-            chosen = model.backbone.embedding.weight[
-                model.tokens.first[level] + codes[row, level]
-            ]
-            reset_x, update_x, new_x = (cell.weight_ih @ chosen + cell.bias_ih).chunk(3)
-            reset_h, update_h, new_h = (cell.weight_hh @ root + cell.bias_hh).chunk(3)
-            update = (update_x + update_h).sigmoid()
-            candidate = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
-            root = (1 - update) * candidate + update * root
+            token = model.tokens.first[level] + codes[row, level]
+            root = step_gru(model.decoder.transition, embedding[token], root)
 
 
-class Batches:
+class ThreeBatches:
+    """Training batches of three steps per epoch."""
+
     def steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
         return 3
 
-    def __call__(self, epoch: int, skip: int) -> Any:
-        return (make_requests(16, seed=i) for i in range(skip, 3))
+    def __call__(self, epoch: int, skip: int) -> Iterator[RequestBatch]:
+        """Yield the batches of an epoch, without the first `skip`."""
+        return (make_requests(16, seed=step) for step in range(skip, 3))
 
 
-def trained(
-    rates: dict[str, float], lr: float, state: Any = None
-) -> tuple[Any, list[Any]]:
-    model = untaught({**NEZHA, "rates": rates})
+def train_nezha(rates: dict[str, float], lr: float) -> tuple[Any, list[EpochEvent]]:
+    """Train a NEZHA for two epochs.
+
+    Args:
+        rates: Factor of the learning rate by part.
+        lr: Learning rate of the other parts.
+
+    Returns:
+        The model and the event of each epoch.
+    """
+    model = build_untaught("nezha", rates=rates)
     config = FitConfig(
         lr=lr,
         weight_decay=0.0,
@@ -188,63 +216,61 @@ def trained(
         max_epochs=2,
         clip_norm=0,
     )
-    factors = model.lr_multipliers()
-    events = list(
-        fit(
-            model,
-            Batches(),
-            lambda m: ({"ndcg@10": 1.0}, 1),
-            config,
-            lr_multipliers=factors,
-            state=state,
-        )
+    events = fit(
+        model,
+        ThreeBatches(),
+        lambda model: ({"ndcg@10": 1.0}, 1),
+        config,
+        lr_multipliers=model.lr_multipliers(),
     )
     return model, [event for event in events if isinstance(event, EpochEvent)]
 
 
-def test_each_part_has_its_learning_rate() -> None:
-    model = untaught(
-        {**NEZHA, "rates": {"head": 1, "embedding": 100, "transition": 10}}
-    )
+def test_parameters_are_grouped_by_the_factor_of_their_part() -> None:
+    rates = {"head": 1, "embedding": 100, "transition": 10}
+    model = build_untaught("nezha", rates=rates)
     names = {id(p): name for name, p in model.named_parameters()}
-    found = group_parameters(model, model.lr_multipliers())
-    groups = {factor: {names[id(p)] for p in own} for (factor, _), own in found.items()}
-    assert set(groups) == {1.0, 10.0, 100.0}
-    assert groups[100.0] == {"backbone.embedding.weight", "backbone.extra.weight"}
-    assert groups[10.0] == {
+
+    groups = group_parameters(model, model.lr_multipliers())
+
+    by_factor = {
+        factor: {names[id(p)] for p in parameters}
+        for (factor, _), parameters in groups.items()
+    }
+    assert set(by_factor) == {1.0, 10.0, 100.0}
+    assert by_factor[100.0] == {"backbone.embedding.weight", "backbone.extra.weight"}
+    transition = {
         name for name in names.values() if name.startswith("decoder.transition.")
     }
-    assert {
-        "decoder.heads.0.weight",
-        "backbone.encoder.final_layer_norm.weight",
-    } <= groups[1.0]
-    assert sum(map(len, groups.values())) == len(names)
-    assert list(group_parameters(untaught(NEZHA), {})) == [(1.0, True)]
+    assert by_factor[10.0] == transition
+    assert "decoder.heads.0.weight" in by_factor[1.0]
+    assert "backbone.encoder.final_layer_norm.weight" in by_factor[1.0]
+    assert sum(map(len, by_factor.values())) == len(names)
 
 
-def test_a_factor_on_all_parts_is_another_base_rate() -> None:
-    """The first steps of AdamW are as long as the learning rate."""
-    before = untaught(NEZHA).state_dict()
-    slow, _ = trained({}, 1e-4)
-    fast, events = trained({"transition": 10}, 1e-4)
-    moved = [
-        (
-            model.state_dict()["decoder.transition.bias_hh"]
-            - before["decoder.transition.bias_hh"]
-        )
-        .abs()
-        .max()
-        for model in (slow, fast)
-    ]
-    assert 5 < float(moved[1] / moved[0]) < 12
+def test_parameters_without_factors_are_one_group() -> None:
+    assert list(group_parameters(build_untaught("nezha"), {})) == [(1.0, True)]
+
+
+def test_a_factor_scales_the_steps_of_its_part() -> None:
+    """The first steps of AdamW have the length of the learning rate."""
+    name = "decoder.transition.bias_hh"
+    initial = build_untaught("nezha").state_dict()[name]
+
+    slow, _ = train_nezha({}, 1e-4)
+    fast, events = train_nezha({"transition": 10}, 1e-4)
+
+    slow_change = (slow.state_dict()[name] - initial).abs().max()
+    fast_change = (fast.state_dict()[name] - initial).abs().max()
+    assert 5 < float(fast_change / slow_change) < 12
     assert len(events[-1].state["optimizer"]["param_groups"]) == 2
 
 
-def test_a_factor_of_no_trained_part_is_refused() -> None:
-    model = untaught({**NEZHA, "rates": {"head": 2.0}})
+def test_a_factor_of_a_part_without_trained_parameters_is_rejected() -> None:
+    model = build_untaught("nezha", rates={"head": 2.0})
     model.decoder.heads.requires_grad_(False)
-    with pytest.raises(
-        UserError,
-        match=r"lr_multipliers has 'decoder\.heads', but no trained parameter's name starts",
-    ):
+    message = (
+        r"lr_multipliers has 'decoder\.heads', but no trained parameter's name starts"
+    )
+    with pytest.raises(UserError, match=message):
         group_parameters(model, model.lr_multipliers())

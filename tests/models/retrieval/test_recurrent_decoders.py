@@ -1,9 +1,8 @@
-"""Gated DeltaNet and Mamba2 as decoders: training form against search, search against
-every item, padding, learning.
-"""
+"""Gated DeltaNet and Mamba2 as decoders: steps, padding, cost and configs."""
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,164 +35,176 @@ SMALL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_layers": 2, "width": 24, "head_width": 12, "state": 10, "chunk": 8},
 }
 NAMES = sorted(SMALL)
+EXACT = {"rtol": 0.0, "atol": 1e-10}
 
 
-def student(name: str, **options: Any) -> Student:
-    """Of `build_tiger()`, its weights random and its log-probabilities far from uniform."""
+def build_student(name: str, **options: Any) -> Student:
+    """Return a student of `build_tiger()` with random weights.
+
+    Its log-probabilities are far from uniform.
+    """
     torch.manual_seed(1)
-    model: Any = build_model(
-        {"name": name, "teacher_model": TEACHER, **SMALL[name], **options},
-        build_catalogue(),
-    )
+    options = {"name": name, "teacher_model": TEACHER, **SMALL[name], **options}
+    model: Any = build_model(options, build_catalogue())
     model.set_teacher(build_tiger())
-    for part, parameter in model.named_parameters():
-        if "heads" in part:
+    for key, parameter in model.named_parameters():
+        if "heads" in key:
             torch.nn.init.normal_(parameter.data)
     return model.eval()
 
 
-def exact(name: str, **options: Any) -> tuple[RecurrentDecoder, History, Tensor]:
-    """A decoder in float64, states of ragged histories and codes of targets."""
-    model, batch = student(name, **options), make_requests(5)
+def build_double(name: str, **options: Any) -> tuple[RecurrentDecoder, History, Tensor]:
+    """Return a decoder in float64, states of ragged histories and codes of targets."""
+    model, batch = build_student(name, **options), make_requests(5)
     history = model.encode(batch)
+    double_history = History(history.states.double(), history.lengths)
     decoder: Any = model.decoder
     decoder._embedding[0].double()
-    return (
-        decoder.double(),
-        History(history.states.double(), history.lengths),
-        build_catalogue().sids[batch.target],
-    )
+    return decoder.double(), double_history, build_catalogue().sids[batch.target]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_states_by_steps_are_those_of_the_whole_row(name: str, chunk: int) -> None:
-    """To 1e-10, in float64: the history once, then the prefix by steps, against all of
-    it in chunks.
-    """
-    decoder, history, codes = exact(name, chunk=chunk)
-    with torch.no_grad():
-        prefix = decoder.embed(decoder.tokens.shift_right(codes)[:, 1:])
-        expected, after = decoder.read(history, prefix)
-        x, states = decoder.read(history, prefix[:, :0])
-        torch.testing.assert_close(x[:, 0], expected[:, 0], rtol=0, atol=1e-10)
-        for at in range(prefix.shape[1]):
-            x = decoder.enter(prefix[:, at])
-            for i, block in enumerate(decoder.blocks):
-                x, states[i] = block.step(x, states[i], True)
-            torch.testing.assert_close(
-                decoder.norm(x), expected[:, at + 1], rtol=0, atol=1e-10
-            )
-    for state, whole in zip(states, after, strict=True):
-        torch.testing.assert_close(state.memory, whole.memory, rtol=0, atol=1e-10)
-        torch.testing.assert_close(state.window, whole.window, rtol=0, atol=1e-10)
+@torch.no_grad()
+def test_steps_after_the_history_equal_the_whole_row_in_chunks(
+    name: str, chunk: int
+) -> None:
+    decoder, history, codes = build_double(name, chunk=chunk)
+    prefix = decoder.embed(decoder.tokens.shift_right(codes)[:, 1:])
+    expected, expected_states = decoder.read(history, prefix)
+
+    outputs, states = decoder.read(history, prefix[:, :0])
+
+    torch.testing.assert_close(outputs[:, 0], expected[:, 0], **EXACT)
+    for position in range(prefix.shape[1]):
+        x = decoder.enter(prefix[:, position])
+        for layer, block in enumerate(decoder.blocks):
+            x, states[layer] = block.step(x, states[layer], True)
+        torch.testing.assert_close(decoder.norm(x), expected[:, position + 1], **EXACT)
+    for state, expected_state in zip(states, expected_states, strict=True):
+        torch.testing.assert_close(state.memory, expected_state.memory, **EXACT)
+        torch.testing.assert_close(state.window, expected_state.window, **EXACT)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_is_never_read(name: str) -> None:
-    """Other numbers there, more of it, and none of it: the same states and logits."""
-    decoder, history, codes = exact(name)
-    padded = torch.arange(history.states.shape[1]) >= history.lengths.unsqueeze(1)
-    assert padded.any()
-    other = history.states.masked_fill(padded.unsqueeze(-1), 7.0)
-    longer = torch.cat([other, torch.full_like(other, -3.0)], 1)
-    with torch.no_grad():
-        expected, (*_, after) = decoder.read(history, decoder.embed(codes[:, :3]))
-        for states in (other, longer):
-            found, (*_, state) = decoder.read(
-                History(states, history.lengths), decoder.embed(codes[:, :3])
-            )
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-            torch.testing.assert_close(state.memory, after.memory, rtol=0, atol=1e-10)
-        for row, length in enumerate(history.lengths.tolist()):
-            alone = History(
-                history.states[row : row + 1, :length], history.lengths[row : row + 1]
-            )
-            found, _ = decoder.read(alone, decoder.embed(codes[row : row + 1, :3]))
-            torch.testing.assert_close(found[0], expected[row], rtol=0, atol=1e-10)
+@torch.no_grad()
+def test_values_and_width_of_padding_change_nothing(name: str) -> None:
+    decoder, history, codes = build_double(name)
+    prefix = decoder.embed(codes[:, :3])
+    positions = torch.arange(history.states.shape[1])
+    is_padding = positions >= history.lengths.unsqueeze(1)
+    assert is_padding.any()
+    expected, (*_, expected_state) = decoder.read(history, prefix)
+
+    filled = history.states.masked_fill(is_padding.unsqueeze(-1), 7.0)
+    wider = torch.cat([filled, torch.full_like(filled, -3.0)], 1)
+    for states in (filled, wider):
+        padded = History(states, history.lengths)
+        outputs, (*_, state) = decoder.read(padded, prefix)
+        torch.testing.assert_close(outputs, expected, **EXACT)
+        torch.testing.assert_close(state.memory, expected_state.memory, **EXACT)
+    for row, length in enumerate(history.lengths.tolist()):
+        request = history.rows(row, row + 1)
+        unpadded = History(request.states[:, :length], request.lengths)
+        outputs, _ = decoder.read(unpadded, prefix[row : row + 1])
+        torch.testing.assert_close(outputs[0], expected[row], **EXACT)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_history_is_read_once_for_all_beams(name: str) -> None:
-    model, batch = student(name), make_requests(3)
-    read = []
-    for block in model.decoder.blocks:  # type: ignore[union-attr]
+def test_a_history_is_read_once_per_request_and_not_per_beam(name: str) -> None:
+    model, batch = build_student(name), make_requests(3)
+    blocks: Any = model.decoder.blocks
+    shapes = []
+    for block in blocks:
         block.mixer.register_forward_pre_hook(
-            lambda module, given: read.append(tuple(given[0].shape[:2]))
+            lambda module, inputs: shapes.append(tuple(inputs[0].shape[:2]))
         )
+
     model.recommend(batch, 5, beam=9)
-    assert (
-        read == [(3, 2 + 4 * int(batch.history_length.max()) + 1)] * 2
-    )  # users, not beams
+
+    length = 2 + 4 * int(batch.history_length.max()) + 1
+    assert shapes == [(3, length)] * 2
 
 
 @pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
 def test_logits_depend_on_the_whole_prefix_and_on_the_whole_history(name: str) -> None:
-    decoder, history, _ = exact(name)
+    decoder, history, _ = build_double(name)
 
-    def last(codes: list[int], states: Tensor = history.states) -> Tensor:
-        given = torch.tensor([*codes, 0]).expand(5, -1)
-        with torch.no_grad():
-            return decoder.teacher_forced(History(states, history.lengths), given)[3]
+    def last_logits(prefix: list[int], states: Tensor) -> Tensor:
+        codes = torch.tensor([*prefix, 0]).expand(5, -1)
+        return decoder.teacher_forced(History(states, history.lengths), codes)[3]
 
-    reference = last([1, 2, 0])
-    assert all(
-        not torch.allclose(reference, last(other))
-        for other in ([0, 2, 0], [1, 3, 0], [1, 2, 1])
-    )
-    moved = history.states.clone()
-    moved[:, 0] += 1  # the oldest position
-    assert ((last([1, 2, 0], moved) - reference).abs().amax(-1) > 1e-9).all()
+    reference = last_logits([1, 2, 0], history.states)
+    for prefix in ([0, 2, 0], [1, 3, 0], [1, 2, 1]):
+        assert not torch.allclose(reference, last_logits(prefix, history.states))
+    changed = history.states.clone()
+    changed[:, 0] += 1  # the oldest position
+    difference = (last_logits([1, 2, 0], changed) - reference).abs()
+    assert (difference.amax(-1) > 1e-9).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_has_about_as_many_parameters_as_the_teachers_decoder(name: str) -> None:
     codes = torch.tensor([[0, 0, 0, 0], [255, 1, 2, 3]])
-    model = build_model({"name": name}, Catalogue.from_codes(codes, (256,) * 4))
-    teacher = Tiger(TigerConfig(), Catalogue.from_codes(codes, (256,) * 4))
-    own, its = (
-        sum(p.numel() for p in part.decoder.parameters()) for part in (model, teacher)
+    catalogue = Catalogue.from_codes(codes, (256,) * 4)
+    student: Any = build_model({"name": name}, catalogue)
+    teacher = Tiger(TigerConfig(), catalogue)
+    student_size, teacher_size = (
+        sum(p.numel() for p in model.decoder.parameters())
+        for model in (student, teacher)
     )
-    assert own == pytest.approx(its, rel=0.06)
+    assert student_size == pytest.approx(teacher_size, rel=0.06)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_is_trained_and_swept_as_sid_mlp_is(name: str) -> None:
+def parse_config(name: str) -> Config:
+    """Return the options of `jobs.train` from a model's config file."""
+    path = ROOT / f"jobs/configs/{name}.yaml"
     rest = ["--tables", "t", "--storage", "s", "--name", "n"]
-    files = [str(ROOT / f"jobs/configs/{n}.yaml") for n in (name, "sid_mlp")]
-    own, sid_mlp = (parse(Config, ["--config", file, *rest]) for file in files)
-    assert own.fit == sid_mlp.fit
-    assert own.model == registry.find(name).config_class()  # the file has the defaults
-    grid, theirs = (
-        yaml.safe_load((ROOT / f"tuning/grids/{n}.yaml").read_text())
-        for n in (name, "sid_mlp")
-    )
-    shared = ("fit.lr", "model.dropout", "fit.weight_decay", "model.alpha")
-    assert grid["axes"] == {axis: theirs["axes"][axis] for axis in shared}
-    assert load_grid(str(ROOT / f"tuning/grids/{name}.yaml"))
+    return parse(Config, ["--config", str(path), *rest])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_requests_whose_states_are_many_are_searched_in_pieces(
+def test_its_config_trains_as_sid_mlp_with_the_models_defaults(name: str) -> None:
+    config = parse_config(name)
+    assert config.fit == parse_config("sid_mlp").fit
+    assert config.model == registry.find(name).config_class()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_grid_has_axes_of_the_grid_of_sid_mlp(name: str) -> None:
+    path, sid_mlp_path = (
+        ROOT / f"tuning/grids/{model}.yaml" for model in (name, "sid_mlp")
+    )
+    axes = yaml.safe_load(path.read_text())["axes"]
+    sid_mlp_axes = yaml.safe_load(sid_mlp_path.read_text())["axes"]
+    shared = ("fit.lr", "model.dropout", "fit.weight_decay", "model.alpha")
+    assert axes == {axis: sid_mlp_axes[axis] for axis in shared}
+    assert load_grid(str(path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_with_large_beam_states_are_searched_in_parts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = student(name), make_requests(7)
-    states = []
-    whole = model.recommend(batch, 5, beam=4)
+    model, batch = build_student(name), make_requests(7)
+    expected_items, expected_scores = model.recommend(batch, 5, beam=4)
+    beam_bytes = 3 * 4 * model.decoder.beam_bytes  # 3 requests of 4 beams
+    state_bytes = []
     step = RecurrentScorer.step
 
-    def watched(self: RecurrentScorer, parents: Tensor, tokens: Tensor) -> Tensor:
-        found = step(self, parents, tokens)
-        states.append(sum(part.nbytes for state in self.states for part in state))
-        return found
+    def record_step(self: RecurrentScorer, parents: Tensor, tokens: Tensor) -> Tensor:
+        log_probs = step(self, parents, tokens)
+        parts = chain.from_iterable(self.states)
+        state_bytes.append(sum(part.nbytes for part in parts))
+        return log_probs
 
-    monkeypatch.setattr(RecurrentScorer, "step", watched)
-    monkeypatch.setattr(retriever, "MAX_BEAM_BYTES", 3 * 4 * model.decoder.beam_bytes)
+    monkeypatch.setattr(RecurrentScorer, "step", record_step)
+    monkeypatch.setattr(retriever, "MAX_BEAM_BYTES", beam_bytes)
     items, scores = model.recommend(batch, 5, beam=4)
-    assert items.tolist() == whole[0].tolist()
-    torch.testing.assert_close(scores, whole[1])
-    assert (
-        max(states) == 3 * 4 * model.decoder.beam_bytes
-    )  # 3 requests of 4 beams at once
-    none = batch.select("B", slice(0))
-    assert model.recommend(none, 5)[0].shape == (0, 5)
+
+    assert items.tolist() == expected_items.tolist()
+    torch.testing.assert_close(scores, expected_scores)
+    assert max(state_bytes) == beam_bytes
+    empty = batch.select("B", slice(0))
+    assert model.recommend(empty, 5)[0].shape == (0, 5)

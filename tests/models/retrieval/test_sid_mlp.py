@@ -1,4 +1,4 @@
-"""SID-MLP: its equations written out, its search against every item, and its ablations."""
+"""SID-MLP: its equations written out, options of its search, and its ablations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch.nn import functional
 
 from jobs.options import parse
 from jobs.train import Config
@@ -29,99 +30,93 @@ from tests.fixtures.small_retrieval import (
 )
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs"
-ABLATIONS = sorted(
-    path
-    for name in ("sid_mlp", "one_layer")
-    for path in (CONFIGS / name).glob("*.yaml")
-)
+ABLATIONS = [
+    *sorted((CONFIGS / "one_layer").glob("*.yaml")),
+    *sorted((CONFIGS / "sid_mlp").glob("*.yaml")),
+]
+"""Config files of the ablations."""
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
 
 
-def untrained(name: str = "sid_mlp", **options: Any) -> Student:
-    small = SMALL if name == "sid_mlp" else {}
-    options = {"name": name, "teacher_model": TEACHER, **small, **options}
-    return build_model(options, build_catalogue())  # type: ignore[return-value]
+def build_student(name: str = "sid_mlp", seed: int = 1, **options: Any) -> Student:
+    """Return a student of `build_tiger()` with random weights.
 
-
-def student(name: str = "sid_mlp", seed: int = 1, **options: Any) -> Student:
-    """A student of `build_tiger()`, its weights random and its log-probabilities far from
-    uniform.
+    Its log-probabilities are far from uniform.
     """
     torch.manual_seed(seed)
-    model = untrained(name, **options)
+    sizes = SMALL if name == "sid_mlp" else {}
+    options = {"name": name, "teacher_model": TEACHER, **sizes, **options}
+    model: Any = build_model(options, build_catalogue())
     model.set_teacher(build_tiger())
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "readout" not in name and parameter.dim() == 2:
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad and "readout" not in key and parameter.dim() == 2:
             torch.nn.init.normal_(parameter.data, std=0.5)
     return model.eval()
 
 
-def logits_at(model: Student, history: History, prefix: list[int]) -> Tensor:
-    """(B, O_l): logits of the code after `prefix`, the same for every row."""
-    codes = torch.tensor([*prefix, *[0] * (4 - len(prefix))]).expand(
-        len(history.lengths), -1
-    )
-    return model.decoder.teacher_forced(history, codes)[
-        len(prefix) - model.decoder.first_level
-    ]
+def compute_logits(model: Student, history: History, prefix: list[int]) -> Tensor:
+    """Return the logits (B, O_l) of the code after a prefix that all rows share."""
+    codes = torch.tensor([*prefix, *[0] * (4 - len(prefix))])
+    codes = codes.expand(len(history.lengths), -1)
+    level = len(prefix) - model.decoder.first_level
+    return model.decoder.teacher_forced(history, codes)[level]
 
 
-def ablation(path: Path) -> dict[str, Any]:
+def read_changes(path: Path) -> dict[str, Any]:
+    """Return the model options that an ablation's file changes."""
     return yaml.safe_load(path.read_text())["model"]
 
 
 def log_softmax(values: list[float]) -> list[float]:
+    """Return log-probabilities, without PyTorch."""
     total = math.log(sum(math.exp(value) for value in values))
     return [value - total for value in values]
 
 
-def test_one_query_in_training_is_the_same_attention() -> None:
+def test_attention_of_a_single_query_is_the_same_in_training() -> None:
+    """Training takes another path for one query; outputs and gradients are equal."""
     torch.manual_seed(0)
     layer = CrossAttention(12, 20, 4).double()
-    query, states = (
-        torch.randn(5, 1, 12, dtype=torch.double),
-        torch.randn(5, 7, 12, dtype=torch.double),
-    )
+    query = torch.randn(5, 1, 12, dtype=torch.double, requires_grad=True)
+    states = torch.randn(5, 7, 12, dtype=torch.double, requires_grad=True)
     padding = torch.zeros(5, 1, 1, 7, dtype=torch.double)
-    padding[2, ..., 4:] = padding[4, ..., 1:] = -torch.inf
-    found = []
+    padding[2, ..., 4:] = -torch.inf
+    padding[4, ..., 1:] = -torch.inf
+
+    results = []
     for training in (True, False):
-        given = [query.clone().requires_grad_(), states.clone().requires_grad_()]
-        out = layer.train(training)(*given, padding)
-        grads = torch.autograd.grad(
-            (out * torch.arange(12)).sum(), [*given, *layer.parameters()]
-        )
-        found.append([out, *grads])
-    for one, all_ in zip(*found, strict=True):
-        torch.testing.assert_close(one, all_, atol=1e-12, rtol=1e-10)
+        output = layer.train(training)(query, states, padding)
+        loss = (output * torch.arange(12)).sum()
+        gradients = torch.autograd.grad(loss, [query, states, *layer.parameters()])
+        results.append([output, *gradients])
+
+    for in_training, in_evaluation in zip(*results, strict=True):
+        torch.testing.assert_close(in_training, in_evaluation, atol=1e-12, rtol=1e-10)
 
 
-def test_dropout_of_attention_weights_is_of_training_alone_and_keeps_their_mean() -> (
-    None
-):
+@pytest.mark.parametrize("num_queries", [1, 2])
+def test_dropout_of_attention_weights_keeps_their_mean_and_is_off_in_evaluation(
+    num_queries: int,
+) -> None:
     torch.manual_seed(0)
-    plain, dropping = (
-        CrossAttention(12, 20, 4).double(),
-        CrossAttention(12, 20, 4, dropout=0.3).double(),
-    )
+    plain = CrossAttention(12, 20, 4).double()
+    dropping = CrossAttention(12, 20, 4, dropout=0.3).double()
     dropping.load_state_dict(plain.state_dict())
-    query, states = (
-        torch.randn(5, 2, 12, dtype=torch.double),
-        torch.randn(5, 7, 12, dtype=torch.double),
-    )
-    for asked in (
-        query,
-        query[:, :1],
-    ):  # more queries of a user, and the one of a readout
-        expected = plain.eval()(asked, states, None)
-        torch.testing.assert_close(dropping.eval()(asked, states, None), expected)
-        dropping.train()
-        drawn = torch.stack([dropping(asked, states, None) for _ in range(4000)])
-        assert not torch.allclose(drawn[0], expected)
-        torch.testing.assert_close(drawn.mean(0), expected, atol=0.05, rtol=0)
-    torch.testing.assert_close(
-        student(attention_dropout=0.3).decoder.readout.attention.dropout.p, 0.3
-    )
+    query = torch.randn(5, 2, 12, dtype=torch.double)[:, :num_queries]
+    states = torch.randn(5, 7, 12, dtype=torch.double)
+    expected = plain.eval()(query, states, None)
+    torch.testing.assert_close(dropping.eval()(query, states, None), expected)
+
+    dropping.train()
+    draws = torch.stack([dropping(query, states, None) for _ in range(4000)])
+
+    assert not torch.allclose(draws[0], expected)
+    torch.testing.assert_close(draws.mean(0), expected, atol=0.05, rtol=0)
+
+
+def test_the_option_attention_dropout_reaches_the_readout() -> None:
+    model: Any = build_student(attention_dropout=0.3)
+    assert model.decoder.readout.attention.dropout.p == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(
@@ -129,87 +124,106 @@ def test_dropout_of_attention_weights_is_of_training_alone_and_keeps_their_mean(
 )
 @pytest.mark.parametrize("logits", ["codebook", "vocabulary"])
 def test_the_loss_is_equation_3(alpha: float, tau: float, logits: str) -> None:
-    model, batch = student(alpha=alpha, tau=tau, logits=logits), make_requests(5)
-    codes = build_catalogue().sids
-    history, taught_by = model.encode(batch), build_tiger()
+    model, batch = (
+        build_student(alpha=alpha, tau=tau, logits=logits),
+        make_requests(5),
+    )
+    teacher, sids = build_tiger(), build_catalogue().sids
+    history = model.encode(batch)
     total = 0.0
     for row in range(5):
-        own = select_row(history, row)
-        target = codes[batch.target[row]].tolist()
+        row_history = select_row(history, row)
+        codes = sids[batch.target[row]].tolist()
+        all_teacher_logits = teacher.decoder.teacher_forced(
+            row_history, torch.tensor([codes])
+        )
         for level in range(4):
-            taught = taught_by.decoder.teacher_forced(own, torch.tensor([target]))[
-                level
-            ][0].tolist()
-            output = logits_at(model, own, target[:level])[0].tolist()
-            truth = target[level]
+            first, size = FIRST[level], SIZES[level]
+            teacher_logits = all_teacher_logits[level][0].tolist()
+            student_logits = compute_logits(model, row_history, codes[:level])[0]
+            target = codes[level]
             if logits == "codebook":
-                taught = taught[FIRST[level] : FIRST[level] + SIZES[level]]
+                teacher_logits = teacher_logits[first : first + size]
             else:
-                truth += FIRST[level]
-            p = [math.exp(x) for x in log_softmax([x / tau for x in taught])]
-            q = log_softmax([x / tau for x in output])
-            divergence = sum(p[i] * (math.log(p[i]) - q[i]) for i in range(len(p)))
-            total += (
-                alpha * tau**2 * divergence - (1 - alpha) * log_softmax(output)[truth]
-            )
-    assert model(batch)["loss"].item() == pytest.approx(total / 5, rel=1e-4)
+                target += first
+            log_p = log_softmax([x / tau for x in teacher_logits])
+            log_q = log_softmax([x / tau for x in student_logits.tolist()])
+            divergence = 0.0
+            for teacher_log, student_log in zip(log_p, log_q, strict=True):
+                divergence += math.exp(teacher_log) * (teacher_log - student_log)
+            cross_entropy = -log_softmax(student_logits.tolist())[target]
+            total += alpha * tau**2 * divergence + (1 - alpha) * cross_entropy
+
+    loss = model(batch)["loss"].item()
+
+    assert loss == pytest.approx(total / 5, rel=1e-4)
 
 
-def test_context_and_heads_are_equations_1_and_2() -> None:
-    model, batch = student(), make_requests(6)
+def test_the_context_is_equation_1() -> None:
+    model, batch = build_student(), make_requests(6)
     history = model.encode(batch)
-    states, z = history.states, model.decoder.context(history)
-    readout, heads_of = model.decoder.readout, model.decoder.heads
-    for row in range(6):
-        real = states[
-            row, : 2 + 4 * int(batch.history_length[row])
-        ]  # (S, D) without padding
-        query = readout.query(real.mean(0))
+    readout: Any = model.decoder.readout
+    attention = readout.attention
+
+    context = model.decoder.context(history)
+
+    for row, length in enumerate(history.lengths.tolist()):
+        states = history.states[row, :length]  # (S, D) without padding
+        query = readout.query(states.mean(0))
+        queries = query @ attention.q.weight.T
+        keys = states @ attention.k.weight.T
+        values = states @ attention.v.weight.T
         heads = []
-        for head in range(2):
-            part = slice(12 * head, 12 * head + 12)
-            q, k, v = (
-                (x @ layer.weight.T)[..., part]
-                for x, layer in (
-                    (query, readout.attention.q),
-                    (real, readout.attention.k),
-                    (real, readout.attention.v),
-                )
-            )
-            heads.append((k @ q / 12**0.5).softmax(0) @ v)
-        x = readout.norm1(query + torch.cat(heads) @ readout.attention.o.weight.T)
+        for part in (slice(0, 12), slice(12, 24)):
+            weights = (keys[:, part] @ queries[part] / 12**0.5).softmax(0)
+            heads.append(weights @ values[:, part])
+        x = readout.norm1(query + torch.cat(heads) @ attention.o.weight.T)
         expected = readout.norm2(x + readout.ffn[3](readout.ffn[0](x).relu()))
-        torch.testing.assert_close(z[row], expected, rtol=1e-4, atol=1e-5)
-        table = build_tiger().backbone.embedding.weight
-        given = torch.cat([z[row], table[1 + 4], table[7 + 2]])
-        hidden = torch.nn.functional.gelu(heads_of[2][1](heads_of[2][0](given)))
-        logits = logits_at(model, history, [4, 2])[row]
-        torch.testing.assert_close(logits, heads_of[2][4](hidden), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(context[row], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_options_of_recommend() -> None:
-    model, batch = student(), make_requests(8)
-    wide, _ = model.recommend(
-        batch, 10, beam=3
-    )  # K above the beam: the last digit is taken from all of its children
-    assert all(
-        len(set(row)) == len(row)
-        for row in [[i for i in row if i >= 0] for row in wide.tolist()]
-    )
-    assert (wide[:, :3] >= 0).all()
-    same = (
-        model.recommend(batch, 10, beam=30)[1],
-        model.recommend(batch, 10, beam=10**6)[1],
-    )
-    assert torch.equal(*same)  # a beam above the catalogue keeps every prefix
+def test_the_heads_are_equation_2() -> None:
+    """The head of a level reads the context and the embeddings of the codes before."""
+    model, batch = build_student(), make_requests(6)
+    history = model.encode(batch)
+    context = model.decoder.context(history)
+    embedding = build_tiger().backbone.embedding.weight
+    prefix = torch.cat([embedding[FIRST[0] + 4], embedding[FIRST[1] + 2]])
+    head: Any = model.decoder.heads[2]
+
+    logits = compute_logits(model, history, [4, 2])
+
+    for row in range(6):
+        hidden = head[1](head[0](torch.cat([context[row], prefix])))
+        expected = head[4](functional.gelu(hidden))
+        torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_more_items_than_beams_come_from_all_children_of_the_last_beams() -> None:
+    model, batch = build_student(), make_requests(8)
+    items, _ = model.recommend(batch, 10, beam=3)
+    assert (items[:, :3] >= 0).all()
+    for row in items.tolist():
+        ranked = [item for item in row if item >= 0]
+        assert len(set(ranked)) == len(ranked)
+
+
+def test_a_beam_wider_than_the_catalogue_changes_nothing() -> None:
+    model, batch = build_student(), make_requests(8)
+    _, scores = model.recommend(batch, 10, beam=30)
+    _, wide_scores = model.recommend(batch, 10, beam=10**6)
+    assert torch.equal(scores, wide_scores)
+
+
+def test_a_search_for_no_items_is_rejected() -> None:
     with pytest.raises(ValueError, match="need to be at least 1"):
-        model.recommend(batch, 0)
+        build_student().recommend(make_requests(8), 0)
 
 
-def test_every_ablation_of_the_paper_has_its_file() -> None:
-    """Rows of Tables 1, 2, 8 and 5 (G1, G2, G3), each by what it switches."""
-    found = [{"name": path.parent.name, **ablation(path)} for path in ABLATIONS]
-    mlp: list[dict[str, Any]] = [
+def test_every_ablation_of_the_paper_has_a_config() -> None:
+    """The ablations are the rows of Tables 1, 2, 8 and 5 (G1, G2, G3)."""
+    configs = [{"name": path.parent.name, **read_changes(path)} for path in ABLATIONS]
+    sid_mlp: list[dict[str, Any]] = [
         {"m": 1},
         {"m": 2},
         {"m": 3},
@@ -224,7 +238,7 @@ def test_every_ablation_of_the_paper_has_its_file() -> None:
         {"logits": "vocabulary"},
         {"embeddings": "random"},
     ]
-    layer: list[dict[str, Any]] = [
+    one_layer: list[dict[str, Any]] = [
         {"m": 1},
         {"m": 2},
         {"m": 3},
@@ -233,70 +247,94 @@ def test_every_ablation_of_the_paper_has_its_file() -> None:
         {"cross_attention": False},
         {"self_attention": False, "cross_attention": False},
     ]
-    rows = [{"name": "sid_mlp", **row} for row in mlp] + [
-        {"name": "one_layer", **row} for row in layer
-    ]
-    assert all(row in found for row in rows)
-    assert len(found) == len(rows)
+    expected = [{"name": "sid_mlp", **row} for row in sid_mlp]
+    expected += [{"name": "one_layer", **row} for row in one_layer]
+    assert all(row in configs for row in expected)
+    assert len(configs) == len(expected)
 
 
-def test_ablations_are_read_after_the_base() -> None:
-    rest = ["--tables", "t", "--storage", "s", "--name", "n"]
-    for name in ("sid_mlp", "one_layer"):
-        base = ["--config", str(CONFIGS / f"{name}.yaml")]
-        cut = parse(Config, [*base, *rest])
-        fit = cut.fit
-        assert (fit.lr, fit.weight_decay, fit.batch_size, fit.max_epochs) == (
-            5e-5,
-            1e-4,
-            512,
-            200,
-        )
-        for path in ABLATIONS:
-            if path.parent.name == name:
-                whole = parse(Config, [*base, "--config", str(path), *rest])
-                changed = {
-                    key: value
-                    for key, value in vars(whole.model).items()
-                    if getattr(cut.model, key) != value
-                }
-                assert changed == ablation(path)
-                assert whole.fit == fit
+REQUIRED_OPTIONS = ["--tables", "t", "--storage", "s", "--name", "n"]
+
+
+@pytest.mark.parametrize("name", ["sid_mlp", "one_layer"])
+def test_an_ablation_changes_the_options_of_its_base_that_it_names(name: str) -> None:
+    base_options = ["--config", str(CONFIGS / f"{name}.yaml")]
+    base = parse(Config, [*base_options, *REQUIRED_OPTIONS])
+    assert base.fit.lr == 5e-5
+    assert base.fit.weight_decay == 1e-4
+    assert base.fit.batch_size == 512
+    assert base.fit.max_epochs == 200
+    for path in ABLATIONS:
+        if path.parent.name != name:
+            continue
+        options = [*base_options, "--config", str(path), *REQUIRED_OPTIONS]
+        ablation = parse(Config, options)
+        changed = {
+            key: value
+            for key, value in vars(ablation.model).items()
+            if getattr(base.model, key) != value
+        }
+        assert changed == read_changes(path)
+        assert ablation.fit == base.fit
+
+
+def test_an_ablation_without_its_base_is_rejected() -> None:
+    """Alone, it would train with settings other than the paper's."""
     with pytest.raises(UserError, match="no model is named"):
-        parse(
-            Config, ["--config", str(ABLATIONS[0]), *rest]
-        )  # alone it would train with other settings than the paper's
+        parse(Config, ["--config", str(ABLATIONS[0]), *REQUIRED_OPTIONS])
 
 
-def logits_of(model: Student, prefix: list[int], seed: int = 1) -> Tensor:
-    return logits_at(model, model.encode(make_requests(2, seed=seed)), prefix)
+def compute_logits_of_requests(
+    model: Student, prefix: list[int], seed: int = 1
+) -> Tensor:
+    """Return the logits (2, O_l) after a prefix for the two requests of a seed."""
+    history = model.encode(make_requests(2, seed=seed))
+    return compute_logits(model, history, prefix)
 
 
-def test_ablations_cut_what_they_name() -> None:
-    def depends(model: Student, ours: list[int], others: list[int]) -> bool:
-        return not torch.allclose(
-            logits_of(model, ours), logits_of(model, others), atol=1e-6
-        )
+def depends_on_prefix(model: Student, prefix: list[int], other: list[int]) -> bool:
+    """Return whether the logits after two prefixes differ."""
+    logits = compute_logits_of_requests(model, prefix)
+    other_logits = compute_logits_of_requests(model, other)
+    return not torch.allclose(logits, other_logits, atol=1e-6)
 
-    for options in (
+
+@pytest.mark.parametrize(
+    "options",
+    [
         {},
         {"prefix": "sum"},
         {"prefix": "cascade"},
         {"readout": "per_digit"},
         {"name": "one_layer"},
-    ):
-        assert depends(student(**options), [1, 2], [0, 2])
-        assert depends(student(**options), [1, 2], [1, 3])
-    no_prefix = student(prefix="none")
-    assert not depends(no_prefix, [1, 2], [0, 3])
-    newest_only = student("one_layer", self_attention=False)
-    assert not depends(newest_only, [1, 2], [0, 2])
-    assert depends(newest_only, [1, 2], [1, 3])
-    blind = student("one_layer", cross_attention=False)
+    ],
+    ids=str,
+)
+def test_logits_depend_on_every_code_of_the_prefix(options: dict[str, str]) -> None:
+    model = build_student(**options)
+    assert depends_on_prefix(model, [1, 2], [0, 2])
+    assert depends_on_prefix(model, [1, 2], [1, 3])
+
+
+def test_without_a_prefix_logits_depend_on_no_code() -> None:
+    model = build_student(prefix="none")
+    assert not depends_on_prefix(model, [1, 2], [0, 3])
+
+
+def test_without_self_attention_logits_depend_on_the_last_code_alone() -> None:
+    model = build_student("one_layer", self_attention=False)
+    assert not depends_on_prefix(model, [1, 2], [0, 2])
+    assert depends_on_prefix(model, [1, 2], [1, 3])
+
+
+def test_without_cross_attention_logits_do_not_depend_on_the_history() -> None:
+    without = build_student("one_layer", cross_attention=False)
     assert torch.allclose(
-        logits_of(blind, [1, 2], seed=1), logits_of(blind, [1, 2], seed=2)
+        compute_logits_of_requests(without, [1, 2], seed=1),
+        compute_logits_of_requests(without, [1, 2], seed=2),
     )
-    seeing = student("one_layer")
+    full = build_student("one_layer")
     assert not torch.allclose(
-        logits_of(seeing, [1, 2], seed=1), logits_of(seeing, [1, 2], seed=2)
+        compute_logits_of_requests(full, [1, 2], seed=1),
+        compute_logits_of_requests(full, [1, 2], seed=2),
     )

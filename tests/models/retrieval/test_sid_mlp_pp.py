@@ -1,10 +1,10 @@
-"""SID-MLP++: the encoder is equation 4 token by token, stage 1 learns states, stage 2
-leaves the encoder alone.
-"""
+"""SID-MLP++: equation 4 token by token, stage 1 on states, stage 2 on the encoder."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from models.build import load_model, parse_options
 from models.dataset.encoding import PAD
@@ -52,41 +53,61 @@ TIGER = {
 }
 SIZES = {"encoder_layers": 2, "encoder_width": 32}
 HEADS = {"attention_heads": 2, "attention_width": 16, "ffn_width": 32, "head_width": 32}
-requests = partial(make_requests_with_lengths, items=ITEMS)
+make_requests = partial(make_requests_with_lengths, items=ITEMS)
 
 
 @cache
-def catalogue(levels: int = 3) -> Catalogue:
+def build_catalogue(levels: int = 3) -> Catalogue:
+    """Return a catalogue whose items have `levels` random codes."""
     sizes = (24,) if levels == 1 else (8,) * levels
     generator = torch.Generator().manual_seed(levels)
-    codes = torch.stack(
-        [torch.randint(0, size, (40 * ITEMS,), generator=generator) for size in sizes],
-        1,
-    ).unique(dim=0)
-    return Catalogue.from_codes(
-        codes[torch.randperm(len(codes), generator=generator)[:ITEMS]], sizes
-    )
-
-
-def token_by_token(encoder: MlpBackbone, batch: HistoryBatch, row: int) -> Tensor:
-    """(real tokens, D): equation 4 for one request, one token after the other."""
-    levels, own = (
-        encoder.tokens.levels,
-        batch.select("B", slice(row, row + 1)),
-    )
-    tokens, count = encoder.tokens.history(own), int(encoder.tokens.lengths(own))
-    states = [
-        encoder.embedding.weight[tokens[0, at]] + encoder.positions.weight[at]
-        for at in range(count)
+    columns = [
+        torch.randint(0, size, (40 * ITEMS,), generator=generator) for size in sizes
     ]
+    codes = torch.stack(columns, 1).unique(dim=0)
+    order = torch.randperm(len(codes), generator=generator)
+    return Catalogue.from_codes(codes[order[:ITEMS]], sizes)
+
+
+def build_teacher() -> Tiger:
+    """Return a frozen TIGER."""
+    teacher = Tiger(TigerConfig(**TIGER), build_catalogue())
+    return teacher.requires_grad_(False).eval()
+
+
+def build_encoder(tiger: Tiger) -> MlpBackbone:
+    """Return an encoder of two layers on the tokens of a TIGER."""
+    return MlpBackbone(tiger.backbone, EncoderSizes(2, 20)).eval()
+
+
+def encode(
+    encoder: MlpBackbone, batch: HistoryBatch, packed: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return states and padding mask; with `packed`, padding is not computed."""
+    encoder.pack = packed
+    history = encoder.encode(batch)
+    return history.states, history.padding
+
+
+def encode_token_by_token(encoder: MlpBackbone, batch: HistoryBatch) -> Tensor:
+    """Return the states (S, D) of the real tokens of one request, by equation 4."""
+    levels = encoder.tokens.levels
+    count = int(encoder.tokens.lengths(batch))
+    tokens = encoder.tokens.history(batch)[0, :count].tolist()
+    states = []
+    for position, token in enumerate(tokens):
+        embedding = encoder.embedding.weight[token]
+        states.append(embedding + encoder.positions.weight[position])
     for layer in encoder.layers:
         mean = sum(states) / count
         updated = []
-        for at, state in enumerate(states):
-            role = levels - 1 if at in (0, count - 1) else (at - 1) % levels
+        for position, state in enumerate(states):
+            # user and end share the MLP of the last level
+            is_code = 0 < position < count - 1
+            role = (position - 1) % levels if is_code else levels - 1
             mlp = layer[0 if encoder.shared else role]
             hidden = mlp.norm(mlp.inner(torch.cat([state, mean])))
-            updated.append(state + mlp.outer(torch.nn.functional.gelu(hidden)))
+            updated.append(state + mlp.outer(functional.gelu(hidden)))
         states = updated
     return torch.stack([encoder.norm(state) for state in states])
 
@@ -102,325 +123,327 @@ def token_by_token(encoder: MlpBackbone, batch: HistoryBatch, row: int) -> Tenso
     shared=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_the_encoder_is_equation_4_for_every_token(
+def test_the_encoder_computes_equation_4_for_every_token(
     packed, training, levels, lengths, layers, shared, seed
 ):
     torch.manual_seed(seed)
-    source = Tiger(TigerConfig(**TIGER), catalogue(levels)).double()
-    encoder = (
-        MlpBackbone(source.backbone, EncoderSizes(layers, 20, shared_mlp=shared))
-        .double()
-        .eval()
-    )
-    batch = requests(lengths, seed)
+    tiger = Tiger(TigerConfig(**TIGER), build_catalogue(levels)).double()
+    sizes = EncoderSizes(layers, 20, shared_mlp=shared)
+    encoder = MlpBackbone(tiger.backbone, sizes).double().eval()
+    batch = make_requests(lengths, seed)
+
     with torch.set_grad_enabled(training):
-        states, padding = encoded(encoder, batch, packed)
-    assert states.shape == (len(lengths), 2 + levels * max(lengths), 16)
+        states, padding = encode(encoder, batch, packed)
+
+    width = 2 + levels * max(lengths)
+    assert states.shape == (len(lengths), width, 16)
+    assert (padding is None) == (min(lengths) == max(lengths))
     for row, length in enumerate(lengths):
         count = 2 + levels * length
-        torch.testing.assert_close(
-            states[row, :count], token_by_token(encoder, batch, row)
-        )
+        request = batch.select("B", slice(row, row + 1))
+        expected = encode_token_by_token(encoder, request)
+        torch.testing.assert_close(states[row, :count], expected)
         assert not states[row, count:].any()
-        assert padding is None or padding[row, 0, 0].isinf().tolist() == [
-            at >= count for at in range(states.shape[1])
-        ]
-    assert (padding is None) == (min(lengths) == max(lengths))
+        if padding is not None:
+            is_padding = padding[row, 0, 0].isinf().tolist()
+            assert is_padding == [position >= count for position in range(width)]
 
 
-def test_packed_and_padded_have_one_gradient():
-    source = Tiger(TigerConfig(**TIGER), catalogue()).double().requires_grad_(False)
-    encoder = MlpBackbone(source.backbone, EncoderSizes(2, 20)).double()
-    encoder.eval()
-    batch = requests([2, 7, 1, 4])
+def test_packed_and_padded_encoding_have_equal_gradients():
+    tiger = Tiger(TigerConfig(**TIGER), build_catalogue()).requires_grad_(False)
+    encoder = build_encoder(tiger.double()).double()
+    trained = [p for p in encoder.parameters() if p.requires_grad]
+    batch = make_requests([2, 7, 1, 4])
     weights = torch.randn(4, 23, 16, dtype=torch.float64)
-    gradients = [
-        torch.autograd.grad(
-            (encoded(encoder, batch, packed)[0] * weights).sum(), trained_of(encoder)
-        )
-        for packed in (True, False)
-    ]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+
+    packed_states, _ = encode(encoder, batch, packed=True)
+    padded_states, _ = encode(encoder, batch, packed=False)
+
+    packed_gradients = torch.autograd.grad((packed_states * weights).sum(), trained)
+    padded_gradients = torch.autograd.grad((padded_states * weights).sum(), trained)
+    for packed, padded in zip(packed_gradients, padded_gradients, strict=True):
+        torch.testing.assert_close(packed, padded)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_padding_changes_nothing(packed):
-    """Neither what stands at padded places nor how many there are; and no row sees
-    another.
-    """
-    source = Tiger(TigerConfig(**TIGER), catalogue()).eval()
-    encoder = MlpBackbone(source.backbone, EncoderSizes(2, 20)).eval()
-    batch = requests([2, 5, 1])
-    states, _ = encoded(encoder, batch, packed)
-    filled = torch.where(batch.history == PAD, torch.arange(5) % ITEMS, batch.history)
-    torch.testing.assert_close(
-        encoded(encoder, replace(batch, history=filled), packed)[0],
-        states,
-        rtol=0,
-        atol=0,
-    )
+def test_values_and_width_of_padding_change_no_state(packed):
+    encoder = build_encoder(Tiger(TigerConfig(**TIGER), build_catalogue()).eval())
+    batch = make_requests([2, 5, 1])
+    states, _ = encode(encoder, batch, packed)
+
+    items = torch.arange(5) % ITEMS
+    filled = torch.where(batch.history == PAD, items, batch.history)
+    filled_states, _ = encode(encoder, replace(batch, history=filled), packed)
+    torch.testing.assert_close(filled_states, states, rtol=0, atol=0)
+
     wider = torch.cat([batch.history, torch.full((3, 2), PAD)], 1)
-    more, padding = encoded(encoder, replace(batch, history=wider), packed)
-    torch.testing.assert_close(more[:, :17], states)
-    assert not more[:, 17:].any()
+    wider_states, padding = encode(encoder, replace(batch, history=wider), packed)
+    torch.testing.assert_close(wider_states[:, :17], states)
+    assert not wider_states[:, 17:].any()
     assert padding[:, :, :, 17:].isinf().all()
-    for row, length in enumerate([2, 5, 1]):
-        alone = batch.select("B", slice(row, row + 1))
-        alone = replace(alone, history=alone.history[:, :length])
-        torch.testing.assert_close(
-            encoded(encoder, alone, packed)[0], states[row : row + 1, : 2 + 3 * length]
-        )
 
 
-def trained_of(encoder: MlpBackbone) -> list[Tensor]:
-    return [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_request_has_the_same_states_alone_and_in_a_batch(packed):
+    encoder = build_encoder(Tiger(TigerConfig(**TIGER), build_catalogue()).eval())
+    lengths = [2, 5, 1]
+    batch = make_requests(lengths)
+    states, _ = encode(encoder, batch, packed)
+    for row, length in enumerate(lengths):
+        request = batch.select("B", slice(row, row + 1))
+        unpadded = replace(request, history=request.history[:, :length])
+        alone, _ = encode(encoder, unpadded, packed)
+        torch.testing.assert_close(alone, states[row : row + 1, : 2 + 3 * length])
 
 
-def encoded(
-    encoder: MlpBackbone, batch: HistoryBatch, packed: bool | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """States and padding mask, with nothing done for padding or with it."""
-    encoder.pack = packed
-    history = encoder.encode(batch)
-    return history.states, history.padding
-
-
-def stage_1(**change: object) -> tuple[SidMlpPpEncoder, Tiger]:
+def build_stage_1() -> tuple[SidMlpPpEncoder, Tiger]:
+    """Return a model of stage 1 and its teacher."""
     torch.manual_seed(0)
-    model = SidMlpPpEncoder(
-        SidMlpPpEncoderConfig(**{**SIZES, "teacher_model": TIGER, **change}),
-        catalogue(),
-    )
-    teacher = Tiger(TigerConfig(**TIGER), catalogue()).requires_grad_(False).eval()
+    config = SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER)
+    model = SidMlpPpEncoder(config, build_catalogue())
+    teacher = build_teacher()
     model.set_teacher(teacher)
     return model.eval(), teacher
 
 
 def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batched():
-    model, teacher = stage_1()
-    batch = requests([2, 7, 1, 4, 4])
+    model, teacher = build_stage_1()
+    batch = make_requests([2, 7, 1, 4, 4])
     states, targets = model.backbone.encode(batch).states, teacher.encode(batch).states
-    real = torch.arange(states.shape[1]) < teacher.tokens.lengths(batch)[:, None]
-    mse = (states - targets)[real].square().mean().item()
-    variance = (targets[real] - targets[real].mean(0)).square().mean().item()
+    is_real = torch.arange(states.shape[1]) < teacher.tokens.lengths(batch)[:, None]
+    real_targets = targets[is_real]
+    mse = (states[is_real] - real_targets).square().mean().item()
+    variance = (real_targets - real_targets.mean(0)).square().mean().item()
     assert model(batch)["loss"].item() == pytest.approx(mse, rel=1e-5)
+
     parts = [model.measure(batch.select("B", rows)) for rows in ([0, 3], [1], [2, 4])]
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
     means = model.metric_means(total)
+
     assert means["mse"] == pytest.approx(mse, rel=1e-5)
     assert means["neg_mse"] == -means["mse"]
     assert means["r2"] == pytest.approx(1 - mse / variance, rel=1e-5)
     assert total["examples"].item() == 5
-    assert total["tokens"].item() == real.sum().item()
+    assert total["tokens"].item() == is_real.sum().item()
 
 
-def test_stage_1_needs_its_teacher_to_train_and_keeps_it_out_of_its_weights():
-    model = SidMlpPpEncoder(
-        SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER), catalogue()
-    )
+def test_stage_1_needs_its_teacher_to_train_and_its_weights_do_not_contain_it():
+    config = SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER)
+    model = SidMlpPpEncoder(config, build_catalogue())
     with pytest.raises(UserError, match=r"model\.teacher is not set"):
-        model(requests([1, 2]))
-    names = set(model.state_dict())
-    stage_1()[0].load_state_dict(model.state_dict())
-    parts = {name.split(".")[1] for name in names if name.startswith("backbone.")}
+        model(make_requests([1, 2]))
+
+    weights = model.state_dict()
+    with_teacher, _ = build_stage_1()
+    with_teacher.load_state_dict(weights)
+    assert all(name.startswith("backbone.") for name in weights)
+    parts = {name.split(".")[1] for name in weights}
     assert parts == {"embedding", "positions", "layers", "norm"}
-    assert all(name.startswith("backbone.") for name in names)
 
 
-def stage_2(**change: object) -> tuple[SidMlpPp, Tiger]:
+def build_stage_2(**options: object) -> tuple[SidMlpPp, Tiger]:
+    """Return a model of stage 2 and its teacher."""
     torch.manual_seed(0)
-    model = SidMlpPp(
-        SidMlpPpConfig(**{**SIZES, **HEADS, "teacher_model": TIGER, **change}),
-        catalogue(),
-    )
-    teacher = Tiger(TigerConfig(**TIGER), catalogue()).requires_grad_(False).eval()
+    config = SidMlpPpConfig(**{**SIZES, **HEADS, "teacher_model": TIGER, **options})
+    model = SidMlpPp(config, build_catalogue())
+    teacher = build_teacher()
     model.set_teacher(teacher)
     return model, teacher
 
 
-def test_stage_2_learns_from_the_teachers_own_states():
-    """Its KL is 0 exactly where its logits are those that the whole teacher gives."""
-    model, teacher = stage_2(alpha=1.0)
-    batch = requests([3, 5, 1, 2])
-    codes = catalogue().sids[batch.target]
-    logits = teacher.decoder.teacher_forced(teacher.encode(batch), codes)
+def test_stage_2_learns_the_logits_that_the_teacher_has_after_its_encoder():
+    """The KL is 0 exactly where the student's logits are those of the whole teacher."""
+    model, teacher = build_stage_2(alpha=1.0)
+    batch = make_requests([3, 5, 1, 2])
+    codes = build_catalogue().sids[batch.target]
+    vocabulary_logits = teacher.decoder.teacher_forced(teacher.encode(batch), codes)
     model.eval()
     history = model.encode(batch)
-    learned = model.teacher_logits(batch, history)
-    student = model.decoder.teacher_forced(history, codes)
+
+    teacher_logits = model.teacher_logits(batch, history)
+    loss = model(batch)["loss"]
+
+    student_logits = model.decoder.teacher_forced(history, codes)
     expected = torch.zeros(())
     for level in range(3):
-        cut = logits[level].narrow(-1, model.tokens.first[level], 8)
-        torch.testing.assert_close(learned[level], cut)
-        soft, log_q = cut.softmax(-1), student[level].log_softmax(-1)
-        expected = expected + (soft * (soft.log() - log_q)).sum(-1).mean()
-    torch.testing.assert_close(model(batch)["loss"], expected)
+        first_token = model.tokens.first[level]
+        logits = vocabulary_logits[level].narrow(-1, first_token, 8)
+        torch.testing.assert_close(teacher_logits[level], logits)
+        p, log_q = logits.softmax(-1), student_logits[level].log_softmax(-1)
+        expected = expected + (p * (p.log() - log_q)).sum(-1).mean()
+    torch.testing.assert_close(loss, expected)
 
 
 @pytest.fixture(scope="module")
 def trained(trained_tiger: TrainedTiger) -> SimpleNamespace:
     """Both stages, trained from the teacher for a few epochs."""
     root = trained_tiger.root / "pp"
-    one = {"name": "sid_mlp_pp_encoder", "teacher": str(trained_tiger.folder), **SIZES}
-    _, events = trained_tiger.train(one, root / "encoder", 10, "neg_mse")
-    two = {"name": "sid_mlp_pp", "encoder": str(root / "encoder"), "beam": 24, **HEADS}
-    trained_tiger.train(two, root / "student", 10)
+    teacher = trained_tiger.folder
+    stage_1 = {"name": "sid_mlp_pp_encoder", "teacher": str(teacher), **SIZES}
+    _, events = trained_tiger.train(stage_1, root / "encoder", 10, "neg_mse")
+    encoder = str(root / "encoder")
+    stage_2 = {"name": "sid_mlp_pp", "encoder": encoder, "beam": 24, **HEADS}
+    trained_tiger.train(stage_2, root / "student", 10)
     return SimpleNamespace(
         root=root,
-        tables=trained_tiger.tables,
-        sids=trained_tiger.sids,
+        inputs=Inputs(trained_tiger.tables, trained_tiger.sids),
         catalogue=trained_tiger.catalogue,
-        teacher=trained_tiger.folder,
+        teacher=teacher,
         encoder=root / "encoder",
         student=root / "student",
-        events_1=events,
+        stage_1_events=events,
     )
 
 
+@contextmanager
+def rename_temporarily(folder: Path) -> Iterator[None]:
+    """Rename a folder, so that nothing is at its path, and rename it back."""
+    moved = folder.rename(folder.with_name("moved"))
+    try:
+        yield
+    finally:
+        moved.rename(folder)
+
+
 def test_stage_1_reduces_the_error_and_is_selected_by_it(trained):
-    errors = [event.metrics["mse"] for event in trained.events_1]
+    metrics = [event.metrics for event in trained.stage_1_events]
+    errors = [epoch["mse"] for epoch in metrics]
     assert errors[-1] < 0.5 * errors[0]
-    assert trained.events_1[-1].metrics["r2"] > 0.5
+    assert metrics[-1]["r2"] > 0.5
     best = checkpoint.read(trained.encoder / "best")
     assert best.metrics["mse"] == min(errors)
 
 
-def test_stage_2_takes_the_encoder_as_it_is_and_ranks_better_than_chance(trained):
-    one, _ = load_model(
-        trained.encoder / "best", trained.catalogue, "sid_mlp_pp_encoder"
-    )
-    two, about = load_model(trained.student / "best", trained.catalogue, "sid_mlp_pp")
-    kept = one.backbone.state_dict()
-    assert all(
-        torch.equal(value, kept[name])
-        for name, value in two.backbone.state_dict().items()
-    )
+def test_stage_2_leaves_the_encoder_unchanged_and_ranks_better_than_chance(trained):
+    catalogue = trained.catalogue
+    encoder, _ = load_model(trained.encoder / "best", catalogue, "sid_mlp_pp_encoder")
+    student, about = load_model(trained.student / "best", catalogue, "sid_mlp_pp")
+    encoder_weights = encoder.backbone.state_dict()
+    for name, value in student.backbone.state_dict().items():
+        assert torch.equal(value, encoder_weights[name])
     assert about.model["encoder_width"] == 32
     assert about.metrics["recall@5"] > 2 * 5 / ITEMS
 
 
-def test_stage_1_is_evaluated_by_its_error_while_its_teacher_is_there_and_recommends_nothing(
-    trained,
-):
+def test_stage_1_is_evaluated_by_its_error_if_its_teacher_exists(trained):
+    best = str(trained.encoder / "best")
     options = {"split": "test", "batch_size": 64}
-    result, _ = evaluate(
-        str(trained.encoder / "best"), Inputs(trained.tables, trained.sids), **options
-    )
+
+    result, _ = evaluate(best, trained.inputs, **options)
     assert set(result.metrics) == {"mse", "neg_mse", "r2"}
     assert result.metrics["r2"] > 0.5
-    moved = trained.teacher.rename(trained.teacher.with_name("gone"))
-    try:
-        with pytest.raises(
-            UserError,
-            match=r"the teacher .* is neither a checkpoint nor a finished run",
-        ):
-            evaluate(
-                str(trained.encoder / "best"),
-                Inputs(trained.tables, trained.sids),
-                **options,
-            )
-    finally:
-        moved.rename(trained.teacher)
-    with pytest.raises(
-        UserError, match="'sid_mlp_pp_encoder' is not served: it ranks nothing"
+
+    message = r"the teacher .* is neither a checkpoint nor a finished run"
+    with (
+        rename_temporarily(trained.teacher),
+        pytest.raises(UserError, match=message),
     ):
-        infer_all(
-            str(trained.encoder / "best"),
-            Inputs(trained.tables, trained.sids),
-            str(trained.root / "top"),
-        )
+        evaluate(best, trained.inputs, **options)
+
+
+def test_stage_1_cannot_be_served(trained):
+    best, output = str(trained.encoder / "best"), str(trained.root / "top")
+    message = "'sid_mlp_pp_encoder' is not served: it ranks nothing"
+    with pytest.raises(UserError, match=message):
+        infer_all(best, trained.inputs, output)
 
 
 def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):
-    alone = tmp_path / "student"
-    shutil.copytree(trained.student / "best", alone)
-    batch = requests([3, 9, 1, 5], items=ITEMS)
-    before, _ = load_model(trained.student / "best", trained.catalogue)
-    items, scores = before.recommend(batch, 10)
-    moved = trained.root.rename(trained.root.with_name("moved"))
-    try:
-        model, about = load_model(alone, trained.catalogue, "sid_mlp_pp")
-        again, more = model.recommend(batch, 10)
+    copy = tmp_path / "student"
+    shutil.copytree(trained.student / "best", copy)
+    batch = make_requests([3, 9, 1, 5])
+    model, _ = load_model(trained.student / "best", trained.catalogue)
+    expected_items, expected_scores = model.recommend(batch, 10)
+
+    with rename_temporarily(trained.root):
+        alone, about = load_model(copy, trained.catalogue, "sid_mlp_pp")
+        items, scores = alone.recommend(batch, 10)
         assert not Path(about.model["encoder"]).exists()
-    finally:
-        moved.rename(trained.root)
-    assert again.tolist() == items.tolist()
-    assert torch.equal(more, scores)
+
+    assert items.tolist() == expected_items.tolist()
+    assert torch.equal(scores, expected_scores)
 
 
-def test_resolving_fills_in_sizes_and_hashes_once(trained):
+def test_resolving_adds_sizes_and_hashes_and_twice_changes_nothing(trained):
     config = SidMlpPpConfig(encoder=str(trained.encoder), encoder_layers=7)
-    found = SidMlpPp.resolve_config(config, trained.catalogue)
-    assert (found.encoder_layers, found.encoder_width) == (2, 32)
-    assert found.encoder == str(trained.encoder / "best")
-    assert found.teacher == str(trained.teacher / "best")
-    assert found.teacher_model["d_model"] == 16
-    assert SidMlpPp.resolve_config(found, trained.catalogue) == found
-    ends = SidMlpPp.resolve_config(
-        SidMlpPpConfig(teacher=str(trained.teacher), end_to_end=True), trained.catalogue
+    resolved = SidMlpPp.resolve_config(config, trained.catalogue)
+    assert (resolved.encoder_layers, resolved.encoder_width) == (2, 32)
+    assert resolved.encoder == str(trained.encoder / "best")
+    assert resolved.teacher == str(trained.teacher / "best")
+    assert resolved.teacher_model["d_model"] == 16
+    assert SidMlpPp.resolve_config(resolved, trained.catalogue) == resolved
+
+    config = SidMlpPpConfig(teacher=str(trained.teacher), end_to_end=True)
+    end_to_end = SidMlpPp.resolve_config(config, trained.catalogue)
+    assert end_to_end.encoder == ""
+    assert end_to_end.encoder_layers == 4
+    assert end_to_end.teacher_hash == resolved.teacher_hash
+
+
+def check_rejected(catalogue: Catalogue, message: str, **options: str) -> None:
+    """Assert that resolving these options raises the message."""
+    with pytest.raises(UserError, match=message):
+        SidMlpPp.resolve_config(SidMlpPpConfig(**options), catalogue)
+
+
+def test_a_missing_or_wrong_encoder_is_rejected(trained):
+    catalogue = trained.catalogue
+    teacher, encoder = str(trained.teacher), str(trained.encoder)
+    check_rejected(
+        catalogue,
+        r"model\.encoder is not set.*sid_mlp_pp_encoder\.yaml",
+        teacher=teacher,
     )
-    assert (ends.encoder, ends.encoder_layers, ends.teacher_hash) == (
-        "",
-        4,
-        found.teacher_hash,
+    check_rejected(
+        catalogue,
+        "the encoder /nowhere is neither a checkpoint nor a finished run",
+        encoder="/nowhere",
+    )
+    check_rejected(
+        catalogue, "of the model 'tiger', not of 'sid_mlp_pp_encoder'", encoder=teacher
+    )
+    check_rejected(
+        catalogue,
+        "is not the one that this run started with",
+        encoder=encoder,
+        encoder_hash="0" * 64,
     )
 
 
-def test_another_teacher_encoder_or_table_is_named(trained, tmp_path):
-    def resolve(**change: str) -> None:
-        SidMlpPp.resolve_config(SidMlpPpConfig(**change), trained.catalogue)
-
-    with pytest.raises(
-        UserError, match=r"model\.encoder is not set.*sid_mlp_pp_encoder\.yaml"
-    ):
-        resolve(teacher=str(trained.teacher))
-    with pytest.raises(
-        UserError,
-        match="the encoder /nowhere is neither a checkpoint nor a finished run",
-    ):
-        resolve(encoder="/nowhere")
-    with pytest.raises(
-        UserError, match="of the model 'tiger', not of 'sid_mlp_pp_encoder'"
-    ):
-        resolve(encoder=str(trained.teacher))
-    with pytest.raises(UserError, match="is not the one that this run started with"):
-        resolve(encoder=str(trained.encoder), encoder_hash="0" * 64)
+def test_an_encoder_of_another_teacher_or_table_is_rejected(trained, tmp_path):
+    encoder = str(trained.encoder)
     tiger, about = load_model(trained.teacher / "best", trained.catalogue)
     tiger.backbone.embedding.weight.data += 1.0
     checkpoint.save(tmp_path / "other", tiger, about)
-    with pytest.raises(
-        UserError,
-        match=r"matches another teacher.*leave model\.teacher out, or train stage 1",
-    ):
-        resolve(encoder=str(trained.encoder), teacher=str(tmp_path / "other"))
-    elsewhere = replace(
+    check_rejected(
         trained.catalogue,
-        versions={**trained.catalogue.versions, "sids": TableVersion("f" * 64)},
+        r"matches another teacher.*leave model\.teacher out, or train stage 1",
+        encoder=encoder,
+        teacher=str(tmp_path / "other"),
     )
-    with pytest.raises(UserError, match="another table 'sids'"):
-        SidMlpPp.resolve_config(SidMlpPpConfig(encoder=str(trained.encoder)), elsewhere)
+
+    versions = {**trained.catalogue.versions, "sids": TableVersion("f" * 64)}
+    other_catalogue = replace(trained.catalogue, versions=versions)
+    check_rejected(other_catalogue, "another table 'sids'", encoder=encoder)
 
 
 @pytest.mark.parametrize(
-    ("base", "ablation", "field"),
+    ("base", "ablation", "metric"),
     [
-        ("sid_mlp_pp_encoder", "shared_mlp", "shared_mlp"),
-        ("sid_mlp_pp", "end_to_end", "end_to_end"),
+        ("sid_mlp_pp_encoder", "shared_mlp", "neg_mse"),
+        ("sid_mlp_pp", "end_to_end", "ndcg@10"),
     ],
 )
-def test_the_shown_configs_are_the_papers(base, ablation, field):
+def test_the_shipped_configs_are_the_papers(base, ablation, metric):
     content = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text())
     _, config = parse_options(content["model"])
-    assert (config.encoder_layers, config.encoder_width, config.encoder_dropout) == (
-        4,
-        2048,
-        0.1,
-    )
-    assert not getattr(config, field)
-    assert FitConfig(**content["fit"]).metric == (
-        "neg_mse" if base == "sid_mlp_pp_encoder" else "ndcg@10"
-    )
-    change = yaml.safe_load((CONFIGS / "sid_mlp_pp" / f"{ablation}.yaml").read_text())
-    _, changed = parse_options({**content["model"], **change["model"]})
-    assert getattr(changed, field)
+    assert config.encoder_layers == 4
+    assert config.encoder_width == 2048
+    assert config.encoder_dropout == 0.1
+    assert not getattr(config, ablation)
+    assert FitConfig(**content["fit"]).metric == metric
+
+    path = CONFIGS / "sid_mlp_pp" / f"{ablation}.yaml"
+    changes = yaml.safe_load(path.read_text())["model"]
+    _, changed = parse_options({**content["model"], **changes})
+    assert getattr(changed, ablation)
