@@ -1,4 +1,4 @@
-"""Batches are equal for any world size, hold every example once, and can be continued."""
+"""Batches are equal for any world size, hold every example once and can be resumed."""
 
 from __future__ import annotations
 

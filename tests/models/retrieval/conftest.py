@@ -1,4 +1,4 @@
-"""Writers of small tables for retrieval models, and a TIGER trained once per session."""
+"""Writers of small retrieval tables, and a TIGER that is trained once per session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nearest items equal a count of all pairs."""
+"""Nearest items equal a comparison of all pairs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ ITEMS = 30
 
 
 def build(name: str, **config: Any) -> Any:
+    """Return a model of 30 items with random weights."""
     torch.manual_seed(0)
-    made = build_catalogue() if name == "tiger" else Catalogue(ITEMS)
-    return build_model({"name": name, **config}, made)
+    catalogue = build_catalogue() if name == "tiger" else Catalogue(ITEMS)
+    return build_model({"name": name, **config}, catalogue)
 
 
 @pytest.mark.parametrize(
     ("name", "config"), [("sasrec", {"dim": 8}), ("tiger", TEACHER)]
 )
-def test_they_are_by_cosine_of_learned_vectors(
+def test_nearest_items_have_the_highest_cosines_of_item_vectors(
     name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("models.retrieval.search.nearest.ITEMS_PER_BLOCK", 7)
@@ -37,30 +38,31 @@ def test_they_are_by_cosine_of_learned_vectors(
 
     items, scores = model.nearest_items(5)
 
+    item_cosines = np.take_along_axis(cosine, items.numpy(), 1)
     np.testing.assert_allclose(scores, -np.sort(-cosine)[:, :5], atol=1e-5)
-    np.testing.assert_allclose(
-        np.take_along_axis(cosine, items.numpy(), 1), scores, atol=1e-5
-    )
+    np.testing.assert_allclose(item_cosines, scores, atol=1e-5)
 
 
-def test_more_than_there_are_leave_an_empty_tail() -> None:
+def test_more_items_than_the_catalogue_has_leave_an_empty_tail() -> None:
     items, scores = build("sasrec", dim=8).nearest_items(ITEMS + 2)
     assert items.shape == (ITEMS, ITEMS + 2)
     assert (items[:, ITEMS - 1 :] == -1).all()
     assert bool(scores[:, ITEMS - 1 :].isneginf().all())
 
 
-def test_those_of_item_knn_are_its_neighbours() -> None:
+def test_nearest_items_of_item_knn_are_its_neighbours() -> None:
     model = build("item_knn", neighbours=3)
     users = torch.tensor([0, 0, 0, 1, 1])
     targets = torch.tensor([4, 5, 6, 4, 5])
     model.fit_counts([InteractionBatch(user_row=users, target=targets)])
+
     items, scores = model.nearest_items(5)
+
     assert items[4].tolist() == [5, 6, -1, -1, -1]
     assert scores[4, 0] > scores[4, 1] > 0
     assert (items[0] == -1).all()
 
 
-def test_a_model_without_vectors_is_refused() -> None:
+def test_a_model_without_item_vectors_is_rejected() -> None:
     with pytest.raises(UserError, match="'popularity' has no item vectors"):
         build("popularity").nearest_items(3)

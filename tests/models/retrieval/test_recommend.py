@@ -1,5 +1,8 @@
-"""What holds for every model that recommends: empty batches, long histories, items that
-are left out or alone allowed, and scores that are not finite."""
+"""Checks of every model that recommends.
+
+They cover empty batches, long histories, unseen and allowed items, and scores that are
+not finite.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.build import build_model
 from models.cpu import kernels
@@ -80,6 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "end_to_end": True,
     },
 }
+"""Small options of each model."""
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "tiger": [{}, {"constrained": False}, {"decoder": "hf"}],
     "lc_rec": [{}, {"constrained": False}],
@@ -87,171 +91,183 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sid_mlp": [{}, {"path": "plain"}, {"constrained": False}],
     "sid_mlp_pp": [{}, {"path": "plain"}, {"constrained": False}],
 }
-requests = partial(make_requests_with_lengths, items=20)
-CASES = [
-    (name, options, compiled)
-    for name in MODELS
-    for options in OPTIONS.get(name, [{}])
-    for compiled in (
-        [True, False] if name in ("tiger", "sid_mlp", "sid_mlp_pp") else [True]
-    )
-]
-"""With options, and where there are compiled kernels with them and without."""
+"""Options of `recommend` to check besides the defaults."""
+COMPILED = ("tiger", "sid_mlp", "sid_mlp_pp")
+"""Models that search with compiled kernels."""
+ITEMS = 20
+make_requests = partial(make_requests_with_lengths, items=ITEMS)
+
+Options = dict[str, Any]
+Case = tuple[Any, Options]
+"""A model and options of its `recommend`."""
+
+
+def list_cases() -> list[tuple[str, Options, bool]]:
+    """Return model, options, and whether kernels are compiled, of each case."""
+    cases = []
+    for name in MODELS:
+        for options in OPTIONS.get(name, [{}]):
+            cases.append((name, options, True))
+            if name in COMPILED:
+                cases.append((name, options, False))
+    return cases
 
 
 @cache
-def model(name: str) -> Any:
+def build(name: str) -> Any:
+    """Return a model of 20 items."""
     torch.manual_seed(0)
-    codes = torch.tensor([[a, b, 0] for a in range(5) for b in range(4)])
+    codes = torch.cartesian_prod(torch.arange(5), torch.arange(4), torch.tensor([0]))
     options = {"name": name, **MODELS[name]}
     return build_model(options, Catalogue.from_codes(codes, (5, 4, 2))).eval()
 
 
-@pytest.fixture(params=CASES, ids=str)
-def case(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Any, dict[str, Any]]:
-    """(a model, options of its `recommend`)."""
+@pytest.fixture(params=list_cases(), ids=str)
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """A model and options of its `recommend`."""
     name, options, compiled = request.param
     if not compiled:
         monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
-    return model(name), options
+    return build(name), options
 
 
-def test_an_empty_batch_is_an_empty_answer(case: tuple[Any, dict[str, Any]]) -> None:
-    made, options = case
-    items, scores = made.recommend(requests([]), 7, **options)
+def test_an_empty_batch_gives_an_empty_ranking(case: Case) -> None:
+    model, options = case
+    items, scores = model.recommend(make_requests([]), 7, **options)
     assert items.shape == scores.shape == (0, 7)
     assert (items.dtype, scores.dtype) == (torch.long, torch.float32)
-    assert made.measure(requests([]), **options)["examples"] == 0
+    assert model.measure(make_requests([]), **options)["examples"] == 0
 
 
-def test_the_fast_path_of_an_empty_batch() -> None:
-    with torch.no_grad():
-        assert fast_search(model("sid_mlp"))(requests([]), 4, 3, True)[0].shape == (
-            0,
-            4,
-        )
+@torch.no_grad()
+def test_the_fast_search_of_an_empty_batch_gives_no_rows() -> None:
+    search = fast_search(build("sid_mlp"))
+    items, _ = search(make_requests([]), 4, 3, True)
+    assert items.shape == (0, 4)
 
 
-def test_of_a_longer_history_the_latest_items_are_read(
-    case: tuple[Any, dict[str, Any]],
-) -> None:
-    (made, options), batch = case, requests([LONGEST + 3, 2, LONGEST, LONGEST + 1])
-    rows = [
-        row[:size][-LONGEST:]
-        for row, size in zip(batch.history, batch.history_length, strict=True)
-    ]
-    by_hand = replace(
+def test_only_the_latest_items_of_a_long_history_are_read(case: Case) -> None:
+    model, options = case
+    batch = make_requests([LONGEST + 3, 2, LONGEST, LONGEST + 1])
+    rows = []
+    for history, length in zip(batch.history, batch.history_length, strict=True):
+        rows.append(history[:length][-LONGEST:])
+    latest = replace(
         batch,
         history=nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD),
         history_length=torch.tensor([len(row) for row in rows]),
     )
-    cut = truncate_history(batch, LONGEST)
-    assert torch.equal(cut.history, by_hand.history)
-    assert torch.equal(cut.history_length, by_hand.history_length)
-    (items, scores), (expected, values) = (
-        made.recommend(given, 5, **options) for given in (batch, by_hand)
-    )
-    assert torch.equal(items, expected)
-    torch.testing.assert_close(scores, values)
+
+    truncated = truncate_history(batch, LONGEST)
+    items, scores = model.recommend(batch, 5, **options)
+
+    assert torch.equal(truncated.history, latest.history)
+    assert torch.equal(truncated.history_length, latest.history_length)
+    expected_items, expected_scores = model.recommend(latest, 5, **options)
+    assert torch.equal(items, expected_items)
+    torch.testing.assert_close(scores, expected_scores)
 
 
-def spoil_all(made: nn.Module) -> None:
-    for value in [*made.parameters(), *made.buffers()]:
+def set_all_to_nan(model: nn.Module) -> None:
+    """Set all weights of a model to NaN."""
+    for value in [*model.parameters(), *model.buffers()]:
         if value.is_floating_point():
             value.detach().fill_(torch.nan)
 
 
-def spoil_one(made: nn.Module) -> None:
-    """The last floating-point weight: of students a head's bias, which the first layers
-    never meet.
+def set_one_to_nan(model: nn.Module) -> None:
+    """Set one number of a model's last weight to NaN.
+
+    Students have the bias of a head there, which the first layers do not read.
     """
-    value = [x for x in [*made.buffers(), *made.parameters()] if x.is_floating_point()][
-        -1
-    ]
-    value.detach().view(-1)[0] = torch.nan
+    values = [*model.buffers(), *model.parameters()]
+    last = [value for value in values if value.is_floating_point()][-1]
+    last.detach().view(-1)[0] = torch.nan
 
 
-@pytest.mark.parametrize("spoil", [spoil_all, spoil_one])
-def test_scores_that_are_not_finite_are_an_error(
-    case: tuple[Any, dict[str, Any]], spoil: Callable[[nn.Module], None]
+@pytest.mark.parametrize("spoil", [set_all_to_nan, set_one_to_nan])
+def test_scores_that_are_not_finite_are_rejected(
+    case: Case, spoil: Callable[[nn.Module], None]
 ) -> None:
-    made, options = copy.deepcopy(case[0]), case[1]
-    made.recommend(
-        requests([3, 2]), 20, **options
-    )  # what is kept of weights is made anew
-    spoil(made)
-    for ask in (
-        lambda: made.recommend(requests([3, 2]), 20, **options),
-        lambda: made.measure(requests([3, 2])),
-    ):
-        with pytest.raises(
-            UserError, match=r"not finite.*lower fit\.lr, or use another checkpoint"
-        ):
-            ask()
+    model, options = copy.deepcopy(case[0]), case[1]
+    batch = make_requests([3, 2])
+    # tables that were cached before must be computed again from the new weights
+    model.recommend(batch, ITEMS, **options)
+    spoil(model)
+
+    message = r"not finite.*lower fit\.lr, or use another checkpoint"
+    with pytest.raises(UserError, match=message):
+        model.recommend(batch, ITEMS, **options)
+    with pytest.raises(UserError, match=message):
+        model.measure(batch)
 
 
-def test_a_missing_tail_is_no_error() -> None:
-    items, scores = model("sid_mlp").recommend(requests([3]), 30)
-    assert (items[0, 20:] == -1).all()
-    assert scores[0, 20:].isneginf().all()
+def test_more_items_than_the_catalogue_has_leave_an_empty_tail() -> None:
+    items, scores = build("sid_mlp").recommend(make_requests([3]), ITEMS + 10)
+    assert (items[0, ITEMS:] == -1).all()
+    assert scores[0, ITEMS:].isneginf().all()
 
 
-def test_known_items_are_left_out_where_that_is_asked_for(
-    case: tuple[Any, dict[str, Any]],
-) -> None:
-    """Of histories shorter and longer than what is read, of padding, and with fewer
-    items than asked for.
+def filter_ranking(
+    items: Tensor, scores: Tensor, k: int, candidates: set[int]
+) -> tuple[list[int], list[float]]:
+    """Return the k best items of a ranking (n,) among candidates, and their scores.
+
+    Items are -1 and scores -inf where there are fewer than k.
     """
-    (built, options), batch = case, requests([1, 3, LONGEST, 15])
+    best_items, best_scores = [], []
+    for item, score in zip(items.tolist(), scores.tolist(), strict=True):
+        if item in candidates and len(best_items) < k:
+            best_items.append(item)
+            best_scores.append(score)
+    missing = k - len(best_items)
+    return best_items + [-1] * missing, best_scores + [-math.inf] * missing
+
+
+def test_unseen_drops_the_items_of_the_history(case: Case) -> None:
+    """Histories are shorter and longer than a model reads."""
+    model, options = case
+    batch = make_requests([1, 3, LONGEST, 15])
     for k in (1, 7, 20):
-        items, scores = built.recommend(batch, k, unseen=True, **options)
-        every, all_scores = built.recommend(batch, k + 15, **options)
+        all_items, all_scores = model.recommend(batch, k + 15, **options)
+        items, scores = model.recommend(batch, k, unseen=True, **options)
         assert items.shape == scores.shape == (4, k)
         for row, length in enumerate(batch.history_length.tolist()):
-            known = set(batch.history[row, :length].tolist())
-            left = [
-                (item, score)
-                for item, score in zip(
-                    every[row].tolist(), all_scores[row].tolist(), strict=True
-                )
-                if item not in known and item >= 0
-            ][:k]
-            left += [(-1, -math.inf)] * (k - len(left))
-            assert items[row].tolist() == [item for item, _ in left]
-            assert scores[row].tolist() == [score for _, score in left]
+            unseen = set(range(ITEMS)) - set(batch.history[row, :length].tolist())
+            expected_items, expected_scores = filter_ranking(
+                all_items[row], all_scores[row], k, unseen
+            )
+            assert items[row].tolist() == expected_items
+            assert scores[row].tolist() == expected_scores
 
 
-@pytest.mark.parametrize("some", [[7], [1, 2, 9, 15, 19], list(range(20))], ids=str)
-def test_allowed_items_are_ranked_as_among_all(
-    case: tuple[Any, dict[str, Any]], some: list[int]
-) -> None:
-    """Of a search that is as wide as the catalogue: the same items without the others;
-    one set serves several calls.
+@pytest.mark.parametrize("allowed", [[7], [1, 2, 9, 15, 19], list(range(20))], ids=str)
+def test_allowed_items_are_ranked_as_among_all(case: Case, allowed: list[int]) -> None:
+    """A search as wide as the catalogue drops the other items and changes no score.
+
+    One set serves several calls.
     """
-    (built, options), batch = case, requests([1, 3, LONGEST, 15])
-    wide = {**options, "beam": 400} if "beam" in built.recommend_options() else options
-    every, all_scores = built.recommend(batch, 20, **wide)
-    allowed = built.encode_allowed(
-        torch.zeros(20, dtype=torch.bool).index_fill(0, torch.tensor(some), True)
-    )
+    model, options = case
+    batch = make_requests([1, 3, LONGEST, 15])
+    if "beam" in model.recommend_options():
+        options = {**options, "beam": 400}
+    all_items, all_scores = model.recommend(batch, ITEMS, **options)
+    mask = torch.zeros(ITEMS, dtype=torch.bool)
+    mask[allowed] = True
+    encoded = model.encode_allowed(mask)
+
     for k, unseen in ((1, False), (6, True), (20, False), (20, True)):
-        items, scores = built.recommend(
-            batch, k, allowed=allowed, unseen=unseen, **wide
+        items, scores = model.recommend(
+            batch, k, allowed=encoded, unseen=unseen, **options
         )
         for row, length in enumerate(batch.history_length.tolist()):
-            known = batch.history[row, :length].tolist() if unseen else []
-            left = [
-                (item, score)
-                for item, score in zip(
-                    every[row].tolist(), all_scores[row].tolist(), strict=True
-                )
-                if item in some and item not in known
-            ][:k]
-            left += [(-1, -math.inf)] * (k - len(left))
-            assert items[row].tolist() == [item for item, _ in left]
-            assert scores[row].tolist() == pytest.approx(
-                [score for _, score in left], abs=1e-5
+            candidates = set(allowed)
+            if unseen:
+                candidates -= set(batch.history[row, :length].tolist())
+            expected_items, expected_scores = filter_ranking(
+                all_items[row], all_scores[row], k, candidates
             )
-    assert torch.equal(built.recommend(batch, 20, **wide)[0], every)
+            assert items[row].tolist() == expected_items
+            assert scores[row].tolist() == pytest.approx(expected_scores, abs=1e-5)
+
+    assert torch.equal(model.recommend(batch, ITEMS, **options)[0], all_items)

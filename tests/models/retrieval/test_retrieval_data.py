@@ -1,11 +1,10 @@
-"""Examples hold exactly the histories and targets of the tables, on any number of
-workers.
-"""
+"""Examples hold exactly the histories and targets of the tables, for any world size."""
 
 from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,200 +13,236 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.dataset.encoding import hash_strings
-from models.retrieval.data import Catalogue, RetrievalDataset, find_repeats
+from models.retrieval.data import (
+    Catalogue,
+    RequestBatch,
+    RetrievalDataset,
+    WindowBatch,
+    find_repeats,
+)
 from models.storage.tables import UserError
+from tests.models.retrieval.conftest import assign_splits
 
+Example = tuple[Any, ...]
+"""User row, history and target; in val and test also whether the target is a repeat."""
+
+BEHAVIOURS = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(0, 9)), min_size=1, max_size=12
+)
 LOG = st.dictionaries(
     st.text("abcé", min_size=1, max_size=5),
-    st.lists(
-        st.tuples(st.integers(0, 6), st.integers(0, 9)), min_size=1, max_size=12
-    ).map(lambda rows: sorted(rows, key=lambda r: r[0])),
+    BEHAVIOURS.map(lambda rows: sorted(rows, key=lambda row: row[0])),
     min_size=1,
     max_size=9,
 )
-SHARED = settings(
+"""Behaviours (timestamp, item) of each user, in order of time."""
+FEW_EXAMPLES = settings(
     max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
-def expected(log, split, max_history):
-    """(user row, history, target) of each request of the split with a history, one by
-    one; in val and test also whether the target is anywhere before."""
-    found = []
+def list_expected(log, split: str, max_history: int) -> list[Example]:
+    """Return the examples of a split that have a history, sorted."""
+    examples: list[Example] = []
     for row, behaviours in enumerate(log.values()):
-        for at, (time, item) in enumerate(behaviours):
-            count = len(behaviours)
-            mine = (
-                "train"
-                if count < 3
-                else {count - 1: "test", count - 2: "val"}.get(at, "train")
-            )
+        splits = assign_splits(len(behaviours))
+        for (time, item), request_split in zip(behaviours, splits, strict=True):
             history = [i for t, i in behaviours if t < time]
-            if mine == split and history:
-                repeats = () if split == "train" else (item in history,)
-                found.append((row, tuple(history[-max_history:]), item, *repeats))
-    return sorted(found)
+            if request_split != split or not history:
+                continue
+            example: Example = (row, tuple(history[-max_history:]), item)
+            if split != "train":
+                example += (item in history,)
+            examples.append(example)
+    return sorted(examples)
 
 
-def unpack(examples, seed=None):
-    """The same of what the batches hold."""
-    found = []
-    order = (
-        examples.evaluation_batches(4)
-        if seed is None
-        else examples.epoch_rows(4, seed=seed, epoch=1)
-    )
-    for rows in order:
-        batch = examples.collate(rows)
-        histories = batch.history.tolist()
-        targets = batch.target.tolist()
-        if examples.unit == "request":
-            for i, length in enumerate(batch.history_length.tolist()):
-                assert set(histories[i][length:]) <= {-1}
-                repeats = (bool(batch.repeats[i]),)
-                if examples.split in ("train", "next"):
-                    repeats = ()
-                history = tuple(histories[i][:length])
-                found.append((int(batch.user_row[i]), history, targets[i], *repeats))
+def read_requests(batch: RequestBatch, has_repeats: bool) -> list[Example]:
+    """Return the examples of a batch of requests."""
+    examples: list[Example] = []
+    histories, targets = batch.history.tolist(), batch.target.tolist()
+    for row, length in enumerate(batch.history_length.tolist()):
+        history = histories[row]
+        assert set(history[length:]) <= {-1}
+        user = int(batch.user_row[row])
+        example: Example = (user, tuple(history[:length]), targets[row])
+        if has_repeats:
+            example += (bool(batch.repeats[row]),)
+        examples.append(example)
+    return examples
+
+
+def read_windows(batch: WindowBatch) -> list[Example]:
+    """Return the examples that the windows of a batch serve."""
+    examples: list[Example] = []
+    histories, targets = batch.history.tolist(), batch.target.tolist()
+    for index, row in enumerate(batch.target_row.tolist()):
+        end = int(batch.target_position[index]) + 1
+        history = tuple(histories[row][:end])
+        examples.append((int(batch.user_row[row]), history, targets[index]))
+    return examples
+
+
+def list_examples(dataset: RetrievalDataset, seed: int | None = None) -> list[Example]:
+    """Return the examples of a dataset's batches, sorted.
+
+    Args:
+        dataset: The dataset.
+        seed: Seed of a training epoch, or None for evaluation.
+    """
+    if seed is None:
+        batches = dataset.evaluation_batches(4)
+    else:
+        batches = dataset.epoch_rows(4, seed=seed, epoch=1)
+    has_repeats = dataset.split not in ("train", "next")
+    examples: list[Example] = []
+    for rows in batches:
+        batch: Any = dataset.collate(rows)
+        if dataset.unit == "request":
+            examples += read_requests(batch, has_repeats)
         else:
-            for i, row in enumerate(batch.target_row.tolist()):
-                end = int(batch.target_position[i]) + 1
-                history = tuple(histories[row][:end])
-                found.append((int(batch.user_row[row]), history, targets[i]))
-    return sorted(found)
+            examples += read_windows(batch)
+    return sorted(examples)
 
 
-@SHARED
+def load_ranks(
+    uri: str, split: Any, world: int, **options: Any
+) -> list[RetrievalDataset]:
+    """Load the dataset of each of `world` workers."""
+    return [
+        RetrievalDataset.load(uri, split, rank=rank, world=world, **options)
+        for rank in range(world)
+    ]
+
+
+def list_all(ranks: list[RetrievalDataset]) -> list[Example]:
+    """Return the examples of all workers, sorted."""
+    return sorted(chain.from_iterable(map(list_examples, ranks)))
+
+
+def count_users(examples: list[Example]) -> int:
+    """Return the number of users with an example."""
+    return len({user for user, *_ in examples})
+
+
+@FEW_EXAMPLES
 @given(log=LOG, max_history=st.integers(1, 6), world=st.integers(1, 3))
 def test_requests_are_those_of_the_tables(write_tables, log, max_history, world):
     uri = str(write_tables(log, 10) / "sequences")
     for split in ("train", "val", "test"):
-        ranks = [
-            RetrievalDataset.load(
-                uri, split, max_history=max_history, rank=r, world=world
-            )
-            for r in range(world)
-        ]
-        wanted = expected(log, split, max_history)
-        assert sorted(chain.from_iterable(map(unpack, ranks))) == wanted
-        assert sum(rank.count_users() for rank in ranks) == len(
-            {row for row, *_ in wanted}
-        )
+        ranks = load_ranks(uri, split, world, max_history=max_history)
+        expected = list_expected(log, split, max_history)
+        assert list_all(ranks) == expected
+        assert sum(rank.count_users() for rank in ranks) == count_users(expected)
 
 
-@given(st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=5), st.data())
-def test_what_was_seen_before_is_what_a_loop_finds(users, data):
-    """With several requests of a user, in any order, and targets that nobody has."""
-    lengths = np.array([len(items) for items in users], np.int64)
+@st.composite
+def draw_repeats(draw):
+    """Draw the items of each user, and requests (user, end of history, target).
+
+    The requests are sorted by user, as in the table. Some targets are no user's item.
+    """
+    users = draw(st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=5))
     owners = [user for user, items in enumerate(users) if items]
-    requests = (
-        data.draw(
-            st.lists(
-                st.sampled_from(owners).flatmap(
-                    lambda u: st.tuples(
-                        st.just(u), st.integers(1, lengths[u]), st.integers(0, 6)
-                    )
-                ),
-            )
+    if not owners:
+        return users, []
+    request = st.sampled_from(owners).flatmap(
+        lambda user: st.tuples(
+            st.just(user), st.integers(1, len(users[user])), st.integers(0, 6)
         )
-        if owners
-        else []
     )
-    requests.sort(key=lambda request: request[0])  # as the table has them, user by user
+    requests = draw(st.lists(request))
+    return users, sorted(requests, key=lambda request: request[0])
+
+
+@given(draw_repeats())
+def test_a_repeat_is_a_target_that_the_history_contains(users_and_requests):
+    users, requests = users_and_requests
+    lengths = np.array([len(items) for items in users], np.int64)
     owner, end, target = np.array(requests, np.int64).reshape(-1, 3).T
     items = np.array(list(chain.from_iterable(users)), np.int64)
     counts = np.bincount(owner, minlength=len(users))
-    found = find_repeats(items, lengths, counts, end, target)
-    assert found.tolist() == [
-        target in users[user][:end] for user, end, target in requests
-    ]
+
+    is_repeat = find_repeats(items, lengths, counts, end, target)
+
+    expected = [target in users[user][:end] for user, end, target in requests]
+    assert is_repeat.tolist() == expected
 
 
-@SHARED
+@FEW_EXAMPLES
 @given(log=LOG, max_history=st.integers(1, 14), world=st.integers(1, 3))
-def test_one_pass_per_user_serves_each_train_request_once(
-    write_tables, log, max_history, world
-):
+def test_windows_serve_each_train_request_once(write_tables, log, max_history, world):
+    """Histories are slices of the behaviours, and whole if one window is enough."""
     uri = str(write_tables(log, 10) / "sequences")
-    ranks = [
-        RetrievalDataset.load(
-            uri, "train", unit="user", max_history=max_history, rank=r, world=world
-        )
-        for r in range(world)
-    ]
-    found = sorted((row, target) for rank in ranks for row, _, target in unpack(rank))
-    assert found == sorted(
-        (row, target) for row, _, target in expected(log, "train", 99)
-    )
-    full = {
-        (row, target): history for row, history, target in expected(log, "train", 99)
-    }
-    for row, history, _ in chain.from_iterable(map(unpack, ranks)):
-        behaviours = [item for _, item in list(log.values())[row]]
-        assert history in {
-            tuple(behaviours[a:b]) for b in range(len(behaviours) + 1) for a in range(b)
-        }
-    if all(
-        len(h) <= max_history for h in full.values()
-    ):  # nobody needs a second window: histories are whole
-        assert sorted(chain.from_iterable(map(unpack, ranks))) == expected(
-            log, "train", 99
-        )
-        assert sum(len(rank.evaluation_rows()) for rank in ranks) == len(
-            {row for row, _, _ in expected(log, "train", 99)}
-        )
+    ranks = load_ranks(uri, "train", world, unit="user", max_history=max_history)
+    expected = list_expected(log, "train", 99)
+
+    examples = list_all(ranks)
+
+    targets = sorted((user, target) for user, _, target in examples)
+    assert targets == sorted((user, target) for user, _, target in expected)
+    behaviours = [[item for _, item in rows] for rows in log.values()]
+    for user, history, _ in examples:
+        items = behaviours[user]
+        starts = range(len(items) - len(history) + 1)
+        parts = [tuple(items[start : start + len(history)]) for start in starts]
+        assert history in parts
+    if all(len(history) <= max_history for _, history, _ in expected):
+        assert examples == expected
+        num_windows = sum(len(rank.evaluation_rows()) for rank in ranks)
+        assert num_windows == count_users(expected)
 
 
-def test_windows_keep_half_the_history(write_tables):
+def test_windows_overlap_by_half_the_history(write_tables):
     uri = str(write_tables({"u": [(t, t % 10) for t in range(40)]}, 10) / "sequences")
-    examples = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
-    histories = {history for _, history, _ in unpack(examples)}
-    assert (
-        examples.num_requests == 37
-    )  # of 38 train behaviours the first has no history
-    assert min(len(h) for h in histories if h[-1] >= 4) >= 4
+    dataset = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
+    histories = {history for _, history, _ in list_examples(dataset)}
+    # of 38 train behaviours the first has no history
+    assert dataset.num_requests == 37
+    assert min(len(history) for history in histories if history[-1] >= 4) >= 4
     assert max(map(len, histories)) <= 8
 
 
 def test_shuffling_is_deterministic_and_even_across_workers(write_tables):
     log = {f"u{i}": [(t, (i + t) % 10) for t in range(3 + i)] for i in range(11)}
     uri = str(write_tables(log, 10) / "sequences")
-    ranks = [RetrievalDataset.load(uri, "train", rank=r, world=2) for r in range(2)]
-    orders = [
-        [b.tolist() for b in rank.epoch_rows(4, seed=3, epoch=e)]
-        for rank in ranks
-        for e in (0, 1)
-    ]
-    again = [
-        [b.tolist() for b in rank.epoch_rows(4, seed=3, epoch=e)]
-        for rank in ranks
-        for e in (0, 1)
-    ]
-    assert orders == again
+    ranks = load_ranks(uri, "train", 2)
+
+    def list_orders() -> list[list[list[int]]]:
+        orders = []
+        for rank in ranks:
+            for epoch in (0, 1):
+                rows = rank.epoch_rows(4, seed=3, epoch=epoch)
+                orders.append([batch.tolist() for batch in rows])
+        return orders
+
+    orders = list_orders()
+
+    assert orders == list_orders()
     assert orders[0] != orders[1]
     assert {len(order) for order in orders} == {rank.num_steps(4) for rank in ranks}
-    assert {len(batch) for order in orders for batch in order} == {
-        2,
-        1,
-    }  # of 4 over both; one batch has 3
-    assert sorted(chain.from_iterable(map(unpack, ranks, (5, 5)))) == expected(
-        log, "train", 20
-    )
+    # two workers share batches of 4 examples; one batch has 3
+    assert {len(batch) for batch in chain.from_iterable(orders)} == {2, 1}
+    examples = chain.from_iterable(list_examples(rank, seed=5) for rank in ranks)
+    assert sorted(examples) == list_expected(log, "train", 20)
 
 
-def test_next_follows_all_behaviours_and_skipped_are_counted(write_tables):
-    uri = str(
-        write_tables({"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}, 10) / "sequences"
-    )
-    assert unpack(RetrievalDataset.load(uri, "next")) == [
-        (0, (4,), -1),
-        (1, (2, 3, 5), -1),
-    ]
+def test_next_requests_follow_all_behaviours(write_tables):
+    log = {"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}
+    uri = str(write_tables(log, 10) / "sequences")
+    examples = list_examples(RetrievalDataset.load(uri, "next"))
+    assert examples == [(0, (4,), -1), (1, (2, 3, 5), -1)]
+
+
+def test_requests_without_a_strictly_earlier_behaviour_are_counted_as_skipped(
+    write_tables,
+):
+    """The val request of user b has the timestamp of the first behaviour."""
+    log = {"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}
+    uri = str(write_tables(log, 10) / "sequences")
     assert RetrievalDataset.load(uri, "train").num_skipped == 2
-    assert (
-        RetrievalDataset.load(uri, "val").num_skipped == 1
-    )  # tied with the first, so nothing is strictly earlier
+    assert RetrievalDataset.load(uri, "val").num_skipped == 1
 
 
 def test_user_hashes_are_stable_distinct_and_spread():
@@ -219,29 +254,43 @@ def test_user_hashes_are_stable_distinct_and_spread():
     assert (hash_strings(ids.slice(100, 7)) == hashes[100:107]).all()
 
 
-def test_tables_that_do_not_belong_together_are_refused(write_tables, write_sids):
-    tables = write_tables({"a": [(1, 0), (2, 1)]}, 2)
-    sizes, codes = [2, 2], [(0, 1), (1, 0)]
-    catalogue = Catalogue.load(str(tables), str(write_sids(codes, sizes, tables)))
+SIZES = [2, 2]
+CODES = [(0, 1), (1, 0)]
+
+
+@pytest.fixture
+def tables(write_tables) -> Path:
+    """Tables of one user and two items."""
+    return write_tables({"a": [(1, 0), (2, 1)]}, 2)
+
+
+def test_a_catalogue_has_the_codes_and_the_hashes_of_its_tables(tables, write_sids):
+    catalogue = Catalogue.load(str(tables), str(write_sids(CODES, SIZES, tables)))
     assert catalogue.sids.tolist() == [[0, 1], [1, 0]]
     assert catalogue.trie.leaves.tolist() == [0, 1]
     assert set(catalogue.hashes) == {"sequences", "items", "sids", "trie"}
-    for name, wrong in (("items", "sids"), ("sids", "trie")):
-        sids = write_sids(
-            codes, sizes, tables, name=f"wrong_{name}", **{name: "0" * 64}
-        )
-        with pytest.raises(UserError, match=f"{wrong} was made from other {name}"):
-            Catalogue.load(str(tables), str(sids))
-    with pytest.raises(
-        UserError, match="code 2 at level 1 is outside of its codebook of 2"
-    ):
-        Catalogue.load(
-            str(tables), str(write_sids([(0, 1), (1, 2)], sizes, tables, name="over"))
-        )
+
+
+@pytest.mark.parametrize(("table", "source"), [("sids", "items"), ("trie", "sids")])
+def test_semantic_ids_of_other_tables_are_rejected(table, source, tables, write_sids):
+    sids = write_sids(CODES, SIZES, tables, **{source: "0" * 64})
+    with pytest.raises(UserError, match=f"{table} was made from other {source}"):
+        Catalogue.load(str(tables), str(sids))
+
+
+def test_codes_outside_of_the_codebook_and_missing_items_are_rejected(
+    tables, write_sids
+):
+    too_large = write_sids([(0, 1), (1, 2)], SIZES, tables, name="too_large")
+    message = "code 2 at level 1 is outside of its codebook of 2"
+    with pytest.raises(UserError, match=message):
+        Catalogue.load(str(tables), str(too_large))
+    too_few = write_sids(CODES[:1], SIZES, tables, name="too_few")
     with pytest.raises(UserError, match=r"run jobs.tokenize"):
-        Catalogue.load(
-            str(tables), str(write_sids(codes[:1], sizes, tables, name="few"))
-        )
+        Catalogue.load(str(tables), str(too_few))
+
+
+def test_sequences_of_other_items_are_rejected(tables, write_tables):
     other = write_tables({"a": [(1, 0), (2, 1)]}, 3, name="other")
     (tables / "items").rename(tables / "old")
     (other / "items").rename(tables / "items")
@@ -249,6 +298,6 @@ def test_tables_that_do_not_belong_together_are_refused(write_tables, write_sids
         Catalogue.load(str(tables))
 
 
-def test_missing_table_is_named(tmp_path: Path):
+def test_a_missing_table_is_rejected(tmp_path: Path):
     with pytest.raises(UserError, match="is not a table"):
         RetrievalDataset.load(str(tmp_path), "train")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ ITEMS = 12
 
 @pytest.fixture
 def sasrec() -> SASRec:
+    """A SASRec with random weights."""
     torch.manual_seed(0)
     config = SASRecConfig(dim=16, feedforward_dim=32, dropout=0.2, max_history=8)
     return SASRec(config, Catalogue(ITEMS)).eval()
@@ -25,12 +27,13 @@ def sasrec() -> SASRec:
 def test_a_later_behaviour_changes_no_earlier_state(sasrec):
     history = torch.randint(0, ITEMS, (4, 8))
     states = sasrec.states(history)
-    for at in range(8):
+    for position in range(8):
         changed = history.clone()
-        changed[:, at] = (changed[:, at] + 1) % ITEMS
-        other = sasrec.states(changed)
-        torch.testing.assert_close(other[:, :at], states[:, :at], rtol=0, atol=0)
-        assert (other[:, at] != states[:, at]).any(1).all()
+        changed[:, position] = (changed[:, position] + 1) % ITEMS
+        new_states = sasrec.states(changed)
+        before, new_before = states[:, :position], new_states[:, :position]
+        torch.testing.assert_close(new_before, before, rtol=0, atol=0)
+        assert (new_states[:, position] != states[:, position]).any(1).all()
 
 
 def test_padding_other_rows_and_targets_change_no_recommendation(sasrec):
@@ -42,7 +45,6 @@ def test_padding_other_rows_and_targets_change_no_recommendation(sasrec):
         history_length=torch.tensor([3, 5]),
         target=torch.tensor([1, 2]),
     )
-    items, scores = sasrec.recommend(batch, 5)
     alone = fill_batch(
         RequestBatch,
         {},
@@ -50,23 +52,37 @@ def test_padding_other_rows_and_targets_change_no_recommendation(sasrec):
         history_length=torch.tensor([3]),
         target=torch.tensor([9]),
     )
+
+    items, scores = sasrec.recommend(batch, 5)
     items_alone, scores_alone = sasrec.recommend(alone, 5)
+
     assert items_alone.tolist() == items[:1].tolist()
     torch.testing.assert_close(scores_alone, scores[:1])
+
+
+def test_more_items_than_the_catalogue_has_leave_an_empty_tail(sasrec):
+    batch = fill_batch(
+        RequestBatch,
+        {"B": 2},
+        history=torch.tensor([[1, 2, 3, PAD, PAD], [4, 5, 6, 7, 8]]),
+        history_length=torch.tensor([3, 5]),
+    )
     items, scores = sasrec.recommend(batch, ITEMS + 2)
     assert sorted(items[0].tolist()) == [-1, -1, *range(ITEMS)]
     assert scores[:, -2:].tolist() == [[-torch.inf] * 2] * 2
 
 
-def test_the_loss_of_a_user_is_that_of_its_requests_one_by_one(sasrec, write_tables):
+def test_the_loss_of_a_window_is_the_mean_over_its_requests_one_by_one(
+    sasrec, write_tables
+):
     log = {f"u{i}": [(t, (3 * i + t) % ITEMS) for t in range(4 + i)] for i in range(4)}
     uri = str(write_tables(log, ITEMS) / "sequences")
-    together = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
-    single = RetrievalDataset.load(uri, "train", unit="request", max_history=8)
-    (rows,) = together.evaluation_batches(100)
+    users = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
+    requests = RetrievalDataset.load(uri, "train", unit="request", max_history=8)
+    (rows,) = users.evaluation_batches(100)
     losses = []
-    for row in range(len(single)):
-        batch = single.collate(torch.tensor([row]).numpy())
+    for row in range(len(requests)):
+        batch = requests.collate(np.array([row]))
         window = make_windows(
             batch,
             target=batch.target,
@@ -74,9 +90,10 @@ def test_the_loss_of_a_user_is_that_of_its_requests_one_by_one(sasrec, write_tab
             target_position=batch.history_length - 1,
         )
         losses.append(sasrec(window)["loss"])
-    torch.testing.assert_close(
-        sasrec(together.collate(rows))["loss"], torch.stack(losses).mean()
-    )
+
+    loss = sasrec(users.collate(rows))["loss"]
+
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
 
 
 def test_it_learns_a_cycle(sasrec, write_tables):
@@ -84,23 +101,24 @@ def test_it_learns_a_cycle(sasrec, write_tables):
     uri = str(write_tables(log, ITEMS) / "sequences")
     train = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
     optimizer = torch.optim.AdamW(sasrec.train().parameters(), 1e-2)
+
     for epoch in range(80):
         for rows in train.epoch_rows(12, epoch=epoch):
             optimizer.zero_grad()
             sasrec(train.collate(rows))["loss"].backward()
             optimizer.step()
+
     test = RetrievalDataset.load(uri, "test", max_history=8)
     (rows,) = test.evaluation_batches(100)
     batch = test.collate(rows)
-    assert (sasrec.recommend(batch, 1)[0][:, 0] == batch.target).float().mean() > 0.9
+    items, _ = sasrec.recommend(batch, 1)
+    assert (items[:, 0] == batch.target).float().mean() > 0.9
 
 
 def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
     write_tables,
 ):
-    """Those without a history too: a user's first, alone or tied, and the only one of a
-    user.
-    """
+    """First behaviours of a user are counted, too, alone or with equal timestamps."""
     log = {
         "a": [(t, i) for t, i in enumerate([9, 5, 5, 3, 1, 1])],
         "b": [(1, 3), (1, 7)],
@@ -114,7 +132,9 @@ def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
         max_history=PopularityConfig().max_history,
     )
     model = Popularity(PopularityConfig(), Catalogue(10))
+
     model.fit_counts(train.epoch(2, seed=0, epoch=0))
+
     assert model.counts.tolist() == [0, 0, 0, 2, 0, 3, 0, 1, 0, 1]
     batch = fill_batch(RequestBatch, {"B": 2, "T": 1}, target=torch.tensor([3, 0]))
     items, scores = model.recommend(batch, 5)

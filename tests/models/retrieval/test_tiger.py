@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional
 
 from models.dataset.encoding import PAD
 from models.layers.t5 import _ReluDropout, dropout
@@ -24,34 +25,37 @@ SMALL = {
     "num_decoder_layers": 2,
 }
 SIZES = (8, 8, 8, 3)
-catalogue = partial(small_retrieval.build_catalogue, 60, SIZES)
-requests = partial(small_retrieval.make_requests, items=60, longest=6)
+build_catalogue = partial(small_retrieval.build_catalogue, 60, SIZES)
+make_requests = partial(small_retrieval.make_requests, items=60, longest=6)
+
+
+def build_tiger() -> Tiger:
+    """Return a TIGER with random weights."""
+    torch.manual_seed(0)
+    return Tiger(TigerConfig(**SMALL, n_user_tokens=3), build_catalogue()).eval()
 
 
 @pytest.fixture
 def tiger() -> Tiger:
-    torch.manual_seed(0)
-    return Tiger(TigerConfig(**SMALL, n_user_tokens=3), catalogue()).eval()
+    """A TIGER with random weights."""
+    return build_tiger()
 
 
-def train(model: Tiger, steps: int) -> Tiger:
-    """A few steps towards `target = first item of the history`, so that scores are far
-    from uniform.
+@pytest.fixture(scope="module")
+def trained() -> Tiger:
+    """A TIGER with scores far from uniform.
+
+    It was trained for 100 steps towards the first item of the history.
     """
+    model = build_tiger()
     optimizer = torch.optim.AdamW(model.train().parameters(), 1e-2)
-    for step in range(steps):
-        batch = requests(64, seed=step + 10)
+    for step in range(100):
+        batch = make_requests(64, seed=step + 10)
         batch = replace(batch, target=batch.history[:, 0])
         optimizer.zero_grad()
         model(batch)["loss"].backward()
         optimizer.step()
     return model.eval()
-
-
-@pytest.fixture(scope="module")
-def trained() -> Tiger:
-    torch.manual_seed(0)
-    return train(Tiger(TigerConfig(**SMALL, n_user_tokens=3), catalogue()), 100)
 
 
 def test_the_input_is_user_codes_and_end(tiger):
@@ -60,42 +64,52 @@ def test_the_input_is_user_codes_and_end(tiger):
         history_length=torch.tensor([1, 2]),
         user=torch.tensor([4, 2]),
     )
+    item_tokens = build_catalogue().sids + torch.tensor([1, 9, 17, 25])
+    first_user, end = 28, 31
+
     tokens, lengths = tiger.tokens.history(batch), tiger.tokens.lengths(batch)
-    codes = catalogue().sids + torch.tensor([1, 9, 17, 25])
-    assert tokens[0].tolist() == [28 + 1, *codes[5].tolist(), 31, 0, 0, 0, 0]
-    assert tokens[1].tolist() == [28 + 2, *codes[7].tolist(), *codes[9].tolist(), 31]
+
+    item_5, item_7, item_9 = item_tokens[[5, 7, 9]].tolist()
+    assert tokens[0].tolist() == [first_user + 1, *item_5, end, 0, 0, 0, 0]
+    assert tokens[1].tolist() == [first_user + 2, *item_7, *item_9, end]
     assert lengths.tolist() == [6, 10]
+
+
+def test_the_vocabulary_has_padding_codes_users_and_end(tiger):
     assert tiger.backbone.embedding.weight.shape[0] == 32
-    paper = Tiger(
-        TigerConfig(), Catalogue.from_codes(catalogue().sids, (256, 256, 256, 256))
-    )
+    catalogue = Catalogue.from_codes(build_catalogue().sids, (256, 256, 256, 256))
+    paper = Tiger(TigerConfig(), catalogue)
     assert paper.backbone.embedding.weight.shape == (1027, 128)
 
 
 @pytest.mark.parametrize("end_token", [False, True])
-def test_loss_and_gradients_are_those_of_transformers(tiger, end_token):
-    batch = requests(16)
+def test_loss_and_gradients_equal_those_of_transformers(tiger, end_token):
     tiger.config = replace(tiger.config, end_token=end_token)
+    parameters = list(tiger.parameters())
+    batch = make_requests(16)
     labels = tiger.tokens.items[batch.target]
     if end_token:
-        labels = torch.nn.functional.pad(labels, (0, 1), value=tiger.tokens.end)
-    library = to_transformers(tiger.backbone, tiger.decoder)
+        labels = functional.pad(labels, (0, 1), value=tiger.tokens.end)
     tokens, lengths = tiger.tokens.history(batch), tiger.tokens.lengths(batch)
-    real = torch.arange(tokens.shape[1]) < lengths[:, None]
-    loss = library(input_ids=tokens, attention_mask=real.long(), labels=labels).loss
-    expected = torch.autograd.grad(loss, list(tiger.parameters()))
-    ours = tiger(batch)["loss"]
-    torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(
-        torch.autograd.grad(ours, list(tiger.parameters())), expected, strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    is_real = torch.arange(tokens.shape[1]) < lengths[:, None]
+    library = to_transformers(tiger.backbone, tiger.decoder)
+    expected = library(
+        input_ids=tokens, attention_mask=is_real.long(), labels=labels
+    ).loss
+    expected_gradients = torch.autograd.grad(expected, parameters)
+
+    loss = tiger(batch)["loss"]
+    gradients = torch.autograd.grad(loss, parameters)
+
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_label_smoothing_spreads_a_share_of_each_target_over_the_vocabulary():
     config = TigerConfig(**SMALL, label_smoothing=0.1)
-    model = Tiger(config, catalogue()).eval()
-    batch = requests(16)
+    model = Tiger(config, build_catalogue()).eval()
+    batch = make_requests(16)
     targets = model.tokens.items[batch.target]  # (B, L)
     codes = model.tokens.codes(batch.target)
     logits = model.decoder.teacher_forced(model.encode(batch), codes)
@@ -111,53 +125,57 @@ def test_label_smoothing_spreads_a_share_of_each_target_over_the_vocabulary():
     ("name", "constrained"),
     [
         ("tiger", True),
-        *(
-            pytest.param("trained", constrained, marks=pytest.mark.long)
-            for constrained in (True, False)
-        ),
+        pytest.param("trained", True, marks=pytest.mark.long),
+        pytest.param("trained", False, marks=pytest.mark.long),
     ],
 )
 def test_decoders_agree_with_transformers(request, name, constrained):
     model = request.getfixturevalue(name)
-    batch = requests(8)
-    items, scores = model.recommend(batch, 10, beam=12, constrained=constrained)
-    for decoder in ("hf", "hf_nocache"):
-        others, other_scores = model.recommend(
-            batch, 10, beam=12, decoder=decoder, constrained=constrained
-        )
-        torch.testing.assert_close(other_scores, scores, rtol=1e-4, atol=1e-4)
-        assert others.tolist() == items.tolist()
+    batch = make_requests(8)
+    options = {"beam": 12, "constrained": constrained}
+
+    items, scores = model.recommend(batch, 10, **options)
+
     assert (items >= 0).all() or not constrained
+    for decoder in ("hf", "hf_nocache"):
+        library_items, library_scores = model.recommend(
+            batch, 10, decoder=decoder, **options
+        )
+        torch.testing.assert_close(library_scores, scores, rtol=1e-4, atol=1e-4)
+        assert library_items.tolist() == items.tolist()
 
 
-def test_transformers_keeps_to_the_beam_where_more_items_are_asked_for(trained):
-    """Ours has more: its last step ranks every code after the beam's prefixes."""
-    batch = requests(4)
+def test_transformers_ranks_no_more_items_than_beams(trained):
+    """Our last step ranks every code after the prefixes of the beam."""
+    batch = make_requests(4)
     items, scores = trained.recommend(batch, 9, beam=4)
-    others, other_scores = trained.recommend(batch, 9, beam=4, decoder="hf")
-    torch.testing.assert_close(other_scores[:, :4], scores[:, :4], rtol=1e-4, atol=1e-4)
-    assert others[:, :4].tolist() == items[:, :4].tolist()
-    assert (others[:, 4:] == -1).all()
+    library_items, library_scores = trained.recommend(batch, 9, beam=4, decoder="hf")
+    torch.testing.assert_close(
+        library_scores[:, :4], scores[:, :4], rtol=1e-4, atol=1e-4
+    )
+    assert library_items[:, :4].tolist() == items[:, :4].tolist()
+    assert (library_items[:, 4:] == -1).all()
 
 
-def test_dropout_keeps_its_share_and_its_mean():
+def test_dropout_zeroes_its_share_and_keeps_the_mean():
     torch.manual_seed(0)
-    x = torch.ones(400, 501)
-    dropped = dropout(x, 0.1)
+    dropped = dropout(torch.ones(400, 501), 0.1)
     assert (dropped == 0).float().mean().item() == pytest.approx(0.1, abs=0.003)
     assert dropped.mean().item() == pytest.approx(1.0, abs=0.003)
     assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
 
 
-def test_relu_with_dropout_has_the_gradient_of_what_it_kept():
+def test_relu_with_dropout_has_the_gradient_of_its_positive_outputs():
     torch.manual_seed(0)
     x = torch.randn(50, 41, requires_grad=True)
+
     result = _ReluDropout.apply(x * 1, 0.3)
     (gradient,) = torch.autograd.grad(result.sum(), x)
-    kept = result > 0
-    assert torch.equal(result, torch.where(kept, x, 0.0))
-    assert torch.equal(gradient, kept.float())
-    assert kept.sum() / (x > 0).sum() == pytest.approx(0.7, abs=0.05)
+
+    is_positive = result > 0
+    assert torch.equal(result, torch.where(is_positive, x, 0.0))
+    assert torch.equal(gradient, is_positive.float())
+    assert is_positive.sum() / (x > 0).sum() == pytest.approx(0.7, abs=0.05)
 
 
 def test_a_checkpoint_holds_each_weight_once_and_no_table(tiger):

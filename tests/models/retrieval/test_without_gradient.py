@@ -1,9 +1,11 @@
-"""Own items, ItemKNN and EASE equal dense references, and count training behaviours
-alone.
+"""Own items, ItemKNN and EASE equal dense references and count training behaviours.
+
+Behaviours of validation and test are not counted.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -32,7 +34,10 @@ ITEMS, USERS = 12, 40
 
 
 def draw_behaviours() -> list[list[int]]:
-    """Return the items of each user: some repeat, the last item is of nobody."""
+    """Return the items of each user.
+
+    Some items repeat, and no user has the last item.
+    """
     rng = np.random.default_rng(5)
     return [
         rng.integers(0, ITEMS - 1, rng.integers(1, 9)).tolist() for _ in range(USERS)
@@ -40,8 +45,10 @@ def draw_behaviours() -> list[list[int]]:
 
 
 def to_batches(behaviours: list[list[int]]) -> list[InteractionBatch]:
-    """Return training batches of unit `behaviour`, of shuffled rows."""
-    rows = [(user, item) for user, items in enumerate(behaviours) for item in items]
+    """Return training batches of shuffled behaviours."""
+    rows = []
+    for user, items in enumerate(behaviours):
+        rows += [(user, item) for item in items]
     order = np.random.default_rng(0).permutation(len(rows))
     columns = torch.tensor(rows)[order]
     return [
@@ -50,7 +57,8 @@ def to_batches(behaviours: list[list[int]]) -> list[InteractionBatch]:
     ]
 
 
-def to_request(histories: list[list[int]]) -> HistoryBatch:
+def to_requests(histories: list[list[int]]) -> HistoryBatch:
+    """Return one request per history."""
     width = max(len(history) for history in histories)
     padded = [history + [-1] * (width - len(history)) for history in histories]
     return fill_batch(
@@ -62,18 +70,20 @@ def to_request(histories: list[list[int]]) -> HistoryBatch:
 
 
 def build_resolved(options: dict[str, Any], catalogue: Catalogue) -> Any:
+    """Return a model with the resolved config of its options."""
     model_class, config = parse_options(options)
     return model_class(model_class.resolve_config(config, catalogue), catalogue)
 
 
-def fit(behaviours: list[list[int]], **config: Any) -> Any:
-    model = build_resolved(config, Catalogue(ITEMS))
+def fit_model(behaviours: list[list[int]], **options: Any) -> Any:
+    """Return a model that is fitted to behaviours."""
+    model = build_resolved(options, Catalogue(ITEMS))
     model.fit_counts(to_batches(behaviours))
     return model.eval()
 
 
 def count_matrix(behaviours: list[list[int]]) -> NDArray[np.float64]:
-    """Return (U, N) counts."""
+    """Return how often each user has each item, (U, N)."""
     matrix = np.zeros((len(behaviours), ITEMS))
     for user, items in enumerate(behaviours):
         for item in items:
@@ -84,33 +94,42 @@ def count_matrix(behaviours: list[list[int]]) -> NDArray[np.float64]:
 HISTORIES = [[3, 1, 3, 2, 1, 7], [4], [11], [0, 0, 0, 9, 9, 5], [8, 6, 10, 2]]
 
 
-def test_own_items_come_by_frequency_then_latest_then_popular() -> None:
+def test_own_items_ranks_by_frequency_then_recency_then_popularity() -> None:
     behaviours = draw_behaviours()
-    popular = Counter(item for items in behaviours for item in items)
+    popularity = Counter(itertools.chain.from_iterable(behaviours))
 
-    items, scores = fit(behaviours, name="own_items").recommend(
-        to_request(HISTORIES), ITEMS
+    items, scores = fit_model(behaviours, name="own_items").recommend(
+        to_requests(HISTORIES), ITEMS
     )
 
     for history, ranked in zip(HISTORIES, items.tolist(), strict=True):
-        latest = {item: place for place, item in enumerate(history)}
-        own = sorted(latest, key=lambda i: (-history.count(i), -latest[i]))
-        others = sorted(set(range(ITEMS)) - set(own), key=lambda i: (-popular[i], i))
-        assert ranked == own + others
+        latest = {item: position for position, item in enumerate(history)}
+        in_history = sorted(latest, key=lambda i: (-history.count(i), -latest[i]))
+        others = set(range(ITEMS)) - set(in_history)
+        by_popularity = sorted(others, key=lambda i: (-popularity[i], i))
+        assert ranked == in_history + by_popularity
     assert bool((scores.diff(dim=1) <= 0).all())
 
 
 def test_scores_of_own_items_do_not_depend_on_the_batch() -> None:
-    model = fit(draw_behaviours(), name="own_items")
-    together = model.recommend(to_request(HISTORIES), 5)[1]
-    alone = [model.recommend(to_request([history]), 5)[1] for history in HISTORIES]
+    model = fit_model(draw_behaviours(), name="own_items")
+
+    _, together = model.recommend(to_requests(HISTORIES), 5)
+    alone = [model.recommend(to_requests([history]), 5)[1] for history in HISTORIES]
+
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=0)
 
 
 def dense_similarities(
     counts: NDArray[np.float64], weights: str, shrinkage: float
 ) -> NDArray[np.float64]:
-    """Return (N, N) similarities, a pair after the other."""
+    """Return the similarities (N, N) of items, pair by pair.
+
+    Args:
+        counts: (U, N) behaviours of each user with each item.
+        weights: Weight of a count: `none`, `tfidf` or `bm25`.
+        shrinkage: Addition to the denominator of the cosine.
+    """
     users, items = counts.shape
     weighted = np.zeros_like(counts)
     mean = counts.sum() / items
@@ -119,10 +138,12 @@ def dense_similarities(
         for i in range(items):
             x = counts[u, i]
             length = 1.2 * (1 - 0.75 + 0.75 * counts[:, i].sum() / mean)
-            bm25 = idf * x * 2.2 / (x + length) if x else 0.0
-            weighted[u, i] = {"none": x, "tfidf": math.sqrt(x) * idf, "bm25": bm25}[
-                weights
-            ]
+            choices = {
+                "none": x,
+                "tfidf": math.sqrt(x) * idf,
+                "bm25": idf * x * 2.2 / (x + length) if x else 0.0,
+            }
+            weighted[u, i] = choices[weights]
     similarities = np.zeros((items, items))
     for i in range(items):
         for j in range(items):
@@ -142,31 +163,32 @@ def test_item_knn_equals_a_dense_reference(
     behaviours = draw_behaviours()
     counts = count_matrix(behaviours)
     similarities = dense_similarities(counts, weights, shrinkage)
-    kept = np.zeros_like(similarities)
+    nearest = np.zeros_like(similarities)
     for i in range(ITEMS):
         best = np.lexsort((np.arange(ITEMS), -similarities[i]))[:neighbours]
-        kept[i, best] = similarities[i, best]
+        nearest[i, best] = similarities[i, best]
     popular = counts.sum(0) / (counts.sum(0).max() + 1) - 1
 
-    model = fit(
+    model = fit_model(
         behaviours,
         name="item_knn",
         weights=weights,
         neighbours=neighbours,
         shrinkage=shrinkage,
     )
-    items, scores = model.recommend(to_request(HISTORIES), ITEMS)
+    items, scores = model.recommend(to_requests(HISTORIES), ITEMS)
 
     for row, history in enumerate(HISTORIES):
-        expected = kept[sorted(set(history))].sum(0)
+        expected = nearest[sorted(set(history))].sum(0)
         expected = np.where(expected > 0, expected, popular)
         np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-5)
         np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-5)
 
 
 def dense_ease(counts: NDArray[np.float64], l2: float) -> NDArray[np.float64]:
-    seen = (counts > 0).astype(float)
-    inverse = np.linalg.inv(seen.T @ seen + l2 * np.eye(counts.shape[1]))
+    """Return the weights (N, N) of EASE by an inverse of the Gram matrix."""
+    has_item = (counts > 0).astype(float)
+    inverse = np.linalg.inv(has_item.T @ has_item + l2 * np.eye(counts.shape[1]))
     weights = -inverse / np.diag(inverse)
     np.fill_diagonal(weights, 0)
     return weights
@@ -177,28 +199,29 @@ def test_ease_equals_a_dense_reference(l2: float) -> None:
     behaviours = draw_behaviours()
     weights = dense_ease(count_matrix(behaviours), l2)
 
-    items, scores = fit(behaviours, name="ease", l2=l2).recommend(
-        to_request(HISTORIES), ITEMS
+    items, scores = fit_model(behaviours, name="ease", l2=l2).recommend(
+        to_requests(HISTORIES), ITEMS
     )
 
     for row, history in enumerate(HISTORIES):
-        known = np.isin(np.arange(ITEMS), history)
-        if known[:-1].any():  # the last item has no behaviour: all its weights are 0
-            expected = known @ weights
+        in_history = np.isin(np.arange(ITEMS), history)
+        # the last item has no behaviour, so all its weights are 0
+        if in_history[:-1].any():
+            expected = in_history @ weights
             np.testing.assert_allclose(scores[row], expected[items[row]], atol=1e-6)
             np.testing.assert_allclose(scores[row], -np.sort(-expected), atol=1e-6)
 
 
-def test_ease_of_a_large_catalogue_is_of_its_frequent_items_and_says_so() -> None:
+def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it() -> None:
     behaviours = draw_behaviours()
     counts = count_matrix(behaviours)
     frequent = np.sort(np.argsort(-counts.sum(0), kind="stable")[:6])
     outside = [i for i in range(ITEMS) if i not in frequent]
     popular = sorted(outside, key=lambda i: (-counts[:, i].sum(), i))
 
-    model = fit(behaviours, name="ease", l2=1.0, max_items=6)
+    model = fit_model(behaviours, name="ease", l2=1.0, max_items=6)
     history = [int(frequent[0]), outside[0], int(frequent[3])]
-    items, scores = model.recommend(to_request([history]), ITEMS)
+    items, scores = model.recommend(to_requests([history]), ITEMS)
 
     expected = np.isin(frequent, history) @ dense_ease(counts[:, frequent], 1.0)
     assert items[0, :6].tolist() == frequent[np.argsort(-expected)].tolist()
@@ -208,20 +231,23 @@ def test_ease_of_a_large_catalogue_is_of_its_frequent_items_and_says_so() -> Non
     assert "6 most frequent of 12 items" in message
 
 
-def test_ease_ranks_by_popularity_after_a_history_of_none_of_its_items() -> None:
+def test_ease_ranks_by_popularity_after_a_history_without_frequent_items() -> None:
     behaviours = draw_behaviours()
     counts = count_matrix(behaviours).sum(0)
-    model = fit(behaviours, name="ease", max_items=6)
+    model = fit_model(behaviours, name="ease", max_items=6)
     rare = int(np.argsort(-counts, kind="stable")[7])
-    items, _ = model.recommend(to_request([[rare]]), ITEMS)
-    assert items[0].tolist() == sorted(range(ITEMS), key=lambda i: (-counts[i], i))
+    by_popularity = sorted(range(ITEMS), key=lambda i: (-counts[i], i))
+
+    items, _ = model.recommend(to_requests([[rare]]), ITEMS)
+
+    assert items[0].tolist() == by_popularity
 
 
 @pytest.mark.parametrize("name", ["own_items", "item_knn", "ease"])
 def test_training_reads_the_behaviours_of_the_train_split_alone(
     name: str, small: tuple[str, str]
 ) -> None:
-    """Targets of validation and test change nothing; requests without history count."""
+    """Requests without history are counted, too."""
     uri = f"{small[0]}/sequences"
     catalogue = Catalogue.load(small[0])
     model = build_resolved({"name": name}, catalogue)
@@ -243,7 +269,7 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
         ({"name": "own_items", "max_history": 0}, "model.max_history is 0"),
     ],
 )
-def test_impossible_options_are_refused(config: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_options(config)
 
@@ -252,36 +278,39 @@ def test_impossible_options_are_refused(config: dict[str, Any], message: str) ->
 def test_a_model_ranks_old_items_of_an_extended_catalogue_as_before(
     name: str, tmp_path: Path
 ) -> None:
-    before = fit(draw_behaviours(), name=name)
+    before = fit_model(draw_behaviours(), name=name)
     about = Checkpoint(model=before.config_to_dict(before.config))
     checkpoint.save(tmp_path / "run", before, about)
     after = build_resolved(about.model, Catalogue(ITEMS + 3))
 
     load_extended_weights(after, tmp_path / "run", about, ITEMS + 3)
 
-    items, _ = before.recommend(to_request(HISTORIES), ITEMS)
-    longer, _ = after.recommend(to_request(HISTORIES), ITEMS + 3)
-    old = [[i for i in row if i < ITEMS] for row in longer.tolist()]
-    assert old == items.tolist()
+    items, _ = before.recommend(to_requests(HISTORIES), ITEMS)
+    longer, _ = after.recommend(to_requests(HISTORIES), ITEMS + 3)
+    for row, old_row in zip(longer.tolist(), items.tolist(), strict=True):
+        assert [item for item in row if item < ITEMS] == old_row
     assert sorted(longer[0].tolist()) == list(range(ITEMS + 3))
 
 
 def test_neighbours_equal_those_of_implicit() -> None:
-    """Development only: `pip install implicit`. Its neighbours include the item."""
+    """Compare with a package for development: `pip install implicit`.
+
+    Its neighbours of an item include the item.
+    """
     implicit = pytest.importorskip("implicit.nearest_neighbours")
     sparse = pytest.importorskip("scipy.sparse")
     behaviours = draw_behaviours()
     counts = sparse.csr_matrix(count_matrix(behaviours))
-    theirs = implicit.TFIDFRecommender(K=ITEMS)
-    theirs.fit(counts, show_progress=False)
-    expected = theirs.similarity.toarray()
+    reference = implicit.TFIDFRecommender(K=ITEMS)
+    reference.fit(counts, show_progress=False)
+    expected = reference.similarity.toarray()
     np.fill_diagonal(expected, 0)
 
-    model = fit(behaviours, name="item_knn", weights="tfidf", neighbours=ITEMS)
+    model = fit_model(behaviours, name="item_knn", weights="tfidf", neighbours=ITEMS)
 
-    found = np.zeros((ITEMS, ITEMS))
+    similarities = np.zeros((ITEMS, ITEMS))
     neighbours, similarity = model.neighbours.numpy(), model.similarity.numpy()
     for i in range(ITEMS):
-        real = neighbours[i] >= 0
-        found[i, neighbours[i][real]] = similarity[i][real]
-    np.testing.assert_allclose(found, np.nan_to_num(expected), atol=1e-6)
+        is_real = neighbours[i] >= 0
+        similarities[i, neighbours[i][is_real]] = similarity[i][is_real]
+    np.testing.assert_allclose(similarities, np.nan_to_num(expected), atol=1e-6)

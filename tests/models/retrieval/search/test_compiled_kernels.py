@@ -535,7 +535,7 @@ def test_log_softmax_part_rejects_columns_outside_the_logits():
 
 
 def build_search_arguments(users: int = 2) -> dict[str, Any]:
-    """Return valid arguments of `kernels.beam_search` for codebooks of 2 and 3 codes."""
+    """Return valid arguments of `kernels.beam_search`, codebooks of 2 and 3 codes."""
     trie, width = Trie(torch.tensor([[0, 1], [1, 0], [1, 2]]), (2, 3)), 5
     heads = []
     for level, size in enumerate((2, 3)):

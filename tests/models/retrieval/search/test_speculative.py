@@ -216,7 +216,7 @@ def chi_square_excess(
 
 
 def name_case(value: Any) -> str:
-    """Return the id of a parameter: the options of a speculation, nothing of a draft."""
+    """Return the id of a parameter: the options of a speculation, "" for a draft."""
     if isinstance(value, list):
         return ""
     name = f"{value.rule}-{value.beam}-{value.draft_beam}-{value.steps}"

@@ -159,7 +159,7 @@ def test_rqkmeans_fitted_on_some_items_encodes_the_others_with_their_codebooks()
 
 
 def test_rqkmeans_recovers_a_hierarchy_of_clusters() -> None:
-    """All levels have the codebook size of the first, so later ones have spare codes."""
+    """All levels have the size of the first, so later levels have spare codes."""
     points, paths = draw_hierarchy()
     config = RqkmeansConfig(levels=2, codebook_size=BRANCHES[0])
     two_levels = finish(rqkmeans.fit(points, config))

@@ -1,4 +1,4 @@
-"""Unique codes: PSID equals brute force, conflict levels, and measures of collisions."""
+"""Unique codes: PSID equals brute force, conflict levels, measures of collisions."""
 
 from __future__ import annotations
 
