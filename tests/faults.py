@@ -1,20 +1,19 @@
-"""Kills at random moments, on a cluster of three Ray nodes on this machine, and what
-came of them.
+"""Kill processes and nodes of running commands at random times and compare the results.
 
     python -m tests.faults --kills 100 --seed 1
 
-Each of prepare, tokenize, train (two workers), evaluate and sweep is first run
-undisturbed. Then, as often as asked for, one of them is started in a fresh folder and
-at a random moment one of these is killed with SIGKILL: its driver, a worker process, a
-whole node (its raylet and all that runs on it), or the MLflow server, which comes back
-after `AWAY` seconds. A command that ends with an error is run again by the same command
-until it ends well, as a user would do.
+The commands run on a cluster of three Ray nodes on one machine. Each of prepare,
+tokenize, train (two workers), evaluate and sweep first runs undisturbed. Then, `--kills`
+times, one command starts in a fresh folder, and at a random time SIGKILL ends its driver,
+a worker process, a whole node (its raylet and all child processes), or the MLflow server,
+which comes back after `MLFLOW_DOWNTIME_S`. A command that ends with an error is repeated
+until it succeeds, as a user would do.
 
-The result has to be that of the undisturbed run: the same tables, weights and rankings,
-in MLflow one run per name and each point of a metric once, with the same validation. A
-line that is no single `error: ...`, a command that needs more than `TRIES` starts, and
-one that is silent for `LONGEST` seconds is a finding. About 40 seconds a kill on 2
-cores.
+The result must equal the undisturbed one: the same tables, weights and rankings, and in
+MLflow one run per name, each point of a metric once, with the same validation. These are
+reported as problems: an error that is not a single line `error: ...`, a command that
+needs more than `MAX_STARTS` starts, and one that runs for more than `TIMEOUT_S`. A kill
+takes about 40 seconds on 2 cores.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("driver", "worker", "node", "mlflow")
-AWAY = 15.0
-"""Seconds for which the MLflow server is gone."""
-TRIES = 4
-"""Starts of one command at most."""
-IDLE = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Processes that run nothing of a job. Without its agents a node ends, or starts no
-worker any more."""
-LONGEST = 900.0
-"""Seconds after which a command is said to hang."""
+MLFLOW_DOWNTIME_S = 15.0
+"""Seconds between the kill and the restart of the MLflow server."""
+MAX_STARTS = 4
+"""Limit on the starts of one command."""
+IDLE_PROCESSES = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Processes that are not killed: idle workers run nothing of a job, and a node without
+its agents ends or starts no more workers."""
+TIMEOUT_S = 900.0
+"""Seconds after which a command counts as hanging."""
 
 MODEL = {
     "name": "sasrec",
@@ -70,28 +69,29 @@ FIT = {
     "checkpoint_every_steps": 10,
 }
 FIT |= {"seed": 3, "lr": 0.005}
-TRIALS = {f"model.{key}": value for key, value in MODEL.items()} | {
+TRIAL_OPTIONS = {f"model.{key}": value for key, value in MODEL.items()} | {
     f"fit.{key}": value for key, value in FIT.items()
 }
 GRID = {
     "source": "a test",
-    "fixed": {**TRIALS, "fit.max_epochs": 2},
+    "fixed": {**TRIAL_OPTIONS, "fit.max_epochs": 2},
     "axes": {"fit.lr": [0.01, 0.002]},
 }
 
 
-def free_address() -> str:
-    """Where nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+def find_free_address() -> str:
+    """Return the HTTP address of a free local port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def start_mlflow(address: str, folder: Path) -> subprocess.Popen[bytes]:
-    """An MLflow server on the SQLite file of the folder, once it answers; in a session
-    of its own.
+    """Start an MLflow server on the SQLite file of the folder and wait until it answers.
+
+    The server runs in its own process group, so that a kill reaches its workers.
     """
-    line = [
+    command = [
         sys.executable,
         "-m",
         "mlflow",
@@ -101,14 +101,16 @@ def start_mlflow(address: str, folder: Path) -> subprocess.Popen[bytes]:
         "--port",
         address.rpartition(":")[2],
     ]
-    line += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    line += ["--artifacts-destination", f"{folder}/artifacts"]
-    # without the processes for jobs of its own, of which it starts seven
-    settings = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    command += ["--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", f"{folder}/artifacts"]
+    # MLflow's job execution would start seven more processes.
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with open(folder / "server.log", "a") as log:
         server = subprocess.Popen(
-            line, env=settings, stdout=log, stderr=log, start_new_session=True
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
         )
+
     while True:
         assert server.poll() is None, (folder / "server.log").read_text()[-2000:]
         with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=60):
@@ -116,39 +118,36 @@ def start_mlflow(address: str, folder: Path) -> subprocess.Popen[bytes]:
         time.sleep(0.2)
 
 
-class World:
-    """A cluster, an MLflow server, a raw log, and what each command makes of it
-    undisturbed.
-    """
+class Deployment:
+    """A cluster of three nodes, an MLflow server and a simulated raw log."""
 
     def __init__(self, folder: Path, head_cpus: int = 2) -> None:
-        os.environ.setdefault(
-            "RAY_AUTH_MODE", "token"
-        )  # which Ray reads when it is imported
+        # Ray reads the mode when it is imported.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
-        if (
-            not ray.is_initialized()
-        ):  # else this process has a token, that of the user's file, and keeps it
+        # An initialised Ray keeps the token of the user's file.
+        if not ray.is_initialized():
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         from ray.cluster_utils import Cluster
 
-        self.folder, self.addresses = folder, 0
-        head = {**self._node(), "num_cpus": head_cpus}
+        self.folder = folder
+        self.num_addresses = 0
+        head = {**self._node_options(), "num_cpus": head_cpus}
         del head["node_ip_address"]
         self.cluster: Any = Cluster(
             initialize_head=True, head_node_args=head, shutdown_at_exit=False
         )
-        self.nodes = [self.cluster.add_node(**self._node()) for _ in range(2)]
-        self.store = free_address()
+        self.nodes = [self.cluster.add_node(**self._node_options()) for _ in range(2)]
+        self.store = find_free_address()
         self.server = start_mlflow(self.store, folder)
-        ours = {
+        environment = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith("RAY_TRAIN")
         }
         self.environment = {
-            **ours,
+            **environment,
             "RAY_ADDRESS": self.cluster.address,
             "MLFLOW_TRACKING_URI": self.store,
             "TRIELINE_SHARED": str(folder),
@@ -169,24 +168,23 @@ class World:
             "--output",
             str(self.raw),
         ]
-        done = self.start(["jobs.simulate", *simulate])
-        assert done.wait() == 0, said(done)
+        simulation = self.start(["jobs.simulate", *simulate])
+        assert simulation.wait() == 0, read_output(simulation)
 
-    def _node(self) -> dict[str, Any]:
-        self.addresses += (
-            1  # one each, as on machines of their own; a driver is on the head
-        )
+    def _node_options(self) -> dict[str, Any]:
+        """Return options of a new node, with its own IP address as on a real cluster."""
+        self.num_addresses += 1
         return {
-            "node_ip_address": f"127.0.0.{1 + self.addresses}",
+            "node_ip_address": f"127.0.0.{1 + self.num_addresses}",
             "num_cpus": 2,
             "object_store_memory": 200 << 20,
             "include_dashboard": False,
         }
 
-    def start(self, words: list[str]) -> subprocess.Popen[str]:
-        """`python -m` of the words, on the cluster."""
+    def start(self, command: list[str]) -> subprocess.Popen[str]:
+        """Start `python -m` with these arguments on the cluster."""
         return subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-m", *command],
             cwd=ROOT,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -195,116 +193,124 @@ class World:
             start_new_session=True,
         )
 
-    def mend(self) -> None:
-        """Brings back the nodes that are gone."""
-        for node in [node for node in self.nodes if not node.any_processes_alive()]:
+    def replace_lost_nodes(self) -> None:
+        """Start a new node for each node that has no live process."""
+        lost_nodes = [node for node in self.nodes if not node.any_processes_alive()]
+        for node in lost_nodes:
             self.nodes.remove(node)
-            self.nodes.append(self.cluster.add_node(**self._node()))
+            self.nodes.append(self.cluster.add_node(**self._node_options()))
 
-    def workers(self) -> list[psutil.Process]:
-        """Worker processes that run something."""
-        return [worker for node in self.workers_by_node() for worker in node]
+    def list_busy_workers(self) -> list[psutil.Process]:
+        """Return the busy worker processes of all nodes."""
+        return [worker for node in self.list_workers_by_node() for worker in node]
 
-    def workers_by_node(self) -> list[list[psutil.Process]]:
-        """Those of each node, the head first."""
-        found = []
+    def list_workers_by_node(self) -> list[list[psutil.Process]]:
+        """Return the busy worker processes per node, the head node first."""
+        workers_by_node = []
         for node in [self.cluster.head_node, *self.nodes]:
-            found.append(busy := [])
+            busy: list[psutil.Process] = []
             for raylet in node.all_processes.get("raylet", []):
                 with suppress(psutil.Error):
                     children = psutil.Process(raylet.process.pid).children(
                         recursive=True
                     )
-                    busy += [
-                        c
-                        for c in children
-                        if named(c).startswith("ray::")
-                        and not named(c).startswith(IDLE)
-                    ]
-        return found
+                    busy += [child for child in children if is_busy_worker(child)]
+            workers_by_node.append(busy)
+        return workers_by_node
 
-    def lose_node(self, draw: random.Random) -> None:
-        """Kills a node and all that runs on it; another one comes in its place."""
+    def kill_node(self, draw: random.Random) -> None:
+        """Kill a random node with all its processes, and start a node to replace it."""
         node = self.nodes.pop(draw.randrange(len(self.nodes)))
-        below = [
+        children = [
             child
             for raylet in node.all_processes.get("raylet", [])
             for child in psutil.Process(raylet.process.pid).children(recursive=True)
         ]
         self.cluster.remove_node(node, allow_graceful=False)
-        for child in below:
+        for child in children:
             with suppress(psutil.Error):
                 child.kill()
-        self.nodes.append(self.cluster.add_node(**self._node()))
+        self.nodes.append(self.cluster.add_node(**self._node_options()))
 
-    def lose_server(self) -> None:
-        """Kills the MLflow server and starts it again after a while."""
+    def restart_server(self) -> None:
+        """Kill the MLflow server and start it again after `MLFLOW_DOWNTIME_S`."""
         os.killpg(self.server.pid, signal.SIGKILL)
         self.server.wait()
-        time.sleep(AWAY)
+        time.sleep(MLFLOW_DOWNTIME_S)
         self.server = start_mlflow(self.store, self.folder)
 
     def close(self) -> None:
+        """Stop the MLflow server and the cluster."""
         with suppress(ProcessLookupError):
             os.killpg(self.server.pid, signal.SIGKILL)
         self.cluster.shutdown()
         import ray
         from ray.experimental import internal_kv
 
-        if (
-            ray.is_initialized()
-        ):  # the cluster's end has taken the store of this process's own Ray along
+        # The cluster's shutdown also resets the key-value store of this process's Ray.
+        if ray.is_initialized():
             internal_kv._initialize_internal_kv(
                 ray._private.worker.global_worker.gcs_client
             )
 
 
 @contextmanager
-def world(head_cpus: int = 2) -> Iterator[World]:
+def open_deployment(head_cpus: int = 2) -> Iterator[Deployment]:
+    """Start a deployment in a temporary folder, and remove both at the end."""
     folder = Path(tempfile.mkdtemp(prefix="faults-", dir="/tmp"))
-    made = None
+    deployment = None
     try:
-        made = World(folder, head_cpus)
-        yield made
+        deployment = Deployment(folder, head_cpus)
+        yield deployment
     finally:
-        if made:
-            made.close()
+        if deployment:
+            deployment.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def named(process: psutil.Process) -> str:
+def read_command_line(process: psutil.Process) -> str:
+    """Return the command line of a process, or an empty string if it has ended."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
 
 
-def said(process: subprocess.Popen[str]) -> str:
+def is_busy_worker(process: psutil.Process) -> bool:
+    """Return whether the process is a Ray worker that runs a task or an actor."""
+    command_line = read_command_line(process)
+    return command_line.startswith("ray::") and not command_line.startswith(
+        IDLE_PROCESSES
+    )
+
+
+def read_output(process: subprocess.Popen[str]) -> str:
+    """Return the process's output up to its end."""
     assert process.stdout is not None
     return process.stdout.read()
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command and what it makes."""
+    """A command and the result that must survive a kill."""
 
-    words: Callable[[World, Path], list[str]]
-    """The command with its output in a folder of its own."""
-    result: Callable[[World, Path], Any]
-    """What has to be the same as undisturbed."""
-    needs: tuple[str, ...] = ()
-    """Commands whose results it reads."""
+    command: Callable[[Deployment, Path], list[str]]
+    """Arguments of `python -m`, for an output folder."""
+    read_result: Callable[[Deployment, Path], Any]
+    """Reads from the output folder what must equal the undisturbed result."""
+    requires: tuple[str, ...] = ()
+    """Names of the commands whose results this command reads."""
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    """Content hashes of all tables below the folder."""
+def read_table_hashes(folder: Path) -> dict[str, str]:
+    """Return the content hashes of all tables below the folder."""
     return {
         str(path.parent.relative_to(folder)): json.loads(path.read_text())["hash"]
         for path in sorted(folder.rglob("manifest.json"))
     }
 
 
-def weights(folder: Path) -> dict[str, str]:
-    """SHA-256 of the best weights of each run below the folder."""
+def read_weight_hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of the best weights of each run below the folder."""
     return {
         str(path.parent.parent.relative_to(folder)): json.loads(path.read_text())[
             "sha256"
@@ -313,66 +319,74 @@ def weights(folder: Path) -> dict[str, str]:
     }
 
 
-def logged(world: World, folder: Path) -> dict[str, Any]:
-    """Of each name its validation metrics by step; ValueError where a name has two runs
-    or a point is there twice.
+def read_logged_metrics(deployment: Deployment, folder: Path) -> dict[str, Any]:
+    """Return the logged points (step, value) of each metric, by run name.
+
+    Measured times vary between runs, so their values are replaced by None.
+
+    Raises:
+        ValueError: if two runs share a name, a run is not finished, or a metric has two
+            points at one step.
     """
     from mlflow import MlflowClient
 
-    client = MlflowClient(world.store)
+    client = MlflowClient(deployment.store)
     experiment = client.get_experiment_by_name(f"retrieval/{folder.name}")
     if experiment is None:
         raise ValueError(f"there is no experiment retrieval/{folder.name}")
-    found: dict[str, Any] = {}
+    metrics_by_run: dict[str, Any] = {}
     for run in client.search_runs([experiment.experiment_id]):
         name = str(run.info.run_name)
-        if name in found:
+        if name in metrics_by_run:
             raise ValueError(f"two runs are named {name}")
         if run.info.status != "FINISHED":
             raise ValueError(f"the run {name} is {run.info.status}")
-        found[name] = {}
+        metrics_by_run[name] = {}
         for key in run.data.metrics:
             if key.startswith("system/"):
                 continue
             points = client.get_metric_history(run.info.run_id, key)
-            twice = [
-                step
-                for step, times in Counter(point.step for point in points).items()
-                if times > 1
-            ]
-            if twice:
-                raise ValueError(f"{name} has {key} twice at the steps {twice}")
-            timed = any(word in key for word in ("seconds", "per_s", "wait"))
-            found[name][key] = sorted(
-                (p.step, None if timed else p.value) for p in points
+            counts = Counter(point.step for point in points)
+            repeated_steps = [step for step, count in counts.items() if count > 1]
+            if repeated_steps:
+                raise ValueError(
+                    f"{name} has {key} twice at the steps {repeated_steps}"
+                )
+            is_time = any(word in key for word in ("seconds", "per_s", "wait"))
+            metrics_by_run[name][key] = sorted(
+                (point.step, None if is_time else point.value) for point in points
             )
-    return found
+    return metrics_by_run
 
 
-def trained(world: World, folder: Path) -> dict[str, Any]:
-    return {"weights": weights(folder), "logged": logged(world, folder)}
+def read_training(deployment: Deployment, folder: Path) -> dict[str, Any]:
+    """Return the weight hashes and logged metrics of the runs below the folder."""
+    return {
+        "weights": read_weight_hashes(folder),
+        "logged": read_logged_metrics(deployment, folder),
+    }
 
 
 STEPS = {
     "prepare": Step(
-        lambda world, out: [
+        lambda deployment, out: [
             "jobs.prepare",
             "--source",
             "jobs/configs/sources/simulated.yaml",
             "--input",
-            str(world.raw),
+            str(deployment.raw),
             "--output",
             str(out),
             "--partitions",
             "6",
         ],
-        lambda world, out: hashes(out),
+        lambda deployment, out: read_table_hashes(out),
     ),
     "tokenize": Step(
-        lambda world, out: [
+        lambda deployment, out: [
             "jobs.tokenize",
             "--tables",
-            str(world.folder / "prepare"),
+            str(deployment.folder / "prepare"),
             "--tokenizer",
             "rqkmeans",
             "--encoder",
@@ -382,16 +396,16 @@ STEPS = {
             "--output",
             str(out),
         ],
-        lambda world, out: hashes(out),
-        needs=("prepare",),
+        lambda deployment, out: read_table_hashes(out),
+        requires=("prepare",),
     ),
     "train": Step(
-        lambda world, out: [
+        lambda deployment, out: [
             "jobs.train",
             "--config",
-            str(world.folder / "model.yaml"),
+            str(deployment.folder / "model.yaml"),
             "--tables",
-            str(world.folder / "prepare"),
+            str(deployment.folder / "prepare"),
             "--storage",
             str(out),
             "--name",
@@ -403,31 +417,31 @@ STEPS = {
             "--ray.threads",
             "1",
         ],
-        trained,
-        needs=("prepare",),
+        read_training,
+        requires=("prepare",),
     ),
     "evaluate": Step(
-        lambda world, out: [
+        lambda deployment, out: [
             "jobs.evaluate",
             "--checkpoint",
-            str(world.folder / "train/one"),
+            str(deployment.folder / "train/one"),
             "--tables",
-            str(world.folder / "prepare"),
+            str(deployment.folder / "prepare"),
             "--batch_inference",
             str(out),
             "--shards",
             "2",
         ],
-        lambda world, out: hashes(out),
-        needs=("prepare", "train"),
+        lambda deployment, out: read_table_hashes(out),
+        requires=("prepare", "train"),
     ),
     "sweep": Step(
-        lambda world, out: [
+        lambda deployment, out: [
             "jobs.sweep",
             "--grid",
-            str(world.folder / "rates.yaml"),
+            str(deployment.folder / "rates.yaml"),
             "--tables",
-            str(world.folder / "prepare"),
+            str(deployment.folder / "prepare"),
             "--storage",
             str(out),
             "--name",
@@ -439,16 +453,16 @@ STEPS = {
             "--ray.threads",
             "1",
         ],
-        trained,
-        needs=("prepare",),
+        read_training,
+        requires=("prepare",),
     ),
 }
-"""In the order in which each needs what those before have made."""
+"""Commands in an order in which each follows the commands that it requires."""
 
 
 @dataclass
-class Undisturbed:
-    """What a command makes, and how long it takes."""
+class Reference:
+    """The result and duration of an undisturbed command."""
 
     result: Any
     seconds: float
@@ -456,141 +470,160 @@ class Undisturbed:
 
 @dataclass
 class Kill:
-    """One kill and what came of it."""
+    """One kill and the outcome of its command."""
 
     step: str
     target: str
-    at_s: float
-    """Seconds after the command's start."""
+    delay_s: float
+    """Seconds between the command's start and the kill."""
     killed: str = ""
-    """What was killed; empty where there was nothing any more."""
-    codes: list[int] = field(default_factory=list)
-    """How each start ended."""
-    lines: list[str] = field(default_factory=list)
-    """The last line of those that failed by themselves."""
+    """The killed process; empty if the target had ended."""
+    exit_codes: list[int] = field(default_factory=list)
+    """Exit code of each start."""
+    error_lines: list[str] = field(default_factory=list)
+    """Last line of each start that exited with an error."""
     seconds: float = 0.0
-    """Of all starts."""
-    wrong: str = ""
-    """What was found; empty where the result is the undisturbed one."""
+    """Duration of all starts together."""
+    problem: str = ""
+    """The difference or failure; empty if the result equals the undisturbed one."""
 
 
-def undisturbed(world: World, steps: list[str]) -> dict[str, Undisturbed]:
-    """Runs the commands, and first those that they need, one after the other."""
-    needed = {other for step in steps for other in (step, *STEPS[step].needs)}
-    found = {}
+def run_references(deployment: Deployment, steps: list[str]) -> dict[str, Reference]:
+    """Run the commands and their requirements undisturbed, one after the other."""
+    needed = {other for step in steps for other in (step, *STEPS[step].requires)}
+    references = {}
     for name in (step for step in STEPS if step in needed):
-        began, out = time.monotonic(), world.folder / name
-        process = world.start(STEPS[name].words(world, out))
-        words = said(process)
-        assert process.wait() == 0, words
-        found[name] = Undisturbed(
-            STEPS[name].result(world, out), time.monotonic() - began
-        )
-        print(f"{name}: {found[name].seconds:.0f} s undisturbed", flush=True)
-    return found
+        start_time = time.monotonic()
+        out = deployment.folder / name
+        process = deployment.start(STEPS[name].command(deployment, out))
+        output = read_output(process)
+        assert process.wait() == 0, output
+        result = STEPS[name].read_result(deployment, out)
+        references[name] = Reference(result, time.monotonic() - start_time)
+        print(f"{name}: {references[name].seconds:.0f} s undisturbed", flush=True)
+    return references
 
 
-def strike(
-    world: World, target: str, driver: subprocess.Popen[str], draw: random.Random
+def kill_target(
+    deployment: Deployment,
+    target: str,
+    driver: subprocess.Popen[str],
+    draw: random.Random,
 ) -> str:
-    """Kills it; what it was, or nothing."""
+    """Kill the target; return its description, or an empty string if it had ended."""
     if target == "driver":
         os.killpg(driver.pid, signal.SIGKILL)
         return f"driver {driver.pid}"
     if target == "node":
-        world.lose_node(draw)
+        deployment.kill_node(draw)
         return "a node"
     if target == "mlflow":
-        world.lose_server()
-        return f"the MLflow server, for {AWAY:.0f} s"
-    workers = world.workers()
-    if not workers:
+        deployment.restart_server()
+        return f"the MLflow server, for {MLFLOW_DOWNTIME_S:.0f} s"
+    list_busy_workers = deployment.list_busy_workers()
+    if not list_busy_workers:
         return ""
-    worker = draw.choice(workers)
-    name = named(worker)
+    worker = draw.choice(list_busy_workers)
+    name = read_command_line(worker)
     with suppress(psutil.Error):
         worker.kill()
         return name
     return ""
 
 
-def one_line(words: str) -> str:
-    """The last line of a command that failed, which has to say why; else a ValueError."""
-    lines = [line for line in words.strip().splitlines() if line]
+def read_error_line(output: str) -> str:
+    """Return the last line of a failed command's output.
+
+    Raises:
+        ValueError: if it is no `error: ...` line, or the output has a traceback.
+    """
+    lines = [line for line in output.strip().splitlines() if line]
     last = lines[-1] if lines else ""
-    if not last.startswith("error: ") or any(
-        line.startswith("Traceback (most recent") for line in lines
-    ):
+    has_traceback = any(line.startswith("Traceback (most recent") for line in lines)
+    if not last.startswith("error: ") or has_traceback:
         raise ValueError("it failed without one line: " + " | ".join(lines)[-6000:])
     return last
 
 
-def kill(
-    world: World,
+def run_with_kill(
+    deployment: Deployment,
     name: str,
     target: str,
     moment: float,
     draw: random.Random,
     number: int,
-    reference: Undisturbed,
+    reference: Reference,
 ) -> Kill:
-    """Starts a command in a fresh folder, kills, starts it again as often as it needs,
-    and compares.
+    """Run a command in a fresh folder with one kill, until it succeeds, and compare.
+
+    Args:
+        deployment: Cluster, MLflow server and raw log.
+        name: Name of the command in `STEPS`.
+        target: Process to kill, one of `TARGETS`.
+        moment: Time of the kill as a share of the undisturbed duration, 0 to 1.
+        draw: Source of random choices.
+        number: Number of the output folder.
+        reference: Result of the undisturbed command.
     """
-    step, out = STEPS[name], world.folder / f"{name}-{number}"
-    world.mend()
-    found = Kill(name, target, round(moment * reference.seconds, 2))
-    began = time.monotonic()
+    step = STEPS[name]
+    out = deployment.folder / f"{name}-{number}"
+    deployment.replace_lost_nodes()
+    kill = Kill(name, target, round(moment * reference.seconds, 2))
+    start_time = time.monotonic()
     try:
-        while not found.codes or found.codes[-1] != 0:
-            if len(found.codes) == TRIES:
-                raise ValueError(f"it did not end well in {TRIES} starts")
-            process = world.start(step.words(world, out))
-            if not found.codes:
+        while not kill.exit_codes or kill.exit_codes[-1] != 0:
+            if len(kill.exit_codes) == MAX_STARTS:
+                raise ValueError(f"it did not end well in {MAX_STARTS} starts")
+            process = deployment.start(step.command(deployment, out))
+            if not kill.exit_codes:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(found.at_s)
+                    process.wait(kill.delay_s)
                 if process.poll() is None:
-                    found.killed = strike(world, target, process, draw)
+                    kill.killed = kill_target(deployment, target, process, draw)
             try:
-                words, _ = process.communicate(timeout=LONGEST)
+                output, _ = process.communicate(timeout=TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise ValueError(
-                    f"it hangs: {' | '.join(said(process).splitlines()[-3:])}"
+                    f"it hangs: {' | '.join(read_output(process).splitlines()[-3:])}"
                 ) from None
-            found.codes.append(process.returncode)
+            kill.exit_codes.append(process.returncode)
             if process.returncode > 0:
-                found.lines.append(one_line(words))
-        if step.result(world, out) != reference.result:
-            raise ValueError(f"the result differs: {step.result(world, out)}")
+                kill.error_lines.append(read_error_line(output))
+        result = step.read_result(deployment, out)
+        if result != reference.result:
+            raise ValueError(f"the result differs: {result}")
     except ValueError as error:
-        found.wrong = str(error)
-    found.seconds = round(time.monotonic() - began, 1)
+        kill.problem = str(error)
+    kill.seconds = round(time.monotonic() - start_time, 1)
     shutil.rmtree(out, ignore_errors=True)
-    return found
+    return kill
 
 
-def table(found: list[Kill]) -> str:
-    """A row per command and what was killed: how often, how it ended, what was lost."""
+def format_table(kills: list[Kill]) -> str:
+    """Return a Markdown table with a row per command and target."""
     rows = [
         "| command | killed | times | succeeded by itself | succeeded after the command was repeated | failed |"
     ]
     rows.append("|---|---|---|---|---|---|")
-    for step, target in sorted(
-        {(k.step, k.target) for k in found},
-        key=lambda k: (list(STEPS).index(k[0]), k[1]),
-    ):
-        some = [k for k in found if (k.step, k.target) == (step, target)]
-        alone = sum(k.codes[:1] == [0] for k in some)
-        wrong = sum(bool(k.wrong) for k in some)
+    kills_by_row: dict[tuple[str, str], list[Kill]] = {}
+    for kill in kills:
+        kills_by_row.setdefault((kill.step, kill.target), []).append(kill)
+
+    order = list(STEPS)
+    for step, target in sorted(kills_by_row, key=lambda k: (order.index(k[0]), k[1])):
+        row_kills = kills_by_row[step, target]
+        alone = sum(kill.exit_codes[:1] == [0] for kill in row_kills)
+        repeated = len(row_kills) - alone
+        failed = sum(bool(kill.problem) for kill in row_kills)
         rows.append(
-            f"| {step} | {target} | {len(some)} | {alone} | {len(some) - alone} | {wrong} |"
+            f"| {step} | {target} | {len(row_kills)} | {alone} | {repeated} | {failed} |"
         )
     return "\n".join(rows)
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -598,28 +631,31 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    draw, steps, found = random.Random(options.seed), list(STEPS), list[Kill]()
-    with world() as made:
-        references = undisturbed(made, steps)
+    draw = random.Random(options.seed)
+    steps = list(STEPS)
+    kills: list[Kill] = []
+    with open_deployment() as deployment:
+        references = run_references(deployment, steps)
         for number in range(options.kills):
             step = steps[number % len(steps)]
-            target = draw.choice(
-                [t for t in TARGETS if t != "mlflow" or step in ("train", "sweep")]
+            targets = [
+                t for t in TARGETS if t != "mlflow" or step in ("train", "sweep")
+            ]
+            target = draw.choice(targets)
+            kill = run_with_kill(
+                deployment, step, target, draw.random(), draw, number, references[step]
             )
-            one = kill(
-                made, step, target, draw.random(), draw, number, references[step]
-            )
-            found.append(one)
-            end = one.wrong or "same result"
+            kills.append(kill)
+            end = kill.problem or "same result"
             print(
-                f"{step:>9} {target:>7} at {one.at_s:5.1f} s: {one.killed[:40] or 'nothing left'}; "
-                f"{one.codes} in {one.seconds:.0f} s; {end}",
+                f"{step:>9} {target:>7} at {kill.delay_s:5.1f} s: {kill.killed[:40] or 'nothing left'}; "
+                f"{kill.exit_codes} in {kill.seconds:.0f} s; {end}",
                 flush=True,
             )
-    print(table(found))
-    wrong = [each for each in found if each.wrong]
-    print(f"{len(found)} kills, {len(wrong)} with another result or end")
-    sys.exit(bool(wrong))
+    print(format_table(kills))
+    failed_kills = [kill for kill in kills if kill.problem]
+    print(f"{len(kills)} kills, {len(failed_kills)} with another result or end")
+    sys.exit(bool(failed_kills))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An MLflow server while many trials log at once, and while it is slow or gone."""
+"""Test logging to an MLflow server that is busy, slow, failing or down for a while."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -22,17 +23,20 @@ from tests import faults
 pytestmark = pytest.mark.long
 
 
-class Server:
-    """An `mlflow server` on a SQLite file, with its artifacts beside it."""
+class MlflowServer:
+    """An `mlflow server` on a SQLite file, with its artifacts in the same folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.address = folder, faults.free_address()
+        self.folder = folder
+        self.address = faults.find_free_address()
         self.start()
 
     def start(self) -> None:
+        """Start the server and wait until it answers."""
         self.process = faults.start_mlflow(self.address, self.folder)
 
     def stop(self) -> None:
+        """Kill the server and its workers."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -40,23 +44,24 @@ class Server:
 @pytest.fixture(scope="module")
 def server(
     new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[MlflowServer]:
+    """Start an MLflow server on an empty store."""
     folder = tmp_path_factory.mktemp("server")
     new_store(folder)
-    made = Server(folder)
-    yield made
-    made.stop()
+    server = MlflowServer(folder)
+    yield server
+    server.stop()
 
 
 def test_trials_of_a_sweep_log_at_once_to_a_server(
-    server: Server, tmp_path: Path
+    server: MlflowServer, tmp_path: Path
 ) -> None:
     uri = server.address
     parent = tracking.open_run(
         uri, "retrieval/x", "sweep", str(tmp_path), config={"sweep": {}}, hashes={}
     )
 
-    def trial(i: int) -> str:
+    def log_trial(i: int) -> str:
         tags = {tracking.KIND_TAG: "trial", tracking.TRIAL_TAG: f"id{i}"}
         run = tracking.open_run(
             uri,
@@ -75,7 +80,8 @@ def test_trials_of_a_sweep_log_at_once_to_a_server(
         return run.run_id
 
     with ThreadPoolExecutor(8) as threads:
-        runs = list(threads.map(trial, range(8)))
+        runs = list(threads.map(log_trial, range(8)))
+
     client = tracking.connect(uri)
     assert len(set(runs)) == 8
     for run_id in runs:
@@ -83,30 +89,34 @@ def test_trials_of_a_sweep_log_at_once_to_a_server(
         assert client.get_run(run_id).data.tags["mlflow.parentRunId"] == parent.run_id
 
 
-class Slow(BaseHTTPRequestHandler):
-    """A server that passes every request on late, and answers the first ones after
-    `failing` was set with 500.
-    """
+class SlowProxy(BaseHTTPRequestHandler):
+    """A proxy that delays every request, and answers the next ones with status 500."""
 
-    to, seconds, failing, asked = "", 0.5, 0, Counter[str]()
+    server_address = ""
+    delay_s = 0.5
+    remaining_failures = 0
+    """Number of coming requests to answer with status 500."""
+    request_counts: ClassVar = Counter[str]()
+    """Number of requests by the last word of their path."""
 
-    def pass_on(self) -> None:
-        time.sleep(self.seconds)
-        self.asked[self.path.rpartition("/")[2].partition("?")[0]] += 1
-        if Slow.failing:
-            Slow.failing -= 1
+    def forward(self) -> None:
+        """Pass the request on to the server and its answer back to the client."""
+        time.sleep(self.delay_s)
+        self.request_counts[self.path.rpartition("/")[2].partition("?")[0]] += 1
+        if SlowProxy.remaining_failures:
+            SlowProxy.remaining_failures -= 1
             self.send_error(500)
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        asked = urllib.request.Request(
-            f"{self.to}{self.path}",
+        request = urllib.request.Request(
+            f"{self.server_address}{self.path}",
             body or None,
             dict(self.headers),
             method=self.command,
         )
         try:
-            answer = urllib.request.urlopen(asked)
-        except urllib.error.HTTPError as error:  # of what is not there
+            answer = urllib.request.urlopen(request)
+        except urllib.error.HTTPError as error:  # such as a missing experiment
             answer = error
         with answer:
             content = answer.read()
@@ -116,48 +126,45 @@ class Slow(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
 
-    do_GET = do_POST = do_PUT = do_PATCH = pass_on
+    do_GET = do_POST = do_PUT = do_PATCH = forward
 
     def log_message(self, *_: object) -> None:
         """Print nothing for a request."""
 
 
-def test_a_server_that_is_slow_or_fails_for_a_while_holds_nothing(
-    server: Server, tmp_path: Path
+def test_logging_survives_a_slow_and_temporarily_failing_server(
+    server: MlflowServer, tmp_path: Path
 ) -> None:
-    Slow.to = server.address
-    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as proxy:
+    SlowProxy.server_address = server.address
+    with ThreadingHTTPServer(("127.0.0.1", 0), SlowProxy) as proxy:
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        Slow.failing = 3  # at the first contact already: it is there
+        SlowProxy.remaining_failures = 3  # already at the first contact
         uri = f"http://127.0.0.1:{proxy.server_port}"
         run = tracking.open_run(
             uri, "retrieval/slow", "a", str(tmp_path), config={}, hashes={}
         )
         logger = tracking.Logger(run)
-        Slow.failing = 2
+        SlowProxy.remaining_failures = 2
         for step in range(50):
             logger.log({"train/loss": float(step)}, step)
-            if step < 3:  # so that some are on their way
+            if step < 3:  # so that a request is under way when the next points come
                 time.sleep(0.1)
         logger.flush()
         proxy.shutdown()
-    assert not Slow.failing
-    assert (
-        Slow.asked["log-batch"] <= 6
-    )  # one under way, tried three times, and all that had come together meanwhile
+
+    assert not SlowProxy.remaining_failures
+    # The first request is tried three times; the points since then share few requests.
+    assert SlowProxy.request_counts["log-batch"] <= 6
     history = tracking.connect(server.address).get_metric_history(
         run.run_id, "train/loss"
     )
     assert [point.step for point in history] == list(range(50))
 
 
-@pytest.mark.exhaustive
-def test_a_server_that_is_gone_for_a_while_is_waited_for_once_it_was_reached(
-    server: Server, tmp_path: Path
+def test_opening_a_run_waits_for_a_server_that_was_reached_before(
+    server: MlflowServer, tmp_path: Path
 ) -> None:
-    tracking.mark_reachable(
-        server.address
-    )  # as a trial does, whose sweep has reached it
+    tracking.mark_reachable(server.address)  # as the trials of a sweep do
     server.stop()
     with ThreadPoolExecutor(1) as thread:
         opening = thread.submit(
@@ -173,6 +180,8 @@ def test_a_server_that_is_gone_for_a_while_is_waited_for_once_it_was_reached(
         assert not opening.done()
         server.start()
         tracking.Logger(opening.result()).end()
-    found = tracking.connect(server.address).get_experiment_by_name("retrieval/gone")
-    assert found is not None
-    assert found.tags["mlflow.experimentKind"] == "custom_model_development"
+
+    client = tracking.connect(server.address)
+    experiment = client.get_experiment_by_name("retrieval/gone")
+    assert experiment is not None
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"

@@ -1,5 +1,6 @@
-"""A short `python -m tests.faults`: random kills on a cluster of three nodes, and a
-node that is taken away with notice.
+"""Test random kills on a cluster of three nodes, and the preemption of a node.
+
+The kills are a short run of `python -m tests.faults`.
 """
 
 from __future__ import annotations
@@ -19,57 +20,66 @@ pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[faults.World]:
-    with faults.world() as made:
-        yield made
+def deployment() -> Iterator[faults.Deployment]:
+    """Start a cluster of three nodes and an MLflow server."""
+    with faults.open_deployment() as deployment:
+        yield deployment
+
+
+def find_nodes_that_run(deployment: faults.Deployment, word: str) -> list[bool]:
+    """Return per node whether a worker's command line has the word, the head first."""
+    return [
+        any(word in faults.read_command_line(worker) for worker in workers)
+        for workers in deployment.list_workers_by_node()
+    ]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(world: faults.World) -> dict[str, faults.Undisturbed]:
-    """Results of an undisturbed prepare, and of a sweep whose two trials need a whole
-    node each.
+def references(deployment: faults.Deployment) -> dict[str, faults.Reference]:
+    """Return results of an undisturbed prepare and sweep.
+
+    The sweep's two trials need a whole node each.
     """
-    found = faults.undisturbed(world, ["prepare"])
-    began, out, most = time.monotonic(), world.folder / "sweep", 0
-    sweep = world.start(
-        [*faults.STEPS["sweep"].words(world, out), "--ray.cpus_per_worker", "2"]
+    references = faults.run_references(deployment, ["prepare"])
+    start_time = time.monotonic()
+    out = deployment.folder / "sweep"
+    max_trial_nodes = 0
+    sweep = deployment.start(
+        [*faults.STEPS["sweep"].command(deployment, out), "--ray.cpus_per_worker", "2"]
     )
     while sweep.poll() is None:
-        trials = [
-            [w for w in node if "ImplicitFunc" in faults.named(w)]
-            for node in world.workers_by_node()
-        ]
-        most = max(most, sum(bool(node) for node in trials))
+        num_trial_nodes = sum(find_nodes_that_run(deployment, "ImplicitFunc"))
+        max_trial_nodes = max(max_trial_nodes, num_trial_nodes)
         time.sleep(0.3)
-    assert sweep.returncode == 0, faults.said(sweep)
-    assert most == 2
-    return found | {
-        "sweep": faults.Undisturbed(
-            faults.STEPS["sweep"].result(world, out), time.monotonic() - began
-        )
-    }
+    assert sweep.returncode == 0, faults.read_output(sweep)
+    assert max_trial_nodes == 2
+    result = faults.STEPS["sweep"].read_result(deployment, out)
+    sweep_reference = faults.Reference(result, time.monotonic() - start_time)
+    return references | {"sweep": sweep_reference}
 
 
 @pytest.mark.parametrize("step", ["prepare", "sweep"])
-def test_killed_at_a_random_moment_the_result_is_the_same(
-    world: faults.World, undisturbed: dict[str, faults.Undisturbed], step: str
+def test_a_command_killed_at_a_random_moment_has_the_undisturbed_result(
+    deployment: faults.Deployment, references: dict[str, faults.Reference], step: str
 ) -> None:
     seed = random.randrange(1 << 30)
     draw = random.Random(seed)
     target = draw.choice(["driver", "worker", "node"])
-    kill = faults.kill(world, step, target, draw.random(), draw, 0, undisturbed[step])
-    assert not kill.wrong, (seed, kill)
+
+    kill = faults.run_with_kill(
+        deployment, step, target, draw.random(), draw, 0, references[step]
+    )
+
+    assert not kill.problem, (seed, kill)
 
 
-def test_a_node_taken_away_with_notice_is_no_failure(
-    world: faults.World, undisturbed: dict[str, faults.Undisturbed]
+def test_a_training_on_a_preempted_node_continues_on_another_node(
+    deployment: faults.Deployment, references: dict[str, faults.Reference]
 ) -> None:
-    """The training saves a checkpoint and continues on another node, with no failure
-    allowed.
-    """
-    world.mend()
-    words = faults.STEPS["train"].words(world, world.folder / "spot")
-    words += [
+    """It saves a checkpoint first, and the preemption counts as no failure."""
+    deployment.replace_lost_nodes()
+    command = faults.STEPS["train"].command(deployment, deployment.folder / "spot")
+    command += [
         "--fit.max_epochs",
         "100000",
         "--ray.cpus_per_worker",
@@ -77,18 +87,17 @@ def test_a_node_taken_away_with_notice_is_no_failure(
         "--ray.max_failures",
         "0",
     ]
-    training = world.start(words)
-    lines = iter(training.stdout or [])
-    said = [next(line for line in lines if line.startswith("epoch"))]
-    busy = [
-        any("RayTrainWorker" in faults.named(w) for w in node)
-        for node in world.workers_by_node()
-    ]
-    node = world.nodes[busy.index(True, 1) - 1]
+    training = deployment.start(command)
+    output = iter(training.stdout or [])
+    lines = [next(line for line in output if line.startswith("epoch"))]
+    runs_training = find_nodes_that_run(deployment, "RayTrainWorker")
+    node = deployment.nodes[
+        runs_training.index(True, 1) - 1
+    ]  # the head is not in `nodes`
     drain = [
         "drain-node",
         "--address",
-        world.cluster.address,
+        deployment.cluster.address,
         "--node-id",
         node.node_id,
         "--reason-message",
@@ -102,13 +111,13 @@ def test_a_node_taken_away_with_notice_is_no_failure(
     ]
     subprocess.run(
         [Path(sys.executable).with_name("ray"), *drain],
-        env=world.environment,
+        env=deployment.environment,
         check=True,
     )
-    while not said[-1].startswith("continuing "):
-        said.append(next(lines))
-    assert [
-        line for line in said if "a node will be preempted: saving a checkpoint" in line
-    ]
+    while not lines[-1].startswith("continuing "):
+        lines.append(next(output))
+
+    notice = "a node will be preempted: saving a checkpoint"
+    assert any(notice in line for line in lines)
     training.terminate()
     assert training.wait() == 143
