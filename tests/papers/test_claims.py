@@ -1,6 +1,4 @@
-"""Claims decided by MLflow runs: each verdict from runs that are known, nothing from
-runs that do not compare.
-"""
+"""Test verdicts on the papers' claims from MLflow runs and benchmark results."""
 
 from __future__ import annotations
 
@@ -75,15 +73,17 @@ claims:
 
 @pytest.fixture
 def papers(tmp_path: Path) -> Papers:
+    """Load the systems, published figures and claims of `PAPERS`."""
     (tmp_path / "claims.yaml").write_text(PAPERS)
     return load(tmp_path / "claims.yaml")
 
 
 class Store:
-    """A store to log runs to as trainings and evaluations do."""
+    """An MLflow store with runs logged as trainings and evaluations log them."""
 
     def __init__(self, folder: Path, uri: str) -> None:
-        self.folder, self.uri = folder, uri
+        self.folder = folder
+        self.uri = uri
 
     def log(
         self,
@@ -97,6 +97,18 @@ class Store:
         users: Sequence[float] = (),
         **model: object,
     ) -> None:
+        """Log a run of a model.
+
+        Args:
+            run: Name of the run, also the hash of its weights.
+            ndcg: NDCG@10 on test and validation.
+            seed: Seed of the training.
+            speed: Users per second.
+            end: Whether the run is finished.
+            sequences: Hash of the table of sequences.
+            users: NDCG@10 of each user.
+            **model: Options of the model, by default a `sid_mlp`.
+        """
         config = {
             "model": {"name": "sid_mlp", "head_width": 512, **model},
             "fit": {"seed": seed},
@@ -117,170 +129,187 @@ class Store:
         logger.flush()
         logger.tag(**{tracking.WEIGHTS_TAG: run})
         if len(users):
-            kept = PerUserValues.from_batch(
+            per_user = PerUserValues.from_batch(
                 torch.arange(len(users)), torch.tensor(users)
             )
-            content = {"by_user": {"ndcg@10": kept.to_text()}}
+            content = {"by_user": {"ndcg@10": per_user.to_text()}}
             tracking.log_json(opened, content, "evaluation-test.json")
         if end:
             logger.end()
 
-    def simulate(self, run: str) -> None:
-        """Makes the run one on a simulated log."""
+    def mark_as_simulated(self, run_name: str) -> None:
+        """Tag a run as one on a simulated log."""
         client = tracking.connect(self.uri)
-        (found,) = [
-            each for each in select_all(self.uri).runs if each.info.run_name == run
-        ]
-        client.set_tag(found.info.run_id, tracking.SIMULATED_TAG, "true")
+        runs = select_all(self.uri).runs
+        (run,) = [run for run in runs if run.info.run_name == run_name]
+        client.set_tag(run.info.run_id, tracking.SIMULATED_TAG, "true")
 
-    def decided(self, papers: Papers) -> dict[str, Verdict]:
-        return {
-            v.claim.id: v for v in verdicts(load_rows(select_all(self.uri)), papers)
-        }
+    def decide(self, papers: Papers) -> dict[str, Verdict]:
+        """Return the verdicts on the papers' claims, by the claim's id."""
+        rows = load_rows(select_all(self.uri))
+        return {verdict.claim.id: verdict for verdict in verdicts(rows, papers)}
 
 
 @pytest.fixture
-def empty(tmp_path: Path, new_store: Callable[[Path], str]) -> Store:
+def empty_store(tmp_path: Path, new_store: Callable[[Path], str]) -> Store:
+    """Create a store without runs."""
     return Store(tmp_path, new_store(tmp_path))
 
 
 @pytest.fixture
-def store(empty: Store) -> Store:
-    """A teacher and three seeds of its student, which is within one per cent of it."""
-    store = empty
-    store.log("teacher", 0.0300, name="tiger")
+def store(empty_store: Store) -> Store:
+    """Log a teacher and three seeds of its student, which is within one per cent."""
+    empty_store.log("teacher", 0.0300, name="tiger")
     for seed, value in ((1, 0.0301), (2, 0.0302), (3, 0.0303)):
-        store.log(
+        empty_store.log(
             f"student-{seed}", value, seed=seed, alpha=0.7, teacher_hash="teacher"
         )
-    return store
+    return empty_store
 
 
-def test_nothing_is_decided_without_runs(empty: Store, papers: Papers) -> None:
-    store = empty
-    store.log("unfinished", 0.03, end=False, alpha=0.7, teacher_hash="teacher")
-    store.log("teacher", 0.03, end=False, name="tiger")
-    assert {v.verdict for v in store.decided(papers).values()} == {OPEN}
+def test_unfinished_runs_decide_nothing(empty_store: Store, papers: Papers) -> None:
+    empty_store.log("unfinished", 0.03, end=False, alpha=0.7, teacher_hash="teacher")
+    empty_store.log("teacher", 0.03, end=False, name="tiger")
+
+    assert {v.verdict for v in empty_store.decide(papers).values()} == {OPEN}
 
 
 def test_simulated_logs_decide_nothing(store: Store, papers: Papers) -> None:
-    assert store.decided(papers)["keeps"].verdict == HOLDS
-    store.simulate("teacher")
-    assert store.decided(papers)["keeps"].verdict == OPEN
+    assert store.decide(papers)["keeps"].verdict == HOLDS
+    store.mark_as_simulated("teacher")
+    assert store.decide(papers)["keeps"].verdict == OPEN
 
 
-def test_students_against_their_own_teacher(store: Store, papers: Papers) -> None:
-    store.log("other teacher", 0.09, name="tiger")  # of no student here
-    found = store.decided(papers)
-    assert found["keeps"].verdict == HOLDS
-    assert found["keeps"].ours == "+0.67%"
-    assert found["keeps"].paper == "+0.00% to +10.0%"
-    assert "seeds 3 / 1" in found["keeps"].why
-    assert found["above"].verdict == HOLDS  # 0 to 10% are printed, up to 20% would hold
-    assert found["seeds"].verdict == HOLDS
-    assert found["branching"].verdict == HOLDS
-    assert (
-        found["scratch"].verdict
-        == found["speed"].verdict
-        == found["peak"].verdict
-        == OPEN
-    )
+def test_students_are_compared_with_their_teacher(store: Store, papers: Papers) -> None:
+    store.log("other teacher", 0.09, name="tiger")  # the teacher of no student
+
+    verdict = store.decide(papers)
+
+    assert verdict["keeps"].verdict == HOLDS
+    assert verdict["keeps"].ours == "+0.67%"
+    assert verdict["keeps"].paper == "+0.00% to +10.0%"
+    assert "seeds 3 / 1" in verdict["keeps"].why
+    assert verdict["above"].verdict == HOLDS  # printed: 0 to 10%; up to 20% would hold
+    assert verdict["seeds"].verdict == HOLDS
+    assert verdict["branching"].verdict == HOLDS
+    for claim in ("scratch", "speed", "peak"):
+        assert verdict[claim].verdict == OPEN
 
 
 def test_students_of_several_teachers_are_decided_by_all_pairs(
-    empty: Store, papers: Papers
+    empty_store: Store, papers: Papers
 ) -> None:
+    store = empty_store
     draw = np.random.default_rng(7)
-    taught = [
+    pairs = [  # NDCG of each user by the teacher and by its student
         (draw.random(50).astype(np.float16), draw.random(50).astype(np.float16))
         for _ in range(3)
     ]
-    for seed, (teacher, student) in reversed(list(enumerate(taught))):
-        empty.log(
+    for seed, (teacher, student) in reversed(list(enumerate(pairs))):
+        store.log(
             f"teacher-{seed}",
             teacher.mean(dtype=float),
             seed=seed,
             users=teacher.tolist(),
             name="tiger",
         )
-        names = {"teacher_hash": f"teacher-{seed}", "alpha": 0.7}
-        empty.log(
+        store.log(
             f"student-{seed}",
             student.mean(dtype=float),
             seed=seed,
             users=student.tolist(),
-            **names,
+            teacher_hash=f"teacher-{seed}",
+            alpha=0.7,
         )
-    empty.log("apart", 0.9, seed=4, alpha=0.7, teacher_hash="not here")
+    store.log("apart", 0.9, seed=4, alpha=0.7, teacher_hash="not here")
+
+    verdict = store.decide(papers)
+
     changes = [
-        float(np.mean(s, dtype=float) / np.mean(t, dtype=float)) - 1 for t, s in taught
+        float(np.mean(s, dtype=float) / np.mean(t, dtype=float)) - 1 for t, s in pairs
     ]
-    draws, again = [], np.random.default_rng(0)
-    for _ in range(2000):
-        users = again.integers(50, size=50)
-        draws.append(
-            sum(float(s[user]) - float(t[user]) for t, s in taught for user in users)
-            / 150
-        )
-    base = sum(float(value) for t, _ in taught for value in t) / 150
-    low, high = (
-        percent(float(np.quantile(draws, end)) / base) for end in (0.025, 0.975)
-    )
-    found = empty.decided(papers)
-    assert found["keeps"].ours == percent(sum(changes) / 3)
-    assert found["keeps"].why == f"within 1.0%; seeds 3 / 3; 95% {low} to {high}"
-    p = ttest_1samp(
-        [change + 0.01 for change in changes], 0, alternative="greater"
-    ).pvalue
-    assert found["seeds"].why.startswith(f"p = {p:.3f}; seeds 3 / 3")
-    (table,) = beside_the_papers(compare(select(empty.uri, ["retrieval/x"])), papers)
+    low, high = bootstrap_relative_change(pairs)
+    assert verdict["keeps"].ours == percent(sum(changes) / 3)
+    assert verdict["keeps"].why == f"within 1.0%; seeds 3 / 3; 95% {low} to {high}"
+    above_margin = [change + 0.01 for change in changes]
+    p = ttest_1samp(above_margin, 0, alternative="greater").pvalue
+    assert verdict["seeds"].why.startswith(f"p = {p:.3f}; seeds 3 / 3")
+    (table,) = beside_the_papers(compare(select(store.uri, ["retrieval/x"])), papers)
     assert [line[1] for line in table.cells] == ["teacher-*", "student-*"]
     assert table.cells[1][5] == percent(sum(changes) / 3)
 
 
+def bootstrap_relative_change(
+    pairs: list[tuple[np.ndarray, np.ndarray]],
+) -> tuple[str, str]:
+    """Return the 95% interval of the students' relative change by a bootstrap of users.
+
+    Args:
+        pairs: NDCG of 50 users by a teacher and by its student, for three teachers.
+    """
+    resample = np.random.default_rng(0)
+    differences = []
+    for _ in range(2000):
+        users = resample.integers(50, size=50)
+        total = sum(
+            float(student[user]) - float(teacher[user])
+            for teacher, student in pairs
+            for user in users
+        )
+        differences.append(total / 150)
+    base = sum(float(value) for teacher, _ in pairs for value in teacher) / 150
+    low, high = np.quantile(differences, [0.025, 0.975])
+    return percent(float(low) / base), percent(float(high) / base)
+
+
 def test_direction_and_size_both_count(store: Store, papers: Papers) -> None:
-    def scratch(value: float, seed: int) -> Verdict:
+    def log_scratch(value: float, seed: int) -> Verdict:
         store.log(
             f"scratch-{value}", value, seed=seed, alpha=0.0, teacher_hash="teacher"
         )
-        return store.decided(papers)["scratch"]
+        return store.decide(papers)["scratch"]
 
-    lost = scratch(0.0302 * 0.94, 1)  # 10 to 20% are printed: half of it is the least
-    assert (lost.verdict, lost.why.split(";")[0]) == (HOLDS, "size")
-    assert (
-        scratch(0.0302 * 1.2, 2).verdict == FAILS
-    )  # the mean of both is above the student
-    assert store.decided(papers)["scratch"].why.startswith("direction")
+    lower = log_scratch(0.0302 * 0.94, 1)  # printed: 10 to 20%; half of 10% is enough
+    assert (lower.verdict, lower.why.split(";")[0]) == (HOLDS, "size")
+    higher = log_scratch(0.0302 * 1.2, 2)  # the mean of both is above the student
+    assert higher.verdict == FAILS
+    assert higher.why.startswith("direction")
 
 
-def test_too_small_a_size_does_not_hold(store: Store, papers: Papers) -> None:
+def test_too_small_a_difference_fails(store: Store, papers: Papers) -> None:
     store.log("scratch", 0.0302 * 0.97, alpha=0.0, teacher_hash="teacher")
-    lost = store.decided(papers)["scratch"]
-    assert (lost.verdict, lost.ours, lost.why) == (
+
+    scratch = store.decide(papers)["scratch"]
+
+    assert (scratch.verdict, scratch.ours, scratch.why) == (
         FAILS,
         "-2.7%",
-        "size; seeds 1 / 1",
-    )  # of the seed that both have
+        "size; seeds 1 / 1",  # only the seed that both have
+    )
 
 
-def test_of_several_rows_the_best_on_validation_are_compared(
+def test_of_several_rows_the_best_on_validation_is_compared(
     store: Store, papers: Papers
 ) -> None:
     store.log("scratch", 0.027, alpha=0.0, teacher_hash="other")
     for alpha, value in ((0.3, 0.028), (0.5, 0.030), (0.8, 0.029)):
         store.log(f"alpha-{alpha}", value, alpha=alpha, teacher_hash="other")
-    assert store.decided(papers)["scratch"].ours == "-10.0%"
+
+    assert store.decide(papers)["scratch"].ours == "-10.0%"
 
 
-def test_rows_that_differ_in_more_are_not_compared(
+def test_rows_that_differ_in_other_options_are_not_compared(
     store: Store, papers: Papers
 ) -> None:
     store.log("scratch", 0.02, alpha=0.0, head_width=64, teacher_hash="teacher")
     store.log("elsewhere", 0.02, alpha=0.0, teacher_hash="teacher", sequences="others")
-    assert store.decided(papers)["scratch"].verdict == OPEN
+
+    assert store.decide(papers)["scratch"].verdict == OPEN
 
 
-def test_another_stage_1_is_no_other_difference(empty: Store, tmp_path: Path) -> None:
+def test_rows_with_different_encoders_are_compared(
+    empty_store: Store, tmp_path: Path
+) -> None:
     (tmp_path / "pp.yaml").write_text("""
 systems:
   own: {model: sid_mlp_pp, params: {shared_mlp: false}}
@@ -289,10 +318,10 @@ claims: [{id: shared, source: Table 14, says: loses, left: shared, right: own, m
           paper: [-0.2, -0.1]}]
 """)
     papers = load(tmp_path / "pp.yaml")
-    empty.log(
+    empty_store.log(
         "own", 0.030, name="sid_mlp_pp", shared_mlp=False, encoder="a", encoder_hash="a"
     )
-    empty.log(
+    empty_store.log(
         "narrow",
         0.027,
         name="sid_mlp_pp",
@@ -301,8 +330,8 @@ claims: [{id: shared, source: Table 14, says: loses, left: shared, right: own, m
         encoder="b",
         encoder_hash="b",
     )
-    assert empty.decided(papers)["shared"].verdict == OPEN
-    empty.log(
+    assert empty_store.decide(papers)["shared"].verdict == OPEN
+    empty_store.log(
         "shared",
         0.027,
         name="sid_mlp_pp",
@@ -310,26 +339,30 @@ claims: [{id: shared, source: Table 14, says: loses, left: shared, right: own, m
         encoder="b",
         encoder_hash="b",
     )
-    assert empty.decided(papers)["shared"].verdict == HOLDS
+    assert empty_store.decide(papers)["shared"].verdict == HOLDS
 
 
-def test_what_a_setting_does(store: Store, papers: Papers) -> None:
-    for place, (alpha, value) in enumerate(((0.3, 0.025), (0.5, 0.028), (1.0, 0.029))):
+def test_claims_on_a_setting_are_decided_over_its_values(
+    store: Store, papers: Papers
+) -> None:
+    for alpha, value, speed in (
+        (0.3, 0.025, 30.0),
+        (0.5, 0.028, 29.0),
+        (1.0, 0.029, 28.0),
+    ):
         store.log(
-            f"alpha-{alpha}",
-            value,
-            speed=30.0 - place,
-            alpha=alpha,
-            teacher_hash="teacher",
+            f"alpha-{alpha}", value, speed=speed, alpha=alpha, teacher_hash="teacher"
         )
-    found = store.decided(papers)
-    assert found["peak"].ours == "best at 0.7"
-    assert found["peak"].verdict == found["flat"].verdict == HOLDS
-    assert found["falls"].verdict == FAILS  # 30, 29, 10, 28
-    assert "0.3, 0.5, 0.7, 1" in found["flat"].why
+
+    verdict = store.decide(papers)
+
+    assert verdict["peak"].ours == "best at 0.7"
+    assert verdict["peak"].verdict == verdict["flat"].verdict == HOLDS
+    assert verdict["falls"].verdict == FAILS  # 30, 29, 10, 28
+    assert "0.3, 0.5, 0.7, 1" in verdict["flat"].why
 
 
-def test_lines_of_benchmarks_are_evidence(papers: Papers) -> None:
+def test_claims_on_speed_are_decided_by_benchmark_results(papers: Papers) -> None:
     lines = [
         {
             "benchmark": "decode",
@@ -345,32 +378,30 @@ def test_lines_of_benchmarks_are_evidence(papers: Papers) -> None:
         )
     ]
 
-    def decided(*more: dict) -> Verdict:
-        (found,) = [
-            v
-            for v in verdicts(to_rows([*lines, *more]), papers)
-            if v.claim.id == "speed"
-        ]
-        return found
+    def decide_speed(lines: list[dict]) -> Verdict:
+        every_verdict = verdicts(to_rows(lines), papers)
+        (verdict,) = [v for v in every_verdict if v.claim.id == "speed"]
+        return verdict
 
-    found = decided()
-    assert (found.verdict, found.ours, found.paper) == (HOLDS, "6x", "8x")
-    again = {
-        **lines[0],
-        "items_per_s": 12.0,
-        "median_s": 2.0,
-    }  # measured again: the mean counts
-    assert decided(again).ours == "3.6x"
+    speed = decide_speed(lines)
+    assert (speed.verdict, speed.ours, speed.paper) == (HOLDS, "6x", "8x")
+    # Of repeated measurements the mean counts.
+    repeated = {**lines[0], "items_per_s": 12.0, "median_s": 2.0}
+    assert decide_speed([*lines, repeated]).ours == "3.6x"
 
 
 def test_the_table_counts_verdicts(store: Store, papers: Papers) -> None:
-    table = verdicts_table(list(store.decided(papers).values()))
+    table = verdicts_table(list(store.decide(papers).values()))
+
     assert table.notes[0] == "4 holds, 0 does not hold, 5 not yet measured."
     assert [row[0] for row in table.cells].count(OPEN) == 5
 
 
-def test_ours_beside_the_papers(store: Store, papers: Papers) -> None:
+def test_a_table_sets_our_values_beside_the_published_ones(
+    store: Store, papers: Papers
+) -> None:
     (table,) = beside_the_papers(compare(select(store.uri, ["retrieval/x"])), papers)
+
     assert table.header == [
         "system",
         "run",
@@ -392,52 +423,53 @@ def test_ours_beside_the_papers(store: Store, papers: Papers) -> None:
             "+10.0%",
         ],
     ]
+
+
+def test_no_table_compares_runs_on_another_log_of_the_same_name(
+    store: Store, papers: Papers
+) -> None:
     comparison = compare(select(store.uri, ["retrieval/x"]))
-    for run in (run for row in comparison.rows for run in row.runs):
-        run.metrics["test/users"] = 24_772.0  # another log of Amazon's games
+    for row in comparison.rows:
+        for run in row.runs:
+            run.metrics["test/users"] = 24_772.0  # another log of Amazon's games
+
     assert beside_the_papers(comparison, papers) == []
 
 
-def test_every_claim_of_the_papers_is_a_rule(tmp_path: Path) -> None:
+def test_every_claim_of_the_papers_can_be_decided() -> None:
     papers = load()
     claims = read_claims(papers)
     assert len({claim.id for claim in claims}) == len(claims) > 90
     for claim in claims:
         (verdict,) = decide(claim, [], papers)
         assert verdict.verdict == OPEN
-        sized = (
-            claim.left
-            and claim.expect in ("higher", "lower")
-            and claim.size == "printed"
-        )
-        assert bool(verdict.paper) >= bool(sized), (
-            claim.id
-        )  # a claimed size is printed somewhere
-    for system in papers.systems.values():
-        for name in system.model if isinstance(system.model, list) else [system.model]:
-            if "/" not in name:
-                known = {
-                    f.name
-                    for f in registry.find(
-                        name
-                    ).config_class.__dataclass_fields__.values()
-                }
-                assert set(system.params) <= known | {"beam"}
+        compares = claim.left and claim.expect in ("higher", "lower")
+        if compares and claim.size == "printed":
+            assert verdict.paper, f"no published figures show the size of {claim.id}"
 
 
-def test_claims_on_benchmarks_name_what_is_measured() -> None:
+def test_systems_of_the_papers_name_options_of_their_models() -> None:
+    for system in load().systems.values():
+        names = system.model if isinstance(system.model, list) else [system.model]
+        for name in [name for name in names if "/" not in name]:
+            fields = registry.find(name).config_class.__dataclass_fields__.values()
+            options = {field.name for field in fields}
+            assert set(system.params) <= options | {"beam"}
+
+
+def test_claims_on_benchmarks_name_metrics_that_benchmarks_measure() -> None:
     files = [*(Path(__file__).parents[2] / "benchmarks").glob("*.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     keys = [key for node in nodes if isinstance(node, ast.Dict) for key in node.keys]
     measured = {key.value for key in keys if isinstance(key, ast.Constant)}
     papers = load()
-    timed = [
+    benchmark_claims = [
         claim
         for claim in read_claims(papers)
         if claim.left and "/" in str(papers.systems[claim.left].model)
     ]
-    assert len(timed) > 10
-    assert not {claim.metric for claim in timed} - measured
+    assert len(benchmark_claims) > 10
+    assert not {claim.metric for claim in benchmark_claims} - measured
 
 
 @pytest.mark.parametrize(
@@ -476,9 +508,9 @@ def test_claims_on_benchmarks_name_what_is_measured() -> None:
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, change: dict, message: str) -> None:
-    (tmp_path / "claims.yaml").write_text(
-        yaml.safe_dump({**yaml.safe_load(PAPERS), **change}, sort_keys=False)
-    )
+    content = {**yaml.safe_load(PAPERS), **change}
+    (tmp_path / "claims.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+
     with pytest.raises(UserError, match=message):
         read_claims(load(tmp_path / "claims.yaml"))
 
@@ -494,16 +526,18 @@ def test_an_impossible_rule_is_refused(papers: Papers) -> None:
 
 
 @given(st.floats(-10, 10), st.floats(-10, 10))
-def test_params_are_numbers_where_they_can_be(value: float, wanted: float) -> None:
-    assert fits(str(value), wanted) == (value == wanted)
-    assert fits(str(value), {"above": wanted}) == (value > wanted)
+def test_params_are_compared_as_numbers_where_possible(
+    value: float, expected: float
+) -> None:
+    assert fits(str(value), expected) == (value == expected)
+    assert fits(str(value), {"above": expected}) == (value > expected)
     assert fits(str(value), ["x", value])
-    assert not fits(None, wanted)
+    assert not fits(None, expected)
     assert fits("False", False)
     assert not fits("0", False)
 
 
-def test_the_paired_test_is_scipys() -> None:
+def test_the_paired_t_test_equals_scipys() -> None:
     from scipy.stats import ttest_rel
 
     ours, theirs = [0.31, 0.35, 0.33, 0.30], [0.30, 0.31, 0.32, 0.30]

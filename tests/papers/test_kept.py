@@ -1,6 +1,4 @@
-"""Runs exported to a file and read back: the same tables, plots and claims, without the
-store.
-"""
+"""Test exporting runs to a file and reading tables, plots and claims from the file."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ from pipelines.comparison.tables import tables
 
 
 def log_runs(uri: str, folder: Path) -> None:
-    """Three trainings, two of them of one setting, and a sweep with two trials."""
+    """Log three trainings, two with the same options, and a sweep with two trials."""
     log_trainings(uri, folder)
     log_sweep(uri, folder)
 
 
 def log_trainings(uri: str, folder: Path) -> None:
-    """Two of one setting, and one of another."""
+    """Log two trainings with the same options, and one with others."""
     for name, width, seed, value in [
         ("a-1", 8, 1, 0.1),
         ("a-2", 8, 2, 0.14),
@@ -58,7 +56,7 @@ def log_trainings(uri: str, folder: Path) -> None:
 
 
 def log_sweep(uri: str, folder: Path, finished: bool = True) -> None:
-    """One with two trials; the best of one that has not `finished` is not known."""
+    """Log a sweep with two trials; its best trial is recorded only if it `finished`."""
     sweep = tracking.open_run(
         uri,
         "retrieval/x",
@@ -104,61 +102,62 @@ def log_sweep(uri: str, folder: Path, finished: bool = True) -> None:
         log.end()
 
 
-def shown(uri: str, sweep: str | None = None) -> str:
-    return "\n".join(
-        table.text() for table in tables(compare(select(uri, ["retrieval/x"], sweep)))
-    )
+def render_tables(uri: str, sweep: str | None = None) -> str:
+    """Return the text of all tables that compare an experiment or a sweep."""
+    comparison = compare(select(uri, ["retrieval/x"], sweep))
+    return "\n".join(table.text() for table in tables(comparison))
 
 
 @pytest.mark.long
-def test_what_is_read_back_is_what_was_there(
+def test_exported_runs_have_the_tables_of_the_store(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
-    uri, file = new_store(tmp_path), str(tmp_path / "results/x.jsonl")
+    uri = new_store(tmp_path)
+    file = str(tmp_path / "results/x.jsonl")
     log_runs(uri, tmp_path)
     for sweep in (None, "s"):
         kept.run(kept.Config(uri, file, "retrieval/x", sweep))
         lines = kept.read(file)[0]
-        with kept.store(lines) as again:
-            assert shown(again, sweep) == shown(uri, sweep)
-    assert len(lines) == 3  # of the sweep: itself and its trials
+        with kept.store(lines) as exported_uri:
+            assert render_tables(exported_uri, sweep) == render_tables(uri, sweep)
+    assert len(lines) == 3  # the sweep and its two trials
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("finished", [True, False])
-def test_an_experiment_may_have_nothing_but_a_sweep(
+def test_an_experiment_with_only_a_sweep_shows_its_best_trial_or_all(
     finished: bool, new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
-    """Its view has the best trial, or all of them where the best is not known; from a
-    file as from the store.
-    """
-    uri, file = new_store(tmp_path), str(tmp_path / "x.jsonl")
+    """All trials are compared as long as the best one is unknown."""
+    uri = new_store(tmp_path)
+    file = str(tmp_path / "x.jsonl")
     log_sweep(uri, tmp_path, finished)
+
     kept.run(kept.Config(uri, file, "retrieval/x"))
-    before = shown(uri)
-    assert ("t0.1" in before, "t0.2" in before) == (not finished, True)
-    assert (
-        "all of them: --sweep s"
-        if finished
-        else "the best settings are not known yet: all trials"
-    ) in before
+
+    text = render_tables(uri)
+    assert ("t0.1" in text, "t0.2" in text) == (not finished, True)
+    if finished:
+        assert "all of them: --sweep s" in text
+    else:
+        assert "the best settings are not known yet: all trials" in text
     lines = kept.read(file)[0]
     assert len(lines) == 3
-    with kept.store(lines) as again:
-        assert shown(again) == before
+    with kept.store(lines) as exported_uri:
+        assert render_tables(exported_uri) == text
 
 
 @pytest.mark.long
-def test_pages_with_plots_are_the_same_twice_and_hold_no_path_of_the_machine(
+def test_pages_are_reproducible_and_contain_no_path_of_the_machine(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
-    uri, file = new_store(tmp_path), tmp_path / "kept/x.jsonl"
+    uri = new_store(tmp_path)
+    file = tmp_path / "kept/x.jsonl"
     log_runs(uri, tmp_path)
     kept.run(kept.Config(uri, str(file), "retrieval/x"))
     assert str(tmp_path) not in file.read_text()
-    assert (
-        len(json.loads(file.read_text().splitlines()[0])["curves"]["train/loss"]) <= 101
-    )
+    first_run = json.loads(file.read_text().splitlines()[0])
+    assert len(first_run["curves"]["train/loss"]) <= 101
     timing = {
         "benchmark": "decode",
         "variant": "a",
@@ -170,36 +169,37 @@ def test_pages_with_plots_are_the_same_twice_and_hold_no_path_of_the_machine(
     (file.parent / "decode.jsonl").write_text(
         json.dumps({**timing, "max_s": 0.2, "items_per_s": 10.0})
     )
+
     for name in ("one", "two"):
         pages.run(pages.Config(str(file.parent), f"{tmp_path}/{name}"))
-    made = {path.name: path.read_text() for path in (tmp_path / "one").iterdir()}
+
+    first = {path.name: path.read_text() for path in (tmp_path / "one").iterdir()}
+    second = {path.name: path.read_text() for path in (tmp_path / "two").iterdir()}
+    assert first == second
     assert {
         "retrieval-x.md",
         "retrieval-x-s.md",
         "claims.md",
         "benchmark-decode.md",
-    } <= made.keys()
-    assert made == {
-        path.name: path.read_text() for path in (tmp_path / "two").iterdir()
-    }
-    assert "![" in made["retrieval-x.md"]
-    assert ">150</text>" in made["retrieval-x-pareto.svg"]
-    assert "math" not in "".join(made.values())
+    } <= first.keys()
+    assert "![" in first["retrieval-x.md"]
+    assert ">150</text>" in first["retrieval-x-pareto.svg"]
+    assert "math" not in "".join(first.values())
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (None, "holds no runs"),
         ("{}", "neither a run nor a timing"),
         ("x", "cannot read"),
     ],
 )
-def test_what_is_no_export_is_one_line(
-    tmp_path: Path, content: str | None, words: str
+def test_a_file_that_is_no_export_is_refused_in_one_line(
+    tmp_path: Path, content: str | None, message: str
 ) -> None:
     if content is not None:
         (tmp_path / "x.jsonl").write_text(content)
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=message) as error:
         kept.read(tmp_path)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
