@@ -1,4 +1,4 @@
-"""Figures of the papers from MLflow runs."""
+"""Test the papers' plots of tokenizers and beams from MLflow runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from pipelines.comparison.runs import select
 from tests.fixtures.comparison_rows import evaluate_run
 
 
-def test_tokenizers_and_beams(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+def test_plots_compare_tokenizers_and_beams(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
     uri = new_store(tmp_path)
-    for folder, kept in (("rqvae", 1.01), ("psid", 0.99)):
-        for name, found in (("tiger", 0.05), ("sid_mlp", 0.05 * kept)):
+    for folder, student_share in (("rqvae", 1.01), ("psid", 0.99)):
+        for name, ndcg in (("tiger", 0.05), ("sid_mlp", 0.05 * student_share)):
             model = {
                 "name": name,
                 "beam": 50,
@@ -32,20 +34,17 @@ def test_tokenizers_and_beams(new_store: Callable[[Path], str], tmp_path: Path) 
             )
             tracking.Logger(opened).end()
             weights = f"{name}-{folder}"
-            evaluate_run(opened, {"ndcg@10": found}, weights=weights)
+            evaluate_run(opened, {"ndcg@10": ndcg}, weights=weights)
             evaluate_run(
-                opened, {"ndcg@10": 0.9 * found}, weights=weights, options={"beam": 10}
+                opened, {"ndcg@10": 0.9 * ndcg}, weights=weights, options={"beam": 10}
             )
-    drawn = {
-        plot.title: plot.svg
-        for plot in plots(
-            compare(select(uri, ["retrieval/x"])), more=(tokenizers, beams)
-        )
-    }
-    assert list(drawn)[1:] == ["Tokenizers", "Beams and accuracy"]
-    assert all(
-        text in drawn["Tokenizers"] for text in ("101.0%", "99.0%", "rqvae", "psid")
-    )
-    assert all(
-        f"{name}-psid" in drawn["Beams and accuracy"] for name in ("tiger", "sid_mlp")
-    )
+    comparison = compare(select(uri, ["retrieval/x"]))
+
+    drawn = plots(comparison, more=(tokenizers, beams))
+
+    svg = {plot.title: plot.svg for plot in drawn}
+    assert list(svg)[1:] == ["Tokenizers", "Beams and accuracy"]
+    for text in ("101.0%", "99.0%", "rqvae", "psid"):
+        assert text in svg["Tokenizers"]
+    for name in ("tiger", "sid_mlp"):
+        assert f"{name}-psid" in svg["Beams and accuracy"]

@@ -1,6 +1,4 @@
-"""The pages of results are made from the stored runs, except for pages that are written
-by hand.
-"""
+"""Test that the pages of results are generated from the stored runs."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import pytest
 
 from papers.pages import Config, run
 
-KEPT = Path(__file__).parents[2] / "docs/results"
+RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 def is_written_by_hand(page: str) -> bool:
@@ -19,15 +17,13 @@ def is_written_by_hand(page: str) -> bool:
 
 
 @pytest.mark.long
-def test_pages_and_plots_come_from_the_runs_that_are_kept(tmp_path: Path) -> None:
+def test_generated_pages_and_plots_are_up_to_date(tmp_path: Path) -> None:
     run(Config(output=str(tmp_path)))
-    made, kept = (
-        {path.name: path.read_text() for path in folder.iterdir()}
-        for folder in (tmp_path, KEPT)
-    )
-    kept = {name: text for name, text in kept.items() if not is_written_by_hand(text)}
-    assert made.keys() == kept.keys()
-    for name, text in made.items():
-        assert kept[name] == text, (
-            f"docs/results/{name} is another: python -m papers.pages"
-        )
+
+    generated = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    stored = {path.name: path.read_text() for path in RESULTS.iterdir()}
+    stored = {k: text for k, text in stored.items() if not is_written_by_hand(text)}
+    assert generated.keys() == stored.keys()
+    for name, text in generated.items():
+        message = f"docs/results/{name} is out of date; run python -m papers.pages"
+        assert stored[name] == text, message

@@ -27,9 +27,9 @@ from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 from tests.fixtures.actions_tables import SEEN, TASKS, write_actions
 from tests.fixtures.search_tables import write_search
+from tests.fixtures.served_models import build_search_requests, serve_ranker
 from tests.fixtures.training_tables import write, write_tables
 from tests.fixtures.trainings import build_training
-from tests.pipelines.serving.test_served_scores import searches, serve
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 
@@ -40,7 +40,9 @@ def rows(folder: str, table: str) -> list[dict[str, Any]]:
 
 def test_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables, text = write_search(tmp_path / "log", parts=2)
-    setup, served = serve("qgs", tmp_path, tables, text, longest=12)
+    setup, served = serve_ranker(
+        {"name": "qgs"}, tmp_path, tables, text, max_history=12
+    )
     given: dict[str, Any] = {
         "checkpoint": str(tmp_path / "qgs"),
         "tables": tables,
@@ -90,7 +92,7 @@ def test_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             log_loss(label[:, i], chance[:, i]), abs=1e-5
         )
 
-    requests = [row for row, _ in searches(setup, tables, text, 12)]
+    requests, _ = build_search_requests(setup, tables, 12)
     for name in names:
         answers = served.predict(None, pd.DataFrame(requests), {"label": name})
         for row, items_, scores in zip(
@@ -120,7 +122,9 @@ def test_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_feeds(tmp_path: Path) -> None:
     tables = write_actions(tmp_path / "log", items=300, viewers=True, parts=2)
-    _, served = serve("attn_mvp", tmp_path, tables, None, longest=12)
+    _, served = serve_ranker(
+        {"name": "attn_mvp"}, tmp_path, tables, None, max_history=12
+    )
     place, inputs, out = (
         str(tmp_path / "attn_mvp"),
         Inputs(tables),
@@ -322,7 +326,7 @@ def test_ray_makes_the_same_table(name: str, ray_local: None, tmp_path: Path) ->
         if name == "qgs"
         else (write_actions(tmp_path, viewers=True), None)
     )
-    serve(name, tmp_path, tables, text, longest=12)
+    serve_ranker({"name": name}, tmp_path, tables, text, max_history=12)
     given, found = (str(tmp_path / name), Inputs(tables, text=text)), []
     for actors in (1, 2):
         infer_all(

@@ -1,6 +1,4 @@
-"""A key of a request that the model does not know is refused by name, in Python and by
-MLflow's server.
-"""
+"""Test that requests with unknown keys are refused, in Python and by MLflow's server."""
 
 from __future__ import annotations
 
@@ -19,15 +17,14 @@ from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
+from tests.fixtures.served_models import register_ranker, save_tiger_run
 from tests.fixtures.training_tables import write_tables
-from tests.pipelines.serving.test_registered_model import train_nothing
-from tests.pipelines.serving.test_served_ranker import trained
 
 HISTORY = {"history": ["item-001"]}
 SEARCH = {"history": [], "candidates": ["item_id-003"], "query": "query-001"}
 FEED = {"history": [], "history_actions": [], "candidates": ["item-003"]}
 
-BODIES: list[tuple[str, dict[str, Any], str]] = [
+REFUSED_BODIES: list[tuple[str, dict[str, Any], str]] = [
     (
         "tiger",
         {"dataframe_records": [HISTORY], "params": {"alowed": ["item-002"]}},
@@ -145,32 +142,34 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
 def served(
     new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, PyFuncModel]:
-    """A registered model of each family, as MLflow loads it."""
+    """Register a model of each family, and load the models by MLflow."""
     folder = tmp_path_factory.mktemp("refused")
     uri = new_store(folder)
     write_tables(folder / "small")
-    register(train_nothing(folder, "tiger", None, seed=1, ndcg=0.5), "tiger")
-    trained(folder, "qgs", *write_search(folder / "search"))
-    trained(folder, "attn_mvp", write_actions(folder / "feed"), None)
+    register(save_tiger_run(folder, "tiger", None, seed=1, ndcg=0.5), "tiger")
+    register_ranker(folder, "qgs", *write_search(folder / "search"))
+    register_ranker(folder, "attn_mvp", write_actions(folder / "feed"), None)
     with package.use_store(uri):
         names = ("tiger", "qgs", "attn_mvp")
         return {name: mlflow.pyfunc.load_model(f"models:/{name}/1") for name in names}
 
 
-@pytest.mark.parametrize(("name", "body", "reason"), BODIES)
-def test_the_server_refuses_what_it_does_not_understand_in_one_line(
+@pytest.mark.parametrize(("name", "body", "reason"), REFUSED_BODIES)
+def test_the_server_refuses_invalid_requests_in_one_line(
     name: str,
     body: dict[str, Any],
     reason: str,
     served: dict[str, PyFuncModel],
 ) -> None:
     client = TestClient(scoring_server.init(served[name]))
+
     answer = client.post("/invocations", json=body)
-    found = answer.json()
-    assert (answer.status_code, found["error_code"]) == (400, "BAD_REQUEST")
-    assert found["message"].startswith(reason)
-    assert "\n" not in found["message"]
-    assert "stack_trace" not in found
+
+    error = answer.json()
+    assert (answer.status_code, error["error_code"]) == (400, "BAD_REQUEST")
+    assert error["message"].startswith(reason)
+    assert "\n" not in error["message"]
+    assert "stack_trace" not in error
 
 
 def test_python_refuses_what_the_server_refuses(served: dict[str, PyFuncModel]) -> None:
@@ -183,31 +182,32 @@ def test_python_refuses_what_the_server_refuses(served: dict[str, PyFuncModel]) 
         served["qgs"].predict(pd.DataFrame([SEARCH]), params={"label": "buy"})
 
 
-def test_requests_that_are_understood_are_answered(
-    served: dict[str, PyFuncModel],
-) -> None:
+def test_the_server_answers_valid_requests(served: dict[str, PyFuncModel]) -> None:
     client = TestClient(scoring_server.init(served["tiger"]))
-    restricted = {"params": {"k": 3, "allowed": ["item-002"]}}
-    for rows in ("dataframe_records", "inputs"):
-        answer = client.post("/invocations", json={rows: [HISTORY]} | restricted)
-        (found,) = answer.json()["predictions"]
-        assert found["item_id"] == ["item-002"]
-        assert found["note"] == "1 of 3 items: allowed has 1 item of the catalogue"
+    params = {"k": 3, "allowed": ["item-002"]}
+    for key in ("dataframe_records", "inputs"):
+        answer = client.post("/invocations", json={key: [HISTORY], "params": params})
+
+        (prediction,) = answer.json()["predictions"]
+        assert prediction["item_id"] == ["item-002"]
+        assert prediction["note"] == "1 of 3 items: allowed has 1 item of the catalogue"
 
 
-def test_integers_are_ids_where_the_log_has_digits(
+def test_integers_are_item_ids_when_the_logs_ids_are_digits(
     served: dict[str, PyFuncModel],
 ) -> None:
     model = served["tiger"]
     index = model.unwrap_python_model().ranker.requests.index
     index["17"] = index["item-001"]
     index["18"] = index["item-002"]
-    frame = pd.DataFrame([{"history": [17], "user_id": 0}])
-    found = model.predict(frame, params={"allowed": [18, 99], "k": 1})
-    texts = frame.assign(history=[["item-001"]], user_id=["0"])
-    expected = model.predict(texts, params={"allowed": ["item-002"], "k": 1})
-    assert found.to_dict("records") == expected.to_dict("records")
-    assert found["item_id"][0] == ["item-002"]
+    integers = pd.DataFrame([{"history": [17], "user_id": 0}])
+    strings = integers.assign(history=[["item-001"]], user_id=["0"])
+
+    answer = model.predict(integers, params={"allowed": [18, 99], "k": 1})
+
+    expected = model.predict(strings, params={"allowed": ["item-002"], "k": 1})
+    assert answer.to_dict("records") == expected.to_dict("records")
+    assert answer["item_id"][0] == ["item-002"]
 
 
 @pytest.mark.parametrize(
@@ -227,15 +227,18 @@ def test_integers_are_ids_where_the_log_has_digits(
         ),
     ],
 )
-def test_fewer_items_than_asked_for_come_with_the_reason(
+def test_a_note_explains_why_a_ranking_has_fewer_than_k_items(
     history: list[str], params: dict[str, Any], note: str, served: dict[str, Any]
 ) -> None:
-    found = served["tiger"].predict(pd.DataFrame({"history": [history]}), params=params)
-    assert found["note"].tolist() == [note]
-    assert bool(note) == (len(found["item_id"][0]) < params["k"])
+    frame = pd.DataFrame({"history": [history]})
+
+    answer = served["tiger"].predict(frame, params=params)
+
+    assert answer["note"].tolist() == [note]
+    assert bool(note) == (len(answer["item_id"][0]) < params["k"])
 
 
-def test_a_setting_of_a_server_that_is_not_known_is_refused(
+def test_an_unknown_setting_of_a_server_is_refused(
     served: dict[str, PyFuncModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = served["qgs"].unwrap_python_model()

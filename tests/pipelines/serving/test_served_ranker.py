@@ -1,5 +1,6 @@
-"""Search models and models of actions from the registry rank as the module does; what
-does not fit is said.
+"""Test search models and models of actions that are loaded from the registry.
+
+They rank as the trained module does, and refuse requests that do not fit.
 """
 
 from __future__ import annotations
@@ -28,105 +29,70 @@ from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
-from pipelines import tracking
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log
 from pipelines.serving import package
-from pipelines.serving.registered_model import register
 from pipelines.serving.served_model import ServedModel
 from tests.fixtures.actions_tables import SEEN, write_actions
 from tests.fixtures.search_tables import write_search
+from tests.fixtures.served_models import (
+    SMALL_RANKERS,
+    build_search_requests,
+    register_ranker,
+)
 from tests.fixtures.trainings import build_training
-from tests.pipelines.serving.test_served_scores import searches
 
-SIZES = {
-    "qgs": {
-        "width": 16,
-        "num_layers": 2,
-        "max_history": 8,
-        "dnn_width": 16,
-        "tower_width": 8,
-        "text_width": 8,
-    },
-    "attn_mvp": {
-        "width": 16,
-        "num_layers": 2,
-        "num_heads": 2,
-        "ffn": 16,
-        "max_history": 8,
-    },
-}
 UNKNOWN = "2 of 10 queries are not in the training tables and are treated as no query"
-SIZES["lac"] = SIZES["attn_mvp"]
-SIZES["hstu"] = SIZES["qgs"] | {"num_heads": 2}
 
 
 @pytest.fixture(autouse=True)
 def store(new_store: Callable[[Path], str], tmp_path: Path) -> None:
-    """Where the models are registered."""
+    """Create the MLflow store in which the models are registered."""
     new_store(tmp_path)
 
 
-def trained(
-    folder: Path,
-    name: str,
-    tables: str,
-    text: str | None,
-    seed: int = 0,
-    **options: Any,
-) -> TrainingRun:
-    """An untrained model as jobs.train leaves a trained one, registered under its name."""
-    fit = FitConfig(batch_size=8, seed=seed)
-    setup = build_training(
-        {"name": name, **SIZES[name], **options}, fit, Inputs(tables, text=text)
-    )
-    config = {"model": setup.model.config_to_dict(setup.config), "tables": tables} | (
-        {"text": text} if text else {}
-    )
-    uri, hashes = f"sqlite:///{folder}/mlflow.db", setup.catalogue.hashes
-    run = tracking.open_run(
-        uri, f"{name}/small", name, str(folder), config=config, hashes=hashes
-    )
-    checkpoint.save(
-        folder / name, setup.model, setup.checkpoint(epoch=1, tracking=run.to_dict())
-    )
-    tracking.Logger(run).tag(checkpoint=str(folder / name))
-    register(run, name)
-    setup.model.eval()
-    return setup
+def load_registered(folder: Path, name: str) -> Any:
+    """Load version 1 of a registered model through MLflow's pyfunc interface."""
+    with package.use_store(f"sqlite:///{folder}/mlflow.db"):
+        return mlflow.pyfunc.load_model(f"models:/{name}/1")
 
 
-def feeds(
+def build_feed_requests(
     setup: TrainingRun, tables: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Users with candidates that all have another item, and the chance of the second
-    task of each.
+    """Build requests of users with distinct candidates, and their expected scores.
 
-    The rows have all that a user did, an item that is not in the catalogue, and what
-    came after the request.
+    The requests also have the user's events that are older than the model's longest
+    history, an item that is not in the catalogue, and events after the request. The
+    last request has no times. The scores are the module's probabilities of the second
+    task by candidate.
     """
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    devices = ["watch", *SEEN]  # by number: no model knows the watch
-    read, whole = (
-        ActionsDataset.load(join(tables, "sequences"), "test", max_history=longest)
-        for longest in (8, 100)
-    )
-    rows, chances = [], []
-    for number in range(len(read)):
-        batch, every = (
-            examples.collate(np.array([number])) for examples in (read, whole)
-        )
-        shown, past = batch.candidate_item[0].tolist(), int(every.valid.sum())
-        if len(set(shown)) < len(shown):
+    devices = ["watch", *SEEN]  # by code; the watch is in no model's vocabulary
+    sequences = join(tables, "sequences")
+    truncated = ActionsDataset.load(sequences, "test", max_history=8)
+    full = ActionsDataset.load(sequences, "test", max_history=100)
+
+    def score_candidates(batch: Any, candidates: list[str]) -> dict[str, float]:
+        with torch.no_grad():
+            chances = torch.sigmoid(setup.model.score(batch)[:, 1])
+        return dict(zip(candidates, chances.tolist(), strict=True))
+
+    rows, scores = [], []
+    for number in range(len(truncated)):
+        batch = truncated.collate(np.array([number]))
+        every_event = full.collate(np.array([number]))
+        candidates = batch.candidate_item[0].tolist()
+        if len(set(candidates)) < len(candidates):
             continue
-        batch.candidate_time[:] = 99  # one request shows them all
-        history = [items[i] for i in every.item[0, :past].tolist()]
-        actions, times = (
-            every.action[0, :past].tolist(),
-            every.time[0, :past].tolist(),
-        )
+        batch.candidate_time[:] = 99  # one request shows all candidates
+        past = int(every_event.valid.sum())  # number of events before the request
+        history = [items[i] for i in every_event.item[0, :past].tolist()]
+        actions = every_event.action[0, :past].tolist()
+        times = every_event.time[0, :past].tolist()
+        later_times = range(99, 99 + len(items))
         row = {
-            "candidates": [items[i] for i in shown],
+            "candidates": [items[i] for i in candidates],
             "timestamp_ms": 99,
             "history": [*history[:-1], "who", *history[-1:], *items],
             "history_actions": [
@@ -135,103 +101,95 @@ def feeds(
                 *actions[-1:],
                 *[[1.0] * 3] * len(items),
             ],
-            "history_time_ms": [
-                *times[:-1],
-                *times[-1:] * 2,
-                *range(99, 99 + len(items)),
-            ],
+            "history_time_ms": [*times[:-1], *times[-1:] * 2, *later_times],
             "features": batch.candidate_feature[0].tolist(),
         }
-        row["history_time_ms"] = (
-            row["history_time_ms"] if past else [5, *range(99, 99 + len(items))]
-        )
+        if not past:
+            row["history_time_ms"] = [5, *later_times]
         if batch.viewer is not None:
             batch.candidate_viewer[:] = batch.candidate_viewer[:, :1]
-            known = [devices[code] for code in every.viewer[0, :past, 0].tolist()]
+            viewer_codes = every_event.viewer[0, :past, 0].tolist()
+            past_devices = [devices[code] for code in viewer_codes]
             row["viewer_device"] = devices[int(batch.candidate_viewer[0, 0, 0])]
             row["history_viewer_device"] = [
-                *known[:-1],
+                *past_devices[:-1],
                 "tablet",
-                *known[-1:],
+                *past_devices[-1:],
                 *["phone"] * len(items),
             ]
-        with torch.no_grad():
-            found = torch.sigmoid(setup.model.score(batch)[:, 1])
-        chances.append(dict(zip(row["candidates"], found.tolist(), strict=True)))
         rows.append(row)
-        # without their times all events are before the request, whenever that is, and
-        # each before the next
-        in_order = replace(batch, time=torch.arange(batch.time.shape[1])[None])
-        with torch.no_grad():
-            found = torch.sigmoid(setup.model.score(in_order)[:, 1])
-        last = dict(zip(row["candidates"], found.tolist(), strict=True))
-    lists = ("history", "history_actions", "history_viewer_device")
-    short = {name: rows[-1][name][: -len(items)] for name in lists if name in rows[-1]}
-    rows.append({**rows[-1], **short, "history_time_ms": None, "timestamp_ms": 0})
-    return rows, [*chances, last]
+        scores.append(score_candidates(batch, row["candidates"]))
+
+    # Without times, all events precede the request and come in their order.
+    without_times = {**rows[-1], "history_time_ms": None, "timestamp_ms": 0}
+    for column in ("history", "history_actions", "history_viewer_device"):
+        if column in without_times:
+            without_times[column] = without_times[column][: -len(items)]
+    in_order = replace(batch, time=torch.arange(batch.time.shape[1])[None])
+    rows.append(without_times)
+    scores.append(score_candidates(in_order, without_times["candidates"]))
+    return rows, scores
 
 
 def test_registered_models_rank_as_the_module_does(tmp_path: Path) -> None:
-    """Also what a log does not have: no history, unknown items, an unknown query, no
-    candidates at all.
-    """
+    """The last requests have no history, and an unknown item or no candidates."""
     tables, text = write_search(tmp_path / "search")
     feed = write_actions(tmp_path / "feed", viewers=True)
     setups = {
-        "qgs": trained(tmp_path, "qgs", tables, text),
-        "attn_mvp": trained(tmp_path, "attn_mvp", feed, None),
+        "qgs": register_ranker(tmp_path, "qgs", tables, text),
+        "attn_mvp": register_ranker(tmp_path, "attn_mvp", feed, None),
     }
-    rows, chances = zip(*searches(setups["qgs"], tables, text, 8, label=1), strict=True)
-    asked = {"qgs": ([*rows], [*chances]), "attn_mvp": feeds(setups["attn_mvp"], feed)}
-    assert len(asked["attn_mvp"][0]) > 3
-    for name, (rows, chances) in asked.items():
-        odd = {
+    requests = {
+        "qgs": build_search_requests(setups["qgs"], tables, 8, label=1),
+        "attn_mvp": build_feed_requests(setups["attn_mvp"], feed),
+    }
+    assert len(requests["attn_mvp"][0]) > 3
+
+    for name, (rows, expected_scores) in requests.items():
+        empty = {
             column: [] if isinstance(value, list) else value
             for column, value in rows[0].items()
         }
-        odd |= {"query": "what is this"} if name == "qgs" else {}
-        rows.append(
-            {**odd, "candidates": ["who", *rows[0]["candidates"]], "features": None}
-        )
-        rows.append({**odd, "candidates": [], "features": []})
-        with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
-            model = mlflow.pyfunc.load_model(f"models:/{name}/1")
-        about, catalogue = model.metadata.metadata, setups[name].catalogue
-        with warnings.catch_warnings(record=True) as said:
+        if name == "qgs":
+            empty["query"] = "what is this"
+        candidates = ["who", *rows[0]["candidates"]]
+        rows.append({**empty, "candidates": candidates, "features": None})
+        rows.append({**empty, "candidates": [], "features": []})
+        model = load_registered(tmp_path, name)
+        catalogue = setups[name].catalogue
+
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ranked = model.predict(
                 pd.DataFrame(rows), params={"label": catalogue.labels[1]}
             )
-        for want, found, scores in zip(
-            chances, ranked["item_id"], ranked["score"], strict=False
+
+        for expected, ranked_items, scores in zip(
+            expected_scores, ranked["item_id"], ranked["score"], strict=False
         ):
-            assert found == sorted(want, key=lambda item: -want[item])
-            assert scores == pytest.approx([want[item] for item in found], abs=1e-5)
-        unknown, nothing = ranked["item_id"].tolist()[-2:]
-        assert (sorted(unknown), unknown[-1], nothing) == (
-            sorted(rows[-2]["candidates"]),
-            "who",
-            [],
-        )
-        assert np.isfinite(ranked["score"].tolist()[-2]).tolist() == [
-            item != "who" for item in unknown
-        ]
-        assert (about["labels"], about["features"]) == (
-            list(catalogue.labels),
-            list(catalogue.features),
-        )
-        assert about.get("viewers") == {"attn_mvp": ["device"]}.get(name)
-        words = [
-            str(warning.message) for warning in said if warning.category is UserWarning
-        ]
-        assert words == ([UNKNOWN] if name == "qgs" else [])
+            assert ranked_items == sorted(expected, key=lambda item: -expected[item])
+            assert scores == pytest.approx(
+                [expected[item] for item in ranked_items], abs=1e-5
+            )
+        with_unknown, without_candidates = ranked["item_id"].tolist()[-2:]
+        assert sorted(with_unknown) == sorted(candidates)
+        assert with_unknown[-1] == "who"
+        assert without_candidates == []
+        is_scored = np.isfinite(ranked["score"].tolist()[-2]).tolist()
+        assert is_scored == [item != "who" for item in with_unknown]
+
+        metadata = model.metadata.metadata
+        assert metadata["labels"] == list(catalogue.labels)
+        assert metadata["features"] == list(catalogue.features)
+        assert metadata.get("viewers") == {"attn_mvp": ["device"]}.get(name)
+        messages = [str(w.message) for w in caught if w.category is UserWarning]
+        assert messages == ([UNKNOWN] if name == "qgs" else [])
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_requests_that_do_not_fit_a_search_model_are_refused(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
-    trained(tmp_path, "qgs", tables, text)
-    with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
-        model = mlflow.pyfunc.load_model("models:/qgs/1").unwrap_python_model()
+    register_ranker(tmp_path, "qgs", tables, text)
+    model = load_registered(tmp_path, "qgs").unwrap_python_model()
     row = {
         "candidates": ["item_id-003"],
         "history": ["item_id-001"],
@@ -268,51 +226,60 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             model.predict(None, pd.DataFrame([row | change]), params)
+
+
+def test_a_search_model_warns_of_inputs_without_training_data(tmp_path: Path) -> None:
+    tables, text = write_search(tmp_path)
+    register_ranker(tmp_path, "qgs", tables, text)
+    model = load_registered(tmp_path, "qgs").unwrap_python_model()
+    row = {
+        "candidates": ["item_id-003"],
+        "history": ["item_id-001"],
+        "query": "query-001",
+    }
+
+    def predict(**changes: Any) -> pd.DataFrame:
+        return model.predict(None, pd.DataFrame([row | changes]))
+
+    # An unknown query counts as no query.
     with pytest.warns(
         UserWarning, match="1 of 1 queries are not in the training tables"
     ):
-        unknown = model.predict(None, pd.DataFrame([row | {"query": "Query-001"}]))
-    assert (
-        unknown["score"].tolist()
-        == model.predict(None, pd.DataFrame([row | {"query": None}]))["score"].tolist()
-    )
-    unseen = model.predict(
-        None,
-        pd.DataFrame(
-            [row | {"candidates": [7, "item_id-003"], "history": [np.int64(7)]}]
-        ),
-    )
+        unknown = predict(query="Query-001")
+    assert unknown["score"].tolist() == predict(query=None)["score"].tolist()
+
+    # Unknown items come last, without a score.
+    unseen = predict(candidates=[7, "item_id-003"], history=[np.int64(7)])
     assert unseen["item_id"][0] == ["item_id-003", "7"]
     assert np.isnan(unseen["score"][0][1])
-    text = model.ranker.requests.text
-    text.text = replace(
-        text.text,
-        pair_keys=text.text.pair_keys[:1],
-        pairs=text.text.pairs[:1],
-        joint=text.text.joint[:1],
+
+    # Only one pair of query and item still has a text vector.
+    text_requests = model.ranker.requests.text
+    text_requests.text = replace(
+        text_requests.text,
+        pair_keys=text_requests.text.pair_keys[:1],
+        pairs=text_requests.text.pairs[:1],
+        joint=text_requests.text.joint[:1],
     )
     with pytest.warns(
-        UserWarning,
-        match="1 of 1 candidates have no text vector for the pair",
+        UserWarning, match="1 of 1 candidates have no text vector for the pair"
     ):
-        model.predict(None, pd.DataFrame([row]))
-    asked = {"query": None, "history_query": ["query-001"]}
+        predict()
     with pytest.warns(
-        UserWarning,
-        match="1 of 1 behaviours have no text vector for the pair",
+        UserWarning, match="1 of 1 behaviours have no text vector for the pair"
     ):
-        model.predict(None, pd.DataFrame([row | asked]))
-    assert model.predict(None, pd.DataFrame([row])[:0]).columns.tolist() == [
-        "item_id",
-        "score",
-    ]
+        predict(query=None, history_query=["query-001"])
+
+    no_rows = model.predict(None, pd.DataFrame([row])[:0])
+    assert no_rows.columns.tolist() == ["item_id", "score"]
+
     for parameter in model.ranker.model.parameters():
         parameter.detach().fill_(torch.nan)
     with (
         pytest.raises(UserError, match="scores that are not finite"),
         pytest.warns(UserWarning, match="no text vector for the pair"),
     ):
-        model.predict(None, pd.DataFrame([row]))
+        predict()
 
 
 FEED = {
@@ -329,10 +296,9 @@ FEED = {
 
 def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> None:
     tables = write_actions(tmp_path, viewers=True)
-    trained(tmp_path, "attn_mvp", tables, None)
-    with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
-        model = mlflow.pyfunc.load_model("models:/attn_mvp/1")
-    others = {
+    register_ranker(tmp_path, "attn_mvp", tables, None)
+    model = load_registered(tmp_path, "attn_mvp")
+    changes = {
         "candidates": ["item-005", "item-006"],
         "history": ["item-007", "item-001", "item-002"],
         "history_actions": [[1.0, 0.0, 0.5], [0.0, 0.0, 0.2], [1.0, 1.0, 0.9]],
@@ -342,33 +308,27 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
         "viewer_device": "tablet",
         "history_viewer_device": ["", "", "tablet"],
     }
-    assert set(model.metadata.get_input_schema().input_names()) == {
-        *others,
-        "new_items",
-    }
-    scores = [sorted(model.predict(pd.DataFrame([FEED]))["score"][0])]
-    for column, value in others.items():
-        scores.append(
-            sorted(model.predict(pd.DataFrame([FEED | {column: value}]))["score"][0])
-        )
-        assert scores[-1] != pytest.approx(scores[0], abs=1e-6), column
+    columns = model.metadata.get_input_schema().input_names()
+    assert set(columns) == {*changes, "new_items"}
+
+    scores = sorted(model.predict(pd.DataFrame([FEED]))["score"][0])
+    for column, value in changes.items():
+        answer = model.predict(pd.DataFrame([FEED | {column: value}]))
+        assert sorted(answer["score"][0]) != pytest.approx(scores, abs=1e-6), column
+
     inputs = model.metadata.metadata["inputs"]
-    assert (
-        inputs
-        == read_manifest(join(tables, "sequences"), "sequences").info["definitions"][
-            "inputs"
-        ]
-    )
+    manifest = read_manifest(join(tables, "sequences"), "sequences")
+    assert inputs == manifest.info["definitions"]["inputs"]
     assert sorted(inputs) == sorted(model.metadata.metadata["actions"])
 
 
 @pytest.fixture(scope="module")
-def of_feed(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
-    """What reads requests of a model of actions."""
-    folder = tmp_path_factory.mktemp("of_feed")
+def actions_requests(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
+    """Build the request parser of a model of actions."""
+    folder = tmp_path_factory.mktemp("actions_requests")
     tables = write_actions(folder, viewers=True)
     setup = build_training(
-        {"name": "attn_mvp", **SIZES["attn_mvp"]},
+        {"name": "attn_mvp", **SMALL_RANKERS["attn_mvp"]},
         FitConfig(batch_size=8),
         Inputs(tables),
     )
@@ -411,20 +371,25 @@ def of_feed(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
         ({"features": [[0.5, np.inf], [0.1, 0.9]]}, "features has an infinite number"),
     ],
 )
-def test_what_does_not_fit_a_model_of_actions_is_said(
-    change: dict[str, Any], message: str, of_feed: ActionsRequests
+def test_requests_that_do_not_fit_a_model_of_actions_are_refused(
+    change: dict[str, Any], message: str, actions_requests: ActionsRequests
 ) -> None:
     with pytest.raises(UserError, match=message):
-        of_feed.parse(Row(FEED | change))
-    missing = of_feed.parse(Row(FEED | {"history_actions": [[np.nan] * 3] * 3}))
-    assert not of_feed.collate([missing]).action.any()
+        actions_requests.parse(Row(FEED | change))
 
 
-def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
+def test_unknown_actions_count_as_none(actions_requests: ActionsRequests) -> None:
+    unknown = FEED | {"history_actions": [[np.nan] * 3] * 3}
+
+    request = actions_requests.parse(Row(unknown))
+
+    assert not actions_requests.collate([request]).action.any()
+
+
+def test_a_model_that_reads_times_requires_them(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
-    trained(tmp_path, "hstu", tables, text)
-    with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
-        model = mlflow.pyfunc.load_model("models:/hstu/1").unwrap_python_model()
+    register_ranker(tmp_path, "hstu", tables, text)
+    model = load_registered(tmp_path, "hstu").unwrap_python_model()
     row = {
         "candidates": ["item_id-003"],
         "history": ["item_id-001", "item_id-002"],
@@ -435,13 +400,11 @@ def test_a_model_that_reads_times_wants_them(tmp_path: Path) -> None:
         match="history_time_ms is missing, and the model reads the time of each behaviour",
     ):
         model.predict(None, pd.DataFrame([row]))
-    days = [
-        model.predict(None, pd.DataFrame([row | {"history_time_ms": [0, gap]}]))[
-            "score"
-        ][0]
-        for gap in (1, 10**9)
-    ]
-    assert np.isfinite(days).all()
+
+    for gap in (1, 10**9):
+        with_times = row | {"history_time_ms": [0, gap]}
+        scores = model.predict(None, pd.DataFrame([with_times]))["score"][0]
+        assert np.isfinite(scores).all()
 
 
 CONTENT = {
@@ -457,110 +420,113 @@ BARE = {
 }
 
 
-def first_scores(model: Any, rows: list[dict[str, Any]]) -> list[float]:
-    """Of the first candidate of each row."""
-    found = model.predict(pd.DataFrame(rows))
-    pairs = (
-        dict(zip(*of_row, strict=True))
-        for of_row in zip(found["item_id"], found["score"], strict=True)
-    )
-    return [
-        scores[row["candidates"][0]] for row, scores in zip(rows, pairs, strict=True)
-    ]
+def score_first_candidates(model: Any, rows: list[dict[str, Any]]) -> list[float]:
+    """Return the score of the first candidate of each row."""
+    answers = model.predict(pd.DataFrame(rows))
+    first_scores = []
+    for row, items, scores in zip(
+        rows, answers["item_id"], answers["score"], strict=True
+    ):
+        first_scores.append(scores[items.index(row["candidates"][0])])
+    return first_scores
 
 
-def called(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the item X called so."""
+def replace_item(row: dict[str, Any], item_id: str) -> dict[str, Any]:
+    """Return the row with this item in place of the item X."""
     return row | {
-        key: [name if item == "X" else item for item in row[key]]
-        for key in ("candidates", "history")
+        column: [item_id if item == "X" else item for item in row[column]]
+        for column in ("candidates", "history")
     }
 
 
-def test_a_new_item_is_scored_as_one_of_the_catalogue_with_its_content(
-    tmp_path: Path,
+def build_new_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Build new items `new-0`, `new-1`, ... with the content of catalogue items."""
+    new_items = []
+    for i, item in enumerate(items):
+        content = {
+            name: item[column]
+            for column, name in CONTENT.items()
+            if item[column] is not None
+        }
+        new_items.append({"item_id": f"new-{i}"} | content)
+    return new_items
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("attn_mvp", {"item_ids": "none"}), ("lac", {"id_dropout": 0.5})],
+)
+def test_a_new_item_is_scored_as_a_catalogue_item_with_its_content(
+    name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One whose id says nothing: the model reads none, or training has not seen it. As
-    a candidate and in the history; and requests that bring none are scored as in
-    training."""
-    tables, text = (
-        write_actions(tmp_path, viewers=True, content=True),
-        str(tmp_path / "text"),
-    )
+    """The catalogue item's id carries no information: the model reads no ids, or the
+    item has no training example. Requests without new items are scored as in training.
+    """
+    tables = write_actions(tmp_path, viewers=True, content=True)
+    text = str(tmp_path / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
     items = read_table(join(tables, "items")).to_pylist()
-    posts = [
-        {"item_id": f"new-{i}"}
-        | {
-            name: row[column]
-            for column, name in CONTENT.items()
-            if row[column] is not None
-        }
-        for i, row in enumerate(items)
-    ]
-    for name, options in {
-        "attn_mvp": {"item_ids": "none"},
-        "lac": {"id_dropout": 0.5},
-    }.items():
-        setup = trained(tmp_path, name, tables, text, **options)
-        with package.use_store(f"sqlite:///{tmp_path}/mlflow.db"):
-            model = mlflow.pyfunc.load_model(f"models:/{name}/1")
-        asked, chances = feeds(setup, tables)
-        ranked = model.predict(pd.DataFrame(asked), params={"label": "contribution"})
-        for want, found, scores in zip(
-            chances, ranked["item_id"], ranked["score"], strict=True
-        ):
-            assert scores == pytest.approx([want[item] for item in found], abs=1e-5)
-        unseen = range(len(items)) if name == "attn_mvp" else [len(items) - 1]
-        for i in unseen:
-            for row in (
-                BARE,
-                BARE
-                | {
-                    "history": ["item-000", "X", "item-002"],
-                    "candidates": ["X", "item-001"],
-                },
-            ):
-                there, new = (
-                    called(f"item-{i:03d}", row),
-                    called(f"new-{i}", row | {"new_items": posts[::-1]}),
-                )
-                assert first_scores(model, [there]) == pytest.approx(
-                    first_scores(model, [new]), abs=1e-6
-                )
-        # of several rows in one frame each has its own items, whatever they are called
-        row = called("new-0", BARE)
-        apart = [row | {"new_items": [posts[i] | {"item_id": "new-0"}]} for i in unseen]
-        assert first_scores(model, apart) == pytest.approx(
-            [first_scores(model, [each])[0] for each in apart], abs=1e-6
+    new_items = build_new_items(items)
+    setup = register_ranker(tmp_path, name, tables, text, **options)
+    model = load_registered(tmp_path, name)
+
+    rows, expected_scores = build_feed_requests(setup, tables)
+    ranked = model.predict(pd.DataFrame(rows), params={"label": "contribution"})
+    for expected, ranked_items, scores in zip(
+        expected_scores, ranked["item_id"], ranked["score"], strict=True
+    ):
+        assert scores == pytest.approx(
+            [expected[item] for item in ranked_items], abs=1e-5
         )
-        kinds = [
-            {"price": 3},
-            {"title": "husky"},
-            {"author": "author-2"},
-            {"author": None},
-        ]
-        changed = [
-            row | {"new_items": [posts[1] | {"item_id": "new-0"} | change]}
-            for change in ({}, *kinds)
-        ]
-        usual, *others = first_scores(model, changed)
-        assert all(other != pytest.approx(usual, abs=1e-6) for other in others)
-        unknown = [
-            row | {"new_items": [{**posts[1], "item_id": "new-0", "author": who}]}
-            for who in ("nobody", None)
-        ]
-        assert len(set(first_scores(model, unknown))) == 1
+
+    in_history = BARE | {
+        "history": ["item-000", "X", "item-002"],
+        "candidates": ["X", "item-001"],
+    }
+    unseen = range(len(items)) if name == "attn_mvp" else [len(items) - 1]
+    for i in unseen:
+        for row in (BARE, in_history):
+            catalogue_row = replace_item(row, f"item-{i:03d}")
+            new_row = replace_item(row | {"new_items": new_items[::-1]}, f"new-{i}")
+            assert score_first_candidates(model, [catalogue_row]) == pytest.approx(
+                score_first_candidates(model, [new_row]), abs=1e-6
+            )
+
+    # Rows of one frame may use one id for different new items.
+    row = replace_item(BARE, "new-0")
+    rows = [row | {"new_items": [new_items[i] | {"item_id": "new-0"}]} for i in unseen]
+    assert score_first_candidates(model, rows) == pytest.approx(
+        [score_first_candidates(model, [single])[0] for single in rows], abs=1e-6
+    )
+
+    # Each kind of content changes the score; an unknown author is no author.
+    def build_row(**content: Any) -> dict[str, Any]:
+        return row | {"new_items": [new_items[1] | {"item_id": "new-0"} | content]}
+
+    original, *changed = score_first_candidates(
+        model,
+        [
+            build_row(),
+            build_row(price=3),
+            build_row(title="husky"),
+            build_row(author="author-2"),
+            build_row(author=None),
+        ],
+    )
+    assert all(score != pytest.approx(original, abs=1e-6) for score in changed)
+    unknown_authors = [build_row(author="nobody"), build_row(author=None)]
+    assert len(set(score_first_candidates(model, unknown_authors))) == 1
 
 
 @pytest.fixture(scope="module")
 def ranker(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """A served model that scores new items by their content."""
+    """Build a served model that scores new items by their content."""
     folder = tmp_path_factory.mktemp("ranker")
-    tables, text = write_actions(folder, content=True), str(folder / "text")
+    tables = write_actions(folder, content=True)
+    text = str(folder / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
     setup = build_training(
-        {"name": "lac", **SIZES["lac"]},
+        {"name": "lac", **SMALL_RANKERS["lac"]},
         FitConfig(batch_size=8),
         Inputs(tables, text=text),
     )
@@ -576,7 +542,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 @pytest.mark.parametrize(
-    ("posts", "message"),
+    ("new_items", "message"),
     [
         ([{"title": "x"}], "new_items has an item without item_id"),
         ([None], "new_items has an item without item_id"),
@@ -596,65 +562,74 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     ],
 )
 def test_new_items_that_cannot_be_read_are_refused(
-    posts: list[Any], message: str, ranker: ServedModel
+    new_items: list[Any], message: str, ranker: ServedModel
 ) -> None:
+    row = replace_item(BARE, "p") | {"new_items": new_items}
+
     with pytest.raises(UserError, match=message):
-        ranker.predict(None, pd.DataFrame([called("p", BARE) | {"new_items": posts}]))
+        ranker.predict(None, pd.DataFrame([row]))
 
 
-def test_what_new_items_lack_is_said(
+def test_new_items_without_id_or_text_encoder_cause_warnings(
     ranker: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranker.ranker.requests.new_items, "encoder", None)
-    no_id = pytest.warns(
-        UserWarning,
-        match="1 new items are scored without an id, but the model was always trained",
-    )
+    new_item = {"item_id": "p", "title": "husky"}
+    row = replace_item(BARE, "p") | {"new_items": [new_item]}
+
     with (
-        no_id,
+        pytest.warns(
+            UserWarning,
+            match="1 new items are scored without an id, but the model was always trained",
+        ),
         pytest.warns(
             UserWarning,
             match="without its text encoder; 1 new items are scored without their text",
         ),
     ):
-        ranker.predict(
-            None,
-            pd.DataFrame(
-                [
-                    called("p", BARE)
-                    | {"new_items": [{"item_id": "p", "title": "husky"}]}
-                ]
-            ),
-        )
+        ranker.predict(None, pd.DataFrame([row]))
 
 
-def test_text_that_a_model_was_not_trained_with_is_refused(tmp_path: Path) -> None:
-    tables, text = write_actions(tmp_path / "a", content=True), str(tmp_path / "text")
-    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    with_text, without = (
-        ActionsCatalogue.load(tables, text),
-        ActionsCatalogue.load(tables),
-    )
-    for catalogue, other, message in (
+@pytest.mark.parametrize(
+    ("trained_with_text", "message"),
+    [
         (
-            with_text,
-            without,
+            True,
             "trained with a table 'text_items' that is not given; give the --text that it was trained",
         ),
         (
-            without,
-            with_text,
+            False,
             "was trained without text, and a table 'text_items' is given; leave out --text",
         ),
-    ):
-        options = {"name": "attn_mvp", **SIZES["attn_mvp"]}
-        about = Checkpoint(model=options, hashes=catalogue.hashes, epoch=1)
-        checkpoint.save(tmp_path / "model", build_model(options, catalogue), about)
-        load_model(tmp_path / "model", catalogue)
-        with pytest.raises(UserError, match=message):
-            load_model(tmp_path / "model", other)
-    others = write_actions(tmp_path / "b", items=13, content=True)
+    ],
+)
+def test_text_that_a_model_was_not_trained_with_is_refused(
+    trained_with_text: bool, message: str, tmp_path: Path
+) -> None:
+    tables = write_actions(tmp_path / "a", content=True)
+    text = str(tmp_path / "text")
+    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
+    catalogues = {
+        True: ActionsCatalogue.load(tables, text),
+        False: ActionsCatalogue.load(tables),
+    }
+    catalogue = catalogues[trained_with_text]
+    options = {"name": "attn_mvp", **SMALL_RANKERS["attn_mvp"]}
+    saved = Checkpoint(model=options, hashes=catalogue.hashes, epoch=1)
+    checkpoint.save(tmp_path / "model", build_model(options, catalogue), saved)
+
+    load_model(tmp_path / "model", catalogue)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path / "model", catalogues[not trained_with_text])
+
+
+def test_text_of_other_items_is_refused(tmp_path: Path) -> None:
+    tables = write_actions(tmp_path / "a", content=True)
+    text = str(tmp_path / "text")
+    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
+    other_tables = write_actions(tmp_path / "b", items=13, content=True)
+
     with pytest.raises(
         UserError, match=r"items was made from other items .* or run jobs.encode again"
     ):
-        ActionsCatalogue.load(others, text)
+        ActionsCatalogue.load(other_tables, text)

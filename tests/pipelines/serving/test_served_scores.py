@@ -1,15 +1,8 @@
-"""Every search model and model of actions serves the scores of its training forward
-pass.
-"""
+"""Test that search models and models of actions serve the scores of their modules."""
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,28 +12,12 @@ import torch
 
 from models import registry
 from models.actions.data import ActionsDataset
-from models.search.data import SearchDataset
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
-from models.training.fit import FitConfig
 from models.training_run import TrainingRun
-from pipelines.serving.package import write_bundle
-from pipelines.serving.served_model import ServedModel
 from tests.fixtures.actions_tables import SEEN, write_actions
 from tests.fixtures.search_tables import write_search
-from tests.fixtures.trainings import build_training
+from tests.fixtures.served_models import build_search_requests, serve_ranker
 
-SIZES = {
-    "width": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "ffn": 16,
-    "dnn_width": 16,
-    "tower_width": 8,
-    "text_width": 8,
-    "expert_width": 8,
-}
 FAMILIES = {
     family: [
         name
@@ -56,8 +33,10 @@ for name in ("qgs", "hllm"):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str | None]]:
-    """(TABLES, TEXT) by family."""
+def inputs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[str, str | None]]:
+    """Write the folders of tables and of text vectors, by family."""
     folder = tmp_path_factory.mktemp("served")
     return {
         "search": write_search(folder / "search"),
@@ -65,97 +44,33 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str |
     }
 
 
-def serve(
-    name: str, folder: Path, tables: str, text: str | None, longest: int, seed: int = 0
-) -> tuple[TrainingRun, ServedModel]:
-    """A model of MODELS, untrained if it is trained by gradient, and as it is served."""
-    known = inspect.signature(
-        registry.find(MODELS[name]["name"]).config_class
-    ).parameters
-    sizes = {key: value for key, value in SIZES.items() if key in known}
-    setup = build_training(
-        {**MODELS[name], **sizes, "max_history": longest},
-        FitConfig(batch_size=8, seed=seed),
-        Inputs(tables, text=text),
-    )
-    if not setup.model.trains_by_gradient:
-        setup.fit_counts()
-    checkpoint.save(folder / name, setup.model, setup.checkpoint(epoch=1))
-    reads_text = text and "text" in setup.model.extra_inputs
-    with (
-        pytest.warns(UserWarning, match="without its text encoder")
-        if reads_text
-        else nullcontext()
-    ):
-        write_bundle(folder / "data", str(folder / name), Inputs(tables, text=text))
-    setup.model.eval()
-    served = ServedModel()
-    served.load_context(
-        SimpleNamespace(artifacts={"data": str(folder / "data")}, model_config=None)
-    )
-    return setup, served
+def build_feed_requests(
+    setup: TrainingRun, tables: str, max_history: int
+) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Build served requests of users with distinct candidates in the test table.
 
-
-def searches(
-    setup: TrainingRun, tables: str, text: str, longest: int, label: int = 0
-) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Requests of the table by the names of things, and the chances of a label of their
-    candidates.
+    Returns:
+        The requests, and the module's probabilities of the first task by candidate.
     """
-    items, queries = (
-        read_table(join(tables, name))[column].to_pylist()
-        for name, column in (("items", "item_id"), ("queries", "query"))
-    )
-    examples = SearchDataset.load(
-        join(tables, "sequences"),
-        "test",
-        unit="request",
-        max_history=longest,
-        **SearchDataset.dataset_options(setup.config, setup.catalogue),
-    )
-    for number in range(8):
-        batch = examples.collate(np.array([number]))
-        past, query = int(batch.request_end[0]), int(batch.request_query[0])
-        names = [items[i] for i in batch.candidate.tolist()]
-        chances = [math.nan] * len(names)
-        if past <= setup.config.max_history:
-            with torch.no_grad():
-                chances = torch.sigmoid(setup.model.score(batch)[:, label]).tolist()  # type: ignore[operator]
-        row = {
-            "candidates": names,
-            "query": queries[query] if query >= 0 else None,
-            "features": batch.features.tolist(),
-            "history": [items[i] for i in batch.history[0, :past].tolist()],
-            "history_query": [
-                queries[q] if q >= 0 else ""
-                for q in batch.history_query[0, :past].tolist()
-            ],
-            "history_time_ms": batch.history_time[0, :past].tolist(),
-            "history_features": batch.history_features[0, :past].tolist(),
-        }
-        yield row, dict(zip(names, chances, strict=True))
-
-
-def feeds(
-    setup: TrainingRun, tables: str, text: None, longest: int
-) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """The same of a feed: a user's candidates of one time, each item once."""
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    devices = ["watch", *SEEN]
+    devices = ["watch", *SEEN]  # by code
     examples = ActionsDataset.load(
-        join(tables, "sequences"), "test", max_history=longest
+        join(tables, "sequences"), "test", max_history=max_history
     )
+    requests, scores = [], []
     for number in range(12):
         batch = examples.collate(np.array([number]))
-        shown, past = batch.candidate_item[0].tolist(), int(batch.valid.sum())
-        if len(set(shown)) < len(shown):
+        candidates = batch.candidate_item[0].tolist()
+        if len(set(candidates)) < len(candidates):
             continue
-        batch.candidate_time[:] = 99
+        batch.candidate_time[:] = 99  # one request shows all candidates
         batch.candidate_viewer[:] = 1
-        names = [items[i] for i in shown]
+        past = int(batch.valid.sum())  # number of events before the request
+        names = [items[i] for i in candidates]
         with torch.no_grad():
             chances = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
-        row = {
+        viewer_codes = batch.viewer[0, :past, 0].tolist()
+        request = {
             "candidates": names,
             "timestamp_ms": 99,
             "viewer_device": devices[1],
@@ -163,32 +78,33 @@ def feeds(
             "history": [items[i] for i in batch.item[0, :past].tolist()],
             "history_actions": batch.action[0, :past].tolist(),
             "history_time_ms": batch.time[0, :past].tolist(),
-            "history_viewer_device": [
-                devices[v] for v in batch.viewer[0, :past, 0].tolist()
-            ],
+            "history_viewer_device": [devices[code] for code in viewer_codes],
         }
-        yield row, dict(zip(names, chances, strict=True))
+        requests.append(request)
+        scores.append(dict(zip(names, chances, strict=True)))
+    return requests, scores
 
 
-REQUESTS: dict[str, Any] = {"search": searches, "actions": feeds}
-
-
-def ranked(served: ServedModel, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    found = served.predict(None, pd.DataFrame(rows))
-    return [
-        dict(zip(items, scores, strict=True))
-        for items, scores in zip(*map(found.get, found.columns), strict=True)
-    ]
+REQUEST_BUILDERS: dict[str, Any] = {
+    "search": build_search_requests,
+    "actions": build_feed_requests,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_served_scores_are_those_of_training(
-    name: str, made: dict[str, tuple[str, str | None]], tmp_path: Path
+def test_served_scores_equal_the_modules_scores(
+    name: str, inputs: dict[str, tuple[str, str | None]], tmp_path: Path
 ) -> None:
     family = registry.find(MODELS[name]["name"]).family
-    tables, text = made[family]
-    setup, served = serve(name, tmp_path, tables, text, longest=12)
-    rows, chances = zip(*REQUESTS[family](setup, tables, text, 12), strict=True)
-    assert sum(len(row["history"]) > 3 for row in rows) >= 3
-    for found, want in zip(ranked(served, list(rows)), chances, strict=True):
-        assert found == pytest.approx(want, abs=1e-5)
+    tables, text = inputs[family]
+    setup, served = serve_ranker(MODELS[name], tmp_path, tables, text, max_history=12)
+    requests, expected_scores = REQUEST_BUILDERS[family](setup, tables, 12)
+    assert sum(len(request["history"]) > 3 for request in requests) >= 3
+
+    answers = served.predict(None, pd.DataFrame(requests))
+
+    for items, scores, expected in zip(
+        answers["item_id"], answers["score"], expected_scores, strict=True
+    ):
+        scores_by_item = dict(zip(items, scores, strict=True))
+        assert scores_by_item == pytest.approx(expected, abs=1e-5)
