@@ -1,5 +1,8 @@
-"""Batch inference: its scores are those that an evaluation measures and that a served
-request gets, and it makes the same table in this process as by Ray."""
+"""Test batch inference.
+
+Its tables agree with the metrics of an evaluation and with served answers, and are the
+same with and without Ray.
+"""
 
 from __future__ import annotations
 
@@ -32,312 +35,366 @@ from tests.fixtures.training_tables import write, write_tables
 from tests.fixtures.trainings import build_training
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
+SEARCH_LABELS = ("click", "purchase")
 
 
-def rows(folder: str, table: str) -> list[dict[str, Any]]:
+def read_rows(folder: str, table: str) -> list[dict[str, Any]]:
+    """Return the rows of a table as dictionaries."""
     return read_table(folder, table).to_pylist()
 
 
-def test_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def read_item_ids(tables: str) -> list[str]:
+    """Return the item ids by item index."""
+    return [row["item_id"] for row in read_rows(f"{tables}/items", "items")]
+
+
+def save_sasrec(folder: Path, tables: str) -> str:
+    """Save an untrained SASRec; return the path of its checkpoint."""
+    setup = build_training(SASREC, FitConfig(batch_size=8), Inputs(tables))
+    path = str(folder / "sasrec")
+    checkpoint.save(path, setup.model, setup.checkpoint(epoch=1))
+    return path
+
+
+def test_search_scores_match_the_log_the_metrics_and_served_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tables, text = write_search(tmp_path / "log", parts=2)
     setup, served = serve_ranker(
         {"name": "qgs"}, tmp_path, tables, text, max_history=12
     )
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "checkpoint": str(tmp_path / "qgs"),
         "tables": tables,
         "text": text,
     }
     out = str(tmp_path / "out")
-    run(Config(**given, batch_inference=out, batch_size=7))
-    assert (
-        "Scores of qgs on test: 240 candidates of 40 requests written."
-        in capsys.readouterr().out
-    )
-    found = rows(out, "scores")
 
-    items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
-    queries = [*read_table(f"{tables}/queries", "queries")["query"].to_pylist(), None]
-    names, labels, chances, per_request = ("click", "purchase"), [], [], []
-    users = [
-        (row["user_id"], each)
-        for row in rows(f"{tables}/sequences", "sequences")
-        for each in row["requests"]
+    run(Config(**options, batch_inference=out, batch_size=7))
+
+    message = "Scores of qgs on test: 240 candidates of 40 requests written."
+    assert message in capsys.readouterr().out
+    rows = read_rows(out, "scores")
+    labels, scores = check_search_rows(rows, tables)
+
+    metrics = evaluate(options["checkpoint"], Inputs(tables, text=text))[0].metrics
+    click_aucs = [
+        roc_auc_score(request_labels[:, 0], request_scores[:, 0])
+        for request_labels, request_scores in zip(labels, scores, strict=True)
+        if 0 < request_labels[:, 0].sum() < len(request_labels)
     ]
-    asked = [(user, each) for user, each in users if each["split"] == "test"]
-    for row, (user, request) in zip(found, asked, strict=True):
-        assert (row["user_id"], row["timestamp_ms"]) == (user, request["timestamp_ms"])
-        assert row["query"] == queries[request["query_index"]]
-        assert row["score_click"] == sorted(row["score_click"], reverse=True)
-        place = [
-            request["candidates"].index(items.index(item)) for item in row["item_id"]
-        ]
-        assert sorted(place) == list(range(6))
-        labels.append(
-            np.array([[request[f"label_{name}"][i] for name in names] for i in place])
-        )
-        chances.append(np.array([row[f"score_{name}"] for name in names]).T)
-        if 0 < labels[-1][:, 0].sum() < 6:
-            per_request.append(roc_auc_score(labels[-1][:, 0], chances[-1][:, 0]))
-        for i, name in enumerate(names):
-            assert row[f"label_{name}"] == labels[-1][:, i].tolist()
-    metrics = evaluate(given["checkpoint"], Inputs(tables, text=text))[0].metrics
-    label, chance = np.concatenate(labels), np.concatenate(chances).astype(float)
-    assert metrics["gauc"] == pytest.approx(np.mean(per_request))
+    assert metrics["gauc"] == pytest.approx(np.mean(click_aucs))
+    all_labels = np.concatenate(labels)
+    all_scores = np.concatenate(scores).astype(float)
     for i, prefix in enumerate(("", "purchase/")):
         assert metrics[f"{prefix}auc"] == pytest.approx(
-            roc_auc_score(label[:, i], chance[:, i]), abs=1e-5
+            roc_auc_score(all_labels[:, i], all_scores[:, i]), abs=1e-5
         )
         assert metrics[f"{prefix}log_loss"] == pytest.approx(
-            log_loss(label[:, i], chance[:, i]), abs=1e-5
+            log_loss(all_labels[:, i], all_scores[:, i]), abs=1e-5
         )
 
     requests, _ = build_search_requests(setup, tables, 12)
-    for name in names:
+    for name in SEARCH_LABELS:
         answers = served.predict(None, pd.DataFrame(requests), {"label": name})
-        for row, items_, scores in zip(
-            found[:8], answers["item_id"], answers["score"], strict=True
+        for row, answer_items, answer_scores in zip(
+            rows[:8], answers["item_id"], answers["score"], strict=True
         ):
-            wanted = dict(zip(row["item_id"], row[f"score_{name}"], strict=True))
-            assert dict(zip(items_, scores, strict=True)) == pytest.approx(
-                wanted, abs=1e-5
-            )
+            expected = dict(zip(row["item_id"], row[f"score_{name}"], strict=True))
+            answer = dict(zip(answer_items, answer_scores, strict=True))
+            assert answer == pytest.approx(expected, abs=1e-5)
 
-    run(Config(**given, batch_inference=out))
-    assert (
-        "already exist, from the same checkpoint and tables; nothing to do"
-        in capsys.readouterr().out
-    )
+
+def check_search_rows(
+    rows: list[dict[str, Any]], tables: str
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Check that rows of scores follow the test requests of the log.
+
+    Returns:
+        Labels and scores of each request's candidates, of shape (candidates, labels).
+    """
+    item_ids = read_item_ids(tables)
+    queries = [row["query"] for row in read_rows(f"{tables}/queries", "queries")]
+    queries.append(None)
+    test_requests = [
+        (user["user_id"], request)
+        for user in read_rows(f"{tables}/sequences", "sequences")
+        for request in user["requests"]
+        if request["split"] == "test"
+    ]
+    labels, scores = [], []
+    for row, (user_id, request) in zip(rows, test_requests, strict=True):
+        assert row["user_id"] == user_id
+        assert row["timestamp_ms"] == request["timestamp_ms"]
+        assert row["query"] == queries[request["query_index"]]
+        assert row["score_click"] == sorted(row["score_click"], reverse=True)
+        item_indices = [item_ids.index(item_id) for item_id in row["item_id"]]
+        positions = [request["candidates"].index(item) for item in item_indices]
+        assert sorted(positions) == list(range(6))
+        logged = {
+            name: [request[f"label_{name}"][position] for position in positions]
+            for name in SEARCH_LABELS
+        }
+        for name in SEARCH_LABELS:
+            assert row[f"label_{name}"] == logged[name]
+        labels.append(np.array([logged[name] for name in SEARCH_LABELS]).T)
+        scores.append(np.array([row[f"score_{name}"] for name in SEARCH_LABELS]).T)
+    return labels, scores
+
+
+def test_existing_scores_are_kept_or_replaced_with_overwrite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables, text = write_search(tmp_path / "log", parts=2)
+    serve_ranker({"name": "qgs"}, tmp_path, tables, text, max_history=12)
+    options: dict[str, Any] = {
+        "checkpoint": str(tmp_path / "qgs"),
+        "tables": tables,
+        "text": text,
+        "batch_inference": str(tmp_path / "out"),
+    }
+    run(Config(**options, batch_size=7))
+    capsys.readouterr()
+
+    run(Config(**options))
+    message = "already exist, from the same checkpoint and tables; nothing to do"
+    assert message in capsys.readouterr().out
+
     with pytest.raises(
         UserError,
         match="holds other scores; choose another folder or replace it with --overwrite",
     ):
-        run(Config(**given, batch_inference=out, split="val"))
-    run(Config(**given, batch_inference=out, split="val", overwrite=True))
-    assert (
-        "Scores of qgs on val: 240 candidates of 40 requests written."
-        in capsys.readouterr().out
-    )
+        run(Config(**options, split="val"))
+
+    run(Config(**options, split="val", overwrite=True))
+    message = "Scores of qgs on val: 240 candidates of 40 requests written."
+    assert message in capsys.readouterr().out
 
 
-def test_feeds(tmp_path: Path) -> None:
+def collect_by_event(
+    rows: list[dict[str, Any]], prefix: str
+) -> dict[tuple[str, int, str], list[float]]:
+    """Return a value per task by user id, time and item id.
+
+    Args:
+        rows: Rows of the table of scores.
+        prefix: `score_` or `label_`.
+    """
+    values_by_event = {}
+    for row in rows:
+        columns = [row[f"{prefix}{task}"] for task in TASKS]
+        for item, *values in zip(row["item_id"], *columns, strict=True):
+            values_by_event[row["user_id"], row["timestamp_ms"], item] = values
+    return values_by_event
+
+
+def test_feed_scores_match_the_log_the_metrics_and_served_answers(
+    tmp_path: Path,
+) -> None:
     tables = write_actions(tmp_path / "log", items=300, viewers=True, parts=2)
     _, served = serve_ranker(
         {"name": "attn_mvp"}, tmp_path, tables, None, max_history=12
     )
-    place, inputs, out = (
+    path, inputs, out = (
         str(tmp_path / "attn_mvp"),
         Inputs(tables),
         str(tmp_path / "out"),
     )
+
     manifest, _ = infer_all(
-        place, inputs, out, InferenceOptions(batch_size=7, users_per_part=20)
+        path, inputs, out, InferenceOptions(batch_size=7, users_per_part=20)
     )
-    found = rows(out, "scores")
-    items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
-    events = {
-        (row["user_id"], row["timestamp_ms"][i], items[row["item_index"][i]]): row[
-            "tasks"
-        ][i]
-        for row in rows(f"{tables}/sequences", "sequences")
-        for i in range(row["val_end"], len(row["item_index"]))
-    }
-    scored = {
-        (row["user_id"], row["timestamp_ms"], item): scores
-        for row in found
-        for item, *scores in zip(
-            row["item_id"], *(row[f"score_{task}"] for task in TASKS), strict=True
-        )
-    }
-    assert set(scored) == set(events)
-    assert (
-        len(events) == manifest.info["candidates"]
-    )  # nobody is shown an item twice at one time
-    labelled = {
-        (row["user_id"], row["timestamp_ms"], item): list(labels)
-        for row in found
-        for item, *labels in zip(
-            row["item_id"], *(row[f"label_{task}"] for task in TASKS), strict=True
-        )
-    }
-    assert labelled == {key: list(tasks) for key, tasks in events.items()}
-    metrics = evaluate(place, inputs)[0].metrics
-    label, chance = (
-        np.array([of[key] for key in events], float) for of in (events, scored)
-    )
+
+    rows = read_rows(out, "scores")
+    item_ids = read_item_ids(tables)
+    users = read_rows(f"{tables}/sequences", "sequences")
+    logged = {}
+    for user in users:
+        for i in range(user["val_end"], len(user["item_index"])):
+            item_id = item_ids[user["item_index"][i]]
+            event = (user["user_id"], user["timestamp_ms"][i], item_id)
+            logged[event] = list(user["tasks"][i])
+    scored = collect_by_event(rows, "score_")
+    assert set(scored) == set(logged)
+    # No user is shown an item twice at one time, so no event is lost in `logged`.
+    assert len(logged) == manifest.info["candidates"]
+    assert collect_by_event(rows, "label_") == logged
+
+    metrics = evaluate(path, inputs)[0].metrics
+    labels = np.array([logged[event] for event in logged], float)
+    scores = np.array([scored[event] for event in logged], float)
     for i, task in enumerate(TASKS):
         assert metrics[f"{task}/auc"] == pytest.approx(
-            roc_auc_score(label[:, i], chance[:, i]), abs=1e-5
+            roc_auc_score(labels[:, i], scores[:, i]), abs=1e-5
         )
         assert metrics[f"{task}/log_loss"] == pytest.approx(
-            log_loss(label[:, i], chance[:, i]), abs=1e-5
+            log_loss(labels[:, i], scores[:, i]), abs=1e-5
         )
 
-    devices, examples = (
-        ["watch", *SEEN],
-        ActionsDataset.load(f"{tables}/sequences", "test", max_history=12),
-    )
-    users = {
-        row["user_id"]: i
-        for i, row in enumerate(rows(f"{tables}/sequences", "sequences"))
-    }
-    of_user = {int(examples.user[number]): number for number in range(len(examples))}
-    several = 0
-    for row in found[:40]:
-        batch = examples.collate(np.array([of_user[users[row["user_id"]]]]))
-        past, mine = (
-            int(batch.valid.sum()),
-            batch.candidate_time[0] == row["timestamp_ms"],
-        )
-        shown = [items[i] for i in batch.candidate_item[0, mine].tolist()]
-        several += len(shown) > 1
+    devices = ["watch", *SEEN]  # by code
+    examples = ActionsDataset.load(f"{tables}/sequences", "test", max_history=12)
+    row_of_user = {user["user_id"]: i for i, user in enumerate(users)}
+    example_of_row = {int(examples.user[i]): i for i in range(len(examples))}
+    num_with_several_candidates = 0
+    for row in rows[:40]:
+        example = example_of_row[row_of_user[row["user_id"]]]
+        batch = examples.collate(np.array([example]))
+        past = int(batch.valid.sum())  # number of events before the request
+        in_request = batch.candidate_time[0] == row["timestamp_ms"]
+        candidates = batch.candidate_item[0, in_request].tolist()
+        num_with_several_candidates += len(candidates) > 1
+        viewer_codes = batch.viewer[0, :past, 0].tolist()
         request = {
-            "candidates": shown,
+            "candidates": [item_ids[i] for i in candidates],
             "timestamp_ms": row["timestamp_ms"],
-            "viewer_device": devices[batch.candidate_viewer[0, mine][0, 0]],
-            "features": batch.candidate_feature[0, mine].tolist(),
-            "history": [items[i] for i in batch.item[0, :past].tolist()],
+            "viewer_device": devices[batch.candidate_viewer[0, in_request][0, 0]],
+            "features": batch.candidate_feature[0, in_request].tolist(),
+            "history": [item_ids[i] for i in batch.item[0, :past].tolist()],
             "history_actions": batch.action[0, :past].tolist(),
             "history_time_ms": batch.time[0, :past].tolist(),
-            "history_viewer_device": [
-                devices[v] for v in batch.viewer[0, :past, 0].tolist()
-            ],
+            "history_viewer_device": [devices[code] for code in viewer_codes],
         }
-        answer = served.predict(None, pd.DataFrame([request]), {"label": "like"})
-        wanted = dict(zip(row["item_id"], row["score_like"], strict=True))
-        assert dict(
-            zip(answer["item_id"][0], answer["score"][0], strict=True)
-        ) == pytest.approx(wanted, abs=1e-5)
-    assert several > 3
+        frame = served.predict(None, pd.DataFrame([request]), {"label": "like"})
+        answer = dict(zip(frame["item_id"][0], frame["score"][0], strict=True))
+        expected = dict(zip(row["item_id"], row["score_like"], strict=True))
+        assert answer == pytest.approx(expected, abs=1e-5)
+    assert num_with_several_candidates > 3
 
 
-def test_recommendations(tmp_path: Path) -> None:
-    """After a log without its last events, what comes next is what the evaluation asks
-    for.
-    """
+def test_recommendations_match_the_metrics_and_served_answers(tmp_path: Path) -> None:
+    """The log without each user's last event has the test requests as its next ones."""
     tables, _ = write_tables(tmp_path / "log")
-    setup = build_training(SASREC, FitConfig(batch_size=8), Inputs(tables))
-    place = str(tmp_path / "sasrec")
-    checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
-    before, sequences = (
-        str(tmp_path / "before"),
-        read_table(f"{tables}/sequences", "sequences"),
-    )
-    shutil.copytree(tables, before)
-    shorter = [
-        {
-            name: value[:-1] if isinstance(value, list) else value
-            for name, value in row.items()
-        }
-        for row in sequences.to_pylist()
-    ]
+    path = save_sasrec(tmp_path, tables)
+    shortened_tables = str(tmp_path / "shortened")
+    shutil.copytree(tables, shortened_tables)
+    sequences = read_table(f"{tables}/sequences", "sequences")
+    shortened = []
+    for user in sequences.to_pylist():
+        columns = user.items()
+        shortened.append({k: v[:-1] if isinstance(v, list) else v for k, v in columns})
     write(
-        f"{before}/sequences",
+        f"{shortened_tables}/sequences",
         "sequences",
-        pa.Table.from_pylist(shorter, sequences.schema),
+        pa.Table.from_pylist(shortened, sequences.schema),
         {"kind": "retrieval", "users": 60, "items": 24},
         {},
     )
     out = str(tmp_path / "out")
-    infer_all(place, Inputs(before), out, InferenceOptions(k=10))
-    found = rows(out, "recommendations")
-    items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
-    targets = [items[row["item_index"][-1]] for row in sequences.to_pylist()]
-    recall = np.mean(
-        [target in row["item_id"] for target, row in zip(targets, found, strict=True)]
-    )
-    assert evaluate(place, Inputs(tables))[0].metrics["recall@10"] == pytest.approx(
-        recall
-    )
+
+    infer_all(path, Inputs(shortened_tables), out, InferenceOptions(k=10))
+
+    rows = read_rows(out, "recommendations")
+    item_ids = read_item_ids(tables)
+    targets = [item_ids[user["item_index"][-1]] for user in sequences.to_pylist()]
+    hits = [target in row["item_id"] for target, row in zip(targets, rows, strict=True)]
+    recall = np.mean(hits)
+    metrics = evaluate(path, Inputs(tables))[0].metrics
+    assert metrics["recall@10"] == pytest.approx(recall)
     assert 0 < recall < 1
 
-    write_bundle(tmp_path / "data", place, Inputs(tables))
+    write_bundle(tmp_path / "data", path, Inputs(tables))
     served = ServedModel()
     served.load_context(
         SimpleNamespace(artifacts={"data": str(tmp_path / "data")}, model_config=None)
     )
-    requests = [{"history": [items[i] for i in row["item_index"]]} for row in shorter]
+    requests = [
+        {"history": [item_ids[i] for i in user["item_index"]]} for user in shortened
+    ]
     answers = served.predict(None, pd.DataFrame(requests), {"k": 10})
-    for row, item, score in zip(
-        found, answers["item_id"], answers["score"], strict=True
+    for row, ranking, scores in zip(
+        rows, answers["item_id"], answers["score"], strict=True
     ):
-        assert item == row["item_id"]
-        assert score == pytest.approx(row["score"], abs=1e-5)
+        assert ranking == row["item_id"]
+        assert scores == pytest.approx(row["score"], abs=1e-5)
 
 
 @pytest.mark.parametrize(("split", "unseen"), [("test", None), ("val", True)])
-def test_figures_of_a_split_can_be_computed_from_its_table(
+def test_metrics_of_a_split_can_be_computed_from_its_recommendations(
     split: str, unseen: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables, _ = write_tables(tmp_path / "log", parts=2)
-    setup = build_training(SASREC, FitConfig(batch_size=8), Inputs(tables))
-    place, out = str(tmp_path / "sasrec"), str(tmp_path / "out")
-    checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
-    given: dict[str, Any] = {"checkpoint": place, "tables": tables, "split": split}
+    path, out = save_sasrec(tmp_path, tables), str(tmp_path / "out")
 
-    run(Config(**given, batch_inference=out, k=20, batch_size=7, unseen=unseen))
-
-    assert (
-        f"Recommendations of sasrec on {split}: top 20 of 60 requests written."
-        in capsys.readouterr().out
+    run(
+        Config(
+            checkpoint=path,
+            tables=tables,
+            split=split,
+            batch_inference=out,
+            k=20,
+            batch_size=7,
+            unseen=unseen,
+        )
     )
-    found = rows(out, "recommendations")
-    items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
-    asked = [
-        (user["user_id"], place, request, user["item_index"])
-        for user in rows(f"{tables}/sequences", "sequences")
-        for place, request in enumerate(user["requests"])
+
+    message = f"Recommendations of sasrec on {split}: top 20 of 60 requests written."
+    assert message in capsys.readouterr().out
+    rows = read_rows(out, "recommendations")
+    check_recommendation_rows(rows, tables, split, unseen=bool(unseen))
+
+    options = {"unseen": unseen} if unseen else {}
+    metrics = evaluate(path, Inputs(tables), split=split, options=options)[0].metrics
+    first_rows = [row for row in rows if not row["target_is_known"]]
+    for prefix, prefix_rows in (("", rows), ("first/", first_rows)):
+        for k in (1, 10, 20):
+            hits = [row for row in prefix_rows if row["target"] in row["item_id"][:k]]
+            ranks = [row["item_id"].index(row["target"]) for row in hits]
+            gains = [1 / np.log2(2 + rank) for rank in ranks]
+            assert metrics[f"{prefix}recall@{k}"] == len(hits) / len(prefix_rows)
+            assert metrics[f"{prefix}ndcg@{k}"] == pytest.approx(
+                sum(gains) / len(prefix_rows)
+            )
+
+
+def check_recommendation_rows(
+    rows: list[dict[str, Any]], tables: str, split: str, unseen: bool
+) -> None:
+    """Check that rows of recommendations follow the requests of the split in the log."""
+    item_ids = read_item_ids(tables)
+    requests = [
+        (user, number, request)
+        for user in read_rows(f"{tables}/sequences", "sequences")
+        for number, request in enumerate(user["requests"])
         if request["split"] == split
     ]
-    for row, (user_id, place_, request, behaviours) in zip(found, asked, strict=True):
-        target, past = request["candidates"][0], behaviours[: request["history_end"]]
-        assert (row["user_id"], row["request"]) == (user_id, place_)
+    for row, (user, number, request) in zip(rows, requests, strict=True):
+        target = request["candidates"][0]
+        history = user["item_index"][: request["history_end"]]
+        assert (row["user_id"], row["request"]) == (user["user_id"], number)
         assert row["timestamp_ms"] == request["timestamp_ms"]
-        assert row["target"] == items[target]
-        assert row["target_is_known"] == (target in past)
+        assert row["target"] == item_ids[target]
+        assert row["target_is_known"] == (target in history)
         assert row["score"] == sorted(row["score"], reverse=True)
         if unseen:
-            assert not {items[item] for item in past} & set(row["item_id"])
-    options = {"unseen": unseen} if unseen else {}
-    metrics = evaluate(place, Inputs(tables), split=split, options=options)[0].metrics
-    for prefix, counted in (
-        ("", found),
-        ("first/", [row for row in found if not row["target_is_known"]]),
-    ):
-        for k in (1, 10, 20):
-            ranks = [
-                row["item_id"].index(row["target"])
-                if row["target"] in row["item_id"][:k]
-                else None
-                for row in counted
-            ]
-            hits = [rank for rank in ranks if rank is not None]
-            gains = [1 / np.log2(2 + rank) for rank in hits]
-            assert metrics[f"{prefix}recall@{k}"] == len(hits) / len(counted)
-            assert metrics[f"{prefix}ndcg@{k}"] == pytest.approx(
-                sum(gains) / len(counted)
-            )
+            assert not {item_ids[item] for item in history} & set(row["item_id"])
 
 
 @pytest.mark.parametrize("name", ["qgs", "attn_mvp"])
-def test_ray_makes_the_same_table(name: str, ray_local: None, tmp_path: Path) -> None:
-    tables, text = (
-        write_search(tmp_path)
-        if name == "qgs"
-        else (write_actions(tmp_path, viewers=True), None)
-    )
+def test_inference_on_ray_writes_the_same_table(
+    name: str, ray_local: None, tmp_path: Path
+) -> None:
+    text = None
+    if name == "qgs":
+        tables, text = write_search(tmp_path)
+    else:
+        tables = write_actions(tmp_path, viewers=True)
     serve_ranker({"name": name}, tmp_path, tables, text, max_history=12)
-    given, found = (str(tmp_path / name), Inputs(tables, text=text)), []
+
+    rows_by_actors = {}
     for actors in (1, 2):
+        out = str(tmp_path / f"out{actors}")
         infer_all(
-            *given,
-            str(tmp_path / f"out{actors}"),
+            str(tmp_path / name),
+            Inputs(tables, text=text),
+            out,
             InferenceOptions(users_per_part=15),
             Workers(actors),
         )
-        found.append(rows(str(tmp_path / f"out{actors}"), "scores"))
-    for mine, theirs in zip(*found, strict=True):
-        for column, value in mine.items():
-            assert theirs[column] == (
-                pytest.approx(value, abs=1e-6) if column.startswith("score") else value
-            )
+        rows_by_actors[actors] = read_rows(out, "scores")
+
+    for row, ray_row in zip(rows_by_actors[1], rows_by_actors[2], strict=True):
+        for column, value in row.items():
+            if column.startswith("score"):
+                assert ray_row[column] == pytest.approx(value, abs=1e-6)
+            else:
+                assert ray_row[column] == value

@@ -1,6 +1,4 @@
-"""Evaluation: the same figures whole, in shards, by brute force and in MLflow; all
-users to a table.
-"""
+"""Test the evaluation of retrieval models, its record in MLflow, and batch inference."""
 
 from __future__ import annotations
 
@@ -10,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,11 +27,11 @@ from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.comparison.load import compare, load_rows
 from pipelines.comparison.runs import select
-from pipelines.comparison.tables import tables as tables_of
+from pipelines.comparison.tables import tables as build_tables
 from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import count_trained_items, evaluate
-from pipelines.evaluation.record import load_test_metrics, record_result
+from pipelines.evaluation.record import Result, load_test_metrics, record_result
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -49,8 +49,8 @@ TIGER = {
 
 
 @dataclass
-class World:
-    """Tables and a checkpoint of each model, with its MLflow run."""
+class Evaluation:
+    """Tables, and a checkpoint of each model with its MLflow run."""
 
     folder: Path
     tables: str
@@ -59,16 +59,42 @@ class World:
 
     @property
     def inputs(self) -> Inputs:
+        """The tables and semantic IDs."""
         return Inputs(self.tables, self.sids)
 
-    def place(self, name: str) -> str:
+    def checkpoint_path(self, name: str) -> str:
+        """Return the path of a model's checkpoint."""
         return str(self.folder / name)
+
+    def load(self, name: str) -> tuple[torch.nn.Module, checkpoint.Checkpoint]:
+        """Load a model and the description of its checkpoint."""
+        catalogue = Catalogue.load(self.tables, self.sids)
+        return load_model(self.checkpoint_path(name), catalogue)
+
+    def load_examples(self, split: str, **options: Any) -> RetrievalDataset:
+        """Load the examples of a split."""
+        return RetrievalDataset.load(f"{self.tables}/sequences", split, **options)
+
+    def read_item_ids(self) -> list[str]:
+        """Return the item ids by item index."""
+        return read_table(f"{self.tables}/items", "items")["item_id"].to_pylist()
+
+
+def collate_user(examples: RetrievalDataset, number: int) -> Any:
+    """Return the batch of one example."""
+    return examples.collate(np.array([number]))
+
+
+def read_rankings(folder: Path) -> list[list[str]]:
+    """Return the item ids of each row of a table of recommendations."""
+    return read_table(str(folder), "recommendations").to_pydict()["item_id"]
 
 
 @pytest.fixture(scope="module")
-def world(
+def evaluation(
     new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
-) -> World:
+) -> Evaluation:
+    """Save two seeds of SASRec and a TIGER, untrained, with their MLflow runs."""
     folder = tmp_path_factory.mktemp("evaluation")
     tables, sids = write_tables(folder / "small", parts=2)
     uri = new_store(folder)
@@ -87,141 +113,142 @@ def world(
             config={"model": model, "fit": vars(fit)},
             hashes=setup.catalogue.hashes,
         )
-        checkpoint.save(
-            folder / name,
-            setup.model,
-            setup.checkpoint(epoch=1, step=4, tracking=run.to_dict()),
-        )
+        saved = setup.checkpoint(epoch=1, step=4, tracking=run.to_dict())
+        checkpoint.save(folder / name, setup.model, saved)
         tracking.Logger(run).end()
-    return World(folder, tables, sids, uri)
+    return Evaluation(folder, tables, sids, uri)
 
 
 @pytest.mark.parametrize("name", ["sasrec-1", "tiger"])
-def test_metrics_equal_scoring_by_hand(world: World, name: str) -> None:
-    result, _ = evaluate(world.place(name), world.inputs, batch_size=7)
-    model, about = load_model(
-        world.place(name), Catalogue.load(world.tables, world.sids)
+def test_metrics_equal_those_of_ranking_each_user_alone(
+    evaluation: Evaluation, name: str
+) -> None:
+    model, saved = evaluation.load(name)
+    max_history = saved.model.get("max_history", 20)
+    examples = evaluation.load_examples("test", max_history=max_history)
+    ranks = []  # of each user's target among all 24 items
+    top_items = []  # the first ten items of every user
+    for number in range(len(examples)):
+        batch = collate_user(examples, number)
+        ranking = model.recommend(batch, 24)[0][0].tolist()
+        ranks.append(ranking.index(batch.target.item()))
+        top_items += ranking[:10]
+
+    result, _ = evaluate(
+        evaluation.checkpoint_path(name), evaluation.inputs, batch_size=7
     )
-    examples = RetrievalDataset.load(
-        f"{world.tables}/sequences",
-        "test",
-        max_history=about.model.get("max_history", 20),
-    )
-    ranks, top = [], []
-    for row in range(
-        len(examples)
-    ):  # one user at a time, the rank of the target among all 24 items
-        batch = examples.collate(torch.tensor([row]).numpy())
-        items, _ = model.recommend(batch, 24)
-        ranks.append(items[0].tolist().index(batch.target.item()))
-        top += items[0, :10].tolist()
-    requests = [
-        request
-        for user in read_table(f"{world.tables}/sequences").to_pylist()
-        for request in user["requests"]
-    ]
-    counts = Counter(
-        request["candidates"][0] for request in requests if request["split"] == "train"
-    )
-    loaded = LoadedModel.load(world.place(name), world.inputs)
-    parts = [count_trained_items(loaded, world.inputs, rank, 3) for rank in range(3)]
-    assert sum(parts).tolist() == [counts[item] for item in range(24)]
-    assert result.metrics["coverage@10"] == len(set(top)) / 24
-    assert result.metrics["new_items@10"] == sum(
-        item not in counts for item in top
-    ) / len(top)
-    assert 0 < result.metrics["gini@10"] < 1
+
     assert result.examples == len(ranks) == 60
     for k in (1, 5, 10, 20):
-        assert result.metrics[f"recall@{k}"] == pytest.approx(
-            sum(rank < k for rank in ranks) / 60
-        )
+        recall = sum(rank < k for rank in ranks) / 60
+        assert result.metrics[f"recall@{k}"] == pytest.approx(recall)
         gains = sum(1 / math.log2(rank + 2) for rank in ranks if rank < k)
         assert result.metrics[f"ndcg@{k}"] == pytest.approx(gains / 60)
-    means, counts = decode_values(
-        result.by_user["recall@10"]
-    )  # of every user, in the order of the table's rows
-    assert means.tolist() == [float(rank < 10) for rank in ranks]
-    assert set(counts) == {1}
-    gained = [1 / math.log2(rank + 2) if rank < 10 else 0.0 for rank in ranks]
+
+    train_counts = count_training_targets(evaluation)
+    new_items = [item for item in top_items if item not in train_counts]
+    assert result.metrics["coverage@10"] == len(set(top_items)) / 24
+    assert result.metrics["new_items@10"] == len(new_items) / len(top_items)
+    assert 0 < result.metrics["gini@10"] < 1
+
+    # Values of every user, in the order of the table's rows.
+    recalls, num_requests = decode_values(result.by_user["recall@10"])
+    assert recalls.tolist() == [float(rank < 10) for rank in ranks]
+    assert set(num_requests) == {1}
+    gains_by_user = [1 / math.log2(rank + 2) if rank < 10 else 0.0 for rank in ranks]
     assert decode_values(result.by_user["ndcg@10"])[0] == pytest.approx(
-        gained, rel=2**-11
+        gains_by_user, rel=2**-11
     )
 
 
-def test_shards_add_up_to_the_whole(world: World, ray_local: None) -> None:
-    whole, _ = evaluate(world.place("sasrec-1"), Inputs(world.tables), split="val")
-    shards, _ = evaluate(
-        world.place("sasrec-1"), Inputs(world.tables), split="val", workers=Workers(2)
-    )
-    assert shards.examples == whole.examples
-    assert shards.metrics == pytest.approx(whole.metrics)
-    assert shards.device == "2 x cpu, 1 threads"
-    elsewhere, _ = evaluate(
-        world.place("sasrec-1"),
-        Inputs(world.tables),
-        split="val",
-        workers=Workers(remote=True),
-    )
-    assert elsewhere.metrics == pytest.approx(whole.metrics)
+def count_training_targets(evaluation: Evaluation) -> Counter[int]:
+    """Return how often each item is the target of a training request."""
+    counts: Counter[int] = Counter()
+    for user in read_table(f"{evaluation.tables}/sequences").to_pylist():
+        for request in user["requests"]:
+            if request["split"] == "train":
+                counts[request["candidates"][0]] += 1
+    return counts
 
 
-def test_gpus_that_the_cluster_has_not_are_refused(
-    world: World, ray_local: None
+@pytest.mark.parametrize("name", ["sasrec-1", "tiger"])
+def test_shards_of_trained_items_add_up_to_their_counts(
+    evaluation: Evaluation, name: str
 ) -> None:
+    loaded = LoadedModel.load(evaluation.checkpoint_path(name), evaluation.inputs)
+
+    shards = [
+        count_trained_items(loaded, evaluation.inputs, rank, 3) for rank in range(3)
+    ]
+
+    train_counts = count_training_targets(evaluation)
+    assert sum(shards).tolist() == [train_counts[item] for item in range(24)]
+
+
+def test_evaluation_in_shards_equals_the_whole(
+    evaluation: Evaluation, ray_local: None
+) -> None:
+    def evaluate_val(**options: Any) -> Result:
+        path = evaluation.checkpoint_path("sasrec-1")
+        return evaluate(path, Inputs(evaluation.tables), split="val", **options)[0]
+
+    whole = evaluate_val()
+    sharded = evaluate_val(workers=Workers(2))
+    remote = evaluate_val(workers=Workers(remote=True))
+
+    assert sharded.examples == whole.examples
+    assert sharded.metrics == pytest.approx(whole.metrics)
+    assert sharded.device == "2 x cpu, 1 threads"
+    assert remote.metrics == pytest.approx(whole.metrics)
+
+
+def test_more_gpus_than_the_cluster_has_are_refused(
+    evaluation: Evaluation, ray_local: None
+) -> None:
+    path, inputs = evaluation.checkpoint_path("sasrec-1"), Inputs(evaluation.tables)
     with pytest.raises(
         UserError, match=r"1 worker needs 1 GPUs, .* the cluster has 0 GPUs"
     ):
-        evaluate(
-            world.place("sasrec-1"),
-            Inputs(world.tables),
-            split="val",
-            workers=Workers(2, "cuda"),
-        )
+        evaluate(path, inputs, split="val", workers=Workers(2, "cuda"))
     with pytest.raises(UserError, match=r"2 workers need 2 GPUs, .* lower --shards"):
         infer_all(
-            world.place("sasrec-1"),
-            Inputs(world.tables),
-            str(world.folder / "none"),
-            workers=Workers(2, "cuda"),
+            path, inputs, str(evaluation.folder / "none"), workers=Workers(2, "cuda")
         )
 
 
-def test_results_reach_the_training_run_and_the_comparison(
-    world: World, capsys: pytest.CaptureFixture
+def test_results_are_logged_to_the_training_run_and_compared(
+    evaluation: Evaluation, capsys: pytest.CaptureFixture
 ) -> None:
     for name in ("sasrec-1", "sasrec-2", "tiger"):
-        run(
-            Config(
-                checkpoint=world.place(name),
-                tables=world.tables,
-                sids=world.sids if name == "tiger" else None,
-            )
-        )
+        sids = evaluation.sids if name == "tiger" else None
+        path = evaluation.checkpoint_path(name)
+        run(Config(checkpoint=path, tables=evaluation.tables, sids=sids))
     assert "sasrec on test: 60 requests of 60 users, seed 1" in capsys.readouterr().out
-    about = checkpoint.read(world.place("sasrec-1"))
-    metrics = load_test_metrics(tracking.RunRef(**about.tracking))
-    written = json.loads(
-        Path(world.place("sasrec-1"), "evaluation-test.json").read_text()
-    )
+
+    def load_metrics(name: str) -> dict[str, float]:
+        saved = checkpoint.read(evaluation.checkpoint_path(name))
+        return load_test_metrics(tracking.RunRef(**saved.tracking))
+
+    metrics = load_metrics("sasrec-1")
+    file = Path(evaluation.checkpoint_path("sasrec-1"), "evaluation-test.json")
+    written = json.loads(file.read_text())
     assert metrics["test/ndcg_at_10"] == written["metrics"]["ndcg@10"]
     assert metrics["test/examples"] == written["examples"] == 60
     assert metrics["test/users_per_s"] > 0
 
-    table, same_users, *_ = tables_of(compare(select(world.uri, ["retrieval/small"])))
-    assert [line[2:4] for line in same_users.cells] == [
-        ["2", "60"]
-    ]  # of TIGER and both of SASRec
+    table, same_users, *_ = build_tables(
+        compare(select(evaluation.uri, ["retrieval/small"]))
+    )
+    # TIGER is compared with both seeds of SASRec.
+    assert [line[2:4] for line in same_users.cells] == [["2", "60"]]
     rows = {
         cells[1]: dict(zip(table.header, cells, strict=True)) for cells in table.cells
     }
     assert set(rows) == {"sasrec-*", "tiger"}  # two seeds are one row
     assert rows["sasrec-*"]["seeds"] == "2"
-    trainings = [
-        tracking.RunRef(**checkpoint.read(world.place(name)).tracking)
-        for name in ("sasrec-1", "sasrec-2")
+    values = [
+        load_metrics(name)["test/ndcg_at_10"] for name in ("sasrec-1", "sasrec-2")
     ]
-    values = [load_test_metrics(training)["test/ndcg_at_10"] for training in trainings]
     mean = sum(values) / 2
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values))
     assert rows["sasrec-*"]["test/ndcg@10"] == f"{mean:.4f} ± {deviation:.4f}"
@@ -230,116 +257,124 @@ def test_results_reach_the_training_run_and_the_comparison(
     assert "| sasrec | sasrec-* | 2 |" in table.markdown()
 
 
-def test_figures_are_printed_where_the_run_is_gone(
-    world: World,
+def test_results_are_printed_and_written_even_without_the_training_run(
+    evaluation: Evaluation,
     new_store: Callable[[Path], str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    for gone in (new_store(tmp_path), "http://127.0.0.1:9"):
+    for uri_without_run in (new_store(tmp_path), "http://127.0.0.1:9"):
+        config = Config(
+            checkpoint=evaluation.checkpoint_path("sasrec-2"),
+            tables=evaluation.tables,
+            split="val",
+            tracking_uri=uri_without_run,
+        )
         with pytest.raises(
             UserError,
             match=r"are in .*evaluation-val\.json, but not in MLflow: .*; give the --tracking_uri",
         ):
-            run(
-                Config(
-                    checkpoint=world.place("sasrec-2"),
-                    tables=world.tables,
-                    split="val",
-                    tracking_uri=gone,
-                )
-            )
+            run(config)
         assert (
             "sasrec on val: 60 requests of 60 users, seed 2" in capsys.readouterr().out
         )
 
 
-def test_another_decoder_is_recorded_beside_the_plain_one(world: World) -> None:
-    result, about = evaluate(
-        world.place("tiger"), world.inputs, options={"beam": 6, "decoder": None}
-    )
-    place = record_result(result, about)
-    assert place.endswith("evaluation-test-beam-6.json")
-    rows = {row.name: row for row in load_rows(select(world.uri, ["retrieval/small"]))}
-    assert rows["tiger [beam 6]"].values("test/ndcg@10") == [result.metrics["ndcg@10"]]
-    assert rows["tiger [beam 6]"].values("test/ndcg@10") != rows["tiger"].values(
-        "test/ndcg@10"
+def test_an_evaluation_with_other_options_is_recorded_separately(
+    evaluation: Evaluation,
+) -> None:
+    result, saved = evaluate(
+        evaluation.checkpoint_path("tiger"),
+        evaluation.inputs,
+        options={"beam": 6, "decoder": None},
     )
 
+    path = record_result(result, saved)
 
-def test_what_is_not_defined_is_null(world: World) -> None:
-    result, about = evaluate(world.place("tiger"), world.inputs, options={"beam": 7})
+    assert path.endswith("evaluation-test-beam-6.json")
+    rows = load_rows(select(evaluation.uri, ["retrieval/small"]))
+    values = {row.name: row.values("test/ndcg@10") for row in rows}
+    assert values["tiger [beam 6]"] == [result.metrics["ndcg@10"]]
+    assert values["tiger [beam 6]"] != values["tiger"]
+
+
+def test_undefined_metrics_are_written_as_null(evaluation: Evaluation) -> None:
+    result, saved = evaluate(
+        evaluation.checkpoint_path("tiger"), evaluation.inputs, options={"beam": 7}
+    )
     result.metrics["gauc"] = math.nan
-    written = Path(record_result(result, replace(about, tracking=None))).read_text()
+
+    path = record_result(result, replace(saved, tracking=None))
+
     content = json.loads(
-        written, parse_constant=lambda word: pytest.fail(f"{word} is no JSON")
+        Path(path).read_text(),
+        parse_constant=lambda word: pytest.fail(f"{word} is no JSON"),
     )
     assert content["metrics"]["gauc"] is None
     assert content["metrics"]["ndcg@10"] == result.metrics["ndcg@10"]
 
 
-def test_mistakes_are_named(world: World, tmp_path: Path) -> None:
+def test_unusable_options_and_checkpoints_are_refused(
+    evaluation: Evaluation, tmp_path: Path
+) -> None:
+    sasrec, tiger = (
+        evaluation.checkpoint_path("sasrec-1"),
+        evaluation.checkpoint_path("tiger"),
+    )
     with pytest.raises(
         UserError, match="'sasrec' has no option --beam when recommending"
     ):
-        evaluate(world.place("sasrec-1"), Inputs(world.tables), options={"beam": 3})
+        evaluate(sasrec, Inputs(evaluation.tables), options={"beam": 3})
     with pytest.raises(UserError, match="needs semantic IDs; give --sids"):
-        evaluate(world.place("tiger"), Inputs(world.tables))
+        evaluate(tiger, Inputs(evaluation.tables))
     with pytest.raises(UserError, match="is not a checkpoint"):
-        evaluate(str(tmp_path), Inputs(world.tables))
+        evaluate(str(tmp_path), Inputs(evaluation.tables))
     with pytest.raises(
         UserError, match=r"'retrieval/smal' is not at .*there are retrieval/small"
     ):
-        select(world.uri, ["retrieval/smal"])
+        select(evaluation.uri, ["retrieval/smal"])
+
+
+def test_the_command_line_accepts_hyphens_and_refuses_unknown_keys() -> None:
+    words = ["--checkpoint", "c", "--tables", "t"]
+    assert parse(Config, [*words, "--batch-inference", "o"]).batch_inference == "o"
     with pytest.raises(
         UserError, match="unknown key 'splitt'; the nearest key is 'split'"
     ):
-        parse(Config, ["--checkpoint", "c", "--tables", "t", "--splitt", "val"])
-    assert (
-        parse(
-            Config, ["--checkpoint", "c", "--tables", "t", "--batch-inference", "o"]
-        ).batch_inference
-        == "o"
-    )
+        parse(Config, [*words, "--splitt", "val"])
 
 
-def test_all_users_to_a_table(
-    world: World, ray_local: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_recommendations_of_all_users_are_written_to_a_table(
+    evaluation: Evaluation,
+    ray_local: None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     output = str(tmp_path / "out")
-    arguments = (world.place("tiger"), world.inputs, output)
-    manifest, already = infer_all(
-        *arguments,
-        InferenceOptions(k=5, batch_size=7, users_per_part=25),
-        Workers(2),
-    )
+    arguments = (evaluation.checkpoint_path("tiger"), evaluation.inputs, output)
+    options = InferenceOptions(k=5, batch_size=7, users_per_part=25)
+
+    manifest, existed = infer_all(*arguments, options, Workers(2))
+
     assert "core_worker" not in capfd.readouterr().err
-    assert not already
+    assert not existed
     assert manifest.rows == 60
     assert manifest.info["users_below_k"] == 0
-    assert [part.rows for part in manifest.files] == [25, 5, 25, 5]  # of two files
+    # The table of sequences has two files of 30 users.
+    assert [part.rows for part in manifest.files] == [25, 5, 25, 5]
     table = read_table(output, "recommendations").to_pydict()
     assert table["user_id"] == [f"user-{i:04d}" for i in range(60)]
-    names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
-    model, _ = load_model(
-        world.place("tiger"), Catalogue.load(world.tables, world.sids)
-    )
-    examples = RetrievalDataset.load(f"{world.tables}/sequences", "next")
+    item_ids = evaluation.read_item_ids()
+    model, _ = evaluation.load("tiger")
+    examples = evaluation.load_examples("next")
     for user in (0, 31, 59):
-        items, scores = model.recommend(
-            examples.collate(torch.tensor([user]).numpy()), 5
-        )
-        assert table["item_id"][user] == [names[item] for item in items[0].tolist()]
+        items, scores = model.recommend(collate_user(examples, user), 5)
+        assert table["item_id"][user] == [item_ids[item] for item in items[0].tolist()]
         assert table["score"][user] == pytest.approx(scores[0].tolist(), rel=1e-4)
-    many, _ = infer_all(
-        *arguments[:2], str(tmp_path / "many"), InferenceOptions(k=1000)
-    )
-    found = read_table(str(tmp_path / "many"), "recommendations").to_pydict()["item_id"]
-    assert many.info["users_below_k"] == sum(len(items) < 1000 for items in found) == 60
-    assert infer_all(*arguments, InferenceOptions(k=5, users_per_part=25)) == (
-        read_manifest(output),
-        True,
-    )
+
+    # The same options find the table; others need --overwrite and no other writer.
+    same_options = InferenceOptions(k=5, users_per_part=25)
+    assert infer_all(*arguments, same_options) == (read_manifest(output), True)
     with pytest.raises(UserError, match=r"holds other recommendations; .*--overwrite"):
         infer_all(*arguments, InferenceOptions(k=4, users_per_part=25))
     with (
@@ -349,87 +384,105 @@ def test_all_users_to_a_table(
         infer_all(*arguments, InferenceOptions(k=4, users_per_part=25, overwrite=True))
 
 
-def test_allowed_items_alone_to_a_table(
-    world: World, ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture
+def test_the_manifest_counts_users_with_fewer_than_k_recommendations(
+    evaluation: Evaluation, ray_local: None, tmp_path: Path
 ) -> None:
-    items = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
+    manifest, _ = infer_all(
+        evaluation.checkpoint_path("tiger"),
+        evaluation.inputs,
+        str(tmp_path / "many"),
+        InferenceOptions(k=1000),
+    )
+
+    rankings = read_rankings(tmp_path / "many")
+    users_below_k = sum(len(ranking) < 1000 for ranking in rankings)
+    assert manifest.info["users_below_k"] == users_below_k == 60
+
+
+def test_recommendations_can_be_restricted_to_allowed_items(
+    evaluation: Evaluation,
+    ray_local: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    item_ids = evaluation.read_item_ids()
     stock = tmp_path / "stock.txt"
-    stock.write_text("\n".join(items[::5]))
+    stock.write_text("\n".join(item_ids[::5]))
     options = {
-        "checkpoint": world.place("tiger"),
-        "tables": world.tables,
-        "sids": world.sids,
+        "checkpoint": evaluation.checkpoint_path("tiger"),
+        "tables": evaluation.tables,
+        "sids": evaluation.sids,
         "allowed": str(stock),
     }
     with pytest.raises(ValueError, match="allowed is given without --batch_inference"):
         Config(**options)
     options |= {"batch_inference": str(tmp_path / "out"), "k": 24, "unseen": True}
+
     run(Config(**options))
+
     assert (
         "as the allowed set or the beam search has no more" in capsys.readouterr().out
     )
-    model, _ = load_model(
-        world.place("tiger"), Catalogue.load(world.tables, world.sids)
-    )
-    examples = RetrievalDataset.load(
-        f"{world.tables}/sequences", "next", max_history=1000
-    )
-    every, _ = model.recommend(
-        examples.collate(torch.arange(60).numpy()), 24, unseen=True
-    )
-    wanted = [
-        [items[item] for item in row if item >= 0 and item % 5 == 0]
-        for row in every.tolist()
+    model, _ = evaluation.load("tiger")
+    examples = evaluation.load_examples("next", max_history=1000)
+    batch = examples.collate(np.arange(60))
+    rankings, _ = model.recommend(batch, 24, unseen=True)
+    expected = [
+        [item_ids[item] for item in ranking if item >= 0 and item % 5 == 0]
+        for ranking in rankings.tolist()
     ]
-    assert (
-        read_table(str(tmp_path / "out"), "recommendations").to_pydict()["item_id"]
-        == wanted
-    )
+    assert read_rankings(tmp_path / "out") == expected
+
     run(Config(**options))
     assert "already exist" in capsys.readouterr().out
-    stock.write_text("\n".join(items[::6]))
+    stock.write_text("\n".join(item_ids[::6]))
     with pytest.raises(UserError, match="holds other recommendations"):
         run(Config(**options))
 
 
-def test_all_known_items_are_left_out_however_little_the_model_reads(
-    world: World, ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture
+def test_unseen_leaves_out_the_whole_history_even_if_the_model_reads_less(
+    evaluation: Evaluation,
+    ray_local: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
+    inputs = Inputs(evaluation.tables)
     setup = build_training(
-        {**SASREC, "max_history": 2}, FitConfig(batch_size=8), Inputs(world.tables)
+        {**SASREC, "max_history": 2}, FitConfig(batch_size=8), inputs
     )
-    checkpoint.save(tmp_path / "short", setup.model, setup.checkpoint(epoch=1))
-    arguments = (str(tmp_path / "short"), Inputs(world.tables))
-    result = run(Config(checkpoint=arguments[0], tables=world.tables, unseen=True))
-    whole = RetrievalDataset.load(f"{world.tables}/sequences", "test", max_history=1000)
-    hits, repeats, longest = 0, 0, 0
-    for row in range(len(whole)):
-        batch = whole.collate(torch.tensor([row]).numpy())
-        target, known = batch.target.item(), set(batch.history[0].tolist())
-        ranked = [
-            item
-            for item in setup.model.recommend(batch, 24)[0][0].tolist()
-            if item not in known
-        ]
-        hits += target in ranked[:10]
-        repeats += target in known
+    path = str(tmp_path / "short")
+    checkpoint.save(path, setup.model, setup.checkpoint(epoch=1))
+
+    result = run(Config(checkpoint=path, tables=evaluation.tables, unseen=True))
+
+    examples = evaluation.load_examples("test", max_history=1000)
+    hits = repeats = longest = 0
+    for number in range(len(examples)):
+        batch = collate_user(examples, number)
+        target = batch.target.item()
+        history = set(batch.history[0].tolist())
+        ranking = setup.model.recommend(batch, 24)[0][0].tolist()
+        unseen = [item for item in ranking if item not in history]
+        hits += target in unseen[:10]
+        repeats += target in history
         longest = max(longest, int(batch.history_length))
-    assert result.metrics["recall@10"] == pytest.approx(hits / len(whole))
+    assert result.metrics["recall@10"] == pytest.approx(hits / len(examples))
     assert longest > 2
     assert repeats > 0
-    assert (
+    note = (
         f"note: {repeats} requests of 60 have a target from the history, which --unseen"
-        in capsys.readouterr().out
     )
-    options = {"unseen": True}
+    assert note in capsys.readouterr().out
+
     infer_all(
-        *arguments,
+        path,
+        inputs,
         str(tmp_path / "out"),
-        InferenceOptions(k=24, recommend=options),
+        InferenceOptions(k=24, recommend={"unseen": True}),
     )
-    found = read_table(str(tmp_path / "out"), "recommendations").to_pydict()["item_id"]
-    names = read_table(f"{world.tables}/items", "items")["item_id"].to_pylist()
-    after = RetrievalDataset.load(f"{world.tables}/sequences", "next", max_history=1000)
-    for row, items in enumerate(found):
-        history = after.collate(torch.tensor([row]).numpy()).history[0].tolist()
-        assert sorted(items) == sorted(set(names) - {names[item] for item in history})
+    item_ids = evaluation.read_item_ids()
+    next_examples = evaluation.load_examples("next", max_history=1000)
+    for number, ranking in enumerate(read_rankings(tmp_path / "out")):
+        batch = collate_user(next_examples, number)
+        history_ids = {item_ids[item] for item in batch.history[0].tolist()}
+        assert sorted(ranking) == sorted(set(item_ids) - history_ids)
