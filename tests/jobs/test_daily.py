@@ -1,9 +1,11 @@
-"""jobs.daily: a log by days, from files to a registered model, in one line that can be
-stopped anywhere.
+"""Test jobs.daily, which turns each day's new files into a registered model.
+
+The command can be killed at any time and repeated.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +36,18 @@ ROOT = Path(__file__).parents[2]
 DAYS = 4
 
 
-def write_parts(folder: Path) -> None:
-    """A simulated log in parts of equally many events."""
-    simulate.run(
-        simulate.Config(
-            output=str(folder / "all"), users=200, items=60, events=2000, files=DAYS
-        )
+def simulate_days(folder: Path) -> None:
+    """Write a simulated log to `folder / "all"`, with a file of events per day."""
+    config = simulate.Config(
+        output=str(folder / "all"), users=200, items=60, events=2000, files=DAYS
     )
+    simulate.run(config)
 
 
-def config_of(folder: Path, **more: Any) -> Path:
-    source = {
-        **yaml.safe_load((ROOT / "jobs/configs/sources/simulated.yaml").read_text())
-    }
-    (folder / "source.yaml").write_text(yaml.safe_dump(source))
+def write_config(folder: Path, **changes: Any) -> Path:
+    """Write the config of a daily job that trains a small TIGER; return its path."""
+    source = (ROOT / "jobs/configs/sources/simulated.yaml").read_text()
+    (folder / "source.yaml").write_text(source)
     content: dict[str, Any] = {
         "output": str(folder / "out"),
         "prepare": {
@@ -68,23 +69,23 @@ def config_of(folder: Path, **more: Any) -> Path:
         "max_drop": {"recall@10": 1.0},
         "register": "simulated",
     }
-    (folder / "daily.yaml").write_text(yaml.safe_dump(content | more))
+    (folder / "daily.yaml").write_text(yaml.safe_dump(content | changes))
     return folder / "daily.yaml"
 
 
-def add(folder: Path, *numbers: int) -> None:
-    (folder / "raw").mkdir(exist_ok=True)
-    for name in (
-        "items.parquet",
-        *(f"events-{number:05}.parquet" for number in numbers),
-    ):
-        if not (
-            folder / "raw" / name
-        ).exists():  # its time of change is what tells a file that was read
-            (folder / "raw" / name).write_bytes((folder / "all" / name).read_bytes())
+def add_days(folder: Path, *numbers: int) -> None:
+    """Copy days of the simulated log to the folder of raw files."""
+    raw = folder / "raw"
+    raw.mkdir(exist_ok=True)
+    events = [f"events-{number:05}.parquet" for number in numbers]
+    for name in ("items.parquet", *events):
+        # A file that was read is known by its time of change, so it is not rewritten.
+        if not (raw / name).exists():
+            (raw / name).write_bytes((folder / "all" / name).read_bytes())
 
 
-def daily(config: Path) -> subprocess.Popen[str]:
+def start_daily(config: Path) -> subprocess.Popen[str]:
+    """Start the daily job."""
     return subprocess.Popen(
         [sys.executable, "-m", "jobs.daily", "--config", str(config)],
         cwd=ROOT,
@@ -95,17 +96,23 @@ def daily(config: Path) -> subprocess.Popen[str]:
     )
 
 
-def done(config: Path) -> str:
-    process = daily(config)
-    said = process.communicate()[0]
-    assert process.returncode == 0, said
-    return said
+def run_daily(config: Path) -> str:
+    """Run the daily job to its end; return its output."""
+    process = start_daily(config)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    return output
 
 
-def results(folder: Path) -> dict[str, Any]:
-    """Hashes of the tables, codes and models, and what is noted of the days."""
+def read_days(folder: Path) -> list[dict[str, Any]]:
+    """Return the job's records of the days."""
+    return json.loads((folder / "out/days.json").read_text())
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Return the hashes of tables, codes and models, and the records of the days."""
     out = folder / "out"
-    days = json.loads((out / "days.json").read_text())
+    days = read_days(folder)
     tables = {
         name: read_manifest(str(out / "tables" / name)).hash
         for name in ("events", "items", "sequences")
@@ -117,92 +124,107 @@ def results(folder: Path) -> dict[str, Any]:
         day["name"]: checkpoint.weights_hash(str(out / "runs" / day["name"] / "best"))
         for day in days
     }
-    of_day = [
+    records = [
         {key: value for key, value in day.items() if key != "checkpoint"}
         for day in days
     ]
-    return {"tables": tables, "codes": codes, "models": models, "days": of_day}
+    return {"tables": tables, "codes": codes, "models": models, "days": records}
+
+
+def run_all_days(
+    folder: Path, kill_delays: Iterator[float], kills_per_day: int
+) -> tuple[str, float]:
+    """Run the job for each day of a simulated log, killed and repeated each day.
+
+    Args:
+        folder: New folder of the log and of the results.
+        kill_delays: Seconds between the start of a job and its kill.
+        kills_per_day: Number of kills before the job of a day runs to its end.
+
+    Returns:
+        The output of the last day's job, and the duration of the longest day.
+    """
+    folder.mkdir()
+    simulate_days(folder)
+    config = write_config(folder)
+    longest_s = 2.0
+    for number in range(1, DAYS):
+        add_days(folder, *range(number + 1))
+        start_time = time.monotonic()
+        for _ in range(kills_per_day):
+            process = start_daily(config)
+            time.sleep(next(kill_delays))
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        output = run_daily(config)
+        longest_s = max(longest_s, time.monotonic() - start_time)
+    assert "nothing to do until there are new files" in run_daily(config)
+    return output, longest_s
 
 
 @pytest.mark.exhaustive
-def test_a_week_whose_jobs_are_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
+def test_days_whose_jobs_are_killed_have_the_undisturbed_results(
+    tmp_path: Path,
+) -> None:
     seed = random.randrange(1 << 30)
-    draw, found, took, said = random.Random(seed), [], 2.0, ""
-    for name, kills in (
-        ("undisturbed", 0),
-        ("killed", int(os.environ.get("KILLS", "1"))),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        write_parts(folder)
-        config = config_of(folder)
-        for number in range(1, DAYS):
-            add(folder, *range(number + 1))
-            began = time.monotonic()
-            for _ in range(kills):
-                process = daily(config)
-                time.sleep(draw.uniform(0, took))
-                process.send_signal(signal.SIGKILL)
-                process.communicate()
-            ended = done(config)
-            said = said if kills else ended
-            took = took if kills else max(took, time.monotonic() - began)
-        assert "nothing to do until there are new files" in done(config)
-        found.append(results(folder))
-    assert found[0] == found[1], seed
+    draw = random.Random(seed)
+    kills = int(os.environ.get("KILLS", "1"))
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
 
-    days = found[0]["days"]
+    output, longest_s = run_all_days(undisturbed, iter(()), kills_per_day=0)
+    kill_delays = (draw.uniform(0, longest_s) for _ in itertools.count())
+    run_all_days(killed, kill_delays, kills_per_day=kills)
+
+    results = read_results(undisturbed)
+    assert results == read_results(killed), seed
+    days = results["days"]
     assert [day["accepted"] for day in days] == [True] * (DAYS - 1)
-    assert [day.get("running") for day in days] == [
-        None,
-        *(day["name"] for day in days[:-1]),
-    ]
-    assert "weights of" in said
-    assert "extends the tables of the training" in said
-    assert "recall@10" in said
-    uri = f"sqlite:///{tmp_path}/killed/out/runs/mlflow.db"
-    client = tracking.connect(uri)
-    assert sorted(
-        int(version.version) for version in find_versions(client, "simulated")
-    ) == [*range(1, DAYS)]
-    run = client.get_run(
-        checkpoint.read(str(folder / "out/runs" / days[-1]["name"] / "best")).tracking[
-            "run_id"
-        ]
-    )
+    previous_days = [None, *(day["name"] for day in days[:-1])]
+    assert [day.get("running") for day in days] == previous_days
+    assert "weights of" in output
+    assert "extends the tables of the training" in output
+    assert "recall@10" in output
+
+    client = tracking.connect(f"sqlite:///{killed}/out/runs/mlflow.db")
+    versions = [int(version.version) for version in find_versions(client, "simulated")]
+    assert sorted(versions) == [*range(1, DAYS)]
+    last_best = killed / "out/runs" / days[-1]["name"] / "best"
+    run_id = checkpoint.read(str(last_best)).tracking["run_id"]
+    run = client.get_run(run_id)
     assert run.data.tags["accepted"] == "true"
     assert tracking.to_mlflow_name("running/recall@10") in run.data.metrics
 
 
 @pytest.mark.exhaustive
-def test_a_model_that_falls_does_not_take_the_place_of_the_running_one(
-    tmp_path: Path,
-) -> None:
-    write_parts(tmp_path)
-    good = config_of(tmp_path)
-    add(tmp_path, 0, 1)
-    done(good)
-    add(tmp_path, 2)
-    low = config_of(
+def test_a_worse_model_does_not_replace_the_running_one(tmp_path: Path) -> None:
+    simulate_days(tmp_path)
+    config = write_config(tmp_path)
+    add_days(tmp_path, 0, 1)
+    run_daily(config)
+    add_days(tmp_path, 2)
+    harmful_config = write_config(
         tmp_path,
         max_drop={"ndcg@10": 0.0},
         continue_training={"fit": {"lr": 1.0, "max_epochs": 1, "warmup_share": 0}},
     )
-    said = done(low)
-    first, second = json.loads((tmp_path / "out/days.json").read_text())
-    assert (first["accepted"], second["accepted"]) == (
-        True,
-        second["after"]["ndcg@10"] >= second["before"]["ndcg@10"],
-    )
-    assert ("not accepted: ndcg@10 dropped" in said) is not second["accepted"]
-    add(tmp_path, 3)
-    done(good)
-    *_, third = json.loads((tmp_path / "out/days.json").read_text())
-    assert third["running"] == (second if second["accepted"] else first)["name"]
+
+    output = run_daily(harmful_config)
+
+    first, second = read_days(tmp_path)
+    is_better = second["after"]["ndcg@10"] >= second["before"]["ndcg@10"]
+    assert first["accepted"]
+    assert second["accepted"] == is_better
+    assert ("not accepted: ndcg@10 dropped" in output) is not is_better
+
+    add_days(tmp_path, 3)
+    run_daily(config)
+    *_, third = read_days(tmp_path)
+    running = second if is_better else first
+    assert third["running"] == running["name"]
 
 
 def write_sales(folder: Path, day: int) -> None:
-    """Write a day of sales as a file of its own."""
+    """Write a file with one day of sales."""
     rows = [
         f"u{n % 41},a{n * n % 23},{1_700_000_000 + 60 * (1000 * day + n)}\n"
         for n in range(1000)
@@ -212,14 +234,14 @@ def write_sales(folder: Path, day: int) -> None:
 
 
 @pytest.mark.exhaustive
-def test_days_follow_a_mapping_that_was_guessed_from_one_file(
+def test_new_files_outside_the_mappings_pattern_cause_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw, source = tmp_path / "raw", tmp_path / "shop.yaml"
     write_sales(raw, 1)
     guess = suggest(str(raw)).text
     assert "files: sales-*.csv" in guess
-    source.write_text(guess.replace("sales-*", "sales-1"))  # as a user may write it
+    source.write_text(guess.replace("sales-*", "sales-1"))
     split = {"val_days": 0.2, "test_days": 0.2}
     popularity = str(ROOT / "jobs/configs/popularity.yaml")
     config = Config(
@@ -230,43 +252,48 @@ def test_days_follow_a_mapping_that_was_guessed_from_one_file(
     run(config)
     write_sales(raw, 2)
     capsys.readouterr()
+
     run(config)
-    *_, done, ignored = capsys.readouterr().out.splitlines()
-    assert done.endswith(
-        "nothing to do until there are new files that match 'sales-1.csv'"
-    )
-    assert ignored.startswith("warning: sales-2.csv in ")
-    assert "'files: sales-*.csv'" in ignored
+
+    *_, last, warning = capsys.readouterr().out.splitlines()
+    assert last.endswith("nothing to do until there are new files like 'sales-1.csv'")
+    assert warning.startswith("warning: sales-2.csv of ")
+    assert "'files: sales-*.csv'" in warning
+
     source.write_text(guess)
     run(config)
-    assert len(json.loads((tmp_path / "out/days.json").read_text())) == 2
+    assert len(read_days(tmp_path)) == 2
     assert read_manifest(str(tmp_path / "out/tables/events")).info["rows_read"] == 2000
 
 
-def test_a_model_without_gradients_is_computed_anew_each_day(tmp_path: Path) -> None:
-    write_parts(tmp_path)
-    config = config_of(
+def test_a_model_without_gradients_is_recomputed_each_day(tmp_path: Path) -> None:
+    simulate_days(tmp_path)
+    config = write_config(
         tmp_path,
         train={"config": str(ROOT / "jobs/configs/ease.yaml")},
         tokenize={},
         register=None,
         max_drop={"recall@10": 1.0},
     )
+
     for number in (1, 2):
-        add(tmp_path, *range(number + 1))
+        add_days(tmp_path, *range(number + 1))
         run(cli.parse(Config, ["--config", str(config)]))
-    first, second = json.loads((tmp_path / "out/days.json").read_text())
+
+    first, second = read_days(tmp_path)
     assert (first["accepted"], second["accepted"]) == (True, True)
     assert second["running"] == first["name"]
-    models = [checkpoint.read(day["checkpoint"]) for day in (first, second)]
-    assert models[0].hashes["sequences"] != models[1].hashes["sequences"]
+    first_model, second_model = (
+        checkpoint.read(day["checkpoint"]) for day in (first, second)
+    )
+    assert first_model.hashes["sequences"] != second_model.hashes["sequences"]
 
 
 @pytest.mark.exhaustive
-def test_a_model_below_the_best_without_training_is_not_registered(
+def test_a_model_below_the_untrained_baselines_is_not_registered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A learning rate of nearly 0 leaves SASRec at random."""
+    """A learning rate of nearly 0 leaves SASRec random."""
     log = simulate.Config(
         output=str(tmp_path / "all"), users=800, items=60, events=6000
     )
@@ -280,29 +307,29 @@ def test_a_model_below_the_best_without_training_is_not_registered(
         "input": str(tmp_path / "raw"),
         "split": {"val_fraction": 0.1, "test_fraction": 0.3},
     }
-    config = config_of(tmp_path, train=untrained, tokenize={}, prepare=prepare)
+    config = write_config(tmp_path, train=untrained, tokenize={}, prepare=prepare)
     (tmp_path / "raw").symlink_to(tmp_path / "all")
 
     run(cli.parse(Config, ["--config", str(config)]))
 
-    printed = capsys.readouterr().out
-    assert "all items: ndcg@10" in printed
-    assert "known items left out: ndcg@10" in printed
-    assert "not registered: the model is below" in printed
-    (day,) = json.loads((tmp_path / "out/days.json").read_text())
+    output = capsys.readouterr().out
+    assert "all items: ndcg@10" in output
+    assert "known items left out: ndcg@10" in output
+    assert "not registered: the model is below" in output
+    (day,) = read_days(tmp_path)
     assert day["accepted"]
     assert [verdict["verdict"] for verdict in day["floors"]] == [BELOW, BELOW]
     client = tracking.connect(f"sqlite:///{tmp_path}/out/runs/mlflow.db")
     assert not find_versions(client, "simulated")
 
 
-def test_a_metric_of_either_sign_falls_by_a_share() -> None:
+def test_the_accepted_drop_is_a_share_of_a_metric_of_either_sign() -> None:
     assert lowest_accepted(0.5, 0.1) == 0.45
     assert lowest_accepted(-0.5, 0.1) == -0.55
 
 
 @pytest.mark.parametrize(
-    ("more", "why"),
+    ("changes", "message"),
     [
         (
             {
@@ -318,27 +345,29 @@ def test_a_metric_of_either_sign_falls_by_a_share() -> None:
         ({"tokenise": {}}, "the nearest key is 'tokenize'"),
     ],
 )
-def test_what_is_wrong_with_a_step_is_said_before_any_work(
-    tmp_path: Path, more: dict[str, Any], why: str
+def test_wrong_options_of_a_step_are_refused_before_any_work(
+    tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    process = daily(config_of(tmp_path, **more))
-    said = process.communicate()[0]
+    process = start_daily(write_config(tmp_path, **changes))
+
+    output = process.communicate()[0]
+
     assert process.returncode != 0
-    assert why in said
-    assert len(said.splitlines()) == 1, said
+    assert message in output
+    assert len(output.splitlines()) == 1, output
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.exhaustive
-def test_after_tables_were_made_anew_a_model_begins_anew_and_goes_on(
+def test_after_tables_are_rewritten_a_new_model_is_trained_and_then_continued(
     tmp_path: Path,
 ) -> None:
-    write_parts(tmp_path)
-    config = config_of(tmp_path)
-    add(tmp_path, 0, 1)
-    done(config)
+    simulate_days(tmp_path)
+    config = write_config(tmp_path)
+    add_days(tmp_path, 0, 1)
+    run_daily(config)
     (tmp_path / "raw/events-00000.parquet").unlink()
-    add(tmp_path, 2)
+    add_days(tmp_path, 2)
     options = yaml.safe_load(config.read_text())["prepare"]
     options |= {"output": str(tmp_path / "out/tables"), "overwrite": True}
     subprocess.run(
@@ -347,10 +376,10 @@ def test_after_tables_were_made_anew_a_model_begins_anew_and_goes_on(
         check=True,
     )
 
-    said = done(config)
+    output = run_daily(config)
 
-    assert "cannot be trained further, so a new model is trained from scratch" in said
-    add(tmp_path, 3)
-    assert "weights of" in done(config)
-    days = json.loads((tmp_path / "out/days.json").read_text())
+    assert "cannot be trained further, so a new model is trained from scratch" in output
+    add_days(tmp_path, 3)
+    assert "weights of" in run_daily(config)
+    days = read_days(tmp_path)
     assert [day.get("running") for day in days] == [None, None, days[1]["name"]]

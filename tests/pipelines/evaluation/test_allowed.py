@@ -1,4 +1,4 @@
-"""A file of item ids, in whatever layout it is, is one set of items."""
+"""Test reading a set of allowed items from text, CSV and Parquet files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.fixtures.training_tables import write_tables
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write the tables of a log with 24 items; return their folder."""
     return write_tables(tmp_path_factory.mktemp("allowed"))[0]
 
 
-def test_every_layout_is_the_same_set(tables: str, tmp_path: Path) -> None:
+def test_every_layout_is_read_as_the_same_set(tables: str, tmp_path: Path) -> None:
     items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
-    wanted = [place in (2, 7) for place in range(len(items))]
     text = f"{items[7]}\n \n\n {items[2]} \r\n{items[7]}\n"
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
@@ -32,11 +32,13 @@ def test_every_layout_is_the_same_set(tables: str, tmp_path: Path) -> None:
         pa.table({"item_id": [items[2], items[7]], "stock": [3, 1]}),
         tmp_path / "c.parquet",
     )
-    found = [read_allowed(str(path), tables) for path in sorted(tmp_path.iterdir())]
-    assert [mask.tolist() for mask, _ in found] == [wanted] * 4
-    assert (
-        len({sha256 for _, sha256 in found}) == 3
-    )  # a.txt is the same bytes, compressed or not
+
+    sets = [read_allowed(str(path), tables) for path in sorted(tmp_path.iterdir())]
+
+    expected_mask = [index in (2, 7) for index in range(len(items))]
+    assert [mask.tolist() for mask, _ in sets] == [expected_mask] * 4
+    # The hash of a.txt does not depend on its compression.
+    assert len({sha256 for _, sha256 in sets}) == 3
 
 
 @pytest.mark.parametrize(
@@ -57,15 +59,23 @@ def test_every_layout_is_the_same_set(tables: str, tmp_path: Path) -> None:
         (b"PAR1", "is not a Parquet file with a column item_id"),
     ],
 )
-def test_what_is_no_set_of_items_is_refused_in_one_line(
+def test_an_invalid_file_is_refused_in_one_line(
     content: bytes, message: str, tables: str, tmp_path: Path
 ) -> None:
     (tmp_path / "stock").write_bytes(content)
     with pytest.raises(UserError, match=message) as raised:
         read_allowed(str(tmp_path / "stock"), tables)
     assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file_is_refused(tables: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot reach"):
         read_allowed(str(tmp_path / "gone"), tables)
+
+
+def test_a_parquet_file_without_item_ids_is_refused(
+    tables: str, tmp_path: Path
+) -> None:
     pq.write_table(pa.table({"sku": ["item-001"]}), tmp_path / "stock")
     with pytest.raises(UserError, match="is not a Parquet file with a column item_id"):
         read_allowed(str(tmp_path / "stock"), tables)

@@ -1,10 +1,9 @@
-"""Students evaluated: options beside each other, export checked, and found beside their
-teacher.
-"""
+"""Test the evaluation of students: its options, export, and comparison with teachers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from papers.tables import paper_tables
 from pipelines import tracking
 from pipelines.comparison.load import compare
 from pipelines.comparison.runs import select
-from pipelines.comparison.tables import tables as tables_of
+from pipelines.comparison.tables import tables as build_tables
 from pipelines.serving.export import differs
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
@@ -50,13 +49,31 @@ STUDENT = {
 }
 
 
+@dataclass
+class Students:
+    """An untrained teacher and two of its students, with their MLflow runs."""
+
+    folder: Path
+    tables: str
+    sids: str
+
+    def options(self, name: str, *more: str) -> list[str]:
+        """Return the words of a command line that evaluates a model."""
+        words = ["--checkpoint", str(self.folder / name)]
+        return [*words, "--tables", self.tables, "--sids", self.sids, *more]
+
+    def evaluate(self, name: str, *more: str) -> dict[str, float]:
+        """Evaluate a model with further options; return its metrics."""
+        result = run(parse(Config, self.options(name, *more)))
+        assert result is not None
+        return result.metrics
+
+
 @pytest.fixture(scope="module")
-def world(
+def students(
     new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[str]]:
-    """A folder with an untrained teacher and two students of it, with their MLflow
-    runs; options of its tables.
-    """
+) -> Students:
+    """Save an untrained teacher and two seeds of its student."""
     folder = tmp_path_factory.mktemp("students")
     tables, sids = write_tables(folder / "small")
     uri = new_store(folder)
@@ -78,44 +95,32 @@ def world(
         opened = tracking.open_run(
             uri, "retrieval/small", name, str(folder), config=config, hashes={}
         )
-        checkpoint.save(
-            folder / name,
-            setup.model,
-            setup.checkpoint(epoch=1, step=4, tracking=opened.to_dict()),
-        )
+        saved = setup.checkpoint(epoch=1, step=4, tracking=opened.to_dict())
+        checkpoint.save(folder / name, setup.model, saved)
         tracking.Logger(opened).end()
-    return folder, ["--tables", tables, "--sids", sids]
+    return Students(folder, tables, sids)
 
 
-def evaluate(
-    world: tuple[Path, list[str]], name: str, *options: str
-) -> dict[str, float]:
-    result = run(
-        parse(Config, ["--checkpoint", str(world[0] / name), *world[1], *options])
-    )
-    assert result is not None
-    return result.metrics
-
-
-def test_students_find_their_teacher_in_the_comparison(
-    world: tuple[Path, list[str]],
+def test_students_are_compared_with_each_evaluation_of_their_teacher(
+    students: Students,
 ) -> None:
-    constrained, free = (
-        evaluate(world, "tiger"),
-        evaluate(world, "tiger", "--constrained", "false"),
-    )
-    ones = evaluate(world, "student-1")
-    assert evaluate(world, "student-1", "--path", "plain") == ones
-    two = evaluate(world, "student-2")
-    assert evaluate(world, "student-2", "--scores", "codebook") != two
-    assert evaluate(world, "student-2", "--scores", "children") == two  # its own
-    uri = f"sqlite:///{world[0]}/mlflow.db"
-    run_id = checkpoint.read(world[0] / "tiger").tracking["run_id"]
+    constrained = students.evaluate("tiger")
+    unconstrained = students.evaluate("tiger", "--constrained", "false")
+    first = students.evaluate("student-1")
+    assert students.evaluate("student-1", "--path", "plain") == first
+    second = students.evaluate("student-2")
+    assert students.evaluate("student-2", "--scores", "codebook") != second
+    # `children` is the default of the model.
+    assert students.evaluate("student-2", "--scores", "children") == second
+
+    uri = f"sqlite:///{students.folder}/mlflow.db"
+    teacher = students.folder / "tiger"
+    run_id = checkpoint.read(teacher).tracking["run_id"]
     tags = tracking.connect(uri).get_run(run_id).data.tags
-    assert tags[tracking.WEIGHTS_TAG] == weights_hash(str(world[0] / "tiger"))
+    assert tags[tracking.WEIGHTS_TAG] == weights_hash(str(teacher))
+
     comparison = compare(select(uri, ["retrieval/small"]))
-    runs, same_users, *_ = tables_of(comparison)
-    students = paper_tables(comparison)[0]
+    runs, same_users, *_ = build_tables(comparison)
     assert {row[1] for row in runs.cells} == {
         "tiger",
         "tiger [constrained False]",
@@ -124,59 +129,47 @@ def test_students_find_their_teacher_in_the_comparison(
         "student-2 [scores codebook]",
     }
     assert ["student-*", "tiger", "2", "60"] in [line[:4] for line in same_users.cells]
-    mean = (ones["ndcg@10"] + two["ndcg@10"]) / 2
-    for teacher, metrics in (
+    (student_table, *_) = paper_tables(comparison)
+    rows = {tuple(row[:2]): row for row in student_table.cells}
+    mean = (first["ndcg@10"] + second["ndcg@10"]) / 2
+    for teacher_row, metrics in (
         ("tiger", constrained),
-        ("tiger [constrained False]", free),
+        ("tiger [constrained False]", unconstrained),
     ):
-        row = next(row for row in students.cells if row[:2] == ["student-*", teacher])
+        row = rows["student-*", teacher_row]
         assert row[2] == "2"
         assert row[3].startswith(f"{mean:.4f} ± ")
         assert row[4] == f"{metrics['ndcg@10']:.4f}"
 
 
 @pytest.mark.long
-def test_an_exported_student_ranks_as_it_did(
-    world: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture
+def test_an_exported_student_ranks_as_the_model_does(
+    students: Students, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     file = tmp_path / "new" / "student.pt2"
-    options = [
-        "--checkpoint",
-        str(world[0] / "student-1"),
-        *world[1],
-        "--export",
-        str(file),
-        "--k",
-        "7",
-    ]
+    options = students.options("student-1", "--export", str(file), "--k", "7")
+
     assert run(parse(Config, options)) is None
-    assert (
-        "same items in the same order as the model for 60 requests"
-        in capsys.readouterr().out
-    )
-    model, _ = load_model(
-        world[0] / "student-1", Catalogue.load(world[1][1], world[1][3])
-    )
-    batch = RetrievalDataset.load(f"{world[1][1]}/sequences", "test").collate(
-        np.array([3, 17, 29])
-    )
+
+    message = "same items in the same order as the model for 60 requests"
+    assert message in capsys.readouterr().out
+    catalogue = Catalogue.load(students.tables, students.sids)
+    model, _ = load_model(students.folder / "student-1", catalogue)
+    examples = RetrievalDataset.load(f"{students.tables}/sequences", "test")
+    batch = examples.collate(np.array([3, 17, 29]))
     items, scores = load_exported(file)(batch.history, batch.history_length, batch.user)
-    expected = model.recommend(batch, 7)
-    assert items.tolist() == expected[0].tolist()
-    torch.testing.assert_close(scores, expected[1])
+    expected_items, expected_scores = model.recommend(batch, 7)
+    assert items.tolist() == expected_items.tolist()
+    torch.testing.assert_close(scores, expected_scores)
+
+
+@pytest.mark.long
+def test_unusable_exports_are_refused(students: Students, tmp_path: Path) -> None:
+    options = students.options("student-1", "--export", str(tmp_path / "student.pt2"))
+    teacher_options = students.options("tiger", "--export", str(tmp_path / "tiger.pt2"))
+
     with pytest.raises(UserError, match="a Tiger of this config cannot be exported"):
-        run(
-            parse(
-                Config,
-                [
-                    "--checkpoint",
-                    str(world[0] / "tiger"),
-                    *world[1],
-                    "--export",
-                    str(file),
-                ],
-            )
-        )
+        run(parse(Config, teacher_options))
     with pytest.raises(UserError, match="cannot write /proc/student"):
         run(parse(Config, [*options, "--export", "/proc/student.pt2"]))
     with pytest.raises(UserError, match="beam is given with --export"):
@@ -198,27 +191,27 @@ def test_an_exported_student_ranks_as_it_did(
         (["--decoder", "hf"], "the model 'sid_mlp' has no option --decoder"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(
-    world: tuple[Path, list[str]], options: list[str], message: str
+def test_options_without_effect_are_refused(
+    students: Students, options: list[str], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        evaluate(world, "student-1", *options)
+        students.evaluate("student-1", *options)
 
 
-def test_rankings_differ_but_where_rounding_decides() -> None:
+def test_rankings_may_differ_only_by_rounding() -> None:
     scores = torch.tensor([[-1.0, -2.0, -2.000001, -4.0, -5.0]])
     items = torch.tensor([[10, 11, 12, 13, 14]])
 
-    def wrong(ranked: list[int], by: float = 0.0) -> bool:
-        return bool(differs(torch.tensor([ranked]), scores + by, items, scores))
+    def ranking_differs(ranking: list[int], score_change: float = 0.0) -> bool:
+        changed = scores + score_change
+        return bool(differs(torch.tensor([ranking]), changed, items, scores))
 
-    assert not wrong([10, 11, 12, 13, 14], by=1e-6)
-    assert not wrong([10, 12, 11, 13, 14])  # a tie
-    assert not wrong(
-        [10, 11, 12, 13, 99]
-    )  # the last may tie with the first that was left out
-    assert wrong([11, 10, 12, 13, 14])
-    assert wrong([10, 11, 12, 99, 14])
-    assert wrong([10, 11, 12, 13, 14], by=0.01)
-    short = torch.full_like(scores, -torch.inf)
-    assert not differs(items, short, items, short).any()  # nobody was found
+    assert not ranking_differs([10, 11, 12, 13, 14], score_change=1e-6)
+    assert not ranking_differs([10, 12, 11, 13, 14])  # a tie
+    # The last item may tie with the first one that was left out.
+    assert not ranking_differs([10, 11, 12, 13, 99])
+    assert ranking_differs([11, 10, 12, 13, 14])
+    assert ranking_differs([10, 11, 12, 99, 14])
+    assert ranking_differs([10, 11, 12, 13, 14], score_change=0.01)
+    no_results = torch.full_like(scores, -torch.inf)
+    assert not differs(items, no_results, items, no_results).any()
