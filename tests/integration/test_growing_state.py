@@ -1,11 +1,9 @@
-"""What a model has learned or fixed on its first day, when a later day first has more:
-three days of each kind.
-"""
+"""Test what a model keeps and extends when later days bring values new to its log."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,8 @@ from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.exhaustive
 
-BEGIN, DAY = 1_700_000_000, 86_400
+FIRST_DAY_S = 1_700_000_000
+DAY_S = 86_400
 ACTIONS: dict[str, Any] = {
     "files": "day-*.jsonl",
     "user": "u",
@@ -81,51 +80,58 @@ ATTN = {"name": "attn_mvp", **SMALL, "experts": 2, "expert_width": 8, "tower_wid
 Row = dict[str, Any]
 
 
-class Growing:
-    """A log by days, the last two of which are for validation and test, and a model
-    that goes on.
+class GrowingLog:
+    """A log by days and the models trained on it.
+
+    The last two days are for validation and test.
     """
 
     def __init__(self, folder: Path, source: Row, settings: Row) -> None:
-        self.folder, self.settings = folder, settings
+        self.folder = folder
+        self.settings = settings
         self.source = parse_log(source)
         self.tables = Inputs(str(folder / "tables"))
         users = "".join(f"u{n},{'gold' if n % 2 else 'tin'}\n" for n in range(12))
         (folder / "users.csv").write_text("u,tier\n" + users)
         self.lines: list[str] = []
 
-    def add(self, day: int, change: Callable[[Row], Row], items: int = 8) -> None:
-        """Append a day of 120 events, each changed by `change`."""
+    def add_day(
+        self, day: int, change: Callable[[Row], Row] = dict, items: int = 8
+    ) -> None:
+        """Append a day of 120 events, with each item and event changed by `change`."""
         draw = random.Random(day)
         catalogue = [
             {"i": f"i{n}", "author": f"a{n % 3}", "weight": None} for n in range(items)
         ]
-        pl.DataFrame([change(row) for row in catalogue]).write_ndjson(
-            self.folder / "items.jsonl"
-        )
-        rows = [
-            {
-                "u": f"u{n % 12}",
+        changed_items = [change(row) for row in catalogue]
+        pl.DataFrame(changed_items).write_ndjson(self.folder / "items.jsonl")
+        events = []
+        for n in range(120):
+            search = n // 4  # four results are one search of one user
+            event = {
+                "u": f"u{search % 12}",
                 "i": f"i{draw.randrange(items)}",
-                "t": BEGIN + day * DAY + n * 600,
+                "t": FIRST_DAY_S + day * DAY_S + n * 600,
                 "a": int(draw.random() < 0.4),
                 "b": 0,
-                "s": f"s{day}-{n // 4}",
-                "q": f"q{n // 4 % 5}",
+                "s": f"s{day}-{search}",
+                "q": f"q{search % 5}",
                 "p": n % 4,
                 "price": None,
                 "city": f"c{n % 3}",
             }
-            for n in range(120)
-        ]
-        for row in rows:  # four results are one search of one user
-            row["u"] = f"u{int(row['s'].split('-')[1]) % 12}"
-        pl.DataFrame(
-            [change(row) for row in rows], infer_schema_length=None
-        ).write_ndjson(self.folder / f"day-{day}.jsonl")
+            events.append(change(event))
+        frame = pl.DataFrame(events, infer_schema_length=None)
+        frame.write_ndjson(self.folder / f"day-{day}.jsonl")
+
+    def add_days(self, days: Iterable[int], change: Callable[[Row], Row] = dict) -> Row:
+        """Append days and prepare them; return the info of the table of sequences."""
+        for day in days:
+            self.add_day(day, change)
+        return self.prepare()
 
     def prepare(self) -> Row:
-        """Append the files that are new; return what the manifest of sequences says."""
+        """Prepare the new files; return the info of the table of sequences."""
         tables = str(self.folder / "tables")
         prepare(
             self.source,
@@ -139,261 +145,250 @@ class Growing:
         return read_manifest(f"{tables}/sequences").info
 
     def train(self, name: str, model: Row, init: str | None = None) -> TrainingRun:
-        """Set a training up, save its weights as they are before the first step, and
-        return it.
+        """Set up a training and save its weights before the first step.
+
+        Args:
+            name: Name of the folder of the checkpoint.
+            model: Options of the model.
+            init: Name of the checkpoint whose weights the training begins with.
         """
-        fit = FitConfig(batch_size=4)
-        place = str(self.folder / init) if init else None
-        setup = build_training(model, fit, self.tables, init=place)
-        where = str(self.folder / name)
-        checkpoint.save(where, setup.model, setup.checkpoint(epoch=1))
+        init_path = str(self.folder / init) if init else None
+        setup = build_training(
+            model, FitConfig(batch_size=4), self.tables, init=init_path
+        )
+        saved = setup.checkpoint(epoch=1)
+        checkpoint.save(str(self.folder / name), setup.model, saved)
         return setup
 
+    def load(self, name: str) -> LoadedModel:
+        """Load a checkpoint for the present tables."""
+        return LoadedModel.load(str(self.folder / name), self.tables)
 
-def first_days(growing: Growing, change: Callable[[Row], Row] = dict) -> None:
-    for day in range(4):
-        growing.add(day, change)
-    growing.prepare()
+    def build_scaler(self, scales: Any = None) -> tuple[SearchCatalogue, nn.ModuleDict]:
+        """Build the feature scaler of a search model, and its catalogue."""
+        options = {} if scales is None else {"scales": scales}
+        catalogue = SearchCatalogue.load(self.tables.tables, None, **options)
+        return catalogue, nn.ModuleDict({"scale": FeatureScaler(catalogue, 8, 0.0)})
 
 
-def with_price(row: Row) -> Row:
-    return row | ({"price": 100.0 + row["t"] % 7} if "price" in row else {})
+def set_column(name: str, value: Callable[[Row], Any]) -> Callable[[Row], Row]:
+    """Return a function that sets a column of the rows that have it."""
+
+    def change(row: Row) -> Row:
+        return row | {name: value(row)} if name in row else row
+
+    return change
 
 
-def with_likes(row: Row) -> Row:
-    return row | ({"b": row["t"] // 600 % 2} if "b" in row else {})
+with_price = set_column("price", lambda row: 100.0 + row["t"] % 7)
+with_likes = set_column("b", lambda row: row["t"] // 600 % 2)
+with_new_cities = set_column("city", lambda row: f"d{row['t'] // 600 % 9}")
 
 
 @pytest.mark.parametrize("constant", [None, 3.0], ids=["empty", "constant"])
-def test_a_number_without_spread_takes_the_scale_of_the_day_that_has_some(
+def test_a_constant_number_takes_the_scale_of_the_first_day_on_which_it_varies(
     tmp_path: Path, constant: float | None
 ) -> None:
-    growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    first_days(
-        growing, lambda row: row | ({"price": constant} if "price" in row else {})
-    )
-    first = growing.train("first", ATTN).model.items.own
+    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log.add_days(range(4), set_column("price", lambda row: constant))
+    first = log.train("first", ATTN).model.items.own
     assert first.std.isinf().all()
 
-    for day in (4, 5, 6):
-        growing.add(day, with_price)
-    info = growing.prepare()
-    setup = growing.train("second", ATTN, init="first")
-    (number,) = info["own"]["numbers"]
+    info = log.add_days((4, 5, 6), with_price)
+    setup = log.train("second", ATTN, init="first")
     second = setup.model.items.own
+    (number,) = info["own"]["numbers"]
     assert second.std.tolist() == pytest.approx([number["std"]])
     assert second.mean.tolist() == pytest.approx([number["mean"]])
-    assert any(
-        "num_price had no values or was constant" in note for note in setup.messages
-    )
+    note = "num_price had no values or was constant"
+    assert any(note in message for message in setup.messages)
 
-    growing.add(7, with_price)
-    growing.prepare()
-    setup = growing.train("third", ATTN, init="second")
+    log.add_days([7], with_price)
+    setup = log.train("third", ATTN, init="second")
     third = setup.model.items.own
-    assert third.std.tolist() == second.std.tolist()  # kept from then on
-    assert not any("num_price" in note for note in setup.messages)
+    assert third.std.tolist() == second.std.tolist()  # fixed from then on
+    assert not any("num_price" in message for message in setup.messages)
 
 
 @pytest.mark.parametrize("constant", [None, 3.0], ids=["empty", "constant"])
-def test_features_of_searches_take_the_scale_of_the_day_that_has_some(
+def test_a_constant_search_feature_takes_the_scale_of_the_day_on_which_it_varies(
     tmp_path: Path, constant: float | None
 ) -> None:
-    growing = Growing(tmp_path, SEARCH, SEARCH_SETTINGS)
-    first_days(
-        growing, lambda row: row | ({"price": constant} if "price" in row else {})
-    )
-    catalogue = SearchCatalogue.load(growing.tables.tables, None)
-    first = nn.ModuleDict({"scale": FeatureScaler(catalogue, 8, 0.0)})
+    log = GrowingLog(tmp_path, SEARCH, SEARCH_SETTINGS)
+    log.add_days(range(4), set_column("price", lambda row: constant))
+    catalogue, first = log.build_scaler()
     assert first["scale"].own.std.isinf().all()
-    for day in (4, 5, 6):
-        growing.add(day, with_price)
-    info = growing.prepare()
+    info = log.add_days((4, 5, 6), with_price)
 
     scales, _ = adopt_scales(catalogue.scales(), info)
-    later = SearchCatalogue.load(growing.tables.tables, None, scales=scales)
-    second = nn.ModuleDict({"scale": FeatureScaler(later, 8, 0.0)})
-    old = first.state_dict()
-    notes = fill_constant_scales(second, old)
+    _, second = log.build_scaler(scales)
+    state = first.state_dict()
+    notes = fill_constant_scales(second, state)
 
     (number,) = info["own"]["numbers"]
-    assert old["scale.own.std"].tolist() == pytest.approx([number["std"]])
+    assert state["scale.own.std"].tolist() == pytest.approx([number["std"]])
     assert any("num_price had no values or was constant" in note for note in notes)
 
 
-def test_a_checkpoint_reads_nothing_from_a_number_that_it_never_saw(
-    tmp_path: Path,
-) -> None:
-    growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    first_days(growing)
-    growing.train("first", ATTN)
-    growing.add(4, with_price)
-    growing.prepare()
+def test_a_number_that_was_empty_in_training_has_no_effect(tmp_path: Path) -> None:
+    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log.add_days(range(4))
+    log.train("first", ATTN)
+    log.add_days([4], with_price)
 
-    loaded = LoadedModel.load(str(tmp_path / "first"), growing.tables)
+    loaded = log.load("first")
 
     values = torch.tensor([[100.0], [5000.0], [torch.nan]])
-    read = loaded.model.items.own(values)
-    assert (read[:, 0] == 0).all()
+    scaled = loaded.model.items.own(values)
+    assert (scaled[:, 0] == 0).all()
 
 
-def test_a_number_that_moves_far_from_its_scale_is_warned_of(tmp_path: Path) -> None:
-    growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    first_days(
-        growing,
-        lambda row: row | ({"price": row["t"] // 600 % 2} if "price" in row else {}),
-    )
-    growing.train("first", ATTN)
-    for day in (4, 5, 6):
-        growing.add(day, lambda row: with_price(row))
-    growing.prepare()
-    setup = growing.train("second", ATTN, init="first")
-    assert any(
-        "num_price" in n and "most values are clipped" in n for n in setup.messages
-    )
-
-
-def test_a_task_that_appears_later_was_a_task_from_the_first_day(
+def test_a_number_that_moves_far_from_its_scale_causes_a_warning(
     tmp_path: Path,
 ) -> None:
-    growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    first_days(growing)
-    assert any(line.startswith("kept: task like is 0") for line in growing.lines)
-    first = growing.train("first", ATTN)
+    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log.add_days(range(4), set_column("price", lambda row: row["t"] // 600 % 2))
+    log.train("first", ATTN)
+    log.add_days((4, 5, 6), with_price)
+
+    setup = log.train("second", ATTN, init="first")
+
+    warnings = [note for note in setup.messages if "num_price" in note]
+    assert any("most values are clipped" in note for note in warnings)
+
+
+def test_a_task_without_positives_at_first_is_learned_when_it_has_some(
+    tmp_path: Path,
+) -> None:
+    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log.add_days(range(4))
+    assert any(line.startswith("kept: task like is 0") for line in log.lines)
+    first = log.train("first", ATTN)
     assert first.model.labels == ("look", "like")
 
-    for day in (4, 5, 6):
-        growing.add(day, with_likes)
-    rate = growing.prepare()["base_rates"]["like"]
-    LoadedModel.load(str(tmp_path / "first"), growing.tables)
-    second = growing.train("second", ATTN, init="first")
-    assert any(
-        "task like was 0 for all candidates before" in note for note in second.messages
-    )
+    rate = log.add_days((4, 5, 6), with_likes)["base_rates"]["like"]
+    log.load("first")
+    second = log.train("second", ATTN, init="first")
+    note = "task like was 0 for all candidates before"
+    assert any(note in message for message in second.messages)
     bias = second.model.head.bias[1] + second.model.correction
     assert bias.sigmoid().item() == pytest.approx(rate, abs=1e-6)
+    messages = "\n".join(second.messages)
     likes = [name for name in second.catalogue.features if name.startswith("item_like")]
-    assert any(name in note for note in second.messages for name in likes)
+    assert any(name in messages for name in likes)
 
-    growing.add(7, with_likes)
-    growing.prepare()
-    third = growing.train("third", ATTN, init="second")
-    assert not any("before" in note for note in third.messages)
+    log.add_days([7], with_likes)
+    third = log.train("third", ATTN, init="second")
+    assert not any("before" in message for message in third.messages)
 
 
-def test_tasks_of_tables_that_were_not_to_grow_are_refused_in_a_line(
+def test_a_new_task_in_tables_that_were_not_prepared_to_grow_is_refused(
     tmp_path: Path,
 ) -> None:
-    growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
     for day in range(4):
-        growing.add(day, dict)
+        log.add_day(day)
     settings = read_config(ACTIONS_SETTINGS)
-    prepare(growing.source, str(tmp_path), growing.tables.tables, settings)
-    growing.train("first", ATTN)
-    growing.add(4, with_likes)
-    growing.prepare()
+    prepare(log.source, str(tmp_path), log.tables.tables, settings)
+    log.train("first", ATTN)
+    log.add_days([4], with_likes)
+
     with pytest.raises(OtherTablesError, match="such as like: train a new model"):
-        growing.train("second", ATTN, init="first")
+        log.train("second", ATTN, init="first")
     with pytest.raises(OtherTablesError, match="such as like: train a new model"):
-        LoadedModel.load(str(tmp_path / "first"), growing.tables)
+        log.load("first")
 
 
-def test_numbers_of_items_without_spread_take_the_scale_of_later_items(
+def test_a_constant_number_of_items_takes_the_scale_of_later_items(
     tmp_path: Path,
 ) -> None:
-    growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    first_days(growing)
-    assert growing.train("first", ATTN).catalogue.attributes.numbers == {
-        "num_weight": (0.0, 0.0)
-    }
-    growing.add(
-        4,
-        lambda row: row | ({"weight": float(row["i"][1:])} if "weight" in row else {}),
-    )
-    growing.prepare()
-    second = growing.train("second", ATTN, init="first").catalogue.attributes
+    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log.add_days(range(4))
+    first = log.train("first", ATTN).catalogue.attributes
+    assert first.numbers == {"num_weight": (0.0, 0.0)}
+
+    log.add_days([4], set_column("weight", lambda row: float(row["i"][1:])))
+
+    second = log.train("second", ATTN, init="first").catalogue.attributes
     assert second.numbers["num_weight"] == pytest.approx((3.5, np.std(range(8))))
-    loaded = LoadedModel.load(str(tmp_path / "first"), growing.tables)
-    assert (loaded.catalogue.numbers == 0).all()
+    assert (log.load("first").catalogue.numbers == 0).all()
 
 
-def new_city(row: Row) -> Row:
-    return row | ({"city": f"d{row['t'] // 600 % 9}"} if "city" in row else {})
-
-
-def test_new_values_begin_as_the_unknown_one(tmp_path: Path) -> None:
-    growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    first_days(growing)
-    first = growing.train("first", ATTN)
+def test_new_values_begin_with_the_vector_of_unknown_values(tmp_path: Path) -> None:
+    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log.add_days(range(4))
+    first = log.train("first", ATTN).model.items
     for day in (4, 5, 6):
-        growing.add(day, new_city, items=10)
-    growing.prepare()
-    second = growing.train("second", ATTN, init="first")
-    place = [
-        bool(names) and "c1" in names for names in second.model.items.row_names
-    ].index(True)
-    old, new = (each.model.items.tables[place].weight for each in (first, second))
+        log.add_day(day, with_new_cities, items=10)
+    log.prepare()
+
+    second = log.train("second", ATTN, init="first").model.items
+
+    has_cities = [bool(names) and "c1" in names for names in second.row_names]
+    column = has_cities.index(True)
+    old, new = first.tables[column].weight, second.tables[column].weight
+    names = second.row_names[column]
     assert len(new) > len(old)
-    names = second.model.items.row_names[place]
+    # Row 0 is the vector of unknown values.
     assert torch.equal(new[1 + names.index("c1")], old[1 + 1])
     assert torch.equal(new[1 + names.index("d0")], old[0])
-    assert len(second.model.items.tables[0].weight) == 10
+    assert len(second.tables[0].weight) == 10
 
 
-def test_a_category_that_gets_too_many_values_to_list_keeps_its_vectors(
+def test_a_category_with_too_many_values_to_list_keeps_its_vectors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(custom_features, "MAX_VALUES", 5)
-    growing = Growing(tmp_path, SEARCH, SEARCH_SETTINGS)
-    first_days(growing)
-    catalogue = SearchCatalogue.load(growing.tables.tables, None)
-    first = nn.ModuleDict({"scale": FeatureScaler(catalogue, 8, 0.0)})
-    about = Checkpoint(model={}, learned={"names": collect_row_names(first)})
-    for day in (4, 5, 6):
-        growing.add(day, new_city)
-    (category,) = CustomFeatures.from_info(growing.prepare()).categories
-    later = SearchCatalogue.load(growing.tables.tables, None)
-    second = nn.ModuleDict({"scale": FeatureScaler(later, 8, 0.0)})
+    log = GrowingLog(tmp_path, SEARCH, SEARCH_SETTINGS)
+    log.add_days(range(4))
+    _, first = log.build_scaler()
+    saved = Checkpoint(model={}, learned={"names": collect_row_names(first)})
+    info = log.add_days((4, 5, 6), with_new_cities)
+    (category,) = CustomFeatures.from_info(info).categories
+    _, second = log.build_scaler()
 
-    [(name, (before, now))] = pair_row_names(second, about)
+    [(name, (old_names, new_names))] = pair_row_names(second, saved)
 
-    assert (name, now) == ("scale.own.tables.0.weight", None)
+    assert (name, new_names) == ("scale.own.tables.0.weight", None)
     old = first["scale"].own.tables[0].weight
-    new = assign_by_hash(old, before, category.buckets)
+    new = assign_by_hash(old, old_names, category.buckets)
     assert new.shape == second["scale"].own.tables[0].weight.shape
     codes = category.codes(pl.Series(["c1", "never"]).to_arrow())
     assert torch.equal(new[codes[0]], old[1 + 1])
     assert torch.equal(new[codes[1]], old[0])
 
 
-def test_users_attributes_that_get_too_many_values_are_refused_in_a_line(
+def test_a_user_attribute_with_too_many_values_to_list_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    first_days(growing)
-    growing.train("first", ATTN)
+    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log.add_days(range(4))
+    log.train("first", ATTN)
     monkeypatch.setattr(custom_features, "MAX_VALUES", 1)
-    growing.add(4, dict)
-    growing.prepare()
+    log.add_days([4])
+
     with pytest.raises(OtherTablesError, match="train a new model"):
-        growing.train("second", ATTN, init="first")
+        log.train("second", ATTN, init="first")
 
 
-def test_rows_by_hash_hold_the_vectors_of_their_values() -> None:
+def test_hash_buckets_get_the_vectors_of_their_values() -> None:
     weights = torch.arange(8.0).view(4, 2)
-    found = assign_by_hash(weights, ["a", "b", "c"], 100)
-    assert found.shape == (101, 2)
-    rows = {tuple(row) for row in found.tolist()}
+
+    buckets = assign_by_hash(weights, ["a", "b", "c"], 100)
+
+    assert buckets.shape == (101, 2)
+    rows = {tuple(row) for row in buckets.tolist()}
     assert rows == {tuple(row) for row in weights.tolist()}
 
 
 def test_the_split_moves_with_the_days(tmp_path: Path) -> None:
-    growing = Growing(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    first_days(growing)
+    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log.add_days(range(4))
+
     starts = []
     for day in (4, 5, 6):
-        growing.add(day, dict)
-        info = growing.prepare()
+        info = log.add_days([day])
         starts.append(info["split"]["test_start_ms"])
         assert min(info["events"].values()) > 0
-    assert np.diff(starts).tolist() == [DAY * 1000] * 2
+
+    assert np.diff(starts).tolist() == [DAY_S * 1000] * 2

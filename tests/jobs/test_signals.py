@@ -1,5 +1,7 @@
-"""Ctrl-C and SIGTERM on real commands: one line, an exit code that says which, and the
-same command continues.
+"""Test Ctrl-C and SIGTERM on real commands.
+
+A stopped command prints one line, exits with the signal's code, and continues when it is
+repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 STOPPED = "stopped; the same command again continues from what is finished\n"
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 MODEL = {
     "name": "sasrec",
     "dim": 16,
@@ -44,22 +46,19 @@ GRID = {
 }
 
 
-def catches(process: int) -> bool:
-    """Whether a process has a handler for SIGTERM."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+def handles_sigterm(pid: int) -> bool:
+    """Return whether a process has a handler for SIGTERM."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
     return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def send(
-    words: list[str], number: signal.Signals, until: str, environment: dict[str, str]
-) -> tuple[str, int]:
-    """What the command prints, errors too, and its exit code, where the signal comes as
-    soon as it has printed `until` (at its very start where that is empty). SIGINT goes
-    to all of its processes, as from a terminal."""
-    line = [sys.executable, "-m", *words]
-    process = subprocess.Popen(
-        line,
+def start_command(
+    words: list[str], environment: dict[str, str]
+) -> subprocess.Popen[str]:
+    """Start `python -m` with these words in its own process group."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -67,30 +66,77 @@ def send(
         text=True,
         start_new_session=True,
     )
+
+
+def send_signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Send SIGTERM to a process, or SIGINT to its group, as a terminal does."""
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+
+
+def stop_command(
+    words: list[str], number: signal.Signals, until: str, environment: dict[str, str]
+) -> tuple[str, int]:
+    """Start a command and send it a signal.
+
+    Args:
+        words: Arguments of `python -m`.
+        number: The signal.
+        until: Text after whose output the signal is sent; if empty, the signal is sent
+            while the command's modules are imported.
+        environment: Environment variables of the command.
+
+    Returns:
+        All output, including errors, and the exit code.
+    """
+    process = start_command(words, environment)
     assert process.stdout
-    printed = ""
-    while not until and not catches(
-        process.pid
-    ):  # Python has started, and the imports go on
+    output = ""
+    while not until and not handles_sigterm(process.pid):
         assert process.poll() is None
         time.sleep(0.01)
-    while until and until not in printed:
-        printed += (read := process.stdout.readline())
-        assert read, printed
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(
-        number
-    )
+    while until and until not in output:
+        line = process.stdout.readline()
+        output += line
+        assert line, output
+    send_signal(process, number)
     rest, _ = process.communicate()
-    return printed + rest, process.returncode
+    return output + rest, process.returncode
 
 
-def status(store: str) -> dict[str, str]:
-    """Of each of the store's runs."""
-    client = tracking.connect(store)
-    found = client.search_runs(
-        [experiment.experiment_id for experiment in client.search_experiments()]
+def run_command(
+    words: list[str], environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m` with these words to its end, and capture its output."""
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    return {str(run.info.run_name): run.info.status for run in found}
+
+
+def last_line(output: str) -> str:
+    """Return the last line of the output, with its line break."""
+    return output.splitlines(keepends=True)[-1]
+
+
+def environment_without_ray() -> dict[str, str]:
+    """Return this process's environment without the address of a running Ray."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+def read_run_statuses(store: str) -> dict[str, str]:
+    """Return the status of each MLflow run in the store, by the run's name."""
+    client = tracking.connect(store)
+    experiments = [
+        experiment.experiment_id for experiment in client.search_experiments()
+    ]
+    runs = client.search_runs(experiments)
+    return {str(run.info.run_name): run.info.status for run in runs}
 
 
 SLEEPER = '''
@@ -113,76 +159,61 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.mark.parametrize("number", CODES)
-def test_a_signal_at_the_very_start_ends_a_command(
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_a_signal_during_the_imports_stops_a_command(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
 
-    printed, code = send(["sleeper"], number, "", {**os.environ, "PYTHONPATH": paths})
-
-    assert (printed, code) == (STOPPED, CODES[number])
-
-
-@pytest.mark.parametrize("number", CODES)
-def test_while_a_local_ray_starts(number: signal.Signals, tmp_path: Path) -> None:
-    alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    raw = [
-        "--output",
-        f"{tmp_path}/raw",
-        "--users",
-        "20",
-        "--items",
-        "20",
-        "--events",
-        "200",
-    ]
-    subprocess.run(
-        [sys.executable, "-m", "jobs.simulate", *raw],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
+    output, code = stop_command(
+        ["sleeper"], number, "", {**os.environ, "PYTHONPATH": paths}
     )
+
+    assert (output, code) == (STOPPED, EXIT_CODES[number])
+
+
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_a_signal_while_a_local_ray_starts_stops_a_command(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    environment = environment_without_ray()
+    raw = f"{tmp_path}/raw"
+    sizes = ["--users", "20", "--items", "20", "--events", "200"]
+    simulation = run_command(["jobs.simulate", "--output", raw, *sizes], environment)
+    assert simulation.returncode == 0, simulation.stderr
     words = [
         "jobs.prepare",
         "--source",
         "jobs/configs/sources/simulated.yaml",
         "--input",
-        f"{tmp_path}/raw",
+        raw,
+        "--output",
+        f"{tmp_path}/tables",
+        "--partitions",
+        "2",
     ]
-    words += ["--output", f"{tmp_path}/tables", "--partitions", "2"]
-    line = [sys.executable, "-m", *words]
-    job = subprocess.Popen(
-        line,
-        cwd=ROOT,
-        env=alone,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    while not psutil.Process(job.pid).children():  # the first of Ray's
+
+    process = start_command(words, environment)
+    while not psutil.Process(process.pid).children():  # until Ray's first process
         time.sleep(0.01)
-    os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)
-    printed, _ = job.communicate()
-    assert (printed[printed.rindex("\n", 0, -1) + 1 :], job.returncode) == (
-        STOPPED,
-        CODES[number],
-    )
-    assert "Traceback" not in printed
+    send_signal(process, number)
+    output, _ = process.communicate()
+
+    assert (last_line(output), process.returncode) == (STOPPED, EXIT_CODES[number])
+    assert "Traceback" not in output
     assert not (tmp_path / "tables/events/manifest.json").exists()
-    subprocess.run(line, cwd=ROOT, env=alone, check=True, capture_output=True)
+    repeated = run_command(words, environment)
+    assert repeated.returncode == 0, repeated.stderr
 
 
-@pytest.mark.parametrize("number", CODES)
-def test_a_training(
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_a_training_can_be_stopped_when_it_starts_and_when_it_continues(
     number: signal.Signals,
     small: tuple[str, str],
     new_store: Callable[[Path], str],
     tmp_path: Path,
 ) -> None:
-    """Stopped in its epochs; then continued, and stopped when all is done."""
     store = new_store(tmp_path)
     words = [
         "jobs.train",
@@ -195,27 +226,23 @@ def test_a_training(
         "--fit.batch_size",
         "8",
     ]
-    words += [
-        word for key, value in MODEL.items() for word in (f"--model.{key}", str(value))
-    ]
+    for key, value in MODEL.items():
+        words += [f"--model.{key}", str(value)]
     words += ["--fit.patience", "0", "--fit.lr", "0.01", "--log_model", "false"]
-    alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    # an epoch's line is printed before its checkpoint is saved
-    printed, code = send(
-        [*words, "--fit.max_epochs", "2000"], number, " 2/2000 ", alone
-    )
-    assert (printed[printed.rindex("\n", 0, -1) + 1 :], code) == (
-        STOPPED,
-        CODES[number],
-    )
-    assert "Traceback" not in printed
-    assert status(store) == {"one": "KILLED"}
-    (one,) = [json.loads(path.read_text()) for path in tmp_path.glob("one/run.json")]
-    assert one["status"] == "running"
-    printed, code = send(
-        [*words, "--fit.max_epochs", "2000"], number, "continuing ", alone
-    )
-    assert code == CODES[number]
+    words += ["--fit.max_epochs", "2000"]
+    environment = environment_without_ray()
+
+    # An epoch's line is printed before its checkpoint is saved.
+    output, code = stop_command(words, number, " 2/2000 ", environment)
+
+    assert (last_line(output), code) == (STOPPED, EXIT_CODES[number])
+    assert "Traceback" not in output
+    assert read_run_statuses(store) == {"one": "KILLED"}
+    record = json.loads((tmp_path / "one/run.json").read_text())
+    assert record["status"] == "running"
+
+    output, code = stop_command(words, number, "continuing ", environment)
+    assert code == EXIT_CODES[number]
 
 
 LONG_STEPS = [
@@ -226,49 +253,40 @@ LONG_STEPS = [
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_stopped_training_goes_on_within_the_epoch_to_the_same_weights(
+def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights(
     workers: int,
     small: tuple[str, str],
     new_store: Callable[[Path], str],
     tmp_path: Path,
 ) -> None:
     new_store(tmp_path)
-    alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = environment_without_ray()
     words = ["jobs.train", "--tables", small[0], "--storage", str(tmp_path)]
     words += [*LONG_STEPS, "--ray.num_workers", str(workers), "--name"]
-    whole = subprocess.run(
-        [sys.executable, "-m", *words, "whole"], cwd=ROOT, env=alone, check=False
-    )
-    assert whole.returncode == 0
+    undisturbed = run_command([*words, "whole"], environment)
+    assert undisturbed.returncode == 0, undisturbed.stderr
 
-    printed, code = send([*words, "cut"], signal.SIGTERM, " 1/4 ", alone)
-    # the signal comes between two epochs' ends, or in the moment of one
-    saved = re.search(r"stopping: saving a checkpoint of step (\d+)", printed)
-    again = subprocess.run(
-        [sys.executable, "-m", *words, "cut"],
-        cwd=ROOT,
-        env=alone,
-        capture_output=True,
-        text=True,
-    )
+    output, code = stop_command([*words, "cut"], signal.SIGTERM, " 1/4 ", environment)
+    continued = run_command([*words, "cut"], environment)
 
-    assert code == CODES[signal.SIGTERM]
-    assert saved, printed
-    assert again.returncode == 0, again.stderr
-    assert f", step {saved[1]}\n" in again.stdout
-    weights = [
-        path.read_bytes()
+    assert code == EXIT_CODES[signal.SIGTERM]
+    saved = re.search(r"stopping: saving a checkpoint of step (\d+)", output)
+    assert saved, output
+    assert continued.returncode == 0, continued.stderr
+    assert f", step {saved[1]}\n" in continued.stdout
+    whole, cut = (
+        next((tmp_path / name).glob("step-00000120*/model.safetensors")).read_bytes()
         for name in ("whole", "cut")
-        for path in (tmp_path / name).glob("step-00000120*/model.safetensors")
-    ]
-    assert weights[0] == weights[1] or workers > 1
-    if workers > 1:  # sums of two workers differ by rounding from run to run
-        first, second = map(safetensors.torch.load, weights)
-        for name, value in first.items():
-            torch.testing.assert_close(second[name], value, rtol=1e-3, atol=1e-4)
+    )
+    if workers == 1:
+        assert whole == cut
+    else:  # sums of two workers differ by rounding from run to run
+        cut_tensors = safetensors.torch.load(cut)
+        for name, value in safetensors.torch.load(whole).items():
+            torch.testing.assert_close(cut_tensors[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_models_train_continues_within_the_epoch_to_the_same_weights(
+def test_models_train_stopped_within_an_epoch_continues_to_the_same_weights(
     small: tuple[str, str], tmp_path: Path
 ) -> None:
     model = {"name": "sasrec", "dim": 256, "num_layers": 4, "max_history": 12}
@@ -278,28 +296,25 @@ def test_models_train_continues_within_the_epoch_to_the_same_weights(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def train(folder: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-m", *words, "--output", str(tmp_path / folder)],
-            cwd=ROOT,
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+        training = run_command(
+            [*words, "--output", str(tmp_path / folder)], environment
+        )
+        assert training.returncode == 0, training.stderr
+        return training.stdout
 
     train("whole")
-    printed, code = send(
+    output, code = stop_command(
         [*words, "--output", str(tmp_path / "cut")],
         signal.SIGTERM,
         " 1/4 ",
         environment,
     )
-    again = train("cut")
+    continued_output = train("cut")
 
-    assert code == CODES[signal.SIGTERM]
-    stopped = re.search(r"stopped at step (\d+); the same command again", printed)
-    assert stopped, printed
-    assert f", step {stopped[1]}\n" in again
+    assert code == EXIT_CODES[signal.SIGTERM]
+    stopped = re.search(r"stopped at step (\d+); the same command again", output)
+    assert stopped, output
+    assert f", step {stopped[1]}\n" in continued_output
     whole, cut = (
         safetensors.torch.load_file(tmp_path / name / "best/model.safetensors")
         for name in ("whole", "cut")
@@ -307,8 +322,8 @@ def test_models_train_continues_within_the_epoch_to_the_same_weights(
     assert all(torch.equal(cut[key], value) for key, value in whole.items())
 
 
-@pytest.mark.parametrize("number", CODES)
-def test_a_sweep(
+@pytest.mark.parametrize("number", EXIT_CODES)
+def test_a_stopped_sweep_continues_to_its_end(
     number: signal.Signals,
     small: tuple[str, str],
     new_store: Callable[[Path], str],
@@ -327,26 +342,22 @@ def test_a_sweep(
         str(tmp_path),
     ]
     words += ["--name", "swept", "--fit.max_epochs", "3"]
-    printed, code = send(words, number, "2 trials of rates, 0 done before", in_ray)
-    assert (printed[printed.rindex("\n", 0, -1) + 1 :], code) == (
-        STOPPED,
-        CODES[number],
+
+    output, code = stop_command(
+        words, number, "2 trials of rates, 0 done before", in_ray
     )
-    assert "trials that were running continue from their last checkpoint" in printed
-    assert set(status(store).values()) <= {"KILLED", "FINISHED"}
-    again = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=ROOT,
-        env=in_ray,
-        capture_output=True,
-        text=True,
-    )
-    assert again.returncode == 0, again.stderr
-    assert "Swept 2 trials of rates" in again.stdout
-    assert set(status(store).values()) == {"FINISHED"}
+
+    assert (last_line(output), code) == (STOPPED, EXIT_CODES[number])
+    assert "trials that were running continue from their last checkpoint" in output
+    assert set(read_run_statuses(store).values()) <= {"KILLED", "FINISHED"}
+
+    continued = run_command(words, in_ray)
+    assert continued.returncode == 0, continued.stderr
+    assert "Swept 2 trials of rates" in continued.stdout
+    assert set(read_run_statuses(store).values()) == {"FINISHED"}
 
 
-def test_after_all_is_done(tmp_path: Path) -> None:
+def test_a_signal_after_the_last_line_causes_no_traceback(tmp_path: Path) -> None:
     words = [
         "jobs.simulate",
         "--output",
@@ -358,6 +369,8 @@ def test_after_all_is_done(tmp_path: Path) -> None:
         "--events",
         "100",
     ]
-    printed, code = send(words, signal.SIGINT, "next:", dict(os.environ))
+
+    output, code = stop_command(words, signal.SIGINT, "next:", dict(os.environ))
+
     assert code in (0, 130)  # the last line is printed before the job ends
-    assert "Traceback" not in printed
+    assert "Traceback" not in output
