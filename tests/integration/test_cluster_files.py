@@ -1,4 +1,4 @@
-"""Files of the cluster: Ray accepts them, and the jobs accept the commands in them."""
+"""Test the files of the cluster: Ray accepts them, and jobs parse their commands."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ ROOT = Path(__file__).parents[2]
 IN_IMAGE = "/home/ray/trieline"
 
 
-def load(name: str | Path) -> dict:
+def load_yaml(name: str | Path) -> dict:
+    """Load a YAML file of the checkout."""
     return yaml.safe_load((ROOT / name).read_text())
 
 
-def options(command: str) -> object:
-    """Parse `python -m jobs.NAME ...` as the job does, with paths of the image replaced
-    by those of the checkout.
+def parse_command(command: str) -> object:
+    """Parse `python -m jobs.NAME ...` as the job does.
+
+    Paths in the image are replaced by paths in the checkout.
     """
     python, flag, module, *argv = shlex.split(command.replace(IN_IMAGE, str(ROOT)))
     assert (python, flag) == ("python", "-m")
@@ -34,12 +36,12 @@ def options(command: str) -> object:
     return cli.config_from_words(job, argv)
 
 
-def test_cluster_config_is_valid_to_ray() -> None:
-    config = prepare_config(load("cluster.yaml"))
+def test_ray_accepts_the_cluster_config() -> None:
+    config = prepare_config(load_yaml("cluster.yaml"))
     validate_config(config)
-    assert (
-        config["head_setup_commands"] == config["worker_setup_commands"] == []
-    )  # the launcher's own install packages
+    # The launcher's default commands would install packages.
+    assert config["head_setup_commands"] == []
+    assert config["worker_setup_commands"] == []
 
 
 def test_cluster_nodes_run_the_tested_ray() -> None:
@@ -51,35 +53,33 @@ def test_cluster_nodes_run_the_tested_ray() -> None:
     )
 
 
-def test_image_holds_every_package() -> None:
-    copied = re.findall(
-        r"^COPY --chown=ray (\w+) trieline/(\w+)$",
-        (ROOT / "deploy/Dockerfile").read_text(),
-        re.M,
-    )
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {
-        "papers",
-        "benchmarks",
-    }
-    assert {name for name, _ in copied} == packages
+def test_the_image_contains_every_package_of_the_jobs() -> None:
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    copied = re.findall(r"^COPY --chown=ray (\w+) trieline/(\w+)$", dockerfile, re.M)
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert {name for name, _ in copied} == packages - {"papers", "benchmarks"}
     assert all(source == target for source, target in copied)
 
 
 def test_cluster_starts_with_authentication() -> None:
-    config = load("cluster.yaml")
+    config = load_yaml("cluster.yaml")
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert "RAY_AUTH_MODE=token ray start" in config[key][-1]
     assert config["file_mounts"]["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
 
 
-def test_runtime_env_is_valid_to_ray() -> None:
-    content = load("runtime_env.yaml")
+def test_ray_accepts_the_runtime_env() -> None:
+    content = load_yaml("runtime_env.yaml")
     assert RuntimeEnv(**content)["env_vars"] == content["env_vars"]
 
 
-def test_working_dir_is_small_and_whole(tmp_path: Path) -> None:
+def test_the_uploaded_working_dir_has_all_code_and_hardly_anything_else(
+    tmp_path: Path,
+) -> None:
     package = tmp_path / "package.zip"
+
     create_package(str(ROOT), package, include_gitignore=True)
+
     names = set(zipfile.ZipFile(package).namelist())
     code = {
         str(p.relative_to(ROOT))
@@ -88,18 +88,16 @@ def test_working_dir_is_small_and_whole(tmp_path: Path) -> None:
         if p.suffix in (".py", ".yaml", ".cpp")
     }
     assert code <= names
-    size = sum((ROOT / name).stat().st_size + 2 * len(name) + 150 for name in code)
-    assert package.stat().st_size < size + (
-        16 << 10
-    )  # the code and hardly anything else
+    # An entry of the archive stores its name twice, and about 150 bytes.
+    code_size = sum((ROOT / name).stat().st_size + 2 * len(name) + 150 for name in code)
+    assert package.stat().st_size < code_size + (16 << 10)
     assert "pipelines/data/prepare.py" in names
-    parts = {part for name in names for part in Path(name).parts[:1]}
-    assert not parts & {".git", ".venv", "data", "runs", "tests", "stores"}
+    top_folders = {Path(name).parts[0] for name in names}
+    assert not top_folders & {".git", ".venv", "data", "runs", "tests", "stores"}
 
 
-def test_rayignore_keeps_data_and_stores_out(tmp_path: Path) -> None:
-    """A copy of the checkout with data, stores and runs in it."""
-    left_out = [
+def test_rayignore_excludes_data_and_stores(tmp_path: Path) -> None:
+    excluded = [
         ".git/objects/x",
         ".venv/lib/x.py",
         "data/raw.csv",
@@ -111,25 +109,23 @@ def test_rayignore_keeps_data_and_stores_out(tmp_path: Path) -> None:
         "jobs/__pycache__/x.pyc",
         "some.parquet",
     ]
-    kept = ["pipelines/data/prepare.py", "jobs/configs/sources/x.yaml"]
-    for name in [*left_out, *kept]:
-        path = tmp_path / "checkout" / name
+    included = ["pipelines/data/prepare.py", "jobs/configs/sources/x.yaml"]
+    checkout, package = tmp_path / "checkout", tmp_path / "package.zip"
+    for name in [*excluded, *included]:
+        path = checkout / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
-    (tmp_path / "checkout/.rayignore").write_text((ROOT / ".rayignore").read_text())
-    create_package(
-        str(tmp_path / "checkout"), tmp_path / "package.zip", include_gitignore=True
-    )
-    names = {
-        name
-        for name in zipfile.ZipFile(tmp_path / "package.zip").namelist()
-        if not name.endswith("/")
-    }
-    assert names == {*kept, ".rayignore"}
+    (checkout / ".rayignore").write_text((ROOT / ".rayignore").read_text())
+
+    create_package(str(checkout), package, include_gitignore=True)
+
+    names = zipfile.ZipFile(package).namelist()
+    files = {name for name in names if not name.endswith("/")}
+    assert files == {*included, ".rayignore"}
 
 
-def test_commands_in_cluster_config_are_taken() -> None:
+def test_the_command_in_the_cluster_config_is_valid() -> None:
     text = re.sub(r"\\\n# +", "", (ROOT / "cluster.yaml").read_text())
     command = re.search(r"python -m jobs\..*", text)
     assert command
-    assert options(command.group().replace("NAME", "amazon2023"))
+    assert parse_command(command.group().replace("NAME", "amazon2023"))

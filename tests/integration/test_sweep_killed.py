@@ -1,6 +1,4 @@
-"""A sweep whose driver is killed: the same command loses no trial, runs none twice, and
-prunes like an undisturbed sweep.
-"""
+"""Test that a sweep whose driver was killed continues like an undisturbed sweep."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, fit
 from pipelines import tracking
 from tests.fixtures.trainings import build_training
-from tuning.grid import Scheduler
+from tuning.grid import Scheduler, flatten_sections
 from tuning.halving import make_scheduler
 from tuning.trial import EPOCH, TRIAL, VALUE
 
@@ -57,26 +55,26 @@ def train_undisturbed(tables: str, lr: float) -> list[float]:
     return [event.metrics["ndcg@10"] for event in events if event.metrics]
 
 
-def undisturbed(tables: str) -> dict[float, list[float]]:
-    """Return validation metrics by learning rate, up to the epoch where each trial is
-    stopped, for one trial after the other.
+def sweep_undisturbed(tables: str) -> dict[float, list[float]]:
+    """Return the validation metrics of each epoch until a trial is stopped, by lr.
+
+    One trial runs after the other.
     """
     halving: Any = make_scheduler(Scheduler(**ASHA), FIT["max_epochs"])
-    kept: dict[float, list[float]] = {}
+    values_by_lr: dict[float, list[float]] = {}
     for lr in RATES:
-        trial, kept[lr] = SimpleNamespace(config={TRIAL: str(lr)}), []
+        values_by_lr[lr] = []
+        trial = SimpleNamespace(config={TRIAL: str(lr)})
         halving.on_trial_add(None, trial)
         for epoch, value in enumerate(train_undisturbed(tables, lr), 1):
-            kept[lr].append(value)
-            if (
-                halving.on_trial_result(None, trial, {EPOCH: epoch, VALUE: value})
-                == "STOP"
-            ):
+            values_by_lr[lr].append(value)
+            result = {EPOCH: epoch, VALUE: value}
+            if halving.on_trial_result(None, trial, result) == "STOP":
                 break
-    return kept
+    return values_by_lr
 
 
-def finished_trials(folder: Path) -> list[Path]:
+def list_finished_trials(folder: Path) -> list[Path]:
     """Return the folders of the finished trials."""
     return [
         path.parent
@@ -85,7 +83,13 @@ def finished_trials(folder: Path) -> list[Path]:
     ]
 
 
-def test_a_killed_sweep_goes_on_where_it_was(
+def read_change_times(folders: list[Path]) -> dict[Path, int]:
+    """Return the time of change of all files below the folders."""
+    paths = [path for folder in folders for path in folder.rglob("*")]
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
+def test_a_killed_sweep_continues_where_it_was(
     in_ray: dict[str, str],
     small: tuple[str, str],
     new_store: Callable[[Path], str],
@@ -94,14 +98,9 @@ def test_a_killed_sweep_goes_on_where_it_was(
 ) -> None:
     tables, _ = small
     store = new_store(tmp_path / "runs")
-    fixed = {
-        f"{of}.{key}": value
-        for of, options in (("model", MODEL), ("fit", FIT))
-        for key, value in options.items()
-    }
     grid = {
         "source": "a test",
-        "fixed": fixed,
+        "fixed": flatten_sections({"model": MODEL, "fit": FIT}),
         "axes": {"fit.lr": RATES},
         "scheduler": ASHA,
     }
@@ -119,34 +118,28 @@ def test_a_killed_sweep_goes_on_where_it_was(
         "false",
     ]
     folder = tmp_path / "runs/rates"
-    line = [sys.executable, "-m", "jobs.sweep", *words]
     driver = subprocess.Popen(
-        line,
+        [sys.executable, "-m", "jobs.sweep", *words],
         cwd=ROOT,
         env=in_ray,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    while (
-        not finished_trials(folder)
-        or len({path.parent for path in folder.glob("*/step-*")}) < 2
-    ):  # the next has begun
+    num_started = 0
+    while not list_finished_trials(folder) or num_started < 2:
         assert driver.poll() is None, driver.stderr.read()  # type: ignore[union-attr]
         time.sleep(0.02)
+        num_started = len({path.parent for path in folder.glob("*/step-*")})
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
-    done = finished_trials(folder)
-    before = {
-        path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")
-    }
+    finished = list_finished_trials(folder)
+    change_times = read_change_times(finished)
 
     job.run(cli.config_from_words(job, words))
-    assert re.search(r"3 trials of rates, [12] done before", capsys.readouterr().out)
-    assert {
-        path: path.stat().st_mtime_ns for trial in done for path in trial.rglob("*")
-    } == before
 
+    assert re.search(r"3 trials of rates, [12] done before", capsys.readouterr().out)
+    assert read_change_times(finished) == change_times
     client = tracking.connect(store)
     experiment = client.get_experiment_by_name("retrieval/small")
     assert experiment is not None
@@ -154,19 +147,17 @@ def test_a_killed_sweep_goes_on_where_it_was(
     trials = [run for run in runs if run.data.tags["trieline.kind"] == "trial"]
     (parent,) = [run for run in runs if run.data.tags["trieline.kind"] == "sweep"]
     assert len(trials) == len(RATES)  # none lost, none run twice
-    expected = undisturbed(tables)
+    expected = sweep_undisturbed(tables)
     assert [len(expected[lr]) for lr in RATES] == [6, 3, 3]
     for run in trials:
         assert run.info.status == "FINISHED"
         lr = json.loads(run.data.tags["sweep.point"])["fit.lr"]
         history = client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
-        values = [
-            point.value for point in sorted(history, key=lambda point: point.step)
-        ]
-        assert values == pytest.approx(expected[lr], abs=1e-6), (
-            lr
-        )  # every epoch once, and as many as if undisturbed
-    best = max(RATES, key=lambda lr: max(expected[lr]))
-    chosen = client.get_run(parent.data.tags["sweep.best"])
-    assert json.loads(chosen.data.tags["sweep.point"]) == {"fit.lr": best}
+        history = sorted(history, key=lambda point: point.step)
+        values = [point.value for point in history]
+        # Every epoch is logged once, and no epoch is missing or added.
+        assert values == pytest.approx(expected[lr], abs=1e-6), lr
+    best_lr = max(RATES, key=lambda lr: max(expected[lr]))
+    best_run = client.get_run(parent.data.tags["sweep.best"])
+    assert json.loads(best_run.data.tags["sweep.point"]) == {"fit.lr": best_lr}
     assert parent.info.status == "FINISHED"

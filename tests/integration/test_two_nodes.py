@@ -1,5 +1,6 @@
-"""Trainings with one worker on each of two nodes and everything at `s3://`, behind a
-proxy that fails on request.
+"""Test trainings on two nodes with all storage at `s3://`.
+
+The storage is behind a proxy that can delay and refuse requests.
 """
 
 from __future__ import annotations
@@ -47,22 +48,28 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def proxy(s3: str) -> Iterator[S3Proxy]:
+    """Start a proxy of the S3 server; the environment points to the proxy."""
     with s3_proxy() as proxy:
         yield proxy
 
 
 @pytest.fixture(scope="module")
-def world(proxy: S3Proxy) -> Iterator[faults.World]:
-    with faults.world(head_cpus=0) as world:
-        yield world
+def deployment(proxy: S3Proxy) -> Iterator[faults.Deployment]:
+    """Start a cluster whose head runs no workers, and an MLflow server."""
+    with faults.open_deployment(head_cpus=0) as deployment:
+        yield deployment
 
 
 @pytest.fixture(scope="module")
-def tables(world: faults.World) -> str:
-    return write_tables(world.folder / "tables")[0]
+def tables(deployment: faults.Deployment) -> str:
+    """Write the tables of a small log; return their folder."""
+    return write_tables(deployment.folder / "tables")[0]
 
 
-def train_line(tables: str, storage: str, name: str, *options: str) -> list[str]:
+def build_train_command(
+    tables: str, storage: str, name: str, *options: str
+) -> list[str]:
+    """Return a command that trains with one worker on each of two nodes."""
     model = [f"--model.{key}={value}" for key, value in faults.MODEL.items()]
     line = ["jobs.train", *model, "--fit.batch_size=8", "--fit.patience=0"]
     line += ["--tables", tables, "--storage", storage, "--name", name]
@@ -70,7 +77,8 @@ def train_line(tables: str, storage: str, name: str, *options: str) -> list[str]
     return [*line, *workers, "--log_model=false", *options]
 
 
-def folders(run: str) -> list[str]:
+def list_folders(run: str) -> list[str]:
+    """Return the names of the files and folders directly below a run."""
     filesystem, path = open_uri(run)
     infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     return [info.base_name for info in infos]
@@ -84,9 +92,11 @@ def find_process(port: int) -> int | None:
     return None
 
 
-def node_processes(world: faults.World, pid: int) -> list[psutil.Process]:
-    """Return the workers and then the raylet of the node that a process runs on."""
-    for node in world.nodes:
+def list_node_processes(
+    deployment: faults.Deployment, pid: int
+) -> list[psutil.Process]:
+    """Return the processes of the node that runs a process, the raylet last."""
+    for node in deployment.nodes:
         (raylet,) = node.all_processes["raylet"]
         parent = psutil.Process(raylet.process.pid)
         children = parent.children(recursive=True)
@@ -96,57 +106,58 @@ def node_processes(world: faults.World, pid: int) -> list[psutil.Process]:
 
 
 def send_signal(processes: list[psutil.Process], number: int) -> None:
+    """Send a signal to the processes that still exist."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 
 
-def test_a_paused_node_that_wakes_up_removes_no_checkpoint_of_the_new_attempt(
-    world: faults.World, proxy: S3Proxy, tables: str, s3: str
+def test_a_paused_node_that_resumes_removes_no_checkpoint_of_the_new_attempt(
+    deployment: faults.Deployment, proxy: S3Proxy, tables: str, s3: str
 ) -> None:
     run = f"{s3}/runs/paused"
     paused: list[psutil.Process] = []
     uploader: list[int] = []
-    is_paused, is_awake, has_written = Event(), Event(), Event()
+    is_paused, is_resumed, has_written = Event(), Event(), Event()
 
     def pause_rank_0(line: str, port: int) -> None:
-        """Pause the node of rank 0 while the weights of a later checkpoint are on their
-        way.
-        """
-        if is_awake.is_set():
+        """Pause the node of rank 0 while it uploads the weights of a later checkpoint."""
+        if is_resumed.is_set():
             if not has_written.is_set() and find_process(port) == uploader[0]:
                 has_written.set()
         elif re.match(r"(PUT|POST) /.*/step-\d+-a1\.1/model", line):
-            if len(folders(run)) < 4 or is_paused.is_set():
+            if len(list_folders(run)) < 4 or is_paused.is_set():
                 return
             pid = find_process(port)
             assert pid is not None
             uploader.append(pid)
-            paused.extend(node_processes(world, pid))
+            paused.extend(list_node_processes(deployment, pid))
             send_signal(paused, signal.SIGSTOP)
             is_paused.set()
 
-    line = train_line(tables, f"{s3}/runs", "paused", "--fit.max_epochs=40")
+    command = build_train_command(tables, f"{s3}/runs", "paused", "--fit.max_epochs=40")
     proxy.on_request = pause_rank_0
-    training = world.start(line)
+    training = deployment.start(command)
     try:
-        printed = []
-        for text in training.stdout or []:
-            printed.append(text)
-            continued = "".join(printed).partition("continuing ")[2]
-            if continued.count("\nepoch") >= 2 and not is_awake.is_set():
-                is_awake.set()
+        lines = []
+        for line in training.stdout or []:
+            lines.append(line)
+            output_of_new_attempt = "".join(lines).partition("continuing ")[2]
+            num_epochs = output_of_new_attempt.count("\nepoch")
+            if num_epochs >= 2 and not is_resumed.is_set():
+                is_resumed.set()
+                # The workers resume before their raylet, which may end them.
                 send_signal(paused[:-1], signal.SIGCONT)
                 assert has_written.wait(60)
                 send_signal(paused, signal.SIGCONT)
-        assert training.wait() == 0, "".join(printed[-20:])
+        assert training.wait() == 0, "".join(lines[-20:])
     finally:
         proxy.on_request = lambda line, port: None
         send_signal(paused, signal.SIGCONT)
         training.kill()
 
     assert is_paused.is_set()
-    assert "continuing from the last checkpoint, 1 of 2 times" in "".join(printed)
+    assert "continuing from the last checkpoint, 1 of 2 times" in "".join(lines)
     record = read_record(run)
     assert record is not None
     assert (record["status"], record["epochs"]) == ("finished", 40)
@@ -158,14 +169,14 @@ def test_a_paused_node_that_wakes_up_removes_no_checkpoint_of_the_new_attempt(
 
 
 def test_tables_replaced_while_a_training_waits_for_nodes_are_refused(
-    world: faults.World, s3: str, tmp_path: Path
+    deployment: faults.Deployment, s3: str, tmp_path: Path
 ) -> None:
-    tables, _ = write_tables(world.folder / "small")
+    tables, _ = write_tables(deployment.folder / "small")
     other, _ = write_tables(tmp_path / "other", parts=3)
-    world.mend()
+    deployment.replace_lost_nodes()
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD_CPUS],
-        env=world.environment,
+        env=deployment.environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -174,11 +185,12 @@ def test_tables_replaced_while_a_training_waits_for_nodes_are_refused(
         assert holder.stdout is not None
         while holder.stdout.readline() != "started\n":
             assert holder.poll() is None
-        training = world.start(train_line(tables, f"{s3}/runs", "replaced"))
-        printed = []
-        for text in training.stdout or []:
-            printed.append(text)
-            if text.startswith("waiting for 2 x {CPU: 1}"):
+        command = build_train_command(tables, f"{s3}/runs", "replaced")
+        training = deployment.start(command)
+        lines = []
+        for line in training.stdout or []:
+            lines.append(line)
+            if line.startswith("waiting for 2 x {CPU: 1}"):
                 for source in Path(other, "sequences").iterdir():
                     shutil.copy(source, Path(tables, "sequences"))
                 holder.kill()
@@ -188,26 +200,27 @@ def test_tables_replaced_while_a_training_waits_for_nodes_are_refused(
         holder.wait()
 
     assert code == 1
-    (error,) = [text for text in printed if text.startswith("error: ")]
+    (error,) = [line for line in lines if line.startswith("error: ")]
     assert "the table 'sequences' was replaced since this job checked it" in error
-    assert not [name for name in folders(f"{s3}/runs/replaced") if "step-" in name]
+    folders = list_folders(f"{s3}/runs/replaced")
+    assert not [name for name in folders if "step-" in name]
 
 
-def test_a_training_outlives_half_a_minute_of_503(
-    world: faults.World, proxy: S3Proxy, tables: str, s3: str
+def test_a_training_survives_half_a_minute_of_status_503(
+    deployment: faults.Deployment, proxy: S3Proxy, tables: str, s3: str
 ) -> None:
-    world.mend()
-    line = train_line(tables, f"{s3}/runs", "busy", "--fit.max_epochs=20")
+    deployment.replace_lost_nodes()
+    command = build_train_command(tables, f"{s3}/runs", "busy", "--fit.max_epochs=20")
 
-    training = world.start(line)
-    printed = []
-    for text in training.stdout or []:
-        printed.append(text)
-        if text.startswith("epoch") and " 2/20" in text:
-            refused = proxy.refused
+    training = deployment.start(command)
+    lines = []
+    for line in training.stdout or []:
+        lines.append(line)
+        if line.startswith("epoch") and " 2/20" in line:
+            refused_before = proxy.refused
             proxy.busy_until = time.monotonic() + 30
 
-    assert training.wait() == 0, "".join(printed[-20:])
-    assert proxy.refused > refused + 2
-    # an answer that is cut off midway may cost one restart, a refused request none
-    assert not [text for text in printed if "2 of 2 times" in text]
+    assert training.wait() == 0, "".join(lines[-20:])
+    assert proxy.refused > refused_before + 2
+    # An interrupted answer may cost one restart, a refused request none.
+    assert not [line for line in lines if "2 of 2 times" in line]
