@@ -1,7 +1,7 @@
-"""Jobs on a real Ray cluster with token authentication, submitted by `ray job submit`.
+"""Test jobs on a real Ray cluster with token authentication, by `ray job submit`.
 
-The cluster has its own ports and folder, and one node; for the last test a second node
-under another host name, as on another machine.
+The cluster has its own ports and folder, and one node. For the last test a second node
+joins under another host name, as another machine would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,22 @@ pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
-WORKERS = 40  # ports for worker processes
+NUM_WORKER_PORTS = 40
+HEAD_PORTS = [
+    "port",
+    "dashboard-port",
+    "ray-client-server-port",
+]
+"""Options of `ray start` for ports that only a head listens on."""
+NODE_PORTS = [
+    "node-manager-port",
+    "object-manager-port",
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+]
+"""Options of `ray start` for the ports of any node."""
 
 SOURCE = """\
 files: log.csv
@@ -54,76 +69,75 @@ class Cluster:
     """URL of the job server."""
     env: dict[str, str]
     """Environment of a client that has the token."""
-    gcs: str
+    gcs_port: str
     """Port by which other nodes join."""
     folder: Path
-    """Its own folder."""
+    """Folder of the cluster's logs and sockets."""
 
     def submit(self, *command: str) -> str:
-        """Submit a command as a user does and return its output. Retry until the job
-        agent listens.
-        """
-        done = self._submit(*command)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
+        """Submit a command as a user does; return its output."""
+        job = self._submit(*command)
+        assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+        return job.stdout
 
     def submit_refused(self, *commands: list[str]) -> list[str]:
-        """Submit commands as one job, and return the one line with which each command
-        ends.
-        """
+        """Submit commands that must fail as one job; return their error lines."""
         *others, last = (shlex.join(command) for command in commands)
-        done = self._submit(
-            "sh", "-c", " && ".join([*(f"! {other}" for other in others), last])
-        )
-        assert done.returncode != 0, done.stdout[-3000:]
-        assert "Traceback" not in done.stdout
-        lines = list(
-            dict.fromkeys(
-                line for line in done.stdout.splitlines() if line.startswith("error: ")
-            )
-        )
-        assert len(lines) == len(commands)
-        return lines
+        expect_failures = [f"! {command}" for command in others]
+        job = self._submit("sh", "-c", " && ".join([*expect_failures, last]))
+        assert job.returncode != 0, job.stdout[-3000:]
+        assert "Traceback" not in job.stdout
+        errors = [
+            line for line in job.stdout.splitlines() if line.startswith("error: ")
+        ]
+        distinct_errors = list(dict.fromkeys(errors))
+        assert len(distinct_errors) == len(commands)
+        return distinct_errors
 
     def _submit(self, *command: str) -> subprocess.CompletedProcess:
-        line = [
-            RAY,
-            "job",
-            "submit",
-            "--address",
-            self.address,
-            "--working-dir",
-            ".",
-            "--runtime-env",
-        ]
+        """Submit a command, again and again until the job agent listens."""
+        submit = [RAY, "job", "submit", "--address", self.address]
+        submit += ["--working-dir", ".", "--runtime-env", "runtime_env.yaml"]
         while True:
-            done = subprocess.run(
-                [*line, "runtime_env.yaml", "--", *command],
+            job = subprocess.run(
+                [*submit, "--", *command],
                 cwd=ROOT,
                 env=self.env,
                 capture_output=True,
                 text=True,
             )
-            if "No available agent" not in done.stdout + done.stderr:
-                return done
+            if "No available agent" not in job.stdout + job.stderr:
+                return job
             time.sleep(1)
 
 
-def free_ports(count: int) -> list[str]:
-    """Return different ports that nobody listens on."""
+def find_free_ports(count: int) -> list[str]:
+    """Return different ports that no process listens on."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [str(one.getsockname()[1]) for one in sockets]
+        for listener in sockets:
+            listener.bind(("", 0))
+        return [str(listener.getsockname()[1]) for listener in sockets]
 
 
-def http_status(address: str, token: str | None) -> int:
-    """Return the HTTP status of the list of jobs, or 0 if nobody answers."""
-    request = urllib.request.Request(
-        f"{address}/api/jobs/",
-        headers={"Authorization": f"Bearer {token}"} if token else {},
-    )
+def build_port_options(names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Choose free ports for a node.
+
+    Returns:
+        Options of `ray start`, and the port of each name.
+    """
+    ports = find_free_ports(len(names) + NUM_WORKER_PORTS)
+    port_by_name = dict(zip(names, ports, strict=False))
+    options = ["--worker-port-list", ",".join(ports[len(names) :])]
+    for name, port in port_by_name.items():
+        options += [f"--{name}", port]
+    return options, port_by_name
+
+
+def get_http_status(address: str, token: str | None) -> int:
+    """Return the HTTP status of the list of jobs, or 0 if no server answers."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{address}/api/jobs/", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:
             return int(answer.status)
@@ -133,11 +147,31 @@ def http_status(address: str, token: str | None) -> int:
         return 0
 
 
+@contextmanager
+def run_node(
+    command: list[str], env: dict[str, str], log_file: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `ray start --block`, and end the node with all its processes at the exit."""
+    with open(log_file, "w") as log:
+        node = subprocess.Popen(
+            command, env=env, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield node
+    finally:
+        node.terminate()  # with --block the node ends the processes that it started
+        try:
+            node.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(
-        tempfile.mkdtemp(prefix="r", dir="/tmp")
-    )  # short: socket paths end at 107 bytes
+    """Start a cluster of one node with 2 CPUs."""
+    # A short path: those of sockets have at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
     env = {
         name: value
         for name, value in os.environ.items()
@@ -153,324 +187,190 @@ def cluster() -> Iterator[Cluster]:
     subprocess.run(
         [RAY, "get-auth-token", "--generate"], env=env, check=True, capture_output=True
     )
-    names = [
-        "port",
-        "dashboard-port",
-        "ray-client-server-port",
-        "node-manager-port",
-        "object-manager-port",
-        "dashboard-agent-listen-port",
-        "dashboard-agent-grpc-port",
-        "runtime-env-agent-port",
-        "metrics-export-port",
-    ]
-    ports = free_ports(len(names) + WORKERS)
-    line = [
-        str(RAY),
-        "start",
-        "--head",
-        "--block",
-        "--num-cpus",
-        "2",
-        "--object-store-memory",
-        "200000000",
-    ]
-    line += [
-        "--temp-dir",
-        str(folder),
-        "--disable-usage-stats",
-        "--worker-port-list",
-        ",".join(ports[len(names) :]),
-    ]
-    line += [
-        word
-        for name, port in zip(names, ports, strict=False)
-        for word in (f"--{name}", port)
-    ]
-    with open(folder / "head.log", "w") as log:
-        head = subprocess.Popen(
-            line, env=env, stdout=log, stderr=log, start_new_session=True
-        )
-    address = f"http://127.0.0.1:{ports[1]}"
     token = (folder / "home/.ray/auth_token").read_text()
+    port_options, ports = build_port_options([*HEAD_PORTS, *NODE_PORTS])
+    command = [str(RAY), "start", "--head", "--block", "--num-cpus", "2"]
+    command += ["--object-store-memory", "200000000", "--disable-usage-stats"]
+    command += ["--temp-dir", str(folder), *port_options]
+    address = f"http://127.0.0.1:{ports['dashboard-port']}"
     try:
-        while http_status(address, token) != 200:
-            said = (folder / "head.log").read_text()[-2000:]
-            assert head.poll() is None, said
-            time.sleep(0.3)
-        yield Cluster(address, env, ports[0], folder)
+        with run_node(command, env, folder / "head.log") as head:
+            while get_http_status(address, token) != 200:
+                log = (folder / "head.log").read_text()
+                assert head.poll() is None, log[-2000:]
+                time.sleep(0.3)
+            yield Cluster(address, env, ports["port"], folder)
     finally:
-        head.terminate()  # with --block the head ends what it started
-        try:
-            head.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(
-                head.pid, signal.SIGKILL
-            )  # its own session: nobody else's processes
-            head.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def raw_log(folder: Path) -> int:
-    """Write a log of 60 users who walk along a ring of 20 items, and return its number
-    of rows.
+def write_log(folder: Path) -> int:
+    """Write a log of 60 users who walk along a ring of 20 items; return its number of
+    rows.
     """
     draw = random.Random(0)
-    rows = [
-        (
-            f"u{user:02}",
-            f"i{(start + step) % 20:02}",
-            1_700_000_000 + 86_400 * step + user,
-        )
-        for user, start in ((user, draw.randrange(20)) for user in range(60))
-        for step in range(draw.randrange(5, 9))
-    ]
+    starts = [draw.randrange(20) for _ in range(60)]
+    rows = []
+    for user, start in enumerate(starts):
+        for step in range(draw.randrange(5, 9)):
+            seconds = 1_700_000_000 + 86_400 * step + user
+            rows.append(f"u{user:02},i{(start + step) % 20:02},{seconds}")
     draw.shuffle(rows)
     folder.mkdir()
-    (folder / "log.csv").write_text(
-        "\n".join(["user,item,seconds", *(f"{u},{i},{t}" for u, i, t in rows)]) + "\n"
-    )
+    (folder / "log.csv").write_text("\n".join(["user,item,seconds", *rows]) + "\n")
     (folder / "source.yaml").write_text(SOURCE)
     return len(rows)
 
 
-def test_client_without_the_token_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    assert http_status(cluster.address, None) == 401
-    assert http_status(cluster.address, "0" * 64) == 403
-    stranger = {**cluster.env, "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(
+def build_prepare_command(raw: Path, *options: str) -> list[str]:
+    """Return the command that prepares the log in a folder."""
+    source = ["--source", str(raw / "source.yaml"), "--input", str(raw)]
+    return ["python", "-m", "jobs.prepare", *source, *options]
+
+
+def test_a_client_without_the_token_is_refused(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    assert get_http_status(cluster.address, None) == 401
+    assert get_http_status(cluster.address, "0" * 64) == 403
+
+    env = {**cluster.env, "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
+    submission = subprocess.run(
         [RAY, "job", "submit", "--address", cluster.address, "--", "true"],
-        env=stranger,
+        env=env,
         capture_output=True,
         text=True,
     )
-    assert done.returncode != 0
-    assert "Missing authentication token" in done.stdout + done.stderr
+    assert submission.returncode != 0
+    assert "Missing authentication token" in submission.stdout + submission.stderr
 
 
-def test_job_runs_the_submitted_code_on_the_cluster(cluster: Cluster) -> None:
-    """Driver and tasks import the uploaded folder, and `start_ray` joins the cluster of
-    the job.
-    """
+def test_driver_and_tasks_run_the_submitted_code_on_the_cluster(
+    cluster: Cluster,
+) -> None:
     program = (
         "import os, ray, jobs; from jobs import cli; cli.start_ray(); "
         "where = ray.remote(lambda: __import__('models').__file__); "
         "print('driver', jobs.__file__, 'task', ray.get(where.remote()), ray.cluster_resources()['CPU'])"
     )
-    said = next(
-        line
-        for line in cluster.submit("python", "-c", program).splitlines()
-        if line.startswith("driver")
-    )
-    _, driver, _, task, cpus = said.split()
+
+    output = cluster.submit("python", "-c", program)
+
+    lines = output.splitlines()
+    (line,) = [line for line in lines if line.startswith("driver")]
+    _, driver, _, task, cpus = line.split()
     assert "working_dir_files/_ray_pkg_" in driver
     assert Path(driver).parents[1] == Path(task).parents[1]
     assert cpus == "2.0"
 
 
-def test_prepare_and_train_on_the_cluster(
+def test_a_submitted_job_prepares_and_trains_on_the_cluster(
     cluster: Cluster, new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
-    rows = raw_log(tmp_path / "raw")
+    num_rows = write_log(tmp_path / "raw")
     tables, runs = tmp_path / "tables", tmp_path / "runs"
-    source = [
-        "--source",
-        str(tmp_path / "raw/source.yaml"),
-        "--input",
-        str(tmp_path / "raw"),
-    ]
     uri = new_store(tmp_path)
-    config = [
-        *[
-            "--config",
-            "jobs/configs/sasrec.yaml",
-            "--fit.max_epochs",
-            "2",
-            "--fit.batch_size",
-            "16",
-        ],
-        "--tables",
-        str(tables),
-    ]
-    place = [
-        "--storage",
-        str(runs),
-        "--name",
-        "ring",
-        "--tracking_uri",
-        uri,
-        "--experiment",
-        "retrieval/ring",
-    ]
-    prepare = ["python", "-m", "jobs.prepare", *source, "--output", str(tables)]
-    train = ["python", "-m", "jobs.train", *config, *place]
-    said = cluster.submit("sh", "-c", f"{shlex.join(prepare)} && {shlex.join(train)}")
-    assert f"next: python -m jobs.audit --tables {tables}" in said
-    assert read_table(str(tables / "events"), "events").num_rows == rows
+    prepare = build_prepare_command(tmp_path / "raw", "--output", str(tables))
+    train = ["python", "-m", "jobs.train", "--config", "jobs/configs/sasrec.yaml"]
+    train += ["--fit.max_epochs", "2", "--fit.batch_size", "16"]
+    train += ["--tables", str(tables), "--storage", str(runs), "--name", "ring"]
+    train += ["--tracking_uri", uri, "--experiment", "retrieval/ring"]
+
+    output = cluster.submit("sh", "-c", f"{shlex.join(prepare)} && {shlex.join(train)}")
+
+    assert f"next: python -m jobs.audit --tables {tables}" in output
+    assert read_table(str(tables / "events"), "events").num_rows == num_rows
     sequences = read_manifest(str(tables / "sequences"), "sequences")
     assert sequences.rows == 60
-    assert sequences.info["requests"] == {"train": rows - 120, "val": 60, "test": 60}
+    requests = {"train": num_rows - 120, "val": 60, "test": 60}
+    assert sequences.info["requests"] == requests
     assert [rule.name for rule in audit(str(tables)) if rule.violations] == []
 
-    assert "Trained sasrec for 2 epochs" in said
+    assert "Trained sasrec for 2 epochs" in output
     assert (runs / "ring/best/model.safetensors").is_file()
-
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("retrieval/ring")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_id in said
+    assert run.info.run_id in output
     assert run.info.status == "FINISHED"
     assert run.data.params["model.name"] == "sasrec"
     assert run.data.tags["table.sequences"] == sequences.hash
-    steps = [
-        point.step
-        for point in client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
-    ]
+    history = client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
+    steps = [point.step for point in history]
     assert len(steps) == 2
     assert steps == sorted(set(steps))
 
 
-def test_what_the_cluster_cannot_give_or_keep_is_refused(
+def test_too_many_workers_and_outputs_in_the_working_folder_are_refused(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Too many workers for the cluster, and an output in the working folder of the job."""
     tables, _ = write_tables(tmp_path)
-    store = f"sqlite:///{tmp_path}/mlflow.db"
-    line = [
-        "python",
-        "-m",
-        "jobs.train",
-        "--config",
-        "jobs/configs/sasrec.yaml",
-        "--tables",
-        tables,
-    ]
-    line += [
-        "--storage",
-        str(tmp_path / "runs"),
-        "--name",
-        "n",
-        "--tracking_uri",
-        store,
-        "--fit.batch_size",
-        "256",
-    ]
-    raw_log(tmp_path / "raw")
-    prepare = [
-        "python",
-        "-m",
-        "jobs.prepare",
-        "--source",
-        str(tmp_path / "raw/source.yaml"),
-    ]
-    prepare += ["--input", str(tmp_path / "raw"), "--output", "tables"]
-    said, kept = cluster.submit_refused([*line, "--ray.num_workers", "4"], prepare)
+    write_log(tmp_path / "raw")
+    prepare = build_prepare_command(tmp_path / "raw", "--output", "tables")
+    train = ["python", "-m", "jobs.train", "--config", "jobs/configs/sasrec.yaml"]
+    train += ["--fit.batch_size", "256", "--ray.num_workers", "4"]
+    train += ["--tables", tables, "--storage", str(tmp_path / "runs"), "--name", "n"]
+    train += ["--tracking_uri", f"sqlite:///{tmp_path}/mlflow.db"]
+
+    train_error, prepare_error = cluster.submit_refused(train, prepare)
+
     assert (
         "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2"
-        in said
+        in train_error
     )
-    assert "no autoscaler to start more; lower --ray.num_workers" in said
+    assert "no autoscaler to start more; lower --ray.num_workers" in train_error
     assert not (tmp_path / "runs/n").exists()
-    assert "--output is tables, which lies in the job's own working folder" in kept
+    own_folder = "--output is tables, which lies in the job's own working folder"
+    assert own_folder in prepare_error
 
 
 @pytest.fixture
-def elsewhere(cluster: Cluster) -> Iterator[None]:
+def second_node(cluster: Cluster) -> Iterator[None]:
     """Start a second node of the cluster with another host name."""
     if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
         pytest.skip("another host name takes the right to unshare")
-    names = [
-        "node-manager-port",
-        "object-manager-port",
-        "dashboard-agent-listen-port",
-        "dashboard-agent-grpc-port",
-        "runtime-env-agent-port",
-        "metrics-export-port",
-    ]
-    ports = free_ports(len(names) + WORKERS)
-    line = [
-        str(RAY),
-        "start",
-        "--address",
-        f"{local_address(cluster)}:{cluster.gcs}",
-        "--block",
-        "--num-cpus",
-        "1",
-    ]
-    line += ["--object-store-memory", "100000000", "--disable-usage-stats"]
-    line += [
-        "--temp-dir",
-        str(cluster.folder / "2"),
-    ]  # two nodes in one folder would unpack the same code over each other
-    line += ["--worker-port-list", ",".join(ports[len(names) :])]
-    line += [
-        word
-        for name, port in zip(names, ports, strict=False)
-        for word in (f"--{name}", port)
-    ]
-    with open(cluster.folder / "node.log", "w") as log:
-        node = subprocess.Popen(
-            [
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                'hostname elsewhere && exec "$@"',
-                "sh",
-                *line,
-            ],
-            env=cluster.env,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        while "Ray runtime started" not in (cluster.folder / "node.log").read_text():
-            assert node.poll() is None, (cluster.folder / "node.log").read_text()[
-                -2000:
-            ]
+    port_options, _ = build_port_options(NODE_PORTS)
+    address = f"{find_head_address(cluster)}:{cluster.gcs_port}"
+    start = [str(RAY), "start", "--address", address, "--block", "--num-cpus", "1"]
+    start += ["--object-store-memory", "100000000", "--disable-usage-stats"]
+    # Two nodes in one folder would unpack the same code at the same path.
+    start += ["--temp-dir", str(cluster.folder / "2"), *port_options]
+    rename_host = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere && exec "$@"']
+    log_file = cluster.folder / "node.log"
+    with run_node([*rename_host, "sh", *start], cluster.env, log_file) as node:
+        while "Ray runtime started" not in log_file.read_text():
+            assert node.poll() is None, log_file.read_text()[-2000:]
             time.sleep(0.3)
         yield
-    finally:
-        node.terminate()
-        try:
-            node.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(node.pid, signal.SIGKILL)
-            node.wait()
 
 
-def local_address(cluster: Cluster) -> str:
+def find_head_address(cluster: Cluster) -> str:
     """Return the address at which the head tells nodes to join."""
-    found = re.search(
-        r"Local node IP.*?(\d+\.\d+\.\d+\.\d+)",
-        (cluster.folder / "head.log").read_text(),
-    )
-    assert found
-    return found[1]
+    log = (cluster.folder / "head.log").read_text()
+    address = re.search(r"Local node IP.*?(\d+\.\d+\.\d+\.\d+)", log)
+    assert address
+    return address[1]
 
 
 def test_a_local_path_is_refused_on_two_machines_unless_it_is_shared(
-    cluster: Cluster, elsewhere: None, tmp_path: Path
+    cluster: Cluster, second_node: None, tmp_path: Path
 ) -> None:
-    raw_log(tmp_path / "raw")
-    job = [
-        "python",
-        "-m",
-        "jobs.prepare",
-        "--source",
-        str(tmp_path / "raw/source.yaml"),
-        "--dry_run",
-    ]
-    job += ["--input", str(tmp_path / "raw"), "--output", str(tmp_path / "tables")]
-    shared = ["env", f"TRIELINE_SHARED=/mnt:{tmp_path}", *job]
-    both = cluster.submit("sh", "-c", f"! {shlex.join(job)} && {shlex.join(shared)}")
-    assert "Traceback" not in both
-    (said,) = {line for line in both.splitlines() if line.startswith("error: ")}
+    write_log(tmp_path / "raw")
+    prepare = build_prepare_command(
+        tmp_path / "raw", "--output", str(tmp_path / "tables"), "--dry_run"
+    )
+    prepare_shared = ["env", f"TRIELINE_SHARED=/mnt:{tmp_path}", *prepare]
+
+    output = cluster.submit(
+        "sh", "-c", f"! {shlex.join(prepare)} && {shlex.join(prepare_shared)}"
+    )
+
+    assert "Traceback" not in output
+    (error,) = {line for line in output.splitlines() if line.startswith("error: ")}
     assert (
         f"--input is {tmp_path}/raw, on the disk of one machine, and the cluster has 2"
-        in said
+        in error
     )
-    assert f"TRIELINE_SHARED={tmp_path} in the env_vars of runtime_env.yaml" in said
-    assert "makes the tables" in both
+    assert f"TRIELINE_SHARED={tmp_path} in the env_vars of runtime_env.yaml" in error
+    assert "makes the tables" in output

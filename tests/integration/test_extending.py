@@ -1,8 +1,7 @@
-"""What a new decoder, search model or kind of request takes: one file, one line, and
-every command knows it.
+"""Test that a new decoder, search model or kind of request takes one file and one line.
 
-Each is put into a copy of the project and prepared or trained, evaluated and compared
-there by the commands.
+Each is added to a copy of the project. The copy's commands prepare or train, evaluate
+and compare it.
 """
 
 from __future__ import annotations
@@ -36,17 +35,14 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 
 
-def blocks(language: str) -> list[str]:
-    """Code of `docs/add_a_decoder.md`."""
-    return re.findall(
-        rf"```{language}\n(.*?)```",
-        (ROOT / "docs/add_a_decoder.md").read_text(),
-        flags=re.DOTALL,
-    )
+def read_code_blocks(language: str) -> list[str]:
+    """Return the code blocks in a language of `docs/add_a_decoder.md`."""
+    page = (ROOT / "docs/add_a_decoder.md").read_text()
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
-DECODER, LINE, CHECK = blocks("python")
-(DECODER_YAML,) = blocks("yaml")
+DECODER, LINE, CHECK = read_code_blocks("python")
+(DECODER_YAML,) = read_code_blocks("yaml")
 
 RANKER = '''
 """The smallest search model: how near the document is to the query, scaled and moved per label."""
@@ -150,14 +146,29 @@ class Changes(Retrieval):
 '''
 
 
-def add_model(copy: Path, file: str, content: str, line: str) -> None:
-    """Write one file, and one line of the registry."""
+def insert_after(file: Path, line: str, addition: str) -> None:
+    """Insert text after a line of a file."""
+    text = file.read_text()
+    assert line in text
+    file.write_text(text.replace(line, f"{line}{addition}"))
+
+
+def add_model(copy: Path, file: str, content: str, registry_line: str) -> None:
+    """Add a model to a copy of the project: one file, and one line of the registry."""
     (copy / file).write_text(content.lstrip())
-    registry = copy / "models/registry.py"
-    text = registry.read_text()
-    table = "MODELS = {\n"
-    assert table in text
-    registry.write_text(text.replace(table, f"{table}    {line}\n"))
+    insert_after(copy / "models/registry.py", "MODELS = {\n", f"    {registry_line}\n")
+
+
+def add_kind(copy: Path) -> None:
+    """Add a kind of request to a copy of the project."""
+    (copy / "pipelines/data/changes.py").write_text(KIND.lstrip())
+    kinds = copy / "pipelines/data/kinds.py"
+    insert_after(kinds, "for kind in (Retrieval(), Search(), Actions()", ", Changes()")
+    insert_after(
+        kinds,
+        "from pipelines.data.kind import Kind\n",
+        "from pipelines.data.changes import Changes\n",
+    )
 
 
 COMMANDS = """
@@ -175,15 +186,23 @@ for job, *words in json.loads(sys.argv[1]):
     module = importlib.import_module(f"jobs.{job.split()[0]}")
     module.run(cli.config_from_words(module, words))
 """
-"""Commands one after the other, in one process: each takes seconds to start. A training
-is by a worker of Ray or by that process."""
+"""A program that runs commands one after the other in one process, as starting each
+would take seconds. `train by Ray` trains in a Ray worker, `train` in the process."""
+
+
+TINY_TIGER = {
+    "name": "tiger",
+    "d_model": 16,
+    "d_ff": 16,
+    "num_heads": 1,
+    "d_kv": 8,
+    "num_encoder_layers": 1,
+}
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project without its tests, and with a decoder, a search model and a kind of
-    request more.
-    """
+    """Copy the project, and add a decoder, a search model and a kind of request."""
     copy = tmp_path_factory.mktemp("extended") / "project"
     for name in ("models", "pipelines", "tuning", "jobs"):
         shutil.copytree(
@@ -191,106 +210,84 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     add_model(copy, "models/retrieval/students/newest.py", DECODER, LINE.strip())
     (copy / "jobs/configs/newest.yaml").write_text(DECODER_YAML)
-    line = '"nearest": "models.search.nearest:Nearest",'
-    add_model(copy, "models/search/nearest.py", RANKER, line)
-    (copy / "pipelines/data/changes.py").write_text(KIND.lstrip())
-    table = copy / "pipelines/data/kinds.py"
-    text, row = table.read_text(), "for kind in (Retrieval(), Search(), Actions())"
-    assert row in text
-    text = text.replace(
-        row, "for kind in (Retrieval(), Search(), Actions(), Changes())"
-    )
-    imported = "from pipelines.data.kind import Kind\n"
-    table.write_text(
-        text.replace(
-            imported, f"{imported}from pipelines.data.changes import Changes\n"
-        )
-    )
+    registry_line = '"nearest": "models.search.nearest:Nearest",'
+    add_model(copy, "models/search/nearest.py", RANKER, registry_line)
+    add_kind(copy)
     return copy
 
 
-@pytest.fixture(scope="module")
-def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -> str:
-    """What the commands of the copy print, on the shared Ray, whose workers import what
-    the driver does.
-    """
-    home, store = copy.parent, ["--tracking_uri", new_store(copy.parent / "runs")]
+def build_decoder_commands(copy: Path) -> list[list[str]]:
+    """Return commands that train, evaluate and compare the new decoder."""
+    home = copy.parent
     tables, sids = training_tables.write_tables(home / "small")
-    tiger = {
-        "name": "tiger",
-        "d_model": 16,
-        "d_ff": 16,
-        "num_heads": 1,
-        "d_kv": 8,
-        "num_encoder_layers": 1,
-        "num_decoder_layers": 1,
-    }
-    teacher = build_training(tiger, FitConfig(batch_size=8), Inputs(tables, sids))
-    checkpoint.save(home / "tiger", teacher.model, teacher.checkpoint(epoch=1))
-    small, runs = (
-        ["--tables", tables, "--sids", sids],
-        ["--storage", str(home / "runs")],
+    teacher = build_training(
+        {**TINY_TIGER, "num_decoder_layers": 1},
+        FitConfig(batch_size=8),
+        Inputs(tables, sids),
     )
-    decoder = [
-        "--config",
-        str(copy / "jobs/configs/newest.yaml"),
-        "--model.teacher",
-        str(home / "tiger"),
+    checkpoint.save(home / "tiger", teacher.model, teacher.checkpoint(epoch=1))
+    config = ["--config", str(copy / "jobs/configs/newest.yaml")]
+    config += ["--model.teacher", str(home / "tiger")]
+    inputs = ["--tables", tables, "--sids", sids]
+    storage = ["--storage", f"{home}/runs", "--name", "newest"]
+    trained = ["--checkpoint", f"{home}/runs/newest"]
+    return [
+        ["train by Ray", *config, *inputs, *storage],
+        ["evaluate", *trained, *inputs, "--scores", "codebook"],
+        ["compare", "--experiment", "retrieval/small"],
     ]
-    searched, text = search_tables.write_search(home / "searches", users=20, requests=6)
-    search = ["--tables", searched, "--text", text]
+
+
+def build_search_commands(copy: Path) -> list[list[str]]:
+    """Return commands that train, evaluate and compare the new search model."""
+    home = copy.parent
+    tables, text = search_tables.write_search(home / "searches", users=20, requests=6)
+    inputs = ["--tables", tables, "--text", text]
     fit = ["--fit.batch_size", "8", "--fit.max_epochs", "1", "--fit.metric", "gauc"]
-    raw, shop = str(home / "raw"), str(home / "shop")
-    simulate = [
-        "--kind",
-        "changes",
-        "--output",
-        raw,
-        "--users",
-        "60",
-        "--items",
-        "30",
-        "--events",
-        "900",
+    storage = ["--storage", f"{home}/runs", "--name", "nearest"]
+    return [
+        ["train", "--model.name", "nearest", *inputs, *fit, *storage],
+        ["evaluate", "--checkpoint", f"{home}/runs/nearest", *inputs],
+        ["compare", "--experiment", "search/search-test"],
     ]
-    source = [
-        "--source",
-        str(ROOT / "jobs/configs/sources/simulated.yaml"),
-        "--kind",
-        "changes",
+
+
+def build_kind_commands(copy: Path) -> list[list[str]]:
+    """Return commands that prepare a log of the new kind and train SASRec on it."""
+    home = copy.parent
+    raw, tables = f"{home}/raw", f"{home}/shop"
+    sizes = ["--users", "60", "--items", "30", "--events", "900"]
+    source = ["--source", str(ROOT / "jobs/configs/sources/simulated.yaml")]
+    model = ["--model.name", "sasrec", "--model.dim", "16", "--model.num_layers", "1"]
+    fit = ["--fit.max_epochs", "1"]
+    inputs = ["--tables", tables]
+    storage = ["--storage", f"{home}/runs", "--name", "sasrec"]
+    return [
+        ["simulate", "--kind", "changes", "--output", raw, *sizes],
+        ["prepare", *source, "--kind", "changes", "--input", raw, "--output", tables],
+        ["audit", *inputs],
+        ["train", *model, *fit, *inputs, *storage],
+        ["evaluate", "--checkpoint", f"{home}/runs/sasrec", *inputs],
+        ["compare", "--experiment", "retrieval/shop"],
     ]
-    sasrec = [
-        "--model.name",
-        "sasrec",
-        "--model.dim",
-        "16",
-        "--model.num_layers",
-        "1",
-        "--fit.max_epochs",
-        "1",
-    ]
+
+
+@pytest.fixture(scope="module")
+def output(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -> str:
+    """Run the commands of the copy on the shared Ray; return their output.
+
+    Ray's workers import the modules that the driver imports.
+    """
+    store = ["--tracking_uri", new_store(copy.parent / "runs")]
     commands = [
-        ["train by Ray", *decoder, *small, *runs, "--name", "newest"],
-        [
-            "evaluate",
-            "--checkpoint",
-            f"{home}/runs/newest",
-            *small,
-            "--scores",
-            "codebook",
-        ],
-        ["compare", "--experiment", "retrieval/small", *store],
-        ["train", "--model.name", "nearest", *search, *fit, *runs, "--name", "nearest"],
-        ["evaluate", "--checkpoint", f"{home}/runs/nearest", *search],
-        ["compare", "--experiment", "search/search-test", *store],
-        ["simulate", *simulate],
-        ["prepare", *source, "--input", raw, "--output", shop],
-        ["audit", "--tables", shop],
-        ["train", *sasrec, "--tables", shop, *runs, "--name", "sasrec"],
-        ["evaluate", "--checkpoint", f"{home}/runs/sasrec", "--tables", shop],
-        ["compare", "--experiment", "retrieval/shop", *store],
+        *build_decoder_commands(copy),
+        *build_search_commands(copy),
+        *build_kind_commands(copy),
     ]
-    made = subprocess.run(
+    for command in commands:
+        if command[0] == "compare":
+            command += store
+    process = subprocess.run(
         [sys.executable, "-c", COMMANDS, json.dumps(commands)],
         cwd=copy,
         capture_output=True,
@@ -298,12 +295,12 @@ def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -
         check=False,
         env={**in_ray, "PYTHONPATH": str(copy)},
     )
-    assert made.returncode == 0, made.stdout + made.stderr
-    return made.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize(
-    "order",
+    "expected",
     [
         (
             "Trained newest",
@@ -327,56 +324,49 @@ def said(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str]) -
     ],
     ids=["a decoder", "a search model", "a kind of request"],
 )
-def test_it_is_one_file_and_a_line(said: str, order: tuple[str, ...]) -> None:
-    at = 0
-    for text in order:
-        at = said.index(text, at)
-    model = order[-4].split()[-1]
-    assert model in said[at:].partition("\n$ ")[0]
+def test_every_command_knows_an_extension(
+    output: str, expected: tuple[str, ...]
+) -> None:
+    """The texts appear in their order; the comparison also names the model."""
+    start = 0
+    for text in expected:
+        start = output.index(text, start)
+    model = expected[-4].split()[-1]
+    comparison = output[start:].partition("\n$ ")[0]
+    assert model in comparison
 
 
-def test_a_kind_of_request_asks_what_its_file_says(said: str, copy: Path) -> None:
-    asked, repeats = 0, 0
+def test_the_new_kind_forms_the_requests_that_its_file_defines(
+    output: str, copy: Path
+) -> None:
+    """An item is no target directly after itself."""
+    num_requests = num_repeats = 0
     for user in read_table(f"{copy.parent}/shop/sequences", "sequences").to_pylist():
-        asked += len(user["requests"])
-        repeats += sum(a == b for a, b in pairwise(user["item_index"]))
-        last = [
-            user["item_index"][r["history_end"] - 1]
-            for r in user["requests"]
-            if r["history_end"]
-        ]
-        assert all(
-            r["candidates"] != [item]
-            for r, item in zip(user["requests"][-len(last) :], last, strict=True)
-        )
-    assert repeats
-    assert asked < 900
+        items, requests = user["item_index"], user["requests"]
+        num_requests += len(requests)
+        num_repeats += sum(a == b for a, b in pairwise(items))
+        for request in requests:
+            history_end = request["history_end"]
+            if history_end:
+                assert request["candidates"] != [items[history_end - 1]]
+    assert num_repeats
+    assert num_requests < 900
 
 
-def test_its_two_ways_agree(tmp_path: Path) -> None:
-    """The check that the page proposes."""
+def test_the_pages_check_of_a_decoder_passes(tmp_path: Path) -> None:
     tables, sids = training_tables.write_tables(tmp_path / "small")
     catalogue = Catalogue.load(tables, sids)
-    tiger = {
-        "name": "tiger",
-        "d_model": 16,
-        "d_ff": 16,
-        "num_heads": 1,
-        "d_kv": 8,
-        "num_encoder_layers": 1,
-    }
-    backbone: Any = build_model(tiger, catalogue).eval().backbone
-    made: dict[str, Any] = {"__name__": "newest"}
-    sys.modules["newest"] = types.ModuleType("newest")  # where dataclasses look
+    backbone: Any = build_model(TINY_TIGER, catalogue).eval().backbone
+    namespace: dict[str, Any] = {"__name__": "newest"}
+    sys.modules["newest"] = types.ModuleType("newest")  # dataclasses look it up
     try:
-        exec(DECODER, made)
-        decoder = made["NewestDecoder"](backbone).eval()
+        exec(DECODER, namespace)
+        decoder = namespace["NewestDecoder"](backbone).eval()
     finally:
         del sys.modules["newest"]
     codes = backbone.tokens.codes(torch.arange(catalogue.num_items))
     history = History(torch.randn(len(codes), 3, 16), torch.full((len(codes),), 3))
+    variables = {"decoder": decoder, "history": history, "codes": codes}
+
     with torch.no_grad():
-        exec(
-            CHECK,
-            {"torch": torch, "decoder": decoder, "history": history, "codes": codes},
-        )
+        exec(CHECK, {"torch": torch, **variables})
