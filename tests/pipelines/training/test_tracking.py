@@ -1,6 +1,4 @@
-"""The MLflow store: many runs at once, and what was logged before an interruption is
-not logged twice.
-"""
+"""Test logging to MLflow: concurrent runs, interruptions and names."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def uri(tmp_path: Path, new_store: Callable[[Path], str]) -> str:
-    """A store without runs."""
+    """Create a store without runs; return its URI."""
     return new_store(tmp_path)
 
 
@@ -44,18 +42,21 @@ NAMES = st.one_of(
 
 
 @given(NAMES)
-def test_names_of_metrics_survive_the_way_to_mlflow_and_back(name: str) -> None:
+def test_metric_names_survive_the_way_to_mlflow_and_back(name: str) -> None:
     logged = to_mlflow_name(name)
     assert "@" not in logged
     assert from_mlflow_name(logged) == name
 
 
 @given(NAMES, NAMES)
-def test_no_two_metrics_share_a_name_in_mlflow(one: str, other: str) -> None:
-    assert (to_mlflow_name(one) == to_mlflow_name(other)) == (one == other)
+def test_different_metrics_have_different_names_in_mlflow(
+    first: str, second: str
+) -> None:
+    is_same = to_mlflow_name(first) == to_mlflow_name(second)
+    assert is_same == (first == second)
 
 
-def test_only_a_cutoff_at_the_end_is_written_otherwise() -> None:
+def test_only_a_cutoff_at_the_end_of_a_name_is_replaced() -> None:
     assert to_mlflow_name("val/ndcg@10") == "val/ndcg_at_10"
     assert to_mlflow_name("test/looked_at_it/gauc") == "test/looked_at_it/gauc"
     assert from_mlflow_name("test/looked_at_it/gauc") == "test/looked_at_it/gauc"
@@ -74,7 +75,7 @@ def write(name):
     logger.end()
 
 children = []
-for i in range(4):  # processes of their own, forked to spare the imports
+for i in range(4):  # forked, so that each child need not import anew
     children.append(os.fork())
     if children[-1] == 0:
         write(f"run{i}")
@@ -86,10 +87,15 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 @pytest.mark.long
 def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    line = [sys.executable, "-c", WRITERS, uri, str(tmp_path)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # nothing of the store's migrations on the terminal
+    process = subprocess.run(
+        [sys.executable, "-c", WRITERS, uri, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""  # no log of the store's migrations
+
     client = tracking.connect(uri)
     experiment = client.get_experiment_by_name("retrieval/x")
     assert experiment is not None
@@ -100,11 +106,10 @@ def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
         assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == 10
 
 
-def test_a_trial_that_was_killed_takes_up_its_run(tmp_path: Path, uri: str) -> None:
-
-    def opened(name: str, trial: str, parent: str | None = None) -> str:
+def test_a_repeated_trial_continues_its_mlflow_run(tmp_path: Path, uri: str) -> None:
+    def open_run(name: str, trial: str = "", parent: str | None = None) -> str:
         tags = {tracking.TRIAL_TAG: trial} if parent else {}
-        return tracking.open_run(
+        run = tracking.open_run(
             uri,
             "retrieval/x",
             name,
@@ -113,43 +118,42 @@ def test_a_trial_that_was_killed_takes_up_its_run(tmp_path: Path, uri: str) -> N
             hashes={},
             parent=parent,
             tags=tags,
-        ).run_id
+        )
+        return run.run_id
 
-    one, other = opened("one", ""), opened("other", "")
-    first = opened("t", "id", one)
-    assert opened("t", "id", one) == first
-    assert opened("t", "other id", one) != first
-    assert opened("t", "id", other) != first
+    sweep, other_sweep = open_run("one"), open_run("other")
+    trial = open_run("t", "id", sweep)
+
+    assert open_run("t", "id", sweep) == trial
+    assert open_run("t", "other id", sweep) != trial
+    assert open_run("t", "id", other_sweep) != trial
 
 
-def test_what_a_kill_kept_back_is_sent_from_the_last_checkpoint(
+def test_points_lost_by_a_kill_are_logged_from_the_last_checkpoint(
     tmp_path: Path, uri: str
 ) -> None:
     run = tracking.open_run(
         uri, "retrieval/x", "a", str(tmp_path), config={}, hashes={}
     )
-    first = tracking.Logger(run)
-    first.log({"train/loss": 1.0}, 1)
-    first.flush()
+    killed = tracking.Logger(run)
+    killed.log({"train/loss": 1.0}, 1)
+    killed.flush()
     curves = {
         "train/loss": [(1, 1.0, 10), (2, 2.0, 20)],
         "val/ndcg@10": [(2, 0.5, 20)],
     }
     (tmp_path / tracking.CURVES).write_bytes(tracking.curves_to_bytes(curves))
     assert tracking.read_curves(str(tmp_path)) == curves
-    again = tracking.Logger(run, tracking.read_curves(str(tmp_path)))
-    again.log({"train/loss": 3.5}, 3)
-    again.flush()
-    history = again.client.get_metric_history(run.run_id, "train/loss")
-    assert sorted((point.step, point.value) for point in history) == [
-        (1, 1.0),
-        (2, 2.0),
-        (3, 3.5),
-    ]
-    assert [
-        point.timestamp
-        for point in again.client.get_metric_history(run.run_id, "val/ndcg_at_10")
-    ] == [20]
+
+    continued = tracking.Logger(run, tracking.read_curves(str(tmp_path)))
+    continued.log({"train/loss": 3.5}, 3)
+    continued.flush()
+
+    losses = continued.client.get_metric_history(run.run_id, "train/loss")
+    points = sorted((point.step, point.value) for point in losses)
+    assert points == [(1, 1.0), (2, 2.0), (3, 3.5)]
+    validation = continued.client.get_metric_history(run.run_id, "val/ndcg_at_10")
+    assert [point.timestamp for point in validation] == [20]
 
 
 def test_a_continued_run_logs_each_step_once(tmp_path: Path, uri: str) -> None:
@@ -161,18 +165,19 @@ def test_a_continued_run_logs_each_step_once(tmp_path: Path, uri: str) -> None:
         config={"fit": {"lr": 1}},
         hashes={"items": "h"},
     )
-    first = tracking.Logger(run)
+    interrupted = tracking.Logger(run)
     for step in (1, 2, 3):
-        first.log({"train/loss": float(step)}, step)
-    first.flush()
-    again = tracking.Logger(run)
+        interrupted.log({"train/loss": float(step)}, step)
+    interrupted.flush()
+
+    continued = tracking.Logger(run)
     for step in (2, 3, 4, 5):
-        again.log({"train/loss": float(step), "train/nan": float("nan")}, step)
-    again.flush()
+        continued.log({"train/loss": float(step), "train/nan": float("nan")}, step)
+    continued.flush()
+
     history = tracking.connect(uri).get_metric_history(run.run_id, "train/loss")
-    assert [(point.step, point.value) for point in history] == [
-        (i, float(i)) for i in range(1, 6)
-    ]
+    points = [(point.step, point.value) for point in history]
+    assert points == [(i, float(i)) for i in range(1, 6)]
 
 
 LOCK = """
@@ -186,50 +191,57 @@ store.execute("COMMIT")
 
 
 @contextmanager
-def held(store: Path) -> Iterator[Callable[[], None]]:
-    """Another process holds the store, until the function is called."""
-    line = [sys.executable, "-c", LOCK, str(store)]
+def lock_store(store: Path) -> Iterator[Callable[[], None]]:
+    """Lock a store by another process; yield a function that unlocks it."""
+    command = [sys.executable, "-c", LOCK, str(store)]
     holder = subprocess.Popen(
-        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "locked\n"
+
+    def unlock() -> None:
+        holder.communicate("\n")
+
     try:
-        yield lambda: holder.communicate("\n") and None
+        yield unlock
     finally:
         holder.kill()
         holder.wait()
 
 
 @pytest.mark.long
-def test_a_locked_store_is_waited_for(tmp_path: Path, uri: str) -> None:
+def test_logging_waits_for_a_locked_store(tmp_path: Path, uri: str) -> None:
     run = tracking.open_run(
         uri, "retrieval/x", "a", str(tmp_path), config={"fit": {"lr": 1}}, hashes={}
     )
     logger = tracking.Logger(run)
-    with held(tmp_path / "mlflow.db") as let_go, ThreadPoolExecutor(2) as threads:
-        writers = [
-            threads.submit(
-                lambda: (logger.log({"train/loss": 0.5}, 1), logger.flush())
-            ),
-            threads.submit(
-                tracking.open_run, uri, "new", "b", str(tmp_path), config={}, hashes={}
-            ),
-        ]
+
+    def log_loss() -> None:
+        logger.log({"train/loss": 0.5}, 1)
+        logger.flush()
+
+    def open_other_run() -> None:
+        tracking.open_run(uri, "new", "b", str(tmp_path), config={}, hashes={})
+
+    with (
+        lock_store(tmp_path / "mlflow.db") as unlock,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        writers = [threads.submit(log_loss), threads.submit(open_other_run)]
         while not all(writer.running() for writer in writers):
             time.sleep(0.01)
         time.sleep(2)
         assert not any(writer.done() for writer in writers)
-        let_go()
+        unlock()
         for writer in writers:
             writer.result()
-    assert [
-        point.step
-        for point in logger.client.get_metric_history(run.run_id, "train/loss")
-    ] == [1]
+
+    history = logger.client.get_metric_history(run.run_id, "train/loss")
+    assert [point.step for point in history] == [1]
 
 
-def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(
+def test_artifacts_are_written_to_a_storage_given_by_path_or_uri(
     tmp_path: Path, uri: str
 ) -> None:
     assert artifact_location("s3://bucket/runs/") == "s3://bucket/runs/mlartifacts"
@@ -239,24 +251,34 @@ def test_artifacts_are_in_the_storage_also_where_it_is_a_uri(
     config = tmp_path / f"runs/mlartifacts/{run.run_id}/artifacts/config.yaml"
     assert "lr: 1" in config.read_text()
 
-    nowhere = tmp_path / "file"
-    nowhere.write_text("no folder")
+
+def test_no_run_is_opened_when_its_artifacts_cannot_be_written(
+    tmp_path: Path, uri: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+
     with pytest.raises(
         UserError,
-        match=rf"cannot write to file://{nowhere}/.*experiment 'y'; check its address",
+        match=rf"cannot write to file://{file}/.*experiment 'y'; check its address",
     ):
-        tracking.open_run(uri, "y", "b", str(nowhere), config={}, hashes={})
+        tracking.open_run(uri, "y", "b", str(file), config={}, hashes={})
+
     client = tracking.connect(uri)
-    made = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    assert [one.info.run_name for one in made] == ["a"]
+    experiments = [
+        experiment.experiment_id for experiment in client.search_experiments()
+    ]
+    assert client.search_runs(experiments) == []
 
 
-def test_figures_of_a_run_are_logged_again_where_they_changed(
+def test_changed_metrics_of_a_finished_run_are_logged_at_a_later_step(
     tmp_path: Path, uri: str
 ) -> None:
     run = tracking.open_run(uri, "x", "a", str(tmp_path), config={}, hashes={})
+
     for value in (0.5, 0.5, 0.25):
         tracking.Logger(run).update({"test/ndcg@10": value, "best/epoch": 3}, 7)
+
     client = tracking.connect(uri)
     history = client.get_metric_history(run.run_id, "test/ndcg_at_10")
     assert [(point.step, point.value) for point in history] == [(7, 0.5), (8, 0.25)]
@@ -266,14 +288,14 @@ def test_figures_of_a_run_are_logged_again_where_they_changed(
     }
 
 
-def test_a_run_that_is_gone_is_named(tmp_path: Path, uri: str) -> None:
+def test_a_missing_run_is_reported_by_its_id(tmp_path: Path, uri: str) -> None:
     with pytest.raises(
         UserError, match=r"run 0123 of this training is not at .*--overwrite"
     ):
         tracking.reopen(tracking.RunRef(uri, "retrieval/x", "0123"))
 
 
-def test_the_tracking_uri_is_explicit(
+def test_the_tracking_uri_is_the_option_the_environments_or_in_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -284,10 +306,9 @@ def test_the_tracking_uri_is_explicit(
 
 
 def test_the_numbers_of_a_manifest_become_metrics() -> None:
-    levels = [{"use": 1.0}, {"use": 0.5}]
     info = {
         "collision_rate": 0.25,
-        "levels": levels,
+        "levels": [{"use": 1.0}, {"use": 0.5}],
         "tokenizer": "rqvae",
         "conflict_level": True,
     }
@@ -295,21 +316,24 @@ def test_the_numbers_of_a_manifest_become_metrics() -> None:
         "sids/collision_rate": 0.25,
         "sids/levels/0/use": 1.0,
         "sids/levels/1/use": 0.5,
+        "sids/conflict_level": 1.0,
     }
-    assert collect_numbers(info, "sids") == {**expected, "sids/conflict_level": 1.0}
+    assert collect_numbers(info, "sids") == expected
 
 
 @pytest.mark.parametrize(
     "name", ["a%20b", "what?", "a#b", "a b", "a'b", "a&b;c", "ü", "a%2Fb"]
 )
-def test_a_storage_folder_of_any_name_holds_its_store_and_artifacts(
+def test_a_storage_folder_of_any_name_contains_its_store_and_artifacts(
     name: str, tmp_path: Path
 ) -> None:
     storage = tmp_path / name
+
     uri = tracking.resolve_uri(None, str(storage))
     run = tracking.open_run(
         uri, "retrieval/small", "one", str(storage), config={"a": 1}, hashes={}
     )
+
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert all(path.is_relative_to(storage) for path in files)
     assert (storage / "mlflow.db").is_file()
@@ -319,7 +343,7 @@ def test_a_storage_folder_of_any_name_holds_its_store_and_artifacts(
     assert shlex.split(tracking.view_command(uri))[-1] == uri
 
 
-def test_a_run_at_s3_whose_job_is_gone_is_ended(
+def test_a_run_at_s3_without_a_live_job_is_marked_as_killed(
     s3: str, tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "HEARTBEAT_S", 0.5)
@@ -346,7 +370,7 @@ def test_a_run_at_s3_whose_job_is_gone_is_ended(
     assert states == {"alive": "RUNNING", "killed": "KILLED", "gone": "KILLED"}
 
 
-def test_a_stopped_run_is_ended_with_a_single_request(
+def test_ending_a_stopped_run_takes_a_single_request(
     tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tracking.open_run(
@@ -356,14 +380,16 @@ def test_a_stopped_run_is_ended_with_a_single_request(
     client = tracking.connect(uri)
     store = type(client._tracking_client.store)
     for name in ("get_run", "update_run_info", "log_batch", "search_runs"):
-        inner = getattr(store, name)
+        send = getattr(store, name)
 
-        def count(*args: Any, inner: Any = inner, name: str = name, **more: Any) -> Any:
+        def record(*args: Any, send: Any = send, name: str = name, **more: Any) -> Any:
             requests.append(name)
-            return inner(*args, **more)
+            return send(*args, **more)
 
-        monkeypatch.setattr(store, name, count)
+        monkeypatch.setattr(store, name, record)
+
     tracking.end_stopped(run)
+
     assert requests == ["update_run_info"]
     assert client.get_run(run.run_id).info.status == "KILLED"
 
@@ -384,6 +410,7 @@ def test_a_stopped_training_does_not_wait_for_a_slow_server(
 
     monkeypatch.setattr(logger.client, "log_batch", answer_late)
     logger.log({"loss": 1.0}, 1)
+
     assert 0.1 <= logger.flush(timeout_s=0.1) < 30
     is_answered.set()
     logger.flush()

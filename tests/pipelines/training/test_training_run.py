@@ -1,6 +1,4 @@
-"""Training on Ray: workers together, runs that go on, are finished or are not the same,
-and what MLflow gets.
-"""
+"""Test trainings on Ray: several workers, continued and finished runs, and MLflow."""
 
 from __future__ import annotations
 
@@ -56,21 +54,28 @@ FIT = FitConfig(
 )
 
 
-def in_place(about: checkpoint.Checkpoint) -> None:
-    """Ignore a checkpoint; given to a training so that it runs in this process."""
+def ignore_checkpoint(saved: checkpoint.Checkpoint) -> None:
+    """Ignore a checkpoint; with a callback, a training runs in this process."""
 
 
 @dataclass
-class World:
-    """A training with two workers, and what it was made from."""
+class Training:
+    """A finished training with two workers, and its inputs."""
 
     folder: Path
     tables: str
     sids: str
     lines: list[str]
-    trained: TrainingResult
+    """Output of the trainings."""
+    result: TrainingResult
 
-    def again(self, **changes: Any) -> TrainingResult:
+    @property
+    def run_folder(self) -> Path:
+        """Folder of the finished run."""
+        return self.folder / "runs/two"
+
+    def train(self, **changes: Any) -> TrainingResult:
+        """Train again with the same options but for the changes."""
         arguments: dict[str, Any] = {
             "model": SASREC,
             "fit": FIT,
@@ -82,75 +87,87 @@ class World:
         }
         return train(**{**arguments, **changes})
 
+    def read_history(self, metric: str) -> list[Any]:
+        """Return the points of a metric that the run logged to MLflow."""
+        run = self.result.run
+        return tracking.connect(run.uri).get_metric_history(run.run_id, metric)
+
+    def read_change_times(self) -> dict[Path, int]:
+        """Return the time of change of all files of the run."""
+        paths = self.run_folder.rglob("*")
+        return {path: path.stat().st_mtime_ns for path in paths}
+
 
 @pytest.fixture(scope="module")
-def world(
+def training(
     ray_local: None,
     small: tuple[str, str],
     new_store: Callable[[Path], str],
     tmp_path_factory: pytest.TempPathFactory,
-) -> World:
+) -> Training:
+    """Train SASRec with two workers."""
     folder = tmp_path_factory.mktemp("training")
     tables, sids = small
     new_store(folder / "runs")
-    made = World(folder, tables, sids, [], None)  # type: ignore[arg-type]
-    made.trained = made.again()
-    return made
+    training = Training(folder, tables, sids, [], None)  # type: ignore[arg-type]
+    training.result = training.train()
+    return training
 
 
-def test_two_workers_follow_one(world: World) -> None:
-    """The losses and weights of a run by one process, up to the order of sums."""
-    setup = build_training(SASREC, FIT, Inputs(world.tables))
+def test_two_workers_train_as_one_process(training: Training) -> None:
+    """Losses and weights differ only by the order of sums."""
+    setup = build_training(SASREC, FIT, Inputs(training.tables))
     events = fit(setup.model, setup.train, setup.validate, FIT, means=setup.means)
-    expected = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
-    history = tracking.connect(world.trained.run.uri).get_metric_history(
-        world.trained.run.run_id, "train/loss"
-    )
-    assert [point.step for point in history] == [step for step, _ in expected]
+    step_events = [event for event in events if isinstance(event, StepEvent)]
+
+    history = training.read_history("train/loss")
+    assert [point.step for point in history] == [event.step for event in step_events]
     assert [point.value for point in history] == pytest.approx(
-        [loss for _, loss in expected], rel=1e-4
+        [event.loss for event in step_events], rel=1e-4
     )
-    last = max(Path(world.folder / "runs/two").glob("step-*"))
-    for name, value in checkpoint.safetensors.torch.load_file(
-        last / "model.safetensors"
-    ).items():
-        torch.testing.assert_close(
-            value, setup.model.state_dict()[name], rtol=1e-2, atol=1e-3
-        )
+    last = max(training.run_folder.glob("step-*"))
+    tensors = checkpoint.safetensors.torch.load_file(last / "model.safetensors")
+    expected = setup.model.state_dict()
+    for name, value in tensors.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-3)
 
 
-def test_validation_counts_every_user_once(world: World) -> None:
-    client = tracking.connect(world.trained.run.uri)
-    counts = client.get_metric_history(world.trained.run.run_id, "val/examples")
+def test_validation_counts_every_user_once(training: Training) -> None:
+    counts = training.read_history("val/examples")
     assert [point.value for point in counts] == [60] * FIT.max_epochs
 
 
-def test_progress_is_shown_and_the_best_kept(world: World) -> None:
-    assert any("2 workers on cpu, 1 thread each" in line for line in world.lines)
-    assert sum(line.startswith("epoch") for line in world.lines) == FIT.max_epochs
-    run = Path(world.folder / "runs/two")
-    kept = [checkpoint.read(folder) for folder in sorted(run.glob("step-*"))]
-    assert 1 <= len(kept) <= 2  # the best and the last
-    history = tracking.connect(world.trained.run.uri).get_metric_history(
-        world.trained.run.run_id, "val/ndcg_at_10"
-    )
-    values = [point.value for point in history]
-    best = checkpoint.read(run / "best")
+def test_progress_is_reported(training: Training) -> None:
+    assert any("2 workers on cpu, 1 thread each" in line for line in training.lines)
+    epochs = [line for line in training.lines if line.startswith("epoch")]
+    assert len(epochs) == FIT.max_epochs
+
+
+def test_the_best_and_the_last_checkpoint_are_kept(training: Training) -> None:
+    folders = sorted(training.run_folder.glob("step-*"))
+    saved = [checkpoint.read(folder) for folder in folders]
+    values = [point.value for point in training.read_history("val/ndcg_at_10")]
+
+    assert 1 <= len(saved) <= 2
+    best = checkpoint.read(training.run_folder / "best")
     assert best.metrics["ndcg@10"] == max(values) == best.best["value"]
     assert best.epoch == values.index(max(values)) + 1
-    assert best.step in {about.step for about in kept}
-    assert kept[-1].epoch == FIT.max_epochs
+    assert best.step in {about.step for about in saved}
+    assert saved[-1].epoch == FIT.max_epochs
 
 
-def test_the_mlflow_run_tells_what_was_done(world: World) -> None:
-    client = tracking.connect(world.trained.run.uri)
-    run = client.get_run(world.trained.run.run_id)
-    assert world.trained.run.experiment == "retrieval/small"
+def test_the_mlflow_run_has_options_tags_metrics_and_artifacts(
+    training: Training,
+) -> None:
+    result = training.result
+    client = tracking.connect(result.run.uri)
+    run = client.get_run(result.run.run_id)
+    assert result.run.experiment == "retrieval/small"
     assert run.info.status == "FINISHED"
     assert run.data.params["model.name"] == "sasrec"
     assert run.data.params["fit.lr"] == "0.01"
     assert run.data.params["ray.num_workers"] == "2"
-    assert run.data.tags["table.sequences"] == world.trained.best.hashes["sequences"]
+    assert run.data.tags["table.sequences"] == result.best.hashes["sequences"]
     assert run.data.tags["command"]
     assert {
         "train/loss",
@@ -163,96 +180,94 @@ def test_the_mlflow_run_tells_what_was_done(world: World) -> None:
     assert {"config.yaml", "curves.csv", "curves.png"} <= artifacts
 
 
-def test_the_logged_model_ranks_as_the_checkpoint(world: World) -> None:
-    logged = (
-        tracking.connect(world.trained.run.uri)
-        .get_run(world.trained.run.run_id)
-        .data.tags["model"]
-    )
-    assert (
-        "MLFLOW_TRACKING_URI" not in os.environ
-    )  # logging a model leaves nothing behind for later runs
-    mlflow.set_tracking_uri(world.trained.run.uri)
+def load_logged_model(training: Training) -> tuple[Any, Path]:
+    """Load the model that the run logged to MLflow; return also its folder."""
+    run = training.result.run
+    uri = tracking.connect(run.uri).get_run(run.run_id).data.tags["model"]
+    mlflow.set_tracking_uri(run.uri)
     try:
-        served = mlflow.pyfunc.load_model(logged)
-        folder = Path(mlflow.artifacts.download_artifacts(logged))
+        model = mlflow.pyfunc.load_model(uri)
+        return model, Path(mlflow.artifacts.download_artifacts(uri))
     finally:
         mlflow.set_tracking_uri(None)
+
+
+def test_the_logged_model_ranks_as_the_checkpoint(training: Training) -> None:
+    # Logging a model changes no setting of later runs.
+    assert "MLFLOW_TRACKING_URI" not in os.environ
+    served, folder = load_logged_model(training)
     histories = [
         ["item-001", "item-008"],
         ["item-005", "not in the catalogue", "item-004", "item-023"],
         [],
     ]
+
     ranked = served.predict(pd.DataFrame({"history": histories}), params={"k": 4})
-    nobody = served.unwrap_python_model().predict(
-        None, pd.DataFrame({"history": [], "user_id": []})
+
+    catalogue = Catalogue.load(training.tables)
+    model, _ = load_model(training.result.checkpoint, catalogue)
+    batch = fill_batch(
+        HistoryBatch,
+        {},
+        history=torch.tensor([[1, 8, -1], [5, 4, 23]]),
+        history_length=torch.tensor([2, 3]),
     )
-    assert nobody.empty
-    assert nobody.columns.tolist() == [
-        "item_id",
-        "score",
-        "unknown_items",
-        "note",
-    ]
-    model, _ = load_model(world.trained.checkpoint, Catalogue.load(world.tables))
-    history = torch.tensor([[1, 8, -1], [5, 4, 23]])
-    items, scores = model.recommend(
-        fill_batch(
-            HistoryBatch, {}, history=history, history_length=torch.tensor([2, 3])
-        ),
-        4,
-    )
+    items, scores = model.recommend(batch, 4)
     for row in range(2):
-        assert ranked["item_id"][row] == [
-            f"item-{item:03d}" for item in items[row].tolist()
-        ]
+        item_ids = [f"item-{item:03d}" for item in items[row].tolist()]
+        assert ranked["item_id"][row] == item_ids
         assert ranked["score"][row] == pytest.approx(scores[row].tolist())
     assert ranked["item_id"][2] == []
-    assert not [
-        path for path in folder.rglob("*") if path.suffix in (".pkl", ".pickle", ".pt")
-    ]
     assert served.metadata.signature.inputs.input_names() == ["history", "user_id"]
+    pickled = (".pkl", ".pickle", ".pt")
+    assert not [path for path in folder.rglob("*") if path.suffix in pickled]
 
 
-def test_a_finished_run_is_left_alone(world: World) -> None:
-    before = {
-        path: path.stat().st_mtime_ns
-        for path in Path(world.folder / "runs/two").rglob("*")
-    }
-    again = world.again()
-    assert again.was_finished
-    assert again.checkpoint == world.trained.checkpoint
-    assert {
-        path: path.stat().st_mtime_ns
-        for path in Path(world.folder / "runs/two").rglob("*")
-    } == before
+def test_the_logged_model_answers_no_rows_with_no_rows(training: Training) -> None:
+    served, _ = load_logged_model(training)
+    no_rows = pd.DataFrame({"history": [], "user_id": []})
+
+    answer = served.unwrap_python_model().predict(None, no_rows)
+
+    assert answer.empty
+    assert answer.columns.tolist() == ["item_id", "score", "unknown_items", "note"]
 
 
-def test_a_name_stands_for_one_run(world: World) -> None:
+def test_a_finished_run_is_not_trained_again(training: Training) -> None:
+    change_times = training.read_change_times()
+
+    repeated = training.train()
+
+    assert repeated.was_finished
+    assert repeated.checkpoint == training.result.checkpoint
+    assert training.read_change_times() == change_times
+
+
+def test_a_name_belongs_to_one_run(training: Training) -> None:
     with pytest.raises(
         UserError,
         match=r"of the model 'sasrec', not 'popularity'; choose another --name",
     ):
-        world.again(model={"name": "popularity"})
+        training.train(model={"name": "popularity"})
     with pytest.raises(
         UserError, match=r"started with fit\.lr 0\.01, not 0\.5; choose another --name"
     ):
-        world.again(fit=FitConfig(**{**vars(FIT), "lr": 0.5}))
+        training.train(fit=replace(FIT, lr=0.5))
     with pytest.raises(UserError, match=r"started with model\.dim 16, not 8"):
-        world.again(model={**SASREC, "dim": 8})
-    tables, _ = write_tables(world.folder / "other", seed=1)
+        training.train(model={**SASREC, "dim": 8})
+    tables, _ = write_tables(training.folder / "other", seed=1)
     with pytest.raises(UserError, match="with another table"):
-        world.again(inputs=Inputs(tables))
-    assert world.again(
-        fit=FitConfig(**{**vars(FIT), "log_every_steps": 99})
-    ).was_finished  # changes nothing that counts
+        training.train(inputs=Inputs(tables))
+
+    # Options without influence on the result may change.
+    assert training.train(fit=replace(FIT, log_every_steps=99)).was_finished
 
 
-def test_what_cannot_work_is_refused_before_training(
-    world: World, monkeypatch: pytest.MonkeyPatch
+def test_impossible_options_are_refused_before_training(
+    training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    both = Inputs(world.tables, world.sids)
+    inputs_with_sids = Inputs(training.tables, training.sids)
     refused: list[tuple[str, dict[str, Any]]] = [
         (
             "16 does not divide by 3",
@@ -274,7 +289,7 @@ def test_what_cannot_work_is_refused_before_training(
             "fit.eval_options has 'beem', which is not an option of .* 'tiger'.* the nearest is 'beam'",
             {
                 "model": {"name": "tiger"},
-                "inputs": both,
+                "inputs": inputs_with_sids,
                 "fit": replace(FIT, eval_options={"beem": 3}),
             },
         ),
@@ -282,11 +297,11 @@ def test_what_cannot_work_is_refused_before_training(
             "fit.eval_options has 'beam', which is not an option of .* 'sasrec'.* takes unseen",
             {"fit": replace(FIT, eval_options={"beam": 3})},
         ),
-        ("is not a table", {"inputs": Inputs(str(world.folder))}),
+        ("is not a table", {"inputs": Inputs(str(training.folder))}),
         ("names a folder", {"name": "a/b"}),
         (
             "is a folder, which MLflow no longer supports",
-            {"tracking_uri": f"file:{world.folder}/mlruns"},
+            {"tracking_uri": f"file:{training.folder}/mlruns"},
         ),
         ("is relative", {"tracking_uri": "sqlite:///mlflow.db"}),
         (
@@ -295,115 +310,138 @@ def test_what_cannot_work_is_refused_before_training(
         ),
         (
             "cannot write to",
-            {"storage": "/proc/nowhere", "tracking_uri": world.trained.run.uri},
+            {"storage": "/proc/nowhere", "tracking_uri": training.result.run.uri},
         ),
         ("SQLite cannot be used in s3://bucket", {"storage": "s3://bucket"}),
     ]
     for message, changes in refused:
         with pytest.raises(UserError, match=message):
-            world.again(**{"name": "refused", **changes})
-    assert not (world.folder / "runs/refused/run.json").exists()
+            training.train(**{"name": "refused", **changes})
+    assert not (training.folder / "runs/refused/run.json").exists()
+
+
+def test_a_sqlite_store_on_a_cluster_of_several_nodes_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"a file, and the cluster has 2 nodes; start a tracking server"
     ):
         tracking.check_nodes("sqlite:////shared/mlflow.db", 2)
 
 
-def test_a_run_is_trained_by_one_process_at_a_time(world: World) -> None:
-    with open(world.folder / "runs/.two.lock", "w") as lock:
+def test_a_run_is_trained_by_one_process_at_a_time(training: Training) -> None:
+    with open(training.folder / "runs/.two.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(
             UserError, match=r"the run 'two' in .* is being trained by another process"
         ):
-            world.again()
-    assert world.again().was_finished
+            training.train()
+    assert training.train().was_finished
 
 
-def test_overwrite_leaves_foreign_folders_alone(world: World) -> None:
-    foreign = world.folder / "runs/mine"
-    foreign.mkdir()
-    (foreign / "thesis.txt").write_text("dear to me")
+def test_overwrite_refuses_a_folder_that_is_no_run(training: Training) -> None:
+    folder = training.folder / "runs/mine"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("dear to me")
+
     with pytest.raises(UserError, match="not the folder of a run"):
-        world.again(name="mine", overwrite=True)
-    assert (foreign / "thesis.txt").read_text() == "dear to me"
+        training.train(name="mine", overwrite=True)
+
+    assert (folder / "thesis.txt").read_text() == "dear to me"
 
 
-def test_killed_after_training_it_is_only_finished(world: World) -> None:
-    run = Path(world.folder / "runs/two")
+def test_a_run_killed_after_its_last_epoch_only_writes_its_best_checkpoint(
+    training: Training,
+) -> None:
+    run = training.run_folder
     best = (run / "best/model.safetensors").read_bytes()
     record = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps({**record, "status": "running"}))
     (run / "best/config.json").unlink()
     lines: list[str] = []
-    again = world.again(
-        say=lines.append, ray=RayOptions(threads=1), on_checkpoint=in_place
+
+    continued = training.train(
+        say=lines.append, ray=RayOptions(threads=1), on_checkpoint=ignore_checkpoint
     )
-    assert not again.was_finished
+
+    assert not continued.was_finished
     assert not [line for line in lines if line.startswith("epoch")]
-    assert again.best == world.trained.best
+    assert continued.best == training.result.best
     assert (run / "best/model.safetensors").read_bytes() == best
 
 
-def test_an_overwritten_run_counts_no_more(world: World) -> None:
-    counted: dict[str, Any] = {
-        "model": {"name": "popularity"},
-        "fit": FitConfig(),
-        "name": "anew",
-        "log_model": False,
-        "on_checkpoint": in_place,
-    }
-    first, second = world.again(**counted), world.again(**counted, overwrite=True)
-    runs = [
-        run.id
-        for row in load_rows(select(second.run.uri, [second.run.experiment]))
-        for run in row.runs
-    ]
-    assert second.run.run_id in runs
-    assert first.run.run_id not in runs
-    assert not [line for line in world.lines if line.startswith("note:")]
+POPULARITY: dict[str, Any] = {
+    "model": {"name": "popularity"},
+    "fit": FitConfig(),
+    "log_model": False,
+    "on_checkpoint": ignore_checkpoint,
+}
+
+
+def test_an_overwritten_run_is_left_out_of_comparisons_and_the_registry(
+    training: Training,
+) -> None:
+    training.lines.clear()
+    first = training.train(**POPULARITY, name="anew")
+    second = training.train(**POPULARITY, name="anew", overwrite=True)
+
+    rows = load_rows(select(second.run.uri, [second.run.experiment]))
+    run_ids = [run.id for row in rows for run in row.runs]
+    assert second.run.run_id in run_ids
+    assert first.run.run_id not in run_ids
+    assert not [line for line in training.lines if line.startswith("note:")]
     with pytest.raises(
         UserError,
         match=rf"of the MLflow run {second.run.run_id}, not of 'anew' \({first.run.run_id}\)",
     ):
         register(first.run, "small")
 
-    place = world.folder / "runs/anew/run.json"
-    record = json.loads(place.read_text())
-    elsewhere = {**record["tracking"], "uri": "http://127.0.0.1:9"}
-    place.write_text(json.dumps({**record, "tracking": elsewhere}))
-    assert not world.again(**counted, overwrite=True).was_finished
-    (note,) = [line for line in world.lines if line.startswith("note:")]
-    assert (
-        f"the MLflow run {second.run.run_id} of the overwritten training cannot be deleted"
-        in note
-    )
 
-    place.write_text('{"stat')
-    world.lines.clear()
+def test_a_note_names_an_overwritten_mlflow_run_that_cannot_be_deleted(
+    training: Training,
+) -> None:
+    first = training.train(**POPULARITY, name="moved")
+    file = training.folder / "runs/moved/run.json"
+    record = json.loads(file.read_text())
+    unreachable = {**record["tracking"], "uri": "http://127.0.0.1:9"}
+    file.write_text(json.dumps({**record, "tracking": unreachable}))
+    training.lines.clear()
+
+    assert not training.train(**POPULARITY, name="moved", overwrite=True).was_finished
+
+    (note,) = [line for line in training.lines if line.startswith("note:")]
+    reason = f"the MLflow run {first.run.run_id} of the overwritten training cannot be deleted"
+    assert reason in note
+
+
+def test_a_damaged_record_of_a_run_needs_overwrite(training: Training) -> None:
+    training.train(**POPULARITY, name="damaged")
+    (training.folder / "runs/damaged/run.json").write_text('{"stat')
+    training.lines.clear()
+
     with pytest.raises(
-        UserError, match=r"anew/run.json is damaged .* train again with --overwrite"
+        UserError, match=r"damaged/run.json is damaged .* train again with --overwrite"
     ):
-        world.again(**counted)
-    assert not world.again(**counted, overwrite=True).was_finished
-    (note,) = [line for line in world.lines if line.startswith("note:")]
-    assert (
-        "run.json is damaged and does not name the MLflow run, which stays in comparisons"
-        in note
-    )
+        training.train(**POPULARITY, name="damaged")
+    assert not training.train(**POPULARITY, name="damaged", overwrite=True).was_finished
+
+    (note,) = [line for line in training.lines if line.startswith("note:")]
+    reason = "run.json is damaged and does not name the MLflow run, which stays in comparisons"
+    assert reason in note
 
 
-def test_lost_progress_is_no_lost_training(ray_local: None) -> None:
+def test_a_training_survives_the_loss_of_its_progress_actor(ray_local: None) -> None:
     lines: list[str] = []
+
     with stream_progress(lines.append) as progress:
         ray.kill(progress)
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(progress.lines_after.remote(0))
+
     assert lines == [
         "note: no more progress is shown, as the actor that reports it is lost (ActorDiedError)"
     ]
 
 
-SOME_GPUS = """
+ASK_FOR_GPUS = """
 import ray
 from models.storage.tables import UserError
 from pipelines.evaluation.checks import Workers
@@ -421,62 +459,62 @@ for ask in (lambda: check_cluster(RayOptions(), 4, wants_gpu(RayOptions())), lam
 
 
 @pytest.mark.long
-def test_too_few_gpus_are_not_passed_over_in_silence() -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", SOME_GPUS], capture_output=True, text=True
+def test_more_gpus_than_the_cluster_has_are_refused() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", ASK_FOR_GPUS], capture_output=True, text=True
     )
-    assert said.returncode == 0, said.stderr
-    answers, training, inference = said.stdout.splitlines()
+
+    assert process.returncode == 0, process.stderr
+    answers, training_error, inference_error = process.stdout.splitlines()
     assert answers == "True False True False"
     assert (
         "4 workers need 4 CPUs, 4 GPUs, 1 CPU and 1 GPU for each on one node; the cluster has 4 CPUs, 2"
-        in training
+        in training_error
     )
-    assert "or give --ray.use_gpu false, or start more nodes" in training
+    assert "or give --ray.use_gpu false, or start more nodes" in training_error
     assert (
         "4 workers need 4 GPUs, 1 GPU for each on one node; the cluster has 2 GPUs"
-        in inference
+        in inference_error
     )
-    assert "lower --shards or use --device cpu" in inference
+    assert "lower --shards or use --device cpu" in inference_error
 
 
-def test_encoders_are_found_from_the_folder_of_the_command(
-    world: World, monkeypatch: pytest.MonkeyPatch
+def test_relative_paths_of_encoders_are_resolved_from_the_working_directory(
+    training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables, text = write_search(world.folder / "search", users=20)
-    AutoModel.from_config(AutoConfig.for_model(**ITEM_MODEL)).save_pretrained(
-        world.folder / "search/bert"
-    )
-    monkeypatch.chdir(world.folder / "search")
-    trained = world.again(
-        model={
-            "name": "hllm",
-            "pretrained": "bert",
-            "item_tower": "bert",
-            "max_history": 8,
-        },
+    tables, text = write_search(training.folder / "search", users=20)
+    encoder = AutoModel.from_config(AutoConfig.for_model(**ITEM_MODEL))
+    encoder.save_pretrained(training.folder / "search/bert")
+    monkeypatch.chdir(training.folder / "search")
+    model = {"name": "hllm", "pretrained": "bert", "item_tower": "bert"}
+
+    result = training.train(
+        model={**model, "max_history": 8},
         fit=FitConfig(batch_size=16, max_epochs=1, metric="gauc"),
         ray=RayOptions(threads=1),
         inputs=Inputs(tables, text=text),
         name="hllm",
         log_model=False,
-        on_checkpoint=in_place,
-    )
-    folder = str(world.folder / "search/bert")
-    assert (trained.best.model["pretrained"], trained.best.model["item_tower"]) == (
-        folder,
-        folder,
+        on_checkpoint=ignore_checkpoint,
     )
 
+    folder = str(training.folder / "search/bert")
+    assert result.best.model["pretrained"] == folder
+    assert result.best.model["item_tower"] == folder
 
-def test_an_error_of_the_users_in_a_worker_ends_the_run_at_once(world: World) -> None:
-    said: list[str] = []
+
+def test_a_user_error_in_a_worker_ends_the_run_without_a_retry(
+    training: Training,
+) -> None:
+    lines: list[str] = []
+
     with pytest.raises(UserError, match=r"the loss is .* lower fit\.lr"):
-        world.again(
+        training.train(
             name="lost",
             fit=replace(FIT, lr=1e30, clip_norm=0.0, warmup_share=0.0),
-            say=said.append,
+            say=lines.append,
             ray=RayOptions(threads=1),
         )
-    assert sum("parameters" in line for line in said) == 1  # one attempt
-    assert not [line for line in said if line.startswith("note:")]
+
+    assert sum("parameters" in line for line in lines) == 1  # one attempt
+    assert not [line for line in lines if line.startswith("note:")]
