@@ -1,6 +1,4 @@
-"""Distillation on Ray: a run records its teacher, and a run that is broken off ends as
-one that is not.
-"""
+"""Test distillation: the record of the teacher, and continued runs of students."""
 
 from __future__ import annotations
 
@@ -57,16 +55,23 @@ FIT = FitConfig(
 
 
 @dataclass
-class World:
-    """A teacher, a student's run, and what they were made from."""
+class Distillation:
+    """A teacher, and the finished run of a student."""
 
     folder: Path
     tables: str
     sids: str
     lines: list[str]
-    student: TrainingResult | None = None
+    """Output of the trainings."""
+    result: TrainingResult | None = None
+
+    @property
+    def teacher(self) -> Path:
+        """Folder of the teacher's run."""
+        return self.folder / "runs/tiger"
 
     def train(self, model: dict[str, Any], name: str, **options: Any) -> TrainingResult:
+        """Train a model as the run `name`."""
         return train(
             model=model,
             fit=FIT,
@@ -79,114 +84,132 @@ class World:
             **options,
         )
 
-    def distil(self, name: str, **options: Any) -> TrainingResult:
-        return self.train(
-            {**STUDENT, "teacher": str(self.folder / "runs/tiger")}, name, **options
-        )
+    def train_student(
+        self, name: str, alpha: float | None = None, **options: Any
+    ) -> TrainingResult:
+        """Train a student of the teacher as the run `name`."""
+        model = {**STUDENT, "teacher": str(self.teacher)}
+        if alpha is not None:
+            model["alpha"] = alpha
+        return self.train(model, name, **options)
 
 
 @pytest.fixture(scope="module")
-def world(
+def distillation(
     ray_local: None,
     new_store: Callable[[Path], str],
     tmp_path_factory: pytest.TempPathFactory,
-) -> World:
-    """With 20 items recall@20 is 1 after every epoch, so that the best epoch is the
-    first, and the last is kept too.
+) -> Distillation:
+    """Train a teacher and a student.
+
+    With 20 items recall@20 is 1 after every epoch. So the best epoch is the first one,
+    and the last one is kept too.
     """
     folder = tmp_path_factory.mktemp("distillation")
     new_store(folder / "runs")
-    made = World(folder, *write_tables(folder, items=20), lines=[])
-    setup = build_training(
+    tables, sids = write_tables(folder, items=20)
+    distillation = Distillation(folder, tables, sids, lines=[])
+    teacher = build_training(
         TIGER,
         FitConfig(batch_size=32, max_epochs=3, lr=0.01, warmup_share=0.0),
-        Inputs(made.tables, made.sids),
+        Inputs(tables, sids),
     )
     for _ in fit(
-        setup.model, setup.train, setup.validate, setup.fit, means=setup.means
+        teacher.model, teacher.train, teacher.validate, teacher.fit, means=teacher.means
     ):
         pass
-    checkpoint.save(folder / "runs/tiger/best", setup.model, setup.checkpoint(epoch=3))
-    made.student = made.distil(
+    saved = teacher.checkpoint(epoch=3)
+    checkpoint.save(distillation.teacher / "best", teacher.model, saved)
+    # The callback makes the training run in this process, which saves a process start.
+    distillation.result = distillation.train_student(
         "student", on_checkpoint=lambda about: None
-    )  # in this process: its workers are not of interest
-    return made
+    )
+    return distillation
 
 
-def test_the_run_records_its_teacher(world: World) -> None:
-    assert world.student is not None
-    about = world.student.best
-    assert about.model["teacher"] == str(world.folder / "runs/tiger/best")
-    assert about.model["teacher_model"]["d_model"] == 16
-    assert about.metrics["recall@20"] == 1.0
-    run = tracking.connect(world.student.run.uri).get_run(world.student.run.run_id)
-    assert run.data.params["model.teacher_hash"] == about.model["teacher_hash"]
-    assert world.distil("student").was_finished
+def test_a_students_run_records_its_teacher(distillation: Distillation) -> None:
+    result = distillation.result
+    assert result is not None
+    best = result.best
+    assert best.model["teacher"] == str(distillation.teacher / "best")
+    assert best.model["teacher_model"]["d_model"] == 16
+    assert best.metrics["recall@20"] == 1.0
+    run = tracking.connect(result.run.uri).get_run(result.run.run_id)
+    assert run.data.params["model.teacher_hash"] == best.model["teacher_hash"]
+
+
+def test_a_student_is_not_trained_again_nor_with_other_options(
+    distillation: Distillation,
+) -> None:
+    assert distillation.train_student("student").was_finished
     with pytest.raises(UserError, match=r"started with model\.alpha 0\.7, not 0\.5"):
-        world.train(
-            {**STUDENT, "teacher": str(world.folder / "runs/tiger"), "alpha": 0.5},
-            "student",
-        )
+        distillation.train_student("student", alpha=0.5)
+
+
+def test_a_student_without_a_teacher_is_refused(distillation: Distillation) -> None:
     with pytest.raises(UserError, match=r"model\.teacher is not set"):
-        world.train(STUDENT, "orphan")
-    assert not (world.folder / "runs/orphan").exists()
+        distillation.train(STUDENT, "orphan")
+    assert not (distillation.folder / "runs/orphan").exists()
 
 
-def test_a_finished_run_is_found_so_where_its_teacher_is_gone(world: World) -> None:
-    runs = world.folder / "runs"
-    teacher = (runs / "tiger").rename(runs / "elsewhere")
+def test_a_finished_student_does_not_need_its_teacher(
+    distillation: Distillation,
+) -> None:
+    runs = distillation.folder / "runs"
+    moved = distillation.teacher.rename(runs / "elsewhere")
     try:
-        again = world.distil("student")
-        assert again.was_finished
-        assert again.best.model["teacher"] == str(runs / "tiger/best")
-        gone = r"tiger is neither a checkpoint nor a finished run"
-        with pytest.raises(UserError, match=gone):
-            world.distil("student", overwrite=True)
-        with pytest.raises(UserError, match=gone):
-            world.train(
-                {**STUDENT, "teacher": str(runs / "tiger"), "alpha": 0.5}, "student"
-            )
-        with pytest.raises(UserError, match=gone):
-            world.distil("another")
+        repeated = distillation.train_student("student")
+        assert repeated.was_finished
+        assert repeated.best.model["teacher"] == str(distillation.teacher / "best")
+
+        no_teacher = r"tiger is neither a checkpoint nor a finished run"
+        with pytest.raises(UserError, match=no_teacher):
+            distillation.train_student("student", overwrite=True)
+        with pytest.raises(UserError, match=no_teacher):
+            distillation.train_student("student", alpha=0.5)
+        with pytest.raises(UserError, match=no_teacher):
+            distillation.train_student("another")
         assert (runs / "student/best").is_dir()
         assert not (runs / "another").exists()
     finally:
-        teacher.rename(runs / "tiger")
+        moved.rename(distillation.teacher)
 
 
-def test_broken_off_and_run_again_it_ends_the_same(world: World) -> None:
-    """A run of which the first epoch's checkpoint is left goes on from there to the
-    undisturbed run's weights.
-    """
-    whole = world.folder / "runs/student"
+def test_an_interrupted_student_continues_to_the_undisturbed_weights(
+    distillation: Distillation,
+) -> None:
+    """The backbone, which comes from the teacher, stays frozen."""
+    whole = distillation.folder / "runs/student"
     first, last = sorted(whole.glob("step-*"))
-    broken = world.folder / "runs/broken"
-    shutil.copytree(first, broken / first.name)
+    interrupted = distillation.folder / "runs/interrupted"
+    shutil.copytree(first, interrupted / first.name)
     record = json.loads((whole / "run.json").read_text())
-    (broken / "run.json").write_text(json.dumps({**record, "status": "running"}))
-    world.lines.clear()
-    again = world.distil("broken", on_checkpoint=lambda about: None)
-    assert any("continuing after epoch 1" in line for line in world.lines)
-    assert sum(line.startswith("epoch") for line in world.lines) == FIT.max_epochs - 1
-    ours, expected = (
-        load_file(broken / last.name / "model.safetensors"),
-        load_file(last / "model.safetensors"),
+    (interrupted / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    distillation.lines.clear()
+
+    continued = distillation.train_student(
+        "interrupted", on_checkpoint=lambda about: None
     )
-    assert ours.keys() == expected.keys()
+
+    lines = distillation.lines
+    assert any("continuing after epoch 1" in line for line in lines)
+    epochs = [line for line in lines if line.startswith("epoch")]
+    assert len(epochs) == FIT.max_epochs - 1
+    tensors = load_file(interrupted / last.name / "model.safetensors")
+    expected = load_file(last / "model.safetensors")
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(tensors[name], value, rtol=1e-4, atol=1e-6)
+
     start = load_file(first / "model.safetensors")
+    unchanged = {name for name in start if torch.equal(start[name], expected[name])}
     backbone = {name for name in start if name.startswith("backbone.")}
     assert backbone
-    assert all(
-        torch.equal(start[name], expected[name]) for name in backbone
-    )  # it is frozen
-    assert not all(
-        torch.equal(start[name], expected[name]) for name in start.keys() - backbone
-    )
-    model, _ = load_model(
-        again.checkpoint, Catalogue.load(world.tables, world.sids), "sid_mlp"
-    )
+    assert backbone <= unchanged
+    assert not (start.keys() - backbone) <= unchanged
+
+    catalogue = Catalogue.load(distillation.tables, distillation.sids)
+    model, _ = load_model(continued.checkpoint, catalogue, "sid_mlp")
     batch = HistoryBatch(
         history=torch.tensor([[1, 8]]),
         history_length=torch.tensor([2]),

@@ -1,6 +1,4 @@
-"""A worker that was only paused when it counted as lost, and wakes up while another
-attempt trains the run.
-"""
+"""Test that a worker which resumes after it was given up changes nothing in its run."""
 
 from __future__ import annotations
 
@@ -45,25 +43,19 @@ MODEL = {
 FIT = {"batch_size": 8, "max_epochs": 6, "log_every_steps": 2, "patience": 0, "seed": 3}
 
 
-def run_worker(task: Task, ended: Queue[str], reported: Any, resume: Path) -> None:
-    """Train like a worker of Ray, without a lock.
+def run_worker(task: Task, outcomes: Queue[str], has_reported: Any) -> None:
+    """Train as a Ray worker does, without a lock; put the outcome into the queue."""
 
-    After its first checkpoint the worker waits for the file `resume`, so that it cannot
-    end before it is paused.
-    """
+    def report(saved: checkpoint.Checkpoint) -> None:
+        has_reported.set()
 
-    def report(about: checkpoint.Checkpoint) -> None:
-        reported.set()
-        while not resume.exists():
-            time.sleep(0.01)
-
-    place = WorkerContext(0, 1, torch.device("cpu"), 1, report, lambda line: None)
+    worker = WorkerContext(0, 1, torch.device("cpu"), 1, report, lambda line: None)
     try:
-        run_task(task, place)
+        run_task(task, worker)
     except UserError as error:
-        ended.put(str(error))
+        outcomes.put(str(error))
     else:
-        ended.put("trained to the end")
+        outcomes.put("trained to the end")
 
 
 def is_locked(store: Path) -> bool:
@@ -77,19 +69,19 @@ def is_locked(store: Path) -> bool:
         return False
 
 
-def points(run: tracking.RunRef) -> Counter[tuple[str, int]]:
-    """How often MLflow has each point of the run's metrics."""
+def count_points(run: tracking.RunRef) -> Counter[tuple[str, int]]:
+    """Count how often MLflow has each point (metric, step) of a run."""
     client = tracking.connect(run.uri)
-    keys = client.get_run(run.run_id).data.metrics
-    return Counter(
-        (key, point.step)
-        for key in keys
-        if not key.startswith("system/")
-        for point in client.get_metric_history(run.run_id, key)
-    )
+    counts: Counter[tuple[str, int]] = Counter()
+    for metric in client.get_run(run.run_id).data.metrics:
+        if not metric.startswith("system/"):
+            history = client.get_metric_history(run.run_id, metric)
+            counts.update((metric, point.step) for point in history)
+    return counts
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files below a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -97,7 +89,22 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_worker_that_was_paused_wakes_up_and_changes_nothing(
+def train_small(tables: str, storage: Path, name: str) -> TrainingResult:
+    """Train a small SASRec in this process."""
+    return train(
+        model=MODEL,
+        fit=FitConfig(**FIT),
+        ray=RayOptions(threads=1),
+        inputs=Inputs(tables),
+        storage=str(storage),
+        name=name,
+        log_model=False,
+        say=lambda line: None,
+        on_checkpoint=lambda about: None,
+    )
+
+
+def test_a_paused_worker_that_resumes_changes_nothing(
     small: tuple[str, str],
     tmp_path: Path,
     new_store: Callable[[Path], str],
@@ -105,68 +112,52 @@ def test_a_worker_that_was_paused_wakes_up_and_changes_nothing(
 ) -> None:
     new_store(tmp_path)
     context = multiprocessing.get_context("forkserver")
-    ended: Queue[str] = context.Queue()
-    reported = context.Event()
-    resume = tmp_path / "resume"
+    outcomes: Queue[str] = context.Queue()
+    has_reported = context.Event()
     workers = []
 
-    def pause_worker(task: Task, place: WorkerContext) -> None:
-        """Train in another process, and lose it after its first checkpoint."""
-        worker = context.Process(
-            target=run_worker, args=(task, ended, reported, resume)
+    def pause_worker(task: Task, worker: WorkerContext) -> None:
+        """Train in another process, and give it up after its first checkpoint."""
+        process = context.Process(
+            target=run_worker, args=(task, outcomes, has_reported)
         )
-        worker.start()
-        workers.append(worker)
-        assert reported.wait(600)
-        assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGSTOP)
+        process.start()
+        workers.append(process)
+        assert has_reported.wait(600)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
         while is_locked(tmp_path / "mlflow.db"):
-            os.kill(worker.pid, signal.SIGCONT)
+            os.kill(process.pid, signal.SIGCONT)
             time.sleep(0.05)
-            os.kill(worker.pid, signal.SIGSTOP)
+            os.kill(process.pid, signal.SIGSTOP)
         raise RuntimeError("the worker is lost")
-
-    def trained(name: str) -> TrainingResult:
-        return train(
-            model=MODEL,
-            fit=FitConfig(**FIT),
-            ray=RayOptions(threads=1),
-            inputs=Inputs(small[0]),
-            storage=str(tmp_path),
-            name=name,
-            log_model=False,
-            say=lambda line: None,
-            on_checkpoint=lambda about: None,
-        )
 
     with monkeypatch.context() as patch:
         patch.setattr(runs, "run_task", pause_worker)
         with pytest.raises(RuntimeError, match="the worker is lost"):
-            trained("one")
-    again = trained("one")
-    files, logged = content(tmp_path / "one"), points(again.run)
+            train_small(small[0], tmp_path, "one")
+    continued = train_small(small[0], tmp_path, "one")
+    files = read_files(tmp_path / "one")
+    points = count_points(continued.run)
 
-    (worker,) = workers
-    assert worker.pid is not None
-    resume.touch()
-    os.kill(worker.pid, signal.SIGCONT)
-    words = ended.get(timeout=600)
-    worker.join()
+    (process,) = workers
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGCONT)
+    outcome = outcomes.get(timeout=600)
+    process.join()
 
-    assert "attempt 2.1 trains the run in" in words
-    assert "so attempt 1.1 ends without changing it" in words
-    left = content(tmp_path / "one")
-    assert files.items() <= left.items()
-    assert not any(
-        name.endswith(checkpoint.CONFIG) for name in left.keys() - files.keys()
-    )
-    assert points(again.run) == logged
-    assert max(logged.values()) == 1
-    whole = trained("undisturbed")
-    ours, expected = (
-        load_file(Path(run.checkpoint) / checkpoint.WEIGHTS) for run in (again, whole)
-    )
-    assert all(torch.equal(ours[key], value) for key, value in expected.items())
+    assert "attempt 2.1 trains the run in" in outcome
+    assert "so attempt 1.1 ends without changing it" in outcome
+    files_after = read_files(tmp_path / "one")
+    assert files.items() <= files_after.items()
+    new_files = files_after.keys() - files.keys()
+    assert not any(name.endswith(checkpoint.CONFIG) for name in new_files)
+    assert count_points(continued.run) == points
+    assert max(points.values()) == 1
+    undisturbed = train_small(small[0], tmp_path, "undisturbed")
+    tensors = load_file(Path(continued.checkpoint) / checkpoint.WEIGHTS)
+    expected = load_file(Path(undisturbed.checkpoint) / checkpoint.WEIGHTS)
+    assert all(torch.equal(tensors[name], value) for name, value in expected.items())
 
 
 def test_tables_replaced_after_the_check_are_refused_in_one_line(
@@ -177,14 +168,13 @@ def test_tables_replaced_after_the_check_are_refused_in_one_line(
     new_store(tmp_path)
     lines: list[str] = []
 
-    def replace_then_run(task: Task, place: WorkerContext) -> None:
-        """Train after another job has replaced the tables."""
+    def replace_tables_and_run(task: Task, worker: WorkerContext) -> None:
         for source in Path(other, "sequences").iterdir():
             shutil.copy(source, Path(tables, "sequences"))
-        run_task(task, place)
+        run_task(task, worker)
 
-    monkeypatch.setattr(runs, "run_task", replace_then_run)
-    with pytest.raises(UserError) as caught:
+    monkeypatch.setattr(runs, "run_task", replace_tables_and_run)
+    with pytest.raises(UserError) as error:
         train(
             model=MODEL,
             fit=FitConfig(**FIT),
@@ -195,8 +185,10 @@ def test_tables_replaced_after_the_check_are_refused_in_one_line(
             say=lines.append,
         )
 
-    words = str(caught.value)
-    assert words.startswith("the table 'sequences' was replaced since this job checked")
-    assert words.endswith("choose another --name to train on the new tables")
+    message = str(error.value)
+    assert message.startswith(
+        "the table 'sequences' was replaced since this job checked"
+    )
+    assert message.endswith("choose another --name to train on the new tables")
     assert not list((tmp_path / "one").glob("step-*"))
     assert not any("epoch" in line for line in lines)

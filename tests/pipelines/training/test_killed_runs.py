@@ -1,5 +1,6 @@
-"""Runs that are killed at the places where MLflow and the folder disagree: one run per
-name, and each point once.
+"""Test that a run killed between its writes has one MLflow run and each point once.
+
+The kills come where the MLflow store and the folder of the run disagree.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from pipelines.comparison.runs import select
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
 from tests.fixtures.trainings import make_sweep, train
-from tuning.grid import Grid
+from tuning.grid import Grid, flatten_sections
 from tuning.options import Options
 from tuning.sweep import run_sweep
 
@@ -49,7 +49,7 @@ FIT = {"batch_size": 8, "max_epochs": 2, "log_every_steps": 2, "patience": 0, "s
 DRIVER = """
 import importlib, json, os, signal, sys
 
-import matplotlib.pyplot, mlflow.pyfunc, mlflow.store.tracking.sqlalchemy_store  # else each of the processes does it
+import matplotlib.pyplot, mlflow.pyfunc, mlflow.store.tracking.sqlalchemy_store  # imported once, before the forks
 import ray
 from models.build import parse_options
 from models.training.fit import FitConfig
@@ -57,115 +57,130 @@ from models.storage.inputs import Inputs
 from pipelines.training.config import RayOptions, TrainConfig
 from pipelines.training.run import TrialContext, run_training
 from pipelines.training.settings import check_training
-from tuning.grid import Grid
+from tuning.grid import Grid, flatten_sections
 from tuning.options import Options, SweepConfig
 from tuning.sweep import run_sweep
 
-address, tables, storage, what, places, model, fit = sys.argv[1:]
+address, tables, storage, job, kills, model, fit = sys.argv[1:]
 model, fit = json.loads(model), json.loads(fit)
 
 
-def kill_at(place, call):
-    "The process kills itself just before that call of that function."
-    module, _, path = place.partition(":")
+def kill_before(function_path, call):
+    "Let this process kill itself just before a call, counted from 1, of a function."
+    module, _, path = function_path.partition(":")
     *parents, name = path.split(".")
     owner = importlib.import_module(module)
     for parent in parents:
         owner = getattr(owner, parent)
-    function, left = getattr(owner, name), [call]
+    function = getattr(owner, name)
+    calls_left = [call]
 
-    def killed(*arguments, **options):
-        left[0] -= 1
-        if left[0] == 0:
+    def kill_or_call(*arguments, **options):
+        calls_left[0] -= 1
+        if calls_left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **options)
 
-    setattr(owner, name, killed)
+    setattr(owner, name, kill_or_call)
 
 
 def start():
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     options = RayOptions(threads=1)
-    if what == "run":
+    if job == "run":
         config = TrainConfig(inputs=Inputs(tables), storage=storage, name="one", ray=options,
                              model=parse_options(model)[1], fit=FitConfig(**fit))
         in_process = TrialContext(on_checkpoint=lambda about: None, lock_timeout_s=600)
         run_training(check_training(config), trial=in_process)
     else:
-        fixed = {f"{of}.{key}": value for of, some in (("model", model), ("fit", fit)) for key, value in some.items()}
+        fixed = flatten_sections({"model": model, "fit": fit})
         grid = Grid("g", "a test", fixed=fixed, axes={"fit.lr": [0.01]})
         config = SweepConfig(inputs=Inputs(tables), storage=storage, name="swept", ray=options,
                              options=Options(concurrency=1, test=False))
         run_sweep(grid, grid.trials(), config)
 
 
-for place, call in json.loads(places):  # each start is a process of its own, forked to spare the imports
+for function_path, call in json.loads(kills):  # each start is a fork, which saves the imports
     child = os.fork()
     if child == 0:
-        kill_at(place, call)
+        kill_before(function_path, call)
         start()
         os._exit(3)
     if os.waitpid(child, 0)[1] != signal.SIGKILL:
-        sys.exit(f"it was not killed at {place}")
+        sys.exit(f"it was not killed at {function_path}")
 start()
 """
 
 
 @pytest.fixture
 def tables(small: tuple[str, str]) -> str:
+    """Return the folder of the tables of the data set `small`."""
     return small[0]
 
 
 @pytest.fixture
 def storage(tmp_path: Path, new_store: Callable[[Path], str]) -> Path:
-    """A folder of runs with an MLflow store that has none."""
+    """Create a folder for runs with an empty MLflow store."""
     new_store(tmp_path)
     return tmp_path
 
 
-def start(tables: str, storage: Path, what: str, places: list[tuple[str, int]]) -> None:
-    """Starts the same again and again, killed at one place after the other, and once to
-    the end.
+def run_with_kills(
+    tables: str, storage: Path, job: str, kills: list[tuple[str, int]]
+) -> None:
+    """Start a job once per kill, and once more to its end.
+
+    Args:
+        tables: Folder of the tables.
+        storage: Folder of the runs.
+        job: `run` or `sweep`.
+        kills: Functions and the number of the call before which the job is killed.
     """
-    line = [
+    command = [
         sys.executable,
         "-c",
         DRIVER,
         ray.get_runtime_context().gcs_address,
         tables,
         str(storage),
-        what,
+        job,
+        json.dumps(kills),
+        json.dumps(MODEL),
+        json.dumps(FIT),
     ]
-    words = [json.dumps(places), json.dumps(MODEL), json.dumps(FIT)]
-    done = subprocess.run([*line, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
-def points_once(storage: Path) -> dict[str, Counter[tuple[str, int]]]:
-    """Of each run's name the points of its only run, each of which is there once."""
+def read_points(storage: Path) -> dict[str, set[tuple[str, int]]]:
+    """Return the points (metric, step) of each MLflow run, by the run's name.
+
+    Check that each name has one run, which is finished, and each point is logged once.
+    """
     client = tracking.connect(f"sqlite:///{storage}/mlflow.db")
-    found: dict[str, Counter[tuple[str, int]]] = {}
-    for run in client.search_runs(
-        [e.experiment_id for e in client.search_experiments()]
-    ):
-        assert run.info.run_name not in found, f"two runs are named {run.info.run_name}"
-        points = Counter(
-            (key, point.step)
-            for key in run.data.metrics
-            for point in client.get_metric_history(run.info.run_id, key)
-        )
-        assert not [point for point, times in points.items() if times > 1]
+    experiments = [
+        experiment.experiment_id for experiment in client.search_experiments()
+    ]
+    points_by_run: dict[str, set[tuple[str, int]]] = {}
+    for run in client.search_runs(experiments):
+        name = str(run.info.run_name)
+        assert name not in points_by_run, f"two runs are named {name}"
         assert run.info.status == "FINISHED"
-        found[str(run.info.run_name)] = points
-    return found
+        points_by_run[name] = set()
+        for metric in run.data.metrics:
+            history = client.get_metric_history(run.info.run_id, metric)
+            steps = [point.step for point in history]
+            assert len(steps) == len(set(steps)), f"{name} has {metric} twice at a step"
+            points_by_run[name] |= {(metric, step) for step in steps}
+    return points_by_run
 
 
-def test_a_finished_run_goes_on_for_more_epochs(
+def test_a_finished_run_continues_for_more_epochs(
     ray_local: None, tables: str, storage: Path
 ) -> None:
     lines: list[str] = []
 
-    def trained(epochs: int, **fit: Any) -> TrainingResult:
+    def train_epochs(epochs: int, **fit: Any) -> TrainingResult:
         return train(
             model=MODEL,
             fit=FitConfig(**{**FIT, **fit, "max_epochs": epochs}),
@@ -177,121 +192,110 @@ def test_a_finished_run_goes_on_for_more_epochs(
             say=lines.append,
         )
 
-    first = trained(2)
-    assert trained(2).was_finished
+    first = train_epochs(2)
+    assert train_epochs(2).was_finished
     with pytest.raises(UserError, match=r"was started with fit\.lr"):
-        trained(4, lr=0.5)
-    longer = trained(4)
-    assert (longer.epochs, longer.best.epoch > 2, longer.run) == (4, True, first.run)
+        train_epochs(4, lr=0.5)
+
+    longer = train_epochs(4)
+
+    assert longer.epochs == 4
+    assert longer.best.epoch > 2
+    assert longer.run == first.run
     assert any(line.startswith("note: one continues to epoch 4") for line in lines)
-    found = tracking.connect(longer.run.uri).get_run(longer.run.run_id)
-    assert (found.info.status, found.data.tags["fit.max_epochs"]) == ("FINISHED", "4")
-    assert found.data.tags["model"]
-    assert (
-        load_rows(select(longer.run.uri, ["retrieval/small"]))[0].params[
-            "fit.max_epochs"
-        ]
-        == "4"
-    )
+    run = tracking.connect(longer.run.uri).get_run(longer.run.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["fit.max_epochs"] == "4"
+    assert run.data.tags["model"]
+    (row, *_) = load_rows(select(longer.run.uri, ["retrieval/small"]))
+    assert row.params["fit.max_epochs"] == "4"
+
     last = checkpoint.last(f"{storage}/one")
     assert last
     curves = tracking.read_curves(f"{storage}/one/{last.folder}")
-    ends = [step for step, *_ in curves["epoch"]]
-    assert (
-        sorted(step for name, step in points_once(storage)["one"] if name == "epoch")
-        == ends
-    )
+    epoch_ends = [step for step, *_ in curves["epoch"]]
+    points = read_points(storage)["one"]
+    assert sorted(step for name, step in points if name == "epoch") == epoch_ends
     with pytest.raises(UserError, match=r"was started with fit\.max_epochs 4, not 3"):
-        trained(3)
+        train_epochs(3)
 
 
-def test_a_run_has_each_point_once_wherever_it_was_killed(
+def test_a_killed_run_logs_each_point_once(
     ray_local: None, tables: str, storage: Path
 ) -> None:
-    places = [
-        ("mlflow:MlflowClient.log_batch", 1),  # the run is made, its params are not
-        (
-            "pipelines.training.run:write_record",
-            2,
-        ),  # all of it, but run.json does not name it
-        (
-            "models.storage.checkpoint:save",
-            1,
-        ),  # steps are logged, and no checkpoint is there to go on from
-        (
-            "pipelines.serving.package:log_model",
-            1,
-        ),  # what the best checkpoint measured is logged
-        (
-            "pipelines.training.run:write_record",
-            1,
-        ),  # all is done but for run.json, which says running
+    kills = [
+        # The MLflow run exists, without its params.
+        ("mlflow:MlflowClient.log_batch", 1),
+        # The MLflow run is complete, and run.json does not name it.
+        ("pipelines.training.run:write_record", 2),
+        # Steps are logged, and there is no checkpoint to continue from.
+        ("models.storage.checkpoint:save", 1),
+        # The metrics of the best checkpoint are logged.
+        ("pipelines.serving.package:log_model", 1),
+        # Everything is written, and run.json still says running.
+        ("pipelines.training.run:write_record", 1),
     ]
-    start(tables, storage, "run", places)
-    points = points_once(storage)
+
+    run_with_kills(tables, storage, "run", kills)
+
+    points = read_points(storage)
     assert set(points) == {"one"}
-    assert sum(key == "val/ndcg_at_10" for key, _ in points["one"]) == FIT["max_epochs"]
-    assert sum(key == "best/epoch" for key, _ in points["one"]) == 1
+    metrics = [metric for metric, _ in points["one"]]
+    assert metrics.count("val/ndcg_at_10") == FIT["max_epochs"]
+    assert metrics.count("best/epoch") == 1
 
 
-def test_a_sweep_has_one_run_wherever_its_driver_was_killed(
+def test_a_sweep_with_killed_drivers_has_one_run(
     ray_local: None, tables: str, storage: Path
 ) -> None:
-    places = [
-        (
-            "mlflow:MlflowClient.log_batch",
-            1,
-        ),  # the sweep's run is made, its params are not
-        ("tuning.sweep:finish_sweep", 1),  # its trial is done, and nothing said of it
-        ("pipelines.tracking:Logger.end", 1),  # all is logged, and its run goes on
+    kills = [
+        # The sweep's MLflow run exists, without its params.
+        ("mlflow:MlflowClient.log_batch", 1),
+        # The trial is finished, and not yet recorded in the sweep.
+        ("tuning.sweep:finish_sweep", 1),
+        # Everything is logged, and the MLflow run is not ended.
+        ("pipelines.tracking:Logger.end", 1),
     ]
-    start(tables, storage, "sweep", places)
-    points = points_once(storage)
+
+    run_with_kills(tables, storage, "sweep", kills)
+
+    points = read_points(storage)
     assert len(points) == 2
     assert ("best/ndcg_at_10", 1) in points["swept"]
 
 
-def once_logged(storage: Path, kill: Callable[[], None]) -> threading.Thread:
-    """Kills once when the first training step is in the store."""
-
-    def watch() -> None:
-        while True:
-            try:
-                with sqlite3.connect(
-                    f"file:{storage}/mlflow.db?mode=ro", uri=True
-                ) as store:
-                    if store.execute(
-                        "SELECT 1 FROM metrics WHERE key = 'train/loss'"
-                    ).fetchone():
-                        return kill()
-            except sqlite3.OperationalError:  # not there yet
-                pass
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
+def has_logged_loss(storage: Path) -> bool:
+    """Return whether the MLflow store has a training loss."""
+    try:
+        with sqlite3.connect(f"file:{storage}/mlflow.db?mode=ro", uri=True) as store:
+            query = "SELECT 1 FROM metrics WHERE key = 'train/loss'"
+            return store.execute(query).fetchone() is not None
+    except sqlite3.OperationalError:  # the store or its table does not exist yet
+        return False
 
 
-def kill_process(named: str) -> None:
-    """SIGKILL to the newest process of Ray's that runs under this name."""
-    there = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if p.name().startswith(named)
+def kill_newest_process(prefix: str) -> None:
+    """Send SIGKILL to the newest child process whose name has the prefix."""
+    processes = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.name().startswith(prefix)
     ]
-    max(there, key=lambda process: process.create_time()).send_signal(signal.SIGKILL)
+    newest = max(processes, key=lambda process: process.create_time())
+    newest.send_signal(signal.SIGKILL)
 
 
-def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(
+def test_a_trial_lost_before_its_first_checkpoint_logs_no_point_twice(
     ray_local: None, tables: str, storage: Path
 ) -> None:
-    watch = once_logged(storage, lambda: kill_process("ray::ImplicitFu"))
-    fixed = {
-        f"{of}.{key}": value
-        for of, options in (("model", MODEL), ("fit", FIT))
-        for key, value in options.items()
-    }
+    def kill_trial_after_its_first_step() -> None:
+        while not has_logged_loss(storage):
+            time.sleep(0.01)
+        kill_newest_process("ray::ImplicitFu")
+
+    killing = threading.Thread(target=kill_trial_after_its_first_step, daemon=True)
+    killing.start()
+    fixed = flatten_sections({"model": MODEL, "fit": FIT})
     grid = Grid("g", "a test", fixed=fixed, axes={"fit.lr": [0.01]})
     config = make_sweep(
         inputs=Inputs(tables),
@@ -300,7 +304,9 @@ def test_a_trial_lost_before_its_first_checkpoint_logs_nothing_twice(
         ray=RayOptions(threads=1),
         options=Options(concurrency=1, test=False),
     )
+
     swept = run_sweep(grid, grid.trials(), config)
-    watch.join()
+    killing.join()
+
     assert [outcome.status for outcome in swept.trials] == ["finished"]
-    assert len(points_once(storage)) == 2
+    assert len(read_points(storage)) == 2

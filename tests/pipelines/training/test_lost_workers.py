@@ -1,5 +1,7 @@
-"""Trainings whose workers fail or have to wait: what is tried again, and what is said.
-Those that are lost: `test_other_number_of_workers.py`."""
+"""Test trainings whose workers hang, wait for resources, or lose Ray or their storage.
+
+`test_other_number_of_workers.py` tests killed workers.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,19 @@ FIT = {"batch_size": 8, "max_epochs": 2, "log_every_steps": 2, "patience": 0, "s
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one worker is one of Ray Train too."""
+def ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the address of a cluster, so that a single worker also runs in Ray Train."""
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
 
 @pytest.fixture
 def tables(small: tuple[str, str]) -> str:
+    """Return the folder of the tables of the data set `small`."""
     return small[0]
 
 
-def trained(tables: str, storage: Path, **changes: Any) -> TrainingResult:
+def train_small(tables: str, storage: Path, **changes: Any) -> TrainingResult:
+    """Train a small SASRec; `fit` changes single options of `FIT`."""
     fit = FitConfig(**{**FIT, **changes.pop("fit", {})})
     arguments: dict[str, Any] = {
         "model": MODEL,
@@ -67,13 +71,14 @@ def trained(tables: str, storage: Path, **changes: Any) -> TrainingResult:
 
 @ray.remote(num_cpus=2)
 class Holder:
-    """Has both CPUs."""
+    """An actor that occupies both CPUs."""
 
-    def there(self) -> bool:
+    def has_started(self) -> bool:
+        """Return True once the actor runs."""
         return True
 
 
-def test_a_training_of_counts_that_waits_says_for_what(
+def test_a_training_that_waits_for_resources_reports_them(
     ray_local: None,
     tables: str,
     tmp_path: Path,
@@ -83,37 +88,42 @@ def test_a_training_of_counts_that_waits_says_for_what(
     new_store(tmp_path)
     monkeypatch.setattr(runs, "PENDING_CHECK_S", 0.5)
     holder: Any = Holder.remote()  # type: ignore[attr-defined]
-    assert ray.get(holder.there.remote())
-    waits, said = threading.Event(), []
+    assert ray.get(holder.has_started.remote())
+    is_waiting = threading.Event()
+    waiting_lines: list[str] = []
 
-    def say(line: str) -> None:
+    def collect_waiting(line: str) -> None:
         if line.startswith("waiting"):
-            said.append(line)
-            waits.set()
+            waiting_lines.append(line)
+            is_waiting.set()
 
-    def let_go() -> None:
-        waits.wait()
+    def free_cpus() -> None:
+        is_waiting.wait()
         ray.kill(holder)
 
-    releaser = threading.Thread(target=let_go, daemon=True)
-    releaser.start()
+    freeing = threading.Thread(target=free_cpus, daemon=True)
+    freeing.start()
+    model = {"name": "popularity"}
     try:
-        counted = trained(tables, tmp_path, model={"name": "popularity"}, say=say)
+        result = train_small(tables, tmp_path, model=model, say=collect_waiting)
     finally:
-        waits.set()  # else the CPUs are held from all tests after this one
-        releaser.join()
+        is_waiting.set()  # so that the CPUs are free for the next tests in any case
+        freeing.join()
+
     assert (
-        said[0]
+        waiting_lines[0]
         == "waiting for 1 x {CPU: 1}; the cluster has 2 CPUs, of which 0 are free"
     )
-    assert (counted.epochs, counted.best.name) == (1, "popularity")
-    assert counted.best.metrics["recall@20"] > 0
-    assert trained(tables, tmp_path, model={"name": "popularity"}).was_finished
+    assert (result.epochs, result.best.name) == (1, "popularity")
+    assert result.best.metrics["recall@20"] > 0
+    assert train_small(tables, tmp_path, model=model).was_finished
 
 
-def test_what_the_cluster_can_never_give_is_refused(ray_local: None) -> None:
-    said = "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2, and no"
-    with pytest.raises(runs.UserError, match=said):
+def test_more_resources_than_the_cluster_can_ever_have_are_refused(
+    ray_local: None,
+) -> None:
+    message = "4 workers need 4 CPUs, 1 CPU for each on one node; the cluster has 2 CPUs on 1 node, room for 2, and no"
+    with pytest.raises(runs.UserError, match=message):
         runs.check_cluster(RayOptions(num_workers=4), 4, False)
     with pytest.raises(
         runs.UserError, match="1 worker needs 3 CPUs, 3 CPU for each on one node"
@@ -127,29 +137,29 @@ def test_what_the_cluster_can_never_give_is_refused(ray_local: None) -> None:
     runs.check_cluster(RayOptions(num_workers=4, min_workers=2), 4, False)
 
 
-def test_a_node_group_of_kuberay_is_no_autoscaler(ray_local: None) -> None:
-    """As KubeRay labels all its pods, a job that never fits would wait for ever."""
-    here = {
+def test_node_groups_of_kuberay_do_not_count_as_an_autoscaler(ray_local: None) -> None:
+    """KubeRay labels all its pods with a node group.
+
+    If the label counted as an autoscaler, a job that never fits would wait for ever.
+    """
+    node = {
         "NodeManagerHostname": "a",
         "NodeManagerAddress": "10.0.0.1",
         "Labels": {"ray.io/node-group": "trainer"},
         "Resources": {"CPU": 3.0},
     }
-    there = {**here, "NodeManagerHostname": "b"}
+    other_host = {**node, "NodeManagerHostname": "b"}
 
     assert not has_autoscaler()
-    assert (
-        cluster.count_machines([here, here]),
-        cluster.count_machines([here, there]),
-    ) == (1, 2)
-    assert (
-        cluster.count_room([here, there], {"CPU": 2, "GPU": 0}) == 2
-    )  # a worker is on one node
-    assert cluster.count_room([here, there], {"CPU": 1, "GPU": 1}) == 0
+    assert cluster.count_machines([node, node]) == 1
+    assert cluster.count_machines([node, other_host]) == 2
+    # A worker runs on one node.
+    assert cluster.count_room([node, other_host], {"CPU": 2, "GPU": 0}) == 2
+    assert cluster.count_room([node, other_host], {"CPU": 1, "GPU": 1}) == 0
 
 
 @pytest.mark.long
-def test_workers_start_again_if_one_does_not_answer(
+def test_workers_are_restarted_when_one_hangs(
     ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
 ) -> None:
     new_store(tmp_path)
@@ -162,19 +172,19 @@ def test_workers_start_again_if_one_does_not_answer(
         workers = [p for p in children if p.name().startswith("ray::RayTrainWo")]
         workers[0].suspend()
 
-    watch = threading.Thread(target=pause_worker, daemon=True)
-    watch.start()
+    pausing = threading.Thread(target=pause_worker, daemon=True)
+    pausing.start()
     options = RayOptions(threads=1, hang_minutes=0.5)
-    made = trained(
+    result = train_small(
         tables, tmp_path, ray=options, say=lines.append, fit={"max_epochs": 30}
     )
-    watch.join()
+    pausing.join()
 
     (note,) = [line for line in lines if line.startswith("note:")]
     assert "health check has been hanging for 3" in note
     assert note.endswith("continuing from the last checkpoint, 1 of 2 times")
     assert any("continuing " in line for line in lines)
-    assert made.epochs == 30
+    assert result.epochs == 30
 
 
 WITHOUT_RAYLET = """
@@ -193,70 +203,78 @@ except Exception as error:
 
 
 @pytest.mark.long
-def test_a_job_without_its_raylet_ends_with_one_line() -> None:
-    """Ray itself ends a driver without its GCS, after a minute."""
+def test_a_job_that_loses_its_raylet_ends_with_one_line() -> None:
+    """Ray itself ends a driver that loses its GCS, after a minute."""
     environment = {
         name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
     }
-    ended = subprocess.run(
+
+    job = subprocess.run(
         [sys.executable, "-c", WITHOUT_RAYLET],
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    (said,) = [
-        line
-        for line in ended.stdout.splitlines()
-        if line.startswith("a process of Ray was lost (")
-    ]
-    assert "raylet died" in said
+
+    reason = "a process of Ray was lost ("
+    (error,) = [line for line in job.stdout.splitlines() if line.startswith(reason)]
+    assert "raylet died" in error
 
 
-def test_a_storage_that_goes_away_ends_a_training_with_a_line(
+def test_the_loss_of_the_storage_ends_a_training_with_one_line(
     ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
 ) -> None:
-    store, storage, file = new_store(tmp_path), tmp_path / "away", tmp_path / "file"
+    store = new_store(tmp_path)
+    storage, file = tmp_path / "away", tmp_path / "file"
     (tmp_path / "folder").mkdir()
     storage.symlink_to(tmp_path / "folder")
     file.write_text("another file")
     lines: list[str] = []
 
-    def say(line: str) -> None:
+    def replace_storage(line: str) -> None:
         lines.append(line)
         if line.startswith("epoch") and " 2/" in line:
-            file.replace(
-                storage
-            )  # in one go: a folder that is removed while a worker writes may come again
+            # One atomic step: a worker could create a removed folder again.
+            file.replace(storage)
 
-    with pytest.raises(OSError, match="Not a directory") as caught:
-        trained(tables, storage, fit={"max_epochs": 400}, say=say, tracking_uri=store)
-    said = str(explain(caught.value))
-    assert "\n" not in said
+    with pytest.raises(OSError, match="Not a directory") as error:
+        train_small(
+            tables,
+            storage,
+            fit={"max_epochs": 400},
+            say=replace_storage,
+            tracking_uri=store,
+        )
+
+    explanation = str(explain(error.value))
+    assert "\n" not in explanation
     assert (
         "see that the storage is there and may be written, then run the same command again"
-        in said
+        in explanation
     )
     assert storage.read_text() == "another file"
     assert not any("400/400" in line for line in lines)
 
 
-def test_a_full_disk_ends_a_training_at_once(
+def test_a_full_disk_ends_a_training_without_a_retry(
     ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
 ) -> None:
     store = new_store(tmp_path)
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small)],
+    small_disk = tmp_path / "small"
+    small_disk.mkdir()
+    mounting = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(small_disk)],
         capture_output=True,
     )
-    if mounted.returncode:
+    if mounting.returncode:
         pytest.skip("a small disk can only be mounted by root")
     lines: list[str] = []
+
     try:
-        with pytest.raises(Exception) as caught:  # noqa: PT011
-            trained(tables, small, say=lines.append, tracking_uri=store)
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            train_small(tables, small_disk, say=lines.append, tracking_uri=store)
     finally:
-        subprocess.run(["umount", "--lazy", str(small)], check=True)
-    assert str(explain(caught.value)).startswith("the disk is full (")
-    assert sum("parameters" in line for line in lines) == 1  # not tried again
+        subprocess.run(["umount", "--lazy", str(small_disk)], check=True)
+
+    assert str(explain(error.value)).startswith("the disk is full (")
+    assert sum("parameters" in line for line in lines) == 1  # one attempt

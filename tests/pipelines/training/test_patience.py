@@ -1,6 +1,4 @@
-"""A storage that hesitates: S3 answers 503 for half a minute, or sends its first byte
-late; and what is permanent.
-"""
+"""Test trainings and reads while S3 refuses or delays requests."""
 
 from __future__ import annotations
 
@@ -27,22 +25,23 @@ FIT = {"batch_size": 8, "max_epochs": 3, "patience": 0, "seed": 3}
 
 @pytest.fixture
 def proxy(s3: str) -> Iterator[S3Proxy]:
+    """Start a proxy of the S3 server; the environment points to the proxy."""
     with s3_proxy() as proxy:
         yield proxy
 
 
-def test_a_training_outlives_half_a_minute_of_503(
+def test_a_training_survives_half_a_minute_of_status_503(
     proxy: S3Proxy,
     s3: str,
     small: tuple[str, str],
     tmp_path: Path,
     new_store: Callable[[Path], str],
 ) -> None:
-    def refuse_from_now_on(about: Checkpoint) -> None:
-        if about.epoch == 1:
+    def refuse_requests(saved: Checkpoint) -> None:
+        if saved.epoch == 1:
             proxy.busy_until = time.monotonic() + 30
 
-    trained = train(
+    result = train(
         model=MODEL,
         fit=FitConfig(**FIT),
         ray=RayOptions(threads=1),
@@ -52,15 +51,15 @@ def test_a_training_outlives_half_a_minute_of_503(
         tracking_uri=new_store(tmp_path),
         log_model=False,
         say=lambda line: None,
-        on_checkpoint=refuse_from_now_on,
+        on_checkpoint=refuse_requests,
     )
 
-    assert trained.epochs == FIT["max_epochs"]
+    assert result.epochs == FIT["max_epochs"]
     assert proxy.refused > 2
     assert time.monotonic() > proxy.busy_until
 
 
-def test_a_late_first_byte_is_waited_for(proxy: S3Proxy, s3: str) -> None:
+def test_reading_waits_for_a_late_first_byte(proxy: S3Proxy, s3: str) -> None:
     proxy.delay_s = 5.0
 
     write_file(f"{s3}/late.json", b'{"value": 1}')
@@ -68,13 +67,13 @@ def test_a_late_first_byte_is_waited_for(proxy: S3Proxy, s3: str) -> None:
     assert read_json(f"{s3}/late.json") == {"value": 1}
 
 
-def test_what_is_forbidden_is_one_line_at_once(proxy: S3Proxy, s3: str) -> None:
+def test_denied_access_is_an_error_without_retries(proxy: S3Proxy, s3: str) -> None:
     proxy.denies = True
-    began = time.monotonic()
+    start_time = time.monotonic()
 
-    with pytest.raises(UserError, match=r"cannot reach .*ACCESS_DENIED") as caught:
+    with pytest.raises(UserError, match=r"cannot reach .*ACCESS_DENIED") as error:
         file_info(f"{s3}/forbidden")
 
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
     assert proxy.refused == 1
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start_time < 60
