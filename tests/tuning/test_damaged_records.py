@@ -1,4 +1,4 @@
-"""A damaged record of a trial is one line that names the file and the remedy."""
+"""Test that a damaged record of a run is refused with the file and the remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DAMAGED = [
         json.dumps({"status": 1, "tracking": RUN}),
     ],
 )
-def test_run_json(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(
         UserError,
@@ -41,8 +41,8 @@ def test_run_json(tmp_path: Path, text: str) -> None:
         read_record(str(tmp_path))
 
 
-def test_a_whole_one_is_read(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(
-        json.dumps({"status": "running", "tracking": RUN})
-    )
-    assert read_record(str(tmp_path)) == {"status": "running", "tracking": RUN}
+def test_a_complete_record_is_read(tmp_path: Path) -> None:
+    record = {"status": "running", "tracking": RUN}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+
+    assert read_record(str(tmp_path)) == record

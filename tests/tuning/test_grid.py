@@ -1,6 +1,4 @@
-"""Grid files: what they make of axes, points and seeds, what they refuse, and that the
-documented ones are whole.
-"""
+"""Test grids: the trials of axes, points and seeds, refused files, documented grids."""
 
 from __future__ import annotations
 
@@ -22,17 +20,15 @@ GRIDS = sorted((Path(__file__).parents[2] / "tuning/grids").glob("*.yaml"))
 SASREC: Point = {"model.name": "sasrec", "model.dim": 16, "fit.lr": 0.01}
 
 
-def grid(base: Point = SASREC, fixed: Point | None = None, **fields: Any) -> Grid:
-    settings = {**base, **(fixed or {})}
-    return Grid(
-        **{
-            "name": "g",
-            "source": "a test",
-            "fixed": settings,
-            "axes": {"fit.lr": [0.1, 0.2]},
-            **fields,
-        }
-    )
+def build_grid(base: Point = SASREC, fixed: Point | None = None, **fields: Any) -> Grid:
+    """Build a grid over two learning rates, unless fields say otherwise."""
+    defaults = {
+        "name": "g",
+        "source": "a test",
+        "fixed": {**base, **(fixed or {})},
+        "axes": {"fit.lr": [0.1, 0.2]},
+    }
+    return Grid(**{**defaults, **fields})
 
 
 @given(
@@ -46,117 +42,123 @@ def grid(base: Point = SASREC, fixed: Point | None = None, **fields: Any) -> Gri
 def test_points_are_the_product_or_a_sample_of_it(
     values: list[list[int]], samples: int
 ) -> None:
-    keys = [f"fit.{name}" for name in ("warmup_steps", "seed", "patience")][
-        : len(values)
-    ]
+    keys = ["fit.warmup_steps", "fit.seed", "fit.patience"][: len(values)]
     axes: dict[str, list[Any] | None] = dict(zip(keys, values, strict=True))
-    product = [
-        dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*values)
-    ]
-    assert grid(axes=axes).list_points() == product
-    drawn = [trial.point for trial in grid(axes=axes, samples=samples).trials()]
+    combinations = itertools.product(*values)
+    product = [dict(zip(keys, chosen, strict=True)) for chosen in combinations]
+
+    def draw_points() -> list[Point]:
+        trials = build_grid(axes=axes, samples=samples).trials()
+        return [trial.point for trial in trials]
+
+    assert build_grid(axes=axes).list_points() == product
+    drawn = draw_points()
     assert len(drawn) == min(samples, len(product))
-    assert [
-        point for point in product if point in drawn
-    ] == drawn  # in order, none twice
-    assert drawn == [trial.point for trial in grid(axes=axes, samples=samples).trials()]
+    in_order = [point for point in product if point in drawn]
+    assert in_order == drawn  # and no point twice
+    assert draw_points() == drawn
 
 
-def test_settings_go_over_each_other(tmp_path: Path) -> None:
+def test_settings_override_each_other(tmp_path: Path) -> None:
+    """An axis overrides the command line, that `fixed`, and that the config file."""
     config = tmp_path / "sasrec.yaml"
     config.write_text(
         "{model: {name: sasrec, dim: 16, num_layers: 1}, fit: {lr: 1.0, eval_options: {k: 5}}}"
     )
-    made = (
-        grid(
-            {},
-            {"model.num_layers": 2, "model.dropout": 0.1},
-            config=str(config),
-            seeds=[7],
-            axes={"model.dim": [32, 64]},
-        )
-        .vary(False)
-        .trials({"model.dropout": 0.3})
+    grid = build_grid(
+        {},
+        {"model.num_layers": 2, "model.dropout": 0.1},
+        config=str(config),
+        seeds=[7],
+        axes={"model.dim": [32, 64]},
     )
-    assert [trial.model.dim for trial in made] == [32, 64]
-    assert made[0].model == SASRecConfig(dim=32, num_layers=2, dropout=0.3)
-    assert made[0].fit == FitConfig(
+
+    trials = grid.vary(False).trials({"model.dropout": 0.3})
+
+    assert [trial.model.dim for trial in trials] == [32, 64]
+    assert trials[0].model == SASRecConfig(dim=32, num_layers=2, dropout=0.3)
+    assert trials[0].fit == FitConfig(
         lr=1.0, eval_options={"k": 5}, seed=7, metric="ndcg@10"
     )
-    assert made[0].point == {"model.dim": 32}
+    assert trials[0].point == {"model.dim": 32}
 
 
-def test_paths_are_made_absolute_and_the_point_stays() -> None:
+def test_trials_have_absolute_paths_and_points_the_given_ones() -> None:
     student = {
         "model.name": "sid_mlp",
         "model.teacher": "runs/tiger",
         "model.teacher_cache": "",
     }
-    (taught,) = grid(base={}, fixed=student, axes={"fit.lr": [0.1]}).trials()
-    assert (taught.model.teacher, taught.model.teacher_cache) == (
-        str(Path("runs/tiger").absolute()),
-        "",
-    )
-    (one,) = grid(axes={"sids": ["here/sids"]}).trials()
-    assert one.folders == {"sids": str(Path("here/sids").absolute())}
-    assert one.point == {"sids": "here/sids"}
+    (trial,) = build_grid(base={}, fixed=student, axes={"fit.lr": [0.1]}).trials()
+    assert trial.model.teacher == str(Path("runs/tiger").absolute())
+    assert trial.model.teacher_cache == ""
+
+    (trial,) = build_grid(axes={"sids": ["here/sids"]}).trials()
+    assert trial.folders == {"sids": str(Path("here/sids").absolute())}
+    assert trial.point == {"sids": "here/sids"}
 
 
-def test_encoders_that_are_folders_are_made_absolute(
+def test_trials_have_absolute_paths_of_encoders_that_are_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bert").mkdir()
     monkeypatch.chdir(tmp_path)
     hllm = {"model.name": "hllm", "model.item_tower": "google/bert"}
-    made = grid(
+
+    trials = build_grid(
         base={},
         fixed=hllm,
         axes={"model.pretrained": ["bert", "minilm", ""]},
         metric="val/gauc",
     ).trials()
-    assert [trial.model.pretrained for trial in made] == [
-        str(tmp_path / "bert"),
-        "minilm",
-        "",
-    ]
-    assert made[0].model.item_tower == "google/bert"
-    assert made[0].point == {"model.pretrained": "bert"}
+
+    encoders = [trial.model.pretrained for trial in trials]
+    assert encoders == [str(tmp_path / "bert"), "minilm", ""]
+    assert trials[0].model.item_tower == "google/bert"
+    assert trials[0].point == {"model.pretrained": "bert"}
 
 
-def test_ids_are_of_the_values_alone() -> None:
-    one = grid().trials()
-    other = grid(axes={"fit.lr": [0.2, 0.1]}, fixed={"model.dim": 8}).trials()
-    assert {trial.point["fit.lr"]: trial.name for trial in one} == {
-        t.point["fit.lr"]: t.name for t in other
-    }
-    assert len({trial.name for trial in one}) == 2
-    assert one[0].name.startswith("lr-0.1-")
+def test_names_of_trials_depend_only_on_the_points() -> None:
+    def names_by_lr(grid: Grid) -> dict[float, str]:
+        return {trial.point["fit.lr"]: trial.name for trial in grid.trials()}
+
+    names = names_by_lr(build_grid())
+    reordered = build_grid(axes={"fit.lr": [0.2, 0.1]}, fixed={"model.dim": 8})
+    assert names_by_lr(reordered) == names
+    assert len(set(names.values())) == 2
+    assert names[0.1].startswith("lr-0.1-")
 
 
-def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
-    made = grid(axes={}, seeds=[1, 2]).vary(False)
-    assert made.keys == ["fit.seed"]
-    assert [trial.fit.seed for trial in made.trials()] == [1, 2]
-    repeated = grid(axes={"model.dim": [8]}, seeds=[1, 2]).vary(
-        False, {"fit.seed": [3, 4]}
-    )
-    assert [trial.point for trial in repeated.trials()] == [
+def test_several_seeds_are_an_axis() -> None:
+    seeds = build_grid(axes={}, seeds=[1, 2]).vary(False)
+    assert seeds.keys == ["fit.seed"]
+    assert [trial.fit.seed for trial in seeds.trials()] == [1, 2]
+
+    other_seeds = build_grid(axes={"model.dim": [8]}, seeds=[1, 2])
+    trials = other_seeds.vary(False, {"fit.seed": [3, 4]}).trials()
+    assert [trial.point for trial in trials] == [
         {"model.dim": 8, "fit.seed": seed} for seed in (3, 4)
     ]
-    assert grid().vary(True, {"fit.seed": [3]}).trials()[0].fit.seed == 3
-    pairs = grid(
+    assert build_grid().vary(True, {"fit.seed": [3]}).trials()[0].fit.seed == 3
+
+
+def test_axes_in_together_vary_in_parallel() -> None:
+    grid = build_grid(
         axes={"fit.lr": [0.1, 0.2], "fit.seed": [5, 6], "model.dim": [8, 4]},
         together=[["fit.lr", "fit.seed"]],
     )
-    found = [(t.fit.lr, t.fit.seed, t.model.dim) for t in pairs.trials()]
-    assert found == [(0.1, 5, 8), (0.1, 5, 4), (0.2, 6, 8), (0.2, 6, 4)]
-    crossed = grid(
+    values = [
+        (trial.fit.lr, trial.fit.seed, trial.model.dim) for trial in grid.trials()
+    ]
+    assert values == [(0.1, 5, 8), (0.1, 5, 4), (0.2, 6, 8), (0.2, 6, 4)]
+
+
+def test_points_are_crossed_with_axes() -> None:
+    grid = build_grid(
         points=[{"model.dim": 8}, {"model.num_layers": 1}], axes={"fit.seed": [1, 2]}
     )
-    assert [trial.point for trial in crossed.trials()][2] == {
-        "model.num_layers": 1,
-        "fit.seed": 1,
-    }
+    third = grid.trials()[2]
+    assert third.point == {"model.num_layers": 1, "fit.seed": 1}
 
 
 @pytest.mark.parametrize(
@@ -220,30 +222,36 @@ def test_several_seeds_are_an_axis_and_some_axes_go_together() -> None:
         ),
     ],
 )
-def test_what_no_sweep_could_do_is_refused(
+def test_grids_without_valid_trials_are_refused(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        grid(**fields).trials()
+        build_grid(**fields).trials()
 
 
-def test_a_setting_of_an_axis_is_refused() -> None:
+def test_axes_get_values_only_by_axes_options() -> None:
     with pytest.raises(
         UserError, match=r"'fit.lr' is an axis of the grid g; give --axes.fit.lr"
     ):
-        grid().trials({"fit.lr": 1})
+        build_grid().trials({"fit.lr": 1})
     with pytest.raises(
         UserError,
         match=r"has no axis 'fit.l' to give values to; the nearest is 'fit.lr'",
     ):
-        grid().vary(False, {"fit.l": [1]})
-    assert [t.fit.lr for t in grid().vary(False, {"fit.lr": [3]}).trials()] == [3]
+        build_grid().vary(False, {"fit.l": [1]})
+
+    (trial,) = build_grid().vary(False, {"fit.lr": [3]}).trials()
+    assert trial.fit.lr == 3
 
 
-def test_files_are_read_with_care(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*none\.yaml"):
         load_grid(str(tmp_path / "none.yaml"))
-    for content, message in [
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
         ("[1, 2]", "holds list, not a mapping"),
         ("axes: {", "is not valid YAML"),
         (
@@ -261,35 +269,29 @@ def test_files_are_read_with_care(tmp_path: Path) -> None:
         ),
         ("source: x\nsmoke: {fixd: 1}", "smoke has the key 'fixd'; it takes fixed"),
         ("source: x\nmetric: ndcg@10", "starts with val/"),
-    ]:
-        (tmp_path / "g.yaml").write_text(content)
-        with pytest.raises(UserError, match=message):
-            load_grid(str(tmp_path / "g.yaml"))
+    ],
+)
+def test_an_invalid_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "g.yaml").write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_grid(str(tmp_path / "g.yaml"))
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
-def test_documented_grids_are_whole(path: Path) -> None:
+def test_documented_grids_have_trials_and_valid_published_values(path: Path) -> None:
     for smoke in (False, True):
-        one = load_grid(str(path))
-        one = one.vary(
-            smoke,
-            {
-                key: [f"{key}-a", f"{key}-b"]
-                for key, values in one.axes.items()
-                if values is None
-            },
-        )
-        trials = one.trials()
+        grid = load_grid(str(path))
+        open_axes = [key for key, values in grid.axes.items() if values is None]
+        grid = grid.vary(smoke, {key: [f"{key}-a", f"{key}-b"] for key in open_axes})
+        trials = grid.trials()
         assert 1 <= len(trials) <= (8 if smoke else 100)
-        assert one.name == path.stem
-        assert one.source
-        if smoke and one.kind == "train":
+        assert grid.name == path.stem
+        assert grid.source
+        if smoke and grid.kind == "train":
             assert max(trial.fit.max_epochs for trial in trials) <= 3
-        points = (
-            {key for point in one.points for key in point}
-            | set(one.axes)
-            | {"model.name"}
-        )
+
+        keys_of_points = {key for point in grid.points for key in point}
+        keys = keys_of_points | set(grid.axes) | set(load_grid(str(path)).keys)
         for entry in load_grid(str(path)).published:
             assert set(entry) <= {
                 "point",
@@ -299,14 +301,10 @@ def test_documented_grids_are_whole(path: Path) -> None:
                 "relative_to",
             }
             assert entry["source"]
-            assert set(entry["point"]) <= points | set(load_grid(str(path)).keys) | {
-                "fit.seed"
-            }, entry
+            assert set(entry["point"]) <= keys | {"model.name", "fit.seed"}, entry
 
 
-def test_published_values_are_numbers() -> None:
-    for path in GRIDS:
-        for entry in yaml.safe_load(path.read_text()).get("published") or []:
-            assert all(
-                isinstance(value, float) for value in entry["metrics"].values()
-            ), path
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_published_values_are_numbers(path: Path) -> None:
+    for entry in yaml.safe_load(path.read_text()).get("published") or []:
+        assert all(isinstance(value, float) for value in entry["metrics"].values())

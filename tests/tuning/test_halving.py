@@ -1,6 +1,4 @@
-"""Successive halving: which trials go on, and that an interrupted sweep decides as an
-undisturbed one.
-"""
+"""Test successive halving: its decisions, and those of an interrupted sweep."""
 
 from __future__ import annotations
 
@@ -18,24 +16,29 @@ from tuning.trial import EPOCH, TRIAL, VALUE
 ASHA = Scheduler(name="asha", grace=1, reduction=2)
 
 
-def trial(name: str, id_: str = "") -> Any:
-    return SimpleNamespace(config={TRIAL: name}, trial_id=id_ or name)
+def build_trial(name: str, trial_id: str = "") -> Any:
+    """Build a trial with the attributes that a scheduler reads."""
+    return SimpleNamespace(config={TRIAL: name}, trial_id=trial_id or name)
 
 
-def decisions(
-    halving: TrialScheduler, reports: list[tuple[str, int, float]], ids: str = ""
+def collect_decisions(
+    scheduler: TrialScheduler,
+    reports: list[tuple[str, int, float]],
+    id_prefix: str = "",
 ) -> list[str]:
-    made = []
-    for name in dict.fromkeys(name for name, _, _ in reports):
-        halving.on_trial_add(None, trial(name, ids + name))  # type: ignore[arg-type]
+    """Return the scheduler's decision on each report (trial, epoch, value)."""
+    names = dict.fromkeys(name for name, _, _ in reports)
+    trials = {name: build_trial(name, id_prefix + name) for name in names}
+    for trial in trials.values():
+        scheduler.on_trial_add(None, trial)  # type: ignore[arg-type]
+    decisions = []
     for name, epoch, value in reports:
-        told: Any = {EPOCH: epoch, VALUE: value}
-        made.append(halving.on_trial_result(None, trial(name, ids + name), told))  # type: ignore[arg-type]
-    return made
+        result: Any = {EPOCH: epoch, VALUE: value}
+        decisions.append(scheduler.on_trial_result(None, trials[name], result))  # type: ignore[arg-type]
+    return decisions
 
 
 def test_the_lower_half_stops_at_each_rung() -> None:
-    halving = make_scheduler(ASHA, 8)
     reports = [
         ("a", 1, 0.5),
         ("b", 1, 0.4),
@@ -45,7 +48,10 @@ def test_the_lower_half_stops_at_each_rung() -> None:
         ("a", 3, 0.1),
         ("a", 8, 0.1),
     ]
-    assert decisions(halving, reports) == [
+
+    decisions = collect_decisions(make_scheduler(ASHA, 8), reports)
+
+    assert decisions == [
         "CONTINUE",
         "STOP",
         "CONTINUE",
@@ -56,12 +62,38 @@ def test_the_lower_half_stops_at_each_rung() -> None:
     ]
 
 
-def test_every_trial_gets_its_grace_and_the_last_epoch_is_the_trials_own_end() -> None:
-    halving = make_scheduler(Scheduler(name="asha", grace=3, reduction=2), 4)
-    assert (
-        decisions(halving, [("a", 1, 0.9), ("b", 1, 0.1), ("b", 2, 0.1), ("a", 4, 0.9)])
-        == ["CONTINUE"] * 4
-    )
+def test_no_trial_is_stopped_in_its_grace_period_or_after_its_last_epoch() -> None:
+    scheduler = make_scheduler(Scheduler(name="asha", grace=3, reduction=2), 4)
+    reports = [("a", 1, 0.9), ("b", 1, 0.1), ("b", 2, 0.1), ("a", 4, 0.9)]
+
+    assert collect_decisions(scheduler, reports) == ["CONTINUE"] * 4
+
+
+def run_undisturbed(
+    turns: list[str], values: list[float]
+) -> tuple[list[tuple[str, int, float]], list[str]]:
+    """Let trials report by turns until they are stopped.
+
+    Args:
+        turns: Name of the trial whose turn it is.
+        values: Value that the trial reports.
+
+    Returns:
+        The reports (trial, epoch, value) and the decisions.
+    """
+    scheduler = make_scheduler(ASHA, 6)
+    epochs = dict.fromkeys(turns, 0)
+    stopped: set[str] = set()
+    reports, decisions = [], []
+    for name, value in zip(turns, values, strict=True):
+        if name in stopped:
+            continue
+        epochs[name] += 1
+        reports.append((name, epochs[name], value))
+        decisions += collect_decisions(scheduler, reports[-1:])
+        if decisions[-1] == "STOP":
+            stopped.add(name)
+    return reports, decisions
 
 
 @settings(max_examples=60)
@@ -69,31 +101,25 @@ def test_every_trial_gets_its_grace_and_the_last_epoch_is_the_trials_own_end() -
 def test_an_interrupted_sweep_decides_as_an_undisturbed_one(
     data: st.DataObject,
 ) -> None:
-    names = ["a", "b", "c", "d"]
-    turns = data.draw(st.permutations([name for name in names for _ in range(6)]))
+    turns = data.draw(st.permutations(["a", "b", "c", "d"] * 6))
     values = data.draw(
         st.lists(st.floats(0, 1), min_size=len(turns), max_size=len(turns))
     )
-    done, stopped, halving = dict.fromkeys(names, 0), set(), make_scheduler(ASHA, 6)
-    reports, whole = [], []
-    for name, value in zip(turns, values, strict=True):
-        if name not in stopped:
-            done[name] += 1
-            reports.append((name, done[name], value))
-            whole += decisions(halving, reports[-1:])
-            stopped |= {name} if whole[-1] == "STOP" else set()
+    reports, decisions = run_undisturbed(turns, values)
     cut = data.draw(st.integers(0, len(reports)))
-    again = make_scheduler(ASHA, 6)
     past = [
-        Report(at, epoch, value, name)
-        for at, (name, epoch, value) in enumerate(reports[:cut])
+        Report(position, epoch, value, name)
+        for position, (name, epoch, value) in enumerate(reports[:cut])
     ]
-    told = {
-        name
-        for (name, _, _), decision in zip(reports[:cut], whole, strict=False)
-        if decision == "STOP"
-    }
-    assert (
-        replay_reports(again, data.draw(st.permutations(past))) == told
-    )  # MLflow is asked trial by trial
-    assert decisions(again, reports[cut:], ids="new-") == whole[cut:]
+    past = data.draw(st.permutations(past))  # MLflow returns them trial by trial
+
+    continued = make_scheduler(ASHA, 6)
+    stopped = replay_reports(continued, past)
+
+    expected_stopped = set()
+    for (name, _, _), decision in zip(reports[:cut], decisions, strict=False):
+        if decision == "STOP":
+            expected_stopped.add(name)
+    assert stopped == expected_stopped
+    later = collect_decisions(continued, reports[cut:], id_prefix="new-")
+    assert later == decisions[cut:]

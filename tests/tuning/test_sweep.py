@@ -1,6 +1,4 @@
-"""Sweeps on a real local Ray and MLflow: what the trials make, what is stopped, lost or
-refused.
-"""
+"""Test sweeps on a local Ray with MLflow: trials, early stopping, losses, refusals."""
 
 from __future__ import annotations
 
@@ -71,15 +69,22 @@ FIT = {
 
 
 @dataclass
-class World:
-    """Tables, and a sweep under successive halving with one trial at a time."""
+class HalvedSweep:
+    """A finished sweep under successive halving, with one trial at a time."""
 
     folder: Path
     tables: str
     lines: list[str]
-    swept: SweepResult
+    """Output of the sweeps."""
+    result: SweepResult
 
-    def sweep(self, grid: Grid, **changes: Any) -> SweepResult:
+    @property
+    def sweep_folder(self) -> Path:
+        """Folder of the sweep's runs."""
+        return self.folder / "runs/halved"
+
+    def run(self, grid: Grid, **changes: Any) -> SweepResult:
+        """Run a sweep with the same options but for the changes."""
         say = changes.pop("say", self.lines.append)
         settings: dict[str, Any] = {
             "inputs": Inputs(self.tables),
@@ -91,302 +96,299 @@ class World:
         config = make_sweep(**{**settings, **changes})
         return run_sweep(grid, grid.trials(), config, say=say)
 
-    def children(self, swept: SweepResult) -> dict[str, Any]:
-        """MLflow runs of the sweep's trials, by the point's JSON."""
+    def find_trial_runs(self, swept: SweepResult) -> dict[str, Any]:
+        """Return the MLflow runs of a sweep's trials, by the point as JSON."""
         client = tracking.connect(swept.run.uri)
         experiment = client.get_experiment_by_name(swept.run.experiment)
-        found = client.search_runs(
+        runs = client.search_runs(
             [experiment.experiment_id],
             f"tags.`mlflow.parentRunId` = '{swept.run.run_id}'",
         )
-        assert len({run.data.tags[tracking.TRIAL_TAG] for run in found}) == len(found)
-        return {run.data.tags[tracking.POINT_TAG]: run for run in found}
+        assert len({run.data.tags[tracking.TRIAL_TAG] for run in runs}) == len(runs)
+        return {run.data.tags[tracking.POINT_TAG]: run for run in runs}
 
 
-def grid(
+def build_grid(
     model: dict[str, Any] = MODEL,
     fit: dict[str, Any] = FIT,
     fixed: Point | None = None,
     **fields: Any,
 ) -> Grid:
-    settings = {**flatten_sections({"model": model, "fit": fit}), **(fixed or {})}
-    axes = {"fit.lr": [0.03, 0.01, 0.0001]}
-    return Grid(
-        **{"name": "g", "source": "a test", "fixed": settings, "axes": axes, **fields}
-    )
+    """Build a grid over three learning rates, unless fields say otherwise."""
+    defaults = {
+        "name": "g",
+        "source": "a test",
+        "fixed": {**flatten_sections({"model": model, "fit": fit}), **(fixed or {})},
+        "axes": {"fit.lr": [0.03, 0.01, 0.0001]},
+    }
+    return Grid(**{**defaults, **fields})
 
 
-HALVED = grid(scheduler=Scheduler(name="asha", grace=1, reduction=2))
+HALVED = build_grid(scheduler=Scheduler(name="asha", grace=1, reduction=2))
 
 
 @pytest.fixture(scope="module")
-def world(
+def halved(
     ray_local: None,
     small: tuple[str, str],
     new_store: Callable[[Path], str],
     tmp_path_factory: pytest.TempPathFactory,
-) -> World:
+) -> HalvedSweep:
+    """Run a sweep over three learning rates under successive halving."""
     folder = tmp_path_factory.mktemp("sweep")
     new_store(folder / "runs")
-    made = World(folder, small[0], [], None)  # type: ignore[arg-type]
-    made.swept = made.sweep(HALVED)
-    return made
+    halved = HalvedSweep(folder, small[0], [], None)  # type: ignore[arg-type]
+    halved.result = halved.run(HALVED)
+    return halved
 
 
-def test_trials_train_as_jobs_train_does(world: World) -> None:
-    best = world.swept.best
+def test_a_trial_trains_as_models_train_does(halved: HalvedSweep) -> None:
+    best = halved.result.best
     assert best is not None
     assert best.point == {"fit.lr": 0.03}
-    config, alone = world.folder / "config.yaml", world.folder / "alone"
+    config, output = halved.folder / "config.yaml", halved.folder / "alone"
     config.write_text(json.dumps({"model": MODEL, "fit": {**FIT, "lr": 0.03}}))
-    # In a process of its own, as oneDNN's choice of kernels depends on what a process
-    # has computed before.
-    command = [
-        sys.executable,
-        "-m",
-        "models.train",
-        "--config",
-        str(config),
-        "--tables",
-        world.tables,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "models.train", "--config", str(config)]
+    command += ["--tables", halved.tables, "--output", str(output)]
+    # A process for this training alone, as oneDNN's choice of kernels depends on what
+    # a process has computed before.
     subprocess.run(
-        [*command, "--output", str(alone)], cwd=ROOT, env=environment, check=True
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True
     )
-    assert best.value == pytest.approx(
-        checkpoint.read(alone / "best").metrics["ndcg@10"], abs=1e-6
-    )
-    last = max((world.folder / "runs/halved" / best.name).glob("step-*"))
-    expected = checkpoint.safetensors.torch.load_file(
-        max(alone.glob("step-*")) / "model.safetensors"
-    )
-    for name, value in checkpoint.safetensors.torch.load_file(
-        last / "model.safetensors"
-    ).items():
-        torch.testing.assert_close(value, expected[name])
+
+    value = checkpoint.read(output / "best").metrics["ndcg@10"]
+    assert best.value == pytest.approx(value, abs=1e-6)
+
+    def load_last(run: Path) -> dict[str, torch.Tensor]:
+        file = max(run.glob("step-*")) / "model.safetensors"
+        return checkpoint.safetensors.torch.load_file(file)
+
+    expected = load_last(output)
+    for name, tensor in load_last(halved.sweep_folder / best.name).items():
+        torch.testing.assert_close(tensor, expected[name])
 
 
 @pytest.mark.exhaustive
-def test_trials_stopped_early_keep_their_best(world: World) -> None:
-    found = [(outcome.status, outcome.epochs) for outcome in world.swept.trials]
-    assert found == [
-        ("finished", 4),
-        ("stopped", 2),
-        ("stopped", 1),
-    ]  # 0.01 is ahead after one epoch, not after two
-    for outcome in world.swept.trials[1:]:
-        about = checkpoint.read(str(outcome.checkpoint))
-        assert about.epoch == outcome.epochs
-        assert about.metrics["ndcg@10"] == outcome.value
-    assert not (world.folder / "runs/halved/tune").exists()
+def test_trials_stopped_early_keep_their_best_checkpoint(halved: HalvedSweep) -> None:
+    trials = halved.result.trials
+    # 0.01 is ahead of 0.0001 after one epoch, and behind 0.03 after two.
+    outcomes = [(trial.status, trial.epochs) for trial in trials]
+    assert outcomes == [("finished", 4), ("stopped", 2), ("stopped", 1)]
+    for trial in trials[1:]:
+        saved = checkpoint.read(str(trial.checkpoint))
+        assert saved.epoch == trial.epochs
+        assert saved.metrics["ndcg@10"] == trial.value
+    assert not (halved.sweep_folder / "tune").exists()
 
 
-def test_the_axes_are_tunes_own_parameters(world: World) -> None:
-    found = world.swept.results
-    assert found is not None
-    shown = {
+def test_tunes_results_have_the_axes_as_parameters(halved: HalvedSweep) -> None:
+    results = halved.result.results
+    assert results is not None
+    lr_and_epochs = {
         result.config["trial"]: (result.config["fit.lr"], result.metrics["epoch"])
-        for result in found
+        for result in results
     }  # type: ignore[index]
-    names = [outcome.name for outcome in world.swept.trials]
-    assert shown == dict(zip(names, [(0.03, 4), (0.01, 2), (0.0001, 1)], strict=True))
+    names = [trial.name for trial in halved.result.trials]
+    expected = [(0.03, 4), (0.01, 2), (0.0001, 1)]
+    assert lr_and_epochs == dict(zip(names, expected, strict=True))
 
 
-def test_mlflow_has_the_sweep_and_its_trials(world: World) -> None:
-    client = tracking.connect(world.swept.run.uri)
-    parent = client.get_run(world.swept.run.run_id)
-    tags = parent.data.tags
-    assert parent.info.status == "FINISHED"
-    assert (tags["trieline.kind"], tags["sweep.grid"], tags["sweep.metric"]) == (
-        "sweep",
-        "g",
-        "val/ndcg@10",
-    )
-    assert json.loads(tags["sweep.axes"]) == ["fit.lr"]
-    assert world.swept.best is not None
-    assert tags["sweep.best"] == world.swept.best.run_id
-    assert parent.data.metrics["best/ndcg_at_10"] == pytest.approx(
-        world.swept.best.value
-    )
-    assert {"grid.yaml", "trials.json"} <= {
-        a.path for a in client.list_artifacts(parent.info.run_id)
-    }
-    children = world.children(world.swept)
-    assert set(children) == {json.dumps({"fit.lr": lr}) for lr in (0.03, 0.01, 0.0001)}
-    for point, run in children.items():
+def test_mlflow_has_the_sweep(halved: HalvedSweep) -> None:
+    swept = halved.result
+    client = tracking.connect(swept.run.uri)
+    run = client.get_run(swept.run.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["trieline.kind"] == "sweep"
+    assert run.data.tags["sweep.grid"] == "g"
+    assert run.data.tags["sweep.metric"] == "val/ndcg@10"
+    assert json.loads(run.data.tags["sweep.axes"]) == ["fit.lr"]
+    assert swept.best is not None
+    assert run.data.tags["sweep.best"] == swept.best.run_id
+    assert run.data.metrics["best/ndcg_at_10"] == pytest.approx(swept.best.value)
+    artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert {"grid.yaml", "trials.json"} <= artifacts
+
+
+def test_mlflow_has_the_trials(halved: HalvedSweep) -> None:
+    swept = halved.result
+    client = tracking.connect(swept.run.uri)
+    runs = halved.find_trial_runs(swept)
+    assert set(runs) == {json.dumps({"fit.lr": lr}) for lr in (0.03, 0.01, 0.0001)}
+    trials = {trial.run_id: trial for trial in swept.trials}
+    for point, run in runs.items():
         assert run.info.status == "FINISHED"
         assert run.data.tags["trieline.kind"] == "trial"
         assert run.data.params["fit.lr"] == str(json.loads(point)["fit.lr"])
-        epochs = next(
-            o.epochs for o in world.swept.trials if o.run_id == run.info.run_id
-        )
-        assert (
-            len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == epochs
-        )
-        training = tracking.RunRef(world.swept.run.uri, "", run.info.run_id)
+        epochs = trials[run.info.run_id].epochs
+        history = client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
+        assert len(history) == epochs
+        training = tracking.RunRef(swept.run.uri, "", run.info.run_id)
         is_measured = bool(load_test_metrics(training))
         assert is_measured == (epochs == 4)  # stopped trials are not measured
 
 
-def test_the_same_line_again_finds_the_sweep_finished(world: World) -> None:
-    other, _ = write_tables(world.folder / "others", items=20)
+def test_a_finished_sweep_is_not_run_again(halved: HalvedSweep) -> None:
+    repeated = halved.run(HALVED)
+
+    assert repeated.results is None
+    assert repeated.run == halved.result.run
+    assert repeated.best == halved.result.best
+    assert repeated.trials == halved.result.trials
+    assert len(halved.find_trial_runs(repeated)) == 3
+
+
+def test_the_name_of_a_sweep_with_other_options_is_refused(
+    halved: HalvedSweep,
+) -> None:
+    other_tables, _ = write_tables(halved.folder / "others", items=20)
     with pytest.raises(
         UserError, match=r"was started with another table '(items|sequences)'"
     ):
-        world.sweep(HALVED, inputs=Inputs(other))
-    again = world.sweep(HALVED)
-    assert again.results is None
-    assert (again.run, again.best, again.trials) == (
-        world.swept.run,
-        world.swept.best,
-        world.swept.trials,
-    )
-    assert len(world.children(again)) == 3
+        halved.run(HALVED, inputs=Inputs(other_tables))
     with pytest.raises(
         UserError, match=r"was started with model\.dim 16, not 8; choose another --name"
     ):
-        world.sweep(grid(fixed={"model.dim": 8}))
-    assert resolve_best_trial(str(world.folder / "runs/halved")) == str(
-        world.folder / "runs/halved" / again.best.name
-    )
+        halved.run(build_grid(fixed={"model.dim": 8}))
+
+
+def test_a_sweeps_folder_stands_for_its_best_trial(halved: HalvedSweep) -> None:
+    assert halved.result.best is not None
+    best = halved.sweep_folder / halved.result.best.name
+    assert resolve_best_trial(str(halved.sweep_folder)) == str(best)
     assert resolve_best_trial("runs/elsewhere") == "runs/elsewhere"
 
 
 @pytest.mark.exhaustive
-def test_a_trial_that_was_told_to_stop_and_killed_does_not_go_on(world: World) -> None:
-    record = world.folder / "runs/halved" / world.swept.trials[1].name / "run.json"
-    noted = json.loads(record.read_text())
-    record.write_text(json.dumps({**noted, "status": "running", "stopped": False}))
-    again = world.sweep(HALVED)
-    assert again.results is None
-    assert again.trials == world.swept.trials
+def test_a_stopped_trial_that_was_killed_does_not_continue(halved: HalvedSweep) -> None:
+    file = halved.sweep_folder / halved.result.trials[1].name / "run.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "status": "running", "stopped": False}))
+
+    repeated = halved.run(HALVED)
+
+    assert repeated.results is None
+    assert repeated.trials == halved.result.trials
 
 
-def kill_holder(lock: Path) -> None:
-    """SIGKILL to the process that holds a trial's lock: the one that runs it."""
+def kill_lock_holder(lock: Path) -> None:
+    """Send SIGKILL to the process that holds a trial's lock, which runs the trial."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and str(lock) in {
-                file.path for file in process.open_files()
-            }:
+            open_files = {file.path for file in process.open_files()}
+            if process.pid != os.getpid() and str(lock) in open_files:
                 return process.send_signal(signal.SIGKILL)
-    raise AssertionError(f"nobody holds {lock}")
+    raise AssertionError(f"no process holds {lock}")
 
 
 @pytest.mark.exhaustive
-def test_lost_trials_are_continued_and_lost_ones_recorded(world: World) -> None:
+def test_killed_trials_are_retried_and_otherwise_recorded_as_failed(
+    halved: HalvedSweep,
+) -> None:
     kills: list[str] = []
 
-    def watch(line: str) -> None:
+    def kill_trials(line: str) -> None:
+        """Kill lr-0.03 once, which is retried, and lr-0.01 twice, which fails it."""
         name = line.split()[0]
-        often = {"lr-0.03": 1, "lr-0.01": 2}.get(name.rsplit("-", 1)[0], 0)
-        if "epoch" in line and kills.count(name) < often:
+        max_kills = {"lr-0.03": 1, "lr-0.01": 2}.get(name.rsplit("-", 1)[0], 0)
+        if "epoch" in line and kills.count(name) < max_kills:
             kills.append(name)
-            kill_holder(world.folder / f"runs/killed/.{name}.lock")
+            kill_lock_holder(halved.folder / f"runs/killed/.{name}.lock")
 
-    three = grid(axes={"fit.lr": [0.03, 0.01, 1e30]})
-    swept = world.sweep(
-        three,
-        name="killed",
-        ray=RayOptions(threads=1, max_failures=1),
-        say=watch,
-    )
-    first, second, third = swept.trials
+    grid = build_grid(axes={"fit.lr": [0.03, 0.01, 1e30]})
+    ray_options = RayOptions(threads=1, max_failures=1)
+
+    swept = halved.run(grid, name="killed", ray=ray_options, say=kill_trials)
+
     assert len(kills) == 3
-    assert first.status == "finished"
-    assert first.value == pytest.approx(
-        world.swept.trials[0].value
-    )  # as if nothing had happened
-    assert second.status == "failed"
-    assert third.status == "failed"
-    assert "the loss is" in str(third.error)
-    children = world.children(swept)
-    assert len(children) == 3
+    retried, killed, diverged = swept.trials
+    assert retried.status == "finished"
+    assert retried.value == pytest.approx(halved.result.trials[0].value)
+    assert killed.status == "failed"
+    assert diverged.status == "failed"
+    assert "the loss is" in str(diverged.error)
+    runs = halved.find_trial_runs(swept)
+    assert len(runs) == 3
     client = tracking.connect(swept.run.uri)
-    history = client.get_metric_history(str(first.run_id), "val/ndcg_at_10")
-    assert len({point.step for point in history}) == len(history) == 4  # no step twice
-    for outcome in (second, third):
-        assert client.get_run(str(outcome.run_id)).info.status == "FAILED"
+    history = client.get_metric_history(str(retried.run_id), "val/ndcg_at_10")
+    assert len({point.step for point in history}) == len(history) == 4
+    for trial in (killed, diverged):
+        assert client.get_run(str(trial.run_id)).info.status == "FAILED"
     assert client.get_run(swept.run.run_id).info.status == "FAILED"
 
-    assert [o.status for o in world.sweep(three, name="killed").trials] == [
-        "finished",
-        "finished",
-        "failed",
-    ]
-    again = world.children(swept)
-    assert {run.info.run_id for run in again.values()} == {
-        run.info.run_id for run in children.values()
-    }
-    healed = again[json.dumps({"fit.lr": 0.01})]
-    assert healed.info.status == "FINISHED"
-    assert len(client.get_metric_history(healed.info.run_id, "val/ndcg_at_10")) == 4
+    # The repeated sweep continues the killed trial in its MLflow run.
+    repeated = halved.run(grid, name="killed")
+    statuses = [trial.status for trial in repeated.trials]
+    assert statuses == ["finished", "finished", "failed"]
+    repeated_runs = halved.find_trial_runs(swept)
+    run_ids = {run.info.run_id for run in runs.values()}
+    assert {run.info.run_id for run in repeated_runs.values()} == run_ids
+    continued = repeated_runs[json.dumps({"fit.lr": 0.01})]
+    assert continued.info.status == "FINISHED"
+    history = client.get_metric_history(continued.info.run_id, "val/ndcg_at_10")
+    assert len(history) == 4
 
 
 @pytest.mark.exhaustive
-def test_the_best_is_of_seeds_that_settings_share_where_a_trial_failed(
-    world: World,
+def test_a_sweep_with_a_failed_trial_compares_the_shared_seeds(
+    halved: HalvedSweep,
 ) -> None:
-    killed: list[str] = []
+    kills: list[str] = []
 
     def kill_first_seed(line: str) -> None:
         name = line.split()[0]
-        if "epoch" in line and name.startswith("lr-0.03-seed-1-") and not killed:
-            killed.append(name)
-            kill_holder(world.folder / f"runs/seeds/.{name}.lock")
+        if "epoch" in line and name.startswith("lr-0.03-seed-1-") and not kills:
+            kills.append(name)
+            kill_lock_holder(halved.folder / f"runs/seeds/.{name}.lock")
 
-    seeds = grid(
+    grid = build_grid(
         fit={**FIT, "max_epochs": 2},
         axes={"fit.lr": [0.03, 0.0001], "fit.seed": [1, 2]},
     )
-    once = RayOptions(threads=1, max_failures=0)
+    no_retry = RayOptions(threads=1, max_failures=0)
+    folder = halved.folder / "runs/seeds"
 
-    swept = world.sweep(seeds, name="seeds", ray=once, say=kill_first_seed)
+    swept = halved.run(grid, name="seeds", ray=no_retry, say=kill_first_seed)
 
-    assert [o.status for o in swept.trials] == ["failed", *["finished"] * 3]
+    assert [trial.status for trial in swept.trials] == ["failed", *["finished"] * 3]
     assert swept.best.point == {"fit.lr": 0.03, "fit.seed": 2}
     client = tracking.connect(swept.run.uri)
-    parent = client.get_run(swept.run.run_id)
-    assert parent.info.status == "FAILED"
-    assert parent.data.tags["sweep.incomplete"] == "1 of 4 trials have no result"
-    assert parent.data.tags["sweep.best"] == swept.best.run_id
-    written = json.loads((world.folder / "runs/seeds/trials.json").read_text())
+    run = client.get_run(swept.run.run_id)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["sweep.incomplete"] == "1 of 4 trials have no result"
+    assert run.data.tags["sweep.best"] == swept.best.run_id
+    written = json.loads((folder / "trials.json").read_text())
     assert (written["complete"], written["best"]) == (False, swept.best.name)
     with pytest.raises(
         UserError, match=r"1 of 4 trials of the sweep .* lr-0.03-seed-1"
     ):
-        resolve_best_trial(str(world.folder / "runs/seeds"))
+        resolve_best_trial(str(folder))
 
-    before = len(world.lines)
-    again = world.sweep(seeds, name="seeds", ray=once)
+    # The repeated sweep runs only the failed trial.
+    halved.lines.clear()
+    repeated = halved.run(grid, name="seeds", ray=no_retry)
 
-    told = [line for line in world.lines[before:] if "  epoch " in line]
-    assert told
-    assert all(line.split()[0] == killed[0] for line in told)  # it does only that trial
-    assert not again.failed
-    parent = client.get_run(swept.run.run_id)
-    assert parent.info.status == "FINISHED"
-    assert parent.data.tags["sweep.incomplete"] == ""
-    assert parent.data.metrics["trials/failed"] == 0
-    assert resolve_best_trial(str(world.folder / "runs/seeds")) == str(
-        world.folder / "runs/seeds" / again.best.name
-    )
+    epoch_lines = [line for line in halved.lines if "  epoch " in line]
+    assert {line.split()[0] for line in epoch_lines} == {kills[0]}
+    assert not repeated.failed
+    run = client.get_run(swept.run.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["sweep.incomplete"] == ""
+    assert run.data.metrics["trials/failed"] == 0
+    assert resolve_best_trial(str(folder)) == str(folder / repeated.best.name)
 
 
 @pytest.mark.exhaustive
-def test_the_command_says_last_that_trials_failed(
-    world: World, capsys: pytest.CaptureFixture[str]
+def test_the_command_reports_failed_trials_last(
+    halved: HalvedSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = flatten_sections({"model": MODEL, "fit": {**FIT, "max_epochs": 1}})
     content = {
         "source": "a test",
-        "fixed": settings,
+        "fixed": flatten_sections({"model": MODEL, "fit": {**FIT, "max_epochs": 1}}),
         "axes": {"fit.lr": [0.03, 1e30]},
     }
-    (world.folder / "fails.yaml").write_text(json.dumps(content))
-    words = ["--grid", str(world.folder / "fails.yaml"), "--tables", world.tables]
-    words += ["--storage", str(world.folder / "runs"), "--options.test", "false"]
+    (halved.folder / "fails.yaml").write_text(json.dumps(content))
+    words = ["--grid", str(halved.folder / "fails.yaml"), "--tables", halved.tables]
+    words += ["--storage", str(halved.folder / "runs"), "--options.test", "false"]
 
     with pytest.raises(
         UserError,
@@ -394,81 +396,74 @@ def test_the_command_says_last_that_trials_failed(
     ):
         job.run(cli.config_from_words(job, words))
 
-    assert re.search(
-        r"best  +lr-0.03-.* \(of an incomplete grid\)", capsys.readouterr().out
-    )
+    output = capsys.readouterr().out
+    assert re.search(r"best  +lr-0.03-.* \(of an incomplete grid\)", output)
 
 
 @pytest.mark.exhaustive
-def test_a_sweep_without_a_value_fails_and_is_taken_up_again(world: World) -> None:
-    tables, sids = write_tables(world.folder / "taught")
-    teacher, away = world.folder / "tiger", world.folder / "away"
-    setup = build_training(TIGER, FitConfig(batch_size=16), Inputs(tables, sids))
+def test_a_sweep_whose_only_trial_failed_continues_when_repeated(
+    halved: HalvedSweep,
+) -> None:
+    tables, sids = write_tables(halved.folder / "taught")
+    inputs = Inputs(tables, sids)
+    teacher, moved_teacher = halved.folder / "tiger", halved.folder / "away"
+    setup = build_training(TIGER, FitConfig(batch_size=16), inputs)
     checkpoint.save(teacher / "best", setup.model, setup.checkpoint(epoch=1))
     student = {"name": "sid_mlp", "head_width": 16, "teacher": str(teacher)}
-    one = grid(model=student, fit={**FIT, "max_epochs": 1}, axes={"fit.lr": [0.01]})
-    asked: dict[str, Any] = {"name": "lost", "inputs": Inputs(tables, sids)}
+    grid = build_grid(
+        model=student, fit={**FIT, "max_epochs": 1}, axes={"fit.lr": [0.01]}
+    )
 
-    def lose(line: str) -> None:
-        if (
-            "trial of g" in line
-        ):  # what the look before has found is gone when the trial starts
-            teacher.rename(away)
+    def move_teacher(line: str) -> None:
+        """Move the teacher after the sweep's check and before its trial."""
+        if "trial of g" in line:
+            teacher.rename(moved_teacher)
 
     with pytest.raises(
         UserError,
         match=r"no trial of .*/lost has a value; fix what failed .* \(lr-0.01-\w+: the teacher",
     ):
-        world.sweep(one, **asked, say=lose)
+        halved.run(grid, name="lost", inputs=inputs, say=move_teacher)
     with pytest.raises(UserError, match=r"the teacher .* is neither a checkpoint"):
-        world.sweep(one, **asked)
-    away.rename(teacher)
-    swept = world.sweep(one, **asked)
-    (run,) = world.children(swept).values()
-    assert [(o.status, o.run_id) for o in swept.trials] == [
-        ("finished", run.info.run_id)
-    ]
-    assert run.data.params["model.teacher"] == str(
-        teacher / "best"
-    )  # which the grid's own line does not say
+        halved.run(grid, name="lost", inputs=inputs)
 
+    moved_teacher.rename(teacher)
+    swept = halved.run(grid, name="lost", inputs=inputs)
 
-def measured(world: World, **fields: Any) -> Grid:
-    """A grid that measures the first trial's checkpoint."""
-    axes = {
-        "checkpoint": [str(world.folder / "runs/halved" / world.swept.trials[0].name)],
-        **fields.pop("axes", {}),
-    }
-    return Grid(
-        **{"name": "g", "source": "a test", "kind": "evaluate", "axes": axes, **fields}
-    )
+    (run,) = halved.find_trial_runs(swept).values()
+    (trial,) = swept.trials
+    assert (trial.status, trial.run_id) == ("finished", run.info.run_id)
+    # The run names the best checkpoint, the grid only the folder of the teacher.
+    assert run.data.params["model.teacher"] == str(teacher / "best")
 
 
 @pytest.mark.exhaustive
-def test_trials_of_several_workers_are_stopped_early(world: World) -> None:
-    asha = Scheduler(name="asha", grace=1, reduction=2)
-    two = grid(
-        axes={"fit.lr": [0.03, 0.0001]}, scheduler=asha, fit={**FIT, "max_epochs": 9}
+def test_trials_of_several_workers_are_stopped_early(halved: HalvedSweep) -> None:
+    grid = build_grid(
+        axes={"fit.lr": [0.03, 0.0001]},
+        scheduler=Scheduler(name="asha", grace=1, reduction=2),
+        fit={**FIT, "max_epochs": 9},
     )
-    swept = world.sweep(
-        two,
+
+    swept = halved.run(
+        grid,
         name="halved_workers",
         ray=RayOptions(num_workers=2, cpus_per_worker=0.5),
     )
-    ahead, behind = swept.trials
-    assert (ahead.status, ahead.epochs, behind.status) == ("finished", 9, "stopped")
-    assert behind.epochs < 9  # its workers go on until they are ended
-    for run in world.children(swept).values():
+
+    best, stopped = swept.trials
+    assert (best.status, best.epochs, stopped.status) == ("finished", 9, "stopped")
+    assert stopped.epochs < 9  # its workers continue until they are ended
+    for run in halved.find_trial_runs(swept).values():
         assert run.info.status == "FINISHED"
         assert run.data.params["ray.num_workers"] == "2"
         training = tracking.RunRef(swept.run.uri, "", run.info.run_id)
-        is_measured = bool(load_test_metrics(training))  # by a task of its own
-        assert is_measured == (run.info.run_id == ahead.run_id)
-    history = tracking.connect(swept.run.uri).get_metric_history(
-        str(ahead.run_id), "val/ndcg_at_10"
-    )
+        is_measured = bool(load_test_metrics(training))
+        assert is_measured == (run.info.run_id == best.run_id)
+    client = tracking.connect(swept.run.uri)
+    history = client.get_metric_history(str(best.run_id), "val/ndcg_at_10")
     assert len(history) == 9
-    assert max(point.value for point in history) == pytest.approx(ahead.value)
+    assert max(point.value for point in history) == pytest.approx(best.value)
 
 
 @pytest.mark.exhaustive
@@ -483,6 +478,7 @@ def test_a_trial_refuses_tables_that_were_replaced_after_the_check(
         for source in Path(other, "sequences").iterdir():
             shutil.copy(source, Path(tables, "sequences"))
 
+    grid = build_grid()
     config = make_sweep(
         inputs=Inputs(tables),
         storage=str(tmp_path / "runs"),
@@ -492,95 +488,104 @@ def test_a_trial_refuses_tables_that_were_replaced_after_the_check(
     )
 
     with pytest.raises(UserError, match="'sequences' was replaced since this job"):
-        run_sweep(grid(), grid().trials(), config, start=replace_tables)
+        run_sweep(grid, grid.trials(), config, start=replace_tables)
 
     assert not list((tmp_path / "runs/replaced").glob("*/step-*"))
 
 
+def build_evaluation_grid(halved: HalvedSweep, **fields: Any) -> Grid:
+    """Build a grid that evaluates the checkpoint of the first trial."""
+    trial = halved.sweep_folder / halved.result.trials[0].name
+    axes = {"checkpoint": [str(trial)], **fields.pop("axes", {})}
+    defaults = {"name": "g", "source": "a test", "kind": "evaluate", "axes": axes}
+    return Grid(**{**defaults, **fields})
+
+
 @pytest.mark.exhaustive
-def test_a_checkpoint_is_measured_at_every_point(world: World) -> None:
-    each = measured(world, metric="test/ndcg@10", axes={"evaluate.batch_size": [8, 32]})
-    swept = world.sweep(each, name="measured", smoke=True)
-    assert (
-        tracking.SMOKE_TAG
-        in tracking.connect(swept.run.uri).get_run(swept.run.run_id).data.tags
+def test_a_checkpoint_is_evaluated_at_every_point(halved: HalvedSweep) -> None:
+    grid = build_evaluation_grid(
+        halved, metric="test/ndcg@10", axes={"evaluate.batch_size": [8, 32]}
     )
-    found, _ = evaluate(str(each.axes["checkpoint"][0]), Inputs(world.tables))  # type: ignore[index]
-    assert [outcome.value for outcome in swept.trials] == pytest.approx(
-        [found.metrics["ndcg@10"]] * 2
-    )
-    for run in world.children(swept).values():
-        assert {"test/ndcg_at_10", "test/users_per_s", "test/peak_memory_mb"} <= set(
-            run.data.metrics
-        )
+
+    swept = halved.run(grid, name="measured", smoke=True)
+
+    parent = tracking.connect(swept.run.uri).get_run(swept.run.run_id)
+    assert tracking.SMOKE_TAG in parent.data.tags
+    (path,) = grid.axes["checkpoint"]  # type: ignore[misc]
+    result, _ = evaluate(str(path), Inputs(halved.tables))
+    expected = [result.metrics["ndcg@10"]] * 2
+    assert [trial.value for trial in swept.trials] == pytest.approx(expected)
+    logged = {"test/ndcg_at_10", "test/users_per_s", "test/peak_memory_mb"}
+    for run in halved.find_trial_runs(swept).values():
+        assert logged <= set(run.data.metrics)
+
     with pytest.raises(UserError, match="was measured with other options"):
-        world.sweep(
-            measured(
-                world,
-                metric="test/ndcg@10",
-                axes={"evaluate.batch_size": [8]},
-                fixed={"evaluate.unseen": True},
-            ),
-            name="measured",
+        other_options = build_evaluation_grid(
+            halved,
+            metric="test/ndcg@10",
+            axes={"evaluate.batch_size": [8]},
+            fixed={"evaluate.unseen": True},
         )
+        halved.run(other_options, name="measured")
     with pytest.raises(
         UserError, match="the model 'sasrec' has no option --beams when recommending"
     ):
-        world.sweep(
-            measured(world, metric="test/ndcg@10", axes={"evaluate.beams": [1]}),
-            name="refused",
+        unknown_option = build_evaluation_grid(
+            halved, metric="test/ndcg@10", axes={"evaluate.beams": [1]}
         )
+        halved.run(unknown_option, name="refused")
 
 
-def test_what_no_trial_could_do_is_refused_before_any_starts(world: World) -> None:
+def test_impossible_trials_are_refused_before_any_starts(halved: HalvedSweep) -> None:
     refused: list[tuple[str, Grid, dict[str, Any]]] = [
         (
             "fit.metric is 'recall@7', which the model 'sasrec' does not measure; .*recall@5",
-            grid(metric="val/recall@7"),
+            build_grid(metric="val/recall@7"),
             {},
         ),
         (
             "cannot reach MLflow at http://127.0.0.1:9",
-            grid(),
+            build_grid(),
             {"tracking_uri": "http://127.0.0.1:9"},
         ),
-        ("is not a table", grid(), {"inputs": Inputs(str(world.folder))}),
-        ("needs semantic IDs; give --sids", grid(model={"name": "tiger"}), {}),
+        ("is not a table", build_grid(), {"inputs": Inputs(str(halved.folder))}),
+        ("needs semantic IDs; give --sids", build_grid(model={"name": "tiger"}), {}),
         (
             "needs 100 CPUs, .*the cluster has 2",
-            grid(),
+            build_grid(),
             {"ray": RayOptions(cpus_per_worker=100)},
         ),
         (
             "fit.batch_size 9 does not divide by 2 workers; choose a multiple of 2",
-            grid(axes={"fit.batch_size": [8, 9]}),
+            build_grid(axes={"fit.batch_size": [8, 9]}),
             {"ray": RayOptions(num_workers=2, cpus_per_worker=0.5)},
         ),
-        ("names a folder", grid(), {"name": "a/b"}),
+        ("names a folder", build_grid(), {"name": "a/b"}),
         (
             "is test/recall@7, which is not measured; .*users_per_s",
-            measured(world, metric="test/recall@7"),
+            build_evaluation_grid(halved, metric="test/recall@7"),
             {},
         ),
     ]
-    for message, one, changes in refused:
+    for message, grid, changes in refused:
         with pytest.raises(UserError, match=message):
-            world.sweep(one, **{"name": "refused", **changes})
-    assert not (world.folder / "runs/refused").exists()
+            halved.run(grid, **{"name": "refused", **changes})
+    assert not (halved.folder / "runs/refused").exists()
 
 
-def test_the_best_settings_are_those_of_the_best_mean_over_shared_seeds() -> None:
-    def trial(name: str, alpha: float, seed: int, value: float | None) -> TrialResult:
-        return TrialResult(
-            name, name, {"model.alpha": alpha, "fit.seed": seed}, "finished", value
-        )
+def test_the_best_settings_have_the_best_mean_over_shared_seeds() -> None:
+    def build_trial(
+        name: str, alpha: float, seed: int, value: float | None
+    ) -> TrialResult:
+        point = {"model.alpha": alpha, "fit.seed": seed}
+        return TrialResult(name, name, point, "finished", value)
 
-    lucky = [trial("a", 0.5, 1, 0.9), trial("b", 0.5, 2, 0.1)]
-    steady = [trial("c", 0.7, 1, 0.6), trial("d", 0.7, 2, 0.7)]
-    better_on_seed_2 = [trial("e", 1.0, 1, None), trial("f", 1.0, 2, 0.95)]
-    worse_on_seed_1 = [trial("g", 2.0, 1, 0.7), trial("h", 2.0, 2, None)]
-    without_value = [trial("i", 3.0, 1, None), trial("j", 3.0, 2, None)]
-    other_seed = [trial("k", 4.0, 3, 0.65)]
+    lucky = [build_trial("a", 0.5, 1, 0.9), build_trial("b", 0.5, 2, 0.1)]
+    steady = [build_trial("c", 0.7, 1, 0.6), build_trial("d", 0.7, 2, 0.7)]
+    better_on_seed_2 = [build_trial("e", 1.0, 1, None), build_trial("f", 1.0, 2, 0.95)]
+    worse_on_seed_1 = [build_trial("g", 2.0, 1, 0.7), build_trial("h", 2.0, 2, None)]
+    without_value = [build_trial("i", 3.0, 1, None), build_trial("j", 3.0, 2, None)]
+    other_seed = [build_trial("k", 4.0, 3, 0.65)]
 
     assert find_best([*lucky, *steady]) is steady[1]
     assert find_best([*lucky, *steady, *better_on_seed_2]) is better_on_seed_2[1]
