@@ -1,4 +1,4 @@
-"""What --help prints."""
+"""Test the text that --help prints."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ import pytest
 from jobs import cli, compare, train
 
 
-def shown(
+def print_help(
     module: ModuleType, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> str:
+    """Return the help text of a job with these further words."""
     with pytest.raises(SystemExit):
-        cli.config_from_words(module, words)
+        cli.config_from_words(module, [*words, "--help"])
     return capsys.readouterr().out
 
 
-def test_commands_keep_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(compare, ["--help"], capsys).splitlines()
-    assert (
-        lines[0] == "usage: python -m jobs.compare [--config FILE] [--OPTION VALUE ...]"
-    )
+def test_example_commands_keep_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    usage, *lines = print_help(compare, [], capsys).splitlines()
+    assert usage == "usage: python -m jobs.compare [--config FILE] [--OPTION VALUE ...]"
     assert sum(line.startswith("    python -m jobs.compare ") for line in lines) == 3
 
 
-def test_training_shows_the_options_of_the_model_that_is_named(
+def test_the_help_of_a_training_shows_the_options_of_the_named_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = shown(train, ["--model.name", "attn_mvp", "--help"], capsys)
+    text = print_help(train, ["--model.name", "attn_mvp"], capsys)
     assert "--model.action_weight" in text
     assert (
         "--model.name TEXT\n        Which model: one of popularity, own_items" in text
     )
-    assert "--model.action_weight" not in shown(train, ["--help"], capsys)
+    assert "--model.action_weight" not in print_help(train, [], capsys)
 
 
-def test_popularity_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(
-        shown(train, ["--model.name", "popularity", "--help"], capsys).split()
-    )
-    assert "recommends the most frequent items of training to every user." in text
+def test_the_help_of_a_training_describes_the_named_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = print_help(train, ["--model.name", "popularity"], capsys)
+    words = " ".join(text.split())
+    assert "recommends the most frequent items of training to every user." in words

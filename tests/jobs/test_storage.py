@@ -1,6 +1,4 @@
-"""A storage that cannot be reached is one line at once, before Ray starts: what, why
-and what to do.
-"""
+"""Test that an unreachable storage is reported in one line before Ray starts."""
 
 from __future__ import annotations
 
@@ -26,82 +24,88 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def closed() -> str:
-    """An S3 storage on a port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def unreachable() -> str:
+    """Return the URI of an S3 storage without a server, with {} for the path."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
     return f"s3://bucket/{{}}?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the first contact with a bucket be as impatient as in a job's process."""
+def check_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first contact with a bucket time out as early as in a job's process."""
     monkeypatch.setattr("models.storage.uri._checks_buckets", True)
 
 
 @pytest.fixture
 def mapping(tmp_path: Path) -> str:
+    """Write the mapping of a CSV log; return its path."""
     path = tmp_path / "source.yaml"
     path.write_text("files: log.csv\nuser: u\nitem: i\ntime: {column: t, unit: s}\n")
     return str(path)
 
 
-LINES = (
-    "prepare --source {mapping} --input {place} --output {new}/tables",
-    "prepare --source {mapping} --input {raw} --output {place}",
-    "audit --tables {place}",
-    "tokenize --tables {place} --output {new} --tokenizer rqkmeans",
-    "encode --tables {place} --output {new}",
-    "train --config {sasrec} --name n --tables {new} --storage {place}",
-    "sweep --grid {grid} --tables {place} --storage {new} --model.teacher {new}/teacher",
-    "evaluate --checkpoint {place} --tables {new}",
+COMMANDS = (
+    "prepare --source {mapping} --input {unreachable} --output {new}/tables",
+    "prepare --source {mapping} --input {raw} --output {unreachable}",
+    "audit --tables {unreachable}",
+    "tokenize --tables {unreachable} --output {new} --tokenizer rqkmeans",
+    "encode --tables {unreachable} --output {new}",
+    "train --config {sasrec} --name n --tables {new} --storage {unreachable}",
+    "sweep --grid {grid} --tables {unreachable} --storage {new} --model.teacher {new}/teacher",
+    "evaluate --checkpoint {unreachable} --tables {new}",
 )
-"""Each job with a place that does not answer."""
+"""Jobs that read or write an unreachable storage."""
 
 
 @pytest.mark.long
-def test_every_job_says_so_in_one_line_before_ray_starts(
-    closed: str, mapping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
+def test_every_job_reports_an_unreachable_storage_before_ray_starts(
+    command: str,
+    unreachable: str,
+    mapping: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refused(*args: Any, **options: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise AssertionError("Ray is started for a storage that does not answer")
 
-    monkeypatch.setattr(cli, "start_ray", refused)
+    monkeypatch.setattr(cli, "start_ray", fail)
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/log.csv").write_text("u,i,t\n1,2,3\n")
-    (tmp_path / "new/items").mkdir(parents=True)
-    commit(
-        str(tmp_path / "new/items"),
-        "items",
-        pa.schema([("x", pa.int64())]),
-        [],
-        config={},
-        inputs={},
-    )
-    places = {
-        "place": closed.format("x"),
+    items = tmp_path / "new/items"
+    items.mkdir(parents=True)
+    schema = pa.schema([("x", pa.int64())])
+    commit(str(items), "items", schema, [], config={}, inputs={})
+    paths = {
+        "unreachable": unreachable.format("x"),
         "new": tmp_path / "new",
         "raw": tmp_path / "raw",
         "mapping": mapping,
         "sasrec": ROOT / "jobs/configs/sasrec.yaml",
         "grid": ROOT / "tuning/grids/sid_mlp_alpha.yaml",
     }
-    for line in LINES:
-        job, *words = line.format(**places).split()
-        module = importlib.import_module(f"jobs.{job}")
-        with pytest.raises(UserError) as raised:
-            module.run(cli.config_from_words(module, words))
-        said = str(raised.value)
-        assert said.startswith("cannot reach s3://bucket/x"), line
-        assert "Could not connect" in said, line
-        assert "AWS_ACCESS_KEY_ID" in said, line
-        assert "\n" not in said, line
+    job, *words = command.format(**paths).split()
+    module = importlib.import_module(f"jobs.{job}")
+
+    with pytest.raises(UserError) as raised:
+        module.run(cli.config_from_words(module, words))
+
+    message = str(raised.value)
+    assert message.startswith("cannot reach s3://bucket/x")
+    assert "Could not connect" in message
+    assert "AWS_ACCESS_KEY_ID" in message
+    assert "\n" not in message
 
 
 @pytest.fixture(params=[403, 404, 301, 503])
-def answering(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    """An address that answers every request with one status: (status, port)."""
+def status_server(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """Start a server that answers every request with one status.
+
+    Yields:
+        The status and the server's port.
+    """
 
     class Answer(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -121,35 +125,36 @@ def answering(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
         server.shutdown()
 
 
-@pytest.mark.long  # a request that failed is sent again a few times
-def test_what_the_storage_answers_is_in_the_line(answering: tuple[int, int]) -> None:
-    status, port = answering
-    wanted = {
+@pytest.mark.long  # a failed request is repeated a few times
+def test_the_error_names_the_storages_answer(status_server: tuple[int, int]) -> None:
+    status, port = status_server
+    reasons = {
         403: "ACCESS_DENIED",
         404: "there is no bucket bucket",
         301: "located in 'eu-west-1'",
         503: "503",
     }
+    server = f"endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+
     with pytest.raises(UserError, match="cannot reach") as raised:
-        open_uri(
-            f"s3://bucket/x?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
-        )
-    assert wanted[status] in str(raised.value) or status == 503
+        open_uri(f"s3://bucket/x?{server}")
+
+    assert reasons[status] in str(raised.value) or status == 503
 
 
 @pytest.mark.parametrize(
-    ("uri", "wanted"),
+    ("uri", "message"),
     [
         ("s3://bucket/x?colour=red", "Unexpected query"),
         ("nowhere://host/x", "Unrecognized filesystem"),
     ],
 )
-def test_uris_that_are_none_are_one_line(uri: str, wanted: str) -> None:
-    with pytest.raises(UserError, match=wanted):
+def test_an_invalid_uri_is_refused(uri: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         open_uri(uri)
 
 
-def test_an_output_in_the_place_of_a_file_is_refused_and_nothing_made(
+def test_an_output_below_a_file_is_refused_and_no_folder_created(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -161,7 +166,7 @@ def test_an_output_in_the_place_of_a_file_is_refused_and_nothing_made(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_names_are_joined_before_the_query() -> None:
+def test_paths_are_joined_before_the_query_of_a_uri() -> None:
     assert (
         tables.join("s3://bucket/a?region=eu", "b", "c.json")
         == "s3://bucket/a/b/c.json?region=eu"

@@ -519,20 +519,20 @@ def test_a_checkpoint_is_evaluated_at_every_point(halved: HalvedSweep) -> None:
     for run in halved.find_trial_runs(swept).values():
         assert logged <= set(run.data.metrics)
 
+    other_options = build_evaluation_grid(
+        halved,
+        metric="test/ndcg@10",
+        axes={"evaluate.batch_size": [8]},
+        fixed={"evaluate.unseen": True},
+    )
     with pytest.raises(UserError, match="was measured with other options"):
-        other_options = build_evaluation_grid(
-            halved,
-            metric="test/ndcg@10",
-            axes={"evaluate.batch_size": [8]},
-            fixed={"evaluate.unseen": True},
-        )
         halved.run(other_options, name="measured")
+    unknown_option = build_evaluation_grid(
+        halved, metric="test/ndcg@10", axes={"evaluate.beams": [1]}
+    )
     with pytest.raises(
         UserError, match="the model 'sasrec' has no option --beams when recommending"
     ):
-        unknown_option = build_evaluation_grid(
-            halved, metric="test/ndcg@10", axes={"evaluate.beams": [1]}
-        )
         halved.run(unknown_option, name="refused")
 
 
