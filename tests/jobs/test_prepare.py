@@ -1,6 +1,4 @@
-"""jobs.prepare as a command: what it prints, how it fails, and that SIGKILL at any
-moment loses nothing.
-"""
+"""Test jobs.prepare as a command: its output, its errors, and kills at any time."""
 
 from __future__ import annotations
 
@@ -32,6 +30,7 @@ TABLES = ("events", "rejects", "items", "sequences")
 
 
 def write_log(folder: Path, events: int = 4000) -> Path:
+    """Write a log with one row that is rejected, and its mapping; return the folder."""
     folder.mkdir()
     generator = random.Random(3)
     rows = [
@@ -48,39 +47,20 @@ def write_log(folder: Path, events: int = 4000) -> Path:
     return folder
 
 
-def arguments(raw: Path, output: Path, *more: str) -> list[str]:
-    return [
-        "--source",
-        str(raw / "source.yaml"),
-        "--input",
-        str(raw),
-        "--output",
-        str(output),
-        *more,
-    ]
+def build_words(raw: Path, output: Path, *more: str) -> list[str]:
+    """Return the words of a command line."""
+    words = ["--source", str(raw / "source.yaml"), "--input", str(raw)]
+    return [*words, "--output", str(output), *more]
 
 
-def start(
-    raw: Path, output: Path, *more: str, env: dict[str, str] | None = None
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "jobs.prepare", *arguments(raw, output, *more)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-        start_new_session=True,
-    )
-
-
-KILLED = """
+PREPARE_WITH_KILLS = """
 import json, os, random, signal, sys, time
 
 import pipelines.data.prepare, ray.data
 from jobs import cli, prepare
 
-moments, words = json.loads(sys.argv[1])
-for moment in moments:  # each start is a process of its own, forked to spare the imports
+lines, words = json.loads(sys.argv[1])
+for kill_line in lines:  # each start is a fork, which saves the imports
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -89,28 +69,26 @@ for moment in moments:  # each start is a process of its own, forked to spare th
         prepare.run(prepare.parse(words))
         os._exit(0)
     os.close(write)
-    with os.fdopen(read) as said:
-        any(line.startswith(moment) for line in said)
-        time.sleep(random.uniform(0, 2 if moment.startswith("events") else 0.3))
+    with os.fdopen(read) as output:
+        any(line.startswith(kill_line) for line in output)
+        time.sleep(random.uniform(0, 2 if kill_line.startswith("events") else 0.3))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 """
-"""Starts it and kills it, some part of a second after it said each of the lines."""
+"""A program that starts jobs.prepare once per line, and kills it a random time after the
+line is printed."""
 
 
-def hashes(output: Path) -> dict[str, str]:
+def read_hashes(output: Path) -> dict[str, str]:
+    """Return the content hashes of the tables."""
     return {name: read_manifest(str(output / name), name).hash for name in TABLES}
 
 
-@pytest.mark.exhaustive
-def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(
+def test_a_killed_and_repeated_run_has_the_undisturbed_result(
     in_ray: dict[str, str], tmp_path: Path
 ) -> None:
-    raw, output, undisturbed = (
-        write_log(tmp_path / "raw"),
-        tmp_path / "out",
-        tmp_path / "undisturbed",
-    )
+    raw = write_log(tmp_path / "raw")
+    output, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
     source, defaults = load_source(str(raw / "source.yaml"))
     prepare(
         source,
@@ -119,53 +97,52 @@ def test_killed_at_any_moment_it_ends_as_an_undisturbed_run(
         read_config(defaults, {"partitions": 6}),
         report=lambda line: None,
     )
+    words = build_words(raw, output, "--partitions", "6")
+    kill_lines = ["events: reading", "events: reading", "items:"]
 
-    words = [
-        ["events: reading", "events: reading", "items:"],
-        arguments(raw, output, "--partitions", "6"),
-    ]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, json.dumps(words)],
+    kills = subprocess.run(
+        [sys.executable, "-c", PREPARE_WITH_KILLS, json.dumps([kill_lines, words])],
         capture_output=True,
         text=True,
         env=in_ray,
     )
-    assert killed.returncode == 0, killed.stderr
+    assert kills.returncode == 0, kills.stderr
+    repeated = subprocess.run(
+        [sys.executable, "-u", "-m", "jobs.prepare", *words],
+        capture_output=True,
+        text=True,
+        env=in_ray,
+    )
 
-    process = start(raw, output, "--partitions", "6", env=in_ray)
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    assert hashes(output) == hashes(undisturbed)
-    assert (output / "statistics.json").read_bytes() == (
-        undisturbed / "statistics.json"
-    ).read_bytes()
-    for name in TABLES:  # nothing is left of the killed runs
-        listed = {part.path for part in read_manifest(str(output / name)).files} | {
-            "manifest.json"
-        }
-        assert {path.name for path in (output / name).iterdir()} == listed
-    for part in read_manifest(str(output / "events")).files:
-        assert (output / "events" / part.path).read_bytes() == (
-            undisturbed / "events" / part.path
-        ).read_bytes()
-    assert f"next: python -m jobs.audit --tables {output}" in out.splitlines()[-1]
-    assert "rejects: 1 row, ms: before 1980" in out or "events: up to date" in out
+    assert repeated.returncode == 0, repeated.stderr
+    assert read_hashes(output) == read_hashes(undisturbed)
+    files = ["statistics.json"]
+    for name in TABLES:
+        parts = [part.path for part in read_manifest(str(output / name)).files]
+        # No file of a killed run is left.
+        present = {path.name for path in (output / name).iterdir()}
+        assert present == {*parts, "manifest.json"}
+        if name == "events":
+            files += [f"events/{part}" for part in parts]
+    for file in files:
+        assert (output / file).read_bytes() == (undisturbed / file).read_bytes()
+    last_line = repeated.stdout.splitlines()[-1]
+    assert f"next: python -m jobs.audit --tables {output}" in last_line
+    assert (
+        "rejects: 1 row, ms: before 1980" in repeated.stdout
+        or "events: up to date" in repeated.stdout
+    )
 
 
-def test_options_win_over_the_source_file(
+def test_options_override_the_source_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = write_log(tmp_path / "raw", events=300)
-    options = (
-        "--core",
-        "0",
-        "--split.test_fraction",
-        "0.3",
-        "--max_events",
-        "5",
-        "--overwrite",
-    )
-    statistics = run(parse(arguments(raw, tmp_path / "out", *options)))
+    options = ["--core", "0", "--split.test_fraction", "0.3"]
+    options += ["--max_events", "5", "--overwrite"]
+
+    statistics = run(parse(build_words(raw, tmp_path / "out", *options)))
+
     assert statistics["core"] == 0
     assert statistics["max_length"] == 5
     config = read_manifest(str(tmp_path / "out" / "sequences")).config
@@ -174,27 +151,35 @@ def test_options_win_over_the_source_file(
         "val_fraction": 0.2,
         "test_fraction": 0.3,
     }
-    text = capsys.readouterr().out
-    assert "1 reject)" in text
-    assert text.splitlines()[-1].startswith("next: python -m jobs.audit")
+    output = capsys.readouterr().out
+    assert "1 reject)" in output
+    assert output.splitlines()[-1].startswith("next: python -m jobs.audit")
 
-    without = {}
-    for split, requests in statistics[
-        "requests"
-    ].items():  # what prepare says is left out is what a training lacks
+
+def test_the_report_counts_requests_without_history_as_the_training_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = write_log(tmp_path / "raw", events=300)
+    options = ["--core", "0", "--split.test_fraction", "0.3", "--max_events", "5"]
+
+    statistics = run(parse(build_words(raw, tmp_path / "out", *options)))
+
+    skipped = {}
+    for split, num_requests in statistics["requests"].items():
         examples = RetrievalDataset.load(str(tmp_path / "out" / "sequences"), split)
         assert examples.request_unit == "requests with a history"
-        without[split] = requests - examples.num_requests
-    said = ", ".join(f"{rows} {split}" for split, rows in without.items())
-    assert (
-        f"\nrequests without history (each user's first): {said}; skipped in training "
-        f"and evaluation\n" in text
+        skipped[split] = num_requests - examples.num_requests
+    counts = ", ".join(f"{count} {split}" for split, count in skipped.items())
+    line = (
+        f"\nrequests without history (each user's first): {counts}; skipped in training "
+        f"and evaluation\n"
     )
-    assert without["train"] > 0
+    assert line in capsys.readouterr().out
+    assert skipped["train"] > 0
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         ("user,item,ms\n", "log.csv"),
         ("", "log.csv"),
@@ -202,37 +187,45 @@ def test_options_win_over_the_source_file(
         ("user,item,ms\na,b,x\n", "break the schema|ms"),
     ],
 )
-def test_bad_files_leave_nothing(tmp_path: Path, content: str, words: str) -> None:
+def test_an_unreadable_log_is_refused_and_nothing_is_written(
+    tmp_path: Path, content: str, message: str
+) -> None:
     raw = write_log(tmp_path / "raw", events=20)
     (raw / "log.csv").write_text(content)
-    with pytest.raises(UserError, match=words) as caught:
-        run(parse(arguments(raw, tmp_path / "out")))
-    assert "\n" not in str(caught.value)
+
+    with pytest.raises(UserError, match=message) as error:
+        run(parse(build_words(raw, tmp_path / "out")))
+
+    assert "\n" not in str(error.value)
     assert not list((tmp_path / "out").rglob("*.*"))
 
 
-def test_append_joins_a_new_file_and_keeps_what_is_there(
+def test_append_adds_the_rows_of_a_new_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = write_log(tmp_path / "raw", events=400)
-    run(parse(arguments(raw, tmp_path / "out", "--append")))
+    run(parse(build_words(raw, tmp_path / "out", "--append")))
     rows = read_manifest(str(tmp_path / "out/events")).rows
     (raw / "log_2.csv").write_text("user,item,ms\nu1,i1,1600000000001\n")
-    run(parse(arguments(raw, tmp_path / "out", "--append")))
+
+    run(parse(build_words(raw, tmp_path / "out", "--append")))
+
     assert read_manifest(str(tmp_path / "out/events")).rows == rows + 1
     assert "events: reading 1 file" in capsys.readouterr().out
     with pytest.raises(UserError, match="--append and --overwrite are both given"):
-        run(parse(arguments(raw, tmp_path / "out", "--append", "--overwrite")))
+        run(parse(build_words(raw, tmp_path / "out", "--append", "--overwrite")))
 
 
-def test_a_missing_column_is_said_before_ray_starts(
+def test_a_missing_column_is_reported_before_ray_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = write_log(tmp_path / "raw", events=500)
     monkeypatch.setattr("jobs.cli.start_ray", lambda: pytest.fail("Ray was started"))
     (raw / "source.yaml").write_text(yaml.safe_dump({**SOURCE, "item": "itm"}))
-    with pytest.raises(UserError) as caught:
-        run(parse(arguments(raw, tmp_path / "out")))
-    said = f"{raw}/log.csv has no column 'itm'; the nearest is 'item' of user, item, ms; correct the source file or the"
-    assert str(caught.value) == f"{said} log"
+
+    with pytest.raises(UserError) as error:
+        run(parse(build_words(raw, tmp_path / "out")))
+
+    message = f"{raw}/log.csv has no column 'itm'; the nearest is 'item' of user, item, ms; correct the source file or the"
+    assert str(error.value) == f"{message} log"
     assert not (tmp_path / "out/events").exists()

@@ -1,4 +1,4 @@
-"""The command line of jobs.tokenize: options, last lines, one-line errors."""
+"""Test the command line of jobs.tokenize: options, output and refused inputs."""
 
 from __future__ import annotations
 
@@ -22,42 +22,56 @@ from pipelines.data.sids.config import TokenizerConfig
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
-    return write_items(
-        tmp_path, [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)]
-    )
+    """Write a table of 40 items with titles."""
+    titles = [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)]
+    return write_items(tmp_path, titles)
 
 
-def write_items(tmp_path: Path, texts: list[str | None]) -> Path:
-    uri = str(tmp_path / "tables" / "items")
+def write_items(folder: Path, titles: list[str | None]) -> Path:
+    """Write a table of items with these titles; return the folder of tables."""
+    uri = str(folder / "tables" / "items")
     Path(uri).mkdir(parents=True)
     schema = items_schema(["title"])
-    ids = pa.array([str(i) for i in range(100, 100 + len(texts))])
+    item_ids = [str(i) for i in range(100, 100 + len(titles))]
     columns = [
-        pa.array(range(len(texts)), pa.int32()),
-        ids,
-        pa.array(texts, pa.string()),
+        pa.array(range(len(titles)), pa.int32()),
+        pa.array(item_ids),
+        pa.array(titles, pa.string()),
     ]
-    commit(
-        uri,
-        "items",
-        schema,
-        [write_part(uri, pa.Table.from_arrays(columns, schema=schema))],
-        config={},
-        inputs={},
+    part = write_part(uri, pa.Table.from_arrays(columns, schema=schema))
+    commit(uri, "items", schema, [part], config={}, inputs={})
+    return folder / "tables"
+
+
+def append_items(tables: Path, titles: list[str]) -> None:
+    """Append items to the table of items, as a later day does."""
+    uri = str(tables / "items")
+    hash_before = read_manifest(uri).hash
+    table = read_table(uri)
+    first = table.num_rows
+    item_ids = [f"new {i}" for i in range(len(titles))]
+    new_items = pa.table(
+        [[*range(first, first + len(titles))], item_ids, titles], schema=table.schema
     )
-    return tmp_path / "tables"
+    parts = [write_part(uri, pa.concat_tables([table, new_items]))]
+    commit(
+        uri, "items", table.schema, parts, config={}, inputs={}, extends=[hash_before]
+    )
 
 
 def parse(*words: str) -> job.Config:
+    """Parse a command line."""
     import jobs.cli
 
     return jobs.cli.parse(job.Config, list(words))
 
 
 def test_nested_options_reach_the_tokenizer(tables: Path, tmp_path: Path) -> None:
-    common = ["--tables", str(tables), "--output", str(tmp_path / "sids")]
     config = parse(
-        *common,
+        "--tables",
+        str(tables),
+        "--output",
+        str(tmp_path / "sids"),
         "--tokenizer",
         "rqvae",
         "--rqvae.epochs",
@@ -66,31 +80,29 @@ def test_nested_options_reach_the_tokenizer(tables: Path, tmp_path: Path) -> Non
         "[8, 4]",
         "--overwrite",
     )
-    assert (config.rqvae.epochs, config.rqvae.hidden, config.overwrite) == (
-        3,
-        [8, 4],
-        True,
-    )
+
+    assert config.rqvae.epochs == 3
+    assert config.rqvae.hidden == [8, 4]
+    assert config.overwrite
     assert config.rqvae.codebook_size == 256
     assert config.sids_config().relevant_settings()["rqvae"]["epochs"] == 3
 
 
-def test_run_says_what_was_made_where_and_what_is_next(
+def build_rqkmeans_words(tables: Path, output: str, codebook_size: int) -> list[str]:
+    """Return the words of a command line with two codebooks of this size."""
+    words = ["--tables", str(tables), "--output", output, "--encoder", "tfidf"]
+    words += ["--tokenizer", "rqkmeans", "--rqkmeans.levels", "2"]
+    return [*words, "--rqkmeans.codebook_size", str(codebook_size)]
+
+
+def test_a_run_reports_its_output_and_the_next_command(
     ray_local: None, tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = str(tmp_path / "sids")
-    words = [
-        "--tables",
-        str(tables),
-        "--output",
-        output,
-        "--tokenizer",
-        "rqkmeans",
-        "--encoder",
-        "tfidf",
-    ]
-    config = parse(*words, "--rqkmeans.codebook_size", "8", "--rqkmeans.levels", "2")
+    config = parse(*build_rqkmeans_words(tables, output, codebook_size=8))
+
     job.run(config)
+
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[-2].startswith(f"made {output}")
     assert lines[-1].startswith(
@@ -99,61 +111,35 @@ def test_run_says_what_was_made_where_and_what_is_next(
     assert f"--sids {output}" in lines[-1]
     assert any(line.startswith("collision rate") for line in lines)
     assert not any(line.startswith("note: only") for line in lines)  # 5 items to a code
+
     job.run(config)
     assert f"nothing to do: {output} is up to date" in capsys.readouterr().out
 
+
+def test_a_run_reports_sparse_codes_and_items_newer_than_the_codebooks(
+    ray_local: None, tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = str(tmp_path / "many")
-    job.run(
-        parse(
-            *words,
-            "--output",
-            output,
-            "--rqkmeans.codebook_size",
-            "16",
-            "--rqkmeans.levels",
-            "2",
-        )
-    )
-    (said,) = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("note: only")
-    ]
+    words = build_rqkmeans_words(tables, output, codebook_size=16)
+
+    job.run(parse(*words))
+
+    lines = capsys.readouterr().out.splitlines()
+    (note,) = [line for line in lines if line.startswith("note: only")]
     used = read_manifest(f"{output}/sids", "sids").info["levels"][0]["used"]
-    assert said.startswith(
+    assert note.startswith(
         f"note: only {40 / used:.1f} items share a first code; below 4 a model learns little"
     )
-    assert said.endswith("try --rqkmeans.codebook_size 8 --overwrite")
+    assert note.endswith("try --rqkmeans.codebook_size 8 --overwrite")
 
-    items = read_manifest(str(tables / "items"))
-    table = read_table(str(tables / "items"))
-    more = pa.table(
-        [[*range(40, 42)], ["new 1", "new 2"], ["thing 1", "thing 2"]],
-        schema=table.schema,
-    )
-    parts = [write_part(str(tables / "items"), pa.concat_tables([table, more]))]
-    commit(
-        str(tables / "items"),
-        "items",
-        table.schema,
-        parts,
-        config={},
-        inputs={},
-        extends=[items.hash],
-    )
-    of_many = [
-        "--output",
-        output,
-        "--rqkmeans.codebook_size",
-        "16",
-        "--rqkmeans.levels",
-        "2",
-    ]
-    job.run(parse(*words, *of_many, "--extend", output))
+    append_items(tables, ["thing 1", "thing 2"])
+    job.run(parse(*words, "--extend", output))
     assert "2 items since the codebooks were trained" in capsys.readouterr().out
 
 
-def test_too_few_items_are_said_before_ray_starts(tables: Path, tmp_path: Path) -> None:
+def test_codebooks_larger_than_the_catalogue_are_refused(
+    tables: Path, tmp_path: Path
+) -> None:
     words = [
         "--tables",
         str(tables),
@@ -171,7 +157,7 @@ def test_too_few_items_are_said_before_ray_starts(tables: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("size", ["2", "256"])
-def test_a_catalogue_of_one_item_is_refused_as_such(tmp_path: Path, size: str) -> None:
+def test_a_catalogue_of_one_item_is_refused(tmp_path: Path, size: str) -> None:
     tables = write_items(tmp_path, ["green tea"])
     words = ["--tables", str(tables), "--output", str(tmp_path / "sids")]
     words += ["--encoder", "tfidf", "--tokenizer", "rqkmeans"]
@@ -179,7 +165,7 @@ def test_a_catalogue_of_one_item_is_refused_as_such(tmp_path: Path, size: str) -
         job.run(parse(*words, "--rqkmeans.codebook_size", size))
 
 
-def test_the_advice_on_codebooks_is_smaller_than_what_is_set() -> None:
+def test_the_suggested_codebook_size_is_smaller_than_the_present_one() -> None:
     config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(codebook_size=2))
     assert config.describe_sparse_codes(num_items=3, num_first_codes=2) is None
     config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(codebook_size=4))
@@ -188,7 +174,7 @@ def test_the_advice_on_codebooks_is_smaller_than_what_is_set() -> None:
     )
 
 
-def test_items_without_text_are_said_before_ray_starts(tmp_path: Path) -> None:
+def test_items_without_text_are_refused_on_request(tmp_path: Path) -> None:
     tables = write_items(
         tmp_path, ["green tea", None, " \u00a0\t", "", *(f"tea {n}" for n in range(36))]
     )
@@ -200,23 +186,14 @@ def test_items_without_text_are_said_before_ray_starts(tmp_path: Path) -> None:
         "--tokenizer",
         "rqkmeans",
     ]
-    said = r"3 of 40 items have no text in title; use a template with more columns"
+    message = r"3 of 40 items have no text in title; use a template with more columns"
+    words += ["--rqkmeans.codebook_size", "8", "--embed.empty", "error"]
     for encoder in ("minilm", "tfidf"):
-        with pytest.raises(UserError, match=f"^{said}"):
-            job.run(
-                parse(
-                    *words,
-                    "--encoder",
-                    encoder,
-                    "--rqkmeans.codebook_size",
-                    "8",
-                    "--embed.empty",
-                    "error",
-                )
-            )
+        with pytest.raises(UserError, match=f"^{message}"):
+            job.run(parse(*words, "--encoder", encoder))
 
 
-def test_published_sids_are_imported_and_a_gap_leaves_the_old_ones(
+def test_incomplete_published_sids_do_not_replace_imported_ones(
     tables: Path, tmp_path: Path
 ) -> None:
     published = tmp_path / "sids.csv"
@@ -239,6 +216,5 @@ def test_published_sids_are_imported_and_a_gap_leaves_the_old_ones(
         UserError, match=r"none for 5 of the catalogue's 40 \(such as '100'\)"
     ):
         job.run(parse(*words, "--overwrite"))
-    assert (
-        read_manifest(output + "/trie", "trie").info["items"] == 40
-    )  # the old SIDs are as they were
+
+    assert read_manifest(output + "/trie", "trie").info["items"] == 40

@@ -1,5 +1,6 @@
-"""Command lines that cannot be: one line that names what is wrong, before Ray starts,
-and nothing is written.
+"""Test that wrong command lines and damaged inputs are refused before Ray starts.
+
+The error is one line that names the mistake, and nothing is written.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def made(
+def paths(
     small: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """Tables of retrieval with their semantic IDs, tables of search with text, and a
-    storage with a TIGER's run.
+    """Write tables of both kinds, semantic IDs, text and a TIGER's run.
+
+    Return their folders by the names that the command lines use.
     """
     home = tmp_path_factory.mktemp("wrong")
     tiger = {"name": "tiger", "d_model": 8, "d_ff": 8, "num_heads": 1, "d_kv": 4}
@@ -57,7 +59,7 @@ SWEEP = "sweep --storage {runs} --name new --grid tuning/grids"
 TIGERS = f"{SWEEP}/tiger.yaml --tables {{tables}} --sids {{sids}}"
 PREPARE = "prepare --source {home}/source.yaml --input {home} --output {runs}/out"
 EVALUATE = "evaluate --checkpoint {runs}/teacher/best"
-LINES = [
+WRONG_LINES = [
     (
         f"{TRAIN}/sasrec.yaml --tables {{tables}} --fit.metric ndcg10",
         "'ndcg10', which .* the nearest is 'ndcg@10'; known are",
@@ -253,69 +255,70 @@ LINES = [
 ]
 
 
-def test_it_is_refused_before_ray_starts(
-    made: dict[str, str], monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+def test_a_wrong_line_is_refused_before_ray_starts(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     monkeypatch.setattr(
         cli, "start_ray", lambda **options: pytest.fail("Ray is started")
     )
     monkeypatch.chdir(ROOT)
-    before = sorted(Path(made["runs"]).rglob("*"))
-    for line, message in LINES:
+    files = sorted(Path(paths["runs"]).rglob("*"))
+    for line, message in WRONG_LINES:
         with subtests.test(line=line):
-            name, *words = line.format(**made).split()
+            name, *words = line.format(**paths).split()
             job = importlib.import_module(f"jobs.{name}")
             with pytest.raises(UserError) as raised:
                 job.run(cli.config_from_words(job, words))
-            assert re.search(message.format(**made), str(raised.value)), raised.value
+            assert re.search(message.format(**paths), str(raised.value)), raised.value
             assert "\n" not in str(raised.value)
             assert "pa55" not in str(raised.value)
-            assert sorted(Path(made["runs"]).rglob("*")) == before
+            assert sorted(Path(paths["runs"]).rglob("*")) == files
 
 
-def truncated(file: Path) -> None:
+def truncate(file: Path) -> None:
+    """Remove the last 20 bytes of a file."""
     file.write_bytes(file.read_bytes()[:-20])
 
 
-def weights_of_another(best: Path) -> None:
-    weights = {"x": torch.zeros(2)}
-    save_file(weights, best / "model.safetensors")
+def replace_weights(best: Path) -> None:
+    """Replace the weights of a checkpoint by a tensor that no model has."""
+    save_file({"x": torch.zeros(2)}, best / "model.safetensors")
 
 
-DAMAGED: list[tuple[Callable[[Path], object], str]] = [
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (
         lambda home: (home / "tables/items/manifest.json").unlink(),
         "which holds no table items; give a folder",
     ),
     (
-        lambda home: truncated(next((home / "tables/sequences").glob("*.parquet"))),
+        lambda home: truncate(next((home / "tables/sequences").glob("*.parquet"))),
         "truncated",
     ),
-    (lambda home: truncated(home / "tables/sequences/manifest.json"), "is damaged"),
-    (lambda home: truncated(home / "sids/trie/manifest.json"), "is damaged"),
+    (lambda home: truncate(home / "tables/sequences/manifest.json"), "is damaged"),
+    (lambda home: truncate(home / "sids/trie/manifest.json"), "is damaged"),
     (
-        lambda home: weights_of_another(home / "runs/teacher/best"),
+        lambda home: replace_weights(home / "runs/teacher/best"),
         "model.safetensors|weights",
     ),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGED, ids=range(len(DAMAGED)))
-def test_what_is_damaged_is_named(
-    made: dict[str, str],
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=range(len(DAMAGES)))
+def test_a_damaged_input_is_named_before_ray_starts(
+    paths: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[Path], object],
     message: str,
 ) -> None:
     monkeypatch.setattr(cli, "start_ray", lambda: pytest.fail("Ray is started"))
-    for name in ("tables", "sids", "runs"):
-        shutil.copytree(made[name], tmp_path / name)
+    copies = {name: tmp_path / name for name in ("tables", "sids", "runs")}
+    for name, copy in copies.items():
+        shutil.copytree(paths[name], copy)
     damage(tmp_path)
     line = f"{EVALUATE} --tables {{tables}} --sids {{sids}}"
-    words = line.format(
-        **{name: tmp_path / name for name in ("tables", "sids", "runs")}
-    ).split()[1:]
+    _, *words = line.format(**copies).split()
     evaluate = importlib.import_module("jobs.evaluate")
+
     with pytest.raises(UserError, match=message):
         evaluate.run(cli.config_from_words(evaluate, words))

@@ -1,4 +1,4 @@
-"""Tables: nothing is seen before its manifest, and damage is named."""
+"""Test tables: manifests, concurrent writers, and damaged or foreign files."""
 
 from __future__ import annotations
 
@@ -35,48 +35,50 @@ from pipelines.data.events.columns import read_part
 from pipelines.data.schemas import SIDS, embeddings_schema
 
 
-def sids(*codes: list[int]) -> pa.Table:
+def build_sids(*codes: list[int]) -> pa.Table:
+    """Build the rows of a table of semantic IDs."""
     return pa.table(
         {"item_index": range(len(codes)), "codes": list(codes)}, schema=SIDS
     )
 
 
-def make(folder: Path, *tables: pa.Table, config: dict[str, int] | None = None) -> str:
+def write_sids(
+    folder: Path, *tables: pa.Table, config: dict[str, int] | None = None
+) -> str:
+    """Write a table of semantic IDs with a part per argument; return its URI."""
     uri = str(folder)
     parts = [write_part(uri, table) for table in tables]
     commit(uri, "sids", SIDS, parts, config=config or {}, inputs={"items": "h"})
     return uri
 
 
-def test_round_trip_keeps_the_order_of_parts(tmp_path: Path) -> None:
-    first, second = sids([1, 2]), sids([3, 4], [5, 6])
-    uri = make(tmp_path / "t", first, second)
+def test_a_table_is_read_in_the_order_of_its_parts(tmp_path: Path) -> None:
+    first, second = build_sids([1, 2]), build_sids([3, 4], [5, 6])
+    uri = write_sids(tmp_path / "t", first, second)
     assert read_table(uri, "sids").equals(pa.concat_tables([first, second]))
     assert read_manifest(uri).rows == 3
 
 
-def test_parts_without_a_manifest_are_no_table(tmp_path: Path) -> None:
-    write_part(str(tmp_path), sids([1]))
+def test_parts_without_a_manifest_are_refused(tmp_path: Path) -> None:
+    write_part(str(tmp_path), build_sids([1]))
     with pytest.raises(UserError, match=r"is not a table: it holds no manifest\.json"):
         read_table(str(tmp_path))
 
 
-def test_a_new_version_leaves_only_its_own_files(tmp_path: Path) -> None:
-    uri = make(tmp_path / "t", sids([1]), sids([2]))
-    write_part(uri, sids([9]))  # what a killed run leaves
-    make(tmp_path / "t", sids([3]), config={"k": 1})
-    assert pq.read_table(
-        uri.rstrip("/") + "/" + read_manifest(uri).files[0].path
-    ).equals(sids([3]))
-    assert sorted(p.name for p in (tmp_path / "t").iterdir()) == [
-        "manifest.json",
-        read_manifest(uri).files[0].path,
-    ]
+def test_a_new_version_removes_the_files_of_older_ones(tmp_path: Path) -> None:
+    uri = write_sids(tmp_path / "t", build_sids([1]), build_sids([2]))
+    write_part(uri, build_sids([9]))  # as a killed run leaves it
+    write_sids(tmp_path / "t", build_sids([3]), config={"k": 1})
+
+    (part,) = read_manifest(uri).files
+    assert pq.read_table(f"{uri}/{part.path}").equals(build_sids([3]))
+    files = sorted(path.name for path in (tmp_path / "t").iterdir())
+    assert files == ["manifest.json", part.path]
 
 
-def test_files_of_the_user_stay_where_they_are(tmp_path: Path) -> None:
+def test_files_of_the_user_are_never_removed(tmp_path: Path) -> None:
     folder = tmp_path / "t"
-    uri = make(folder, sids([1]))
+    uri = write_sids(folder, build_sids([1]))
     names = [
         "thesis.txt",
         "day1.csv",
@@ -86,32 +88,39 @@ def test_files_of_the_user_stay_where_they_are(tmp_path: Path) -> None:
         "a.tmp",
     ]
     for name in names:
-        (folder / name).write_text("mine")
+        (folder / name).write_text("of the user")
     part = f"part-{'0' * 20}.parquet"
     for name in (part, f"{part}.7.tmp", "manifest.json.7.tmp"):
         (folder / name).write_text("of a killed run")
     (folder / "more").mkdir()
-    make(folder, sids([2]), config={"k": 1})
-    listed = [part.path for part in read_manifest(uri).files]
-    assert sorted(p.name for p in folder.iterdir()) == sorted(
-        [*names, "more", "manifest.json", *listed]
-    )
+    write_sids(folder, build_sids([2]), config={"k": 1})
+
+    parts = [part.path for part in read_manifest(uri).files]
+    files = {path.name for path in folder.iterdir()}
+    assert files == {*names, "more", "manifest.json", *parts}
     clear(uri)
-    assert sorted(p.name for p in folder.iterdir()) == sorted([*names, "more"])
-    clear(make(tmp_path / "whole", sids([1])))
+    assert {path.name for path in folder.iterdir()} == {*names, "more"}
+
+
+def test_clearing_a_table_removes_its_folder(tmp_path: Path) -> None:
+    clear(write_sids(tmp_path / "whole", build_sids([1])))
     assert not (tmp_path / "whole").exists()
 
 
-def test_parts_that_another_job_removed_are_no_table(tmp_path: Path) -> None:
-    uri = make(tmp_path / "t", sids([1]))
-    mine = write_part(uri, sids([2]))
-    make(tmp_path / "t", sids([3]), config={"k": 1})  # removes what it does not list
+def test_a_table_whose_parts_another_job_removed_is_not_committed(
+    tmp_path: Path,
+) -> None:
+    uri = write_sids(tmp_path / "t", build_sids([1]))
+    part = write_part(uri, build_sids([2]))
+    write_sids(
+        tmp_path / "t", build_sids([3]), config={"k": 1}
+    )  # removes parts that it does not list
     with pytest.raises(
         UserError,
         match=r"part-.* was removed before its table was complete: another job writes to",
     ):
-        commit(uri, "sids", SIDS, [mine], config={}, inputs={})
-    assert read_table(uri, "sids").equals(sids([3]))
+        commit(uri, "sids", SIDS, [part], config={}, inputs={})
+    assert read_table(uri, "sids").equals(build_sids([3]))
 
 
 def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
@@ -121,33 +130,30 @@ def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
             match=r"t is being written by another process; wait for it or choose another",
         ):
             writing(str(tmp_path / "t")).__enter__()
-        make(tmp_path / "t", sids([1]))
+        write_sids(tmp_path / "t", build_sids([1]))
         assert (tmp_path / "t" / LOCK).exists()
     with writing(str(tmp_path / "t")):
         pass
 
 
-def test_same_content_same_hash(tmp_path: Path) -> None:
-    first, second = (
-        make(tmp_path / "a", sids([1], [2])),
-        make(tmp_path / "b", sids([1], [2])),
-    )
-    assert read_manifest(first).hash == read_manifest(second).hash
-    assert (
-        read_manifest(first).hash
-        != read_manifest(make(tmp_path / "c", sids([1], [3]))).hash
-    )
+def test_the_hash_depends_on_the_content(tmp_path: Path) -> None:
+    first = write_sids(tmp_path / "a", build_sids([1], [2]))
+    same = write_sids(tmp_path / "b", build_sids([1], [2]))
+    other = write_sids(tmp_path / "c", build_sids([1], [3]))
+
+    assert read_manifest(first).hash == read_manifest(same).hash
+    assert read_manifest(first).hash != read_manifest(other).hash
 
 
-def test_fingerprint_decides_whether_a_step_runs_again(tmp_path: Path) -> None:
-    uri = make(tmp_path / "t", sids([1]), config={"k": 5})
+def test_a_fingerprint_tells_whether_a_table_is_up_to_date(tmp_path: Path) -> None:
+    uri = write_sids(tmp_path / "t", build_sids([1]), config={"k": 5})
     assert up_to_date(uri, fingerprint({"k": 5}, {"items": "h"}))
     assert not up_to_date(uri, fingerprint({"k": 6}, {"items": "h"}))
     assert not up_to_date(str(tmp_path / "none"), fingerprint({}, {}))
 
 
-def test_truncated_part(tmp_path: Path) -> None:
-    uri = make(tmp_path / "t", sids([1]))
+def test_a_truncated_part_is_refused(tmp_path: Path) -> None:
+    uri = write_sids(tmp_path / "t", build_sids([1]))
     part = tmp_path / "t" / read_manifest(uri).files[0].path
     part.write_bytes(part.read_bytes()[:-10])
     with pytest.raises(
@@ -156,26 +162,27 @@ def test_truncated_part(tmp_path: Path) -> None:
         read_table(uri)
 
 
-def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.parquet").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="is not a readable Parquet file"):
         read_parquet(str(tmp_path / "other.parquet"))
 
 
-def flips(file: Path, count: int = 150) -> Iterator[None]:
-    """The file with one bit flipped, at that many places of it, and as it was at the
-    end.
+def flip_bits(file: Path, count: int = 150) -> Iterator[None]:
+    """Flip one bit of a file at a time, at `count` positions spread over the file.
+
+    Yield after each flip, and restore the file at the end.
     """
-    whole = file.read_bytes()
-    for place in range(0, len(whole), max(1, len(whole) // count)):
-        file.write_bytes(
-            whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
-        )
+    content = file.read_bytes()
+    for position in range(0, len(content), max(1, len(content) // count)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        file.write_bytes(damaged)
         yield
-    file.write_bytes(whole)
+    file.write_bytes(content)
 
 
-def test_a_flipped_bit_anywhere_in_a_part_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_in_a_part_is_detected(tmp_path: Path) -> None:
     vectors = pa.table(
         {"item_index": range(40), "embedding": [[0.5 * i] * 8 for i in range(40)]},
         embeddings_schema(8),
@@ -186,42 +193,43 @@ def test_a_flipped_bit_anywhere_in_a_part_is_found(tmp_path: Path) -> None:
             "item_id": [f"i{i % 7}" for i in range(40)],
         }
     )
-    for table in (sids(*([i, 1] for i in range(40))), vectors, events):
+    for table in (build_sids(*([i, 1] for i in range(40))), vectors, events):
         part = tmp_path / write_part(str(tmp_path), table).path
-        for _ in flips(part):
-            for read in (
-                (read_parquet, read_part) if table is events else (read_parquet,)
-            ):
-                with pytest.raises(
-                    UserError,
-                    match=rf"{part.name} is damaged: its SHA-256.*; make it again with --over",
-                ):
+        readers = (read_parquet, read_part) if table is events else (read_parquet,)
+        message = rf"{part.name} is damaged: its SHA-256.*; make it again with --over"
+        for _ in flip_bits(part):
+            for read in readers:
+                with pytest.raises(UserError, match=message):
                     read(str(part))
         assert read_parquet(str(part)).equals(table)
 
 
-def test_a_flipped_bit_in_a_manifest_is_found_or_of_no_account(tmp_path: Path) -> None:
-    uri = make(tmp_path / "t", sids([1, 2], [3, 4]))
-    right, said = read_manifest(uri), []
-    for _ in flips(tmp_path / "t" / "manifest.json"):
+def test_a_flipped_bit_in_a_manifest_is_detected_or_without_effect(
+    tmp_path: Path,
+) -> None:
+    uri = write_sids(tmp_path / "t", build_sids([1, 2], [3, 4]))
+    manifest = read_manifest(uri)
+    messages = []
+    for _ in flip_bits(tmp_path / "t" / "manifest.json"):
         try:
-            assert read_manifest(uri) == right
+            assert read_manifest(uri) == manifest
         except UserError as error:
-            said.append(str(error))
-    assert all(
-        "manifest.json is damaged" in line and "make the table again" in line
-        for line in said
-    )
-    assert len(said) > 100
+            messages.append(str(error))
+
+    assert all("manifest.json is damaged" in message for message in messages)
+    assert all("make the table again" in message for message in messages)
+    assert len(messages) > 100
 
 
 @pytest.mark.parametrize(
     "path",
     ["../secret", "/etc/passwd", "..", "", "a/../../b", "%2e%2e%2fb", "a\\b", None],
 )
-def test_a_manifests_paths_stay_in_its_folder(tmp_path: Path, path: str | None) -> None:
-    uri = make(tmp_path / "t", sids([1]))
-    write_part(str(tmp_path), sids([2]))
+def test_a_manifest_with_a_path_outside_its_folder_is_refused(
+    tmp_path: Path, path: str | None
+) -> None:
+    uri = write_sids(tmp_path / "t", build_sids([1]))
+    write_part(str(tmp_path), build_sids([2]))
     manifest = tmp_path / "t" / "manifest.json"
     content = check_seal(manifest.read_text())
     content["files"][0]["path"] = path
@@ -233,35 +241,46 @@ def test_a_manifests_paths_stay_in_its_folder(tmp_path: Path, path: str | None) 
         read_table(uri)
 
 
-def test_missing_part_damaged_manifest_wrong_table(tmp_path: Path) -> None:
-    uri = make(tmp_path / "t", sids([1]))
+def test_a_table_of_another_name_is_refused(tmp_path: Path) -> None:
+    uri = write_sids(tmp_path / "t", build_sids([1]))
     with pytest.raises(UserError, match="holds the table 'sids', not 'trie'"):
         read_table(uri, "trie")
+
+
+def test_a_missing_part_is_refused(tmp_path: Path) -> None:
+    uri = write_sids(tmp_path / "t", build_sids([1]))
     (tmp_path / "t" / read_manifest(uri).files[0].path).unlink()
     with pytest.raises(UserError, match="is missing; make the table"):
         read_table(uri)
-    manifest = tmp_path / "t" / "manifest.json"
-    manifest.write_text(json.dumps({"table": "sids"}))
+
+
+def test_a_manifest_without_seal_is_refused(tmp_path: Path) -> None:
+    uri = write_sids(tmp_path / "t", build_sids([1]))
+    (tmp_path / "t" / "manifest.json").write_text(json.dumps({"table": "sids"}))
     with pytest.raises(UserError, match="is damaged"):
         read_table(uri)
 
 
-def test_unwritable_output(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to"):
         check_writable(str(tmp_path / "file" / "t"))
 
 
-def test_an_output_that_holds_other_things_is_refused(tmp_path: Path) -> None:
-    """Home, a folder of runs, tables of another job: before anything is written."""
+def test_a_new_output_is_accepted_and_not_created(tmp_path: Path) -> None:
+    check_output(str(tmp_path / "out"), {"sids": "sids", "trie": "trie"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_with_foreign_files_is_refused(tmp_path: Path) -> None:
+    """The output of a killed or an earlier run is accepted."""
     tables = {"sids": "sids", "trie": "trie"}
     out = tmp_path / "out"
-    check_output(str(out), tables)  # new
-    assert not out.exists()
     (out / "sids").mkdir(parents=True)
     (out / ".lock").write_text("")
     (out / "sids" / f"part-{'0' * 20}.parquet").write_text("of a killed run")
     check_output(str(out), tables)
+
     (out / "statistics.json").write_text("{}")
     check_output(str(out), tables, ["statistics.json"])
     with pytest.raises(
@@ -269,34 +288,40 @@ def test_an_output_that_holds_other_things_is_refused(tmp_path: Path) -> None:
         match=r"out holds 'statistics.json' and no table 'sids' of an earlier run; choose a new or",
     ):
         check_output(str(out), tables)
-    make(out / "sids", sids([1]))
-    check_output(str(out), tables)  # an earlier output, with what the user keeps there
+
+    # Beside an earlier table, files of the user are accepted.
+    write_sids(out / "sids", build_sids([1]))
+    check_output(str(out), tables)
+
+    (out / "trie").mkdir()
+    (out / "trie" / "thesis.txt").write_text("of the user")
+    with pytest.raises(
+        UserError, match=r"trie holds 'thesis.txt', which is not part of a table"
+    ):
+        check_output(str(out), tables)
+
+
+def test_a_folder_with_another_table_is_no_output(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_sids(out / "sids", build_sids([1]))
     assert has_earlier_table(str(out / "sids"), "sids")
     with pytest.raises(
         UserError,
         match=r"sids holds the table 'sids', not 'recommendations'; choose a new or empty",
     ):
         has_earlier_table(str(out / "sids"), "recommendations")
-    (out / "trie").mkdir()
-    (out / "trie" / "thesis.txt").write_text("mine")
-    with pytest.raises(
-        UserError, match=r"trie holds 'thesis.txt', which is not part of a table"
-    ):
-        check_output(str(out), tables)
     with pytest.raises(
         UserError, match=r"out holds 'sids', which is not part of a table"
     ):
-        has_earlier_table(
-            str(out), "recommendations"
-        )  # recommendations into a folder of tables
+        has_earlier_table(str(out), "recommendations")
 
 
-def test_tables_are_made_where_there_is_no_git(
+def test_tables_are_written_without_git(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run_git("rev-parse", "HEAD") is None
     code_version.cache_clear()
     assert re.fullmatch(r"\S+ code [0-9a-f]{12}", code_version())
-    make(tmp_path / "t", sids([1, 2]))
+    write_sids(tmp_path / "t", build_sids([1, 2]))
     assert read_manifest(str(tmp_path / "t")).code_version == code_version()
