@@ -119,13 +119,15 @@ def build_feed_requests(
             ]
         rows.append(row)
         scores.append(score_candidates(batch, row["candidates"]))
+        last_batch = batch
 
     # Without times, all events precede the request and come in their order.
     without_times = {**rows[-1], "history_time_ms": None, "timestamp_ms": 0}
     for column in ("history", "history_actions", "history_viewer_device"):
         if column in without_times:
             without_times[column] = without_times[column][: -len(items)]
-    in_order = replace(batch, time=torch.arange(batch.time.shape[1])[None])
+    times = torch.arange(last_batch.time.shape[1])[None]
+    in_order = replace(last_batch, time=times)
     rows.append(without_times)
     scores.append(score_candidates(in_order, without_times["candidates"]))
     return rows, scores
