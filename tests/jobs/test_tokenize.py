@@ -4,59 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from jobs import tokenize as job
 from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.storage.tables import (
     UserError,
-    commit,
     read_manifest,
-    read_table,
-    write_part,
 )
-from pipelines.data.schemas import items_schema
 from pipelines.data.sids.config import TokenizerConfig
+from tests.fixtures.item_tables import append_items, write_items
+
+TITLES = [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)]
 
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
     """Write a table of 40 items with titles."""
-    titles = [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)]
-    return write_items(tmp_path, titles)
+    return write_catalogue(tmp_path, TITLES)
 
 
-def write_items(folder: Path, titles: list[str | None]) -> Path:
+def write_catalogue(folder: Path, titles: list[str | None]) -> Path:
     """Write a table of items with these titles; return the folder of tables."""
-    uri = str(folder / "tables" / "items")
-    Path(uri).mkdir(parents=True)
-    schema = items_schema(["title"])
+    (folder / "tables" / "items").mkdir(parents=True)
     item_ids = [str(i) for i in range(100, 100 + len(titles))]
-    columns = [
-        pa.array(range(len(titles)), pa.int32()),
-        pa.array(item_ids),
-        pa.array(titles, pa.string()),
-    ]
-    part = write_part(uri, pa.Table.from_arrays(columns, schema=schema))
-    commit(uri, "items", schema, [part], config={}, inputs={})
+    write_items(folder / "tables" / "items", titles, item_ids)
     return folder / "tables"
-
-
-def append_items(tables: Path, titles: list[str]) -> None:
-    """Append items to the table of items, as a later day does."""
-    uri = str(tables / "items")
-    hash_before = read_manifest(uri).hash
-    table = read_table(uri)
-    first = table.num_rows
-    item_ids = [f"new {i}" for i in range(len(titles))]
-    new_items = pa.table(
-        [[*range(first, first + len(titles))], item_ids, titles], schema=table.schema
-    )
-    parts = [write_part(uri, pa.concat_tables([table, new_items]))]
-    commit(
-        uri, "items", table.schema, parts, config={}, inputs={}, extends=[hash_before]
-    )
 
 
 def parse(*words: str) -> job.Config:
@@ -132,7 +105,8 @@ def test_a_run_reports_sparse_codes_and_items_newer_than_the_codebooks(
     )
     assert note.endswith("try --rqkmeans.codebook_size 8 --overwrite")
 
-    append_items(tables, ["thing 1", "thing 2"])
+    item_ids = [str(i) for i in range(100, 140)] + ["new 1", "new 2"]
+    append_items(tables / "items", [*TITLES, "thing 1", "thing 2"], item_ids)
     job.run(parse(*words, "--extend", output))
     assert "2 items since the codebooks were trained" in capsys.readouterr().out
 
@@ -158,7 +132,7 @@ def test_codebooks_larger_than_the_catalogue_are_refused(
 
 @pytest.mark.parametrize("size", ["2", "256"])
 def test_a_catalogue_of_one_item_is_refused(tmp_path: Path, size: str) -> None:
-    tables = write_items(tmp_path, ["green tea"])
+    tables = write_catalogue(tmp_path, ["green tea"])
     words = ["--tables", str(tables), "--output", str(tmp_path / "sids")]
     words += ["--encoder", "tfidf", "--tokenizer", "rqkmeans"]
     with pytest.raises(UserError, match="has 1 item, and semantic IDs need 2 or more"):
@@ -175,7 +149,7 @@ def test_the_suggested_codebook_size_is_smaller_than_the_present_one() -> None:
 
 
 def test_items_without_text_are_refused_on_request(tmp_path: Path) -> None:
-    tables = write_items(
+    tables = write_catalogue(
         tmp_path, ["green tea", None, " \u00a0\t", "", *(f"tea {n}" for n in range(36))]
     )
     words = [

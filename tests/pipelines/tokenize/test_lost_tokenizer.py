@@ -1,4 +1,4 @@
-"""A training of codes with a lost worker starts again and gives the same codes."""
+"""Test that a tokenizer's training whose worker is lost restarts with the same codes."""
 
 from __future__ import annotations
 
@@ -28,60 +28,63 @@ RQVAE = TokenizerConfig(
 
 
 @contextlib.contextmanager
-def killing(times: int) -> Iterator[set[int]]:
-    """Kill training workers one after the other, and return their process ids."""
-    killed, over = set[int](), threading.Event()
+def kill_workers(times: int) -> Iterator[set[int]]:
+    """Kill training workers one after the other; yield the ids of killed processes."""
+    killed: set[int] = set()
+    is_over = threading.Event()
 
-    def kill() -> None:
-        while len(killed) < times and not over.wait(0.05):
+    def kill_workers_until_over() -> None:
+        while len(killed) < times and not is_over.wait(0.05):
             for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if process.pid not in killed and process.name().startswith(
-                        "ray::_train_ta"
-                    ):
+                    is_worker = process.name().startswith("ray::_train_ta")
+                    if is_worker and process.pid not in killed:
                         process.send_signal(signal.SIGKILL)
                         killed.add(process.pid)
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=kill_workers_until_over)
     thread.start()
     try:
         yield killed
     finally:
-        over.set()
+        is_over.set()
         thread.join()
 
 
-def test_what_the_worker_did_before_does_not_matter() -> None:
-    def trained() -> np.ndarray:
-        *_, trained = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
-        assert isinstance(trained, tokenize.TrainedCodes)
-        return trained.codes
+def test_the_precision_that_a_worker_used_before_has_no_effect() -> None:
+    def train() -> np.ndarray:
+        *_, (_, codes) = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
+        return codes
 
-    before = torch.get_float32_matmul_precision()
-    expected = trained()
-    torch.set_float32_matmul_precision(
-        "medium"
-    )  # as a model that was built there leaves it
+    precision = torch.get_float32_matmul_precision()
+    expected = train()
+    # Building some models leaves another precision in the process.
+    torch.set_float32_matmul_precision("medium")
     try:
-        assert np.array_equal(trained(), expected)
+        assert np.array_equal(train(), expected)
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)
 
 
-def test_a_lost_training_of_codes_starts_anew(
+def test_a_training_that_loses_its_worker_restarts(
     ray_local: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines, again = list[str](), list[str]()
-    expected = train_codes(EMBEDDINGS, RQVAE, lines.append).codes
-    monkeypatch.setenv(
-        "RAY_ADDRESS", "local"
-    )  # as on a cluster, where it is a task of Ray
-    with killing(1) as killed:
-        codes = train_codes(EMBEDDINGS, RQVAE, again.append).codes
+    expected_lines: list[str] = []
+    _, expected = train_codes(EMBEDDINGS, RQVAE, expected_lines.append)
+    # On a cluster the training is a Ray task.
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+    lines: list[str] = []
+    with kill_workers(1) as killed:
+        _, codes = train_codes(EMBEDDINGS, RQVAE, lines.append)
+
     assert len(killed) == 1
     assert np.array_equal(codes, expected)
-    assert again == lines
-    with killing(tokenize.MAX_STARTS), pytest.raises(ray.exceptions.RayError) as lost:
+    assert lines == expected_lines
+    with (
+        kill_workers(tokenize.MAX_STARTS),
+        pytest.raises(ray.exceptions.RayError) as error,
+    ):
         train_codes(EMBEDDINGS, RQVAE, str)
-    assert str(faults.explain(lost.value)).startswith("a process of Ray was lost")
+    assert str(faults.explain(error.value)).startswith("a process of Ray was lost")

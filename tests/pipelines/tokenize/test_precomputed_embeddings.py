@@ -1,4 +1,4 @@
-"""Own embeddings: items get their rows in all layouts; invalid files are refused."""
+"""Test embeddings from a user's file: all layouts, and files that are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jobs import cli, tokenize
 from models.storage.tables import UserError, read_manifest
 from pipelines.data.sids.embed import EmbeddingSource, embed_items, read_embeddings
 from pipelines.data.sids.precomputed import read_precomputed
-from tests.pipelines.tokenize.test_tokenize_tables import write_items
+from tests.fixtures.item_tables import write_items
 
 IDS = [f"i{n:04d}" for n in (3, 0, 9, 1, 2)]
 VECTORS = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
@@ -23,12 +23,14 @@ EXPECTED = np.stack(
 )
 
 
-def write(folder: Path, columns: dict[str, Any]) -> str:
+def write_parquet(folder: Path, columns: dict[str, Any]) -> str:
+    """Write a Parquet file of embeddings; return its path."""
     pq.write_table(pa.table(columns), folder / "own.parquet")
     return str(folder / "own.parquet")
 
 
 def write_npy(folder: Path, vectors: Any, ids: str) -> tuple[str, str]:
+    """Write a NumPy file of embeddings and a text file of ids; return their paths."""
     np.save(folder / "own.npy", vectors)
     (folder / "ids.txt").write_text(ids)
     return str(folder / "own.npy"), str(folder / "ids.txt")
@@ -45,63 +47,74 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def items(tmp_path: Path) -> str:
+    """Write a table of 5 items; return its URI."""
+    (tmp_path / "items").mkdir()
+    return write_items(tmp_path / "items", ["thing"] * 5)
+
+
 @pytest.mark.parametrize("layout", [*LAYOUTS, "npy"])
-def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
+def test_each_item_gets_its_row(layout: str, items: str, tmp_path: Path) -> None:
     if layout == "npy":
         file = write_npy(tmp_path, VECTORS.astype(np.float64), "\n".join(IDS) + "\n")
     else:
-        file = write(tmp_path, LAYOUTS[layout]), "sku"
-    (tmp_path / "items").mkdir()
-    items, out, said = (
-        write_items(tmp_path / "items", ["thing"] * 5),
-        str(tmp_path / "out"),
-        list[str](),
-    )
-    own = read_precomputed(*file)
-    made = embed_items(
+        file = write_parquet(tmp_path, LAYOUTS[layout]), "sku"
+    out = str(tmp_path / "out")
+    lines: list[str] = []
+    source = EmbeddingSource(precomputed=read_precomputed(*file))
+
+    manifest = embed_items(
         items,
         out,
-        EmbeddingSource(precomputed=own),
-        say=said.append,
+        source,
+        say=lines.append,
         start_ray=lambda: pytest.fail("Ray starts"),
     )
+
     np.testing.assert_allclose(read_embeddings(out), EXPECTED)
-    assert said == [
+    assert lines == [
         f"note: 1 of 5 items have no row in {file[0]} and get zeros",
         f"note: 1 of 5 ids of {file[0]} are not in the items table",
     ]
-    again = embed_items(
-        items, out, EmbeddingSource("tfidf", precomputed=own), say=said.append
+    same_file = EmbeddingSource("tfidf", precomputed=source.precomputed)
+    repeated = embed_items(items, out, same_file, say=lines.append)
+    assert (repeated.hash, lines[-1]) == (manifest.hash, f"{out}: up to date")
+
+
+def test_another_file_needs_overwrite(items: str, tmp_path: Path) -> None:
+    file = write_parquet(tmp_path, LAYOUTS["lists"])
+    out = str(tmp_path / "out")
+    embed_items(
+        items, out, EmbeddingSource(precomputed=read_precomputed(file, "sku")), say=str
     )
-    assert (again.hash, said[-1]) == (made.hash, f"{out}: up to date")
-    other = read_precomputed(
-        write(
-            tmp_path,
-            LAYOUTS["lists"] | {"vector": pa.array((2 * VECTORS).tolist(), LISTS)},
-        ),
-        "sku",
-    )
+    doubled = {"vector": pa.array((2 * VECTORS).tolist(), LISTS)}
+    other_file = write_parquet(tmp_path, LAYOUTS["lists"] | doubled)
+
     with pytest.raises(
         UserError, match="was made from other input or settings; use --overwrite"
     ):
-        embed_items(items, out, EmbeddingSource(precomputed=other))
-    both = write(tmp_path, LAYOUTS["lists"] | {"parent": IDS[::-1]})
-    assert (
-        read_precomputed(both, "parent").sha256 != read_precomputed(both, "sku").sha256
-    )
+        embed_items(
+            items, out, EmbeddingSource(precomputed=read_precomputed(other_file, "sku"))
+        )
+
+
+def test_the_hash_depends_on_the_column_of_ids(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path, LAYOUTS["lists"] | {"parent": IDS[::-1]})
+    by_parent, by_sku = read_precomputed(file, "parent"), read_precomputed(file, "sku")
+    assert by_parent.sha256 != by_sku.sha256
+
+
+def test_a_file_without_rows_of_the_items_is_refused(
+    items: str, tmp_path: Path
+) -> None:
+    file = write_parquet(tmp_path, {"sku": ["x"], "a": [1]})
+    source = EmbeddingSource(precomputed=read_precomputed(file, "sku"))
     with pytest.raises(
         UserError,
         match=r"has no row for any item, such as 'i0000'; its first id is 'x'",
     ):
-        embed_items(
-            items,
-            str(tmp_path / "none"),
-            EmbeddingSource(
-                precomputed=read_precomputed(
-                    write(tmp_path, {"sku": ["x"], "a": [1]}), "sku"
-                )
-            ),
-        )
+        embed_items(items, str(tmp_path / "none"), source)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +168,11 @@ def test_each_item_gets_its_row(layout: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_matrix_with_ids_is_refused(
+def test_a_parquet_file_without_a_matrix_and_ids_is_refused(
     columns: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        read_precomputed(write(tmp_path, columns), "sku")
+        read_precomputed(write_parquet(tmp_path, columns), "sku")
 
 
 @pytest.mark.parametrize(
@@ -175,20 +188,20 @@ def test_what_is_no_matrix_with_ids_is_refused(
         (np.array([[None]], object), "a", "is not a NumPy array"),
     ],
 )
-def test_an_array_that_does_not_fit_is_refused(
+def test_an_array_that_does_not_match_its_ids_is_refused(
     vectors: Any, ids: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
         read_precomputed(*write_npy(tmp_path, vectors, ids))
 
 
-def test_the_job_makes_ids_of_them(
+def test_the_job_tokenizes_precomputed_embeddings(
     ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tables/items").mkdir(parents=True)
     write_items(tmp_path / "tables/items", [""] * 40)  # text is not read
     vectors = np.random.default_rng(1).standard_normal((40, 4))
-    file = write(
+    file = write_parquet(
         tmp_path,
         {
             "sku": [f"i{n:04d}" for n in range(40)],
@@ -206,7 +219,7 @@ def test_the_job_makes_ids_of_them(
     words += ["--tokenizer", "rqkmeans", "--rqkmeans.codebook_size", "8"]
     with pytest.raises(UserError, match=r"a \.parquet or .npy file needs --id"):
         cli.parse(tokenize.Config, words)
-    for said in ("made ", "nothing to do: "):
+    for status in ("made ", "nothing to do: "):
         tokenize.run(cli.parse(tokenize.Config, [*words, "--id", "sku"]))
-        assert f"{said}{tmp_path}/sids" in capsys.readouterr().out
+        assert f"{status}{tmp_path}/sids" in capsys.readouterr().out
     assert read_manifest(f"{tmp_path}/sids/sids").rows == 40
