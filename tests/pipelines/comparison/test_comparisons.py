@@ -1,6 +1,4 @@
-"""What stands beside what: references, seeds and logs of a comparison, from rows as
-MLflow gives them.
-"""
+"""Test which runs of a comparison share a row, a reference and a plot."""
 
 from __future__ import annotations
 
@@ -34,29 +32,25 @@ from pipelines.comparison.tables import compare_with_best, runs_table
 from tests.fixtures.comparison_rows import NDCG, compared, evaluate_run, row
 
 
-def test_a_run_from_before_an_option_stands_with_those_at_its_default(
+def test_a_run_without_a_later_option_shares_the_row_of_runs_at_its_default(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri = new_store(tmp_path)
-    now = SidMlp.config_to_dict(SidMlpConfig(teacher="runs/tiger"))
+    student = SidMlp.config_to_dict(SidMlpConfig(teacher="runs/tiger"))
     teacher = Tiger.config_to_dict(TigerConfig())
-    for seed, left_out, more in (
-        (42, {"attention_dropout"}, {}),
-        (43, set(), {}),
-        (44, set(), {"attention_dropout": 0.1}),
+    old_student = {k: v for k, v in student.items() if k != "attention_dropout"}
+    old_teacher = {k: v for k, v in teacher.items() if k != "end_token"}
+    other_student = {**student, "attention_dropout": 0.1}
+    fit = {"lr": 0.1, "train_examples": 0}
+    for seed, model, teacher_model, fit_options in (
+        (42, old_student, old_teacher, {"lr": 0.1}),
+        (43, student, teacher, fit),
+        (44, other_student, teacher, fit),
     ):
-        taught = {
-            name: value
-            for name, value in teacher.items()
-            if seed != 42 or name != "end_token"
+        config = {
+            "model": {**model, "teacher_model": teacher_model},
+            "fit": {"seed": seed, **fit_options},
         }
-        model = {
-            name: value
-            for name, value in {**now, **more}.items()
-            if name not in left_out
-        }
-        fit = {"seed": seed, "lr": 0.1} | ({"train_examples": 0} if seed != 42 else {})
-        config = {"model": {**model, "teacher_model": taught}, "fit": fit}
         ref = tracking.open_run(
             uri,
             "retrieval/x",
@@ -68,35 +62,31 @@ def test_a_run_from_before_an_option_stands_with_those_at_its_default(
         logger = tracking.Logger(ref)
         logger.log({"test/ndcg@10": 0.1}, 1)
         logger.end()
+
     rows = load_rows(select(uri, ["retrieval/x"]))
-    assert sorted(sorted(run.seed for run in row.runs) for row in rows) == [
-        ["42", "43"],
-        ["44"],
-    ]
-    assert {value for row in rows for value in row.settings} == {
-        "model.attention_dropout"
-    }
+
+    seeds = sorted(sorted(run.seed for run in row.runs) for row in rows)
+    assert seeds == [["42", "43"], ["44"]]
+    settings = {setting for row in rows for setting in row.settings}
+    assert settings == {"model.attention_dropout"}
 
 
-def test_rows_say_in_what_their_trainings_differ() -> None:
-    def made(model: str, batch: str, seeds: str, *steps: float) -> Row:
-        return row(
-            model,
-            *({"train/steps": step, NDCG: 0.1} for step in steps),
-            seeds=seeds,
-            fit__batch_size=batch,
-        )
+def test_rows_describe_how_their_trainings_differ() -> None:
+    def build_row(model: str, batch: str, seeds: str, *steps: float) -> Row:
+        values = [{"train/steps": step, NDCG: 0.1} for step in steps]
+        return row(model, *values, seeds=seeds, fit__batch_size=batch)
 
-    tiger, sasrec = (
-        made("tiger", "64", "12", 1000, 3000),
-        made("sasrec", "64", "12", 500, 500),
-    )
+    tiger = build_row("tiger", "64", "12", 1000, 3000)
+    sasrec = build_row("sasrec", "64", "12", 500, 500)
+    small_batch = build_row("sasrec", "16", "2", 2000)
+    popularity = build_row("popularity", "256", "0", 1)
+
     assert tiger.describe_training_difference(sasrec) == "steps 2,000 / 500"
     assert (
-        tiger.describe_training_difference(made("sasrec", "16", "2", 2000))
+        tiger.describe_training_difference(small_batch)
         == "batch 64 / 16; seeds 1, 2 / 2"
     )
-    assert tiger.describe_training_difference(made("popularity", "256", "0", 1)) == ""
+    assert tiger.describe_training_difference(popularity) == ""
     (paired,) = compare_with_best(compared([tiger, sasrec]))
     assert [line[-1] for line in paired.cells] == ["steps 500 / 2,000"]
 
@@ -115,7 +105,7 @@ def test_rows_say_in_what_their_trainings_differ() -> None:
         "median_s",
     ],
 )
-def test_smaller_is_better(metric: str) -> None:
+def test_lower_is_better_for_losses_times_and_memory(metric: str) -> None:
     assert lower_is_better(metric)
 
 
@@ -123,60 +113,55 @@ def test_smaller_is_better(metric: str) -> None:
     "metric",
     ["neg_mse", "ndcg@10", "gauc", "mean/rig", "r2", "users_per_s", "recall@5"],
 )
-def test_larger_is_better(metric: str) -> None:
+def test_higher_is_better_for_other_metrics(metric: str) -> None:
     assert not lower_is_better(metric)
 
 
-def test_points_below_zero_are_seen() -> None:
-    def bottom(metric: str, *values: float) -> float:
+def test_the_pareto_plot_shows_points_below_zero() -> None:
+    def draw_lower_limit(metric: str, *values: float) -> float:
         rows = [
-            row(f"m{i}", {f"test/{metric}": v, "test/users_per_s": 10.0**i})
-            for i, v in enumerate(values)
+            row(f"m{i}", {f"test/{metric}": value, "test/users_per_s": 10.0**i})
+            for i, value in enumerate(values)
         ]
         comparison = compared(rows, metric)
         (drawing,) = draw_pareto(comparison, choose_colours([comparison]))
         return drawing.figure.axes[0].get_ylim()[0]
 
-    assert bottom("mean/rig", -0.3, -0.1) < -0.3
-    assert bottom("ndcg@10", 0.001, 0.1) == 0
+    assert draw_lower_limit("mean/rig", -0.3, -0.1) < -0.3
+    assert draw_lower_limit("ndcg@10", 0.001, 0.1) == 0
 
 
-SWEPT = SimpleNamespace(
+SWEEP = SimpleNamespace(
     data=SimpleNamespace(tags={"sweep.axes": '["model.alpha", "model.m"]'}),
     info=SimpleNamespace(artifact_uri="/none"),
 )
-"""The run of a sweep, as far as plots read it."""
+"""The attributes of a sweep's MLflow run that plots read."""
 
 
-def test_a_plot_says_how_its_trials_were_chosen() -> None:
+def test_a_plot_of_settings_describes_how_its_trials_were_chosen() -> None:
     trials = [
         row(
             "sid_mlp", {NDCG: 0.03, "val/ndcg@10": 0.04}, model__alpha=alpha, model__m=m
         )
         for alpha, m in (("0", "0"), ("1", "0"), ("0", "1"), ("1", "1"))
     ]
-    comparison = compared(trials, sweep=SWEPT)
-    whole = draw_settings(comparison, choose_colours([comparison]))
-    assert [drawing.caption.split(";")[0] for drawing in whole] == [
-        "model.alpha: all else equal",
-        "model.m: all else equal",
-    ]
-    legend = whole[0].figure.axes[0].get_legend()
-    labels = [text.get_text() for text in legend.get_texts()]
-    assert {f"{NDCG}: sid_mlp m 0", f"{NDCG}: sid_mlp m 1"} <= set(labels)
-    apart = [
-        trials[0],
-        trials[3],
-    ]  # drawn at random: no two differ in one setting alone
-    assert all(
-        "the best trial on validation" in drawing.caption
-        for drawing in draw_settings(
-            compared(apart, sweep=SWEPT), choose_colours([comparison])
-        )
-    )
+    comparison = compared(trials, sweep=SWEEP)
+    colours = choose_colours([comparison])
+
+    grid_drawings = draw_settings(comparison, colours)
+    captions = [drawing.caption.split(";")[0] for drawing in grid_drawings]
+    assert captions == ["model.alpha: all else equal", "model.m: all else equal"]
+    legend = grid_drawings[0].figure.axes[0].get_legend()
+    labels = {text.get_text() for text in legend.get_texts()}
+    assert {f"{NDCG}: sid_mlp m 0", f"{NDCG}: sid_mlp m 1"} <= labels
+
+    # Of a random search, no two trials differ in one setting alone.
+    random_trials = [trials[0], trials[3]]
+    for drawing in draw_settings(compared(random_trials, sweep=SWEEP), colours):
+        assert "the best trial on validation" in drawing.caption
 
 
-def test_names_are_shown_as_they_are() -> None:
+def test_plots_show_names_literally() -> None:
     names = (r"a $\foo$ b", "_hidden")
     rows = [
         row(
@@ -192,41 +177,48 @@ def test_names_are_shown_as_they_are() -> None:
     assert all(name in plot.svg for name in names)
 
 
-def test_what_is_asked_without_known_items_stands_apart() -> None:
-    """In no plot of the others, and never the best of those."""
+def build_evaluated_row(
+    name: str, value: float, other_log: str = "", **options: str
+) -> Row:
+    """Build the row of a TIGER or of its student, evaluated with these options."""
+    identity = {"weights": "t"} if name == "tiger" else {"teacher": "t"}
+    return row(
+        name,
+        {NDCG: value, "test/users_per_s": 10.0},
+        seeds="1",
+        options=EvaluationOptions.from_values(options, other_log),
+        **identity,
+    )
 
-    def made(name: str, value: float, fresh: str = "", **options: str) -> Row:
-        told = {"weights": "t"} if name == "tiger" else {"teacher": "t"}
-        return row(
-            name,
-            {NDCG: value, "test/users_per_s": 10.0},
-            seeds="1",
-            options=EvaluationOptions.from_values(options, fresh),
-            **told,
-        )
 
+def test_the_pareto_plot_has_no_evaluations_on_unseen_items_beside_others() -> None:
+    unseen_rows = [
+        build_evaluated_row("sid_mlp", 0.05, unseen="True"),
+        build_evaluated_row("tiger", 0.04, unseen="True"),
+    ]
     rows = [
-        made("sid_mlp", 0.05, unseen="True"),
-        made("tiger", 0.04, unseen="True"),
-        made("sid_mlp", 0.03),
-        made("tiger", 0.02),
-        made("tiger", 0.021, beam="100"),
+        *unseen_rows,
+        build_evaluated_row("sid_mlp", 0.03),
+        build_evaluated_row("tiger", 0.02),
+        build_evaluated_row("tiger", 0.021, beam="100"),
     ]
-    assert [point.row.name for point in to_points(rows, "ndcg@10")] == [
-        "sid_mlp-1",
-        "tiger-1",
-        "tiger-1 [beam 100]",
-    ]
-    assert [point.row.name for point in to_points(rows[:2], "ndcg@10")] == [
-        each.name for each in rows[:2]
-    ]
-    assert made("tiger", 0.0, beam="20").task == ("", ALL_ITEMS)
-    assert made("tiger", 0.0, beam="20", unseen="True").task == ("", KNOWN_LEFT_OUT)
-    fresh = made("tiger", 0.0, "ca83aebe", unseen="True")
-    assert fresh.task == ("ca83aebe", KNOWN_LEFT_OUT)
+
+    names = [point.row.name for point in to_points(rows, "ndcg@10")]
+    assert names == ["sid_mlp-1", "tiger-1", "tiger-1 [beam 100]"]
+    names = [point.row.name for point in to_points(unseen_rows, "ndcg@10")]
+    assert names == [unseen_row.name for unseen_row in unseen_rows]
 
 
-def test_a_training_has_a_row_for_each_way_of_evaluating_it(
+def test_the_task_of_a_row_is_its_log_and_its_candidates() -> None:
+    all_items = build_evaluated_row("tiger", 0.0, beam="20")
+    unseen = build_evaluated_row("tiger", 0.0, beam="20", unseen="True")
+    other_log = build_evaluated_row("tiger", 0.0, "ca83aebe", unseen="True")
+    assert all_items.task == ("", ALL_ITEMS)
+    assert unseen.task == ("", KNOWN_LEFT_OUT)
+    assert other_log.task == ("ca83aebe", KNOWN_LEFT_OUT)
+
+
+def test_a_training_has_a_row_per_task_and_options_of_its_evaluations(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri = new_store(tmp_path)
@@ -241,39 +233,40 @@ def test_a_training_has_a_row_for_each_way_of_evaluating_it(
     logger = tracking.Logger(training)
     logger.log({"val/ndcg@10": 0.1, "best/looked_at_it/gauc": 0.6}, 1)
     logger.end()
-    own, other, repeated = {"beam": 50}, {"beam": 5, "unseen": True}, {"batch_size": 3}
+    same_task = {"beam": 50}  # the beam of the model's config
+    other_task = {"beam": 5, "unseen": True}
 
     evaluate_run(training, {"looked_at_it/gauc": 0.8}, weights="before")
-    evaluate_run(training, {"ndcg@10": 0.3, "looked_at_it/gauc": 0.9}, options=own)
-    evaluate_run(training, {"ndcg@10": 0.4}, options=other)
-    evaluate_run(training, {"ndcg@10": 0.5}, options=repeated)
+    evaluate_run(
+        training, {"ndcg@10": 0.3, "looked_at_it/gauc": 0.9}, options=same_task
+    )
+    evaluate_run(training, {"ndcg@10": 0.4}, options=other_task)
+    evaluate_run(training, {"ndcg@10": 0.5}, options={"batch_size": 3})
     evaluate_run(training, {"ndcg@10": 0.6}, hashes={"sequences": "ca83aebe11"})
 
     rows = {row.name: row for row in load_rows(select(uri, ["retrieval/x"]))}
-    plain = rows.pop("tiger").runs[0].metrics
-    assert plain["test/ndcg@10"] == 0.5  # the newest evaluation
-    assert plain["test/looked_at_it/gauc"] == 0.9  # of the weights evaluated last
-    assert plain["val/looked_at_it/gauc"] == 0.6
+    default = rows.pop("tiger").runs[0].metrics
+    assert default["test/ndcg@10"] == 0.5  # the newest evaluation
+    assert default["test/looked_at_it/gauc"] == 0.9  # with the newest weights
+    assert default["val/looked_at_it/gauc"] == 0.6
     values = {name: row.values("test/ndcg@10") for name, row in rows.items()}
     assert values == {"tiger [beam 5, unseen]": [0.4], "tiger [log ca83aebe]": [0.6]}
     assert not any(row.values("val/ndcg@10") for row in rows.values())
 
 
-def test_a_row_says_where_its_training_was_cut_short() -> None:
-    def trained(best: float, done: float, **params: str) -> Row:
-        values = {"val/epoch": best, "epoch": done, "val/ndcg@10": 0.5}
-        return row("sasrec", values, fit__max_epochs="3", **params)
+def test_a_note_reports_trainings_that_ended_early() -> None:
+    def write_notes(best_epoch: float, epochs: float, **params: str) -> str:
+        values = {"val/epoch": best_epoch, "epoch": epochs, "val/ndcg@10": 0.5}
+        training = row("sasrec", values, fit__max_epochs="3", **params)
+        return "\n".join(runs_table(compared([training])).notes)
 
-    rising, ended, early, share = (
-        "\n".join(runs_table(compared([one])).notes)
-        for one in (
-            trained(3, 3),
-            trained(2, 3),
-            trained(1, 2),
-            trained(2, 3, fit__train_examples="1076"),
-        )
-    )
+    still_improving = write_notes(3, 3)
+    past_its_best = write_notes(2, 3)
+    stopped_by_patience = write_notes(1, 2)
+    on_a_share = write_notes(2, 3, fit__train_examples="1076")
 
-    assert "not trained to its end, the last of its 3 epochs is the best" in rising
-    assert "not trained to its end" not in ended + early + share
-    assert "trained on 1,076 of its training examples alone" in share
+    note = "not trained to its end, the last of its 3 epochs is the best"
+    assert note in still_improving
+    for notes in (past_its_best, stopped_by_patience, on_a_share):
+        assert "not trained to its end" not in notes
+    assert "trained on 1,076 of its training examples alone" in on_a_share

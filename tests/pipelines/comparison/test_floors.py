@@ -1,4 +1,4 @@
-"""Trained models beside the best model without training, on the same users."""
+"""Test the comparison of models with the best untrained baseline, on the same users."""
 
 from __future__ import annotations
 
@@ -31,42 +31,47 @@ from pipelines.comparison.runs import select
 from pipelines.evaluation.floors import Floor
 from tests.fixtures.comparison_rows import evaluate_run, to_result
 
-USERS = 600
+NUM_USERS = 600
 
 
-def to_row(repeats: int) -> Row:
-    """Return a row of 1,000 test requests of which `repeats` repeat an item."""
+def build_row(repeats: int) -> Row:
+    """Build a row with 1,000 test requests, of which `repeats` repeat an item."""
     metrics = {"test/examples": 1000.0, "test/first/examples": 1000.0 - repeats}
     return Row("sasrec", runs=[Run("id", "a", "1", True, "", "", metrics)])
 
 
 def test_repeats_decide_which_ranking_comes_first() -> None:
-    assert "20.0% of the test requests" in explain_ranking([to_row(200)])
-    assert "the ranking of all items comes first" in explain_ranking([to_row(200)])
-    assert "without known items comes first" in explain_ranking([to_row(10)])
+    assert "20.0% of the test requests" in explain_ranking([build_row(200)])
+    assert "the ranking of all items comes first" in explain_ranking([build_row(200)])
+    assert "without known items comes first" in explain_ranking([build_row(10)])
     assert explain_ranking([]) == ""
 
 
 def test_a_verdict_needs_an_interval_without_zero_and_enough_users() -> None:
     above, below = Interval(0.1, 0.05, 0.15), Interval(-0.1, -0.15, -0.05)
-    assert judge(above, USERS, "ndcg@10") == CLEARS
-    assert judge(below, USERS, "ndcg@10") == BELOW
-    assert judge(below, USERS, "log_loss") == CLEARS
-    assert judge(Interval(0.1, -0.1, 0.3), USERS, "ndcg@10") == UNDECIDED
+    assert judge(above, NUM_USERS, "ndcg@10") == CLEARS
+    assert judge(below, NUM_USERS, "ndcg@10") == BELOW
+    assert judge(below, NUM_USERS, "log_loss") == CLEARS
+    assert judge(Interval(0.1, -0.1, 0.3), NUM_USERS, "ndcg@10") == UNDECIDED
     assert judge(above, 100, "ndcg@10") == "-"
 
 
-def pack(values: list[float], first_user: int = 0) -> dict[str, str]:
+def pack_values(values: list[float], first_user: int = 0) -> dict[str, str]:
+    """Return the values of consecutive users as an evaluation stores them."""
     users = torch.arange(first_user, first_user + len(values))
     return PerUserValues.from_batch(users, torch.tensor(values)).to_text()
 
 
-def test_metrics_of_other_users_do_not_compare() -> None:
-    same = compare_per_user(pack([1.0] * 300), pack([0.5] * 300))
-    assert same is not None
-    assert same[0].mean == pytest.approx(0.5)
-    assert same[1] == 300
-    assert compare_per_user(pack([1.0] * 300), pack([0.5] * 300, first_user=1)) is None
+def test_metrics_are_compared_only_on_the_same_users() -> None:
+    ones, halves = pack_values([1.0] * 300), pack_values([0.5] * 300)
+    comparison = compare_per_user(ones, halves)
+    assert comparison is not None
+    interval, num_users = comparison
+    assert interval.mean == pytest.approx(0.5)
+    assert num_users == 300
+
+    other_users = pack_values([0.5] * 300, first_user=1)
+    assert compare_per_user(ones, other_users) is None
 
 
 def log_run(
@@ -88,20 +93,22 @@ def log_run(
     for options, values in evaluations:
         metrics = {
             "ndcg@10": float(np.mean(values)),
-            "examples": float(USERS),
-            "first/examples": USERS * 0.7,
+            "examples": float(NUM_USERS),
+            "first/examples": NUM_USERS * 0.7,
         }
-        by_user = {"ndcg@10": pack(values)}
+        by_user = {"ndcg@10": pack_values(values)}
         evaluate_run(ref, metrics, by_user=by_user, options=options, hashes=hashes)
     return ref
 
 
 @pytest.mark.long
-def test_each_ranking_has_its_own_best_floor(
+def test_each_ranking_is_compared_with_its_best_floor(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri, hashes = new_store(tmp_path), {"sequences": "s", "items": "i"}
-    low, middle, high = ([value, value / 2] * (USERS // 2) for value in (0.2, 0.4, 0.6))
+    low, middle, high = (
+        [value, value / 2] * (NUM_USERS // 2) for value in (0.2, 0.4, 0.6)
+    )
     for name, plain, unseen in (
         ("own_items", high, low),
         ("ease", low, middle),
@@ -123,30 +130,33 @@ def test_each_ranking_has_its_own_best_floor(
 
 
 @pytest.mark.long
-def test_a_training_finds_the_floors_of_its_own_tables(
+def test_a_training_is_compared_with_floors_on_the_same_tables(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
-    uri, here, other = new_store(tmp_path), {"sequences": "a"}, {"sequences": "b"}
-    run = log_run(uri, tmp_path, "sasrec", [], here, 0.9)
+    uri = new_store(tmp_path)
+    hashes, other_hashes = {"sequences": "a"}, {"sequences": "b"}
+    run = log_run(uri, tmp_path, "sasrec", [], hashes, 0.9)
     assert best_trained_floor(run, "ndcg@10") is None
-    log_run(uri, tmp_path, "popularity", [], here, 0.1)
-    log_run(uri, tmp_path, "ease", [], here, 0.2)
-    log_run(uri, tmp_path, "own_items", [], other, 0.3)
+    log_run(uri, tmp_path, "popularity", [], hashes, 0.1)
+    log_run(uri, tmp_path, "ease", [], hashes, 0.2)
+    log_run(uri, tmp_path, "own_items", [], other_hashes, 0.3)
     assert best_trained_floor(run, "ndcg@10") == ("ease", 0.2)
 
 
-def test_a_search_model_is_judged_by_click_rates_and_not_by_the_log_s_order() -> None:
-    by_user = PerUserValues.from_batch(
-        torch.arange(USERS), torch.full((USERS,), 0.8), 1
-    ).to_text()
-    base = PerUserValues.from_batch(
-        torch.arange(USERS), torch.linspace(0.5, 0.7, USERS), 1
-    ).to_text()
-    result = to_result({"gauc": 0.8}, {"gauc": by_user}, examples=USERS)
+def test_floors_of_rankers_are_rates_and_not_the_logged_order() -> None:
     assert registry.find_floors("search") == ["pair_ctr", "item_ctr"]
     assert registry.find_floors("actions") == ["base_rate", "item_rate"]
 
-    floors = [Floor("pair_ctr", {"gauc": 0.6}, {"gauc": base})]
+
+def test_a_search_model_is_judged_by_its_floor_on_the_same_users() -> None:
+    users = torch.arange(NUM_USERS)
+    values = PerUserValues.from_batch(users, torch.full((NUM_USERS,), 0.8), 1)
+    floor_values = PerUserValues.from_batch(
+        users, torch.linspace(0.5, 0.7, NUM_USERS), 1
+    )
+    result = to_result({"gauc": 0.8}, {"gauc": values.to_text()}, examples=NUM_USERS)
+    floors = [Floor("pair_ctr", {"gauc": 0.6}, {"gauc": floor_values.to_text()})]
+
     verdict = judge_result(result, floors, "gauc")
 
     line = describe_verdict(verdict)

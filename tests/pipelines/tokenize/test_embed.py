@@ -1,4 +1,4 @@
-"""Embeddings of items: encoders in Ray Data equal direct encoding; TF-IDF and PCA."""
+"""Test embeddings of items: encoders on Ray, TF-IDF and PCA, and refused inputs."""
 
 from __future__ import annotations
 
@@ -74,63 +74,60 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def directly(folder: str, text: str, pooling: str, max_tokens: int = 12) -> np.ndarray:
-    """Encode a text alone, without padding."""
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModel.from_pretrained(folder).eval(),
+def encode_alone(
+    folder: str, text: str, pooling: str, max_tokens: int = 12
+) -> np.ndarray:
+    """Encode a single text with the model, so without padding."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
+    tokens = tokenizer(
+        text, truncation=True, max_length=max_tokens, return_tensors="pt"
     )
     with torch.inference_mode():
-        states = model(
-            **tokenizer(
-                text, truncation=True, max_length=max_tokens, return_tensors="pt"
-            )
-        )[0][0]
+        states = model(**tokens)[0][0]  # (tokens, width)
     vector = states[0] if pooling == "cls" else states.mean(0)
     return (vector / vector.norm()).numpy()
 
 
-def test_pool_of_actors_encodes_as_one_text_at_a_time(
+def test_actors_encode_as_the_model_does_for_single_texts(
     ray_local: None, tiny_bert: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        embed, "TEXTS_PER_BLOCK", 8
-    )  # several blocks for the two actors
-    said: list[str] = []
+    monkeypatch.setattr(embed, "TEXTS_PER_BLOCK", 8)  # several blocks for two actors
+    lines: list[str] = []
+
     vectors = encode_texts(
-        TEXTS, tiny_bert, EmbedConfig(batch_size=4, workers=2), said.append
+        TEXTS, tiny_bert, EmbedConfig(batch_size=4, workers=2), lines.append
     )
-    expected = np.stack([directly(tiny_bert, text, "mean") for text in TEXTS])
+
+    expected = np.stack([encode_alone(tiny_bert, text, "mean") for text in TEXTS])
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
     distinct = len(set(TEXTS))
-    assert f"{len(TEXTS)} texts, {distinct} distinct" in said[0]
-    assert said[-1] == f"encoded {distinct} of {distinct} texts"
+    assert f"{len(TEXTS)} texts, {distinct} distinct" in lines[0]
+    assert lines[-1] == f"encoded {distinct} of {distinct} texts"
 
 
 def test_cls_pooling_takes_the_first_state(tiny_bert: str) -> None:
     vectors = TextEncoder(tiny_bert, "cls", 12, 5, True).encode(TEXTS)
-    np.testing.assert_allclose(
-        vectors,
-        np.stack([directly(tiny_bert, text, "cls") for text in TEXTS]),
-        atol=1e-5,
-    )
+
+    expected = np.stack([encode_alone(tiny_bert, text, "cls") for text in TEXTS])
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
 
 
-def test_batch_size_does_not_matter_and_long_texts_are_cut(tiny_bert: str) -> None:
+def test_the_batch_size_has_no_effect_and_long_texts_are_truncated(
+    tiny_bert: str,
+) -> None:
     texts = [*TEXTS, " ".join(WORDS * 3)]
-    encoders = [
-        TextEncoder(tiny_bert, "mean", max_tokens, size, True)
-        for max_tokens, size in ((12, 1), (12, 7), (999, 7))
-    ]
-    one, many, unbounded = (encoder.encode(texts) for encoder in encoders)
-    np.testing.assert_allclose(one, many, atol=1e-5)
-    np.testing.assert_allclose(
-        many, unbounded, atol=1e-5
-    )  # the model's own limit holds
-    np.testing.assert_allclose(
-        one[-1], directly(tiny_bert, texts[-1], "mean"), atol=1e-5
-    )
+
+    single = TextEncoder(tiny_bert, "mean", 12, 1, True).encode(texts)
+    batched = TextEncoder(tiny_bert, "mean", 12, 7, True).encode(texts)
+    # The model's limit of 12 tokens still holds.
+    unbounded = TextEncoder(tiny_bert, "mean", 999, 7, True).encode(texts)
+
+    np.testing.assert_allclose(single, batched, atol=1e-5)
+    np.testing.assert_allclose(batched, unbounded, atol=1e-5)
+    truncated = encode_alone(tiny_bert, texts[-1], "mean")
+    np.testing.assert_allclose(single[-1], truncated, atol=1e-5)
 
 
 def test_without_normalisation_vectors_keep_their_length(tiny_bert: str) -> None:
@@ -148,24 +145,25 @@ def test_bf16_gives_nearly_the_same_vectors(tiny_bert: str) -> None:
         for bits in ("fp32", "bf16")
     )
     assert half.dtype == np.float32
-    assert (
-        0 < abs(half - full).max() < 0.03
-    )  # of vectors of length 1; bf16 has 8 bits of mantissa
+    # The vectors have length 1, and bf16 has 8 bits of mantissa.
+    assert 0 < abs(half - full).max() < 0.03
 
 
-def test_encoder_version_follows_the_weights(tiny_bert: str, tmp_path: Path) -> None:
-    before = encoder_version(tiny_bert)
-    assert before == encoder_version(tiny_bert)
+def test_the_version_of_an_encoder_depends_on_its_weights(
+    tiny_bert: str, tmp_path: Path
+) -> None:
+    version = encoder_version(tiny_bert)
+    assert version == encoder_version(tiny_bert)
     for file in Path(tiny_bert).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert encoder_version(str(tmp_path)) == before
+    assert encoder_version(str(tmp_path)) == version
     weights = bytearray((tmp_path / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (tmp_path / "model.safetensors").write_bytes(weights)
-    assert encoder_version(str(tmp_path)) != before
+    assert encoder_version(str(tmp_path)) != version
 
 
-def test_encoders_that_are_not_there_are_errors_with_remedies(
+def test_missing_encoders_are_refused_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -191,7 +189,7 @@ def test_encoders_that_are_not_there_are_errors_with_remedies(
     importlib.util.find_spec(text_encoder.MINILM_PACKAGE) is None,
     reason="the extra 'encoder' is not installed",
 )
-def test_minilm_puts_like_texts_together() -> None:
+def test_minilm_gives_similar_texts_similar_vectors() -> None:
     encoder = TextEncoder("minilm", "mean", 256, 8, True)
     vectors = encoder.encode(
         [
@@ -201,12 +199,13 @@ def test_minilm_puts_like_texts_together() -> None:
         ]
     )
     assert vectors.shape == (3, 384)
-    likeness = vectors @ vectors.T
-    np.testing.assert_allclose(np.diag(likeness), 1, atol=1e-5)
-    assert likeness[0, 1] > likeness[0, 2] + 0.2
+    similarity = vectors @ vectors.T
+    np.testing.assert_allclose(np.diag(similarity), 1, atol=1e-5)
+    assert similarity[0, 1] > similarity[0, 2] + 0.2
 
 
-def items(**columns: Any) -> pa.Table:
+def build_items(**columns: Any) -> pa.Table:
+    """Build a table of items with these columns."""
     count = len(next(iter(columns.values())))
     return pa.table(
         {
@@ -218,7 +217,7 @@ def items(**columns: Any) -> pa.Table:
 
 
 def test_texts_are_joined_in_the_order_of_columns_or_template() -> None:
-    table = items(
+    table = build_items(
         text_title=["Drill", "Hose"], text_brand=[None, "Acme"], cat_color=["red", None]
     )
     assert item_texts(table, EmbedConfig()) == ["Drill", "Hose Acme"]
@@ -228,10 +227,13 @@ def test_texts_are_joined_in_the_order_of_columns_or_template() -> None:
     ]
 
 
-def test_items_with_no_text_are_the_empty_string_and_said_or_an_error() -> None:
-    table, said = items(text_title=["Drill", " ", None], text_brand=["x", "", None]), []
-    assert item_texts(table, EmbedConfig(), said.append) == ["Drill x", "", ""]
-    assert said == [
+def test_items_without_text_are_empty_strings_and_reported_or_refused() -> None:
+    table = build_items(text_title=["Drill", " ", None], text_brand=["x", "", None])
+    lines: list[str] = []
+
+    assert item_texts(table, EmbedConfig(), lines.append) == ["Drill x", "", ""]
+
+    assert lines == [
         "note: 2 of 3 items have no text in title, brand; their codes carry no information about them"
     ]
     with pytest.raises(
@@ -244,29 +246,36 @@ def test_items_with_no_text_are_the_empty_string_and_said_or_an_error() -> None:
         item_texts(table[1:], EmbedConfig())
 
 
-def test_texts_of_punctuation_alone_are_no_texts() -> None:
-    table, said = items(text_title=["Drill", "...", "!?", "_", "茶", "7"]), list[str]()
-    item_texts(table, EmbedConfig(), said.append)
-    assert [line[:40] for line in said] == ["note: 3 of 6 items have no text in title"]
+def test_texts_of_only_punctuation_count_as_no_text() -> None:
+    table = build_items(text_title=["Drill", "...", "!?", "_", "茶", "7"])
+    lines: list[str] = []
+
+    item_texts(table, EmbedConfig(), lines.append)
+
+    assert [line[:40] for line in lines] == ["note: 3 of 6 items have no text in title"]
 
 
-def test_equal_texts_are_named_and_give_no_warning_of_numpy(
+def test_equal_texts_are_reported_without_a_warning_of_numpy(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    table, said = items(text_title=["the same text"] * 9), list[str]()
-    texts = item_texts(table, EmbedConfig(), said.append)
+    table = build_items(text_title=["the same text"] * 9)
+    lines: list[str] = []
+
+    texts = item_texts(table, EmbedConfig(), lines.append)
     fit_tfidf(texts, 4)
-    assert ["all 9 items have the same text" in line for line in said] == [True]
+
+    (line,) = lines
+    assert "all 9 items have the same text" in line
     assert not recwarn.list
 
 
-def test_templates_and_tables_that_do_not_fit_are_refused() -> None:
+def test_templates_that_do_not_fit_the_table_are_refused() -> None:
     with pytest.raises(UserError, match="names colour, the items have title"):
-        item_texts(items(text_title=["a"]), EmbedConfig(template="{colour}"))
+        item_texts(build_items(text_title=["a"]), EmbedConfig(template="{colour}"))
     with pytest.raises(UserError, match="malformed"):
-        item_texts(items(text_title=["a"]), EmbedConfig(template="{title"))
+        item_texts(build_items(text_title=["a"]), EmbedConfig(template="{title"))
     with pytest.raises(UserError, match="no text to embed"):
-        item_texts(items(cat_color=["a"]), EmbedConfig())
+        item_texts(build_items(cat_color=["a"]), EmbedConfig())
 
 
 @pytest.mark.parametrize(
@@ -284,56 +293,55 @@ def test_impossible_embed_settings_are_refused(fields: dict[str, Any]) -> None:
         EmbedConfig(**fields)
 
 
-def test_tfidf_puts_texts_with_shared_words_together() -> None:
+def test_tfidf_gives_texts_with_shared_words_similar_vectors() -> None:
     texts = ["red drill big", "red drill small", "garden hose", "garden hose long"]
     (vectors,) = tfidf_embeddings(texts, 3)
-    likeness = vectors @ vectors.T
-    assert likeness[0, 1] > likeness[0, 2] + 0.3
-    assert likeness[2, 3] > likeness[1, 3] + 0.3
+    similarity = vectors @ vectors.T
+    assert similarity[0, 1] > similarity[0, 2] + 0.3
+    assert similarity[2, 3] > similarity[1, 3] + 0.3
     with pytest.raises(UserError, match="no words in 2 texts"):
         next(tfidf_embeddings(["", "!"], 3))
 
 
-def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_given_by_ranges(
+def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_yielded_in_ranges(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (whole,) = tfidf_embeddings(TEXTS * 3, 9)
+    texts = TEXTS * 3
+    (unsampled,) = tfidf_embeddings(texts, 9)
     monkeypatch.setattr(embed, "MAX_FIT_TEXTS", 100)
     monkeypatch.setattr(embed, "ITEMS_PER_RANGE", 50)
-    ranges = list(tfidf_embeddings(TEXTS * 3, 9))
+
+    ranges = list(tfidf_embeddings(texts, 9))
+
     assert [len(vectors) for vectors in ranges] == [50, 50, 26]
     sampled = np.concatenate(ranges)
-    np.testing.assert_array_equal(
-        sampled, np.concatenate(list(tfidf_embeddings(TEXTS * 3, 9)))
-    )
-    assert (
-        abs(sampled @ sampled.T - whole @ whole.T).max() < 0.1
-    )  # of the cosines, from -1 to 1
-    assert sampled[0] @ sampled[len(TEXTS)] == pytest.approx(
-        1
-    )  # equal texts of two ranges
+    repeated = np.concatenate(list(tfidf_embeddings(texts, 9)))
+    np.testing.assert_array_equal(sampled, repeated)
+    cosine_change = sampled @ sampled.T - unsampled @ unsampled.T
+    assert abs(cosine_change).max() < 0.1
+    # Equal texts of two ranges get equal vectors.
+    assert sampled[0] @ sampled[len(TEXTS)] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("whiten", [True, False])
-def test_pca_agrees_with_scikit_learn_up_to_signs(whiten: bool) -> None:
+def test_pca_equals_scikit_learns_up_to_signs(whiten: bool) -> None:
     generator = np.random.default_rng(0)
-    vectors = (
-        generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10)) + 3
-    ).astype(np.float32)
-    ours = fit_pca(vectors, 4, whiten).project(vectors)
-    theirs = PCA(4, whiten=whiten, svd_solver="full").fit_transform(
-        vectors.astype(np.float64)
-    )
-    signs = np.sign((ours * theirs).sum(0))
-    np.testing.assert_allclose(ours, theirs * signs, atol=1e-3)
+    mixing = generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10))
+    vectors = (mixing + 3).astype(np.float32)
+
+    projected = fit_pca(vectors, 4, whiten).project(vectors)
+
+    reference = PCA(4, whiten=whiten, svd_solver="full")
+    expected = reference.fit_transform(vectors.astype(np.float64))
+    signs = np.sign((projected * expected).sum(0))
+    np.testing.assert_allclose(projected, expected * signs, atol=1e-3)
     if whiten:
-        np.testing.assert_allclose(np.cov(ours.T), np.eye(4), atol=1e-3)
-    np.testing.assert_array_equal(
-        ours, fit_pca(vectors.copy(), 4, whiten).project(vectors)
-    )
+        np.testing.assert_allclose(np.cov(projected.T), np.eye(4), atol=1e-3)
+    repeated = fit_pca(vectors.copy(), 4, whiten).project(vectors)
+    np.testing.assert_array_equal(projected, repeated)
 
 
-def test_pca_wider_than_the_vectors_span_is_an_error() -> None:
+def test_pca_wider_than_the_span_of_the_vectors_is_refused() -> None:
     vectors = np.repeat(np.random.default_rng(0).normal(size=(50, 2)), 3, axis=1)
     with pytest.raises(UserError, match="--pca 3 is more than the 2 dimensions"):
         fit_pca(vectors, 3)
