@@ -1,6 +1,4 @@
-"""The shared command line: options from dataclasses, and errors that name the nearest
-key.
-"""
+"""Test the shared command line: options from dataclasses, and errors of users."""
 
 from __future__ import annotations
 
@@ -19,6 +17,8 @@ from models.storage.tables import UserError
 
 @dataclass
 class Split:
+    """Options below `split`."""
+
     kind: str = "leave_last_out"
     """Which split."""
     val_share: float = 0.1
@@ -33,6 +33,8 @@ class Split:
 
 @dataclass
 class Options:
+    """Options of a job."""
+
     source: str
     """The source."""
     overwrite: bool = False
@@ -48,20 +50,21 @@ class Options:
 
 
 def parse(*argv: str) -> Options:
+    """Parse a command line."""
     return cli.parse(Options, list(argv))
 
 
-def test_line_wins_over_config(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("source: a\nsplit:\n  val_share: 0.3\n")
     options = parse("--config", str(path), "--source", "b")
     assert options == Options("b", split=Split(val_share=0.3))
 
 
-def test_flag_needs_no_value() -> None:
+def test_a_flag_needs_no_value() -> None:
     assert parse("--source", "a", "--overwrite", "--split.kind", "temporal").overwrite
     assert parse("--overwrite", "--source", "a").overwrite
-    assert parse("--source", "overwrite").source == "overwrite"  # a value is no flag
+    assert parse("--source", "overwrite").source == "overwrite"  # a value, not the flag
     assert parse("--source", "a", "--overwrite=true").overwrite
 
 
@@ -115,11 +118,11 @@ def test_flag_needs_no_value() -> None:
         (["--source", "a", "--split.val_share", "7"], "outside (0, 1)"),
     ],
 )
-def test_bad_line(argv: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_a_wrong_line_is_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
         parse(*argv)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -140,66 +143,75 @@ def test_bad_line(argv: list[str], message: str) -> None:
         ("a: [\n", "not valid YAML"),
     ],
 )
-def test_bad_config(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_config_file_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         parse("--config", str(path))
-    assert message in str(caught.value)
-    assert str(path) in str(caught.value)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
 
 
-def test_user_error_behind_a_ray_task(ray_local: None) -> None:
+def test_a_user_error_of_a_ray_task_is_found(ray_local: None) -> None:
     import ray
 
     @ray.remote
     def fail() -> None:
         raise UserError("a is 1, the limit is 0; give 0")
 
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - Ray wraps it in a class of its own
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - Ray's class wraps the error
         ray.get(fail.remote())
-    found = cli.find_user_error(caught.value)
-    assert found is not None
-    assert str(found) == "a is 1, the limit is 0; give 0"
+
+    error = cli.find_user_error(raised.value)
+    assert error is not None
+    assert str(error) == "a is 1, the limit is 0; give 0"
 
 
 @pytest.mark.long
-def test_waiting_threads_sleep_beside_other_processes() -> None:
+def test_waiting_threads_sleep_by_default() -> None:
     code = "import os; from jobs import cli; cli.set_ray_defaults(); print(os.environ.get('OMP_WAIT_POLICY'))"
-    given = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("OMP_WAIT_POLICY", "RAY_ADDRESS")
     }
-    done = subprocess.run(
+
+    process = subprocess.run(
         [sys.executable, "-c", code],
-        env=given,
+        env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == "PASSIVE"
+
+    assert process.stdout.strip() == "PASSIVE"
 
 
 @pytest.mark.long
-def test_a_reader_that_is_gone_is_no_fault(tmp_path: Path) -> None:
-    """As in `| head`: no error, nothing on stderr."""
+def test_a_closed_pipe_causes_no_error_message(tmp_path: Path) -> None:
+    """`| head` closes the pipe early."""
     (tmp_path / "log.csv").write_text(
         "user,item,time\n" + "".join(f"u{n % 9},i{n % 20},{n}\n" for n in range(300))
     )
     read, write = os.pipe()
     os.close(read)
-    line = [sys.executable, "-m", "jobs.prepare", "--suggest", str(tmp_path)]
-    done = subprocess.run(
-        line, stdout=write, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2]
+
+    process = subprocess.run(
+        [sys.executable, "-m", "jobs.prepare", "--suggest", str(tmp_path)],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
     )
     os.close(write)
-    assert done.returncode == 141
-    assert b"error" not in done.stderr
-    assert b"Exception ignored" not in done.stderr
+
+    assert process.returncode == 141
+    assert b"error" not in process.stderr
+    assert b"Exception ignored" not in process.stderr
 
 
-def test_the_next_command_of_a_submitted_job_has_no_private_path(
+def test_the_next_command_of_a_submitted_job_names_no_folder_of_rays_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "working_dir_files/_ray_pkg_0123456789abcdef"
@@ -219,7 +231,7 @@ def test_the_next_command_of_a_submitted_job_has_no_private_path(
     assert str(package) in cli.command_line("jobs.train", **options)
 
 
-def test_the_line_to_run_next_is_quoted_for_a_shell() -> None:
+def test_the_next_command_is_quoted_for_a_shell() -> None:
     assert (
         cli.command_line("jobs.audit", tables="my tables")
         == "python -m jobs.audit --tables 'my tables'"

@@ -1,4 +1,4 @@
-"""The comparison table: aligned for the terminal, whole as Markdown."""
+"""Test the table of jobs.compare: its text, Markdown, rows and order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipelines.comparison.tables import tables
 from tests.fixtures.comparison_rows import row
 
 
-def test_text_is_aligned_and_markdown_whole() -> None:
+def test_the_text_is_aligned_and_the_markdown_escaped() -> None:
     table = Table(
         "retrieval/x",
         ["model", "run", "test/ndcg@10"],
@@ -29,17 +29,13 @@ def test_text_is_aligned_and_markdown_whole() -> None:
         ["note"],
     )
     _, header, rule, first, second, note = table.text().splitlines()
-    assert (
-        header.index("test/ndcg@10") + len("test/ndcg@10")
-        == len(first)
-        == len(second)
-        == len(rule)
-    )
+    width = header.index("test/ndcg@10") + len("test/ndcg@10")
+    assert len(first) == len(second) == len(rule) == width
     assert note == "note"
     assert "| sasrec | a\\|b | 0.1 |" in table.markdown()
 
 
-def test_names_of_seeds_are_shortened_to_what_they_share() -> None:
+def test_names_of_seeds_are_shortened_to_their_common_prefix() -> None:
     name = "tiger-seed1"
     for other in ("tiger-seed2", "tiger-seed3"):
         name = shared_name(name, other)
@@ -49,7 +45,7 @@ def test_names_of_seeds_are_shortened_to_what_they_share() -> None:
     assert shared_name("a", "b") == "*"
 
 
-def test_runs_with_other_settings_stay_apart(
+def test_runs_with_different_options_have_different_rows(
     new_store: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     uri = new_store(tmp_path)
@@ -63,45 +59,46 @@ def test_runs_with_other_settings_stay_apart(
         logger.log({"test/ndcg@10": value, "val/ndcg@10": 0.3}, 5)
         logger.log({"best/ndcg@10": 0.4}, 6)
         logger.flush()
-    run(
-        Config(
-            ["retrieval/x"], tracking_uri=uri, markdown=str(tmp_path / "out/table.md")
-        )
-    )
-    printed = capsys.readouterr().out
-    assert printed.index("wide ") < printed.index("narrow ")  # best first
-    assert "0.4000" in printed  # val at the best epoch
-    assert "0.3000" not in printed
-    assert "wide: model.dim 16" in printed
-    assert "wide: 1 of 1 run not finished" in printed
-    assert "| sasrec | wide |" in (tmp_path / "out/table.md").read_text()
+    markdown = tmp_path / "out/table.md"
+
+    run(Config(["retrieval/x"], tracking_uri=uri, markdown=str(markdown)))
+
+    output = capsys.readouterr().out
+    assert output.index("wide ") < output.index("narrow ")  # best first
+    assert "0.4000" in output  # validation at the best epoch
+    assert "0.3000" not in output
+    assert "wide: model.dim 16" in output
+    assert "wide: 1 of 1 run not finished" in output
+    assert "| sasrec | wide |" in markdown.read_text()
     with pytest.raises(UserError, match="cannot write /proc/x"):
         run(Config(["retrieval/x"], tracking_uri=uri, markdown="/proc/x/table.md"))
 
 
-def test_the_frontier_is_what_no_other_beats_in_both() -> None:
+def test_the_frontier_has_the_points_that_no_other_point_dominates() -> None:
     rng = np.random.default_rng(0)
     points = [
-        Point(row(str(i)), float(s), float(a))
-        for i, (s, a) in enumerate(rng.integers(1, 9, (40, 2)))
+        Point(row(str(i)), float(speed), float(accuracy))
+        for i, (speed, accuracy) in enumerate(rng.integers(1, 9, (40, 2)))
     ]
     points += [Point(row("twin"), 9.0, 9.0), Point(row("other twin"), 9.0, 9.0)]
-    unbeaten = {
-        (p.speed, p.accuracy)
-        for p in points
-        if not any(
-            q.speed >= p.speed
-            and q.accuracy >= p.accuracy
-            and (q.speed, q.accuracy) != (p.speed, p.accuracy)
-            for q in points
-        )
+
+    def dominates(other: Point, point: Point) -> bool:
+        is_equal = (other.speed, other.accuracy) == (point.speed, point.accuracy)
+        is_as_good = other.speed >= point.speed and other.accuracy >= point.accuracy
+        return is_as_good and not is_equal
+
+    frontier = [(point.speed, point.accuracy) for point in pareto_frontier(points)]
+
+    undominated = {
+        (point.speed, point.accuracy)
+        for point in points
+        if not any(dominates(other, point) for other in points)
     }
-    found = [(p.speed, p.accuracy) for p in pareto_frontier(points)]
-    assert set(found) == unbeaten
-    assert found == sorted(found)
+    assert set(frontier) == undominated
+    assert frontier == sorted(frontier)
 
 
-def test_the_store_must_be_named(
+def test_a_comparison_without_a_store_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -110,28 +107,30 @@ def test_the_store_must_be_named(
         run(Config(["retrieval/x"]))
 
 
-def test_a_run_that_nobody_trains_any_more_is_ended(
+def test_a_running_run_without_a_live_process_is_marked_as_killed(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri = new_store(tmp_path)
-    opened = {}
+    runs = {}
     for name in ("dead", "alive"):
         (tmp_path / name).mkdir()
         tags = {tracking.FOLDER_TAG: str(tmp_path / name)}
         config = {"model": {"name": "sasrec"}, "fit": {"seed": 1}}
-        opened[name] = tracking.open_run(
+        runs[name] = tracking.open_run(
             uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}, tags=tags
         )
+
     with hold_lock(tracking.lock_path(str(tmp_path / "alive")), "busy"):
         select(uri, ["retrieval/x"])
+
     client = tracking.connect(uri)
-    said = {
-        name: client.get_run(run.run_id).info.status for name, run in opened.items()
+    statuses = {
+        name: client.get_run(run.run_id).info.status for name, run in runs.items()
     }
-    assert said == {"dead": "KILLED", "alive": "RUNNING"}
+    assert statuses == {"dead": "KILLED", "alive": "RUNNING"}
 
 
-def test_models_that_rank_candidates_are_sorted_by_gauc(
+def test_rankers_are_sorted_by_gauc(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri = new_store(tmp_path)
@@ -146,7 +145,9 @@ def test_models_that_rank_candidates_are_sorted_by_gauc(
             {"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0}, 5
         )
         logger.end()
-    table = tables(compare(select(uri, ["search/x"])))[0]
+
+    table, *_ = tables(compare(select(uri, ["search/x"])))
+
     assert [cells[1:5] for cells in table.cells] == [
         ["qgs", "1", "0.6600", "0.2400"],
         ["base", "1", "0.6100", "0.2900"],

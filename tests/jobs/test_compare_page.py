@@ -1,6 +1,4 @@
-"""jobs.compare on a sweep and on runs: the page and its plots, bad input, and the page
-in a real browser.
-"""
+"""Test the page of jobs.compare: its rows, plots, refused input, and a real browser."""
 
 from __future__ import annotations
 
@@ -28,33 +26,42 @@ BROWSER = (
     or shutil.which("google-chrome")
 )
 
-LOOK = """<script>
-const seen = [...document.querySelectorAll('figure svg')].map(svg => {
+INSPECT_PLOTS = """<script>
+const plots = [...document.querySelectorAll('figure svg')].map(svg => {
   const box = svg.getBoundingClientRect();
   const ink = getComputedStyle(svg.querySelector('text')).color;
   return [box.width, box.height, svg.querySelectorAll('path').length, ink];
 });
-document.title = JSON.stringify(seen);
+document.title = JSON.stringify(plots);
 </script></body>"""
 
 
-def log(
+def log_run(
     uri: str,
     folder: Path,
     name: str,
     model: dict,
     values: dict[str, float],
-    **more: object,
+    **options: object,
 ) -> tracking.RunRef:
-    """A finished run with a short curve."""
+    """Log a finished run with a short curve.
+
+    Args:
+        uri: The MLflow store.
+        folder: Folder of the run.
+        name: Name of the run.
+        model: Options of the model.
+        values: Final metrics, with the best validation.
+        **options: `seed`, and further arguments of `tracking.open_run`.
+    """
     opened = tracking.open_run(
         uri,
         "retrieval/x",
         name,
         str(folder),
-        config={"model": model, "fit": {"seed": more.pop("seed", 42)}},
+        config={"model": model, "fit": {"seed": options.pop("seed", 42)}},
         hashes={"trie": "t"},
-        **more,
+        **options,
     )
     logger = tracking.Logger(opened)
     for step in range(1, 4):
@@ -74,9 +81,7 @@ def log(
 def store(
     new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
 ) -> str:
-    """A sweep of alpha and heads, and beside it a SASRec of two seeds and a run that
-    began.
-    """
+    """Log a sweep of alpha and heads, a SASRec with two seeds, and an unfinished run."""
     folder = tmp_path_factory.mktemp("sweep")
     uri = new_store(folder)
     axes = json.dumps(["model.alpha", "model.attention_heads"])
@@ -92,19 +97,19 @@ def store(
     for alpha in (0.0, 0.3, 0.7, 1.0):
         for heads in (4, 8):
             value = 0.05 - 0.02 * abs(alpha - 0.7) + heads / 1e4
-            found = {
+            metrics = {
                 "best/ndcg@10": value + 0.04,
                 "test/ndcg@10": value,
                 "test/users_per_s": 900.0 + 100 * heads,
             }
             model = {"name": "sid_mlp", "alpha": alpha, "attention_heads": heads}
             trials.append(
-                log(
+                log_run(
                     uri,
                     folder,
                     f"alpha-{alpha}-{heads}",
                     model,
-                    found,
+                    metrics,
                     parent=sweep.run_id,
                     tags={
                         "sweep.trial": str(len(trials)),
@@ -115,7 +120,7 @@ def store(
     tracking.Logger(sweep).tag(**{"sweep.best": trials[5].run_id})
     tracking.Logger(sweep).end()
     for seed in (1, 2):
-        log(
+        log_run(
             uri,
             folder,
             f"sasrec-{seed}",
@@ -134,8 +139,9 @@ def store(
     return uri
 
 
-def test_an_experiment_shows_the_best_trial_of_a_sweep_alone(store: str) -> None:
+def test_an_experiment_shows_only_the_best_trial_of_a_sweep(store: str) -> None:
     comparison = compare(select(store, ["retrieval/x"]))
+
     assert [row.name for row in comparison.rows] == ["alpha-0.7-8", "sasrec-*"]
     assert comparison.selection.notes == [
         "alphas: of its 8 trials the best is here; all of them: --sweep alphas"
@@ -143,11 +149,11 @@ def test_an_experiment_shows_the_best_trial_of_a_sweep_alone(store: str) -> None
     assert len(compare(select(store, sweep="alphas")).rows) == 8
 
 
-def test_a_sweep_over_seeds_stands_beside_its_teacher(
+def test_a_sweep_over_seeds_is_compared_with_its_teacher(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri = new_store(tmp_path)
-    teacher = log(
+    teacher = log_run(
         uri,
         tmp_path,
         "tiger",
@@ -163,57 +169,59 @@ def test_a_sweep_over_seeds_stands_beside_its_teacher(
     sweep = tracking.open_run(
         uri, "retrieval/x", "seeds", str(tmp_path), config={}, hashes={}, tags=tags
     )
-    for alpha, values in (
-        (0.5, (0.056, 0.059)),
-        (0.7, (0.058, 0.0585)),
-    ):  # the luckiest seed is not of the best alpha
+    # The best single seed has not the best alpha.
+    for alpha, values in ((0.5, (0.056, 0.059)), (0.7, (0.058, 0.0585))):
         for seed, value in enumerate(values, 42):
             point = {"model.alpha": alpha, "fit.seed": seed}
-            model = {"name": "sid_mlp", "alpha": alpha, "teacher_hash": "W"}
-            found = {"best/ndcg@10": value, "test/ndcg@10": value - 0.008}
-            tags = {tracking.POINT_TAG: json.dumps(point)}
-            trial = log(
+            trial = log_run(
                 uri,
                 tmp_path,
                 f"seed-{seed}-{alpha}",
-                model,
-                found,
+                {"name": "sid_mlp", "alpha": alpha, "teacher_hash": "W"},
+                {"best/ndcg@10": value, "test/ndcg@10": value - 0.008},
                 parent=sweep.run_id,
-                tags=tags,
+                tags={tracking.POINT_TAG: json.dumps(point)},
                 seed=seed,
             )
             if (alpha, seed) == (0.7, 43):
                 tracking.Logger(sweep).tag(**{"sweep.best": trial.run_id})
+
     comparison = compare(select(uri, ["retrieval/x"]))
     assert comparison.selection.notes == [
         "seeds: of its 4 trials the 2 of the best settings are here; all of them: --sweep seeds"
     ]
+
     swept = compare(select(uri, sweep="seeds"))
     assert {row.name for row in swept.rows} == {"sid_mlp*"}
-    assert [group.teacher.name for group in group_rows(swept) if group.teacher] == [
-        "tiger"
-    ] * 2
+    teachers = [group.teacher.name for group in group_rows(swept) if group.teacher]
+    assert teachers == ["tiger"] * 2
 
 
-def test_plots_appear_where_their_runs_exist(store: str, tmp_path: Path) -> None:
-    drawn = {
+def test_plots_are_drawn_if_the_comparison_has_their_runs(
+    store: str, tmp_path: Path
+) -> None:
+    sweep_plots = {
         plot.name.removeprefix("retrieval-x-alphas-"): plot
         for plot in plots(compare(select(store, sweep="alphas")))
     }
-    assert list(drawn) == ["model-alpha", "model-attention_heads", "curves", "pareto"]
-    assert "alpha-0.7-8" in drawn["pareto"].svg
-    assert [
-        plot.title
-        for plot in plots(compare(select(store, runs=["sasrec-1", "sasrec-2"])))
-    ] == ["Learning curves"]
+    assert list(sweep_plots) == [
+        "model-alpha",
+        "model-attention_heads",
+        "curves",
+        "pareto",
+    ]
+    assert "alpha-0.7-8" in sweep_plots["pareto"].svg
+
+    two_runs = compare(select(store, runs=["sasrec-1", "sasrec-2"]))
+    assert [plot.title for plot in plots(two_runs)] == ["Learning curves"]
 
 
-def test_the_first_plot_sets_the_validation_of_all_models_beside_each_other(
+def test_the_first_plot_shows_the_validation_of_all_models(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri = new_store(tmp_path)
     for name, value in (("sasrec", 0.05), ("tiger", 0.02), ("tiger", 0.07)):
-        log(
+        log_run(
             uri,
             tmp_path,
             f"{name}-{value}",
@@ -232,42 +240,45 @@ def test_the_first_plot_sets_the_validation_of_all_models_beside_each_other(
     )
     floor.log({"val/ndcg@10": 0.03, "best/ndcg@10": 0.03}, 1)
     floor.end()
+
     comparison = compare(select(uri, ["retrieval/x"]))
+
     assert plots(comparison)[0].title == "Validation of all models"
     (drawing,) = draw_validation(comparison, choose_colours([comparison]))
-    drawn = {
+    lines = {
         str(line.get_label()): list(line.get_ydata())
         for line in drawing.figure.axes[0].get_lines()
     }
-    assert drawn == {
+    assert lines == {
         "tiger-0.07 0.0700": pytest.approx([0.07 * step / 3 for step in (1, 2, 3)]),
         "sasrec-0.05 0.0500": pytest.approx([0.05 * step / 3 for step in (1, 2, 3)]),
         "floor 0.0300": pytest.approx([0.03, 0.03]),
     }
 
 
-def test_a_smoke_sweep_stays_out_of_its_experiment(
+def test_a_smoke_sweep_is_left_out_of_its_experiment(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri = new_store(tmp_path)
     tags = {tracking.KIND_TAG: "sweep", tracking.SMOKE_TAG: "true"}
-    tried = tracking.open_run(
+    smoke_sweep = tracking.open_run(
         uri, "retrieval/x", "tried", str(tmp_path), config={}, hashes={}, tags=tags
     )
-    log(
+    log_run(
         uri,
         tmp_path,
         "trial",
         {"name": "sasrec"},
         {"best/ndcg@10": 0.9},
-        parent=tried.run_id,
+        parent=smoke_sweep.run_id,
     )
     with pytest.raises(
         UserError,
         match=r"has no runs; .*tried: a smoke sweep, left out; its trials: --sweep tried",
     ):
         select(uri, ["retrieval/x"])
-    log(uri, tmp_path, "sasrec", {"name": "sasrec"}, {"best/ndcg@10": 0.1})
+
+    log_run(uri, tmp_path, "sasrec", {"name": "sasrec"}, {"best/ndcg@10": 0.1})
     comparison = compare(select(uri, ["retrieval/x"]))
     assert [row.name for row in comparison.rows] == ["sasrec"]
     assert comparison.selection.notes == [
@@ -277,25 +288,15 @@ def test_a_smoke_sweep_stays_out_of_its_experiment(
 
 
 @pytest.mark.long
-def test_the_page_stands_alone_and_is_logged(
+def test_the_page_needs_no_other_file_and_is_logged_to_the_sweep(
     store: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     page = tmp_path / "new/page.html"
-    run(
-        parse(
-            Config,
-            [
-                "--sweep",
-                "alphas",
-                "--tracking_uri",
-                store,
-                "--html",
-                str(page),
-                "--markdown",
-                f"{page}.md",
-            ],
-        )
-    )
+    words = ["--sweep", "alphas", "--tracking_uri", store]
+    words += ["--html", str(page), "--markdown", f"{page}.md"]
+
+    run(parse(Config, words))
+
     assert "4 plots written to" in capsys.readouterr().out
     text = page.read_text()
     assert not re.search(r"https?://|src=|@import|url\((?!#)", text)
@@ -303,67 +304,75 @@ def test_the_page_stands_alone_and_is_logged(
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
     client = tracking.connect(store)
-    (parent,) = client.search_runs(["1"], "tags.`trieline.kind` = 'sweep'")
-    assert {"compare.html", "compare.md"} <= {
-        item.path for item in client.list_artifacts(parent.info.run_id)
-    }
-    for _ in range(2):  # beside the experiment's runs, in one run that is no training
-        run(Config(["retrieval/x"], tracking_uri=store, html=str(page)))
-    (own,) = client.search_runs(["1"], "tags.`trieline.kind` = 'compare'")
-    assert [item.path for item in client.list_artifacts(own.info.run_id)] == [
-        "compare.html",
-        "compare.md",
-    ]
+    (sweep,) = client.search_runs(["1"], "tags.`trieline.kind` = 'sweep'")
+    artifacts = {item.path for item in client.list_artifacts(sweep.info.run_id)}
+    assert {"compare.html", "compare.md"} <= artifacts
+
+
+@pytest.mark.long
+def test_the_page_of_an_experiment_is_logged_to_one_run_that_is_no_training(
+    store: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    page = str(tmp_path / "page.html")
+
+    for _ in range(2):
+        run(Config(["retrieval/x"], tracking_uri=store, html=page))
+
+    client = tracking.connect(store)
+    (logged,) = client.search_runs(["1"], "tags.`trieline.kind` = 'compare'")
+    artifacts = [item.path for item in client.list_artifacts(logged.info.run_id)]
+    assert artifacts == ["compare.html", "compare.md"]
     assert "of 'compare'" in capsys.readouterr().out
     assert len(compare(select(store, ["retrieval/x"])).rows) == 2
 
 
-def test_entropy_over_lambda(new_store: Callable[[Path], str], tmp_path: Path) -> None:
+def test_models_of_actions_are_compared_by_their_entropy_over_a_setting(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
     uri = new_store(tmp_path)
     for weight in (0.5, 0.75, 1.0):
-        found = {
+        metrics = {
+            "best/ndcg@10": 0,
             "test/mean/normalised_entropy": 0.9 - weight / 10,
             "test/like/normalised_entropy": 0.8,
             "best/mean/rig": 0.1,
         }
-        log(
+        log_run(
             uri,
             tmp_path,
             f"lambda-{weight}",
             {"name": "attn_mvp", "action_weight": weight},
-            {"best/ndcg@10": 0, **found},
+            metrics,
         )
+
     comparison = compare(select(uri, ["retrieval/x"]))
+
     assert comparison.metric == "mean/normalised_entropy"
-    assert [row.name for row in comparison.rows] == [
-        "lambda-1.0",
-        "lambda-0.75",
-        "lambda-0.5",
-    ]  # less is better
-    drawn = {plot.title: plot.svg for plot in plots(comparison)}
-    assert "test/like/normalised_entropy" in drawn["What model.action_weight does"]
+    names = [row.name for row in comparison.rows]
+    assert names == ["lambda-1.0", "lambda-0.75", "lambda-0.5"]  # lower is better
+    svg = {plot.title: plot.svg for plot in plots(comparison)}
+    assert "test/like/normalised_entropy" in svg["What model.action_weight does"]
 
 
 @pytest.mark.long
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> None:
+def test_a_browser_draws_the_plots_in_the_colours_of_its_scheme(
+    store: str, tmp_path: Path, dark: bool
+) -> None:
     page = tmp_path / "page.html"
     run(Config(sweep="alphas", tracking_uri=store, html=str(page)))
-    page.write_text(page.read_text().replace("</body>", LOOK))
-    scheme = (
-        ["--blink-settings=preferredColorScheme=0"]
-        if dark
-        else ["--blink-settings=preferredColorScheme=1"]
-    )
-    shown = subprocess.run(
+    page.write_text(page.read_text().replace("</body>", INSPECT_PLOTS))
+    scheme = 0 if dark else 1
+
+    browser = subprocess.run(
         [
             str(BROWSER),
             "--headless=new",
             "--no-sandbox",
             "--disable-gpu",
             "--enable-logging=stderr",
-            *scheme,
+            f"--blink-settings=preferredColorScheme={scheme}",
             f"--user-data-dir={tmp_path}/profile",
             "--host-resolver-rules=MAP * ~NOTFOUND",
             "--dump-dom",
@@ -372,17 +381,18 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
         capture_output=True,
         text=True,
     )
-    assert "CONSOLE" not in shown.stderr, shown.stderr
-    title = re.search(r"<title>(.*?)</title>", shown.stdout)
-    assert title, shown.stdout[:500]
-    found = json.loads(title[1])
-    assert len(found) == 4
-    for width, height, paths, colour in found:
+
+    assert "CONSOLE" not in browser.stderr, browser.stderr
+    title = re.search(r"<title>(.*?)</title>", browser.stdout)
+    assert title, browser.stdout[:500]
+    drawn_plots = json.loads(title[1])
+    assert len(drawn_plots) == 4
+    for width, height, num_paths, text_colour in drawn_plots:
         assert width > 300
         assert height > 150
-        assert paths > 10
-        bright = int(re.findall(r"\d+", colour)[0]) > 128
-        assert bright == dark  # the drawing follows the page
+        assert num_paths > 10
+        is_bright = int(re.findall(r"\d+", text_colour)[0]) > 128
+        assert is_bright == dark
 
 
 @pytest.mark.parametrize(
@@ -419,14 +429,16 @@ def test_a_browser_shows_the_page(store: str, tmp_path: Path, dark: bool) -> Non
         (["--html", "page.html"], "no runs are selected"),
     ],
 )
-def test_bad_input_is_one_line(store: str, words: list[str], message: str) -> None:
+def test_a_wrong_selection_is_refused(
+    store: str, words: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         run(parse(Config, [*words, "--tracking_uri", store]))
 
 
-def test_a_name_of_two_runs_is_no_name(store: str, tmp_path: Path) -> None:
+def test_a_name_of_two_runs_is_refused(store: str, tmp_path: Path) -> None:
     for _ in range(2):
-        log(store, tmp_path, "twin", {"name": "tiger"}, {"best/ndcg@10": 0.1})
+        log_run(store, tmp_path, "twin", {"name": "tiger"}, {"best/ndcg@10": 0.1})
     with pytest.raises(
         UserError, match=r"2 runs at .* are called 'twin'; give the id of one: \w+, \w+"
     ):

@@ -1,6 +1,4 @@
-"""jobs.train as users run it: killed at any moment and run again, it ends as if it had
-not been.
-"""
+"""Test jobs.train: its notes on the result, its config, and a killed run."""
 
 from __future__ import annotations
 
@@ -50,21 +48,19 @@ CONFIG = {
 }
 
 
-def test_a_run_whose_best_epoch_is_its_last_says_so() -> None:
+def test_a_note_suggests_more_epochs_if_the_last_one_is_the_best() -> None:
     fit = FitConfig(max_epochs=10, eval_every_epochs=5)
     assert "--fit.max_epochs 20 continues" in describe_late_best(10, 10, fit)
+
     assert describe_late_best(5, 10, fit) == ""
-    assert (
-        describe_late_best(5, 5, fit) == ""
-    )  # patience ended it, or another run's epochs
-    assert (
-        describe_late_best(10, 10, FitConfig(max_epochs=10, eval_every_epochs=10)) == ""
-    )  # the only one measured
+    assert describe_late_best(5, 5, fit) == ""  # ended by its patience
+    single_evaluation = FitConfig(max_epochs=10, eval_every_epochs=10)
+    assert describe_late_best(10, 10, single_evaluation) == ""
 
 
-def test_a_training_that_is_no_better_than_without_training_says_so() -> None:
-    fit = FitConfig(max_epochs=10, lr=0.01)
-    for found, floor, told in (
+@pytest.mark.parametrize(
+    ("metrics", "floor", "message"),
+    [
         (
             {"ndcg@10": 0.1},
             ("own_items", 0.2),
@@ -81,23 +77,46 @@ def test_a_training_that_is_no_better_than_without_training_says_so() -> None:
             None,
             "(normalised_entropy 1.0600, the base rates 1)",
         ),
-    ):
-        assert told in describe_no_gain(found, fit, floor)
-    for found in (
+    ],
+)
+def test_a_note_reports_a_model_no_better_than_without_training(
+    metrics: dict[str, float], floor: tuple[str, float] | None, message: str
+) -> None:
+    fit = FitConfig(max_epochs=10, lr=0.01)
+    assert message in describe_no_gain(metrics, fit, floor)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
         {"ndcg@10": 0.2},
         {"mean/rig": 0.01, "mean/normalised_entropy": 0.99},
         {"gauc": 0.52, "normalised_entropy": 0.98},
         {"gauc": math.nan, "normalised_entropy": math.nan},
-    ):
-        assert describe_no_gain(found, fit, ("ease", 0.2)) == ""
-    counted = describe_no_gain({"gauc": 0.5}, fit, trains_by_gradient=False)
-    assert counted.endswith(
+    ],
+)
+def test_no_note_reports_a_model_better_than_without_training(
+    metrics: dict[str, float],
+) -> None:
+    fit = FitConfig(max_epochs=10, lr=0.01)
+    assert describe_no_gain(metrics, fit, ("ease", 0.2)) == ""
+
+
+def test_the_note_suggests_other_features_to_models_that_count() -> None:
+    fit = FitConfig(max_epochs=10, lr=0.01)
+    note = describe_no_gain({"gauc": 0.5}, fit, trains_by_gradient=False)
+    assert note.endswith(
         "(gauc 0.5000, chance 0.5): give the model more days or other features\n"
     )
 
 
-@pytest.mark.exhaustive
-def test_killed_and_run_again_equals_undisturbed(
+def load_last_weights(run: Path) -> dict[str, torch.Tensor]:
+    """Load the weights of the run's last checkpoint."""
+    return load_file(max(run.glob("step-*")) / "model.safetensors")
+
+
+@pytest.mark.long
+def test_a_killed_and_repeated_run_equals_an_undisturbed_one(
     small: tuple[str, str],
     new_store: Callable[[Path], str],
     in_ray: dict[str, str],
@@ -107,125 +126,99 @@ def test_killed_and_run_again_equals_undisturbed(
     store = new_store(tmp_path / "runs")
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(CONFIG))
-
-    command = [
-        sys.executable,
-        "-m",
-        "jobs.train",
-        "--config",
-        str(config),
-        "--tables",
-        tables,
-        "--storage",
-        str(tmp_path / "runs"),
-        "--name",
-        "killed",
-        "--ray.threads",
-        "1",
-        "--log_model",
-        "false",
-    ]
+    inputs = ["--config", str(config), "--tables", tables]
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("RAY_", "MLFLOW_"))
     }
     environment["OMP_NUM_THREADS"] = "1"
-    # The undisturbed run: the same loop without Ray. In a process of its own, as
+
+    # The undisturbed run is the same loop without Ray. It has its own process, as
     # oneDNN's choice of kernels depends on what a process has computed before.
-    alone = [
-        sys.executable,
-        "-m",
-        "models.train",
-        "--config",
-        str(config),
-        "--tables",
-        tables,
-    ]
+    undisturbed = tmp_path / "undisturbed"
+    output = ["--output", str(undisturbed)]
     subprocess.run(
-        [*alone, "--output", str(tmp_path / "undisturbed")],
+        [sys.executable, "-m", "models.train", *inputs, *output],
         cwd=ROOT,
         env=environment,
         check=True,
     )
+
+    command = [sys.executable, "-m", "jobs.train", *inputs]
+    command += ["--storage", str(tmp_path / "runs"), "--name", "killed"]
+    command += ["--ray.threads", "1", "--log_model", "false"]
     run = tmp_path / "runs/killed"
-    with open(tmp_path / "first.log", "w") as log:
-        first = subprocess.Popen(
+    with open(tmp_path / "killed.log", "w") as log:
+        killed = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
-        while not checkpoint.last(str(run)) and first.poll() is None:
+        while not checkpoint.last(str(run)) and killed.poll() is None:
             time.sleep(0.05)
-        time.sleep(random.uniform(0, 0.1))  # of less than a second
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        time.sleep(random.uniform(0, 0.1))  # the whole training takes less than 1 s
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
     killed_at = sorted(folder.name for folder in run.glob("step-*"))
-    assert killed_at, (tmp_path / "first.log").read_text()
+    assert killed_at, (tmp_path / "killed.log").read_text()
     assert not (run / "best").exists()
 
-    # Its Ray was killed with it; another one goes on, here the one that is there.
-    joined = {**in_ray, "OMP_NUM_THREADS": "1"}
-    second = subprocess.run(
-        command, cwd=ROOT, env=joined, capture_output=True, text=True
+    # The kill ended the job's Ray too. The repeated run joins the tests' shared Ray.
+    repeated = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**in_ray, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "continuing " in second.stdout
-    assert "next        python -m jobs.evaluate" in second.stdout
-    assert ("note: the best epoch is the last" in second.stdout) == (
-        checkpoint.read(run / "best").epoch == 10
+
+    assert repeated.returncode == 0, repeated.stdout + repeated.stderr
+    assert "continuing " in repeated.stdout
+    assert "next        python -m jobs.evaluate" in repeated.stdout
+    best, expected_best = (
+        checkpoint.read(folder / "best") for folder in (run, undisturbed)
     )
-    ours, expected = run / "best", tmp_path / "undisturbed/best"
-    for name, value in load_file(expected / "model.safetensors").items():
-        assert torch.equal(load_file(ours / "model.safetensors")[name], value), (
-            name,
-            killed_at,
-        )
-    assert checkpoint.read(ours).metrics == checkpoint.read(expected).metrics
-    last = max(run.glob("step-*"))
-    for name, value in load_file(
-        max((tmp_path / "undisturbed").glob("step-*")) / "model.safetensors"
-    ).items():
-        assert torch.equal(load_file(last / "model.safetensors")[name], value), (
-            name,
-            killed_at,
-        )
+    has_note = "note: the best epoch is the last" in repeated.stdout
+    assert has_note == (best.epoch == 10)
+    assert best.metrics == expected_best.metrics
+    best_weights = load_file(run / "best/model.safetensors")
+    for name, value in load_file(undisturbed / "best/model.safetensors").items():
+        assert torch.equal(best_weights[name], value), (name, killed_at)
+    last_weights = load_last_weights(run)
+    for name, value in load_last_weights(undisturbed).items():
+        assert torch.equal(last_weights[name], value), (name, killed_at)
 
     client = tracking.connect(store)
     experiment = client.get_experiment_by_name("retrieval/small")
     assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id])
-    assert [run.info.status for run in runs] == [
-        "FINISHED"
-    ]  # one run in spite of two starts
-    steps = [
-        point.step
-        for point in client.get_metric_history(runs[0].info.run_id, "train/loss")
-    ]
+    (logged_run,) = client.search_runs([experiment.experiment_id])
+    assert logged_run.info.status == "FINISHED"
+    history = client.get_metric_history(logged_run.info.run_id, "train/loss")
+    steps = [point.step for point in history]
     assert len(steps) == len(set(steps))
-    assert max(steps) == checkpoint.read(last).step
+    assert max(steps) == checkpoint.read(max(run.glob("step-*"))).step
 
 
-def test_the_config_names_the_model_and_its_options(tmp_path: Path) -> None:
+def test_options_override_the_config_of_the_model_and_the_training(
+    tmp_path: Path,
+) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps(CONFIG))
-    line = ["--config", str(config), "--tables", "t", "--storage", "s", "--name", "n"]
-    parsed = cli.config_from_words(
-        job,
-        [*line, "--model.num_layers", "3", "--fit.lr", "0.5", "--ray.num_workers", "2"],
-    )
+    words = ["--config", str(config), "--tables", "t", "--storage", "s", "--name", "n"]
+    words += ["--model.num_layers", "3", "--fit.lr", "0.5", "--ray.num_workers", "2"]
+
+    parsed = cli.config_from_words(job, words)
+
     assert isinstance(parsed.model, SASRecConfig)
     assert (parsed.model.dim, parsed.model.num_layers) == (16, 3)
-    assert (parsed.fit.lr, parsed.fit.max_epochs, parsed.ray.num_workers) == (
-        0.5,
-        10,
-        2,
-    )
+    assert (parsed.fit.lr, parsed.fit.max_epochs) == (0.5, 10)
+    assert parsed.ray.num_workers == 2
 
 
 @pytest.mark.parametrize(
     "name", ["sasrec", "tiger", "popularity", "own_items", "item_knn", "ease"]
 )
-def test_shipped_configs_are_valid(name: str) -> None:
-    line = ["--tables", "t", "--storage", "s", "--name", "n"]
+def test_the_shipped_configs_are_valid(name: str) -> None:
+    words = ["--tables", "t", "--storage", "s", "--name", "n"]
     config = ["--config", str(ROOT / f"jobs/configs/{name}.yaml")]
-    parsed = cli.config_from_words(job, [*config, *line])
+    parsed = cli.config_from_words(job, [*config, *words])
     assert registry.find_by_config(parsed.model).name == name
