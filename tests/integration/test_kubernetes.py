@@ -1,5 +1,7 @@
-"""Files of deploy/: KubeRay accepts all fields and their types, and the jobs accept the
-commands.
+"""Test the files of deploy/.
+
+KubeRay accepts all fields and their types, the operator's rules hold, and the jobs parse
+the commands.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import yaml
 from jsonschema import validate
 from ray.runtime_env import RuntimeEnv
 
-from tests.integration.test_cluster_files import ROOT, load, options
+from tests.integration.test_cluster_files import ROOT, load_yaml, parse_command
 
 FILES = sorted(
     path
@@ -38,7 +40,7 @@ QUANTITY: Schema = {
 }
 
 
-def fields(required: str = "", **types: Schema) -> Schema:
+def object_schema(required: str = "", **types: Schema) -> Schema:
     """Return the schema of a mapping with these fields and no others."""
     return {
         "type": "object",
@@ -48,119 +50,134 @@ def fields(required: str = "", **types: Schema) -> Schema:
     }
 
 
-def each(value: Schema) -> Schema:
+def mapping_schema(value: Schema) -> Schema:
     """Return the schema of a mapping from any keys to values of one schema."""
     return {"type": "object", "additionalProperties": value}
 
 
-def several(item: Schema) -> Schema:
+def list_schema(item: Schema) -> Schema:
     """Return the schema of a list with at least one element."""
     return {"type": "array", "items": item, "minItems": 1}
 
 
-METADATA = fields("name", name=TEXT, labels=each(TEXT), annotations=each(TEXT))
-RESOURCES = fields("requests limits", requests=each(QUANTITY), limits=each(QUANTITY))
-VARIABLES = several(fields("name value", name=TEXT, value=TEXT))
-CONTAINER = fields(
+METADATA = object_schema(
+    "name", name=TEXT, labels=mapping_schema(TEXT), annotations=mapping_schema(TEXT)
+)
+RESOURCES = object_schema(
+    "requests limits",
+    requests=mapping_schema(QUANTITY),
+    limits=mapping_schema(QUANTITY),
+)
+VARIABLES = list_schema(object_schema("name value", name=TEXT, value=TEXT))
+CONTAINER = object_schema(
     "name image resources", name=TEXT, image=TEXT, env=VARIABLES, resources=RESOURCES
 )
-TOLERATION = fields(
+TOLERATION = object_schema(
     "operator",
     key=TEXT,
     operator={"enum": ["Exists", "Equal"]},
     value=TEXT,
     effect=TEXT,
 )
-POD = fields(
+POD = object_schema(
     "containers",
     serviceAccountName=TEXT,
     priorityClassName=TEXT,
     terminationGracePeriodSeconds=COUNT,
-    nodeSelector=each(TEXT),
-    tolerations=several(TOLERATION),
-    containers=several(CONTAINER),
+    nodeSelector=mapping_schema(TEXT),
+    tolerations=list_schema(TOLERATION),
+    containers=list_schema(CONTAINER),
 )
-GROUP = {"rayStartParams": each(TEXT), "template": fields("spec", spec=POD)}
-WORKERS = fields(
+GROUP_FIELDS = {
+    "rayStartParams": mapping_schema(TEXT),
+    "template": object_schema("spec", spec=POD),
+}
+WORKER_GROUP = object_schema(
     "groupName minReplicas maxReplicas template",
     groupName=TEXT,
     replicas=COUNT,
     minReplicas=COUNT,
     maxReplicas=COUNT,
-    **GROUP,
+    **GROUP_FIELDS,
 )
-SECRET = fields(
+SECRET = object_schema(
     "valueFrom",
-    valueFrom=fields(
-        "secretKeyRef", secretKeyRef=fields("name key", name=TEXT, key=TEXT)
+    valueFrom=object_schema(
+        "secretKeyRef", secretKeyRef=object_schema("name key", name=TEXT, key=TEXT)
     ),
 )
-CLUSTER = fields(
+CLUSTER = object_schema(
     "rayVersion headGroupSpec",
     rayVersion=TEXT,
-    authOptions=fields("mode", mode={"enum": ["disabled", "token"]}),
+    authOptions=object_schema("mode", mode={"enum": ["disabled", "token"]}),
     enableInTreeAutoscaling=FLAG,
-    autoscalerOptions=fields(
+    autoscalerOptions=object_schema(
         "version idleTimeoutSeconds",
         version={"enum": ["v1", "v2"]},
         idleTimeoutSeconds=COUNT,
     ),
-    gcsFaultToleranceOptions=fields(
+    gcsFaultToleranceOptions=object_schema(
         "redisAddress", redisAddress=TEXT, redisPassword=SECRET
     ),
-    headGroupSpec=fields("template", **GROUP),
-    workerGroupSpecs=several(WORKERS),
+    headGroupSpec=object_schema("template", **GROUP_FIELDS),
+    workerGroupSpecs=list_schema(WORKER_GROUP),
 )
-JOB = fields(
+JOB = object_schema(
     "entrypoint",
     entrypoint=TEXT,
     runtimeEnvYAML=TEXT,
-    clusterSelector=each(TEXT),
+    clusterSelector=mapping_schema(TEXT),
     rayClusterSpec=CLUSTER,
     activeDeadlineSeconds=COUNT,
     backoffLimit=COUNT,
     shutdownAfterJobFinishes=FLAG,
     ttlSecondsAfterFinished=COUNT,
 )
-SERVICE = fields(
+SERVICE = object_schema(
     "serveConfigV2 rayClusterConfig", serveConfigV2=TEXT, rayClusterConfig=CLUSTER
 )
-ENV = several(
-    fields("name", name=TEXT, value=TEXT, valueFrom=SECRET["properties"]["valueFrom"])
+ENV_VARIABLES = list_schema(
+    object_schema(
+        "name", name=TEXT, value=TEXT, valueFrom=SECRET["properties"]["valueFrom"]
+    )
 )
-MOUNTS = several(fields("name mountPath", name=TEXT, mountPath=TEXT))
-SUBMITTING = fields(
+MOUNTS = list_schema(object_schema("name mountPath", name=TEXT, mountPath=TEXT))
+SUBMITTING_CONTAINER = object_schema(
     "name image command resources",
     name=TEXT,
     image=TEXT,
-    command=several(TEXT),
-    args=several(TEXT),
-    env=ENV,
+    command=list_schema(TEXT),
+    args=list_schema(TEXT),
+    env=ENV_VARIABLES,
     resources=RESOURCES,
     volumeMounts=MOUNTS,
 )
-ONCE = fields(
+BATCH_JOB = object_schema(
     "template",
     activeDeadlineSeconds=COUNT,
     backoffLimit=COUNT,
-    template=fields(
+    template=object_schema(
         "spec",
-        spec=fields(
+        spec=object_schema(
             "restartPolicy containers",
             restartPolicy={"enum": ["Never", "OnFailure"]},
             serviceAccountName=TEXT,
-            containers=several(SUBMITTING),
-            volumes=several(
-                fields("name configMap", name=TEXT, configMap=fields("name", name=TEXT))
+            containers=list_schema(SUBMITTING_CONTAINER),
+            volumes=list_schema(
+                object_schema(
+                    "name configMap",
+                    name=TEXT,
+                    configMap=object_schema("name", name=TEXT),
+                )
             ),
         ),
     ),
 )
-NIGHTLY = fields(
+CRON_JOB = object_schema(
     "schedule jobTemplate",
     schedule=TEXT,
     concurrencyPolicy={"enum": ["Allow", "Forbid", "Replace"]},
-    jobTemplate=fields("spec", spec=ONCE),
+    jobTemplate=object_schema("spec", spec=BATCH_JOB),
 )
 SPECS = {"RayJob": JOB, "RayCluster": CLUSTER, "RayService": SERVICE}
 
@@ -169,23 +186,22 @@ def forbid_unknown_fields(schema: Any) -> Any:
     """Return KubeRay's schema with unknown fields forbidden, as kubectl validates it."""
     if not isinstance(schema, dict):
         return schema
-    only = (
-        {"additionalProperties": False}
-        if isinstance(schema.get("properties"), dict) and "type" in schema
-        else {}
-    )
-    return {name: forbid_unknown_fields(value) for name, value in schema.items()} | only
+    strict = {name: forbid_unknown_fields(value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "type" in schema:
+        strict["additionalProperties"] = False
+    return strict
 
 
 def make_schema(kind: str) -> Schema:
-    schema = fields(
+    """Return the schema of a resource; of KubeRay's CRDs if `KUBERAY_CRDS` is set."""
+    schema = object_schema(
         "spec",
         apiVersion={"const": "ray.io/v1"},
         kind=TEXT,
         metadata=METADATA,
         spec=SPECS[kind],
     )
-    if CRDS:  # they leave the metadata to the API server
+    if CRDS:  # these leave the metadata to the API server
         crd = yaml.load(
             (Path(CRDS) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader
         )
@@ -201,8 +217,8 @@ Resource = dict[str, Any]
 
 
 def find_cluster(resource: Resource) -> dict[str, Any] | None:
-    """Return the spec of the cluster that a resource starts, or None for a job on a
-    cluster that is there.
+    """Return the spec of the cluster that a resource starts, or None for a job on an
+    existing cluster.
     """
     spec = resource["spec"]
     if resource["kind"] == "RayCluster":
@@ -219,30 +235,35 @@ def find_groups(resource: Resource) -> list[dict[str, Any]]:
 
 
 def name_is_short_dns_label(resource: Resource) -> bool:
-    """Names have at most 53 characters for a cluster and 47 for a resource that starts
-    one (`validation.IsDNS1035Label`).
+    """Check that the name is a DNS label (`validation.IsDNS1035Label`).
+
+    Names of clusters have at most 53 characters, those of other resources 47.
     """
     name = resource["metadata"]["name"]
-    longest = 53 if resource["kind"] == "RayCluster" else 47
-    return len(name) <= longest and bool(
-        re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name)
-    )
+    max_length = 53 if resource["kind"] == "RayCluster" else 47
+    is_label = re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name) is not None
+    return is_label and len(name) <= max_length
 
 
 def job_has_a_cluster(resource: Resource) -> bool:
+    """Check that a job starts a cluster or selects one by its name."""
     spec = resource["spec"]
     if resource["kind"] != "RayJob" or "rayClusterSpec" in spec:
         return True
     return bool(spec.get("clusterSelector", {}).get("ray.io/cluster"))
 
 
-def retries_need_a_cluster_of_their_own(resource: Resource) -> bool:
-    """KubeRay since 1.6.0: `BackoffLimit is incompatible with ClusterSelector mode`."""
+def retries_need_a_new_cluster(resource: Resource) -> bool:
+    """Check that a job on an existing cluster has no retries.
+
+    KubeRay since 1.6.0: `BackoffLimit is incompatible with ClusterSelector mode`.
+    """
     spec = resource["spec"]
     return not (spec.get("clusterSelector") and spec.get("backoffLimit", 0) > 0)
 
 
 def suspended_job_shuts_down(resource: Resource) -> bool:
+    """Check that a suspended job starts a cluster and ends it."""
     spec = resource["spec"]
     if not spec.get("suspend"):
         return True
@@ -250,6 +271,7 @@ def suspended_job_shuts_down(resource: Resource) -> bool:
 
 
 def time_to_live_needs_shutdown(resource: Resource) -> bool:
+    """Check that a time to live comes with a shutdown of the cluster."""
     spec = resource["spec"]
     return spec.get("shutdownAfterJobFinishes", False) or not spec.get(
         "ttlSecondsAfterFinished"
@@ -257,11 +279,12 @@ def time_to_live_needs_shutdown(resource: Resource) -> bool:
 
 
 def deadline_is_positive(resource: Resource) -> bool:
+    """Check that the deadline is a positive number of seconds."""
     return resource["spec"].get("activeDeadlineSeconds", 1) > 0
 
 
-def resources_stand_in_one_place(resource: Resource) -> bool:
-    """Resources are not in both `rayStartParams` and the group's `resources`."""
+def resources_are_set_once(resource: Resource) -> bool:
+    """Check that no group has resources in both `rayStartParams` and `resources`."""
     names = {"num-cpus", "num-gpus", "memory", "resources"}
     return not any(
         group.get("resources") and names & set(group.get("rayStartParams", {}))
@@ -270,19 +293,22 @@ def resources_stand_in_one_place(resource: Resource) -> bool:
 
 
 def labels_are_no_start_parameter(resource: Resource) -> bool:
+    """Check that labels are not in `rayStartParams`."""
     return not any(
         "labels" in group.get("rayStartParams", {}) for group in find_groups(resource)
     )
 
 
 def replicas_are_in_order(resource: Resource) -> bool:
+    """Check that no minimum of replicas is above its maximum."""
     return all(
         group.get("minReplicas", 0) <= group.get("maxReplicas", 2**31)
         for group in find_groups(resource)[1:]
     )
 
 
-def redis_stands_in_its_options_alone(resource: Resource) -> bool:
+def redis_is_set_only_in_its_options(resource: Resource) -> bool:
+    """Check that Redis is set only in `gcsFaultToleranceOptions`."""
     cluster = find_cluster(resource)
     if cluster is None:
         return True
@@ -297,7 +323,8 @@ def redis_stands_in_its_options_alone(resource: Resource) -> bool:
     return not parameters and not variables
 
 
-def autoscaler_2_restarts_no_pod(resource: Resource) -> bool:
+def autoscaler_v2_restarts_no_pod(resource: Resource) -> bool:
+    """Check that pods are not restarted under version 2 of the autoscaler."""
     cluster = find_cluster(resource) or {}
     if cluster.get("autoscalerOptions", {}).get("version") != "v2":
         return True
@@ -307,9 +334,10 @@ def autoscaler_2_restarts_no_pod(resource: Resource) -> bool:
     )
 
 
-def autoscaler_version_stands_in_one_place(resource: Resource) -> bool:
-    """The version is not in both `autoscalerOptions` and the head's environment, where
-    it needs autoscaling.
+def autoscaler_version_is_set_once(resource: Resource) -> bool:
+    """Check that the autoscaler's version is not set twice.
+
+    It may be in `autoscalerOptions`, or in the head's environment with autoscaling on.
     """
     cluster = find_cluster(resource)
     if cluster is None:
@@ -323,6 +351,7 @@ def autoscaler_version_stands_in_one_place(resource: Resource) -> bool:
 
 
 def token_needs_ray_2_52(resource: Resource) -> bool:
+    """Check that token authentication comes with Ray 2.52 or later."""
     cluster = find_cluster(resource) or {}
     if cluster.get("authOptions", {}).get("mode") != "token":
         return True
@@ -333,37 +362,38 @@ def token_needs_ray_2_52(resource: Resource) -> bool:
 RULES: list[Callable[[Resource], bool]] = [
     name_is_short_dns_label,
     job_has_a_cluster,
-    retries_need_a_cluster_of_their_own,
+    retries_need_a_new_cluster,
     suspended_job_shuts_down,
     time_to_live_needs_shutdown,
     deadline_is_positive,
-    resources_stand_in_one_place,
+    resources_are_set_once,
     labels_are_no_start_parameter,
     replicas_are_in_order,
-    redis_stands_in_its_options_alone,
-    autoscaler_2_restarts_no_pod,
-    autoscaler_version_stands_in_one_place,
+    redis_is_set_only_in_its_options,
+    autoscaler_v2_restarts_no_pod,
+    autoscaler_version_is_set_once,
     token_needs_ray_2_52,
 ]
 
 
-def broken_rules(resource: Resource) -> list[str]:
+def find_broken_rules(resource: Resource) -> list[str]:
     """Return the names of the rules by which the operator refuses a resource."""
     return [rule.__name__ for rule in RULES if not rule(resource)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_operator_validates_it(path: Path) -> None:
-    assert broken_rules(load(path)) == []
+def test_the_files_follow_the_operators_rules(path: Path) -> None:
+    assert find_broken_rules(load_yaml(path)) == []
 
 
-def test_the_rules_refuse_what_the_operator_refuses() -> None:
+def test_each_rule_refuses_a_resource_that_breaks_only_it() -> None:
     def change(path: str, *keys: str | int, value: Any) -> Resource:
-        resource = copy.deepcopy(load(f"deploy/{path}.yaml"))
-        place: Any = resource
+        """Load a file and replace the value at a path of keys."""
+        resource = copy.deepcopy(load_yaml(f"deploy/{path}.yaml"))
+        parent: Any = resource
         for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
+            parent = parent[key]
+        parent[keys[-1]] = value
         return resource
 
     spec, cluster = ("rayjob-train", "spec"), ("raycluster", "spec")
@@ -372,7 +402,7 @@ def test_the_rules_refuse_what_the_operator_refuses() -> None:
     v2 = [{"name": "RAY_enable_autoscaler_v2", "value": "1"}]
     redis = [{"name": "REDIS_PASSWORD", "value": "x"}]
     in_head = (head, "template", "spec", "containers", 0, "env")
-    one = change("rayjob-on-cluster", "spec", "backoffLimit", value=2)
+    retries = change("rayjob-on-cluster", "spec", "backoffLimit", value=2)
     refused = {
         "name_is_short_dns_label": change(
             "rayjob-train", "metadata", "name", value="t" * 48
@@ -380,7 +410,7 @@ def test_the_rules_refuse_what_the_operator_refuses() -> None:
         "job_has_a_cluster": change(
             "rayjob-on-cluster", "spec", "clusterSelector", value={"app": "x"}
         ),
-        "retries_need_a_cluster_of_their_own": one,
+        "retries_need_a_new_cluster": retries,
         "suspended_job_shuts_down": change(
             "rayjob-on-cluster", "spec", "suspend", value=True
         ),
@@ -388,71 +418,69 @@ def test_the_rules_refuse_what_the_operator_refuses() -> None:
             *spec, "shutdownAfterJobFinishes", value=False
         ),
         "deadline_is_positive": change(*spec, "activeDeadlineSeconds", value=0),
-        "resources_stand_in_one_place": change(
+        "resources_are_set_once": change(
             *cluster, head, "resources", value={"CPU": "1"}
         ),
         "labels_are_no_start_parameter": change(
             *cluster, workers, 0, "rayStartParams", value={"labels": "a=b"}
         ),
         "replicas_are_in_order": change(*cluster, workers, 0, "minReplicas", value=9),
-        "redis_stands_in_its_options_alone": change(*cluster, *in_head, value=redis),
-        "autoscaler_2_restarts_no_pod": change(
+        "redis_is_set_only_in_its_options": change(*cluster, *in_head, value=redis),
+        "autoscaler_v2_restarts_no_pod": change(
             *cluster, workers, *pod, "restartPolicy", value="Always"
         ),
-        "autoscaler_version_stands_in_one_place": change(*cluster, *in_head, value=v2),
+        "autoscaler_version_is_set_once": change(*cluster, *in_head, value=v2),
         "token_needs_ray_2_52": change(*cluster, "rayVersion", value="2.51.1"),
     }
     assert list(refused) == [rule.__name__ for rule in RULES]
     for name, resource in refused.items():
-        assert broken_rules(resource) == [name]
+        assert find_broken_rules(resource) == [name]
 
 
-def test_spot_pods_live_as_long_as_rays_notice() -> None:
+def test_spot_pods_have_time_to_drain_before_kubernetes_kills_them() -> None:
     """Kubernetes kills a pod after its grace period, even if Ray still drains the node
     after SIGTERM.
     """
-    noticed = 0
+    num_draining_groups = 0
     for path in FILES:
-        for group in find_groups(load(path)):
+        for group in find_groups(load_yaml(path)):
             pod = group["template"]["spec"]
             for variable in pod["containers"][0].get("env", []):
                 if variable["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S":
                     assert (
                         float(variable["value"]) < pod["terminationGracePeriodSeconds"]
                     )
-                    noticed += 1
-    assert noticed == 3
+                    num_draining_groups += 1
+    assert num_draining_groups == 3
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_kuberay_takes_it(path: Path) -> None:
-    content = load(path)
+def test_kuberay_accepts_the_files(path: Path) -> None:
+    content = load_yaml(path)
     validate(content, make_schema(content["kind"]))
-    spec, about = content["spec"], content["metadata"]
+    spec, metadata = content["spec"], content["metadata"]
     if content["kind"] == "RayJob":
         RuntimeEnv(**yaml.safe_load(spec["runtimeEnvYAML"]))
-        assert options(spec["entrypoint"])
-        # A job starts a cluster and ends it, as Kueue asks for, or goes to one that is
-        # there, which Kueue cannot queue.
-        assert (
-            ("rayClusterSpec" in spec)
-            == spec.get("shutdownAfterJobFinishes", False)
-            == ("labels" in about)
-        )
-        assert ("clusterSelector" in spec) != ("rayClusterSpec" in spec)
+        assert parse_command(spec["entrypoint"])
+        # A job starts a cluster and ends it, as Kueue requires, or runs on an existing
+        # one, which Kueue cannot queue.
+        starts_cluster = "rayClusterSpec" in spec
+        assert spec.get("shutdownAfterJobFinishes", False) == starts_cluster
+        assert ("labels" in metadata) == starts_cluster
+        assert ("clusterSelector" in spec) != starts_cluster
     if "clusterSelector" in spec:
         assert spec["clusterSelector"] == {
-            "ray.io/cluster": load("deploy/raycluster.yaml")["metadata"]["name"]
+            "ray.io/cluster": load_yaml("deploy/raycluster.yaml")["metadata"]["name"]
         }
         return
     cluster = spec.get("rayClusterSpec") or spec.get("rayClusterConfig") or spec
     assert cluster["rayVersion"] == version("ray")
     assert cluster["authOptions"] == {"mode": "token"}
-    if "labels" in about and cluster["enableInTreeAutoscaling"]:
-        assert about["annotations"] == {"kueue.x-k8s.io/elastic-job": "true"}
+    if "labels" in metadata and cluster["enableInTreeAutoscaling"]:
+        assert metadata["annotations"] == {"kueue.x-k8s.io/elastic-job": "true"}
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         (container,) = group["template"]["spec"]["containers"]
-        assert container["image"] == load("cluster.yaml")["docker"]["image"]
+        assert container["image"] == load_yaml("cluster.yaml")["docker"]["image"]
         assert (
             container["resources"]["requests"].items()
             >= container["resources"]["limits"].items()
@@ -461,30 +489,22 @@ def test_kuberay_takes_it(path: Path) -> None:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-def test_the_nightly_job_goes_to_the_cluster() -> None:
-    content, cluster = (
-        load("deploy/cronjob-daily.yaml"),
-        load("deploy/raycluster.yaml")["metadata"]["name"],
+def test_the_nightly_job_is_submitted_to_the_cluster() -> None:
+    content = load_yaml("deploy/cronjob-daily.yaml")
+    cluster = load_yaml("deploy/raycluster.yaml")["metadata"]["name"]
+    schema = object_schema(
+        "spec",
+        apiVersion={"const": "batch/v1"},
+        kind=TEXT,
+        metadata=METADATA,
+        spec=CRON_JOB,
     )
-    validate(
-        content,
-        fields(
-            "spec",
-            apiVersion={"const": "batch/v1"},
-            kind=TEXT,
-            metadata=METADATA,
-            spec=NIGHTLY,
-        ),
-    )
-    (container,) = content["spec"]["jobTemplate"]["spec"]["template"]["spec"][
-        "containers"
-    ]
+    validate(content, schema)
+    pod = content["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     (script,) = container["args"]
-    (line,) = (
-        line.strip()
-        for line in script.replace("\\\n", " ").splitlines()
-        if line.strip().startswith("ray job submit")
-    )
+    lines = [line.strip() for line in script.replace("\\\n", " ").splitlines()]
+    (line,) = [line for line in lines if line.startswith("ray job submit")]
     words = shlex.split(line)
     submit, job = words[: words.index("--")], words[words.index("--") + 1 :]
     assert submit[submit.index("--submission-id") + 1] == "$day"  # one job a day
@@ -492,7 +512,7 @@ def test_the_nightly_job_goes_to_the_cluster() -> None:
     address, _, token = container["env"]
     assert address["value"] == f"http://{cluster}-head-svc:8265"
     assert token["valueFrom"]["secretKeyRef"]["name"] == cluster
-    assert container["image"] == load("cluster.yaml")["docker"]["image"]
+    assert container["image"] == load_yaml("cluster.yaml")["docker"]["image"]
     text = submit[submit.index("--runtime-env-json") + 1]
     RuntimeEnv(**yaml.safe_load(text))
     assert job[:4] == ["python", "-m", "jobs.daily", "--config"]

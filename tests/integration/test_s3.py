@@ -1,6 +1,4 @@
-"""The whole flow with everything at `s3://` on a local S3 server: the same tables and
-weights as on a local disk.
-"""
+"""Test that the jobs give the same tables and weights at `s3://` as on a local disk."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 
-LINES = """
+RUN_JOBS = """
 import importlib, json, shlex, sys
 from jobs import cli
 for line in json.loads(sys.argv[1]):
@@ -39,7 +37,7 @@ for line in json.loads(sys.argv[1]):
     sys.argv = [line[0], *line[1:]]
     getattr(module, "run")(cli.config_from_words(module, line[1:]))
 """
-"""Commands one after the other in one process, as each would run in its own."""
+"""A program that runs jobs one after the other in one process."""
 
 GRID = """\
 name: rates
@@ -51,22 +49,23 @@ axes: {fit.lr: [0.01, 0.001]}
 
 
 @dataclass
-class World:
-    """A Ray whose workers know the S3 server, and folders on S3 and on disk."""
+class Storages:
+    """A folder on S3 and one on disk, and an environment for jobs that use both."""
 
     env: dict[str, str]
     s3: str
-    here: Path
+    disk: Path
     store: str
+    """URI of the MLflow store."""
 
     def start(self, *lines: str) -> subprocess.Popen:
-        """Start a process that runs the commands."""
-        words = [
-            line.format(s3=self.s3, here=self.here, store=self.store).split()
+        """Start a process that runs jobs; lines may name {s3}, {disk} and {store}."""
+        jobs = [
+            line.format(s3=self.s3, disk=self.disk, store=self.store).split()
             for line in lines
         ]
         return subprocess.Popen(
-            [sys.executable, "-c", LINES, json.dumps(words)],
+            [sys.executable, "-c", RUN_JOBS, json.dumps(jobs)],
             cwd=ROOT,
             env=self.env,
             stdout=subprocess.PIPE,
@@ -75,45 +74,40 @@ class World:
         )
 
     def run(self, *lines: str) -> str:
-        """Run the commands and return their output."""
+        """Run jobs; return their output."""
         process = self.start(*lines)
-        said, _ = process.communicate()
-        assert process.returncode == 0, said[-4000:]
-        return str(said)
+        output, _ = process.communicate()
+        assert process.returncode == 0, output[-4000:]
+        return str(output)
 
 
 @pytest.fixture(scope="module")
-def world(
+def storages(
     in_ray: dict[str, str],
     s3: str,
     new_store: Callable[[Path], str],
     tmp_path_factory: pytest.TempPathFactory,
-) -> World:
-    here = tmp_path_factory.mktemp("flow")
-    (here / "grid.yaml").write_text(GRID)
-    known = {
-        name: value for name, value in os.environ.items() if name.startswith("AWS_")
-    }
-    # what `ray job submit --runtime-env` hands to a job: workers of the shared Ray do
-    # not know this server
-    submitted = json.dumps({"runtime_env": {"env_vars": known}})
-    world = World(
-        {**in_ray, **known, "RAY_JOB_CONFIG_JSON_ENV_VAR": submitted},
-        s3,
-        here,
-        new_store(here),
-    )
-    prepare = "prepare --source jobs/configs/sources/simulated.yaml --input {here}/raw --partitions 2 --output "
+) -> Storages:
+    """Prepare and tokenize a simulated log on S3 and on disk."""
+    disk = tmp_path_factory.mktemp("flow")
+    (disk / "grid.yaml").write_text(GRID)
+    aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    # The variables reach the workers of the shared Ray as those of `ray job submit
+    # --runtime-env` do.
+    job_config = json.dumps({"runtime_env": {"env_vars": aws}})
+    env = {**in_ray, **aws, "RAY_JOB_CONFIG_JSON_ENV_VAR": job_config}
+    storages = Storages(env, s3, disk, new_store(disk))
+    prepare = "prepare --source jobs/configs/sources/simulated.yaml --input {disk}/raw --partitions 2 --output "
     tokenize = "tokenize --tokenizer rqkmeans --encoder tfidf --rqkmeans.codebook_size 16 --tables "
-    world.run(
-        "simulate --output {here}/raw --users 120 --items 60 --events 1500",
-        prepare + "{here}/tables",
+    storages.run(
+        "simulate --output {disk}/raw --users 120 --items 60 --events 1500",
+        prepare + "{disk}/tables",
         prepare + "{s3}/tables",
         "audit --tables {s3}/tables",
-        tokenize + "{here}/tables --output {here}/sids",
+        tokenize + "{disk}/tables --output {disk}/sids",
         tokenize + "{s3}/tables --output {s3}/sids",
     )
-    return world
+    return storages
 
 
 MODEL = {
@@ -126,90 +120,92 @@ MODEL = {
 FIT = {"batch_size": 64, "max_epochs": 40, "patience": 0}
 
 
-def weights(folder: str) -> dict[str, torch.Tensor]:
-    """Return the weights of a finished run."""
-    with checkpoint.local(f"{folder}/best") as local:
+def load_weights(run: str) -> dict[str, torch.Tensor]:
+    """Load the best weights of a finished run."""
+    with checkpoint.local(f"{run}/best") as local:
         return load_file(local / checkpoint.WEIGHTS)
 
 
-def test_tables_are_those_of_a_local_disk(world: World) -> None:
-    for table in (
+@pytest.mark.parametrize(
+    "table",
+    [
         "tables/events",
         "tables/items",
         "tables/sequences",
         "tables/rejects",
         "sids/embeddings",
         "sids/trie",
-    ):
-        on_disk, on_s3 = (
-            read_manifest(f"{place}/{table}") for place in (world.here, world.s3)
-        )
-        assert [part.sha256 for part in on_s3.files] == [
-            part.sha256 for part in on_disk.files
-        ]
-        assert on_s3.rows == on_disk.rows
+    ],
+)
+def test_tables_on_s3_equal_those_on_disk(storages: Storages, table: str) -> None:
+    on_disk = read_manifest(f"{storages.disk}/{table}")
+    on_s3 = read_manifest(f"{storages.s3}/{table}")
+    hashes_on_disk = [part.sha256 for part in on_disk.files]
+    assert [part.sha256 for part in on_s3.files] == hashes_on_disk
+    assert on_s3.rows == on_disk.rows
 
 
-def test_a_killed_training_goes_on_and_ends_with_the_weights_of_an_undisturbed_one(
-    world: World,
+def test_a_killed_training_on_s3_continues_to_the_weights_of_one_on_disk(
+    storages: Storages,
 ) -> None:
-    (world.here / "one.yaml").write_text(json.dumps({"model": MODEL, "fit": FIT}))
-    line = (
-        "train --config {here}/one.yaml --tables {s3}/tables --storage {s3}/runs --name one --ray.threads 1 "
+    (storages.disk / "one.yaml").write_text(json.dumps({"model": MODEL, "fit": FIT}))
+    command = (
+        "train --config {disk}/one.yaml --tables {s3}/tables --storage {s3}/runs --name one --ray.threads 1 "
         "--tracking_uri {store} --experiment retrieval/s3 --log_model false"
     )
-    killed = world.start(line)
-    while not checkpoint.last(f"{world.s3}/runs/one"):
+    run = f"{storages.s3}/runs/one"
+    lock = f"{storages.s3}/runs/.one.lock"
+    killed = storages.start(command)
+    while not checkpoint.last(run):
         assert killed.poll() is None, killed.communicate()[0]
         time.sleep(0.05)
     killed.kill()
     killed.communicate()
-    assert (
-        file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.File
-    )  # nobody let go of it
+    assert file_info(lock).type == fs.FileType.File  # a killed process releases no lock
     train(
         model=MODEL,
         fit=FitConfig(**FIT),
         ray=RayOptions(threads=1),
-        inputs=Inputs(f"{world.here}/tables"),
-        storage=f"{world.here}/runs",
+        inputs=Inputs(f"{storages.disk}/tables"),
+        storage=f"{storages.disk}/runs",
         name="one",
-        tracking_uri=world.store,
+        tracking_uri=storages.store,
         experiment="retrieval/disk",
         log_model=False,
         on_checkpoint=lambda about: None,
     )
-    said = world.run(
-        line,
+
+    output = storages.run(
+        command,
         "evaluate --tables {s3}/tables --split test --checkpoint {s3}/runs/one",
-        "evaluate --tables {here}/tables --split test --checkpoint {here}/runs/one",
+        "evaluate --tables {disk}/tables --split test --checkpoint {disk}/runs/one",
         "evaluate --tables {s3}/tables --checkpoint {s3}/runs/one --batch_inference {s3}/top --k 5",
     )
-    assert "continuing " in said
-    assert file_info(f"{world.s3}/runs/.one.lock").type == fs.FileType.NotFound
-    on_s3, on_disk = weights(f"{world.s3}/runs/one"), weights(f"{world.here}/runs/one")
+
+    assert "continuing " in output
+    assert file_info(lock).type == fs.FileType.NotFound
+    on_s3, on_disk = load_weights(run), load_weights(f"{storages.disk}/runs/one")
     assert on_s3.keys() == on_disk.keys()
     for name, value in on_disk.items():
         torch.testing.assert_close(on_s3[name], value, rtol=1e-5, atol=1e-6)
-    rows = [
+    metric_lines = [
         line
-        for line in said.splitlines()
+        for line in output.splitlines()
         if line.lstrip().startswith(("recall", "ndcg"))
     ]
-    assert len(rows) == 4
-    assert rows[:2] == rows[2:]
-    assert read_manifest(f"{world.s3}/top").rows == 120
+    assert len(metric_lines) == 4
+    assert metric_lines[:2] == metric_lines[2:]
+    assert read_manifest(f"{storages.s3}/top").rows == 120
 
 
-def test_a_sweep_and_its_comparison(world: World) -> None:
-    said = world.run(
-        "sweep --grid {here}/grid.yaml --tables {s3}/tables --storage {s3}/runs --name rates --tracking_uri {store} "
+def test_a_sweep_on_s3_is_compared(storages: Storages) -> None:
+    output = storages.run(
+        "sweep --grid {disk}/grid.yaml --tables {s3}/tables --storage {s3}/runs --name rates --tracking_uri {store} "
         "--experiment retrieval/rates",
-        "compare --experiment retrieval/rates --tracking_uri {store} --markdown {here}/compare.md",
+        "compare --experiment retrieval/rates --tracking_uri {store} --markdown {disk}/compare.md",
     )
-    assert "Swept 2 trials of rates" in said
-    assert resolve_best_trial(f"{world.s3}/runs/rates").startswith(
-        f"{world.s3}/runs/rates/lr-"
-    )
-    told = (world.here / "compare.md").read_text()
-    assert "sasrec" in told
+
+    assert "Swept 2 trials of rates" in output
+    sweep = f"{storages.s3}/runs/rates"
+    assert resolve_best_trial(sweep).startswith(f"{sweep}/lr-")
+    assert "sasrec" in (storages.disk / "compare.md").read_text()

@@ -1,8 +1,7 @@
-"""A run that two workers began and one goes on with ends with the weights of an
-undisturbed one, of each family.
+"""Test that a run begun by two workers and continued by one has undisturbed weights.
 
-Of one family the workers are Ray's, lost together, and twice when one goes on; of the
-others they are two processes of the same loop.
+For one family the workers are Ray's. They are lost together, and the single worker that
+continues is lost twice. For the other families they are two processes of the same loop.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +91,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"max_epochs": 3},
     ),
 }
-"""By family: a model without random numbers and without negatives out of its batch, and
-options of its training. And a language model that is cut over its workers."""
+"""Options of a model and of its training, by family.
+
+The models draw no random numbers and take no negatives from their batch. The last one is
+a language model that is sharded over its workers."""
 
 FIT = {
     "batch_size": 16,
@@ -107,8 +108,8 @@ FIT = {
 }
 
 
-def tables_of(family: str, folder: Path) -> Inputs:
-    """Tables of six parts."""
+def write_inputs(family: str, folder: Path) -> Inputs:
+    """Write the tables of a family in six parts."""
     if family in ("retrieval", "sharded"):
         tables, sids = write_tables(folder, parts=6)
         return Inputs(tables, sids if family == "sharded" else None)
@@ -118,193 +119,230 @@ def tables_of(family: str, folder: Path) -> Inputs:
     return Inputs(write_actions(folder, parts=6))
 
 
-def newest(folder: Path) -> int:
-    """The step of the newest checkpoint of the run that is whole."""
-    return max(
-        (
-            int(made.parent.name[5:13])
-            for made in folder.glob(f"step-*/{checkpoint.CONFIG}")
-        ),
-        default=0,
-    )
+def find_newest_step(folder: Path) -> int:
+    """Return the step of the run's newest complete checkpoint, or 0."""
+    configs = folder.glob(f"step-*/{checkpoint.CONFIG}")
+    return max((int(config.parent.name[5:13]) for config in configs), default=0)
 
 
-def at_step(folder: Path, other: Path) -> Path:
-    """The run's checkpoint at the step of another run's checkpoint."""
-    (found,) = folder.glob(f"{other.name[:13]}*")
-    return found
+def find_same_step(folder: Path, other: Path) -> Path:
+    """Return the run's checkpoint at the step of another run's checkpoint."""
+    (same_step,) = folder.glob(f"{other.name[:13]}*")
+    return same_step
 
 
 def kill_workers(
-    folder: Path, count: int, late: int, times: int = 1
+    folder: Path, count: int, first_step: int, times: int = 1
 ) -> threading.Thread:
-    """SIGKILL to that many of Ray's training workers once the run has a checkpoint that
-    late, and each next time once it has a newer one."""
+    """Kill Ray's newest training workers in a thread.
+
+    Args:
+        folder: Folder of the run.
+        count: Number of workers to kill at a time.
+        first_step: Step of the checkpoint after which workers are killed.
+        times: Number of kills; each further one follows a newer checkpoint.
+    """
 
     def watch() -> None:
-        due = late
+        step = first_step
         for _ in range(times):
-            while newest(folder) < due:
+            while find_newest_step(folder) < step:
                 time.sleep(0.02)
             workers = [
-                p
-                for p in psutil.Process().children(recursive=True)
-                if p.name().startswith("ray::RayTrainWo")
+                process
+                for process in psutil.Process().children(recursive=True)
+                if process.name().startswith("ray::RayTrainWo")
             ]
-            for worker in sorted(workers, key=lambda process: process.create_time())[
-                -count:
-            ]:
+            workers.sort(key=lambda process: process.create_time())
+            for worker in workers[-count:]:
                 worker.kill()
-            due = newest(folder) + 1
+            step = find_newest_step(folder) + 1
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
 
 
-def one_of_two(rank: int, task: Task, until: int) -> None:
-    """A worker without Ray Train, which is killed after the first checkpoint from that
-    step on.
+def run_one_of_two_workers(rank: int, task: Task, last_step: int) -> None:
+    """Train as one of two workers without Ray Train.
+
+    The worker kills itself after the first checkpoint from `last_step` on.
     """
     dist.init_process_group(
         "gloo", f"file://{task.config.folder}.meet", rank=rank, world_size=2
     )
 
-    def report(about: checkpoint.Checkpoint) -> None:
-        cut = [
-            p
+    def check_shards(saved: checkpoint.Checkpoint) -> None:
+        """Check that each worker holds half of the sharded parameters."""
+        sharded = [
+            parameter
             for module in gc.get_objects()
             if isinstance(module, FSDPModule)
-            for p in module.parameters()
+            for parameter in module.parameters()
         ]
-        assert bool(cut) == task.config.ray.fsdp
-        assert sum(p.to_local().numel() for p in cut) <= 0.55 * sum(
-            p.numel() for p in cut
-        )
+        assert bool(sharded) == task.config.ray.fsdp
+        num_local = sum(parameter.to_local().numel() for parameter in sharded)
+        num_parameters = sum(parameter.numel() for parameter in sharded)
+        assert num_local <= 0.55 * num_parameters
         dist.barrier()
-        if about.step >= until:
+        if saved.step >= last_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    run_task(
-        task, WorkerContext(rank, 2, torch.device("cpu"), 2, report, lambda line: None)
+    worker = WorkerContext(
+        rank, 2, torch.device("cpu"), 2, check_shards, lambda line: None
+    )
+    run_task(task, worker)
+
+
+def start_two_workers(task: Task, last_step: int = 10**9) -> None:
+    """Train with two processes without Ray Train, up to their kill or to the end."""
+    mp.start_processes(
+        run_one_of_two_workers, (task, last_step), nprocs=2, start_method="forkserver"
     )
 
 
-def check_same(one: Path, other: Path) -> None:
-    """The same weights up to the order of sums."""
-    ours, expected = (
-        load_file(folder / "model.safetensors") for folder in (one, other)
+def check_same_weights(run: Path, expected_run: Path, last: Path) -> None:
+    """Check that two runs have the same weights at a step, up to the order of sums."""
+    tensors, expected = (
+        load_file(find_same_step(folder, last) / "model.safetensors")
+        for folder in (run, expected_run)
     )
-    assert ours.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-4)
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(tensors[name], value, rtol=1e-3, atol=1e-4)
+
+
+@dataclass
+class Trainings:
+    """Trainings of one model with any number of workers."""
+
+    model: dict[str, Any]
+    fit: FitConfig
+    inputs: Inputs
+    storage: Path
+    lines: list[str] = field(default_factory=list)
+    """Output of the trainings."""
+
+    def train(
+        self, name: str, workers: int, failures: int = 0, **options: Any
+    ) -> TrainingResult:
+        """Train or continue the run `name`, with so many failures allowed."""
+        ray_options = RayOptions(
+            num_workers=workers, threads=1, cpus_per_worker=0.5, max_failures=failures
+        )
+        return train(
+            model=self.model,
+            fit=self.fit,
+            ray=ray_options,
+            inputs=self.inputs,
+            storage=str(self.storage),
+            name=name,
+            log_model=False,
+            say=self.lines.append,
+            **options,
+        )
+
+    def train_in_process(self, name: str) -> TrainingResult:
+        """Train or continue the run `name` in this process, which starts faster."""
+        return self.train(name, 1, on_checkpoint=lambda about: None)
+
+    def build_task(self, name: str, fsdp: bool) -> Task:
+        """Build the task of two workers without Ray Train."""
+        options = RayOptions(threads=1, fsdp=fsdp)
+        config = make_config(
+            self.model, self.fit, self.inputs, str(self.storage), name, ray=options
+        )
+        return Task(check_training(config).config, hashes={}, run=None)
+
+
+def lose_both_ray_workers(trainings: Trainings, first_step: int) -> None:
+    """Train the run `cut` with two Ray workers until they are killed."""
+    killing = kill_workers(trainings.storage / "cut", 2, first_step)
+    with pytest.raises(TrainingFailedError) as error:
+        trainings.train("cut", 2)
+    killing.join()
+    message = str(explain(error.value))
+    assert message.startswith("a process of Ray was lost (")
+    assert message.endswith(
+        "then run the same command again, which continues from what is finished"
+    )
+
+
+def continue_with_a_worker_lost_twice(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> TrainingResult:
+    """Continue the run `cut` with one Ray worker that is killed twice.
+
+    One failure is allowed. Progress between the two makes the second a first one again.
+    """
+    # On a cluster, a single worker is Ray's too.
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    folder = trainings.storage / "cut"
+    killing = kill_workers(folder, 1, find_newest_step(folder) + 1, times=2)
+    result = trainings.train("cut", 1, failures=1)
+    killing.join()
+    reason = "note: a process of Ray was lost ("
+    notes = [line for line in trainings.lines if line.startswith(reason)]
+    assert len(notes) == 2
+    for note in notes:
+        assert note.endswith("continuing from the last checkpoint, 1 of 1 times")
+    return result
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_killed_with_two_workers_and_continued_with_one(
+def test_a_run_killed_with_two_workers_and_continued_by_one_has_the_same_weights(
     family: str,
     ray_local: None,
     new_store: Callable[[Path], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = tables_of(family, tmp_path / "made")
+    inputs = write_inputs(family, tmp_path / "made")
     storage = tmp_path / "runs"
     store = new_store(storage)
     model, options = MODELS[family]
-    fit = FitConfig(**{**FIT, **options})
-    lines: list[str] = []
-
-    def run(
-        name: str, workers: int, failures: int = 0, **options: Any
-    ) -> TrainingResult:
-        ray_options = RayOptions(
-            num_workers=workers, threads=1, cpus_per_worker=0.5, max_failures=failures
-        )
-        return train(
-            model=model,
-            fit=fit,
-            ray=ray_options,
-            inputs=inputs,
-            storage=str(storage),
-            name=name,
-            log_model=False,
-            say=lines.append,
-            **options,
-        )
-
-    whole = run("whole", 1, on_checkpoint=lambda about: None)
+    trainings = Trainings(model, FitConfig(**{**FIT, **options}), inputs, storage)
+    uses_ray = family == "retrieval"
+    undisturbed = trainings.train_in_process("whole")
     last = max((storage / "whole").glob("step-*"))
-    late = checkpoint.read(str(last)).step // fit.max_epochs + 1  # in the second epoch
-    if by_ray := family == "retrieval":
-        watch = kill_workers(storage / "cut", 2, late)
-        with pytest.raises(TrainingFailedError) as caught:
-            run("cut", 2)
-        watch.join()
-        said = str(explain(caught.value))
-        assert said.startswith("a process of Ray was lost (")
-        assert said.endswith(
-            "then run the same command again, which continues from what is finished"
-        )
+    steps_per_epoch = checkpoint.read(str(last)).step // trainings.fit.max_epochs
+    kill_step = steps_per_epoch + 1  # in the second epoch
+
+    if uses_ray:
+        lose_both_ray_workers(trainings, kill_step)
     else:
-        options = RayOptions(threads=1, fsdp=family == "sharded")
-        config = make_config(model, fit, inputs, str(storage), "cut", ray=options)
-        task = Task(check_training(config).config, hashes={}, run=None)
+        task = trainings.build_task("cut", fsdp=family == "sharded")
         with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-            mp.start_processes(
-                one_of_two, (task, late), nprocs=2, start_method="forkserver"
-            )
-    if family == "sharded":  # and from the same checkpoint by two again
+            start_two_workers(task, kill_step)
+    if family == "sharded":  # two workers also continue from the same checkpoint
         shutil.copytree(storage / "cut", storage / "two")
         task.config = replace(task.config, name="two")
-        mp.start_processes(
-            one_of_two, (task, 10**9), nprocs=2, start_method="forkserver"
-        )
-        check_same(*(at_step(storage / name, last) for name in ("two", "whole")))
-    assert newest(storage / "cut") >= late
-    assert newest(storage / "cut") < newest(storage / "whole")
-    lines.clear()
-    # In a process of Ray Train for one family; for the others here, where the same loop
-    # needs no start.
-    if by_ray:
-        monkeypatch.setenv(
-            "RAY_ADDRESS", "local"
-        )  # as on a cluster, where one worker is Ray's too
-        watch = kill_workers(storage / "cut", 1, newest(storage / "cut") + 1, times=2)
-        again = run("cut", 1, failures=1)
-        watch.join()
-        notes = [
-            line
-            for line in lines
-            if line.startswith("note: a process of Ray was lost (")
-        ]
-        assert (
-            len(notes) == 2
-        )  # it has come further, so the second loss is a first one again
-        assert all(
-            note.endswith("continuing from the last checkpoint, 1 of 1 times")
-            for note in notes
-        )
+        start_two_workers(task)
+        check_same_weights(storage / "two", storage / "whole", last)
+    assert find_newest_step(storage / "cut") >= kill_step
+    assert find_newest_step(storage / "cut") < find_newest_step(storage / "whole")
+
+    trainings.lines.clear()
+    if uses_ray:
+        continued = continue_with_a_worker_lost_twice(trainings, monkeypatch)
     else:
-        again = run("cut", 1, on_checkpoint=lambda about: None)
-    assert any("1 worker on" in line for line in lines)
-    assert any("continuing " in line for line in lines)
-    assert again.best.step == whole.best.step
-    assert again.best.metrics == pytest.approx(whole.best.metrics, rel=1e-3, abs=1e-4)
-    check_same(*(at_step(storage / name, last) for name in ("cut", "whole")))
+        continued = trainings.train_in_process("cut")
+
+    assert any("1 worker on" in line for line in trainings.lines)
+    assert any("continuing " in line for line in trainings.lines)
+    assert continued.best.step == undisturbed.best.step
+    assert continued.best.metrics == pytest.approx(
+        undisturbed.best.metrics, rel=1e-3, abs=1e-4
+    )
+    check_same_weights(storage / "cut", storage / "whole", last)
 
     client = tracking.connect(store)
-    experiment = client.get_run(again.run.run_id).info.experiment_id
-    (once,) = [
-        found
-        for found in client.search_runs([experiment])
-        if found.info.run_name == "cut"
-    ]
-    assert once.info.status == "FINISHED"
-    for key in (
-        once.data.metrics
-    ):  # nor is a step there twice that was lost before the first checkpoint
-        steps = [
-            point.step for point in client.get_metric_history(once.info.run_id, key)
-        ]
-        assert len(steps) == len(set(steps)), key
+    experiment = client.get_run(continued.run.run_id).info.experiment_id
+    runs = client.search_runs([experiment])
+    (run,) = [run for run in runs if run.info.run_name == "cut"]
+    assert run.info.status == "FINISHED"
+    # Steps that were lost before the first checkpoint are not logged twice either.
+    for metric in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, metric)
+        steps = [point.step for point in history]
+        assert len(steps) == len(set(steps)), metric
