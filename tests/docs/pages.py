@@ -1,4 +1,4 @@
-"""The pages for users as tests read them: their sections, links, code and commands."""
+"""Read the pages for users: their sections, links, code blocks and commands."""
 
 from __future__ import annotations
 
@@ -18,76 +18,78 @@ PAGES = [
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a block, with those that it goes on in."""
+    """A command of a code block, joined with its continuation lines."""
 
     words: tuple[str, ...]
-    """As the shell splits it, `#` and what follows left out."""
-    typed: bool
-    """Whether it stands behind a `$`, with what it prints."""
+    """Words as the shell splits them, without comments."""
+    has_prompt: bool
+    """Whether the line begins with `$`; its output may follow."""
 
     def __str__(self) -> str:
         return shlex.join(self.words)
 
 
-def blocks(text: str) -> list[tuple[str, str]]:
-    """(language, content) of each fenced block."""
+def read_blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language and the content of each fenced block."""
     return re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def commands(text: str) -> list[Command]:
-    """Those of all blocks, in order, that begin with a program or a setting."""
-    found = []
-    for language, content in blocks(text):
+def read_commands(text: str) -> list[Command]:
+    """Return the commands of all blocks, in their order."""
+    commands = []
+    for language, content in read_blocks(text):
         if language in ("python", "yaml"):
             continue
         for line in re.sub(r"\\\n\s*", "", content).splitlines():
-            typed, line = line.startswith("$ "), line.removeprefix("$ ")
+            has_prompt = line.startswith("$ ")
+            line = line.removeprefix("$ ")
             if line.startswith(("python ", "export ", "ray job submit")):
-                found.append(Command(tuple(shlex.split(line, comments=True)), typed))
-    return found
+                words = tuple(shlex.split(line, comments=True))
+                commands.append(Command(words, has_prompt))
+    return commands
 
 
-def section(text: str, title: str) -> str:
-    """What stands below the heading, up to the next one of its level or above."""
-    found, level, fenced = [], 0, False
+def read_section(text: str, title: str) -> str:
+    """Return the text below a heading, up to the next heading of its level or above."""
+    lines, level, is_code = [], 0, False
     for line in text.splitlines(keepends=True):
-        fenced ^= line.startswith("```")
-        heading = None if fenced else re.match(r"(#+) (.*)", line)
+        is_code ^= line.startswith("```")
+        heading = None if is_code else re.match(r"(#+) (.*)", line)
         if heading and level and len(heading[1]) <= level:
             break
         if level:
-            found.append(line)
+            lines.append(line)
         elif heading and heading[2] == title:
             level = len(heading[1])
-    assert found, f"there is no section '{title}'"
-    return "".join(found)
+    assert lines, f"there is no section '{title}'"
+    return "".join(lines)
 
 
-def jobs_of(command: Command) -> list[tuple[str, list[str]]]:
-    """(module, options) of the `python -m` in a command; that behind `ray job submit
-    ... --` too.
+def parse_jobs(command: Command) -> list[tuple[str, list[str]]]:
+    """Return the module and the options of a command's `python -m`, if it has one.
+
+    It may also come after `ray job submit ... --`.
     """
     words = list(command.words)
     if "-m" not in words or (words[0] != "python" and "--" not in words):
         return []
-    at = words.index("-m")
-    return [(words[at + 1], words[at + 2 :])]
+    position = words.index("-m")
+    return [(words[position + 1], words[position + 2 :])]
 
 
-def links(text: str) -> list[str]:
-    """Targets of links and images."""
-    return re.findall(
-        r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    )
+def remove_blocks(text: str) -> str:
+    """Return the text without its fenced blocks."""
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
-def anchors(text: str) -> set[str]:
-    """Of its headings, as GitHub makes them."""
-    headings = re.findall(
-        r"^#+ (.*)$",
-        re.sub(r"```.*?```", "", text, flags=re.DOTALL),
-        flags=re.MULTILINE,
-    )
+def read_links(text: str) -> list[str]:
+    """Return the targets of links and images."""
+    return re.findall(r"\]\(([^)\s]+)\)", remove_blocks(text))
+
+
+def read_anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub makes for the headings."""
+    headings = re.findall(r"^#+ (.*)$", remove_blocks(text), flags=re.MULTILINE)
     return {
         re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         for heading in headings

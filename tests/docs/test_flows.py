@@ -1,8 +1,7 @@
-"""The commands of the pages, run as they stand there, on small logs in the same
-layouts.
+"""Run the commands of the pages on small logs in the same layouts.
 
-What a page shows behind `$` is run in order, in this process, with the folders that the
-page names. `SMALLER` is added to a command so that it takes seconds.
+The commands behind `$` run in their order, in this process, with the folders that the
+page names. `SMALLER` adds options so that a command takes seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +28,14 @@ import mlflow
 import pandas
 import pytest
 from make_shop import write_shop
-from pages import ROOT, Command, blocks, commands, jobs_of, section
+from pages import (
+    ROOT,
+    Command,
+    parse_jobs,
+    read_blocks,
+    read_commands,
+    read_section,
+)
 
 from jobs import cli
 from models.storage.tables import read_table
@@ -44,63 +50,81 @@ SMALLER = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that looks like a checkout without runs."""
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Work in a folder that looks like a checkout without runs."""
     for name in ("jobs", "tuning"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
-    # Trainings are by this process: a worker of Ray takes ten seconds to start, and
+    # Trainings run in this process: a Ray worker takes ten seconds to start, and
     # test_train.py has one.
-    here_alone = partial(
+    train_in_process = partial(
         training.run_training,
         trial=training.TrialContext(on_checkpoint=lambda about: None),
     )
-    monkeypatch.setattr(training, "run_training", here_alone)
-    before = os.environ.pop("MLFLOW_TRACKING_URI", None)
+    monkeypatch.setattr(training, "run_training", train_in_process)
+    uri = os.environ.pop("MLFLOW_TRACKING_URI", None)
     yield tmp_path
-    mlflow.set_tracking_uri(
-        before
-    )  # which a page may set, for the process and in its environment
+    # A page may set the URI of the process and of its environment.
+    mlflow.set_tracking_uri(uri)
     os.environ.pop("MLFLOW_TRACKING_URI", None)
-    if before is not None:
-        os.environ["MLFLOW_TRACKING_URI"] = before
+    if uri is not None:
+        os.environ["MLFLOW_TRACKING_URI"] = uri
 
 
-def follow(
-    typed: list[Command],
+def run_commands(
+    commands: list[Command],
     monkeypatch: pytest.MonkeyPatch,
     smaller: dict[str, str] = SMALLER,
 ) -> None:
-    """Runs the commands."""
-    for command in typed:
+    """Run commands in this process, with further options by module."""
+    for command in commands:
         if command.words[0] == "export":
             name, _, value = command.words[1].partition("=")
             monkeypatch.setenv(name, os.path.expandvars(value))
-        for module, words in jobs_of(command):
+        for module, words in parse_jobs(command):
             job = importlib.import_module(module)
-            given = [*map(os.path.expandvars, words), *smaller.get(module, "").split()]
-            options = cli.config_from_words(job, given)
+            words = [*map(os.path.expandvars, words)]
+            options = cli.config_from_words(
+                job, [*words, *smaller.get(module, "").split()]
+            )
             getattr(job, "main", job.run)(options)
 
 
-def typed_of(page: str, *titles: str) -> list[Command]:
-    """The commands behind `$` of these sections, of the whole page where none is named."""
+def read_page(page: str, section: str | None = None) -> str:
+    """Return the text of a page below docs/, or of one of its sections."""
     text = (ROOT / "docs" / page).read_text()
-    parts = [section(text, title) for title in titles] or [text]
-    return [command for part in parts for command in commands(part) if command.typed]
+    return read_section(text, section) if section else text
 
 
-def industrial(folder: Path) -> None:
-    """A small log in the layout of `amazon18_industrial`."""
+def read_prompts(page: str, *sections: str) -> list[Command]:
+    """Return the commands behind `$` of the sections, or of the whole page."""
+    commands = []
+    for section in sections or (None,):
+        commands += read_commands(read_page(page, section))
+    return [command for command in commands if command.has_prompt]
+
+
+def evaluate_call(code: str, call: str) -> Any:
+    """Run a page's code that loads a model, and return the answer of its `call`.
+
+    The call is on the first line that contains it.
+    """
+    names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
+    loading, arguments = code.rsplit(call, 1)
+    exec(loading, names)
+    return eval(call + arguments.splitlines()[0], names)
+
+
+def write_industrial_log(folder: Path) -> None:
+    """Write a small log in the layout of `amazon18_industrial`."""
     draw = random.Random(5)
     folder.mkdir()
     items = [f"B{number:03}" for number in range(40)]
-    rows = [
-        f"u{user},{item},{place}"
-        for user in range(60)
-        for place, item in enumerate(draw.sample(items, 7))
-    ]
+    rows = []
+    for user in range(60):
+        for order, item in enumerate(draw.sample(items, 7)):
+            rows.append(f"u{user},{item},{order}")
     (folder / "interactions.csv").write_text(
         "\n".join(["user_id,item_id,order", *rows]) + "\n"
     )
@@ -115,107 +139,100 @@ def industrial(folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_retrieval_and_sweeps(
-    here: Path,
+def test_the_pages_of_retrieval_and_of_sweeps(
+    checkout: Path,
     ray_local: None,
     new_store: Callable[[Path], str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    industrial(here / "amazon18_industrial")
-    new_store(here / "runs" / "industrial" / "runs")
-    follow(typed_of("retrieval.md"), monkeypatch)
+    write_industrial_log(checkout / "amazon18_industrial")
+    new_store(checkout / "runs" / "industrial" / "runs")
+    run_commands(read_prompts("retrieval.md"), monkeypatch)
     sections = ("Sweep a grid", "Compare")
-    follow(typed_of("sweeps_and_comparison.md", *sections), monkeypatch)
-    printed = capsys.readouterr().out
-    assert (here / "student.pt2").is_file()
-    assert (here / "compare.html").is_file()
-    assert "registered: version 1 of industrial" in printed
+    run_commands(read_prompts("sweeps_and_comparison.md", *sections), monkeypatch)
+
+    output = capsys.readouterr().out
+    assert (checkout / "student.pt2").is_file()
+    assert (checkout / "compare.html").is_file()
+    assert "registered: version 1 of industrial" in output
+    runs = checkout / "runs/industrial/runs"
     for name in ("sasrec", "tiger"):
-        found = json.loads(
-            (
-                here / "runs/industrial/runs" / name / "best/evaluation-test.json"
-            ).read_text()
-        )
-        assert found["examples"] == 60
+        result = json.loads((runs / name / "best/evaluation-test.json").read_text())
+        assert result["examples"] == 60
 
 
 @pytest.mark.exhaustive
-def test_search_and_serving(
-    here: Path,
+def test_the_pages_of_search_and_of_serving(
+    checkout: Path,
     ray_local: None,
     new_store: Callable[[Path], str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    new_store(here / "runs" / "search" / "runs")
+    new_store(checkout / "runs" / "search" / "runs")
     smaller = {**SMALLER, "jobs.simulate": "--users 60 --events 400"}
-    shop = typed_of("search.md", "An example")  # which has a test of its own
-    follow(
-        [command for command in typed_of("search.md") if command not in shop],
-        monkeypatch,
-        smaller,
-    )
-    follow(typed_of("serving.md"), monkeypatch, smaller)
-    printed = capsys.readouterr().out
-    assert "No violations" in printed
-    assert "registered: version 1 of searches" in printed
-    names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
-    for text in (
-        text
-        for kind, text in blocks((ROOT / "docs/serving.md").read_text())
-        if kind == "python"
-    ):
-        code, call = text.rsplit("model.predict", 1)
-        exec(code, names)
-        answer = eval("model.predict" + call.splitlines()[0], names)
+    shop = read_prompts("search.md", "An example")  # has its own test
+    search = [command for command in read_prompts("search.md") if command not in shop]
+
+    run_commands(search, monkeypatch, smaller)
+    run_commands(read_prompts("serving.md"), monkeypatch, smaller)
+
+    output = capsys.readouterr().out
+    assert "No violations" in output
+    assert "registered: version 1 of searches" in output
+    for language, code in read_blocks(read_page("serving.md")):
+        if language != "python":
+            continue
+        answer = evaluate_call(code, "model.predict")
         assert set(answer["item_id"][0]) == {"i033", "i142", "i198"}
         assert answer["score"].explode().between(0, 1).all()
-        if "timestamp_ms" in call:
-            counted = dict(zip(answer["item_id"][0], answer["score"][0], strict=True))
-    answer = over_http(section((ROOT / "docs/serving.md").read_text(), "Over HTTP"))
-    assert dict(zip(answer["item_id"], answer["score"], strict=True)) == pytest.approx(
-        counted, abs=1e-6
-    )
+        if "timestamp_ms" in code.rpartition("model.predict")[2]:
+            scores = dict(zip(answer["item_id"][0], answer["score"][0], strict=True))
+    answer = request_by_http(read_page("serving.md", "Over HTTP"))
+    http_scores = dict(zip(answer["item_id"], answer["score"], strict=True))
+    assert http_scores == pytest.approx(scores, abs=1e-6)
 
 
-def over_http(text: str) -> dict[str, Any]:
-    """The first row that the server of the page answers to the request of the page, on
-    a port of its own.
+def request_by_http(text: str) -> dict[str, Any]:
+    """Start the server of the page on a free port, and send the page's request.
+
+    Return the first row of the answer.
     """
-    lines = "".join(content for _, content in blocks(text)).split("$ ")
-    serve, curl = (
-        shlex.split(line)
-        for name in ("mlflow ", "curl ")
-        for line in lines
-        if line.startswith(name)
-    )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    lines = "".join(content for _, content in read_blocks(text)).split("$ ")
+    (serve,) = [shlex.split(line) for line in lines if line.startswith("mlflow ")]
+    (curl,) = [shlex.split(line) for line in lines if line.startswith("curl ")]
     assert (serve[-2:], curl[1]) == (["--port", "5001"], "localhost:5001/invocations")
-    program = [sys.executable, "-m", *serve[:-1], port]
-    body = curl[curl.index("--data") + 1]
-    path = os.pathsep.join(
-        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    )  # as after activate
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    command = [sys.executable, "-m", *serve[:-1], port]
+    # The programs of the virtual environment, as after `activate`.
+    programs = str(Path(sys.executable).parent)
+    path = os.pathsep.join([programs, os.environ.get("PATH", "")])
+    request = Request(
+        f"http://localhost:{port}/invocations",
+        curl[curl.index("--data") + 1].encode(),
+        {"Content-Type": "application/json"},
+    )
     with subprocess.Popen(
-        program, start_new_session=True, env=os.environ | {"PATH": path}
+        command, start_new_session=True, env=os.environ | {"PATH": path}
     ) as server:
         try:
-            wait_for(f"http://localhost:{port}/ping", server)
-            header = {"Content-Type": "application/json"}
-            with urlopen(
-                Request(f"http://localhost:{port}/invocations", body.encode(), header)
-            ) as answer:
+            wait_for_server(f"http://localhost:{port}/ping", server)
+            with urlopen(request) as answer:
                 return dict(json.load(answer)["predictions"][0])
         finally:
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGTERM)
 
 
-def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
-    """Until it answers; RuntimeError where the server has ended."""
+def wait_for_server(address: str, server: subprocess.Popen[bytes]) -> None:
+    """Wait until the server answers.
+
+    Raises:
+        RuntimeError: if the server has ended.
+    """
     while server.poll() is None:
         try:
             urlopen(address).close()
@@ -225,123 +242,118 @@ def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"the server has ended with {server.returncode}")
 
 
-def test_new_items_of_a_feed(
-    here: Path,
+def test_the_page_of_new_items_of_a_feed(
+    checkout: Path,
     ray_local: None,
     new_store: Callable[[Path], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    new_store(here / "runs" / "feed" / "runs")
+    new_store(checkout / "runs" / "feed" / "runs")
     smaller = {**SMALLER, "jobs.simulate": "--users 60 --items 200 --events 1200"}
-    follow(typed_of("actions.md", "New items"), monkeypatch, smaller)
-    (serve,) = (
-        text
-        for kind, text in blocks(
-            section((ROOT / "docs/actions.md").read_text(), "New items")
-        )
-        if kind
-    )
-    names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
-    code, call = serve.split("model.predict")
-    exec(code, names)
-    answer = eval("model.predict" + call.splitlines()[0], names)
+    run_commands(read_prompts("actions.md", "New items"), monkeypatch, smaller)
+
+    blocks = read_blocks(read_page("actions.md", "New items"))
+    (code,) = [content for language, content in blocks if language]
+    answer = evaluate_call(code, "model.predict")
     assert set(answer["item_id"][0]) == {"new1", "new2"}
     assert answer["score"].explode().between(0, 1).all()
 
 
-def test_an_own_log_with_its_own_features(
-    here: Path,
+def test_the_page_of_a_search_log_with_custom_features(
+    checkout: Path,
     ray_local: None,
     new_store: Callable[[Path], str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    new_store(here / "runs" / "shop" / "runs")
-    example = section((ROOT / "docs/search.md").read_text(), "An example")
-    (here / "shop").mkdir()
-    (serve,) = (text for kind, text in blocks(example) if kind == "python")
-    (source,) = (text for kind, text in blocks(example) if kind == "yaml")
+    new_store(checkout / "runs" / "shop" / "runs")
+    blocks = dict(read_blocks(read_page("search.md", "An example")))
+    (checkout / "shop").mkdir()
     write_shop("shop", searches=600)
-    (here / "shop.yaml").write_text(source)
-    follow(typed_of("search.md", "An example"), monkeypatch)
-    printed = capsys.readouterr().out
-    assert "No violations" in printed
-    assert "gauc" in printed.lower()
-    names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
-    code, call = serve.split("mlflow.pyfunc")
-    exec(code, names)
-    answer = eval("mlflow.pyfunc" + call.splitlines()[0], names)
+    (checkout / "shop.yaml").write_text(blocks["yaml"])
+
+    run_commands(read_prompts("search.md", "An example"), monkeypatch)
+
+    output = capsys.readouterr().out
+    assert "No violations" in output
+    assert "gauc" in output.lower()
+    answer = evaluate_call(blocks["python"], "mlflow.pyfunc")
     assert set(answer["item_id"][0]) == {"a2", "a14", "a26", "a3"}
 
 
-def test_impressions_and_clicks_in_separate_events(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every fifth user clicks the second result, a minute later, and all of them search
-    again half a minute later.
+def build_ubi_event(
+    action: str, search: int, position: int, time: datetime
+) -> dict[str, Any]:
+    """Build an event of User Behavior Insights on a result of a search."""
+    return {
+        "action_name": action,
+        "client_id": f"c{search // 2 % 50}",
+        "query_id": f"q{search}",
+        "timestamp": time.isoformat(),
+        "event_attributes": {
+            "object": {"object_id": f"sku{position}"},
+            "position": {"ordinal": position},
+        },
+    }
+
+
+def write_ubi_log(folder: Path) -> None:
+    """Write 400 searches as events of User Behavior Insights.
+
+    Users search twice, half a minute apart. Every fifth user clicks the second result a
+    minute after each search.
     """
-    (here / "ubi").mkdir()
-    events, queries, begin = [], [], datetime(2026, 1, 1, tzinfo=UTC)
+    folder.mkdir()
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    events, queries = [], []
     for search in range(400):
-        user, query = f"c{search // 2 % 50}", f"q{search}"
-        at = begin + timedelta(hours=search // 2, seconds=30 * (search % 2))
+        time = start + timedelta(hours=search // 2, seconds=30 * (search % 2))
         queries.append(
-            {"query_id": query, "client_id": user, "user_query": f"word {search % 7}"}
-        )
-
-        def event(
-            action: str, place: int, at: datetime, user: str = user, query: str = query
-        ) -> dict[str, Any]:
-            of = {
-                "object": {"object_id": f"sku{place}"},
-                "position": {"ordinal": place},
+            {
+                "query_id": f"q{search}",
+                "client_id": f"c{search // 2 % 50}",
+                "user_query": f"word {search % 7}",
             }
-            return {
-                "action_name": action,
-                "client_id": user,
-                "query_id": query,
-                "timestamp": at.isoformat(),
-                "event_attributes": of,
-            }
-
-        events += [event("impression", place, at) for place in (1, 2, 3)]
-        events += [event("click", 2, at + timedelta(minutes=1))] * (
-            search // 2 % 5 == 0
         )
+        for position in (1, 2, 3):
+            events.append(build_ubi_event("impression", search, position, time))
+        if search // 2 % 5 == 0:
+            click_time = time + timedelta(minutes=1)
+            events.append(build_ubi_event("click", search, 2, click_time))
     for name, rows in (("events", events), ("queries", queries)):
-        (here / f"ubi/ubi_{name}.ndjson").write_text("\n".join(map(json.dumps, rows)))
-    text = section(
-        (ROOT / "docs/own_log.md").read_text(),
-        "Impressions and clicks in separate events",
-    )
-    code = {kind: content for kind, content in blocks(text) if kind}
-    exec(code["python"], {})
-    (here / "ubi.yaml").write_text(code["yaml"])
-    follow(
-        typed_of("own_log.md", "Impressions and clicks in separate events"), monkeypatch
-    )
-    found = read_table("runs/ubi/tables/sequences", "sequences").to_pylist()
-    searches = [(row, request) for row in found for request in row["requests"]]
+        lines = "\n".join(json.dumps(row) for row in rows)
+        (folder / f"ubi_{name}.ndjson").write_text(lines)
+
+
+def test_the_page_of_impressions_and_clicks_in_separate_events(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    title = "Impressions and clicks in separate events"
+    write_ubi_log(checkout / "ubi")
+    blocks = dict(read_blocks(read_page("own_log.md", title)))
+    exec(blocks["python"], {})
+    (checkout / "ubi.yaml").write_text(blocks["yaml"])
+
+    run_commands(read_prompts("own_log.md", title), monkeypatch)
+
+    users = read_table("runs/ubi/tables/sequences", "sequences").to_pylist()
+    searches = [(user, request) for user in users for request in user["requests"]]
     assert len(searches) == 400
-    for row, request in searches:
-        clicks = int(row["user_id"][1:]) % 5 == 0
+    for user, request in searches:
+        clicks = int(user["user_id"][1:]) % 5 == 0
         assert request["positions"] == [0, 1, 2]
         assert request["label_click"] == [False, clicks, False]
-        second = (
-            request["timestamp_ms"] % 60_000 == 30_000
-        )  # its user's first click of the hour is not known yet
-        earlier = (
-            sum(
-                other["timestamp_ms"] < request["timestamp_ms"]
-                for other in row["requests"]
-            )
-            - second
-        )
-        assert request["history_end"] == earlier * clicks
+        time = request["timestamp_ms"]
+        num_known = sum(other["timestamp_ms"] < time for other in user["requests"])
+        if time % 60_000 == 30_000:
+            num_known -= 1  # the click on the first search comes half a minute later
+        assert request["history_end"] == (num_known if clicks else 0)
 
 
-def test_a_date_in_three_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "sales").mkdir()
+def test_the_pages_row_of_a_date_in_three_columns(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkout / "sales").mkdir()
     days = [
         (u, n, datetime(2025, 11, 28, tzinfo=UTC) + timedelta(days=3 * n))
         for n in range(30)
@@ -351,30 +363,28 @@ def test_a_date_in_three_columns(here: Path, monkeypatch: pytest.MonkeyPatch) ->
         f"c{user},p{(user + n) % 9},{day.year},{day.month},{day.day}"
         for user, n, day in days
     ]
-    (here / "sales/sales.csv").write_text(
+    (checkout / "sales/sales.csv").write_text(
         "\n".join(["customer,product,year,month,day", *rows])
     )
     source = f"""
 files: sales.csv
 user: customer
 item: product
-time: {three_columns()}
+time: {read_three_columns_row()}
 prepare: {{core: 0, ties: log_order, split: {{kind: temporal}}}}
 """
-    (here / "days.yaml").write_text(source)
+    (checkout / "days.yaml").write_text(source)
     prepare = importlib.import_module("jobs.prepare")
     options = ["--source", "days.yaml", "--input", "sales", "--output", "runs/days"]
     prepare.run(cli.config_from_words(prepare, options))
     times = read_table("runs/days/sequences", "sequences")["timestamp_ms"].to_pylist()
-    assert (
-        times
-        == [[int(day.timestamp()) * 1000 for user, _, day in days if user == 0]] * 20
-    )
+    expected = [int(day.timestamp()) * 1000 for user, _, day in days if user == 0]
+    assert times == [expected] * 20
 
 
-def three_columns() -> str:
+def read_three_columns_row() -> str:
     """Return the time of the row "year, month and day in three columns" as YAML."""
-    text = (ROOT / "docs/own_log.md").read_text()
-    (row,) = (line for line in text.splitlines() if "in three columns" in line)
+    lines = read_page("own_log.md").splitlines()
+    (row,) = [line for line in lines if "in three columns" in line]
     column, pattern = re.findall(r"`((?:column|format): .*?)`", row)
     return "{" + f"{column}, {pattern}".replace("\\|", "|") + "}"

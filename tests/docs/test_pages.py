@@ -1,6 +1,4 @@
-"""No page goes stale: its commands have the options that the jobs have, and its links
-lead somewhere.
-"""
+"""Test that pages are up to date: their commands parse, and their links resolve."""
 
 from __future__ import annotations
 
@@ -10,50 +8,55 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pages import PAGES, ROOT, anchors, commands, jobs_of, links
+from pages import (
+    PAGES,
+    ROOT,
+    parse_jobs,
+    read_anchors,
+    read_commands,
+    read_links,
+)
 
 from jobs import cli
 from pipelines.data.settings import read_config
 from tests import source_keys
 
-EACH = [
+JOBS = [
     pytest.param(module, words, id=f"{page.stem}-{number}-{module}")
     for page in PAGES
-    for number, command in enumerate(commands(page.read_text()))
-    for module, words in jobs_of(command)
+    for number, command in enumerate(read_commands(page.read_text()))
+    for module, words in parse_jobs(command)
 ]
 
 
-@pytest.mark.parametrize(("module", "words"), EACH)
-def test_a_job_takes_the_options_of_a_command(
+@pytest.mark.parametrize(("module", "words"), JOBS)
+def test_a_job_accepts_the_options_of_a_command(
     module: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)  # files of the checkout are named from there
+    monkeypatch.chdir(ROOT)  # paths of the checkout's files are relative to it
     job = importlib.import_module(module)
-    if module.startswith(("jobs.", "papers.")):
-        expanded = [os.path.expandvars(word) for word in words]
-        cli.config_from_words(job, with_shipped_source(expanded))
-        named = [
-            word for word in words if word.endswith(".yaml") and "/" in word
-        ]  # others are the reader's
-        assert [
-            word for word in named if "$" not in word and not Path(word).is_file()
-        ] == []
-    else:
+    if not module.startswith(("jobs.", "papers.")):
         assert callable(job.main)
+        return
+    expanded = [os.path.expandvars(word) for word in words]
+    cli.config_from_words(job, use_shipped_source(expanded))
+    # A path with a folder names a file of the checkout, a mere name one of the reader.
+    paths = [word for word in words if word.endswith(".yaml") and "/" in word]
+    files = [Path(path) for path in paths if "$" not in path]
+    assert [file for file in files if not file.is_file()] == []
 
 
-def with_shipped_source(words: list[str]) -> list[str]:
-    """Replace the reader's own mapping file, which does not exist, by a shipped one."""
+def use_shipped_source(words: list[str]) -> list[str]:
+    """Replace a mapping file of the reader, which does not exist, by a shipped one."""
     if "--source" in words:
-        place = words.index("--source") + 1
-        if not Path(words[place]).is_file():
-            words[place] = "jobs/configs/sources/simulated.yaml"
+        position = words.index("--source") + 1
+        if not Path(words[position]).is_file():
+            words[position] = "jobs/configs/sources/simulated.yaml"
     return words
 
 
-def test_there_are_commands_of_every_job_to_look_at() -> None:
-    shown = {str(param.values[0]).removeprefix("jobs.") for param in EACH}
+def test_the_pages_have_commands_of_every_job() -> None:
+    jobs = {str(param.values[0]).removeprefix("jobs.") for param in JOBS}
     assert {
         "prepare",
         "audit",
@@ -63,25 +66,25 @@ def test_there_are_commands_of_every_job_to_look_at() -> None:
         "evaluate",
         "sweep",
         "compare",
-    } <= shown
+    } <= jobs
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in links(page.read_text()):
+def test_links_have_existing_targets(page: Path) -> None:
+    for link in read_links(page.read_text()):
         if link.startswith(("http://", "https://")):
             continue
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), link
         if anchor:
-            assert anchor in anchors(target.read_text()), link
+            assert anchor in read_anchors(target.read_text()), link
 
 
 @pytest.mark.parametrize(
     "page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem
 )
-def test_a_page_begins_with_what_its_reader_can_do_after_it(page: Path) -> None:
+def test_a_page_begins_with_what_its_reader_learns(page: Path) -> None:
     assert page.read_text().split("\n\n")[1].startswith("After this page you")
 
 
@@ -89,12 +92,12 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 8000
 
 
-def test_the_keys_of_mapping_files_are_those_of_the_code() -> None:
+def test_the_page_of_mapping_keys_equals_the_generated_one() -> None:
     text = (ROOT / "jobs/configs/sources/README.md").read_text()
     assert source_keys.page(text) == text
 
 
-def test_the_examples_of_keys_are_read() -> None:
+def test_the_examples_of_keys_are_valid() -> None:
     assert list(source_keys.EXAMPLES) == [
         key for key, *_ in source_keys.rows(source_keys.KINDS)
     ]
