@@ -1,6 +1,4 @@
-"""Fixtures that more than one folder of tests uses, and what tells the long tests from
-the fast ones.
-"""
+"""Fixtures that several folders of tests share, and the mark of long tests."""
 
 from __future__ import annotations
 
@@ -17,59 +15,57 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-settings.register_profile(
-    "tests", deadline=None
-)  # a busy machine takes longer for an example, once
+# An example may take long once on a busy machine.
+settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault(
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
-)  # on loopback alone, as jobs.cli has it
+# Ray listens only on loopback, as jobs.cli sets it.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TRIELINE_CACHE", tempfile.mkdtemp(prefix="trieline-test-cache-"))
 os.environ.setdefault("RAY_worker_niceness", "0")
-os.environ.setdefault(
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0"
-)  # also in what joins the shared Ray
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # else each process that a test starts compiles the project anew
+# Also for processes that join the shared Ray.
+os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+# With it, each process that a test starts would compile the project anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Workers without Ray Train are forked from a process that has imported the loop,
-# started when first asked for.
+# Workers without Ray Train are forked from a process that has imported the loop. It
+# starts with the first of them.
 multiprocessing.set_forkserver_preload(
     ["pipelines.training.worker", "models.retrieval.tiger", "models.actions.fusions"]
 )
 
-LONG = {"ray_local", "trained", "taught", "s3"}
-"""Fixtures that start Ray or a server, or train for long: who takes one, also by way of
-others, is long."""
+LONG_FIXTURES = {"ray_local", "trained", "taught", "s3"}
+"""Fixtures that start Ray or a server, or train. Tests that use one, also through other
+fixtures, are long."""
 
-running: list[pytest.Item] = []
-"""The fast test that runs, with its set-up, or none."""
+running_fast_test: list[pytest.Item] = []
+"""The fast test that runs or is set up, if any."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as long by their fixtures or as exhaustive, and sort their files first.
+    """Mark tests as long by their fixtures, and sort files with long tests first.
 
-    The longest files come first so that all workers end at about the same time.
+    So the workers of pytest-xdist end at about the same time.
     """
     for item in items:
-        takes_long = LONG & set(getattr(item, "fixturenames", ()))
-        if takes_long or item.get_closest_marker("exhaustive"):
+        if LONG_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("long")
     files = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in files)
 
 
 def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
-    """A fast test starts no Python, Ray or MLflow; compilers and git are no matter."""
-    if event != "subprocess.Popen" or not running:
+    """Raise an error if a fast test starts Python, Ray or MLflow.
+
+    Compilers and git are allowed.
+    """
+    if event != "subprocess.Popen" or not running_fast_test:
         return
     program = os.fsdecode(arguments[0])
     if Path(program).name.startswith(("python", "ray", "mlflow")) or "/ray/" in program:
         raise RuntimeError(
-            f"{running[0].nodeid} starts {program} and is not marked as long; mark it with pytest.mark.long, or let "
+            f"{running_fast_test[0].nodeid} starts {program} and is not marked as long; mark it with pytest.mark.long, or let "
             f"it use the shared Ray of the fixture ray_local"
         )
 
@@ -79,16 +75,17 @@ sys.addaudithook(refuse_processes)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    running[:] = [] if item.get_closest_marker("long") else [item]
+    """Record the running test if it is fast."""
+    running_fast_test[:] = [] if item.get_closest_marker("long") else [item]
     try:
         return (yield)
     finally:
-        running.clear()
+        running_fast_test.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def threads() -> int:
-    """PyTorch's threads at the start."""
+    """Return the number of PyTorch's threads at the start."""
     import torch
 
     return torch.get_num_threads()
@@ -96,8 +93,9 @@ def threads() -> int:
 
 @pytest.fixture(autouse=True)
 def same_threads(threads: int) -> Iterator[None]:
-    """Benchmarks set their own, and sums by another number of threads differ in their
-    last digits.
+    """Restore the number of PyTorch's threads, which benchmarks change.
+
+    Sums by another number of threads differ in their last digits.
     """
     import torch
 
@@ -107,7 +105,7 @@ def same_threads(threads: int) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_local() -> Iterator[None]:
-    """One local Ray for the whole test run: starting one takes seconds."""
+    """Start a local Ray for all tests of the process, as starting one takes seconds."""
     import ray
 
     from jobs import cli
@@ -119,7 +117,10 @@ def ray_local() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """(TABLES, SIDS) of the data set `small`, to be read alone."""
+    """Write the data set `small`; return its folders of tables and of semantic IDs.
+
+    Tests must not change them.
+    """
     from tests.fixtures.training_tables import write_tables
 
     return write_tables(tmp_path_factory.mktemp("tables") / "small")
@@ -127,8 +128,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def new_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
-    """Puts an empty MLflow store `mlflow.db` into a folder and gives its URI: a copy,
-    as making one takes seconds.
+    """Return a function that creates an empty MLflow store in a folder.
+
+    The function returns the store's URI. It copies a template, as creating a store takes
+    seconds.
     """
     from pipelines import tracking
 
@@ -149,7 +152,7 @@ def new_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]
 
 @pytest.fixture(scope="session")
 def in_ray(ray_local: None) -> dict[str, str]:
-    """Environment of a command that joins this Ray, instead of starting one of its own."""
+    """Return the environment of a command that joins the shared Ray."""
     import ray
 
     return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -157,8 +160,9 @@ def in_ray(ray_local: None) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """A bucket of a local S3 server; the environment says where it is, to this process
-    and those that it starts.
+    """Start a local S3 server; return the URI of a bucket.
+
+    The environment of this process and of its children points to the server.
     """
     import socket
     import uuid
@@ -166,15 +170,14 @@ def s3() -> Iterator[str]:
     import boto3
     from moto.server import ThreadedMotoServer
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line per request
     server.start()
-    bucket = (
-        f"bucket-{uuid.uuid4().hex[:8]}"  # of its own: a process greets a bucket once
-    )
+    # A new name, as a process checks each bucket only once.
+    bucket = f"bucket-{uuid.uuid4().hex[:8]}"
     with pytest.MonkeyPatch.context() as environment:
         for name, value in {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",

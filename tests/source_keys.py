@@ -1,9 +1,9 @@
-"""All keys of mapping files as tables of jobs/configs/sources/README.md, from the
-dataclasses that read them.
+"""Write the keys of mapping files as tables of jobs/configs/sources/README.md.
 
-    python -m tests.source_keys jobs/configs/sources/README.md    # writes the tables anew into the page
+    python -m tests.source_keys jobs/configs/sources/README.md
 
-A test holds that the page is as this writes it, and that the examples are read.
+The keys, their meanings and defaults come from the dataclasses that read them. A test
+checks that the page is up to date and that the examples are valid.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
     "prepare.": (PrepareConfig, ()),
     "prepare.split.": (SplitConfig, ()),
 }
-"""What reads each section of a mapping file, and which of its fields, where not all."""
+"""The dataclass that reads each section of a mapping file, and the fields that are keys
+(all, if empty)."""
 
 KINDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "search.": (SearchConfig, ()),
@@ -63,7 +64,7 @@ KINDS: dict[str, tuple[type, tuple[str, ...]]] = {
     "actions.inputs.NAME.": (Input, ()),
     "actions.counts.": (Counts, ()),
 }
-"""The same of the sections of `prepare` that are of one kind."""
+"""The same for the sections of `prepare` that belong to one kind of log."""
 
 EXAMPLES = {
     "search.windows_days": "windows_days: [1, 7]",
@@ -91,9 +92,9 @@ EXAMPLES = {
     "actions.counts.prior": "counts: {prior: 0.02}",
     "actions.counts.strength": "counts: {strength: 50}",
 }
-"""Of each key of KINDS what may be written below `search` or `actions`."""
+"""An example of each key of `KINDS`, as written below `search` or `actions`."""
 
-LEFT_OUT = (
+OMITTED_FIELDS = (
     "prepare.kind_config",
     "prepare.ray_data",
     "prepare.split",
@@ -104,86 +105,82 @@ LEFT_OUT = (
     "as_of",
     "actions.counts",
 )
-"""Fields that are no keys, or sections of their own."""
+"""Fields that are no keys, or that have a section."""
 
 
-def described(kind: type) -> dict[str, str]:
-    """What stands beneath each field of a dataclass, by its name, those of its bases
-    among them.
-    """
-    found: dict[str, str] = {}
+def read_field_docs(kind: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass and its bases, by field name."""
+    docs: dict[str, str] = {}
     for cls in reversed(kind.__mro__[:-1]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(tree, ast.ClassDef)
-        for node, below in zip(tree.body, tree.body[1:], strict=False):
-            if (
-                isinstance(node, ast.AnnAssign)
-                and isinstance(node.target, ast.Name)
-                and isinstance(below, ast.Expr)
+        for node, next_node in zip(tree.body, tree.body[1:], strict=False):
+            if not isinstance(node, ast.AnnAssign) or not isinstance(
+                next_node, ast.Expr
             ):
-                text = (
-                    ast.literal_eval(below.value)
-                    if isinstance(below.value, ast.Constant)
-                    else ""
-                )
-                found[node.target.id] = " ".join(str(text).split())
-    return found
+                continue
+            if isinstance(node.target, ast.Name):
+                doc = ""
+                if isinstance(next_node.value, ast.Constant):
+                    doc = str(ast.literal_eval(next_node.value))
+                docs[node.target.id] = " ".join(doc.split())
+    return docs
 
 
-def _default(field: Field) -> str:
-    """A key's value where it is left out, as it is written in YAML."""
+def format_default(field: Field) -> str:
+    """Return the default of a key as it is written in YAML."""
     if field.default is MISSING and field.default_factory is MISSING:
         return "required"
-    value: Any = (
-        field.default if field.default is not MISSING else field.default_factory()
-    )  # type: ignore[misc]
+    value: Any = field.default
+    if value is MISSING:
+        value = field.default_factory()  # type: ignore[misc]
     if value is None or value in ("", [], {}):
         return ""
     if isinstance(value, list):
         value = [
-            int(each) if isinstance(each, float) and each.is_integer() else each
-            for each in value
+            int(item) if isinstance(item, float) and item.is_integer() else item
+            for item in value
         ]
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def rows(
+def build_rows(
     sections: dict[str, tuple[type, tuple[str, ...]]],
 ) -> Iterator[tuple[str, str, str]]:
-    """Each key with what it is and its default, in the order of the sections."""
-    for where, (kind, only) in sections.items():
-        texts = described(kind)
-        for field in sorted(
-            fields(kind), key=lambda field: field.kw_only
-        ):  # how files are written comes last
-            key = where + field.name
-            if key not in LEFT_OUT and (not only or field.name in only):
-                text = re.sub(r"(^|\. )None: ", r"\1By default: ", texts[field.name])
-                yield key, text.replace("None: ", "by default: "), _default(field)
+    """Yield key, meaning and default of each field, in the order of the sections."""
+    for prefix, (kind, names) in sections.items():
+        docs = read_field_docs(kind)
+        # Keyword-only fields, on how files are written, come last.
+        for field in sorted(fields(kind), key=lambda field: field.kw_only):
+            key = prefix + field.name
+            if key not in OMITTED_FIELDS and (not names or field.name in names):
+                doc = re.sub(r"(^|\. )None: ", r"\1By default: ", docs[field.name])
+                meaning = doc.replace("None: ", "by default: ")
+                yield key, meaning, format_default(field)
 
 
-def table(header: str, found: Iterator[tuple[str, ...]]) -> str:
-    """Rows in Markdown, of which the first cell is a key."""
+def format_table(header: str, rows: Iterator[tuple[str, ...]]) -> str:
+    """Return rows as a Markdown table; the first cell of a row is a key."""
     lines = [header, "|---" * header.count(" | ") + "|---|"]
-    for key, *cells in found:
-        lines.append(
-            f"| `{key}` | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace(
-                "|  |", "| |"
-            )
-        )
+    for key, *cells in rows:
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        line = f"| `{key}` | {' | '.join(escaped)} |"
+        lines.append(line.replace("|  |", "| |"))
     return "\n".join(lines)
 
 
-def page(text: str) -> str:
-    """A page with its tables written anew. ValueError for one that has no place for
-    them.
+def write_tables(text: str) -> str:
+    """Return a page with its tables written anew.
+
+    Raises:
+        ValueError: if the page lacks the lines between which the tables belong.
     """
-    kinds = ((*row, f"`{EXAMPLES[row[0]]}`") for row in rows(KINDS))
+    kinds = ((*row, f"`{EXAMPLES[row[0]]}`") for row in build_rows(KINDS))
     tables = {
-        "keys": table("| key | meaning | default |", rows(SECTIONS)),
-        "kinds": table("| key | meaning | default | example |", kinds),
+        "keys": format_table("| key | meaning | default |", build_rows(SECTIONS)),
+        "kinds": format_table("| key | meaning | default | example |", kinds),
     }
-    for name, written in tables.items():
+    for name, table in tables.items():
         first, last = BEGIN.format(name), END.format(name)
         before, begin, rest = text.partition(first)
         _, end, after = rest.partition(last)
@@ -191,10 +188,10 @@ def page(text: str) -> str:
             raise ValueError(
                 f"the page has no lines '{first}' and '{last}'; write both where the table belongs"
             )
-        text = f"{before}{first}\n{written}\n{last}{after}"
+        text = f"{before}{first}\n{table}\n{last}{after}"
     return text
 
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    path.write_text(page(path.read_text()))
+    path.write_text(write_tables(path.read_text()))

@@ -1,6 +1,4 @@
-"""What models and families declare is what they have, and nothing is found out by
-probing.
-"""
+"""Test that models and families declare their abilities, and that no code probes them."""
 
 from __future__ import annotations
 
@@ -17,46 +15,43 @@ from models.storage.tables import UserError
 
 ROOT = Path(__file__).parents[1]
 PROBES = {
-    "pipelines/ray_inside.py": "what is private to Ray, and may not be there",
+    "pipelines/ray_inside.py": "private attributes of Ray, which a version may lack",
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
     "pipelines/data/sids/embed.py": "configs of Hugging Face",
     "models/text/text_encoder.py": "configs and modules of Hugging Face",
     "models/search/hllm.py": "configs of Hugging Face",
     "pipelines/serving/ray_serve.py": "versions registered before requests were checked",
     "pipelines/serving/served_model.py": "MLflow's wrapped functions, which mark themselves",
-    "models/storage/uri.py": "named tuples, which have no class of their own",
+    "models/storage/uri.py": "named tuples, which share no base class",
     "jobs/cli.py": "jobs whose command line is more than their dataclass",
 }
-"""Where an object is asked what it has, and whose it is."""
+"""Modules that probe objects for attributes, and the objects."""
 
 
-def probes(source: str) -> bool:
-    """Whether a module asks an object for what it may not have."""
-    return any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and (
-            node.func.id == "hasattr"
-            or (node.func.id == "getattr" and len(node.args) == 3)
-        )
-        for node in ast.walk(ast.parse(source))
-    )
+def probes_attributes(source: str) -> bool:
+    """Return whether code asks an object for an attribute that it may lack."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name = node.func.id
+            if name == "hasattr" or (name == "getattr" and len(node.args) == 3):
+                return True
+    return False
 
 
-def test_what_a_model_can_do_is_declared_and_not_probed() -> None:
+def test_only_listed_modules_probe_attributes() -> None:
     files = [
         path
         for package in ("models", "pipelines", "tuning", "benchmarks", "jobs")
         for path in (ROOT / package).rglob("*.py")
     ]
-    found = {str(path.relative_to(ROOT)) for path in files if probes(path.read_text())}
-    assert found <= set(PROBES)
+    probing = [path for path in files if probes_attributes(path.read_text())]
+    assert {str(path.relative_to(ROOT)) for path in probing} <= set(PROBES)
 
 
-def test_a_probe_is_seen() -> None:
-    assert probes("hasattr(x, 'a')")
-    assert probes("getattr(x, 'a', 1)")
-    assert not probes("getattr(x, name)")
+def test_a_probe_is_recognised() -> None:
+    assert probes_attributes("hasattr(x, 'a')")
+    assert probes_attributes("getattr(x, 'a', 1)")
+    assert not probes_attributes("getattr(x, name)")
 
 
 def test_the_command_line_has_the_options_of_all_models() -> None:
@@ -65,7 +60,7 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
         for name in registry.MODELS
         for option in registry.find(name).recommend_options()
     }
-    line = [
+    words = [
         "--checkpoint",
         "C",
         "--tables",
@@ -75,14 +70,14 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
         "--constrained",
         "false",
     ]
-    assert parse(Config, line).recommend_options() == {"beam": 5, "constrained": False}
+    assert parse(Config, words).recommend_options() == {"beam": 5, "constrained": False}
     with pytest.raises(
         UserError, match="--path is 'quick', it must be one of fast, plain"
     ):
         parse(Config, ["--checkpoint", "C", "--tables", "T", "--path", "quick"])
 
 
-def test_a_family_says_what_it_does_not_read_of_a_log() -> None:
+def test_a_family_lists_the_columns_of_a_log_that_it_does_not_read() -> None:
     info = {
         "numbers": ["price"],
         "categories": [],

@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom."""
+"""Test which packages import which, and that no imports form a cycle."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FORBIDDEN = {"models": {"ray", "mlflow", "polars"}}
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
-def imports(source: str) -> set[str]:
-    """Top-level names that a module imports anywhere, also inside functions."""
+def find_imported_packages(source: str) -> set[str]:
+    """Return the top-level packages that code imports, also inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -33,70 +33,70 @@ def imports(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_follow_the_flow(path: Path) -> None:
+def test_packages_import_only_lower_ones(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
-    found = imports(path.read_text())
-    assert found & set(PACKAGES) <= ALLOWED[package]
-    assert not found & FORBIDDEN.get(package, set())
+    imported = find_imported_packages(path.read_text())
+    assert imported & set(PACKAGES) <= ALLOWED[package]
+    assert not imported & FORBIDDEN.get(package, set())
 
 
-def test_a_forbidden_import_is_seen() -> None:
-    assert imports("def f():\n    import ray.data\n    from jobs.cli import main") == {
-        "ray",
-        "jobs",
-    }
+def test_an_import_inside_a_function_is_found() -> None:
+    source = "def f():\n    import ray.data\n    from jobs.cli import main"
+    assert find_imported_packages(source) == {"ray", "jobs"}
 
 
-def module_of(path: Path) -> str:
+def get_module_name(path: Path) -> str:
+    """Return the dotted name of a file's module."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(path: Path, known: set[str]) -> set[str]:
-    """The modules of this project that a file imports anywhere: in functions and for
-    types too.
+def find_imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """Return the modules of this project that a file imports.
+
+    Imports inside functions and for types count too.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {
-                node.module
-            }
-    return found & known
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names & modules
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of one circle of imports, or none."""
-    done: set[str] = set()
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of one cycle of imports, or an empty list."""
+    without_cycle: set[str] = set()
 
-    def walk(module: str, way: list[str]) -> list[str]:
-        if module in way:
-            return [*way[way.index(module) :], module]
-        if module in done:
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in without_cycle:
             return []
-        for other in sorted(graph[module]):
-            if found := walk(other, [*way, module]):
-                return found
-        done.add(module)
+        for imported in sorted(graph[module]):
+            cycle = walk(imported, [*path, module])
+            if cycle:
+                return cycle
+        without_cycle.add(module)
         return []
 
-    return next((found for module in sorted(graph) if (found := walk(module, []))), [])
+    for module in sorted(graph):
+        cycle = walk(module, [])
+        if cycle:
+            return cycle
+    return []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    modules = {module_of(path): path for path in FILES}
-    assert (
-        circle(
-            {
-                name: imported(path, set(modules)) - {name}
-                for name, path in modules.items()
-            }
-        )
-        == []
-    )
+def test_imports_form_no_cycle() -> None:
+    paths = {get_module_name(path): path for path in FILES}
+    graph = {
+        name: find_imported_modules(path, set(paths)) - {name}
+        for name, path in paths.items()
+    }
+    assert find_cycle(graph) == []
 
 
-def test_a_circle_is_seen() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+def test_a_cycle_is_found() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]

@@ -1,4 +1,4 @@
-"""The benchmark of models of actions yields complete rows with attention counts."""
+"""Test the rows and attention counts of the benchmark of models of actions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import pytest
 from benchmarks import actions
 
 
-def test_rows_count_the_attention_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_count_the_operations_of_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
-        actions, "in_fresh_process", lambda function, *given: function(*given)
-    )  # in this process
+        actions, "in_fresh_process", lambda function, *arguments: function(*arguments)
+    )
     rows = list(
         actions.actions(
             runs=1,
@@ -30,15 +32,14 @@ def test_rows_count_the_attention_that_is_read(monkeypatch: pytest.MonkeyPatch) 
         for mode in ("train", "forward")
         for variant in ("interleaved", "attn_lfa", "genrank")
     ]
-    found = {
+    flops = {
         (row["params"]["mode"], row["variant"]): row["attention_flops"] for row in rows
     }
-    each = (
-        2 * 4 * 8
-    )  # of 2 users and one pair: two products of width 8, two operations each
+    # Of one pair, for 2 users: two products of width 8, two operations each.
+    per_pair = 2 * 4 * 8
     causal = {n: n * (n + 1) // 2 for n in (4, 7, 8, 16)}
-    assert found["train", "interleaved"] == 2 * causal[16] * each
-    assert found["train", "attn_lfa"] == (2 * causal[8] + causal[7]) * each
-    assert found["train", "genrank"] == 2 * (causal[4] + 4 * 5) * each
-    assert found["forward", "interleaved"] == 2 * (causal[16] + 3 * 17) * each
+    assert flops["train", "interleaved"] == 2 * causal[16] * per_pair
+    assert flops["train", "attn_lfa"] == (2 * causal[8] + causal[7]) * per_pair
+    assert flops["train", "genrank"] == 2 * (causal[4] + 4 * 5) * per_pair
+    assert flops["forward", "interleaved"] == 2 * (causal[16] + 3 * 17) * per_pair
     assert all(row["items_per_s"] > 0 and row["peak_memory_mb"] >= 0 for row in rows)

@@ -1,4 +1,4 @@
-"""Command line of the benchmarks."""
+"""Test the command line of the benchmarks."""
 
 from __future__ import annotations
 

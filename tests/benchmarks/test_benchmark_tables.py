@@ -1,11 +1,11 @@
-"""Lines of a benchmark become a table per size, with times relative to references."""
+"""Test the tables of benchmark results, with times relative to references."""
 
 from __future__ import annotations
 
 from benchmarks.tables import benchmark_tables, to_rows
 
 
-def test_a_benchmark_is_a_table_for_each_size() -> None:
+def test_a_benchmark_has_a_table_per_size() -> None:
     lines = []
     for beam in (10, 50):
         for variant, ms, encode in (
@@ -35,7 +35,9 @@ def test_a_benchmark_is_a_table_for_each_size() -> None:
             lines.append(
                 {"benchmark": "decode", "variant": variant, "params": params, **seconds}
             )
+
     first, second = benchmark_tables(to_rows(lines))
+
     assert first.title == "decode: batch 32, beam 10, items 25000"
     assert second.title == "decode: batch 32, beam 50, items 25000"
     assert second.cells[-1] == [

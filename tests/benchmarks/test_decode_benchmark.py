@@ -1,4 +1,4 @@
-"""The decode benchmark has a catalogue like the paper's, and complete rows."""
+"""Test the decode benchmark: its random catalogue, its rows, and real histories."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
 
-def test_the_catalogue_branches_like_the_papers():
+def test_the_random_catalogue_and_histories_resemble_the_papers():
     codes = decode.random_codes(25_000, torch.Generator().manual_seed(0))
     trie = Trie(codes, (256, 256, 256, 256))
     assert trie.num_items == 25_000
     assert trie.branching() == pytest.approx(decode.MEAN_BRANCHING, rel=0.05)
-    lengths = [
-        len(h)
-        for h in decode.random_histories(1024, 25_000, torch.Generator().manual_seed(0))
-    ]
+
+    generator = torch.Generator().manual_seed(0)
+    histories = decode.random_histories(1024, 25_000, generator)
+    lengths = [len(history) for history in histories]
     assert sum(lengths) / 1024 == pytest.approx(9, abs=0.8)
     assert lengths == sorted(lengths)
 
 
 @pytest.mark.long
-def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
-    variants = ["hf", "sid_mlp_fast"]  # a process for the memory of each
+def test_rows_are_written_as_complete_json_lines(tmp_path):
+    variants = ["hf", "sid_mlp_fast"]  # each has a process, to measure its memory
     rows = decode.decode(
         runs=2,
         threads=1,
@@ -48,9 +48,9 @@ def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
     )
     with (tmp_path / "rows.jsonl").open("w") as file:
         written = harness.write_rows(rows, file, {"commit": "abc"})
-    assert [
-        json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()
-    ] == written
+
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == written
     assert [(row["variant"], row["params"]["batch"]) for row in written] == [
         ("hf", 2),
         ("sid_mlp_fast", 2),
@@ -71,9 +71,8 @@ def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
             "decode_s",
             "commit",
         }
-        assert (
-            row["encode_s"] > 0
-        )  # timed beside the whole call, so that on busy cores it may even take longer
+        # Timed separately from the whole call, so on busy cores it may take longer.
+        assert row["encode_s"] > 0
         assert row["decode_s"] < row["max_s"]
         assert row["params"]["beam"] == 4
         assert row["runs"] == 2
@@ -84,10 +83,10 @@ def test_rows_are_json_lines_with_all_that_is_promised(tmp_path):
         assert row["peak_memory_mb"] >= 0
 
 
-def test_trained_models_are_timed_on_their_own_tables(tmp_path, monkeypatch):
+def test_trained_models_are_timed_on_their_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        decode, "in_fresh_process", lambda function, *given: function(*given)
-    )  # in this process
+        decode, "in_fresh_process", lambda function, *arguments: function(*arguments)
+    )
     tables, sids = write_tables(tmp_path, users=40)
     tiger = {
         "name": "tiger",
@@ -97,22 +96,19 @@ def test_trained_models_are_timed_on_their_own_tables(tmp_path, monkeypatch):
         "d_kv": 8,
         "num_encoder_layers": 1,
     }
-    saved = []
-    for model in (
-        tiger,
-        {
-            "name": "gdn",
-            "teacher": str(tmp_path / "tiger"),
-            "num_layers": 1,
-            "head_width": 8,
-        },
-    ):
+    gdn = {
+        "name": "gdn",
+        "teacher": str(tmp_path / "tiger"),
+        "num_layers": 1,
+        "head_width": 8,
+    }
+    paths = []
+    for model in (tiger, gdn):
         setup = build_training(model, FitConfig(batch_size=8), Inputs(tables, sids))
-        checkpoint.save(
-            tmp_path / model["name"], setup.model, setup.checkpoint(epoch=1)
-        )
-        saved.append(str(tmp_path / model["name"]))
-    given = {
+        path = tmp_path / model["name"]
+        checkpoint.save(path, setup.model, setup.checkpoint(epoch=1))
+        paths.append(str(path))
+    options = {
         "runs": 1,
         "threads": 1,
         "batches": (2,),
@@ -120,7 +116,9 @@ def test_trained_models_are_timed_on_their_own_tables(tmp_path, monkeypatch):
         "slow": (2, 3),
         "sids": sids,
     }
-    rows = list(decode.decode(**given, histories=tables, checkpoints=saved))
+
+    rows = list(decode.decode(**options, histories=tables, checkpoints=paths))
+
     assert [row["variant"] for row in rows] == [
         "hf_nocache",
         "hf",
@@ -128,32 +126,29 @@ def test_trained_models_are_timed_on_their_own_tables(tmp_path, monkeypatch):
         "tiger_allowed",
         "gdn",
     ]
-    assert rows[0]["params"]["checkpoints"] == dict(
-        zip(("tiger", "gdn"), saved, strict=True)
-    )
+    checkpoints = dict(zip(("tiger", "gdn"), paths, strict=True))
+    assert rows[0]["params"]["checkpoints"] == checkpoints
     with pytest.raises(UserError, match="give --histories TABLES and --sids SIDS"):
-        list(decode.decode(**given, checkpoints=saved))
+        list(decode.decode(**options, checkpoints=paths))
     with pytest.raises(UserError, match="both of the model 'tiger'"):
-        list(decode.decode(**given, histories=tables, checkpoints=[saved[0]] * 2))
+        list(decode.decode(**options, histories=tables, checkpoints=[paths[0]] * 2))
 
 
 def test_real_histories_are_those_of_test_requests(tmp_path):
     tables, _ = write_tables(tmp_path, users=40)
-    every = RetrievalDataset.load(f"{tables}/sequences", "test", max_history=4)
-    found = decode.real_histories(100, tables, longest=4)
-    assert (
-        sorted(map(len, found))
-        == sorted(every.lengths.tolist())
-        == [len(history) for history in found]
-    )
-    rows = every.collate(np.arange(len(every))).history.tolist()
-    assert sorted(found) == sorted(
-        [item for item in row if item != PAD] for row in rows
-    )
+    examples = RetrievalDataset.load(f"{tables}/sequences", "test", max_history=4)
+
+    histories = decode.real_histories(100, tables, longest=4)
+
+    lengths = [len(history) for history in histories]
+    assert lengths == sorted(examples.lengths.tolist())
+    rows = examples.collate(np.arange(len(examples))).history.tolist()
+    unpadded = [[item for item in row if item != PAD] for row in rows]
+    assert sorted(histories) == sorted(unpadded)
     assert len(decode.real_histories(5, tables, longest=4)) == 5
 
 
-def test_plain_is_padded_to_the_longest_and_gives_what_fast_gives():
+def test_the_plain_path_is_padded_and_returns_the_results_of_the_fast_one():
     source = decode.Source(items=400, seed=0)
     for kind in ("sid_mlp", "sid_mlp_pp"):
         model = decode.load_model(source, kind)
@@ -165,15 +160,18 @@ def test_plain_is_padded_to_the_longest_and_gives_what_fast_gives():
         for padded, batch in zip(plain, fast, strict=True):
             assert batch.history.shape[1] == batch.history_length.max()
             items, scores = decode.make_call(f"{kind}_plain", model, 10)(padded)
-            found, fast_scores = decode.make_call(f"{kind}_fast", model, 10)(batch)
+            fast_items, fast_scores = decode.make_call(f"{kind}_fast", model, 10)(batch)
             torch.testing.assert_close(fast_scores, scores, rtol=1e-4, atol=1e-4)
-            assert found.tolist() == items.tolist()
+            assert fast_items.tolist() == items.tolist()
 
 
 @pytest.mark.long
-def test_a_process_does_not_inherit_the_peak_of_the_one_that_started_it():
-    before = harness.in_fresh_process(resident_peak_mb)
-    held = np.ones(2**27)  # 1 GiB
+def test_a_process_does_not_inherit_the_peak_memory_of_its_parent():
+    small_peak = harness.in_fresh_process(resident_peak_mb)
+    large_array = np.ones(2**27)  # 1 GiB
     assert resident_peak_mb() > 1000
-    assert harness.in_fresh_process(resident_peak_mb) == pytest.approx(before, abs=100)
-    assert held.sum() == 2**27
+
+    peak = harness.in_fresh_process(resident_peak_mb)
+
+    assert peak == pytest.approx(small_peak, abs=100)
+    assert large_array.sum() == 2**27  # the array is still allocated

@@ -1,4 +1,4 @@
-"""The encoder benchmark yields complete rows for all modes and variants."""
+"""Test the benchmark of search encoders: its rows, and the sizes that are left out."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import torch
 from benchmarks import search_encoder
 
 
-def test_rows_name_mode_and_length(monkeypatch):
+def test_rows_have_mode_length_times_and_memory(monkeypatch):
     monkeypatch.setattr(
-        search_encoder, "in_fresh_process", lambda function, *given: function(*given)
+        search_encoder,
+        "in_fresh_process",
+        lambda function, *arguments: function(*arguments),
     )
     sizes = {
         "width": 16,
@@ -19,7 +21,9 @@ def test_rows_name_mode_and_length(monkeypatch):
         "modes": ["train"],
         "variants": ["linear_hstu"],
     }
+
     (row,) = search_encoder.search_encoder(runs=2, threads=1, **sizes)
+
     assert (row["benchmark"], row["variant"]) == ("search_encoder", "linear_hstu")
     assert (row["params"]["mode"], row["params"]["length"]) == ("train", 5)
     assert 0 < row["min_s"] <= row["median_s"]
@@ -37,10 +41,12 @@ def test_attention_too_large_to_train_is_left_out():
     assert search_encoder.fits_in_memory("linear_hstu", params)
 
 
-def test_the_floor_is_the_products_alone():
+def test_the_floor_computes_only_the_projections():
     floor = search_encoder.Projections(8, 3)
-    h = torch.randn(1, 4, 8)
-    want = h
+    states = torch.randn(1, 4, 8)
+
+    expected = states
     for layer in floor.layers:
-        want = (want @ layer.weight.T)[..., :8]
-    assert torch.allclose(floor(h), want, atol=1e-6)
+        expected = (expected @ layer.weight.T)[..., :8]
+
+    assert torch.allclose(floor(states), expected, atol=1e-6)

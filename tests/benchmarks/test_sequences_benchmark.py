@@ -1,4 +1,4 @@
-"""Both variants of the sequences benchmark make the same rows; errors become lines."""
+"""Test the benchmark of sequences: equal rows of its variants, and failed variants."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from benchmarks import sequences as benchmark
 from models.storage.tables import read_table
 
 
-def test_both_variants_make_the_same_rows(tmp_path: Path) -> None:
+def test_both_variants_write_the_same_rows(tmp_path: Path) -> None:
     log = str(tmp_path / "log")
     benchmark.simulate_retrieval(log, benchmark.Settings(150, 40, 3000, 1))
-    benchmark.run_trieline(log, str(tmp_path / "ours"))
-    benchmark.run_polars(log, str(tmp_path / "bare"))
-    ours = read_table(str(tmp_path / "ours" / "sequences"), "sequences").sort_by(
-        "user_id"
-    )
-    bare = (
-        pl.read_parquet(tmp_path / "bare" / "sequences.parquet")
-        .to_arrow()
-        .sort_by("user_id")
-    )
-    assert ours.num_rows == 150
-    assert pa.Table.from_pylist(bare.to_pylist(), ours.schema).equals(ours)
+
+    benchmark.run_trieline(log, str(tmp_path / "trieline"))
+    benchmark.run_polars(log, str(tmp_path / "polars"))
+
+    table = read_table(str(tmp_path / "trieline" / "sequences"), "sequences")
+    by_trieline = table.sort_by("user_id")
+    frame = pl.read_parquet(tmp_path / "polars" / "sequences.parquet")
+    by_polars = frame.to_arrow().sort_by("user_id").to_pylist()
+    assert by_trieline.num_rows == 150
+    assert pa.Table.from_pylist(by_polars, by_trieline.schema).equals(by_trieline)
 
 
 @pytest.mark.long
 def test_a_failed_variant_is_a_line_with_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
+    monkeypatch.setattr(  # an empty log
         benchmark, "simulate_retrieval", lambda log, settings: Path(log).mkdir()
-    )  # of nothing
-    monkeypatch.setattr(
-        benchmark, "VARIANTS", {"polars": benchmark.run_polars}
-    )  # which starts no Ray
+    )
+    # Only the variant that starts no Ray.
+    monkeypatch.setattr(benchmark, "VARIANTS", {"polars": benchmark.run_polars})
+
     (line,) = benchmark.sequences([2000], runs=1)
+
     assert line["error"]
     assert "median_s" not in line

@@ -94,12 +94,12 @@ def test_the_readme_is_short() -> None:
 
 def test_the_page_of_mapping_keys_equals_the_generated_one() -> None:
     text = (ROOT / "jobs/configs/sources/README.md").read_text()
-    assert source_keys.page(text) == text
+    assert source_keys.write_tables(text) == text
 
 
 def test_the_examples_of_keys_are_valid() -> None:
     assert list(source_keys.EXAMPLES) == [
-        key for key, *_ in source_keys.rows(source_keys.KINDS)
+        key for key, *_ in source_keys.build_rows(source_keys.KINDS)
     ]
     for key, example in source_keys.EXAMPLES.items():
         kind, name = key.split(".")[0], key.split(".")[-1]
