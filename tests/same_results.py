@@ -1,18 +1,18 @@
-"""Whether a change of structure changes results: what the commands make of small
-simulated logs, before and after it.
+"""Compare the results of the commands on small simulated logs before and after a change.
 
     python tests/same_results.py --write before.json                      # this checkout
     python tests/same_results.py --checkout ../other --compare before.json
     python tests/same_results.py --kinds search actions --compare before.json
 
-Of one log of each kind: all tables, the codes of three tokenizers, every model's
-weights after a short training and its validation; of some models the ranking of all
-users and a test; the trials of a sweep; the answers of a served model of each family,
-and what MLflow holds of its run. Nothing is imported from the project: commands run,
-and their tables, tensors and metrics are compared by content, whatever files and
-tensors are called. So the script reads any checkout whose commands are the same.
-Compare on one machine: other processors sum in other orders. Eight minutes on two
-cores.
+Results of a log of each kind are: all tables, the codes of three tokenizers, and every
+model's weights after a short training and its validation metrics; of some models the
+rankings of all users and a test evaluation; the trials of a sweep; the answers of a
+served model per family, and the metrics of its MLflow run.
+
+Nothing is imported from the project. The commands run, and their tables, tensors and
+metrics are compared by content, so files and tensors may have other names. So the script
+works for any checkout whose commands are the same. Compare on one machine, as other
+processors sum in another order. It takes eight minutes on two cores.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ LOGS: dict[str, tuple[str, list[str], list[str], str]] = {
     ),
     "actions": ("simulated_feed", ["--kind", "feed"], [], "--text"),
 }
-"""By kind: mapping file, options of the simulator and of jobs.prepare, and the option
-for what is made beside."""
+"""Mapping file, options of the simulator, options of jobs.prepare, and the option that
+names semantic IDs or text, by kind of log."""
 SIZE = ["--users", "200", "--items", "120", "--events", "2400", "--seed", "3"]
 TOKENIZERS = {
     "rqkmeans": "--rqkmeans.codebook_size 16",
     "rqvae": "--rqvae.codebook_size 16 --rqvae.hidden [32] --rqvae.latent 8 --rqvae.epochs 20",
     "psid": "--rqkmeans.codebook_size 16",
 }
-"""Options of each; models have the codes of the first."""
+"""Options of each tokenizer. Models use the semantic IDs of the first."""
 FIT = {"max_epochs": 1, "warmup_share": 0.1, "lr": 0.002, "seed": 7}
 FITS: dict[str, dict[str, Any]] = {
     "retrieval": {"batch_size": 64},
@@ -61,7 +61,7 @@ FITS: dict[str, dict[str, Any]] = {
     "actions": {"batch_size": 16, "metric": "mean/rig"},
     "sid_mlp_pp_encoder": {"metric": "neg_mse"},
 }
-"""Settings of the trainings of a kind, or of one model."""
+"""Training options of a kind of log, or of one model."""
 TIGER = {
     "d_model": 32,
     "d_ff": 64,
@@ -123,22 +123,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lac": ("actions", ACTIONS),
     "genrank": ("actions", ACTIONS),
 }
-"""By model: kind of log, and options; models that others name come before these."""
-NAMED = ("teacher", "encoder")
+"""Kind of log and options, by model. Teachers and encoders come before their users."""
+MODEL_OPTIONS = ("teacher", "encoder")
 """Options that name another model."""
 RANKED = ("sasrec", "tiger", "sid_mlp_pp", "lc_rec", "nezha", "atspeed_s")
 """Models that rank all users by batch inference."""
 TESTED = ("popularity", "tiger", "qgs", "attn_mvp")
 SWEPT = {"sid_mlp": {"model.alpha": [0.3, 0.7]}}
 
-NOW = 1710028800000
-SEEN = {"history": ["i044", "i006"], "history_query": ["tripod", "steel lamp"]}
-ASKED = {
+NOW_MS = 1710028800000
+SEARCH_HISTORY = {
+    "history": ["i044", "i006"],
+    "history_query": ["tripod", "steel lamp"],
+}
+SEARCH_REQUEST = {
     "query": "tripod",
     "candidates": ["i094", "i000", "i007", "none"],
-    "timestamp_ms": NOW,
+    "timestamp_ms": NOW_MS,
 }
-NEW = [
+NEW_ITEMS = [
     {
         "item_id": "new1",
         "title": "Husky running",
@@ -152,12 +155,15 @@ NEW = [
         "kind": "cat",
     },
 ]
-SHOWN = [[0.8, 1, 0, 0, 0, 0], [0.2, 0, 0, 0, 0, 1]]
-ACTED = {"history_actions": SHOWN, "history_time_ms": [NOW - 9000, NOW - 5000]}
-FEED = {
+ACTION_VECTORS = [[0.8, 1, 0, 0, 0, 0], [0.2, 0, 0, 0, 0, 1]]
+FEED_HISTORY = {
+    "history_actions": ACTION_VECTORS,
+    "history_time_ms": [NOW_MS - 9000, NOW_MS - 5000],
+}
+FEED_REQUEST = {
     "candidates": ["i002", "new2", "i077", "none"],
-    "new_items": NEW,
-    "timestamp_ms": NOW,
+    "new_items": NEW_ITEMS,
+    "timestamp_ms": NOW_MS,
 }
 SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
     "retrieval": (
@@ -169,19 +175,22 @@ SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
         "qgs",
         {"label": "click"},
         [
-            [{**ASKED, **SEEN}, {**ASKED, **SEEN, "query": "a query of nobody"}],
+            [
+                {**SEARCH_REQUEST, **SEARCH_HISTORY},
+                {**SEARCH_REQUEST, **SEARCH_HISTORY, "query": "a query of nobody"},
+            ],
         ],
     ),
     "actions": (
         "attn_mvp",
         {"label": "like"},
         [
-            [{**FEED, **ACTED, "history": ["i001", "new1"]}],
+            [{**FEED_REQUEST, **FEED_HISTORY, "history": ["i001", "new1"]}],
         ],
     ),
 }
-"""By kind: the model that jobs.train trains and that is served, options of its answers,
-and the frames it is asked."""
+"""The model that jobs.train trains and that is served, options of its answers, and frames
+of requests, by kind of log."""
 
 SERVE = """
 import json, sys, mlflow, pandas
@@ -190,59 +199,66 @@ mlflow.set_tracking_uri(uri)
 model = mlflow.pyfunc.load_model(f"models:/{name}/1", model_config=config)
 answers = [row for rows in frames for row in model.predict(pandas.DataFrame(rows), params=params).to_dict("records")]
 runs = mlflow.search_runs(search_all_experiments=True, output_format="list")
-found = [{k: v for k, v in run.data.metrics.items() if not k.startswith("system/")} for run in runs]
-print(json.dumps([answers, found], default=lambda x: x.tolist()))
+metrics = [{k: v for k, v in run.data.metrics.items() if not k.startswith("system/")} for run in runs]
+print(json.dumps([answers, metrics], default=lambda x: x.tolist()))
 """
 
 
-def table(folder: Path) -> str:
-    """A hash of the rows of a folder of Parquet files, in any order."""
+def hash_table(folder: Path) -> str:
+    """Return a hash of the rows of a folder of Parquet files, in any order."""
     parts = [pq.read_table(part) for part in folder.glob("*.parquet")]
     rows = [
         json.dumps(row, sort_keys=True) for part in parts for row in part.to_pylist()
     ]
-    return hashlib.sha256(
-        "\n".join([str(parts[0].schema.types), *sorted(rows)]).encode()
-    ).hexdigest()
+    lines = [str(parts[0].schema.types), *sorted(rows)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def trained(run: Path) -> dict[str, Any]:
-    """A hash per tensor of the best checkpoints below a folder, and what was measured
-    of them: by name, all values.
+def hash_tensor(tensor: Any) -> str:
+    """Return a short hash of a tensor's type, shape and values."""
+    header = f"{tensor.dtype}{tensor.shape}".encode()
+    return hashlib.sha256(header + tensor.tobytes()).hexdigest()[:16]
+
+
+def read_training(run: Path) -> dict[str, Any]:
+    """Read the best checkpoints below a folder.
+
+    Returns:
+        The sorted hashes of all tensors as `tensors`, and the sorted values of each
+        metric.
     """
-    tensors = [
-        x
-        for file in run.rglob("best/*.safetensors")
-        for x in safetensors.numpy.load_file(file).values()
-    ]
-    found: dict[str, list[Any]] = {
-        "tensors": [
-            hashlib.sha256(f"{x.dtype}{x.shape}".encode() + x.tobytes()).hexdigest()[
-                :16
-            ]
-            for x in tensors
-        ]
-    }
+    values: dict[str, list[Any]] = {"tensors": []}
+    for file in run.rglob("best/*.safetensors"):
+        tensors = safetensors.numpy.load_file(file).values()
+        values["tensors"] += [hash_tensor(tensor) for tensor in tensors]
     for file in run.rglob("best/*.json"):
         for name, value in json.loads(file.read_text()).get("metrics", {}).items():
-            found.setdefault(name, []).append(float(f"{value:.12g}"))
-    return {name: sorted(values) for name, values in found.items()}
+            values.setdefault(name, []).append(float(f"{value:.12g}"))
+    return {name: sorted(items) for name, items in values.items()}
 
 
-class Proof:
-    """Runs a checkout's commands, two at a time, and keeps what they make."""
+class Checkout:
+    """A checkout whose commands run two at a time, and their results."""
 
     def __init__(self, checkout: Path, work: Path) -> None:
-        self.checkout, self.work, self.started = checkout, work, time.monotonic()
-        self.cores, self.pool = Semaphore(2), ThreadPoolExecutor(100)
+        self.checkout = checkout
+        self.work = work
+        self.start_time = time.monotonic()
+        self.cores = Semaphore(2)
+        self.pool = ThreadPoolExecutor(100)
         self.steps: dict[str, Future[None]] = {}
-        self.found, self.error = dict[str, Any](), ""
+        self.results_by_step: dict[str, Any] = {}
+        self.error = ""
 
     def python(self, *words: Any) -> str:
-        """What Python prints."""
+        """Run Python with these arguments; return its output.
+
+        Raises:
+            SystemExit: if this or an earlier command failed.
+        """
         # One thread: sums by another number of threads differ in their last digits.
-        own = {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1"}
-        outer = {
+        settings = {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1"}
+        environment = {
             key: value
             for key, value in os.environ.items()
             if not key.startswith(("MLFLOW_", "RAY_"))
@@ -251,50 +267,62 @@ class Proof:
         with self.cores:
             if self.error:
                 raise SystemExit(self.error)
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 cwd=self.checkout,
-                env=outer | own,
+                env=environment | settings,
                 capture_output=True,
                 text=True,
             )
-        if done.returncode:
-            self.error = f"error: {' '.join(command)} failed in {self.checkout}:\n{done.stderr[-2000:]}"
+        if process.returncode:
+            self.error = f"error: {' '.join(command)} failed in {self.checkout}:\n{process.stderr[-2000:]}"
             raise SystemExit(self.error)
-        return done.stdout
+        return process.stdout
 
-    def step(
-        self, name: str, after: list[str], do: Callable[[str], Any], what: str
+    def add_step(
+        self,
+        name: str,
+        requires: list[str],
+        compute: Callable[[str], Any],
+        result_name: str,
     ) -> None:
-        """Does something of that name after other steps, which are given before it, and
-        keeps what it finds.
+        """Submit a step, which waits for the steps that it requires.
+
+        Args:
+            name: Name of the model or the kind of log.
+            requires: Steps that were added before.
+            compute: Computes the result from `name`.
+            result_name: Name of the result; the step is called `name result_name`.
         """
+        step = f"{name} {result_name}"
 
         def run() -> None:
-            for other in after:
-                self.steps[other].result()
-            self.found[f"{name} {what}"] = do(name)
-            print(
-                f"{time.monotonic() - self.started:4.0f} s  {name} {what}", flush=True
-            )
+            for required in requires:
+                self.steps[required].result()
+            self.results_by_step[step] = compute(name)
+            print(f"{time.monotonic() - self.start_time:4.0f} s  {step}", flush=True)
 
-        self.steps[f"{name} {what}"] = self.pool.submit(run)
+        self.steps[step] = self.pool.submit(run)
 
-    def follow(self, kind: str) -> None:
-        """Gives the steps of a log of one kind."""
+    def add_steps(self, kind: str) -> None:
+        """Submit the steps of a log of one kind."""
         source, simulate, prepare, option = LOGS[kind]
-        raw, made, runs = (self.work / kind / name for name in ("raw", "made", "runs"))
-        retrieval, at = kind == "retrieval", made / "tables"
+        raw, outputs, runs = (
+            self.work / kind / name for name in ("raw", "outputs", "runs")
+        )
+        is_retrieval = kind == "retrieval"
+        tables = outputs / "tables"
         inputs = [
             "--tables",
-            at,
+            tables,
             option,
-            made / (next(iter(TOKENIZERS)) if retrieval else "text"),
+            outputs / (next(iter(TOKENIZERS)) if is_retrieval else "text"),
         ]
         evaluate = ["-m", "jobs.evaluate", *inputs, "--checkpoint"]
         served, params, frames = SERVED[kind]
 
-        def make(_: str) -> dict[str, str]:
+        def write_tables(_: str) -> dict[str, str]:
+            """Simulate, prepare, tokenize and encode; return hashes of all tables."""
             self.python("-m", "jobs.simulate", *simulate, *SIZE, "--output", raw)
             words = [
                 "--source",
@@ -305,29 +333,31 @@ class Proof:
                 2,
                 *prepare,
             ]
-            self.python("-m", "jobs.prepare", *words, "--output", at)
-            encoder = ["--tables", at, "--encoder", "tfidf"]
-            for name, options in TOKENIZERS.items() if retrieval else ():
+            self.python("-m", "jobs.prepare", *words, "--output", tables)
+            encoder = ["--tables", tables, "--encoder", "tfidf"]
+            for name, options in TOKENIZERS.items() if is_retrieval else ():
                 words = [
                     "--embeddings",
-                    made / "embeddings",
+                    outputs / "embeddings",
                     "--tokenizer",
                     name,
                     *options.split(),
                 ]
                 self.python(
-                    "-m", "jobs.tokenize", *encoder, *words, "--output", made / name
+                    "-m", "jobs.tokenize", *encoder, *words, "--output", outputs / name
                 )
-            if not retrieval:
-                self.python("-m", "jobs.encode", *encoder, "--output", made / "text")
+            if not is_retrieval:
+                self.python("-m", "jobs.encode", *encoder, "--output", outputs / "text")
+            folders = {part.parent for part in outputs.rglob("*.parquet")}
             return {
-                str(at.relative_to(made)): table(at)
-                for at in {part.parent for part in made.rglob("*.parquet")}
+                str(folder.relative_to(outputs)): hash_table(folder)
+                for folder in folders
             }
 
         def train(name: str) -> dict[str, Any]:
+            """Train a model; return its tensors and metrics."""
             model = {
-                k: f"{runs}/{v}/best" if k in NAMED else v
+                k: f"{runs}/{v}/best" if k in MODEL_OPTIONS else v
                 for k, v in MODELS[name][1].items()
             }
             config = runs.parent / f"{name}.yaml"
@@ -336,7 +366,7 @@ class Proof:
                 yaml.safe_dump({"model": {"name": name, **model}, "fit": fit})
             )
             if name == served:
-                where = [
+                storage = [
                     "--storage",
                     runs,
                     "--name",
@@ -346,7 +376,7 @@ class Proof:
                     "--ray.threads",
                     1,
                 ]
-                self.python("-m", "jobs.train", "--config", config, *inputs, *where)
+                self.python("-m", "jobs.train", "--config", config, *inputs, *storage)
             else:
                 self.python(
                     "-m",
@@ -357,20 +387,23 @@ class Proof:
                     "--output",
                     runs / name,
                 )
-            return trained(runs / name)
+            return read_training(runs / name)
 
         def test(name: str) -> dict[str, Any]:
+            """Evaluate a model on test; return its metrics."""
             self.python(*evaluate, runs / name / "best")
-            return trained(runs / name)
+            return read_training(runs / name)
 
         def rank(name: str) -> str:
+            """Rank all users by batch inference; return a hash of the table."""
             top = self.work / kind / "top" / name
             self.python(
                 *evaluate, runs / name / "best", "--batch-inference", top, "--k", 10
             )
-            return table(top)
+            return hash_table(top)
 
         def sweep(name: str) -> dict[str, Any]:
+            """Sweep a setting of a model; return tensors and metrics of the trials."""
             grid, storage = self.work / kind / "grid.yaml", self.work / kind / "sweeps"
             content = {
                 "source": "a test",
@@ -391,9 +424,10 @@ class Proof:
                 1,
             ]
             self.python("-m", "jobs.sweep", *words)
-            return trained(storage)
+            return read_training(storage)
 
         def serve(name: str) -> dict[str, Any]:
+            """Register a model; return its answers and the metrics of its run."""
             uri = f"sqlite:///{runs}/mlflow.db"
             self.python(
                 "-m",
@@ -405,7 +439,7 @@ class Proof:
                 "--register",
                 name,
             )
-            config = {"counts": str(at / "counts")} if kind == "search" else {}
+            config = {"counts": str(tables / "counts")} if kind == "search" else {}
             printed = self.python(
                 "-c", SERVE, json.dumps([uri, name, config, params, frames])
             )
@@ -417,46 +451,49 @@ class Proof:
                 if not k.endswith(times)
             }
 
-        self.step(kind, [], make, "tables")
+        self.add_step(kind, [], write_tables, "tables")
         models = {
             name: options for name, (log, options) in MODELS.items() if log == kind
         }
         for name, options in models.items():
-            needed = [f"{options[key]} trained" for key in NAMED if key in options]
-            self.step(name, [f"{kind} tables", *needed], train, "trained")
-        for what, names, do in (
+            needed = [
+                f"{options[key]} trained" for key in MODEL_OPTIONS if key in options
+            ]
+            self.add_step(name, [f"{kind} tables", *needed], train, "trained")
+        for result_name, names, compute in (
             ("tested", TESTED, test),
             ("ranked", RANKED, rank),
             ("swept", SWEPT, sweep),
         ):
             for name in models.keys() & set(names):
-                self.step(name, [f"{name} trained"], do, what)
-        self.step(served, [f"{served} tested"], serve, "served")
+                self.add_step(name, [f"{name} trained"], compute, result_name)
+        self.add_step(served, [f"{served} tested"], serve, "served")
 
-    def results(self, kinds: list[str]) -> dict[str, Any]:
-        """What the checkout makes of logs of these kinds."""
+    def compute_results(self, kinds: list[str]) -> dict[str, Any]:
+        """Run all steps of these kinds of logs; return the results by step."""
         for kind in kinds:
-            self.follow(kind)
+            self.add_steps(kind)
         for step in self.steps.values():
             step.result()
-        return {name: self.found[name] for name in self.steps}
+        return {name: self.results_by_step[name] for name in self.steps}
 
 
-def differences(before: Any, after: Any) -> list[str]:
-    """Lines that say what of a result is not the same."""
-    lines, pairs = (
-        [],
-        [one if isinstance(one, dict) else {"": one} for one in (before, after)],
-    )
-    for key in dict.fromkeys([*pairs[0], *pairs[1]]):
-        old, new = (json.dumps(pair.get(key)) for pair in pairs)
+def describe_differences(before: Any, after: Any) -> list[str]:
+    """Return a line per value of a result that differs."""
+    if not isinstance(before, dict):
+        before = {"": before}
+    if not isinstance(after, dict):
+        after = {"": after}
+    lines = []
+    for key in dict.fromkeys([*before, *after]):
+        old, new = json.dumps(before.get(key)), json.dumps(after.get(key))
         if old != new:
             lines.append(f"  {key}\n    before {old[:300]}\n    after  {new[:300]}")
     return lines
 
 
 def main() -> None:
-    """The command line: see the module."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--checkout",
@@ -470,26 +507,27 @@ def main() -> None:
         choices=list(LOGS),
         help="logs; by default all",
     )
-    parser.add_argument("--write", help="file for what is found")
-    parser.add_argument("--compare", help="file of --write that it is held against")
+    parser.add_argument("--write", help="file for the results")
+    parser.add_argument(
+        "--compare", help="file of --write with the results to compare with"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
-        found = Proof(Path(options.checkout).absolute(), Path(work)).results(
-            options.kinds
-        )
+        checkout = Checkout(Path(options.checkout).absolute(), Path(work))
+        results = checkout.compute_results(options.kinds)
     if options.write:
-        Path(options.write).write_text(json.dumps(found, indent=2) + "\n")
+        Path(options.write).write_text(json.dumps(results, indent=2) + "\n")
     if options.compare:
         before = json.loads(Path(options.compare).read_text())
-        other = {
-            name: lines
-            for name in found
-            if (lines := differences(before.get(name), found[name]))
-        }
-        for name, lines in other.items():
-            print(f"differs: {name}", *lines[:10], sep="\n")
-        print(f"{len(found) - len(other)} of {len(found)} results are the same")
-        sys.exit(1 if other else 0)
+        num_different = 0
+        for name, result in results.items():
+            lines = describe_differences(before.get(name), result)
+            if lines:
+                num_different += 1
+                print(f"differs: {name}", *lines[:10], sep="\n")
+        num_same = len(results) - num_different
+        print(f"{num_same} of {len(results)} results are the same")
+        sys.exit(1 if num_different else 0)
 
 
 if __name__ == "__main__":

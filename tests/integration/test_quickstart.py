@@ -1,6 +1,4 @@
-"""The flows of `jobs.quickstart --family`, from a small simulated log to the table that
-compares models.
-"""
+"""Test jobs.quickstart: its flows on small simulated logs, and logs that it refuses."""
 
 from __future__ import annotations
 
@@ -21,59 +19,59 @@ from pipelines.comparison.runs import select
 ROOT = Path(__file__).parents[2]
 
 
-SMALLER = merge_options(
+TINY_ACTIONS = merge_options(
     SMALL_ACTIONS, {"model": {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 16}}
 )
-FLOWN = {
+TESTED_FLOWS = {
     "search": (ModelRun("qgs", ("qgs", "search/small")), "simulated_search", "gauc"),
     "actions": (
-        ModelRun("genrank", ("attn_mvp", "actions/genrank"), SMALLER),
+        ModelRun("genrank", ("attn_mvp", "actions/genrank"), TINY_ACTIONS),
         "simulated_feed",
         "mean/normalised_entropy",
     ),
 }
-"""One model of each family, the log, and what its models are compared by; the other
-models go the same way."""
+"""One model, the log and the metric of comparison, by family. The flows of other models
+differ only in the config."""
+SIZES = {"users": 60, "items": 60, "events": 500, "epochs": 1}
 
 
-@pytest.mark.parametrize("family", FLOWN)
-def test_a_log_becomes_a_table_of_models(
+def find_row(output: str, model: str) -> str:
+    """Return the model's row in the last table of an output of the quickstart."""
+    lines = output.split("] Compare ")[1].splitlines()
+    return next(line for line in lines if line.startswith(f"{model} "))
+
+
+@pytest.mark.parametrize("family", TESTED_FLOWS)
+def test_a_simulated_log_becomes_a_table_of_models(
     ray_local: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     family: str,
 ) -> None:
-    model, log, metric = FLOWN[family]
+    model, log, metric = TESTED_FLOWS[family]
     monkeypatch.setitem(FLOWS, family, replace(FLOWS[family], models=(model,)))
-    sizes = {"users": 60, "items": 60, "events": 500, "epochs": 1}
-    quickstart.run(quickstart.Config(family=family, output=str(tmp_path), **sizes))
-    printed = capsys.readouterr().out
-    assert "No violations" in printed
-    assert "The log is simulated" in printed
+    config = quickstart.Config(family=family, output=str(tmp_path), **SIZES)
+
+    quickstart.run(config)
+
+    output = capsys.readouterr().out
+    assert "No violations" in output
+    assert "The log is simulated" in output
+    assert "Beside the paper" not in output
     runs = tmp_path / log / "runs"
-    found = json.loads((runs / model.model / "best/evaluation-test.json").read_text())
-    assert found["examples"] > 0
-    row = next(
-        line
-        for line in printed.split("] Compare ")[1].splitlines()
-        if line.startswith(f"{model.model} ")
-    )
-    assert f"{found['metrics'][metric]:.4f}" in row
-    assert "Beside the paper" not in printed  # where the log is simulated
+    file = runs / model.model / "best/evaluation-test.json"
+    result = json.loads(file.read_text())
+    assert result["examples"] > 0
+    assert f"{result['metrics'][metric]:.4f}" in find_row(output, model.model)
     (run,) = select(f"sqlite:///{runs}/mlflow.db", [f"{family}/{log}"]).runs
     assert run.data.tags["simulated"] == "true"
-    if family == "search":  # another seed joins what is there
-        quickstart.run(
-            quickstart.Config(family=family, output=str(tmp_path), seed=43, **sizes)
-        )
-        printed = capsys.readouterr().out
-        assert "events: up to date" in printed
-        row = next(
-            line
-            for line in printed.split("] Compare ")[1].splitlines()
-            if line.startswith(f"{model.model} ")
-        )
+
+    if family == "search":  # a second seed joins the first one's row
+        quickstart.run(replace(config, seed=43))
+        output = capsys.readouterr().out
+        assert "events: up to date" in output
+        row = find_row(output, model.model)
         assert "2" in row.split()
         assert "±" in row
 
@@ -113,16 +111,16 @@ def test_a_log_without_folder_or_mapping_is_refused(
     options: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "unheard").mkdir()
-    given = {
-        name: value.format(folder=tmp_path / "unheard")
-        for name, value in options.items()
-    }
-    with pytest.raises(UserError, match=message) as refused:
-        quickstart.locate(quickstart.Config(**given))
-    assert "\n" not in str(refused.value)
+    folder = tmp_path / "unheard"
+    options = {name: value.format(folder=folder) for name, value in options.items()}
+
+    with pytest.raises(UserError, match=message) as error:
+        quickstart.locate(quickstart.Config(**options))
+
+    assert "\n" not in str(error.value)
 
 
-def test_a_doubtful_guess_stops_before_anything_is_made(
+def test_a_doubtful_mapping_is_printed_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "visits").mkdir()
@@ -133,39 +131,44 @@ def test_a_doubtful_guess_stops_before_anything_is_made(
     config = quickstart.Config(
         data=str(tmp_path / "visits"), output=str(tmp_path / "out"), epochs=3
     )
-    with pytest.raises(UserError, match=r"^2 lines of the source file for ") as e:
+
+    with pytest.raises(UserError, match=r"^2 lines of the source file for ") as error:
         quickstart.locate(config)
-    suggested = f"python -m jobs.prepare --suggest {config.data} --output visits.yaml"
-    again = (
+
+    message = str(error.value)
+    suggest = f"python -m jobs.prepare --suggest {config.data} --output visits.yaml"
+    repeat = (
         f"--data {config.data} --output {config.output} --epochs 3 --source visits.yaml"
     )
-    assert suggested in str(e.value)
-    assert again in str(e.value)
-    assert "\n" not in str(e.value)
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in printed[1:]] == [
-        ["user:", "c1"],
-        ["item:", "c2"],
-    ]
+    assert suggest in message
+    assert repeat in message
+    assert "\n" not in message
+    _, *doubtful_lines = capsys.readouterr().out.splitlines()
+    columns = [line.split()[:2] for line in doubtful_lines]
+    assert columns == [["user:", "c1"], ["item:", "c2"]]
     assert not (tmp_path / "out").exists()
 
 
-def searches(folder: Path, at: str, split: str) -> quickstart.Config:
-    """Run the quickstart on a search log without texts of items, with searches at the
-    times `at`.
+def write_search_log(folder: Path, time: str, split: str) -> quickstart.Config:
+    """Write a search log without texts of items, and its mapping.
+
+    Args:
+        folder: Folder of the log and of the output.
+        time: The mapping's time, as YAML.
+        split: Kind of the split.
+
+    Returns:
+        The quickstart's config for the log.
     """
     (folder / "visits").mkdir()
-    shown = [
-        f"u{user},q,{user},i{item},{int(item == user % 5)}\n"
-        for user in range(100)
-        for item in range(5)
-    ]
-    (folder / "visits/visits.csv").write_text(
-        "user,query,n,item,clicked\n" + "".join(shown)
-    )
+    lines = ["user,query,n,item,clicked"]
+    for user in range(100):
+        for item in range(5):
+            lines.append(f"u{user},q,{user},i{item},{int(item == user % 5)}")
+    (folder / "visits/visits.csv").write_text("\n".join(lines) + "\n")
     source = folder / "visits.yaml"
     source.write_text(
-        f"files: visits.csv\nuser: user\nitem: item\nquery: query\ntime: {at}\nlabels: {{click: clicked = '1'}}\n"
+        f"files: visits.csv\nuser: user\nitem: item\nquery: query\ntime: {time}\nlabels: {{click: clicked = '1'}}\n"
         f"prepare: {{kind: search, core: 0, behaviour: click, split: {{kind: {split}}}}}\n"
     )
     return quickstart.Config(
@@ -173,10 +176,10 @@ def searches(folder: Path, at: str, split: str) -> quickstart.Config:
     )
 
 
-def test_a_log_that_leaves_nothing_to_test_on_stops_before_it_trains(
+def test_a_log_with_an_empty_test_split_is_refused_before_training(
     tmp_path: Path,
 ) -> None:
-    config = searches(tmp_path, "{column: n, unit: order}", "leave_last_out")
+    config = write_search_log(tmp_path, "{column: n, unit: order}", "leave_last_out")
     with pytest.raises(
         UserError, match="the split val and test is empty; see the warnings above"
     ):
@@ -184,46 +187,46 @@ def test_a_log_that_leaves_nothing_to_test_on_stops_before_it_trains(
     assert not (tmp_path / "visits/runs").exists()
 
 
-def test_searches_without_texts_are_ranked_by_the_models_that_read_none(
+def test_searches_without_texts_are_ranked_by_models_that_need_none(
     ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quickstart.run(
-        searches(
-            tmp_path, "{column: cast(n as bigint) + 1600000000, unit: s}", "temporal"
-        )
-    )
-    printed = capsys.readouterr().out
+    time = "{column: cast(n as bigint) + 1600000000, unit: s}"
+
+    quickstart.run(write_search_log(tmp_path, time, "temporal"))
+
+    output = capsys.readouterr().out
     assert (
         "names no texts of items, which embeddings require; models that use "
-        "embeddings are skipped" in printed
+        "embeddings are skipped" in output
     )
-    assert "[11/11] Compare" in printed
+    assert "[11/11] Compare" in output
     assert (tmp_path / "visits/compare.html").is_file()
 
 
 @pytest.mark.parametrize(
-    ("given", "options"),
+    ("variables", "options"),
     [
         ([], ""),
         (["DATA=a log"], "--data 'a log'"),
         (["DATA=shop", "SOURCE=shop.yaml"], "--data 'shop' --source 'shop.yaml'"),
     ],
 )
-def test_make_hands_on_folder_and_mapping(given: list[str], options: str) -> None:
-    shown = subprocess.run(
-        ["make", "--no-print-directory", "--dry-run", "quickstart", *given],
+def test_make_passes_folder_and_mapping_to_the_quickstart(
+    variables: list[str], options: str
+) -> None:
+    output = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "quickstart", *variables],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert (
-        shown.splitlines()[-1].split()
-        == f".venv/bin/python -m jobs.quickstart {options}".split()
-    )
+
+    command = f".venv/bin/python -m jobs.quickstart {options}"
+    assert output.splitlines()[-1].split() == command.split()
 
 
-def test_runs_are_compared_where_they_were_logged(
+def test_runs_are_compared_in_the_store_of_the_environment(
     ray_local: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -233,24 +236,17 @@ def test_runs_are_compared_where_they_were_logged(
     jobs: list[tuple[str, dict[str, Any]]] = []
     run_step = quickstart.Steps.run
 
-    def run(
+    def record_step(
         self: quickstart.Steps, title: str, job: str, options: dict[str, Any]
     ) -> None:
         jobs.append((job, options))
         if job in ("simulate", "prepare"):
             run_step(self, title, job, options)
 
-    monkeypatch.setattr(quickstart.Steps, "run", run)
-    quickstart.run(
-        quickstart.Config(
-            family="search",
-            output=str(tmp_path),
-            users=60,
-            items=60,
-            events=500,
-            epochs=1,
-        )
-    )
+    monkeypatch.setattr(quickstart.Steps, "run", record_step)
+
+    quickstart.run(quickstart.Config(family="search", output=str(tmp_path), **SIZES))
+
     assert "ssh -L 8000:localhost:8000 HOST" in capsys.readouterr().out
     job, options = jobs[-1]
     assert job == "compare"
