@@ -34,11 +34,11 @@ def write_shop(folder: str, searches: int = 4000) -> None:
         query, city = int(rng.integers(12)), int(rng.integers(4))
         hour = search // USERS * 90 + int(rng.integers(1, 80))
         time = BEGIN_MS + hour * HOUR_MS + user
-        shown = rng.choice(ARTICLES, RESULTS, replace=False)
-        score = np.where(shown % 12 == query, 4, 0) + rng.gamma(2.0, 1.0, RESULTS)
+        results = rng.choice(ARTICLES, RESULTS, replace=False)
+        score = np.where(results % 12 == query, 4, 0) + rng.gamma(2.0, 1.0, RESULTS)
         price_day = (time - BEGIN_MS - 1) // (72 * HOUR_MS) * 3
-        reduced = np.array([reduced_on[price_day, int(i)] for i in shown])
-        is_preferred = shown // 12 % 4 == city
+        reduced = np.array([reduced_on[price_day, int(i)] for i in results])
+        is_preferred = results // 12 % 4 == city
         logit = 0.6 * score + 1.5 * reduced + 1.5 * is_preferred - 4
         clicked = rng.random(RESULTS) < 1 / (1 + np.exp(-logit))
         rows.append(
@@ -48,9 +48,9 @@ def write_shop(folder: str, searches: int = 4000) -> None:
                 "query": WORDS[query],
                 "city": CITIES[city],
                 "at": time,
-                "articles": " ".join(f"a{i}" for i in shown),
+                "articles": " ".join(f"a{i}" for i in results),
                 "bm25": " ".join(f"{value:.2f}" for value in score),
-                "clicked": " ".join(f"a{i}" for i in shown[clicked]),
+                "clicked": " ".join(f"a{i}" for i in results[clicked]),
             }
         )
     prices = {

@@ -60,7 +60,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # test_train.py has one.
     train_in_process = partial(
         training.run_training,
-        trial=training.TrialContext(on_checkpoint=lambda about: None),
+        trial=training.TrialContext(on_checkpoint=lambda saved: None),
     )
     monkeypatch.setattr(training, "run_training", train_in_process)
     uri = os.environ.pop("MLFLOW_TRACKING_URI", None)

@@ -172,7 +172,7 @@ def test_a_killed_training_on_s3_continues_to_the_weights_of_one_on_disk(
         tracking_uri=storages.store,
         experiment="retrieval/disk",
         log_model=False,
-        on_checkpoint=lambda about: None,
+        on_checkpoint=lambda saved: None,
     )
 
     output = storages.run(

@@ -89,6 +89,17 @@ def read_change_times(folders: list[Path]) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
+def kill_in_second_trial(driver: subprocess.Popen[str], folder: Path) -> None:
+    """Kill a sweep's driver when a trial is finished and the next one has begun."""
+    num_started = 0
+    while not list_finished_trials(folder) or num_started < 2:
+        assert driver.poll() is None, driver.stderr.read()  # type: ignore[union-attr]
+        time.sleep(0.02)
+        num_started = len({path.parent for path in folder.glob("*/step-*")})
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+
+
 def test_a_killed_sweep_continues_where_it_was(
     in_ray: dict[str, str],
     small: tuple[str, str],
@@ -126,13 +137,7 @@ def test_a_killed_sweep_continues_where_it_was(
         stderr=subprocess.PIPE,
         text=True,
     )
-    num_started = 0
-    while not list_finished_trials(folder) or num_started < 2:
-        assert driver.poll() is None, driver.stderr.read()  # type: ignore[union-attr]
-        time.sleep(0.02)
-        num_started = len({path.parent for path in folder.glob("*/step-*")})
-    driver.send_signal(signal.SIGKILL)
-    driver.communicate()
+    kill_in_second_trial(driver, folder)
     finished = list_finished_trials(folder)
     change_times = read_change_times(finished)
 

@@ -115,6 +115,38 @@ def load_last_weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(max(run.glob("step-*")) / "model.safetensors")
 
 
+def train_without_ray(words: list[str], environment: dict[str, str]) -> None:
+    """Train by models.train in a new process.
+
+    oneDNN's choice of kernels depends on what a process has computed before.
+    """
+    command = [sys.executable, "-m", "models.train", *words]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+
+
+def kill_after_a_checkpoint(
+    command: list[str], environment: dict[str, str], run: Path
+) -> list[str]:
+    """Start a training and kill it soon after its first checkpoint.
+
+    Return the names of the checkpoints.
+    """
+    log_file = run.with_suffix(".log")
+    with open(log_file, "w") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        while not checkpoint.last(str(run)) and process.poll() is None:
+            time.sleep(0.05)
+        time.sleep(random.uniform(0, 0.1))  # the whole training takes less than 1 s
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    checkpoints = sorted(folder.name for folder in run.glob("step-*"))
+    assert checkpoints, log_file.read_text()
+    assert not (run / "best").exists()
+    return checkpoints
+
+
 @pytest.mark.long
 def test_a_killed_and_repeated_run_equals_an_undisturbed_one(
     small: tuple[str, str],
@@ -134,33 +166,13 @@ def test_a_killed_and_repeated_run_equals_an_undisturbed_one(
     }
     environment["OMP_NUM_THREADS"] = "1"
 
-    # The undisturbed run is the same loop without Ray. It has its own process, as
-    # oneDNN's choice of kernels depends on what a process has computed before.
     undisturbed = tmp_path / "undisturbed"
-    output = ["--output", str(undisturbed)]
-    subprocess.run(
-        [sys.executable, "-m", "models.train", *inputs, *output],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-    )
-
+    train_without_ray([*inputs, "--output", str(undisturbed)], environment)
     command = [sys.executable, "-m", "jobs.train", *inputs]
     command += ["--storage", str(tmp_path / "runs"), "--name", "killed"]
     command += ["--ray.threads", "1", "--log_model", "false"]
     run = tmp_path / "runs/killed"
-    with open(tmp_path / "killed.log", "w") as log:
-        killed = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
-        while not checkpoint.last(str(run)) and killed.poll() is None:
-            time.sleep(0.05)
-        time.sleep(random.uniform(0, 0.1))  # the whole training takes less than 1 s
-        killed.send_signal(signal.SIGKILL)
-        killed.wait()
-    killed_at = sorted(folder.name for folder in run.glob("step-*"))
-    assert killed_at, (tmp_path / "killed.log").read_text()
-    assert not (run / "best").exists()
+    killed_at = kill_after_a_checkpoint(command, environment, run)
 
     # The kill ended the job's Ray too. The repeated run joins the tests' shared Ray.
     repeated = subprocess.run(

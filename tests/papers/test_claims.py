@@ -540,9 +540,9 @@ def test_params_are_compared_as_numbers_where_possible(
 def test_the_paired_t_test_equals_scipys() -> None:
     from scipy.stats import ttest_rel
 
-    ours, theirs = [0.31, 0.35, 0.33, 0.30], [0.30, 0.31, 0.32, 0.30]
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    assert math.isclose(paired_t_test(differences), ttest_rel(ours, theirs).pvalue)
+    left, right = [0.31, 0.35, 0.33, 0.30], [0.30, 0.31, 0.32, 0.30]
+    differences = [a - b for a, b in zip(left, right, strict=True)]
+    assert math.isclose(paired_t_test(differences), ttest_rel(left, right).pvalue)
     assert paired_t_test([0.0, 0.0]) == 1.0
     assert paired_t_test([0.1, 0.1]) == 0.0
     with pytest.raises(ValueError, match="1 differences, the test needs at least 2"):

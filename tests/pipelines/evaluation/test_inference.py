@@ -231,12 +231,21 @@ def test_feed_scores_match_the_log_the_metrics_and_served_answers(
             log_loss(labels[:, i], scores[:, i]), abs=1e-5
         )
 
-    devices = ["watch", *SEEN]  # by code
-    examples = ActionsDataset.load(f"{tables}/sequences", "test", max_history=12)
+    check_served_feed_scores(rows[:40], tables, served)
+
+
+def check_served_feed_scores(
+    rows: list[dict[str, Any]], tables: str, served: ServedModel
+) -> None:
+    """Check that a served model gives the scores in rows of a table of scores."""
+    item_ids = read_item_ids(tables)
+    users = read_rows(f"{tables}/sequences", "sequences")
     row_of_user = {user["user_id"]: i for i, user in enumerate(users)}
+    examples = ActionsDataset.load(f"{tables}/sequences", "test", max_history=12)
     example_of_row = {int(examples.user[i]): i for i in range(len(examples))}
+    devices = ["watch", *SEEN]  # by code
     num_with_several_candidates = 0
-    for row in rows[:40]:
+    for row in rows:
         example = example_of_row[row_of_user[row["user_id"]]]
         batch = examples.collate(np.array([example]))
         past = int(batch.valid.sum())  # number of events before the request

@@ -122,7 +122,7 @@ def distillation(
     checkpoint.save(distillation.teacher / "best", teacher.model, saved)
     # The callback makes the training run in this process, which saves a process start.
     distillation.result = distillation.train_student(
-        "student", on_checkpoint=lambda about: None
+        "student", on_checkpoint=lambda saved: None
     )
     return distillation
 
@@ -188,7 +188,7 @@ def test_an_interrupted_student_continues_to_the_undisturbed_weights(
     distillation.lines.clear()
 
     continued = distillation.train_student(
-        "interrupted", on_checkpoint=lambda about: None
+        "interrupted", on_checkpoint=lambda saved: None
     )
 
     lines = distillation.lines

@@ -100,7 +100,7 @@ def train_small(tables: str, storage: Path, name: str) -> TrainingResult:
         name=name,
         log_model=False,
         say=lambda line: None,
-        on_checkpoint=lambda about: None,
+        on_checkpoint=lambda saved: None,
     )
 
 

@@ -90,7 +90,7 @@ def start():
     if job == "run":
         config = TrainConfig(inputs=Inputs(tables), storage=storage, name="one", ray=options,
                              model=parse_options(model)[1], fit=FitConfig(**fit))
-        in_process = TrialContext(on_checkpoint=lambda about: None, lock_timeout_s=600)
+        in_process = TrialContext(on_checkpoint=lambda saved: None, lock_timeout_s=600)
         run_training(check_training(config), trial=in_process)
     else:
         fixed = flatten_sections({"model": model, "fit": fit})
@@ -188,7 +188,7 @@ def test_a_finished_run_continues_for_more_epochs(
             inputs=Inputs(tables),
             storage=str(storage),
             name="one",
-            on_checkpoint=lambda about: None,
+            on_checkpoint=lambda saved: None,
             say=lines.append,
         )
 

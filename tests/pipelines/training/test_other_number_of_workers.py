@@ -244,7 +244,7 @@ class Trainings:
 
     def train_in_process(self, name: str) -> TrainingResult:
         """Train or continue the run `name` in this process, which starts faster."""
-        return self.train(name, 1, on_checkpoint=lambda about: None)
+        return self.train(name, 1, on_checkpoint=lambda saved: None)
 
     def build_task(self, name: str, fsdp: bool) -> Task:
         """Build the task of two workers without Ray Train."""
