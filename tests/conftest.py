@@ -44,12 +44,13 @@ running_fast_test: list[pytest.Item] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as long by their fixtures, and sort files with long tests first.
+    """Mark tests as long by their fixtures or as exhaustive, and sort their files first.
 
     So the workers of pytest-xdist end at about the same time.
     """
     for item in items:
-        if LONG_FIXTURES & set(getattr(item, "fixturenames", ())):
+        uses_long = LONG_FIXTURES & set(getattr(item, "fixturenames", ()))
+        if uses_long or item.get_closest_marker("exhaustive"):
             item.add_marker("long")
     files = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in files)

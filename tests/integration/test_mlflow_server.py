@@ -161,6 +161,7 @@ def test_logging_survives_a_slow_and_temporarily_failing_server(
     assert [point.step for point in history] == list(range(50))
 
 
+@pytest.mark.exhaustive
 def test_opening_a_run_waits_for_a_server_that_was_reached_before(
     server: MlflowServer, tmp_path: Path
 ) -> None:

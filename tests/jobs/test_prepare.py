@@ -84,6 +84,7 @@ def read_hashes(output: Path) -> dict[str, str]:
     return {name: read_manifest(str(output / name), name).hash for name in TABLES}
 
 
+@pytest.mark.exhaustive
 def test_a_killed_and_repeated_run_has_the_undisturbed_result(
     in_ray: dict[str, str], tmp_path: Path
 ) -> None:

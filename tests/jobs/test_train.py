@@ -147,7 +147,7 @@ def kill_after_a_checkpoint(
     return checkpoints
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_killed_and_repeated_run_equals_an_undisturbed_one(
     small: tuple[str, str],
     new_store: Callable[[Path], str],

@@ -53,8 +53,9 @@ def kill_workers(times: int) -> Iterator[set[int]]:
 
 def test_the_precision_that_a_worker_used_before_has_no_effect() -> None:
     def train() -> np.ndarray:
-        *_, (_, codes) = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
-        return codes
+        *_, trained = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
+        assert isinstance(trained, tokenize.TrainedCodes)
+        return trained.codes
 
     precision = torch.get_float32_matmul_precision()
     expected = train()
@@ -71,13 +72,13 @@ def test_a_training_that_loses_its_worker_restarts(
     ray_local: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected_lines: list[str] = []
-    _, expected = train_codes(EMBEDDINGS, RQVAE, expected_lines.append)
+    expected = train_codes(EMBEDDINGS, RQVAE, expected_lines.append).codes
     # On a cluster the training is a Ray task.
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
     lines: list[str] = []
     with kill_workers(1) as killed:
-        _, codes = train_codes(EMBEDDINGS, RQVAE, lines.append)
+        codes = train_codes(EMBEDDINGS, RQVAE, lines.append).codes
 
     assert len(killed) == 1
     assert np.array_equal(codes, expected)

@@ -43,11 +43,19 @@ MODEL = {
 FIT = {"batch_size": 8, "max_epochs": 6, "log_every_steps": 2, "patience": 0, "seed": 3}
 
 
-def run_worker(task: Task, outcomes: Queue[str], has_reported: Any) -> None:
-    """Train as a Ray worker does, without a lock; put the outcome into the queue."""
+def run_worker(
+    task: Task, outcomes: Queue[str], has_reported: Any, resume: Path
+) -> None:
+    """Train as a Ray worker does, without a lock; put the outcome into the queue.
+
+    After its first checkpoint the worker waits for the file `resume`, so that it cannot
+    end before it is paused.
+    """
 
     def report(saved: checkpoint.Checkpoint) -> None:
         has_reported.set()
+        while not resume.exists():
+            time.sleep(0.01)
 
     worker = WorkerContext(0, 1, torch.device("cpu"), 1, report, lambda line: None)
     try:
@@ -114,12 +122,13 @@ def test_a_paused_worker_that_resumes_changes_nothing(
     context = multiprocessing.get_context("forkserver")
     outcomes: Queue[str] = context.Queue()
     has_reported = context.Event()
+    resume = tmp_path / "resume"
     workers = []
 
     def pause_worker(task: Task, worker: WorkerContext) -> None:
         """Train in another process, and give it up after its first checkpoint."""
         process = context.Process(
-            target=run_worker, args=(task, outcomes, has_reported)
+            target=run_worker, args=(task, outcomes, has_reported, resume)
         )
         process.start()
         workers.append(process)
@@ -142,6 +151,7 @@ def test_a_paused_worker_that_resumes_changes_nothing(
 
     (process,) = workers
     assert process.pid is not None
+    resume.touch()
     os.kill(process.pid, signal.SIGCONT)
     outcome = outcomes.get(timeout=600)
     process.join()
