@@ -1,10 +1,9 @@
-"""Models on another device than the CPU, with none at hand: every tensor that a step
-leaves behind is an error.
+"""Models on a device other than the CPU, simulated: a tensor that a step leaves on the CPU
+is an error.
 
-A tensor of the pretended device says that it is on `meta`, whose kernels nothing here
-may reach, while its numbers lie on the CPU. An operation over tensors of both devices
-fails as it does on a GPU. What makes a GPU wait is another test's affair
-(`test_gpu.py`).
+A tensor of the simulated device reports the device `meta`, whose kernels are never
+called, while its values are on the CPU. An operation on tensors of both devices fails, as
+it does on a GPU. Whether a step waits for a GPU is tested in `test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -31,89 +30,97 @@ from tests.fixtures import actions_tables, search_tables, training_tables
 from tests.fixtures.trainings import build_training
 
 aten = torch.ops.aten
-THERE = torch.device("meta")
+SIMULATED = torch.device("meta")
 
-MOVES = {aten._to_copy.default, aten.copy_.default}
+CROSS_DEVICE_COPIES = {aten._to_copy.default, aten.copy_.default}
 
 
-class Elsewhere(Tensor):
-    """A tensor of the pretended device; `held` (the same shape, on the CPU) are its
-    numbers.
+class SimulatedTensor(Tensor):
+    """A tensor of the simulated device; `cpu_values` is a tensor of the same shape on the
+    CPU.
     """
 
-    held: Tensor
+    cpu_values: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> Elsewhere:
-        made = Tensor._make_wrapper_subclass(
+    def __new__(cls, values: Tensor) -> SimulatedTensor:
+        tensor = Tensor._make_wrapper_subclass(
             cls,
-            held.shape,
-            held.stride(),
-            held.storage_offset(),
-            dtype=held.dtype,
-            device=THERE,
+            values.shape,
+            values.stride(),
+            values.storage_offset(),
+            dtype=values.dtype,
+            device=SIMULATED,
         )
-        made.held = held
-        return made
+        tensor.cpu_values = values
+        return tensor
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return carried_out(func, args, kwargs or {})
+        return run_operation(func, args, kwargs or {})
 
 
-def carried_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operation on the CPU, its results where a GPU's would be; AssertionError
-    where it mixes devices.
+def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the CPU and return its results on the device of its inputs.
+
+    Raises:
+        AssertionError: If the inputs are on both devices.
     """
-    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    there = [x for x in inputs if isinstance(x, Elsewhere)]
-    here = [x for x in inputs if not isinstance(x, Elsewhere) and x.dim() > 0]
-    assert not (there and here) or func in MOVES, (
-        f"{func} mixes devices: {[tuple(x.shape) for x in here]} on the CPU"
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    simulated = [x for x in tensors if isinstance(x, SimulatedTensor)]
+    on_cpu = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim() > 0]
+    assert not (simulated and on_cpu) or func in CROSS_DEVICE_COPIES, (
+        f"{func} mixes devices: {[tuple(x.shape) for x in on_cpu]} on the CPU"
     )
-    wanted = kwargs.get("device")
-    goes_there = bool(there) if wanted is None else torch.device(wanted) == THERE
+    device = kwargs.get("device")
+    to_simulated = bool(simulated)
     if func is aten.copy_.default:
-        goes_there = isinstance(args[0], Elsewhere)
-    if wanted is not None:
+        to_simulated = isinstance(args[0], SimulatedTensor)
+    elif device is not None:
+        to_simulated = torch.device(device) == SIMULATED
+    if device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     args, kwargs = tree_map(
-        lambda x: x.held if isinstance(x, Elsewhere) else x, (args, kwargs)
+        lambda x: x.cpu_values if isinstance(x, SimulatedTensor) else x, (args, kwargs)
     )
-    found = func(*args, **kwargs)
-    if not goes_there:
-        return found
-    own = {
-        id(x.held): x for x in there
-    }  # what is changed in place stays the same tensor
-    return tree_map(
-        lambda x: own.get(id(x), Elsewhere(x)) if isinstance(x, Tensor) else x, found
-    )
+    results = func(*args, **kwargs)
+    if not to_simulated:
+        return results
+
+    # a tensor that is changed in place stays the same object
+    wrappers = {id(x.cpu_values): x for x in simulated}
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return wrappers.get(id(value), SimulatedTensor(value))
+
+    return tree_map(wrap, results)
 
 
-class Pretended(TorchDispatchMode):
-    """While it is on, `meta` is a device with numbers."""
+class SimulatedDevice(TorchDispatchMode):
+    """A mode in which `meta` is a device with values."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return carried_out(func, args, kwargs or {})
+        return run_operation(func, args, kwargs or {})
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
-    """The device, with the autocast that torch does not let `meta` have."""
-    own = torch.autocast
-    monkeypatch.setattr(
-        torch,
-        "autocast",
-        lambda kind, *args, **kw: (
-            nullcontext() if kind == "meta" else own(kind, *args, **kw)
-        ),
-    )
-    with Pretended() as mode:
+def simulated_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    """Enable the simulated device, without the autocast that PyTorch rejects on `meta`."""
+    autocast = torch.autocast
+
+    def autocast_unless_simulated(kind: str, *args: Any, **options: Any) -> Any:
+        if kind == "meta":
+            return nullcontext()
+        return autocast(kind, *args, **options)
+
+    monkeypatch.setattr(torch, "autocast", autocast_unless_simulated)
+    with SimulatedDevice() as mode:
         yield mode
 
 
@@ -179,95 +186,112 @@ FIT = FitConfig(batch_size=8, eval_batch_size=8)
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Tables by family, and checkpoints that students are made from."""
+    """Inputs by family, and checkpoints of teachers and encoders by name."""
     folder = tmp_path_factory.mktemp("devices")
     tables, text = search_tables.write_search(folder / "search", users=10, requests=6)
+    retrieval = training_tables.write_tables(
+        folder / "retrieval", users=12, titles=True
+    )
     inputs = {
-        "retrieval": Inputs(
-            *training_tables.write_tables(folder / "retrieval", users=12, titles=True)
-        ),
+        "retrieval": Inputs(*retrieval),
         "search": Inputs(tables, text=text),
         "actions": Inputs(actions_tables.write_actions(folder / "actions", users=12)),
     }
-    made: dict[str, Any] = {
-        name: str(folder / name) for name in ("tiger", "lc_rec", "sid_mlp_pp_encoder")
-    }
-    teacher = {"teacher": made["tiger"]}
-    for name, model in {
+    models: dict[str, dict[str, Any]] = {
         "tiger": SIZES["tiger"],
         "lc_rec": LC_REC,
-        "sid_mlp_pp_encoder": teacher,
-    }.items():
-        setup = build_training({"name": name, **model}, FIT, inputs["retrieval"])
-        checkpoint.save(made[name], setup.model, setup.checkpoint())
-    return {**inputs, **made}
+        "sid_mlp_pp_encoder": {"teacher": str(folder / "tiger")},
+    }
+    checkpoints = {}
+    for name, options in models.items():
+        run = build_training({"name": name, **options}, FIT, inputs["retrieval"])
+        checkpoints[name] = str(folder / name)
+        checkpoint.save(checkpoints[name], run.model, run.checkpoint())
+    return {**inputs, **checkpoints}
 
 
-def set_up_small(
+def build_small_training(
     name: str, data: dict[str, Any], fit: FitConfig, device: Any
 ) -> TrainingRun:
-    config, model = (
-        registry.find(name).config_class,
-        {"name": name, **SIZES.get(name, {})},
-    )
-    if issubclass(config, TeacherConfig):
-        model["teacher"] = data[config.default_teacher]
+    """Build a training of a small model, with its teacher and encoder where it has one."""
+    model_class = registry.find(name)
+    options = {"name": name, **SIZES.get(name, {})}
+    if issubclass(model_class.config_class, TeacherConfig):
+        options["teacher"] = data[model_class.config_class.default_teacher]
     if name == "sid_mlp_pp":
-        model["encoder"] = data["sid_mlp_pp_encoder"]
-    return build_training(model, fit, data[registry.find(name).family], device=device)
+        options["encoder"] = data["sid_mlp_pp_encoder"]
+    return build_training(options, fit, data[model_class.family], device=device)
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Of all trained parameters: DDP waits for every one of them in every step."""
-    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert [name for name, grad in trained.items() if grad is None] == []
-    return [grad for grad in trained.values() if grad is not None]
+def get_gradients(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of all trained parameters, each of which
+    DistributedDataParallel needs in every step.
+    """
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert [name for name, gradient in gradients.items() if gradient is None] == []
+    return [gradient for gradient in gradients.values() if gradient is not None]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:for .* copying from a non-meta parameter"
-)  # which is what is wanted here
+# the simulated device copies from `meta` on purpose
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
 @pytest.mark.parametrize("name", registry.MODELS)
 def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
-    name: str, data: dict[str, Any], pretended: Pretended
+    name: str, data: dict[str, Any], simulated_device: SimulatedDevice
 ) -> None:
-    setup = set_up_small(name, data, FIT, THERE)
-    if setup.model.trains_by_gradient:
-        batch = next(setup.train(0, 0)).to(THERE)
-        setup.model.train()
-        setup.model(batch)["loss"].backward()
-        assert all(isinstance(grad, Elsewhere) for grad in gradients(setup.model))
+    run = build_small_training(name, data, FIT, SIMULATED)
+
+    if run.model.trains_by_gradient:
+        batch = next(run.train(0, 0)).to(SIMULATED)
+        run.model.train()
+        run.model(batch)["loss"].backward()
+        for gradient in get_gradients(run.model):
+            assert isinstance(gradient, SimulatedTensor)
     else:
-        setup.fit_counts()
-    sums, count = setup.validate(setup.model)
+        run.fit_counts()
+    sums, count = run.validate(run.model)
+
     assert count
-    assert not any(isinstance(value, Elsewhere) for value in sums.values())
+    assert not any(isinstance(value, SimulatedTensor) for value in sums.values())
 
 
 @pytest.mark.parametrize(
     "name", [name for name in registry.MODELS if registry.find(name).trains_by_gradient]
 )
-def test_a_step_and_a_validation_in_bfloat16(name: str, data: dict[str, Any]) -> None:
-    """As a GPU does them by default; here by the autocast of the CPU."""
-    setup = set_up_small(name, data, replace(FIT, precision="bf16"), "cpu")
-    with autocast("bf16", setup.device):
-        loss = setup.model.train()(next(setup.train(0, 0)))["loss"]
-    loss.backward()
-    assert all(
-        bool(value.isfinite().all()) for value in [loss, *gradients(setup.model)]
-    )
-    sums, count = setup.validate(setup.model)
-    assert count
-    numbers = [value for value in sums.values() if not isinstance(value, Histogram)]
-    assert all(bool(torch.as_tensor(value).isfinite().all()) for value in numbers)
-
-
-def test_the_pretended_device_finds_what_is_left_on_the_cpu(
-    pretended: Pretended,
+def test_a_step_and_a_validation_in_bfloat16_are_finite(
+    name: str, data: dict[str, Any]
 ) -> None:
-    x = torch.arange(6.0).to(THERE)
-    assert type(x + 1) is Elsewhere
+    """GPUs use bfloat16 by default; here it is the autocast of the CPU."""
+    run = build_small_training(name, data, replace(FIT, precision="bf16"), "cpu")
+
+    with autocast("bf16", run.device):
+        loss = run.model.train()(next(run.train(0, 0)))["loss"]
+    loss.backward()
+    sums, count = run.validate(run.model)
+
+    assert bool(loss.isfinite())
+    assert all(bool(gradient.isfinite().all()) for gradient in get_gradients(run.model))
+    assert count
+    for value in sums.values():
+        if not isinstance(value, Histogram):
+            assert bool(torch.as_tensor(value).isfinite().all())
+
+
+def test_operations_on_the_simulated_device_have_the_values_of_the_cpu(
+    simulated_device: SimulatedDevice,
+) -> None:
+    x = torch.arange(6.0).to(SIMULATED)
+    assert type(x + 1) is SimulatedTensor
     assert (x.view(2, 3).add_(1).sum(0) * 2).cpu().tolist() == [10.0, 14.0, 18.0]
+
+
+def test_an_operation_with_a_tensor_on_the_cpu_is_an_error(
+    simulated_device: SimulatedDevice,
+) -> None:
+    x = torch.arange(6.0).to(SIMULATED)
     with pytest.raises(AssertionError, match="mixes devices"):
         x + torch.ones(6)
     with pytest.raises(AssertionError, match="mixes devices"):

@@ -1,5 +1,5 @@
-"""The training loop: resuming equals not stopping, workers together equal one, the
-metric alone picks the best.
+"""The training loop: resumed training equals uninterrupted training, several workers
+equal one worker, and the validation metric alone selects the best checkpoint.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,7 @@ from models.training.fit import (
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(Batch):
-    """Inputs and classes."""
+    """A batch of input tokens and their classes."""
 
     x: Tensor = axes("B")
     y: Tensor = axes("B")
@@ -60,57 +60,72 @@ class Classifier(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, batch: Pairs) -> dict[str, Tensor]:
-        state = self.dropout(torch.relu(self.hidden(self.embedding(batch.x))))
-        return {
-            "loss": nn.functional.cross_entropy(
-                state @ self.embedding.weight.T, batch.y
-            )
-        }
+        hidden = torch.relu(self.hidden(self.embedding(batch.x)))
+        logits = self.dropout(hidden) @ self.embedding.weight.T
+        return {"loss": nn.functional.cross_entropy(logits, batch.y)}
 
 
 class Batches:
-    """Rows (3 i mod 20 -> 7 i mod 20), shuffled by epoch, this rank's part of every
-    global batch.
+    """Batches of the rows 3 i mod 20 -> 7 i mod 20, shuffled anew in every epoch; each
+    rank gets its part of every global batch.
     """
 
     def __init__(
         self, size: int = 8, count: int = 5, rank: int = 0, world: int = 1
     ) -> None:
-        self.size, self.count, self.rank, self.world = size, count, rank, world
-        self.made = 0
+        self.size = size
+        self.count = count
+        self.rank = rank
+        self.world = world
+        self.num_built = 0
 
     def steps(self, epoch: int) -> int:
         return self.count
 
     def __call__(self, epoch: int, skip: int) -> Iterator[Pairs]:
-        order = torch.randperm(
-            self.size * self.count, generator=torch.Generator().manual_seed(epoch)
-        )
+        generator = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(self.size * self.count, generator=generator)
         for i in range(skip, self.count):
-            rows = order[i * self.size : (i + 1) * self.size][self.rank :: self.world]
-            self.made += 1
+            global_batch = order[i * self.size : (i + 1) * self.size]
+            rows = global_batch[self.rank :: self.world]
+            self.num_built += 1
             yield Pairs(x=rows * 3 % 20, y=rows * 7 % 20)
 
 
 def validate(model: nn.Module) -> tuple[dict[str, float], int]:
-    x = torch.arange(20)
-    right = model.embedding(x).sum().item()
-    return {"ndcg@10": right * 20, "recall@10": 20.0}, 20
+    """Return metric sums that change with the weights, and the number of examples."""
+    total = model.embedding(torch.arange(20)).sum().item()
+    return {"ndcg@10": total * 20, "recall@10": 20.0}, 20
 
 
-def start(seed: int = 0, dropout: float = 0.5) -> Classifier:
+def build_classifier(seed: int = 0, dropout: float = 0.5) -> Classifier:
     torch.manual_seed(seed)
     return Classifier(dropout=dropout)
 
 
-def finish(
+def run_fit(
     model: nn.Module, config: FitConfig, **options: object
 ) -> list[StepEvent | EpochEvent]:
+    """Train to the end and return all events."""
     return list(fit(model, Batches(), validate, config, **options))
 
 
-def weights(model: nn.Module) -> list[Tensor]:
+def copy_weights(model: nn.Module) -> list[Tensor]:
     return [value.clone() for value in model.state_dict().values()]
+
+
+def assert_equal_weights(model: nn.Module, other: nn.Module) -> None:
+    for weight, other_weight in zip(
+        copy_weights(model), copy_weights(other), strict=True
+    ):
+        assert torch.equal(weight, other_weight)
+
+
+def get_loss_curve(events: list[Event]) -> list[tuple[int, float]]:
+    """Return (step, loss) of every reported step."""
+    return [
+        (event.step, event.loss) for event in events if isinstance(event, StepEvent)
+    ]
 
 
 CONFIG = FitConfig(
@@ -124,184 +139,218 @@ CONFIG = FitConfig(
 )
 
 
+def save_state(config: FitConfig, path: Path, number: int) -> None:
+    """Train until the state with index `number` is reported, and save it with the
+    weights.
+    """
+    model = build_classifier()
+    events_with_state = (
+        event for event in fit(model, Batches(), validate, config) if event.state
+    )
+    event = next(islice(events_with_state, number, None))
+    torch.save({"model": model.state_dict(), "state": event.state}, path)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
-def test_resumed_at_any_save_equals_undisturbed(tmp_path: Path, optimizer: str) -> None:
+def test_training_resumed_from_any_save_equals_uninterrupted_training(
+    tmp_path: Path, optimizer: str
+) -> None:
     config = replace(CONFIG, optimizer=optimizer)
-    undisturbed = start()
-    whole = finish(undisturbed, config)
-    saves = [event for event in whole if event.state]
-    assert {type(event) for event in saves} == {
-        StepEvent,
-        EpochEvent,
-    }  # within epochs and at their ends
+    uninterrupted = build_classifier()
+    all_events = run_fit(uninterrupted, config)
+    saves = [event for event in all_events if event.state]
+    # states are saved within epochs and at their ends
+    assert {type(event) for event in saves} == {StepEvent, EpochEvent}
+
     for number in range(len(saves) - 1):
-        model = start()
-        for i, event in enumerate(
-            e for e in fit(model, Batches(), validate, config) if e.state
-        ):
-            if i == number:
-                torch.save(
-                    {"model": model.state_dict(), "state": event.state},
-                    tmp_path / "saved.pt",
-                )
-                break
+        save_state(config, tmp_path / "saved.pt", number)
         saved = torch.load(tmp_path / "saved.pt", weights_only=True)
-        resumed = start(seed=99)
+        resumed = build_classifier(seed=99)
         resumed.load_state_dict(saved["model"])
         torch.rand(number + 1)  # other random numbers were drawn meanwhile
-        rest = finish(resumed, config, state=saved["state"])
-        for ours, theirs in zip(weights(resumed), weights(undisturbed), strict=True):
-            assert torch.equal(ours, theirs)
-        last, expected = rest[-1], whole[-1]
+        last = run_fit(resumed, config, state=saved["state"])[-1]
+
+        assert_equal_weights(resumed, uninterrupted)
+        expected = all_events[-1]
         assert isinstance(last, EpochEvent)
         assert isinstance(expected, EpochEvent)
         assert last.metrics == expected.metrics
-        assert (
-            last.state["cursor"]["best_step"] == expected.state["cursor"]["best_step"]
-        )
+        best_step = last.state["cursor"]["best_step"]
+        assert best_step == expected.state["cursor"]["best_step"]
 
 
-def stopped_and_resumed(
+def stop_and_resume(
     config: FitConfig, stop_at: int, in_validation: bool
 ) -> tuple[Classifier, list[StepEvent | EpochEvent], Event]:
     """Stop a run at its `stop_at`-th step or validation, and finish it from the state
     of its last event.
+
+    Returns:
+        The resumed model, the events after the stop, and the last event before it.
     """
-    asked = iter(range(1, 1000))
+    calls = iter(range(1, 1000))
 
-    def answer() -> int:
-        return STOP if not in_validation and next(asked) == stop_at else CONTINUE
+    def next_action() -> int:
+        if not in_validation and next(calls) == stop_at:
+            return STOP
+        return CONTINUE
 
-    def stopping(model: nn.Module) -> tuple[dict[str, float], int]:
-        if in_validation and next(asked) == stop_at:
+    def validate_or_stop(model: nn.Module) -> tuple[dict[str, float], int]:
+        if in_validation and next(calls) == stop_at:
             raise ValidationStopped
         return validate(model)
 
-    stopped = start()
-    events = list(fit(stopped, Batches(), stopping, config, next_action=answer))
+    stopped = build_classifier()
+    events = list(
+        fit(stopped, Batches(), validate_or_stop, config, next_action=next_action)
+    )
     saved = copy.deepcopy(events[-1].state)
-    resumed = start(seed=99)
+    resumed = build_classifier(seed=99)
     resumed.load_state_dict(stopped.state_dict())
-    return resumed, finish(resumed, config, state=saved), events[-1]
+    return resumed, run_fit(resumed, config, state=saved), events[-1]
 
 
 @pytest.mark.parametrize(
     ("stop_at", "in_validation"),
     [*((step, False) for step in range(1, 21)), *((n, True) for n in range(1, 9))],
 )
-def test_stopped_at_any_step_or_validation_and_resumed_equals_undisturbed(
+def test_training_stopped_at_any_step_or_validation_and_resumed_equals_uninterrupted_training(
     stop_at: int, in_validation: bool
 ) -> None:
     config = replace(CONFIG, checkpoint_every_steps=0)
-    undisturbed = start()
-    whole = finish(undisturbed, config)
-    resumed, rest, last = stopped_and_resumed(config, stop_at, in_validation)
+    uninterrupted = build_classifier()
+    all_events = run_fit(uninterrupted, config)
+
+    resumed, rest, last = stop_and_resume(config, stop_at, in_validation)
+
     assert last.interrupted
     assert not last.stop
     assert in_validation or last.step == stop_at
-    for ours, theirs in zip(weights(resumed), weights(undisturbed), strict=True):
-        assert torch.equal(ours, theirs)
-    ours, theirs = rest[-1].state["cursor"], whole[-1].state["cursor"]
+    assert_equal_weights(resumed, uninterrupted)
+    cursor = rest[-1].state["cursor"]
+    expected_cursor = all_events[-1].state["cursor"]
     for key in ("best", "best_epoch", "best_step", "waiting", "stopped"):
-        assert ours[key] == theirs[key]
-    assert rest[-1].loss == pytest.approx(whole[-1].loss)
-    validated = [event.step for event in whole if event.metrics]
+        assert cursor[key] == expected_cursor[key]
+    assert rest[-1].loss == pytest.approx(all_events[-1].loss)
+    validated = [event.step for event in all_events if event.metrics]
     assert [event.step for event in rest if event.metrics] == [
-        step for step in validated if step > last.step or step == last.step
+        step for step in validated if step >= last.step
     ]
 
 
-def test_a_wanted_state_is_saved_within_the_epoch_and_training_goes_on() -> None:
-    answers = iter([CONTINUE, SAVE])
-    config = FitConfig(max_epochs=1)
-    events = list(
-        fit(
-            start(),
-            Batches(),
-            validate,
-            config,
-            next_action=lambda: next(answers, CONTINUE),
-        )
+def test_a_requested_state_is_saved_within_the_epoch_and_training_continues() -> None:
+    actions = iter([CONTINUE, SAVE])
+
+    events = run_fit(
+        build_classifier(),
+        FitConfig(max_epochs=1),
+        next_action=lambda: next(actions, CONTINUE),
     )
+
     assert [event.step for event in events if event.state] == [2, 5]
     assert not any(event.interrupted for event in events)
 
 
-def test_resuming_skips_batches_without_making_them() -> None:
-    model = start()
+def test_resumed_training_builds_no_skipped_batches() -> None:
+    model = build_classifier()
     for event in fit(model, Batches(), validate, CONFIG):
         if isinstance(event, StepEvent) and event.state:
             break
     batches = Batches()
+
     next(iter(fit(model, batches, validate, CONFIG, state=event.state)))
-    assert batches.made <= Batches().count - 3
+
+    assert batches.num_built <= Batches().count - 3
 
 
-def test_a_finished_run_does_nothing_more() -> None:
-    model = start()
-    last = finish(model, CONFIG)[-1]
+def test_a_finished_run_takes_no_further_steps() -> None:
+    model = build_classifier()
+    last = run_fit(model, CONFIG)[-1]
     assert (last.stop, last.stop_reason) == (True, "")
-    before = weights(model)
-    assert finish(model, CONFIG, state=last.state) == []
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+    before = copy_weights(model)
+
+    assert run_fit(model, CONFIG, state=last.state) == []
+
+    after = copy_weights(model)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_best_and_stop_follow_the_validation_metric_alone() -> None:
+def test_best_epoch_and_early_stop_follow_the_validation_metric_alone() -> None:
     values = iter([0.1, 0.5, 0.5, 0.4, 0.9, 0.9])
     config = FitConfig(lr=0.1, max_epochs=6, patience=2, warmup_steps=0)
+
     events = fit(
-        start(), Batches(), lambda model: ({"ndcg@10": next(values)}, 1), config
+        build_classifier(),
+        Batches(),
+        lambda model: ({"ndcg@10": next(values)}, 1),
+        config,
     )
     ends = [event for event in events if isinstance(event, EpochEvent)]
-    assert [event.is_best for event in ends] == [
-        True,
-        True,
-        False,
-        False,
-    ]  # an equal value is not better
+
+    # an equal value is not better
+    assert [event.is_best for event in ends] == [True, True, False, False]
     assert [event.stop for event in ends] == [False, False, False, True]
     assert ends[-1].state["cursor"]["best_epoch"] == 2
-    why = "stopped: no better val ndcg@10 in 2 validations (fit.patience), best 0.5000 in epoch 2"
-    assert [event.stop_reason for event in ends] == ["", "", "", why]
-    assert describe(ends[-1], config).splitlines()[-1] == why
+    reason = "stopped: no better val ndcg@10 in 2 validations (fit.patience), best 0.5000 in epoch 2"
+    assert [event.stop_reason for event in ends] == ["", "", "", reason]
+    assert describe(ends[-1], config).splitlines()[-1] == reason
 
 
-def test_a_long_epoch_shows_progress_after_its_first_steps_and_every_30_seconds() -> (
+def test_a_long_epoch_reports_progress_after_its_first_steps_and_every_30_seconds() -> (
     None
 ):
-    time = iter(range(0, 10_000, 4))  # asked once a step: 4 seconds each
+    times = iter(range(0, 10_000, 4))  # one reading per step: 4 seconds each
     config = FitConfig(max_epochs=2, log_every_steps=4)
+
     events = list(
         fit(
-            start(),
+            build_classifier(),
             Batches(count=20),
             validate,
             config,
-            clock=lambda: float(next(time)),
+            clock=lambda: float(next(times)),
         )
     )
+
     progress = [event for event in events if isinstance(event, HeartbeatEvent)]
     first, second = progress[:2]
     assert (first.epoch, first.step) == (1, 3)
     assert second.step - first.step == 8  # of 4 seconds
     assert all(not event.state and not event.metrics for event in progress)
     assert first.seconds_left is not None
-    assert "step      3" in describe(first, config)
-    assert re.search(
-        r"20 steps per epoch  at most \d+ s left$", describe(first, config)
+    line = describe(first, config)
+    assert "step      3" in line
+    assert re.search(r"20 steps per epoch  at most \d+ s left$", line)
+
+
+def test_progress_reports_do_not_change_the_training() -> None:
+    times = iter(range(0, 10_000, 4))
+    config = FitConfig(max_epochs=2, log_every_steps=4)
+    model, quick_model = build_classifier(), build_classifier()
+
+    events = list(
+        fit(
+            model,
+            Batches(count=20),
+            validate,
+            config,
+            clock=lambda: float(next(times)),
+        )
     )
-    quick = fit(start(), Batches(count=20), validate, config, clock=lambda: 0.0)
-    told = [
-        (event.step, event.loss)
-        for event in events
-        if not isinstance(event, HeartbeatEvent)
+    quick_events = list(
+        fit(quick_model, Batches(count=20), validate, config, clock=lambda: 0.0)
+    )
+
+    assert any(isinstance(event, HeartbeatEvent) for event in events)
+    without_progress = [
+        event for event in events if not isinstance(event, HeartbeatEvent)
     ]
-    assert told == [
-        (event.step, event.loss) for event in quick
-    ]  # and it changes nothing
+    assert [(event.step, event.loss) for event in without_progress] == [
+        (event.step, event.loss) for event in quick_events
+    ]
 
 
-def test_progress_counts_requests_and_the_time_left_of_all_epochs() -> None:
+def test_progress_is_reported_in_requests_with_the_time_left_of_all_epochs() -> None:
     event = HeartbeatEvent(
         step=46,
         epoch=1,
@@ -329,28 +378,38 @@ def test_the_time_left_counts_steps_and_validations_of_all_epochs() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(7.4, "7 s"), (99.0, "99 s"), (300, "5 min"), (1e4, "3 h")]
 )
-def test_durations_are_in_the_unit_that_reads_well(seconds: float, text: str) -> None:
+def test_durations_are_rounded_to_seconds_minutes_or_hours(
+    seconds: float, text: str
+) -> None:
     assert format_duration(seconds) == text
 
 
 def test_validation_every_n_epochs_and_at_the_end() -> None:
     config = FitConfig(max_epochs=5, eval_every_epochs=2)
-    ends = [event for event in finish(start(), config) if isinstance(event, EpochEvent)]
+    events = run_fit(build_classifier(), config)
+    ends = [event for event in events if isinstance(event, EpochEvent)]
     assert [bool(event.metrics) for event in ends] == [False, True, False, True, True]
 
 
 def test_validation_every_n_steps_within_epochs() -> None:
     values = iter([0.1, 0.5, 0.4, 0.3, 0.9])
     config = FitConfig(max_epochs=4, eval_every_steps=3, patience=2, log_every_steps=50)
+
     events = list(
-        fit(start(), Batches(), lambda model: ({"ndcg@10": next(values)}, 1), config)
+        fit(
+            build_classifier(),
+            Batches(),
+            lambda model: ({"ndcg@10": next(values)}, 1),
+            config,
+        )
     )
-    checked = [
+
+    validations = [
         (event.step, event.is_best, event.stop) for event in events if event.metrics
     ]
     # 5 steps an epoch: after 3 and at its end; the fourth validation is the second
     # without a better value
-    assert checked == [
+    assert validations == [
         (3, True, False),
         (5, True, False),
         (6, False, False),
@@ -359,33 +418,43 @@ def test_validation_every_n_steps_within_epochs() -> None:
     last = events[-1]
     assert isinstance(last, StepEvent)
     assert last.state["cursor"]["best_step"] == 5
-    assert finish(start(), config, state=last.state) == []
+    assert run_fit(build_classifier(), config, state=last.state) == []
 
 
-def test_a_metric_or_a_loss_that_is_no_number_is_named() -> None:
+def test_an_undefined_validation_metric_stops_with_its_name() -> None:
+    def validate_to_nan(model: nn.Module) -> tuple[dict[str, float], int]:
+        return {"ndcg@10": math.nan}, 4
+
     with pytest.raises(
         UserError,
         match=r"fit.metric is ndcg@10, which is not defined on the 4 rows .*another fit\.metric",
     ):
-        list(fit(start(), Batches(), lambda model: ({"ndcg@10": math.nan}, 4), CONFIG))
-    model = start()
+        list(fit(build_classifier(), Batches(), validate_to_nan, CONFIG))
+
+
+def test_a_loss_of_nan_stops_with_its_step() -> None:
+    model = build_classifier()
     with torch.no_grad():
         model.hidden.bias[0] = math.nan
+
     with pytest.raises(UserError, match=r"loss is nan at step 5; lower fit\.lr"):
-        finish(model, FitConfig(max_epochs=1))
+        run_fit(model, FitConfig(max_epochs=1))
 
 
 def test_learning_rate_rises_then_falls() -> None:
     config = FitConfig(lr=1.0, warmup_steps=10_000, warmup_share=0.1)
+
     rates = [learning_rate(config, step, 1000) for step in range(1000)]
+
     assert rates.index(max(rates)) == 99  # the warm-up is capped at a tenth of the run
     assert rates[0] == pytest.approx(0.01)
     assert rates[-1] < 1e-4
     assert all(a >= b for a, b in pairwise(rates[99:]))
-    assert (
-        learning_rate(FitConfig(lr=1.0, warmup_steps=0, schedule="constant"), 999, 1000)
-        == 1.0
-    )
+
+
+def test_a_constant_learning_rate_does_not_fall() -> None:
+    config = FitConfig(lr=1.0, warmup_steps=0, schedule="constant")
+    assert learning_rate(config, 999, 1000) == 1.0
 
 
 def test_step_seeds_differ_between_ranks_and_steps() -> None:
@@ -406,177 +475,184 @@ def test_step_seeds_differ_between_ranks_and_steps() -> None:
         ("warmup_share", 2.0, "between 0 and 1"),
     ],
 )
-def test_impossible_config(field: str, value: float, message: str) -> None:
+def test_options_out_of_range_are_rejected(
+    field: str, value: float, message: str
+) -> None:
     with pytest.raises(ValueError, match=rf"fit\.{field} is .*{message}"):
         FitConfig(**{field: value})
 
 
 EQUAL, UNEQUAL = (5, 5), (5, 3)
-"""Batches of each of two workers."""
+"""Number of batches of each of two workers."""
 
 
-def trained_by(rank: int, counts: tuple[int, int]) -> dict:
-    """What one of two workers sees of a training."""
-    model, batches = start(dropout=0.0), Batches(rank=rank, world=2, count=counts[rank])
+def mean_of_histogram(sums: dict[str, Tensor]) -> dict[str, float]:
+    histogram = sums["histogram"]
+    return {"ndcg@10": float(histogram[0] / histogram.sum())}
 
-    def half(
-        model: nn.Module,
-    ) -> tuple[dict[str, float], int]:  # unequal shares: 5 and 15 of 20 requests
-        mine = range(5) if rank == 0 else range(5, 20)
-        return {
-            "ndcg@10": sum(model.embedding.weight[i].sum().item() for i in mine)
-        }, len(mine)
 
-    def one_sided(
-        model: nn.Module,
-    ) -> tuple[dict[str, Tensor], int]:  # the first rank has nothing to validate
-        return ({"histogram": torch.tensor([3.0, 1.0])}, 4) if rank else ({}, 0)
+def train_rank(rank: int, counts: tuple[int, int]) -> dict:
+    """Return the loss curve, epoch ends and weights that one of two ranks reports."""
+    model = build_classifier(dropout=0.0)
+    batches = Batches(rank=rank, world=2, count=counts[rank])
 
-    of = half if counts == EQUAL else one_sided
-    means = (
-        None
-        if counts == EQUAL
-        else lambda sums: {
-            "ndcg@10": float(sums["histogram"][0] / sums["histogram"].sum())
-        }
+    def validate_unequal_shares(model: nn.Module) -> tuple[dict[str, float], int]:
+        """Validate 5 or 15 of 20 requests."""
+        requests = range(5) if rank == 0 else range(5, 20)
+        sums = [model.embedding.weight[i].sum().item() for i in requests]
+        return {"ndcg@10": sum(sums)}, len(requests)
+
+    def validate_second_rank(model: nn.Module) -> tuple[dict[str, Tensor], int]:
+        """Validate on the second rank alone."""
+        if rank == 0:
+            return {}, 0
+        return {"histogram": torch.tensor([3.0, 1.0])}, 4
+
+    if counts == EQUAL:
+        validate_rank, means = validate_unequal_shares, None
+    else:
+        validate_rank, means = validate_second_rank, mean_of_histogram
+    events = list(
+        fit(model, batches, validate_rank, CONFIG, means=means, rank=rank, world=2)
     )
-    events = list(fit(model, batches, of, CONFIG, means=means, rank=rank, world=2))
-    curve = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
     ends = [
-        (e.epoch, e.metrics, e.is_best, e.examples)
-        for e in events
-        if isinstance(e, EpochEvent)
+        (event.epoch, event.metrics, event.is_best, event.examples)
+        for event in events
+        if isinstance(event, EpochEvent)
     ]
-    return {"curve": curve, "ends": ends, "model": model.state_dict()}
+    return {"curve": get_loss_curve(events), "ends": ends, "model": model.state_dict()}
 
 
-def stopped_by(rank: int) -> dict:
-    """Where one of two workers ends, of which only the second is asked to stop: in a
-    step, and in a validation.
+def stop_second_rank(rank: int, in_validation: bool) -> tuple[list[int], bool, int]:
+    """Train on one of two ranks, of which only the second is asked to stop, in a step or
+    in a validation.
+
+    Returns:
+        The steps of the saved states, whether the last event was interrupted, and its
+        number of metrics.
     """
-    ends = {}
-    for in_validation in (False, True):
-        model, batches = start(dropout=0.0), Batches(rank=rank, world=2)
-        asked = in_validation and rank == 1
+    stops_in_validation = in_validation and rank == 1
+    stops_in_step = not in_validation and rank == 1
 
-        def checked(
-            model: nn.Module, stops: bool = asked
-        ) -> tuple[dict[str, float], int]:
-            if stops:
-                raise ValidationStopped
-            return validate(model)
+    def validate_or_stop(model: nn.Module) -> tuple[dict[str, float], int]:
+        if stops_in_validation:
+            raise ValidationStopped
+        return validate(model)
 
-        answers = iter(
-            [CONTINUE, SAVE, CONTINUE, STOP] if rank == 1 and not asked else []
+    actions = iter([CONTINUE, SAVE, CONTINUE, STOP] if stops_in_step else [])
+    events = list(
+        fit(
+            build_classifier(dropout=0.0),
+            Batches(rank=rank, world=2),
+            validate_or_stop,
+            FitConfig(max_epochs=3),
+            rank=rank,
+            world=2,
+            next_action=lambda: next(actions, CONTINUE),
         )
-        events = list(
-            fit(
-                model,
-                batches,
-                checked,
-                FitConfig(max_epochs=3),
-                rank=rank,
-                world=2,
-                next_action=lambda answers=answers: next(answers, CONTINUE),  # type: ignore[misc]
-            )
-        )
-        saved = [event.step for event in events if event.state]
-        ends[in_validation] = (saved, events[-1].interrupted, len(events[-1].metrics))
-    return ends
+    )
+    saved_steps = [event.step for event in events if event.state]
+    return saved_steps, events[-1].interrupted, len(events[-1].metrics)
 
 
-def saved_after_notice(rank: int) -> list[int]:
+def save_after_notice(rank: int) -> list[int]:
     """Return the steps at which a rank saves, where the first of two asks for notices
     by a collective.
     """
-    model, batches = start(dropout=0.0), Batches(rank=rank, world=2)
-    answers = iter([CONTINUE, ASK] if rank == 0 else [])
+    actions = iter([CONTINUE, ASK] if rank == 0 else [])
 
-    def warned() -> bool:
+    def ask_for_notice() -> bool:
         calls = torch.ones(1)
-        torch.distributed.all_reduce(calls)  # hangs unless both ranks are here
+        torch.distributed.all_reduce(calls)  # hangs unless both ranks call it
         return calls.item() == 2
 
     events = fit(
-        model,
-        batches,
+        build_classifier(dropout=0.0),
+        Batches(rank=rank, world=2),
         validate,
         FitConfig(max_epochs=1),
         rank=rank,
         world=2,
-        next_action=lambda: next(answers, CONTINUE),
-        ask_for_notice=warned,
+        next_action=lambda: next(actions, CONTINUE),
+        ask_for_notice=ask_for_notice,
     )
     return [event.step for event in events if event.state]
 
 
-def worker(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str) -> None:
+    """Train as one of two ranks and save what it reports to `folder`."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=2
     )
-    torch.save(
-        {
-            **{counts: trained_by(rank, counts) for counts in (EQUAL, UNEQUAL)},
-            "stopped": stopped_by(rank),
-            "noticed": saved_after_notice(rank),
-        },
-        f"{folder}/{rank}.pt",
-    )
-    torch.distributed.barrier()  # neither rank takes the connection down while the other still uses it
+    results = {
+        EQUAL: train_rank(rank, EQUAL),
+        UNEQUAL: train_rank(rank, UNEQUAL),
+        "stopped_in_step": stop_second_rank(rank, in_validation=False),
+        "stopped_in_validation": stop_second_rank(rank, in_validation=True),
+        "noticed": save_after_notice(rank),
+    }
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()  # neither rank closes the connection while the other still uses it
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """By worker and batches."""
-    folder = tmp_path_factory.mktemp("two")
-    mp.start_processes(worker, (str(folder),), nprocs=2, start_method="forkserver")
+def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """Results of two ranks of one training."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.start_processes(run_rank, (str(folder),), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 @pytest.mark.long
-def test_two_workers_equal_one_with_the_same_batches(two: list[dict]) -> None:
-    ours = [each[EQUAL] for each in two]
-    assert ours[0]["curve"] == ours[1]["curve"]  # equal reports, equally often
-    assert ours[0]["ends"] == ours[1]["ends"]
-    model = start(dropout=0.0)
-    events = finish(model, CONFIG)
-    curve = [(e.step, e.loss) for e in events if isinstance(e, StepEvent)]
-    assert [step for step, _ in curve] == [step for step, _ in ours[0]["curve"]]
+def test_two_workers_equal_one_with_the_same_batches(rank_results: list[dict]) -> None:
+    first, second = (results[EQUAL] for results in rank_results)
+    model = build_classifier(dropout=0.0)
+    curve = get_loss_curve(run_fit(model, CONFIG))
+
+    assert first["curve"] == second["curve"]  # equal reports, equally often
+    assert first["ends"] == second["ends"]
+    assert [step for step, _ in curve] == [step for step, _ in first["curve"]]
     assert [loss for _, loss in curve] == pytest.approx(
-        [loss for _, loss in ours[0]["curve"]], rel=1e-5
+        [loss for _, loss in first["curve"]], rel=1e-5
     )
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, ours[0]["model"][name], rtol=1e-4, atol=1e-6)
-        assert torch.equal(ours[0]["model"][name], ours[1]["model"][name])
-    assert ours[0]["ends"][-1][3] == 20
+        torch.testing.assert_close(value, first["model"][name], rtol=1e-4, atol=1e-6)
+        assert torch.equal(first["model"][name], second["model"][name])
+    assert first["ends"][-1][3] == 20
 
 
 @pytest.mark.long
-def test_unequal_shares_take_equal_steps(two: list[dict]) -> None:
-    ours = [each[UNEQUAL] for each in two]
-    assert ours[0]["curve"] == ours[1]["curve"]
-    assert ours[0]["curve"][-1][0] == 3 * CONFIG.max_epochs
-    assert ours[0]["ends"] == ours[1]["ends"]
-    assert ours[0]["ends"][0][1] == {"ndcg@10": 0.75}
-    assert ours[0]["ends"][0][3] == 4
+def test_ranks_with_unequal_numbers_of_batches_take_equal_steps(
+    rank_results: list[dict],
+) -> None:
+    first, second = (results[UNEQUAL] for results in rank_results)
+
+    assert first["curve"] == second["curve"]
+    assert first["curve"][-1][0] == 3 * CONFIG.max_epochs
+    assert first["ends"] == second["ends"]
+    assert first["ends"][0][1] == {"ndcg@10": 0.75}
+    assert first["ends"][0][3] == 4
 
 
 @pytest.mark.long
-def test_all_workers_save_and_stop_where_one_is_asked_to(two: list[dict]) -> None:
-    ours, theirs = (each["stopped"] for each in two)
-    assert ours == theirs
-    # a step's answers are known after the next step; a validation ends at once, without
-    # metrics
-    assert ours == {False: ([3, 5], True, 0), True: ([5], True, 0)}
+def test_all_ranks_save_and_stop_where_one_is_asked_to(
+    rank_results: list[dict],
+) -> None:
+    for results in rank_results:
+        # the action of a step is taken after the next step; a validation ends at once,
+        # without metrics
+        assert results["stopped_in_step"] == ([3, 5], True, 0)
+        assert results["stopped_in_validation"] == ([5], True, 0)
 
 
 @pytest.mark.long
-def test_all_workers_ask_for_notices_in_the_same_step(two: list[dict]) -> None:
-    ours, theirs = (each["noticed"] for each in two)
-    assert ours == theirs
-    assert ours[0] == 3  # asked for after step 2, and known after the next one
+def test_all_ranks_ask_for_notices_in_the_same_step(rank_results: list[dict]) -> None:
+    first, second = (results["noticed"] for results in rank_results)
+
+    assert first == second
+    assert first[0] == 3  # asked for after step 2, answered after the next step
 
 
 def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,7 +663,7 @@ def test_prefetch_keeps_order_and_errors(monkeypatch: pytest.MonkeyPatch) -> Non
             yield Pairs(x=torch.tensor([i]), y=torch.tensor([i]))
         raise UserError("lost")
 
-    seen = []
+    values = []
     with pytest.raises(UserError, match="lost"):
-        seen.extend(batch.x.item() for batch in prefetch(batches()))
-    assert seen == list(range(10))
+        values.extend(batch.x.item() for batch in prefetch(batches()))
+    assert values == list(range(10))

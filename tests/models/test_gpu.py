@@ -1,5 +1,5 @@
-"""What graphs on a GPU rest on, as far as a CPU shows it: nothing waits, few shapes,
-and equal results.
+"""What CUDA graphs require, as far as a CPU shows it: no step waits for a value, batches
+have few shapes, and padded or replayed batches give equal results.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
 from tests.models.test_devices import LC_REC, SIZES
 
-GRADIENT = [name for name in registry.MODELS if registry.find(name).trains_by_gradient]
-OF = {
-    family: [n for n in GRADIENT if registry.find(n).family == family]
+GRADIENT_MODELS = [
+    name for name in registry.MODELS if registry.find(name).trains_by_gradient
+]
+MODELS_BY_FAMILY = {
+    family: [n for n in GRADIENT_MODELS if registry.find(n).family == family]
     for family in ("retrieval", "search", "actions")
 }
-SMALL: dict[str, dict[str, Any]] = {
+SMALL_OPTIONS: dict[str, dict[str, Any]] = {
     "search": {
         "max_history": 8,
         "text_width": 6,
@@ -62,9 +64,9 @@ SMALL: dict[str, dict[str, Any]] = {
         "tower_width": 8,
     },
 }
-DEEP = {"width": 24, "num_layers": 2, "num_heads": 2, "ffn": 16}
-WAITS = {
-    "atspeed_s": "a draft is verified as far as it holds, which is asked after each",
+TRANSFORMER_OPTIONS = {"width": 24, "num_layers": 2, "num_heads": 2, "ffn": 16}
+WAITING_SEARCHES = {
+    "atspeed_s": "the number of accepted draft tokens is read after each draft",
     "atspeed_r": "as atspeed_s",
 }
 """Models whose search reads values back, with the reason."""
@@ -75,16 +77,16 @@ def search_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return write_search(tmp_path_factory.mktemp("log"), joint=True)
 
 
-def retrieval_model(name: str) -> tuple[Any, Any]:
-    """The model, with its teacher where it has one, and a batch of its unit."""
+def build_retrieval_model(name: str) -> tuple[Any, Any]:
+    """Build a model, with its teacher where it has one, and a batch of its unit."""
     model_class, catalogue = registry.find(name), small_retrieval.build_catalogue()
     options: dict[str, Any] = {"name": name, **SIZES.get(name, {})}
     if name == "tiger":
         options |= small_retrieval.TEACHER
     elif issubclass(model_class, TaughtModel):
-        options["teacher_model"] = (
-            LC_REC if name.startswith("lc_rec") else small_retrieval.TEACHER
-        )
+        is_language_model = name.startswith("lc_rec")
+        teacher = LC_REC if is_language_model else small_retrieval.TEACHER
+        options["teacher_model"] = teacher
     torch.manual_seed(0)
     model: Any = build_model(options, catalogue)
     if isinstance(model, TaughtModel):
@@ -100,121 +102,129 @@ def retrieval_model(name: str) -> tuple[Any, Any]:
     return model, batch
 
 
-def search_model(
+def build_search_model(
     name: str, log: tuple[str, str], **options: Any
 ) -> tuple[Any, SearchDataset]:
-    options = {"name": name, **SMALL["search"], **options}
+    """Build a small model of kind search and its train examples."""
+    options = {"name": name, **SMALL_OPTIONS["search"], **options}
     if name != "base":
-        options = {**DEEP, **options}
+        options = {**TRANSFORMER_OPTIONS, **options}
     catalogue = SearchCatalogue.load(*log)
     torch.manual_seed(0)
     model = build_model(options, catalogue)
-    options = SearchDataset.dataset_options(model.config, catalogue)
+    dataset_options = SearchDataset.dataset_options(model.config, catalogue)
     uri = join(log[0], "sequences")
-    return model, SearchDataset.load(uri, "train", max_history=8, **options)
+    return model, SearchDataset.load(uri, "train", max_history=8, **dataset_options)
 
 
-logging.getLogger(
-    "torch.__trace"
-).disabled = True  # a record of every operation, of which pytest would keep all
+# it records every operation, and pytest would keep all records
+logging.getLogger("torch.__trace").disabled = True
 
 
-def traced(run: Any) -> Any:
-    """`run()` as one graph: a branch that depends on a value is an error (other values
-    that are read back are not, as they may be symbols in a graph: see
-    `without_values`)."""
+def run_as_one_graph(function: Callable[[], Any]) -> Any:
+    """Run `function` as one graph: a branch that depends on a value is an error.
+
+    Other values that are read back may be symbols in a graph; `to_meta` finds them.
+    """
     torch._dynamo.reset()
-    return torch.compile(run, backend="eager", fullgraph=True)()
+    return torch.compile(function, backend="eager", fullgraph=True)()
 
 
 @pytest.fixture
-def without_values(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Moves modules, and gives a batch, to where tensors have shapes alone: a value
-    that is read back, or a shape that depends on values, is an error there, and what is
-    meant for a CPU is not taken."""
-    autocast = torch.autocast
-    monkeypatch.setattr(
-        torch,
-        "autocast",
-        lambda device, *of, **how: (
-            nullcontext() if device == "meta" else autocast(device, *of, **how)
-        ),
-    )
-    monkeypatch.setattr(
-        fast, "check_finite", lambda weights, *of: weights
-    )  # once, when they are derived
+def to_meta(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that moves modules in place, and a batch as a copy, to the
+    device `meta`.
 
-    def moved(batch: Batch, *modules: Any) -> Batch:
-        for module in [
-            inner for outer in modules for inner in outer.to("meta").modules()
-        ]:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, Tensor):
-                    setattr(module, name, value.to("meta"))
+    Tensors on `meta` have shapes alone: a value that is read back, or a shape that depends
+    on values, is an error, and code for CPUs is not used.
+    """
+    autocast = torch.autocast
+
+    def autocast_unless_meta(device: str, *args: Any, **options: Any) -> Any:
+        if device == "meta":
+            return nullcontext()
+        return autocast(device, *args, **options)
+
+    monkeypatch.setattr(torch, "autocast", autocast_unless_meta)
+    # weights are checked once, when derived weights are computed
+    monkeypatch.setattr(fast, "check_finite", lambda weights, *rest: weights)
+
+    def move(batch: Batch, *modules: Any) -> Batch:
+        for outer in modules:
+            for module in outer.to("meta").modules():
+                for name, value in list(vars(module).items()):
+                    if isinstance(value, Tensor):
+                        setattr(module, name, value.to("meta"))
         return batch.map(lambda value: value.to("meta"))
 
-    return moved
+    return move
 
 
-def test_what_reads_a_value_back_is_seen(without_values):
-    histories = small_retrieval.make_requests(3)
-    values = without_values(histories).target.float()
-    for wait in (
+def get_search_step(model: Any) -> Callable[..., Any]:
+    """Return `recommend` of a model without its two decorators."""
+    return type(model).recommend.__wrapped__.__wrapped__
+
+
+def test_reading_a_value_back_on_the_meta_device_is_an_error(to_meta):
+    values = to_meta(small_retrieval.make_requests(3)).target.float()
+    for read_back in (
         lambda: values.sum().item(),
         lambda: values[values > 0],
         lambda: bool((values > 0).any()),
         lambda: values.repeat_interleave((values > 0).long()),
     ):
         with pytest.raises((RuntimeError, NotImplementedError)):
-            wait()
+            read_back()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", OF["retrieval"])
+@pytest.mark.parametrize("name", MODELS_BY_FAMILY["retrieval"])
 @pytest.mark.exhaustive
-def test_no_step_and_no_search_of_retrieval_waits(name, without_values):
-    bare, batch = retrieval_model(name)
-    teacher = getattr(bare, "_teacher", ())
-    empty = without_values(batch, bare, *teacher)
-    bare.train()(empty)["loss"].backward()
-    model, batch = retrieval_model(name)
+def test_training_steps_and_searches_of_retrieval_read_no_values_back(name, to_meta):
+    meta_model, batch = build_retrieval_model(name)
+    teacher = getattr(meta_model, "_teacher", ())
+    meta_batch = to_meta(batch, meta_model, *teacher)
+    meta_model.train()(meta_batch)["loss"].backward()
+    model, batch = build_retrieval_model(name)
     model.train()
-    assert torch.isfinite(traced(lambda: model(batch)["loss"]))
-    if registry.find(name).options_class is None or name in WAITS:
+    assert torch.isfinite(run_as_one_graph(lambda: model(batch)["loss"]))
+    if registry.find(name).options_class is None or name in WAITING_SEARCHES:
         return
-    bare, search = bare.eval(), type(model).recommend.__wrapped__.__wrapped__
+
+    meta_model.eval()
+    search = get_search_step(model)
+    no_items = torch.zeros(30, dtype=torch.bool, device="meta")
+    search_options: list[dict[str, Any]] = [{}]
+    if "constrained" in registry.find(name).recommend_options():
+        search_options.append({"constrained": False})
     with torch.no_grad():
-        for how in [{}] + [{"constrained": False}] * (
-            "constrained" in registry.find(name).recommend_options()
-        ):
-            search(bare, empty, 3, **how)
-            search(
-                bare,
-                replace(
-                    empty,
-                    allowed=bare.encode_allowed(
-                        torch.zeros(30, dtype=torch.bool, device="meta")
-                    ),
-                ),
-                3,
-                **how,
-            )
+        for options in search_options:
+            search(meta_model, meta_batch, 3, **options)
+            allowed = meta_model.encode_allowed(no_items)
+            search(meta_model, replace(meta_batch, allowed=allowed), 3, **options)
+
     model.eval()
     allowed = model.encode_allowed(torch.arange(30) % 3 > 0)
-    items, scores = model.recommend(
-        batch, 3, allowed=allowed
-    )  # which makes what is kept of the weights
+    # computes the derived weights
+    items, scores = model.recommend(batch, 3, allowed=allowed)
     with torch.no_grad():
-        found = traced(lambda: search(model, replace(batch, allowed=allowed), 3))
-    assert torch.equal(found[0], items)
-    assert torch.allclose(found[1], scores, atol=1e-5)
+        graph_items, graph_scores = run_as_one_graph(
+            lambda: search(model, replace(batch, allowed=allowed), 3)
+        )
+    assert torch.equal(graph_items, items)
+    assert torch.allclose(graph_scores, scores, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in OF["retrieval"] if registry.find(name).options_class]
+    "name",
+    [
+        name
+        for name in MODELS_BY_FAMILY["retrieval"]
+        if registry.find(name).options_class
+    ],
 )
-def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
-    model, _ = retrieval_model(name)
+def test_an_empty_history_gets_the_same_ranking_alone_and_beside_longer_ones(name):
+    model, _ = build_retrieval_model(name)
     model.eval()
     batch = small_retrieval.make_requests(2, longest=5)
     batch = replace(
@@ -223,27 +233,28 @@ def test_an_empty_history_is_ranked_for_alike_beside_any_other(name):
         history=torch.tensor([[-1] * 5, [1, 2, 3, 4, 5]]),
     )
     alone = replace(batch.select("B", slice(1)), history=batch.history[:1, :1])
-    wide = replace(
-        batch, history=torch.nn.functional.pad(batch.history, (0, 7), value=-1)
-    )
+    padded_history = torch.nn.functional.pad(batch.history, (0, 7), value=-1)
+    padded = replace(batch, history=padded_history)
+
     items, scores = model.recommend(batch, 3)
-    for other in (alone, wide):
-        found = model.recommend(other, 3)
-        assert torch.equal(found[0][0], items[0])
-        assert torch.allclose(found[1][0], scores[0], atol=1e-5)
+    for other in (alone, padded):
+        other_items, other_scores = model.recommend(other, 3)
+        assert torch.equal(other_items[0], items[0])
+        assert torch.allclose(other_scores[0], scores[0], atol=1e-5)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", OF["search"])
+@pytest.mark.parametrize("name", MODELS_BY_FAMILY["search"])
 @pytest.mark.exhaustive
-def test_no_step_of_search_waits(name, search_log, without_values):
-    model, examples = search_model(
-        name, search_log, **({} if name == "base" else {"num_layers": 1})
-    )
+def test_training_steps_of_search_read_no_values_back(name, search_log, to_meta):
+    options = {} if name == "base" else {"num_layers": 1}
+    model, examples = build_search_model(name, search_log, **options)
     batch = examples.collate(np.arange(9)).pad_to_buckets(examples.max_history)
-    assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
-    empty = without_values(batch, model)
-    model.train()(empty)["loss"].backward()
+
+    assert torch.isfinite(run_as_one_graph(lambda: model.train()(batch)["loss"]))
+
+    meta_batch = to_meta(batch, model)
+    model.train()(meta_batch)["loss"].backward()
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +262,11 @@ def feed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_actions(tmp_path_factory.mktemp("actions"), viewers=True)
 
 
-def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsDataset]:
-    options = {"name": name, **SMALL["actions"], **options}
+def build_actions_model(
+    name: str, feed: str, **options: Any
+) -> tuple[Any, ActionsDataset]:
+    """Build a small model of kind actions and its train examples."""
+    options = {"name": name, **SMALL_OPTIONS["actions"], **options}
     torch.manual_seed(0)
     catalogue = ActionsCatalogue.load(feed)
     model = build_model(options, catalogue)
@@ -268,22 +282,26 @@ def actions_model(name: str, feed: str, **options: Any) -> tuple[Any, ActionsDat
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "tied"), [*((name, True) for name in OF["actions"]), ("attn_lfa", False)]
+    ("name", "tied"),
+    [*((name, True) for name in MODELS_BY_FAMILY["actions"]), ("attn_lfa", False)],
 )
 @pytest.mark.exhaustive
-def test_no_step_and_no_score_of_actions_waits(name, tied, feed, without_values):
-    model, examples = actions_model(name, feed, num_layers=1)
+def test_training_steps_and_scores_of_actions_read_no_values_back(
+    name, tied, feed, to_meta
+):
+    model, examples = build_actions_model(name, feed, num_layers=1)
     batch = next(examples.epoch(5, seed=1, epoch=0, pad_to_buckets=True))
     batch = replace(batch, has_ties=tied)
-    assert torch.isfinite(traced(lambda: model.train()(batch)["loss"]))
+
+    assert torch.isfinite(run_as_one_graph(lambda: model.train()(batch)["loss"]))
     with torch.no_grad():
-        assert (
-            traced(lambda: model.eval().logits(batch, history=False)).isfinite().all()
-        )
-    empty = without_values(batch, model)
-    model.train()(empty)["loss"].backward()
+        logits = run_as_one_graph(lambda: model.eval().logits(batch, history=False))
+    assert logits.isfinite().all()
+
+    meta_batch = to_meta(batch, model)
+    model.train()(meta_batch)["loss"].backward()
     with torch.no_grad():
-        model.eval().logits(empty, history=False)
+        model.eval().logits(meta_batch, history=False)
 
 
 def test_a_bucket_is_at_most_half_larger_than_its_content():
@@ -292,123 +310,128 @@ def test_a_bucket_is_at_most_half_larger_than_its_content():
         assert bucket_size(bucket_size(size)) == bucket_size(size)
 
 
-def alike(model: Any, plain: Batch, wide: Batch) -> None:
-    """The two batches have the same loss and gradients, up to the rounding of float32."""
-    assert wide.signature != plain.signature
-    found = []
-    for batch in (plain, wide):
+def assert_same_loss_and_gradients(model: Any, batch: Batch, padded: Batch) -> None:
+    """Assert that the two batches have the same loss and gradients, up to the rounding
+    of float32.
+    """
+    assert padded.signature != batch.signature
+    results = []
+    for inputs in (batch, padded):
         model.zero_grad()
-        loss = model.eval()(batch)["loss"]
+        loss = model.eval()(inputs)["loss"]
         loss.backward()
-        found.append(
-            [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
-        )
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([loss, *gradients])
+    for value, padded_value in zip(*results, strict=True):
+        torch.testing.assert_close(value, padded_value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", OF["actions"])
-def test_nothing_is_learned_from_what_fills_a_batch_of_actions(name, feed):
-    model, examples = actions_model(name, feed, dropout=0.0, category_dropout=0.0)
-    plain = next(examples.epoch(5, seed=1, epoch=0))
-    alike(model, plain, plain.pad_to_buckets(8))
+@pytest.mark.parametrize("name", MODELS_BY_FAMILY["actions"])
+def test_padding_of_a_batch_of_actions_changes_no_loss_or_gradient(name, feed):
+    model, examples = build_actions_model(name, feed, dropout=0.0, category_dropout=0.0)
+    batch = next(examples.epoch(5, seed=1, epoch=0))
+    assert_same_loss_and_gradients(model, batch, batch.pad_to_buckets(8))
 
 
-@pytest.mark.parametrize("name", OF["search"])
-def test_nothing_is_learned_from_what_fills_a_batch_of_searches(name, search_log):
-    model, examples = search_model(name, search_log)
-    plain = examples.collate(np.arange(9))
-    alike(model, plain, plain.pad_to_buckets(8))
+@pytest.mark.parametrize("name", MODELS_BY_FAMILY["search"])
+def test_padding_of_a_batch_of_searches_changes_no_loss_or_gradient(name, search_log):
+    model, examples = build_search_model(name, search_log)
+    batch = examples.collate(np.arange(9))
+    assert_same_loss_and_gradients(model, batch, batch.pad_to_buckets(8))
 
 
 @pytest.mark.parametrize("name", ["tiger", "sasrec"])
-def test_nothing_is_learned_from_what_fills_a_batch_of_histories(name):
-    model, plain = retrieval_model(name)
-    alike(model, plain, plain.pad_to_buckets(8))
+def test_padding_of_a_batch_of_histories_changes_no_loss_or_gradient(name):
+    model, batch = build_retrieval_model(name)
+    assert_same_loss_and_gradients(model, batch, batch.pad_to_buckets(8))
 
 
 @pytest.mark.parametrize("name", ["tiger", "sid_mlp", "sasrec"])
-def test_a_search_of_more_requests_and_longer_histories_finds_the_same(name):
-    model, _ = retrieval_model(name)
+def test_padding_of_requests_and_histories_changes_no_recommendation(name):
+    model, _ = build_retrieval_model(name)
     batch = small_retrieval.make_requests(5, longest=5)
-    wide = batch.histories.pad_to_buckets(6, ("B", "T"))
-    assert wide.history.shape == (6, 6)
+    padded = batch.histories.pad_to_buckets(6, ("B", "T"))
+    assert padded.history.shape == (6, 6)
+
     items, scores = model.eval().recommend(batch, 4)
-    more, their = model.recommend(wide, 4)
-    assert torch.equal(items, more[:5])
-    assert torch.allclose(scores, their[:5], atol=1e-5)
+    padded_items, padded_scores = model.recommend(padded, 4)
+
+    assert torch.equal(items, padded_items[:5])
+    assert torch.allclose(scores, padded_scores[:5], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["popularity", "sasrec", "tiger", "sid_mlp"])
-def test_a_replayed_search_finds_what_the_search_finds(name):
-    """As on a GPU, but for the graph; a model that only counts has no weights to look
-    at.
-    """
-    model, _ = retrieval_model(name)
+def test_a_replayed_search_equals_the_search(name):
+    """The code path of a GPU without the graph; a model of counts has no weights."""
+    model, _ = build_retrieval_model(name)
     batch = small_retrieval.make_requests(5, longest=5)
-    search = type(model.eval()).recommend.__wrapped__.__wrapped__
-    sets = [
+    search = get_search_step(model.eval())
+    # sets of one shape, which one graph serves
+    allowed_sets = [
         model.encode_allowed(torch.arange(30) % step == 0) for step in (2, 3, 30)
-    ]  # of one graph
-    for allowed in [None, None, None, *sets]:
+    ]
+
+    for allowed in [None, None, None, *allowed_sets]:
         items, scores = model.recommend(batch, 4, allowed=allowed)
-        given = batch if allowed is None else replace(batch, allowed=allowed)
+        inputs = batch if allowed is None else replace(batch, allowed=allowed)
         with torch.no_grad():
-            found = _search_by_graph(
+            graph_items, graph_scores = _search_by_graph(
                 model,
                 "a test",
-                given,
-                lambda given: search(model, given, 4),
+                inputs,
+                lambda inputs: search(model, inputs, 4),
                 "highest",
                 False,
             )
-        assert torch.equal(found[0], items)
-        assert torch.allclose(found[1], scores, atol=1e-5)
+        assert torch.equal(graph_items, items)
+        assert torch.allclose(graph_scores, scores, atol=1e-5)
 
 
-def test_requests_of_several_threads_get_their_own_answers():
-    """A graph's answer lies where the next one will: so does that of this search."""
-    model, _ = retrieval_model("sasrec")
+def test_concurrent_requests_get_their_own_answers():
+    """The search writes every answer to the same tensors, as a graph does."""
+    model, _ = build_retrieval_model("sasrec")
     batches = [
         small_retrieval.make_requests(3, longest=5, seed=seed) for seed in range(4)
     ]
-    wanted = [model.eval().recommend(batch, 4)[0] for batch in batches]
-    kept = [torch.zeros(3, 4, dtype=torch.long), torch.zeros(3, 4)]
+    expected = [model.eval().recommend(batch, 4)[0] for batch in batches]
+    outputs = [torch.zeros(3, 4, dtype=torch.long), torch.zeros(3, 4)]
 
-    def search(given: HistoryBatch) -> Any:
+    def search(inputs: HistoryBatch) -> Any:
         with torch.no_grad():
-            found = type(model).recommend.__wrapped__.__wrapped__(model, given, 4)
-        return [place.copy_(value) for place, value in zip(kept, found, strict=True)]
+            values = get_search_step(model)(model, inputs, 4)
+        return [
+            output.copy_(value) for output, value in zip(outputs, values, strict=True)
+        ]
 
-    def ask(turn: int) -> bool:
-        found = _search_by_graph(
+    def is_answered(turn: int) -> bool:
+        items, _ = _search_by_graph(
             model, "threads", batches[turn % 4], search, "highest", False
-        )[0]
-        return torch.equal(found, wanted[turn % 4])
+        )
+        return torch.equal(items, expected[turn % 4])
 
-    before = sys.getswitchinterval()
+    switch_interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as threads:
-            assert all(threads.map(ask, range(80)))
+            assert all(threads.map(is_answered, range(80)))
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(switch_interval)
 
 
-def test_rows_that_fill_a_batch_are_no_examples(feed):
-    _, examples = actions_model("attn_lfa", feed)
-    found = []
+def test_padding_rows_are_not_counted_as_examples(feed):
+    _, examples = build_actions_model("attn_lfa", feed)
+    counts = []
     for pad_to_buckets in (False, True):
         meter = Meter(torch.device("cpu"), 1)
         batches = examples.epoch(5, seed=1, epoch=0, pad_to_buckets=pad_to_buckets)
         for _ in range(3):
             meter.next_batch(batches)
-        found.append(meter.examples)
-    assert found[0] == found[1] > 0
+        counts.append(meter.examples)
+    assert counts[0] == counts[1] > 0
 
 
-class Repeated:
-    """Batches of two shapes in turn."""
+class CycledBatches:
+    """An epoch of seven steps that cycles through the batches."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches
@@ -420,14 +443,20 @@ class Repeated:
         return islice(cycle(self.batches), skip, 7)
 
 
-def trained(
+def copy_weights(model: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def train_two_epochs(
     model: Any,
     batches: list[Batch],
     stop: int = 0,
     state: Any = None,
     **options: Any,
 ) -> Any:
-    """The weights after two epochs, or the state of the event after `stop` steps."""
+    """Return the weights after two epochs, or the weights and the saved state after
+    `stop` steps.
+    """
     config = FitConfig(
         max_epochs=2,
         metric="none",
@@ -436,57 +465,75 @@ def trained(
         checkpoint_every_steps=3,
         **options,
     )
-    for event in fit(
-        model, Repeated(batches), lambda m: ({"none": 0.0}, 1), config, state=state
-    ):
+    events = fit(
+        model,
+        CycledBatches(batches),
+        lambda model: ({"none": 0.0}, 1),
+        config,
+        state=state,
+    )
+    for event in events:
         if event.step == stop and event.state:
-            return {
-                "weights": {n: v.clone() for n, v in model.state_dict().items()},
-                "state": event.state,
-            }
-    return {name: value.clone() for name, value in model.state_dict().items()}
+            return {"weights": copy_weights(model), "state": event.state}
+    return copy_weights(model)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
-def test_steps_on_the_graphs_own_tensors_are_the_same_steps(optimizer, monkeypatch):
-    """As on a GPU, but for the graph: the third batch of a shape and all later ones are
-    copied into kept tensors.
+def test_steps_on_tensors_of_a_graph_equal_steps_on_the_batches(optimizer, monkeypatch):
+    """The code path of a GPU without the graph: the third batch of a shape and all later
+    ones are copied into static tensors.
     """
     batches = [
         small_retrieval.make_requests(8, longest=5),
         small_retrieval.make_requests(8, seed=2, longest=4),
     ]
-    plain = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
-    made = []
-    monkeypatch.setattr(fit_module, "uses_cuda_graphs", lambda *of: True)
-    monkeypatch.setattr(
-        fit_module, "CudaGraphs", lambda *of: made.append(CudaGraphs(*of)) or made[-1]
+    expected = train_two_epochs(
+        build_retrieval_model("tiger")[0], batches, optimizer=optimizer
     )
-    replayed = trained(retrieval_model("tiger")[0], batches, optimizer=optimizer)
-    assert [len(graphs._graphs) for graphs in made] == [2]
-    stopped = trained(retrieval_model("tiger")[0], batches, stop=9, optimizer=optimizer)
-    model = retrieval_model("tiger")[0]
+    all_graphs = []
+
+    def build_graphs(*args: Any) -> CudaGraphs:
+        all_graphs.append(CudaGraphs(*args))
+        return all_graphs[-1]
+
+    monkeypatch.setattr(fit_module, "uses_cuda_graphs", lambda *args: True)
+    monkeypatch.setattr(fit_module, "CudaGraphs", build_graphs)
+    replayed = train_two_epochs(
+        build_retrieval_model("tiger")[0], batches, optimizer=optimizer
+    )
+    assert [len(graphs._graphs) for graphs in all_graphs] == [2]
+    stopped = train_two_epochs(
+        build_retrieval_model("tiger")[0], batches, stop=9, optimizer=optimizer
+    )
+    model = build_retrieval_model("tiger")[0]
     model.load_state_dict(stopped["weights"])
-    resumed = trained(model, batches, state=stopped["state"], optimizer=optimizer)
-    for name, value in plain.items():
+    resumed = train_two_epochs(
+        model, batches, state=stopped["state"], optimizer=optimizer
+    )
+
+    for name, value in expected.items():
         assert torch.equal(value, replayed[name]), name
         assert torch.equal(value, resumed[name]), name
 
 
-def test_adagrad_of_all_parameters_at_once_is_torchs():
+def test_capturable_adagrad_equals_adagrad_of_pytorch():
     torch.manual_seed(0)
     start = [torch.randn(3, 4), torch.randn(5)]
-    ours, theirs = ([p.clone().requires_grad_() for p in start] for _ in range(2))
+    weights = [value.clone().requires_grad_() for value in start]
+    expected_weights = [value.clone().requires_grad_() for value in start]
     options = {"lr": 0.1, "weight_decay": 0.01}
-    steppers = [
-        (CapturableAdagrad(ours, **options), ours),
-        (torch.optim.Adagrad(theirs, **options), theirs),
-    ]
+    capturable = CapturableAdagrad(weights, **options)
+    reference = torch.optim.Adagrad(expected_weights, **options)
+
     for _ in range(4):
-        gradients = [torch.randn_like(p) for p in start]
-        for optimizer, parameters in steppers:
+        gradients = [torch.randn_like(value) for value in start]
+        for optimizer, parameters in (
+            (capturable, weights),
+            (reference, expected_weights),
+        ):
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()
             optimizer.step()
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
+
+    for weight, expected_weight in zip(weights, expected_weights, strict=True):
+        assert torch.allclose(weight, expected_weight, atol=1e-6)
