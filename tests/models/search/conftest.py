@@ -1,4 +1,4 @@
-"""Search tables that several tests read, and what a model is built on and fed with."""
+"""Search tables, and the catalogue, examples and batch of models of search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fixtures.search_tables import write_search
 
 @pytest.fixture(scope="session")
 def search(tmp_path_factory) -> tuple[str, str]:
-    """(TABLES, TEXT) of 40 users; the text has the joint form too."""
+    """Folders of the tables of 40 users and of their text, with the joint condition."""
     return write_search(tmp_path_factory.mktemp("search"), joint=True)
 
 
@@ -25,6 +25,7 @@ def catalogue(search) -> SearchCatalogue:
 
 @pytest.fixture(scope="session")
 def examples(search, catalogue) -> SearchDataset:
+    """Train examples with histories of at most 8 behaviours."""
     uri = join(search[0], "sequences")
     options = SearchDataset.dataset_options(QGSConfig(), catalogue)
     return SearchDataset.load(uri, "train", max_history=8, **options)

@@ -1,5 +1,5 @@
-"""Boosted trees score as LightGBM on columns made one by one, stop on validation, and
-are no pickle.
+"""Boosted trees of search: scores equal LightGBM's on features computed one by one,
+boosting stops on validation, and checkpoints hold no pickle.
 """
 
 from __future__ import annotations
@@ -30,127 +30,129 @@ from pipelines.evaluation.inference import infer_all
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.trainings import build_training
 
-ITEMS, QUERIES, T, SHOWN = 9, 4, 6, 5
-COUNTED = ("pair_ctr_7d", "position", "hour_sin")
-OWN = CustomFeatures(
+NUM_ITEMS, NUM_QUERIES, HISTORY, NUM_SHOWN = 9, 4, 6, 5
+BUILT_IN = ("pair_ctr_7d", "position", "hour_sin")
+CUSTOM_FEATURES = CustomFeatures(
     (Number("num_bm25", 0.0, 1.0, True),),
     (Category("cat_many", buckets=300), Category("cat_city", tuple("abcdefg"))),
 )
+# columns of the features
+PAIR_CTR, POSITION, HOUR, BM25, MANY, CITY = range(6)
 FIT = FitConfig(batch_size=16, metric="gauc")
 
 
-def small_catalogue(own: CustomFeatures = OWN) -> SearchCatalogue:
+def build_catalogue(
+    custom_features: CustomFeatures = CUSTOM_FEATURES,
+) -> SearchCatalogue:
     return SearchCatalogue(
-        ITEMS,
-        QUERIES,
+        NUM_ITEMS,
+        NUM_QUERIES,
         ("click", "purchase"),
-        (*COUNTED, *own.names),
-        SearchText.empty(ITEMS, QUERIES),
+        (*BUILT_IN, *custom_features.names),
+        SearchText.empty(NUM_ITEMS, NUM_QUERIES),
         feature_mean=torch.zeros(3),
         feature_std=torch.ones(3),
-        custom_features=own,
+        custom_features=custom_features,
     )
 
 
-def features(
+def draw_features(
     rng: np.random.Generator, shape: tuple[int, ...], cities: int
 ) -> torch.Tensor:
+    """Draw features (*shape, 6); a fifth of BM25 is missing."""
     numbers = rng.normal(size=(*shape, 4))
-    numbers[..., 3][rng.random(shape) < 0.2] = np.nan
+    numbers[..., BM25][rng.random(shape) < 0.2] = np.nan
     codes = [rng.integers(0, 301, shape), rng.integers(0, cities, shape)]
-    return torch.from_numpy(
-        np.concatenate([numbers, np.stack(codes, -1)], -1).astype(np.float32)
-    )
+    values = np.concatenate([numbers, np.stack(codes, -1)], -1)
+    return torch.from_numpy(values.astype(np.float32))
 
 
-def searches(seed: int, count: int = 400, cities: int = 6) -> SearchBatch:
-    """Clicks follow a number that is missing at times, the city, and earlier clicks on
-    the item; the place too.
+def draw_searches(seed: int, count: int = 400, cities: int = 6) -> SearchBatch:
+    """Draw searches in which clicks follow BM25, the city, the position and the number of
+    earlier clicks on the item.
     """
     rng = np.random.default_rng(seed)
-    candidates = count * SHOWN
+    candidates = count * NUM_SHOWN
     batch = fill_batch(
         SearchBatch,
-        {"B": count, "R": count, "N": candidates, "T": T},
-        history=torch.from_numpy(rng.integers(0, ITEMS, (count, T))),
-        history_query=torch.from_numpy(rng.integers(-1, QUERIES, (count, T))),
+        {"B": count, "R": count, "N": candidates, "T": HISTORY},
+        history=torch.from_numpy(rng.integers(0, NUM_ITEMS, (count, HISTORY))),
+        history_query=torch.from_numpy(rng.integers(-1, NUM_QUERIES, (count, HISTORY))),
         request_row=torch.from_numpy(rng.permutation(count)),
-        request_end=torch.from_numpy(rng.integers(0, T + 1, count)),
-        request_query=torch.from_numpy(rng.integers(-1, QUERIES, count)),
-        candidate=torch.from_numpy(rng.integers(0, ITEMS, candidates)),
-        candidate_request=torch.arange(count).repeat_interleave(SHOWN),
+        request_end=torch.from_numpy(rng.integers(0, HISTORY + 1, count)),
+        request_query=torch.from_numpy(rng.integers(-1, NUM_QUERIES, count)),
+        candidate=torch.from_numpy(rng.integers(0, NUM_ITEMS, candidates)),
+        candidate_request=torch.arange(count).repeat_interleave(NUM_SHOWN),
         candidate_valid=torch.ones(candidates, dtype=torch.bool),
-        features=features(rng, (candidates,), cities),
-        history_features=features(rng, (count, T), cities),
+        features=draw_features(rng, (candidates,), cities),
+        history_features=draw_features(rng, (count, HISTORY), cities),
     )
-    wants = (
-        batch.features[:, 3].nan_to_num(1.0)
-        + (batch.features[:, 5] % 2)
-        + batch.features[:, 1]
-    )
-    wants = wants + torch.tensor([len(alike) for alike in of_item(batch)])
-    click = torch.from_numpy(rng.random(candidates)) < torch.sigmoid(2 * (wants - 2))
+    utility = batch.features[:, BM25].nan_to_num(1.0)
+    utility = utility + (batch.features[:, CITY] % 2)
+    utility = utility + batch.features[:, POSITION]
+    utility = utility + torch.tensor(count_item_clicks(batch))
+    chance = torch.sigmoid(2 * (utility - 2))
+    click = torch.from_numpy(rng.random(candidates)) < chance
     return replace(batch, labels=torch.stack([click, torch.zeros_like(click)], 1))
 
 
-def of_item(batch: SearchBatch) -> list[list[int]]:
-    """For each candidate the places of earlier clicks on its item."""
-    return [
-        [
-            t
-            for t in range(int(batch.request_end[r]))
-            if batch.history[batch.request_row[r], t] == item
-        ]
-        for item, r in zip(batch.candidate, batch.candidate_request, strict=True)
-    ]
+def count_item_clicks(batch: SearchBatch) -> list[int]:
+    """Return the number of earlier clicks on each candidate's item."""
+    counts = []
+    for item, request in zip(batch.candidate, batch.candidate_request, strict=True):
+        end = int(batch.request_end[request])
+        history = batch.history[batch.request_row[request], :end]
+        counts.append(int((history == item).sum()))
+    return counts
 
 
-def rows(batch: SearchBatch) -> np.ndarray:
-    """What the model reads of each candidate, one by one: the city, numbers that are
-    known before, and clicks.
+def compute_inputs(batch: SearchBatch) -> np.ndarray:
+    """Return the model's inputs (N, 9), computed candidate by candidate: the city, the
+    numbers without the position, and counts of earlier clicks.
     """
-    found = []
-    for n, r in enumerate(batch.candidate_request.tolist()):
-        own, row, end = (
-            batch.features[n],
-            int(batch.request_row[r]),
-            int(batch.request_end[r]),
+    item_clicks = count_item_clicks(batch)
+    inputs = []
+    for n, request in enumerate(batch.candidate_request.tolist()):
+        features = batch.features[n]
+        row, end = int(batch.request_row[request]), int(batch.request_end[request])
+        past = batch.history_features[row, :end]
+        query = int(batch.request_query[request])
+        query_clicks = 0
+        if query >= 0:
+            query_clicks = int((batch.history_query[row, :end] == query).sum())
+        category_clicks = []
+        for column in (MANY, CITY):
+            is_same = (past[:, column] == features[column]) & (features[column] > 0)
+            category_clicks.append(float(is_same.sum()))
+        city = float(features[CITY]) or np.nan
+        numbers = features[[PAIR_CTR, HOUR, BM25]].tolist()
+        inputs.append(
+            [city, *numbers, end, item_clicks[n], query_clicks, *category_clicks]
         )
-        past, asked = (
-            batch.history_features[row, :end],
-            int(batch.request_query[r]),
-        )
-        city = float(own[5]) or np.nan
-        alike = [
-            float(((past[:, place] == own[place]) & (own[place] > 0)).sum())
-            for place in (4, 5)
-        ]
-        after = sum(
-            int(query) == asked >= 0 for query in batch.history_query[row, :end]
-        )
-        found.append(
-            [city, *own[[0, 2, 3]].tolist(), end, len(of_item(batch)[n]), after, *alike]
-        )
-    return np.array(found)
+    return np.array(inputs)
 
 
-def fitted(
+def train_trees(
     train: list[SearchBatch], val: list[SearchBatch], seed: int = 0, **options: Any
 ) -> Any:
+    """Train small trees and return the model."""
     torch.manual_seed(seed)
     small = {"num_leaves": 15, "max_depth": 4, "min_data_in_leaf": 20}
-    settings = {**small, "feature_fraction": 1.0, **options}
-    model = Boosted(BoostedConfig(**settings), small_catalogue())
+    config = BoostedConfig(**{**small, "feature_fraction": 1.0, **options})
+    model = Boosted(config, build_catalogue())
     model.fit_counts(train, val)
     return model.eval()
 
 
-def test_scores_are_lightgbm_s_on_columns_made_one_by_one() -> None:
-    train, val = searches(0, 60), searches(1, 60, cities=8)  # cities 6, 7 are new
+def train_lightgbm(
+    train: SearchBatch, val: SearchBatch
+) -> tuple[lightgbm.Booster, int]:
+    """Train LightGBM on the computed inputs; return it and its best number of trees."""
     data = lightgbm.Dataset(
-        rows(train), train.labels[:, 0].numpy(), categorical_feature=[0]
+        compute_inputs(train), train.labels[:, 0].numpy(), categorical_feature=[0]
     )
-    settings = {
+    val_data = data.create_valid(compute_inputs(val), val.labels[:, 0].numpy())
+    parameters = {
         "objective": "binary",
         "metric": "binary_logloss",
         "learning_rate": 0.1,
@@ -164,125 +166,135 @@ def test_scores_are_lightgbm_s_on_columns_made_one_by_one() -> None:
     }
     losses: dict[str, Any] = {}
     trees = lightgbm.train(
-        settings,
+        parameters,
         data,
         200,
-        valid_sets=[data.create_valid(rows(val), val.labels[:, 0].numpy())],
+        valid_sets=[val_data],
         callbacks=[lightgbm.record_evaluation(losses)],
     )
-    best = int(np.argmin(losses["valid_0"]["binary_logloss"])) + 1
+    return trees, int(np.argmin(losses["valid_0"]["binary_logloss"])) + 1
 
-    model = fitted([train], [val])
 
-    assert 1 < model.booster.num_trees() == best < 200
+def test_scores_equal_those_of_lightgbm_on_inputs_computed_one_by_one() -> None:
+    train = draw_searches(0, 60)
+    val = draw_searches(1, 60, cities=8)  # cities 6 and 7 are not in training
+    trees, num_trees = train_lightgbm(train, val)
+
+    model = train_trees([train], [val])
+
+    assert 1 < model.booster.num_trees() == num_trees < 200
     for batch in (train, val):
         assert batch.features.isnan().any()
         expected = trees.predict(
-            rows(batch), raw_score=True, num_iteration=best, num_threads=1
+            compute_inputs(batch),
+            raw_score=True,
+            num_iteration=num_trees,
+            num_threads=1,
         )
         np.testing.assert_allclose(model.score(batch)[:, 0], expected, rtol=1e-5)
     assert roc_auc_score(val.labels[:, 0], model.score(val)[:, 0]) > 0.7
     importance = model.booster.feature_importance()
-    assert min(importance[[0, 3, 5]]) > 0  # city, missing number, clicks on the item
+    assert min(importance[[0, 3, 5]]) > 0  # city, BM25, clicks on the item
 
 
-def test_boosting_stops_on_validation_and_ignores_its_order() -> None:
-    train, val = searches(0, 100), searches(1, 100)
-
-    model = fitted([train], [val])
+def test_boosting_stops_earlier_where_validation_labels_are_unrelated() -> None:
+    train, val = draw_searches(0, 100), draw_searches(1, 100)
     unrelated = replace(val, labels=val.labels.roll(7, 0))
-    stopped = fitted([train], [unrelated])
+
+    model = train_trees([train], [val])
+    stopped = train_trees([train], [unrelated])
 
     assert stopped.booster.num_trees() < model.booster.num_trees() < 200
 
 
-def test_what_is_not_known_before_the_search_is_not_read() -> None:
-    model, batch = fitted([searches(0)], [searches(2)]), searches(1)
-    late = (
-        torch.arange(T)
-        >= batch.request_end.new_empty(len(batch.request_end)).scatter_(
-            0, batch.request_row, batch.request_end
-        )[:, None]
-    )
+def test_scores_ignore_positions_labels_and_behaviours_after_the_search() -> None:
+    model, batch = train_trees([draw_searches(0)], [draw_searches(2)]), draw_searches(1)
+    end_of_row = torch.empty_like(batch.request_end)
+    end_of_row[batch.request_row] = batch.request_end
+    # (B, T): behaviours after the row's search
+    is_later = torch.arange(HISTORY) >= end_of_row[:, None]
+
     changed = replace(
         batch,
-        history=torch.where(late, 0, batch.history),
-        history_query=torch.where(late, 0, batch.history_query),
-        history_features=torch.where(late[..., None], 1.0, batch.history_features),
-        features=batch.features.index_fill(1, torch.tensor(1), 9.0),
+        history=torch.where(is_later, 0, batch.history),
+        history_query=torch.where(is_later, 0, batch.history_query),
+        history_features=torch.where(is_later[..., None], 1.0, batch.history_features),
+        features=batch.features.index_fill(1, torch.tensor(POSITION), 9.0),
         labels=~batch.labels,
     )
+
     assert torch.equal(model.score(batch), model.score(changed))
-    past = replace(batch, history=torch.where(late, batch.history, 0))
-    assert not torch.equal(model.score(batch), model.score(past))
+    other_past = replace(batch, history=torch.where(is_later, batch.history, 0))
+    assert not torch.equal(model.score(batch), model.score(other_past))
 
 
-def test_columns_are_drawn_by_the_seed() -> None:
-    train, val = searches(0), searches(1)
-    one, same, other = (
-        fitted([train], [val], seed, feature_fraction=0.3).score(train)
+def test_sampled_columns_depend_on_the_seed() -> None:
+    train, val = draw_searches(0), draw_searches(1)
+    scores, same, other = (
+        train_trees([train], [val], seed, feature_fraction=0.3).score(train)
         for seed in (1, 1, 2)
     )
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
+    assert torch.equal(scores, same)
+    assert not torch.equal(scores, other)
 
 
-def test_it_trains_without_text_and_comes_back_as_it_was(
+def test_trees_train_without_text_and_a_loaded_checkpoint_has_equal_scores(
     search: tuple[str, str], tmp_path: Path
 ) -> None:
     tables, _ = search
-    small = {"name": "boosted", "num_iterations": 30, "min_data_in_leaf": 5}
-    setup = build_training(small, FIT, Inputs(tables))
-    model: Any = setup.model
-    setup.fit_counts()
-    assert setup.validate(model)[1] == len(setup.val)
-    checkpoint.save(tmp_path / "best", model, setup.checkpoint(epoch=1))
-    loaded, about = load_model(
-        tmp_path / "best", load_catalogue("boosted", Inputs(tables)), "boosted"
-    )
-    assert set(about.files) == {"model.safetensors"}
-    assert set(about.hashes) == {"items", "queries", "sequences"}
-    batch = setup.val.collate(np.arange(len(setup.val)))
+    options = {"name": "boosted", "num_iterations": 30, "min_data_in_leaf": 5}
+    run = build_training(options, FIT, Inputs(tables))
+    model: Any = run.model
+    run.fit_counts()
+    _, num_validated = run.validate(model)
+    assert num_validated == len(run.val)
+
+    checkpoint.save(tmp_path / "best", model, run.checkpoint(epoch=1))
+    catalogue = load_catalogue("boosted", Inputs(tables))
+    loaded, metadata = load_model(tmp_path / "best", catalogue, "boosted")
+
+    assert set(metadata.files) == {"model.safetensors"}
+    assert set(metadata.hashes) == {"items", "queries", "sequences"}
+    batch = run.val.collate(np.arange(len(run.val)))
     assert torch.equal(loaded.score(batch), model.score(batch))  # type: ignore[operator]
-    infer_all(
-        str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores")
-    )  # of the click, not of other labels
-    assert read_table(str(tmp_path / "scores"), "scores").column_names[-3:] == [
-        "item_id",
-        "score_click",
-        "label_click",
-    ]
+
+    infer_all(str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores"))
+    columns = read_table(str(tmp_path / "scores"), "scores").column_names
+    # trees score the click, and no other label
+    assert columns[-3:] == ["item_id", "score_click", "label_click"]
 
 
-def test_trees_read_tables_with_more_values_of_a_category_as_before(
+def test_trees_score_tables_with_a_new_category_value_as_before(
     tmp_path: Path,
 ) -> None:
-    train, batch = searches(0), searches(1)
-    model = fitted([train], [batch])
+    batch = draw_searches(1)
+    model = train_trees([draw_searches(0)], [batch])
     checkpoint.save(tmp_path / "best", model, checkpoint.Checkpoint({"name": "x"}))
-    about = checkpoint.read(tmp_path / "best")
-    more = CustomFeatures(
-        OWN.numbers, (OWN.categories[0], Category("cat_city", tuple("Aabcdefg")))
+    metadata = checkpoint.read(tmp_path / "best")
+    with_new_city = CustomFeatures(
+        CUSTOM_FEATURES.numbers,
+        (CUSTOM_FEATURES.categories[0], Category("cat_city", tuple("Aabcdefg"))),
     )
-    extended = Boosted(BoostedConfig(), small_catalogue(more))
+    extended = Boosted(BoostedConfig(), build_catalogue(with_new_city))
 
-    assert load_extended_weights(extended, tmp_path / "best", about, ITEMS) == []
+    path = tmp_path / "best"
+    assert load_extended_weights(extended, path, metadata, NUM_ITEMS) == []
 
-    def with_new_codes(values: torch.Tensor) -> torch.Tensor:
-        """Shift each city by the new first one."""
-        changed = values.clone()
-        changed[..., 5] += changed[..., 5] > 0
-        return changed
+    def shift_codes(values: torch.Tensor) -> torch.Tensor:
+        """Shift each city by the new first city."""
+        shifted = values.clone()
+        shifted[..., CITY] += shifted[..., CITY] > 0
+        return shifted
 
     shifted = replace(
         batch,
-        features=with_new_codes(batch.features),
-        history_features=with_new_codes(batch.history_features),
+        features=shift_codes(batch.features),
+        history_features=shift_codes(batch.history_features),
     )
     assert torch.equal(extended.score(shifted), model.score(batch))
 
 
-def test_codes_of_values_are_found_by_name() -> None:
+def test_category_codes_are_mapped_to_the_trained_codes_by_value() -> None:
     category = Category("cat_city", ("Lima", "Oslo", "Rome"))
     codes = category.codes(pa.array(["Oslo", "Rome", "Lima", "Bergen", None]))
 
@@ -291,21 +303,32 @@ def test_codes_of_values_are_found_by_name() -> None:
     assert trained.tolist() == [1, 0, 2, 0, 0]
 
 
-def test_what_cannot_be_learned_or_read_is_refused() -> None:
-    train = searches(0)
+def test_training_candidates_of_one_class_are_rejected() -> None:
+    train = draw_searches(0)
+    without_clicks = replace(train, labels=torch.zeros_like(train.labels))
     with pytest.raises(
         UserError, match="all 2,000 training candidates have the same 'click'"
     ):
-        fitted([replace(train, labels=torch.zeros_like(train.labels))], [train])
+        train_trees([without_clicks], [train])
+
+
+def test_an_empty_val_split_is_rejected() -> None:
     with pytest.raises(UserError, match="the val split is empty"):
-        fitted([train], [])
+        train_trees([draw_searches(0)], [])
+
+
+def test_options_out_of_range_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"feature_fraction 0 is not in \(0, 1\]"):
         BoostedConfig(feature_fraction=0)
-    many = Category("cat_city", tuple(map(str, range(300))))
-    other = Boosted(
-        BoostedConfig(),
-        small_catalogue(CustomFeatures(OWN.numbers, (OWN.categories[0], many))),
+
+
+def test_trees_split_by_a_category_that_now_has_too_many_values_are_rejected() -> None:
+    train = draw_searches(0)
+    state = train_trees([train], [train], num_iterations=2).get_extra_state()
+    many_cities = Category("cat_city", tuple(map(str, range(300))))
+    other_features = CustomFeatures(
+        CUSTOM_FEATURES.numbers, (CUSTOM_FEATURES.categories[0], many_cities)
     )
-    state = fitted([train], [train], num_iterations=2).get_extra_state()
+    model = Boosted(BoostedConfig(), build_catalogue(other_features))
     with pytest.raises(UserError, match=r"split by the categories \['cat_city'\]"):
-        other.set_extra_state(state)
+        model.set_extra_state(state)

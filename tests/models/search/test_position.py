@@ -1,4 +1,4 @@
-"""Where a result was shown is read in training alone, as `position` has it, and never
+"""Positions of results are inputs in training alone, as `position` sets it, and never
 when results are ranked.
 """
 
@@ -8,119 +8,128 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_search_models import make
 
 from models.metrics.ranking_metrics import ranking_means, ranking_sums
 from models.search import metrics
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
 from models.search.position import Position
-from tests.fixtures.search_tables import change
+from tests.fixtures.search_models import build_variant
+from tests.fixtures.search_tables import change_batch
 
 
-def places(catalogue: SearchCatalogue) -> list[int]:
-    """Of the features that say where a result was shown."""
+def get_position_columns(catalogue: SearchCatalogue) -> list[int]:
+    """Return the columns of the features that depend on the position."""
     return [
-        place
-        for place, name in enumerate(catalogue.features)
+        column
+        for column, name in enumerate(catalogue.features)
         if name in catalogue.unknown_when_ranking
     ]
 
 
-def elsewhere(catalogue: SearchCatalogue, batch: SearchBatch) -> SearchBatch:
-    """The same results, shown at other places."""
+def change_positions(catalogue: SearchCatalogue, batch: SearchBatch) -> SearchBatch:
+    """Return the batch with the same results at other positions."""
     features = batch.features.clone()
-    for place in places(catalogue):
-        features[:, place] += torch.rand(len(features)) * 3
-    return change(batch, catalogue, features=features)
+    for column in get_position_columns(catalogue):
+        features[:, column] += torch.rand(len(features)) * 3
+    return change_batch(batch, catalogue, features=features)
 
 
 @pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
 @pytest.mark.parametrize(
     "name", ["base", "qgs", "qgs_no_groups", "hllm_item_tower_match"]
 )
-def test_a_score_does_not_know_where_a_result_was_shown(name, mode, catalogue, batch):
-    model = make(name, catalogue, position=mode)
-    moved = elsewhere(catalogue, batch)
+def test_scores_of_a_ranking_do_not_depend_on_the_position(
+    name, mode, catalogue, batch
+):
+    model = build_variant(name, catalogue, position=mode)
+    other = change_positions(catalogue, batch)
     with torch.no_grad():
-        assert torch.equal(model.score(batch), model.score(moved))
-        told, told_moved = (
-            model.score(batch, shown=True),
-            model.score(moved, shown=True),
-        )
-    assert torch.equal(told, told_moved) == (mode == "hidden")
+        assert torch.equal(model.score(batch), model.score(other))
+        shown = model.score(batch, shown=True)
+        other_shown = model.score(other, shown=True)
+    assert torch.equal(shown, other_shown) == (mode == "hidden")
 
 
 @pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
-def test_training_reads_it_as_the_mode_says(mode, catalogue, batch):
-    model = make("qgs", catalogue, position=mode, infonce_weight=0.0)
-    losses = [float(model(of)["loss"]) for of in (batch, elsewhere(catalogue, batch))]
-    assert (losses[0] == losses[1]) == (mode == "hidden")
+def test_the_training_loss_depends_on_the_position_unless_it_is_hidden(
+    mode, catalogue, batch
+):
+    model = build_variant("qgs", catalogue, position=mode, infonce_weight=0.0)
+    loss = float(model(batch)["loss"])
+    other_loss = float(model(change_positions(catalogue, batch))["loss"])
+    assert (loss == other_loss) == (mode == "hidden")
 
 
-def test_the_bias_is_a_term_of_the_place_alone_and_0_at_the_mean(catalogue, batch):
-    model = make("base", catalogue, position="bias")
-    other = change(batch, catalogue, candidate=batch.candidate.flip(0))
+def test_the_position_bias_is_an_added_term_of_the_position_alone(catalogue, batch):
+    model = build_variant("base", catalogue, position="bias")
+    other = change_batch(batch, catalogue, candidate=batch.candidate.flip(0))
     with torch.no_grad():
-        for of in (batch, other):
-            term = model.score(of, shown=True) - model.score(of)
-            torch.testing.assert_close(
-                term, model.shown_at.compute_bias(model.scale(batch.features), True)
-            )
-        features = batch.features.clone()
-        features[:, places(catalogue)] = model.scale.mean[places(catalogue)]
-        at_mean = change(batch, catalogue, features=features)
+        expected = model.shown_at.compute_bias(model.scale(batch.features), True)
+        for inputs in (batch, other):
+            bias = model.score(inputs, shown=True) - model.score(inputs)
+            torch.testing.assert_close(bias, expected)
+
+
+def test_the_position_bias_is_zero_at_the_mean_position(catalogue, batch):
+    model = build_variant("base", catalogue, position="bias")
+    columns = get_position_columns(catalogue)
+    features = batch.features.clone()
+    features[:, columns] = model.scale.mean[columns]
+    at_mean = change_batch(batch, catalogue, features=features)
+    with torch.no_grad():
         torch.testing.assert_close(
             model.score(at_mean, shown=True), model.score(at_mean)
         )
 
 
-def test_dropout_hides_the_places_of_whole_requests():
+def test_dropout_hides_the_positions_of_whole_requests():
     torch.manual_seed(0)
     module = Position(
         "dropout", 0.3, ("price", "position", "page"), ("position", "page"), 1
     ).train()
-    features, request = torch.rand(9000, 3) + 1, torch.arange(3000).repeat_interleave(3)
-    read = module.hide(features, request, int(request.max()) + 1, shown=True)
-    assert torch.equal(read[:, 0], features[:, 0])
-    hidden = (read[:, 1:] == 0).view(3000, 6)
-    assert torch.equal(hidden.any(1), hidden.all(1))
-    assert hidden.all(1).float().mean() == pytest.approx(0.3, abs=0.03)
-    assert torch.equal(
-        module.eval().hide(features, request, int(request.max()) + 1, shown=True),
-        features,
-    )
-    assert (
-        not module.train()
-        .hide(features, request, int(request.max()) + 1, shown=False)[:, 1:]
-        .any()
-    )
+    features = torch.rand(9000, 3) + 1
+    request, count = torch.arange(3000).repeat_interleave(3), 3000
+
+    inputs = module.hide(features, request, count, shown=True)
+
+    assert torch.equal(inputs[:, 0], features[:, 0])
+    # (requests, 3 results of 2 position features)
+    is_hidden = (inputs[:, 1:] == 0).view(3000, 6)
+    assert torch.equal(is_hidden.any(1), is_hidden.all(1))
+    assert is_hidden.all(1).float().mean() == pytest.approx(0.3, abs=0.03)
+    assert not module.hide(features, request, count, shown=False)[:, 1:].any()
+    module.eval()
+    assert torch.equal(module.hide(features, request, count, shown=True), features)
 
 
-def test_a_log_without_places_has_nothing_to_hide(catalogue, batch):
+@pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
+def test_a_log_without_position_features_has_nothing_to_hide(mode, catalogue, batch):
     without = replace(catalogue, unknown_when_ranking=("rank_in_feed",))
-    for mode in ("hidden", "dropout", "bias"):
-        model = make("base", without, position=mode)
-        assert not model.shown_at.reads
-        assert torch.equal(model.score(batch), model.score(batch, shown=True))
+    model = build_variant("base", without, position=mode)
+    assert not model.shown_at.reads
+    assert torch.equal(model.score(batch), model.score(batch, shown=True))
 
 
-def test_what_the_place_would_have_added_stands_beside(catalogue, batch):
-    for mode in ("hidden", "dropout", "bias"):
-        model = make("base", catalogue, position=mode)
-        found = metrics.means(metrics.measure(model, batch))
-        beside = {
-            name.removeprefix("with_position/")
-            for name in found
-            if name.startswith("with_position/")
-        }
-        assert beside == (
-            set()
-            if mode == "hidden"
-            else {name for name in found if "with_position" not in name}
-        )
-        logits = model.score(batch, shown=True)[:, 0]
-        sums = ranking_sums(logits, batch.labels[:, 0], batch.candidate_request)
-        if beside:
-            assert found["with_position/auc"] == ranking_means(sums)["auc"]
-            assert found["with_position/auc"] != found["auc"]
+@pytest.mark.parametrize("mode", ["dropout", "bias"])
+def test_metrics_with_the_position_are_reported_separately(mode, catalogue, batch):
+    model = build_variant("base", catalogue, position=mode)
+
+    values = metrics.means(metrics.measure(model, batch))
+
+    with_position = {
+        name.removeprefix("with_position/")
+        for name in values
+        if name.startswith("with_position/")
+    }
+    assert with_position == {name for name in values if "with_position" not in name}
+    logits = model.score(batch, shown=True)[:, 0]
+    sums = ranking_sums(logits, batch.labels[:, 0], batch.candidate_request)
+    assert values["with_position/auc"] == ranking_means(sums)["auc"]
+    assert values["with_position/auc"] != values["auc"]
+
+
+def test_a_hidden_position_has_no_metrics_with_the_position(catalogue, batch):
+    model = build_variant("base", catalogue, position="hidden")
+    values = metrics.means(metrics.measure(model, batch))
+    assert not [name for name in values if name.startswith("with_position/")]

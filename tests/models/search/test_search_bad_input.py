@@ -1,11 +1,12 @@
-"""Requests that a log can hold and a model has nothing to go by: kept, defined,
-counted.
+"""Requests without history, query, results or clicks are used, and counted where they have
+no AUC.
 """
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,171 +17,151 @@ from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.data import SearchDataset
 from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import UserError, add_seal, check_seal, join
-from tests.fixtures.search_tables import request, write_tables
+from tests.fixtures.search_tables import make_request, write_tables
+
+OPTIONS: dict[str, Any] = {
+    "width": 16,
+    "num_layers": 1,
+    "max_history": 4,
+    "dnn_width": 16,
+    "tower_width": 8,
+    "text_width": 8,
+}
+NO_FEATURES = np.zeros((3, 6))
+ALL, FIRST, NONE = [True] * 3, [True, False, False], [False] * 3
+"""Clicks on three results."""
+
+
+def make_row(
+    user: str, history: list[int], requests: list[dict], query: int = 0
+) -> dict:
+    """Make a user's row with clicks on the items of `history`."""
+    return {
+        "user_id": user,
+        "item_index": history,
+        "timestamp_ms": list(range(1, len(history) + 1)),
+        "query_index": [query] * len(history),
+        "position": [0] * len(history),
+        "features": [[0.0] * 6] * len(history),
+        "requests": requests,
+    }
+
+
+def make_search(
+    time: int, query: int, history_end: int, clicks: list[bool], first_item: int = 0
+) -> dict:
+    """Make a training request with one result per entry of `clicks`."""
+    items = [first_item + n for n in range(len(clicks))]
+    features = NO_FEATURES[: len(clicks)]
+    return make_request(time, query, history_end, "train", items, clicks, features)
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """One user without history or query, one whose first search shows nothing, one who
-    clicks all or nothing.
+def odd_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of tables and text of three users: one without history and query, one whose
+    first search has no results, one who clicks all results or none.
     """
-    folder: Path = tmp_path_factory.mktemp("odd")
-    features = np.zeros((3, 6))
-
-    def row(user: str, past: list[int], requests: list[dict]) -> dict:
-        times = list(range(1, len(past) + 1))
-        columns = {
-            "item_index": past,
-            "timestamp_ms": times,
-            "query_index": [0] * len(past),
-        }
-        lists = {"position": [0] * len(past), "features": [[0.0] * 6] * len(past)}
-        return {"user_id": user, **columns, **lists, "requests": requests}
-
     rows = [
-        row(
-            "a",
-            [],
-            [
-                request(
-                    9, NO_QUERY, 0, "train", [0, 1, 2], [True, False, False], features
-                )
-            ],
+        make_row("a", [], [make_search(9, NO_QUERY, 0, FIRST)]),
+        make_row(
+            "b", [3], [make_search(9, 1, 1, []), make_search(10, 1, 1, [True], 4)]
         ),
-        row(
-            "b",
-            [3],
-            [
-                request(9, 1, 1, "train", [], [], features[:0]),
-                request(10, 1, 1, "train", [4], [True], features[:1]),
-            ],
-        ),
-        row(
+        make_row(
             "c",
             [5, 6],
             [
-                request(9, 2, 2, "train", [0, 1, 2], [True] * 3, features),
-                request(10, 2, 2, "train", [0, 1, 2], [False] * 3, features),
-                request(11, 3, 2, "train", [], [], features[:0]),
+                make_search(9, 2, 2, ALL),
+                make_search(10, 2, 2, NONE),
+                make_search(11, 3, 2, []),
             ],
         ),
     ]
-    return write_tables(folder, rows, 8, 4)
+    return write_tables(tmp_path_factory.mktemp("odd"), rows, 8, 4)
 
 
-def test_a_log_without_queries_is_trained_on(tmp_path: Path) -> None:
-    rows = [
-        {
-            "user_id": user,
-            "item_index": [3],
-            "timestamp_ms": [1],
-            "query_index": [NO_QUERY],
-            "position": [0],
-            "features": [[0.0] * 6],
-            "requests": [
-                request(
-                    9,
-                    NO_QUERY,
-                    1,
-                    "train",
-                    [0, 1, 2],
-                    [True, False, False],
-                    np.zeros((3, 6)),
-                )
-            ],
-        }
-        for user in "ab"
-    ]
-    catalogue = SearchCatalogue.load(*write_tables(tmp_path, rows, 8, 0))
+def load_examples(tables: str) -> SearchDataset:
+    uri = join(tables, "sequences")
+    return SearchDataset.load(uri, "train", unit="user", max_history=4)
+
+
+def test_a_log_without_queries_trains_every_weight(tmp_path: Path) -> None:
+    requests = [make_search(9, NO_QUERY, 1, FIRST)]
+    rows = [make_row(user, [3], requests, query=NO_QUERY) for user in "ab"]
+    tables, text = write_tables(tmp_path, rows, 8, 0)
+    catalogue = SearchCatalogue.load(tables, text)
     assert catalogue.text.queries.shape == (0, catalogue.text.width)
-    examples = SearchDataset.load(
-        join(str(tmp_path / "tables"), "sequences"), "train", unit="user", max_history=4
-    )
-    options = {
-        "width": 16,
-        "num_layers": 1,
-        "max_history": 4,
-        "dnn_width": 16,
-        "tower_width": 8,
-        "text_width": 8,
-    }
-    model = QGS(QGSConfig(**options, infonce_weight=0), catalogue)
-    model(examples.collate(np.arange(2)))["loss"].backward()
+    model = QGS(QGSConfig(**OPTIONS, infonce_weight=0), catalogue)
+
+    model(load_examples(tables).collate(np.arange(2)))["loss"].backward()
+
+    # DistributedDataParallel needs a gradient of every weight
     without = [name for name, weight in model.named_parameters() if weight.grad is None]
-    assert without == []  # what DDP wants
+    assert without == []
 
 
-def test_text_of_several_encoders_is_refused(
-    odd: tuple[str, str], tmp_path: Path
+@pytest.mark.parametrize("name", ["tokens", "pairs"])
+def test_text_of_several_encoders_is_rejected(
+    odd_log: tuple[str, str], tmp_path: Path, name: str
 ) -> None:
-    tables, text = odd
+    tables, text = odd_log
     shutil.copytree(text, tmp_path / "text")
-    for name in ("tokens", "pairs"):
-        path = tmp_path / "text" / name / "manifest.json"
-        before = path.read_text()
-        path.write_text(
-            add_seal({**check_seal(before), "config": {"encoder": "another"}})
-        )
-        with pytest.raises(UserError, match="were encoded with different settings"):
-            SearchCatalogue.load(tables, str(tmp_path / "text"))
-        path.write_text(before)
     SearchCatalogue.load(tables, str(tmp_path / "text"))
+    path = tmp_path / "text" / name / "manifest.json"
+    manifest = check_seal(path.read_text())
+
+    path.write_text(add_seal({**manifest, "config": {"encoder": "another"}}))
+
+    with pytest.raises(UserError, match="were encoded with different settings"):
+        SearchCatalogue.load(tables, str(tmp_path / "text"))
 
 
-def test_nothing_is_lost_and_what_has_no_auc_is_counted(odd: tuple[str, str]) -> None:
-    tables, text = odd
-    examples = SearchDataset.load(
-        join(tables, "sequences"), "train", unit="user", max_history=4
-    )
+def test_all_requests_and_candidates_are_in_the_batch(
+    odd_log: tuple[str, str],
+) -> None:
+    examples = load_examples(odd_log[0])
     batch = examples.collate(np.arange(len(examples)))
     assert len(batch.request_row) == 6
     assert len(batch.candidate) == 10
-    assert np.bincount(batch.candidate_request, minlength=6).tolist().count(0) == 2
-    options = {
-        "width": 16,
-        "num_layers": 1,
-        "max_history": 4,
-        "dnn_width": 16,
-        "tower_width": 8,
-        "text_width": 8,
-    }
+    num_candidates = np.bincount(batch.candidate_request, minlength=6)
+    assert (num_candidates == 0).sum() == 2
+
+
+def test_requests_without_an_auc_are_counted(odd_log: tuple[str, str]) -> None:
+    examples = load_examples(odd_log[0])
+    batch = examples.collate(np.arange(len(examples)))
     torch.manual_seed(0)
-    model = QGS(QGSConfig(**options), SearchCatalogue.load(tables, text))
+    model = QGS(QGSConfig(**OPTIONS), SearchCatalogue.load(*odd_log))
+
     loss = model(batch)["loss"]
     loss.backward()
-    assert torch.isfinite(loss)
-    assert all(
-        torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None
-    )
     with torch.no_grad():
-        found = metrics.means(metrics.measure(model.eval(), batch))
-    assert (found["requests"], found["candidates"]) == (
-        4,
-        10,
-    )  # two searches showed nothing
-    assert found["requests_one_class"] == 3
-    assert 0 <= found["gauc"] <= 1
-    assert (
-        found["gauc"] == found["gauc_by_impressions"]
-    )  # of the one request that has both
+        values = metrics.means(metrics.measure(model.eval(), batch))
+
+    assert torch.isfinite(loss)
+    for parameter in model.parameters():
+        assert parameter.grad is None or torch.isfinite(parameter.grad).all()
+    assert values["requests"] == 4  # two searches have no results
+    assert values["candidates"] == 10
+    assert values["requests_one_class"] == 3
+    assert 0 <= values["gauc"] <= 1
+    # both are the AUC of the one request with both classes
+    assert values["gauc"] == values["gauc_by_impressions"]
 
 
-def test_a_batch_of_searches_that_showed_nothing(odd: tuple[str, str]) -> None:
-    tables, text = odd
-    examples = SearchDataset.load(
-        join(tables, "sequences"), "train", unit="user", max_history=4
-    )
-    batch = examples.collate(np.arange(len(examples)))
-    batch = batch.select("N", slice(0))
-    model = QGS(
-        QGSConfig(width=16, num_layers=1, max_history=4),
-        SearchCatalogue.load(tables, text),
-    ).eval()
+def test_a_batch_of_searches_without_results_has_a_loss_and_no_gauc(
+    odd_log: tuple[str, str],
+) -> None:
+    examples = load_examples(odd_log[0])
+    batch = examples.collate(np.arange(len(examples))).select("N", slice(0))
+    config = QGSConfig(width=16, num_layers=1, max_history=4)
+    model = QGS(config, SearchCatalogue.load(*odd_log)).eval()
+
     with torch.no_grad():
         assert model.score(batch).shape == (0, 2)
         sums = metrics.measure(model, batch)
         assert torch.isfinite(model(batch)["loss"])
     with pytest.warns(UserWarning, match="there are no candidates"):
-        found = metrics.means(sums)
-    assert found["candidates"] == 0
-    assert np.isnan(found["gauc"])
+        values = metrics.means(sums)
+
+    assert values["candidates"] == 0
+    assert np.isnan(values["gauc"])

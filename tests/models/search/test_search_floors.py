@@ -1,5 +1,5 @@
-"""Click rates are columns of the tables as of the request; the log's order is measured
-apart and never served.
+"""Baselines of search: click rates are columns of the tables as of the request; the order
+of the log has separate metrics and is never served.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.fixtures.trainings import build_training
 RATES = ("pair_ctr_7d", "item_ctr_30d", "item_ctr_1.5d", "pair_ctr_30d", "position")
 
 
-def small_catalogue(features: tuple[str, ...] = RATES) -> SearchCatalogue:
+def build_catalogue(features: tuple[str, ...] = RATES) -> SearchCatalogue:
     return SearchCatalogue(
         3,
         2,
@@ -49,8 +49,8 @@ def small_catalogue(features: tuple[str, ...] = RATES) -> SearchCatalogue:
 @pytest.mark.parametrize(
     ("model", "column"),
     [
-        (lambda: PairCtr(PairCtrConfig(), small_catalogue()), 3),
-        (lambda: ItemCtr(ItemCtrConfig(), small_catalogue()), 1),
+        (lambda: PairCtr(PairCtrConfig(), build_catalogue()), 3),
+        (lambda: ItemCtr(ItemCtrConfig(), build_catalogue()), 1),
     ],
 )
 def test_a_click_rate_is_the_column_of_the_longest_window(
@@ -60,16 +60,17 @@ def test_a_click_rate_is_the_column_of_the_longest_window(
     batch = fill_batch(SearchBatch, {}, features=features)
 
     chances = model().score(batch)[:, 0].sigmoid()
+
     torch.testing.assert_close(chances, features[:, column])
 
 
-def test_windows_are_ordered_by_their_days() -> None:
+def test_click_rates_are_ordered_by_the_length_of_their_window() -> None:
     assert rate_columns(RATES, "item") == ["item_ctr_1.5d", "item_ctr_30d"]
     assert rate_columns(("query_ctr_7d", "pair_clicks_7d"), "pair") == []
 
 
 def test_all_results_tie_in_tables_without_click_rates() -> None:
-    catalogue = small_catalogue(("pair_ctr_7d",))
+    catalogue = build_catalogue(("pair_ctr_7d",))
 
     model = ItemCtr(ItemCtrConfig(), catalogue)
 
@@ -79,44 +80,43 @@ def test_all_results_tie_in_tables_without_click_rates() -> None:
     assert line.startswith("the tables have no click rates by item")
 
 
-def test_the_log_s_order_ranks_by_position_with_the_first_one_s_click_rate() -> None:
-    position = torch.tensor([0, 1, 2, 0, 1, 2, 0])
-    labels = torch.tensor([[1, 0, 0, 1, 1, 0, 0]], dtype=torch.bool).T
-    model = LogOrder(LogOrderConfig(), small_catalogue())
-
+def test_the_order_of_the_log_is_scored_by_the_click_rate_of_the_first_position() -> (
+    None
+):
+    model = LogOrder(LogOrderConfig(), build_catalogue())
     batch = fill_batch(
         SearchBatch,
         {},
-        candidate_position=position,
+        candidate_position=torch.tensor([0, 1, 2, 0, 1, 2, 0]),
         candidate_valid=torch.ones(7, dtype=torch.bool),
-        labels=labels,
+        labels=torch.tensor([[1, 0, 0, 1, 1, 0, 0]], dtype=torch.bool).T,
     )
 
     model.fit_counts([batch])
 
     chances = model.score(batch)[:, 0].sigmoid()
-    assert chances[0] == pytest.approx(3 / 5)  # 2 of 3 clicked, one added to each
+    # 2 of 3 first results are clicked; one click and one skip are added
+    assert chances[0] == pytest.approx(3 / 5)
     odds = chances / (1 - chances)
-    torch.testing.assert_close(
-        odds[:3] / odds[0], 1 / torch.tensor([1.0, 2, 3]).double()
-    )
+    expected = 1 / torch.tensor([1.0, 2, 3]).double()
+    torch.testing.assert_close(odds[:3] / odds[0], expected)
 
 
-def test_the_log_s_order_has_no_metric_by_which_models_are_chosen(
-    search: tuple[str, str], tmp_path: Path
+def test_the_order_of_the_log_has_metrics_with_the_position_only(
+    search: tuple[str, str],
 ) -> None:
     tables, _ = search
     fit = FitConfig(batch_size=16, metric="with_position/gauc")
-    setup = build_training({"name": "log_order"}, fit, Inputs(tables))
-    setup.fit_counts()
+    run = build_training({"name": "log_order"}, fit, Inputs(tables))
+    run.fit_counts()
 
-    sums, _ = setup.validate(setup.model)
+    sums, _ = run.validate(run.model)
 
-    metrics = setup.means(sums)
-    assert set(setup.model.metric_names(setup.catalogue)) == set(metrics)
-    assert metrics.pop("requests") == len(setup.val)
+    metrics = run.means(sums)
+    assert set(run.model.metric_names(run.catalogue)) == set(metrics)
+    assert metrics.pop("requests") == len(run.val)
     assert all(name.startswith("with_position/") for name in metrics)
-    assert setup.model.format_metrics(metrics)[0].startswith("  with_position/")
+    assert run.model.format_metrics(metrics)[0].startswith("  with_position/")
     uri = join(tables, "sequences")
     examples = SearchDataset.load(uri, "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))
@@ -125,13 +125,21 @@ def test_the_log_s_order_has_no_metric_by_which_models_are_chosen(
     )
     expected = float(auc[valid].mean())
     assert metrics["with_position/gauc"] == pytest.approx(expected)
-    by_user = setup.model.measure(batch, by_user=1)
+    by_user = run.model.measure(batch, by_user=1)
     assert "by_user/with_position/gauc" in by_user
 
-    checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=1))
+
+def test_the_order_of_the_log_is_not_served(
+    search: tuple[str, str], tmp_path: Path
+) -> None:
+    inputs = Inputs(search[0])
+    fit = FitConfig(batch_size=16, metric="with_position/gauc")
+    run = build_training({"name": "log_order"}, fit, inputs)
+    run.fit_counts()
+    checkpoint.save(tmp_path / "best", run.model, run.checkpoint(epoch=1))
     assert LogOrder.reason_not_served()
     with pytest.raises(UserError, match="known only after results were shown"):
-        infer_all(str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores"))
+        infer_all(str(tmp_path / "best"), inputs, str(tmp_path / "scores"))
 
 
 def test_a_click_rate_is_trained_measured_and_inferred(
@@ -139,16 +147,17 @@ def test_a_click_rate_is_trained_measured_and_inferred(
 ) -> None:
     tables, _ = search
     fit = FitConfig(batch_size=16, metric="gauc")
-    setup = build_training({"name": "pair_ctr"}, fit, Inputs(tables))
-    setup.fit_counts()
+    run = build_training({"name": "pair_ctr"}, fit, Inputs(tables))
+    run.fit_counts()
 
-    metrics = setup.means(setup.validate(setup.model)[0])
+    sums, _ = run.validate(run.model)
 
-    batch = setup.val.collate(np.arange(len(setup.val)))
-    rate = batch.features[:, setup.catalogue.features.index("pair_ctr_7d")]
+    metrics = run.means(sums)
+    batch = run.val.collate(np.arange(len(run.val)))
+    rate = batch.features[:, run.catalogue.features.index("pair_ctr_7d")]
     auc, valid = request_auc(rate, batch.labels[:, 0], batch.candidate_request)
     assert metrics["gauc"] == pytest.approx(float(auc[valid].mean()))
-    checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=1))
+    checkpoint.save(tmp_path / "best", run.model, run.checkpoint(epoch=1))
     manifest, _ = infer_all(
         str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores")
     )

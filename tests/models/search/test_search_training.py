@@ -1,5 +1,5 @@
-"""Search models through the common set-up: trained, validated by GAUC, saved, loaded
-for the right tables only.
+"""Training of models of search: they train, are validated by GAUC, and a checkpoint is
+loaded for its tables only.
 """
 
 from __future__ import annotations
@@ -41,51 +41,44 @@ FIT = FitConfig(
 
 
 @pytest.mark.long
-def test_a_run_improves_gauc_and_its_checkpoint_scores_alike(search, tmp_path):
+def test_training_improves_gauc_and_its_checkpoint_has_equal_scores(search, tmp_path):
     tables, text = search
-    setup = build_training({"name": "qgs", **SMALL}, FIT, Inputs(tables, text=text))
-    events = list(
-        fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
-    )
-    ends = [event for event in events if isinstance(event, EpochEvent)]
+    inputs = Inputs(tables, text=text)
+    run = build_training({"name": "qgs", **SMALL}, FIT, inputs)
+
+    events = list(fit(run.model, run.train, run.validate, run.fit, means=run.means))
+
+    weight = run.model.config.infonce_weight
     for event in events:
-        if isinstance(event, StepEvent):  # both parts of the loss are told apart
-            parts = (
-                event.parts["ranking"]
-                + setup.model.config.infonce_weight * event.parts["infonce"]
-            )
-            assert event.loss == pytest.approx(parts, rel=1e-5)
+        if isinstance(event, StepEvent):
+            loss = event.parts["ranking"] + weight * event.parts["infonce"]
+            assert event.loss == pytest.approx(loss, rel=1e-5)
+    ends = [event for event in events if isinstance(event, EpochEvent)]
     assert ends[-1].metrics["gauc"] > 0.6
     assert ends[-1].loss < ends[0].loss
     assert ends[-1].metrics["requests"] == 40
-    checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=6))
-    loaded, about = load_model(
-        tmp_path / "best", load_catalogue("qgs", Inputs(tables, text=text)), "qgs"
+
+    path = tmp_path / "best"
+    checkpoint.save(path, run.model, run.checkpoint(epoch=6))
+    loaded, metadata = load_model(path, load_catalogue("qgs", inputs), "qgs")
+    # embeddings stay in their tables
+    assert not [name for name in loaded.state_dict() if name.startswith("text.pairs")]
+    cpu = torch.device("cpu")
+    sums = measure_examples(run.model, run.val, batch_size=5, device=cpu).sums
+    loaded_sums = measure_examples(loaded, run.val, batch_size=5, device=cpu).sums
+    assert sums.keys() == loaded_sums.keys()
+    assert run.means(sums) == pytest.approx(
+        run.means(loaded_sums), rel=0, abs=0, nan_ok=True
     )
-    assert not [
-        name for name in loaded.state_dict() if name.startswith("text.pairs")
-    ]  # the tables stay where they are
-    found = [
-        measure_examples(
-            model,
-            setup.val,
-            batch_size=5,
-            device=torch.device("cpu"),
-        ).sums
-        for model in (setup.model, loaded)
-    ]
-    assert found[0].keys() == found[1].keys()
-    one, other = (setup.means(sums) for sums in found)
-    assert one == pytest.approx(other, rel=0, abs=0, nan_ok=True)
-    assert about.hashes.keys() >= {"sequences", "items", "queries", "text_pairs"}
-    other = write_search(tmp_path / "other", users=12, seed=5)
+    assert metadata.hashes.keys() >= {"sequences", "items", "queries", "text_pairs"}
+
+    other, other_text = write_search(tmp_path / "other", users=12, seed=5)
+    other_catalogue = load_catalogue("qgs", Inputs(other, text=other_text))
     with pytest.raises(UserError, match="belongs to another table"):
-        load_model(
-            tmp_path / "best", load_catalogue("qgs", Inputs(other[0], text=other[1]))
-        )
+        load_model(path, other_catalogue)
 
 
-def test_search_models_ask_for_text(search):
+def test_a_model_of_search_without_text_is_rejected(search):
     with pytest.raises(
         UserError,
         match=r"needs text embeddings; give --text with the folder that jobs\.encode made",
@@ -96,14 +89,14 @@ def test_search_models_ask_for_text(search):
 @pytest.mark.parametrize(
     "path", sorted(CONFIGS.glob("search/*.yaml")), ids=lambda p: p.stem
 )
-def test_the_configs_are_of_models_that_exist(path):
-    content = yaml.safe_load(path.read_text())
-    alone = ("base", "boosted", "pair_ctr", "item_ctr", "log_order")
-    if path.stem not in alone:  # read after the base
+def test_the_configs_are_valid_and_use_gauc(path):
+    options = yaml.safe_load(path.read_text())
+    complete = ("base", "boosted", "pair_ctr", "item_ctr", "log_order")
+    if path.stem not in complete:  # others are merged into qgs.yaml
         base = yaml.safe_load((CONFIGS / "qgs.yaml").read_text())
-        content = {part: {**base[part], **content.get(part, {})} for part in base}
-    model_class, config = parse_options(content["model"])
+        options = {part: {**base[part], **options.get(part, {})} for part in base}
+    model_class, config = parse_options(options["model"])
     assert model_class.family == "search"
     metric = "with_position/gauc" if path.stem == "log_order" else "gauc"
-    assert FitConfig(**content["fit"]).metric == metric
+    assert FitConfig(**options["fit"]).metric == metric
     assert config.max_history >= 1
