@@ -1,4 +1,4 @@
-"""A small catalogue and a batch of users with contexts of several lengths, one of them
+"""A small catalogue, and a batch of users with contexts of several lengths, one of them
 empty.
 """
 
@@ -15,6 +15,7 @@ from models.actions.catalogue import ActionsCatalogue
 
 @pytest.fixture(scope="session")
 def catalogue() -> ActionsCatalogue:
+    """A catalogue of 30 items with attributes and viewer features."""
     torch.manual_seed(1)
     return ActionsCatalogue(
         num_items=30,
@@ -32,8 +33,8 @@ def catalogue() -> ActionsCatalogue:
 
 @pytest.fixture
 def batch(catalogue: ActionsCatalogue) -> ActionsBatch:
-    """4 users: contexts of 7, 3, 1 and 0 events; 3, 3, 1 and 2 candidates, one of user
-    0's amid the context.
+    """A batch of 4 users with contexts of 7, 3, 1 and 0 events, and 3, 3, 1 and 2
+    candidates; one candidate of user 0 is between context events.
     """
     torch.manual_seed(2)
     events: dict[str, Any] = {}

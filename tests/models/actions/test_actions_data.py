@@ -1,9 +1,12 @@
-"""Actions batches: what a slow reading of the table says; nothing known too early;
-little padding.
+"""Batches of actions: they equal a slow reading of the table, have no event of the future
+as context, and little padding.
 """
 
 from __future__ import annotations
 
+import shutil
+from collections import defaultdict
+from itertools import compress, product
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,13 @@ from models.actions.catalogue import ActionsCatalogue, Attributes
 from models.actions.data import ActionsDataset
 from models.ragged import split_evenly
 from models.storage.tables import UserError, join, read_table
-from tests.fixtures.actions_tables import SEEN, TASKS, user, write_actions, write_rows
+from tests.fixtures.actions_tables import (
+    TASKS,
+    TRAIN_DEVICES,
+    build_user_row,
+    write_actions,
+    write_rows,
+)
 from tests.fixtures.training_tables import write_tables
 
 
@@ -28,140 +37,157 @@ def tables(tmp_path_factory) -> str:
     return write_actions(tmp_path_factory.mktemp("actions"), viewers=True)
 
 
-def load(tables: str, split: str, overlap: float = 0.5, **options) -> ActionsDataset:
-    settings = ActionsDataset.dataset_options(
-        ActionsConfig(window_overlap=overlap), None
-    )
-    chosen = {"max_history": 10, **settings, **options}
-    return ActionsDataset.load(join(tables, "sequences"), split, **chosen)
+def load_examples(
+    tables: str, split: str, overlap: float = 0.5, **options
+) -> ActionsDataset:
+    """Load the examples of one split, with at most 10 events of history by default."""
+    config = ActionsConfig(window_overlap=overlap)
+    dataset_options = ActionsDataset.dataset_options(config, None)
+    options = {"max_history": 10, **dataset_options, **options}
+    return ActionsDataset.load(join(tables, "sequences"), split, **options)
 
 
-def batches(
+def collate_batches(
     examples: ActionsDataset, batch_size: int = 7, epoch: int | None = None
 ) -> list[ActionsBatch]:
-    """Batches of an evaluation, or of an epoch of training."""
-    rows = (
-        examples.evaluation_batches(batch_size)
-        if epoch is None
-        else examples.epoch_rows(batch_size, epoch=epoch)
-    )
-    return [examples.collate(chosen) for chosen in rows]
+    """Return the batches of an evaluation, or of an epoch of training."""
+    if epoch is None:
+        batches = examples.evaluation_batches(batch_size)
+    else:
+        batches = examples.epoch_rows(batch_size, epoch=epoch)
+    return [examples.collate(rows) for rows in batches]
 
 
-def events_of(batch: ActionsBatch, row: int, prefix: str = "") -> list[tuple]:
-    """(item, time, tasks, features, device) of each valid position."""
+def read_users(tables: str) -> list[dict]:
+    return read_table(join(tables, "sequences")).to_pylist()
+
+
+def get_batch_events(batch: ActionsBatch, row: int, prefix: str = "") -> list[tuple]:
+    """Return (item, time, tasks, features, device) of each valid position."""
     valid = getattr(batch, f"{prefix}valid")[row]
     columns = [
         getattr(batch, f"{prefix}{name}")[row][valid].tolist()
         for name in ("item", "time", "label", "feature", "viewer")
     ]
     return [
-        (i, t, tuple(k), tuple(f), v) for i, t, k, f, [v] in zip(*columns, strict=True)
+        (item, time, tuple(tasks), tuple(features), device)
+        for item, time, tasks, features, [device] in zip(*columns, strict=True)
     ]
 
 
-def wanted(row: dict, begin: int, end: int) -> list[tuple]:
-    return [
-        (
-            row["item_index"][i],
-            row["timestamp_ms"][i],
-            tuple(float(task) for task in row["tasks"][i]),
-            tuple(float(np.float32(value)) for value in row["features"][i]),
-            SEEN.index(row["cat_device"][i]) + 1 if row["cat_device"][i] in SEEN else 0,
+def get_table_events(row: dict, begin: int, end: int) -> list[tuple]:
+    """Return (item, time, tasks, features, device) of the events `begin:end`."""
+    events = []
+    for i in range(begin, end):
+        device = row["cat_device"][i]
+        events.append(
+            (
+                row["item_index"][i],
+                row["timestamp_ms"][i],
+                tuple(float(task) for task in row["tasks"][i]),
+                tuple(float(np.float32(value)) for value in row["features"][i]),
+                TRAIN_DEVICES.index(device) + 1 if device in TRAIN_DEVICES else 0,
+            )
         )
-        for i in range(begin, end)
-    ]
+    return events
+
+
+def get_candidate_range(row: dict, split: str) -> tuple[int, int]:
+    """Return the range of a user's events that a split evaluates on."""
+    if split == "val":
+        return row["train_end"], row["val_end"]
+    return row["val_end"], len(row["item_index"])
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
 @pytest.mark.parametrize("limit", [1, 10, 100])
-def test_evaluation_reads_the_latest_before_the_cut_and_asks_for_all_after_it(
+def test_evaluation_predicts_all_events_of_the_split_from_the_latest_before_it(
     tables, split, limit
 ):
-    users = read_table(join(tables, "sequences")).to_pylist()
-    seen = {}
-    for batch in batches(load(tables, split, max_history=limit)):
-        for row, number in enumerate(batch.user_row.tolist()):
-            assert number not in seen
-            seen[number] = events_of(batch, row), events_of(batch, row, "candidate_")
-            actions = batch.action[row][batch.valid[row]].tolist()
-            end = users[number]["train_end" if split == "val" else "val_end"]
-            expected = users[number]["actions"][max(0, end - limit) : end]
-            assert actions == [
-                [float(np.float32(value)) for value in event] for event in expected
+    users = read_users(tables)
+    evaluated = {}
+    for batch in collate_batches(load_examples(tables, split, max_history=limit)):
+        for row, user in enumerate(batch.user_row.tolist()):
+            assert user not in evaluated
+            context = get_batch_events(batch, row)
+            candidates = get_batch_events(batch, row, "candidate_")
+            evaluated[user] = context, candidates
+            end, _ = get_candidate_range(users[user], split)
+            actions = users[user]["actions"][max(0, end - limit) : end]
+            assert batch.action[row][batch.valid[row]].tolist() == [
+                [float(np.float32(value)) for value in event] for event in actions
             ]
-    for number, row in enumerate(users):
-        begin, end = (
-            (row["train_end"], row["val_end"])
-            if split == "val"
-            else (row["val_end"], len(row["item_index"]))
-        )
+
+    for user, row in enumerate(users):
+        begin, end = get_candidate_range(row, split)
         if begin == end:
-            assert number not in seen
-        else:
-            assert seen[number] == (
-                wanted(row, max(0, begin - limit), begin),
-                wanted(row, begin, end),
-            )
-    assert (
-        seen[0][0] == [] or split == "test"
-    )  # who comes after the cut is asked about without a context
+            assert user not in evaluated
+            continue
+        context = get_table_events(row, max(0, begin - limit), begin)
+        assert evaluated[user] == (context, get_table_events(row, begin, end))
+    if split == "val":
+        # a user whose first event is in val has candidates without a context
+        assert evaluated[0][0] == []
 
 
 @pytest.mark.parametrize("limit", [4, 100])
-def test_training_learns_from_each_event_once_and_in_the_order_of_the_log(
-    tables, limit
-):
-    """Whatever the overlap of windows, of which each but a user's first has so much of
-    history at least.
-    """
+def test_training_covers_each_event_once_and_in_the_order_of_the_log(tables, limit):
+    """Windows overlap: each but a user's first has half of its events as history only."""
     learned: dict[int, list] = {}
-    for batch in batches(load(tables, "train", max_history=limit), epoch=3):
-        for row, number in enumerate(batch.user_row.tolist()):
-            new = batch.learn[row][batch.valid[row]].tolist()
-            events = events_of(batch, row)
-            learned.setdefault(number, []).extend(
-                event for event, own in zip(events, new, strict=True) if own
-            )
+    examples = load_examples(tables, "train", max_history=limit)
+    for batch in collate_batches(examples, epoch=3):
+        assert batch.candidate_item.shape[1] == 0  # no event is in a batch twice
+        for row, user in enumerate(batch.user_row.tolist()):
+            is_learned = batch.learn[row][batch.valid[row]].tolist()
+            events = get_batch_events(batch, row)
+            learned.setdefault(user, []).extend(compress(events, is_learned))
             assert len(events) <= limit
-            assert new == sorted(new)
-            assert new[0] or new.count(False) == limit // 2
-        assert batch.candidate_item.shape[1] == 0  # no event is there twice
-    for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
-        assert sorted(learned.get(number, [])) == sorted(
-            wanted(row, 0, row["train_end"])
-        )
+            assert is_learned == sorted(is_learned)
+            assert is_learned[0] or is_learned.count(False) == limit // 2
+
+    for user, row in enumerate(read_users(tables)):
+        expected = get_table_events(row, 0, row["train_end"])
+        assert sorted(learned.get(user, [])) == sorted(expected)
 
 
-def test_sequences_are_cut_for_models_that_learn_from_candidates_only(tables):
-    examples = load(tables, "train", unit="split_sequence")
-    found = [batches(examples, epoch=epoch) for epoch in (0, 0, 1)]
-    cuts = []
-    for epoch in found:
-        cuts.append({})
-        for batch in epoch:
-            assert batch.candidate_valid.any(1).all()
-            for row, number in enumerate(batch.user_row.tolist()):
-                context, candidates = (
-                    events_of(batch, row),
-                    events_of(batch, row, "candidate_"),
-                )
-                cuts[-1].setdefault(number, []).append((len(context), len(candidates)))
-    assert cuts[0] == cuts[1] != cuts[2]
-    windows = load(tables, "train", unit="split_sequence")
-    new = np.bincount(windows.user, windows.lengths - windows.shared, minlength=60)
-    for number, row in enumerate(read_table(join(tables, "sequences")).to_pylist()):
-        assert new[number] == row["train_end"]
-        read = sum(
-            context + candidates for context, candidates in cuts[0].get(number, [])
-        )
-        assert read == windows.lengths[windows.user == number].sum()
+def count_split_events(
+    examples: ActionsDataset, epoch: int
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the numbers of context events and candidates of each user's rows."""
+    counts: dict[int, list[tuple[int, int]]] = {}
+    for batch in collate_batches(examples, epoch=epoch):
+        assert batch.candidate_valid.any(1).all()
+        for row, user in enumerate(batch.user_row.tolist()):
+            num_context = len(get_batch_events(batch, row))
+            num_candidates = len(get_batch_events(batch, row, "candidate_"))
+            counts.setdefault(user, []).append((num_context, num_candidates))
+    return counts
 
 
-def test_each_row_has_a_cut_of_its_own_and_a_batch_learns_from_half(tmp_path):
+def test_models_trained_on_candidates_only_get_sequences_split_anew_in_each_epoch(
+    tables,
+):
+    examples = load_examples(tables, "train", unit="split_sequence")
+    counts = [count_split_events(examples, epoch) for epoch in (0, 0, 1)]
+    assert counts[0] == counts[1] != counts[2]
+
+    num_new = np.bincount(examples.user, examples.lengths - examples.shared, 60)
+    for user, row in enumerate(read_users(tables)):
+        assert num_new[user] == row["train_end"]
+        num_read = sum(sum(pair) for pair in counts[0].get(user, []))
+        assert num_read == examples.lengths[examples.user == user].sum()
+
+
+def build_user(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> dict:
+    """Build a row of `count` liked events at the times 0, 1, 2, ..."""
+    items = rng.integers(9, size=count).tolist()
+    return build_user_row("u", items, list(range(count)), [True] * count, cuts, rng)
+
+
+def test_each_row_is_split_at_random_and_a_batch_trains_on_half(tmp_path):
     rng = np.random.default_rng(0)
-    rows = [sequence_of(100, rng, (100, 100)) for _ in range(64)]
-    examples = load(
+    rows = [build_user(100, rng, (100, 100)) for _ in range(64)]
+    examples = load_examples(
         write_rows(tmp_path, rows, 9),
         "train",
         unit="split_sequence",
@@ -169,29 +195,21 @@ def test_each_row_has_a_cut_of_its_own_and_a_batch_learns_from_half(tmp_path):
         overlap=0.0,
     )
     assert len(examples) == 128
-    of_row, means = {}, []
+
+    shares_by_row, means = defaultdict(list), []
     for epoch in range(80):
         for batch in examples.epoch_rows(16, seed=1, epoch=epoch):
-            cuts = batch[:, 1] / 50
-            assert len(set(cuts)) > 8
-            means.append(cuts.mean())
-            for row, cut in zip(batch[:, 0], cuts, strict=True):
-                of_row.setdefault(row, []).append(cut)
-    assert np.std(means) < 0.03  # of 16 independent cuts 0.07
-    for cuts in of_row.values():  # of every row all cuts are alike
-        assert 0.35 < np.mean(cuts) < 0.65
-        assert (min(cuts) < 0.15, max(cuts) > 0.85, max(cuts) < 1) == (True, True, True)
+            context_shares = batch[:, 1] / 50
+            assert len(set(context_shares)) > 8
+            means.append(context_shares.mean())
+            for row, share in zip(batch[:, 0], context_shares, strict=True):
+                shares_by_row[row].append(share)
 
-
-def sequence_of(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> dict:
-    return user(
-        "u",
-        rng.integers(9, size=count).tolist(),
-        list(range(count)),
-        [True] * count,
-        cuts,
-        rng,
-    )
+    assert np.std(means) < 0.03  # that of 16 independent shares is 0.07
+    for shares in shares_by_row.values():  # of every row all shares are equally likely
+        assert 0.35 < np.mean(shares) < 0.65
+        assert min(shares) < 0.15
+        assert 0.85 < max(shares) < 1
 
 
 @pytest.mark.parametrize(
@@ -202,59 +220,75 @@ def sequence_of(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> 
     ],
 )
 def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tmp_path):
-    """(first event, end, how many of the last ones are learned from)."""
-    tables = write_rows(
-        tmp_path, [sequence_of(25, np.random.default_rng(0), (25, 25))], 9
-    )
-    examples = load(tables, "train", overlap, max_history=10)
-    found = []
+    """`expected` has (first event, end, number of last events that are trained on)."""
+    rows = [build_user(25, np.random.default_rng(0), (25, 25))]
+    tables = write_rows(tmp_path, rows, 9)
+    examples = load_examples(tables, "train", overlap, max_history=10)
+
+    windows = []
     for row in range(len(examples)):
         batch = examples.collate(np.array([row]))
         times = batch.time[0].tolist()
-        found.append((times[0], times[-1] + 1, int(batch.learn.sum())))
-        assert batch.learn[0, -found[-1][2] :].all()
-    assert found == expected
-    cut = load(tables, "train", overlap, max_history=10, unit="split_sequence")
-    for rows in cut.epoch_rows(2):
-        assert (
-            rows[:, 1] >= cut.shared[rows[:, 0]]
-        ).all()  # a candidate is one that no other row learns from
+        num_learned = int(batch.learn.sum())
+        assert batch.learn[0, -num_learned:].all()
+        windows.append((times[0], times[-1] + 1, num_learned))
+
+    assert windows == expected
 
 
-def test_steps_are_of_equally_many_events_and_little_is_padding(tmp_path):
+@pytest.mark.parametrize("overlap", [0.0, 0.3])
+def test_candidates_of_a_split_window_are_in_no_other_window(overlap, tmp_path):
+    rows = [build_user(25, np.random.default_rng(0), (25, 25))]
+    tables = write_rows(tmp_path, rows, 9)
+    examples = load_examples(
+        tables, "train", overlap, max_history=10, unit="split_sequence"
+    )
+    for batch in examples.epoch_rows(2):
+        row, first_candidate = batch[:, 0], batch[:, 1]
+        assert (first_candidate >= examples.shared[row]).all()
+
+
+@pytest.fixture
+def skewed_examples(tmp_path) -> ActionsDataset:
+    """Examples of 600 users whose lengths are as skewed as in a real feed."""
     rng = np.random.default_rng(0)
+    end = 10**6
     rows = []
-    for number in range(600):  # lengths as skewed as those of a real feed
+    for number in range(600):
         count = 1 + int(rng.geometric(0.12))
-        times = np.sort(rng.integers(0, 10**6, count)).tolist()
+        times = np.sort(rng.integers(0, end, count)).tolist()
         liked = (rng.random(count) < 0.5).tolist()
-        rows.append(
-            user(
-                f"u{number}",
-                rng.integers(9, size=count).tolist(),
-                times,
-                liked,
-                (10**6, 10**6),
-                rng,
-            )
-        )
-    examples = load(write_rows(tmp_path, rows, 9), "train", max_history=1024)
-    for epoch in (0, 1):
-        order = list(examples.epoch_rows(32, epoch=epoch))
-        assert len(order) == examples.num_steps(32) == 19
-        assert sorted(np.concatenate(order).tolist()) == list(range(600))
-        valid = [examples.collate(chosen).valid for chosen in order]
-        events = [int(each.sum()) for each in valid]
-        assert 1 - sum(events) / sum(each.numel() for each in valid) < 0.1
-        assert max(events) < 1.5 * np.mean(events)
-    again = list(examples.epoch_rows(32, epoch=1))
-    assert all(np.array_equal(a, b) for a, b in zip(order, again, strict=True))
-    assert not np.array_equal(order[0], next(examples.epoch_rows(32, epoch=0)))
+        items = rng.integers(9, size=count).tolist()
+        rows.append(build_user_row(f"u{number}", items, times, liked, (end, end), rng))
+    return load_examples(write_rows(tmp_path, rows, 9), "train", max_history=1024)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_steps_have_about_equally_many_events_and_little_padding(
+    epoch, skewed_examples
+):
+    batches = list(skewed_examples.epoch_rows(32, epoch=epoch))
+
+    assert len(batches) == skewed_examples.num_steps(32) == 19
+    assert sorted(np.concatenate(batches).tolist()) == list(range(600))
+    masks = [skewed_examples.collate(rows).valid for rows in batches]
+    num_events = [int(mask.sum()) for mask in masks]
+    num_positions = [mask.numel() for mask in masks]
+    assert 1 - sum(num_events) / sum(num_positions) < 0.1
+    assert max(num_events) < 1.5 * np.mean(num_events)
+
+
+def test_epochs_have_different_and_reproducible_orders(skewed_examples):
+    batches = list(skewed_examples.epoch_rows(32, epoch=1))
+    same = list(skewed_examples.epoch_rows(32, epoch=1))
+    assert all(np.array_equal(a, b) for a, b in zip(batches, same, strict=True))
+    other_epoch = next(skewed_examples.epoch_rows(32, epoch=0))
+    assert not np.array_equal(batches[0], other_epoch)
 
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.data())
-def test_split_evenly_hold_every_row_and_none_is_empty(lengths, data):
+def test_an_even_split_covers_all_rows_and_has_no_empty_part(lengths, data):
     parts = data.draw(st.integers(1, len(lengths)))
     edges = split_evenly(np.array(lengths), parts)
     assert (edges[0], edges[-1], len(edges)) == (0, len(lengths), parts + 1)
@@ -263,32 +297,36 @@ def test_split_evenly_hold_every_row_and_none_is_empty(lengths, data):
 
 def test_a_large_batch_of_long_users_is_split(tables, monkeypatch):
     monkeypatch.setattr("models.actions.data.MAX_PAIRS", 200)
-    order = list(load(tables, "val", max_history=100).evaluation_batches(1000))
-    assert len(order) > 3
-    assert sorted(np.concatenate(order).tolist()) == list(
-        range(len(load(tables, "val")))
-    )
+    examples = load_examples(tables, "val", max_history=100)
+
+    batches = list(examples.evaluation_batches(1000))
+
+    assert len(batches) > 3
+    num_examples = len(load_examples(tables, "val"))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(num_examples))
 
 
 def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypatch):
-    """A candidate may read itself beside its context."""
+    """A candidate reads itself and its context, which is padded to one event."""
     rng = np.random.default_rng(0)
-    rows = [
-        sequence_of(1, rng, (2, 2)),
-        *(sequence_of(20, rng, (0, 0)) for _ in range(10)),
-    ]
-    examples = load(write_rows(tmp_path, rows, 9), "test")
-    monkeypatch.setattr(
-        "models.actions.data.MAX_PAIRS", 3 * 20 * (1 + 1) - 1
-    )  # a context is padded to one event
-    assert [len(order) for order in examples.evaluation_batches(1000)] == [2] * 5
+    rows = [build_user(1, rng, (2, 2))]
+    rows += [build_user(20, rng, (0, 0)) for _ in range(10)]
+    examples = load_examples(write_rows(tmp_path, rows, 9), "test")
+    monkeypatch.setattr("models.actions.data.MAX_PAIRS", 3 * 20 * (1 + 1) - 1)
+
+    sizes = [len(batch) for batch in examples.evaluation_batches(1000)]
+
+    assert sizes == [2] * 5
 
 
-def test_what_does_not_belong_is_refused(tables, tmp_path):
+def test_an_unknown_split_is_rejected(tables):
     with pytest.raises(
         UserError, match="actions have no split 'next'; choose train, val or test"
     ):
-        load(tables, "next")
+        load_examples(tables, "next")
+
+
+def test_tables_of_another_kind_are_rejected(tmp_path):
     retrieval, _ = write_tables(tmp_path)
     with pytest.raises(
         UserError,
@@ -297,31 +335,30 @@ def test_what_does_not_belong_is_refused(tables, tmp_path):
         ActionsCatalogue.load(retrieval)
 
 
-def test_the_catalogue_has_attributes_and_rates(tables):
+def test_the_catalogue_has_the_base_rates_of_training(tables):
     catalogue = ActionsCatalogue.load(tables)
-    rows = read_table(join(tables, "sequences")).to_pylist()
-    train = [event for row in rows for event in row["tasks"][: row["train_end"]]]
+    train_tasks = []
+    for row in read_users(tables):
+        train_tasks += row["tasks"][: row["train_end"]]
     assert catalogue.labels == TASKS
-    assert catalogue.train_rates == pytest.approx(np.mean(train, 0).tolist())
-    kind, author = (
-        catalogue.categories[:, 0].tolist(),
-        catalogue.categories[:, 1].tolist(),
-    )
+    assert catalogue.train_rates == pytest.approx(np.mean(train_tasks, 0).tolist())
+
+
+def test_the_catalogue_has_the_attributes_of_items(tables):
+    catalogue = ActionsCatalogue.load(tables)
+    kind, author = catalogue.categories.T.tolist()
     assert [value == kind[0] for value in kind] == [i % 2 == 0 for i in range(12)]
-    assert author[0] == 0  # has none
-    assert all(
-        (author[i] == author[j]) == (i % 5 == j % 5)
-        for i in range(1, 12)
-        for j in range(1, 12)
-    )
-    moved = write_actions(Path(tables).parent / "other", items=13)
-    (Path(moved) / "items").rename(Path(moved) / "others")
-    (Path(tables) / "items").rename(Path(moved) / "items")
-    try:
-        with pytest.raises(UserError, match="sequences was made from other items"):
-            ActionsCatalogue.load(moved)
-    finally:
-        (Path(moved) / "items").rename(Path(tables) / "items")
+    assert author[0] == 0  # item 0 has no author
+    for i, j in product(range(1, 12), repeat=2):
+        assert (author[i] == author[j]) == (i % 5 == j % 5)
+
+
+def test_sequences_of_other_items_are_rejected(tables, tmp_path):
+    other = write_actions(tmp_path, items=13)
+    shutil.rmtree(Path(other) / "items")
+    shutil.copytree(Path(tables) / "items", Path(other) / "items")
+    with pytest.raises(UserError, match="sequences was made from other items"):
+        ActionsCatalogue.load(other)
 
 
 ITEMS = pa.table(
@@ -338,7 +375,7 @@ ITEMS = pa.table(
 )
 
 
-def test_attributes_are_standardised_and_numbered_as_by_hand() -> None:
+def test_numbers_are_standardised_and_categories_encoded() -> None:
     numbers, categories = Attributes.from_items(ITEMS).read(ITEMS)
     price = np.array([1.0, 4.0, 7.0])
     scaled = (price - price.mean()) / price.std()
@@ -353,13 +390,19 @@ def test_attributes_are_standardised_and_numbered_as_by_hand() -> None:
     assert (numbers.dtype, categories.dtype) == (torch.float32, torch.int64)
 
 
-def test_new_items_are_read_by_what_the_catalogue_has() -> None:
+def test_new_items_are_encoded_as_items_of_the_catalogue() -> None:
     attributes = Attributes.from_items(ITEMS)
     numbers, categories = attributes.read(ITEMS)
     for rows in ([2], [3, 0], []):
-        again = attributes.read(ITEMS.take(pa.array(rows, pa.int64())))
-        assert torch.equal(again[0], numbers[rows])
-        assert torch.equal(again[1], categories[rows])
+        new_items = ITEMS.take(pa.array(rows, pa.int64()))
+        new_numbers, new_categories = attributes.read(new_items)
+        assert torch.equal(new_numbers, numbers[rows])
+        assert torch.equal(new_categories, categories[rows])
+
+
+def test_unknown_categories_of_new_items_are_encoded_as_zero() -> None:
     unknown = ITEMS.slice(0, 1).set_column(4, "cat_author", [["nobody"]])
-    assert attributes.read(unknown)[1].tolist() == [[0, 2, 0, 0]]
-    assert Attributes().read(ITEMS)[0].shape == (4, 0)
+    _, categories = Attributes.from_items(ITEMS).read(unknown)
+    assert categories.tolist() == [[0, 2, 0, 0]]
+    numbers, _ = Attributes().read(ITEMS)
+    assert numbers.shape == (4, 0)

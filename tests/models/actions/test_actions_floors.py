@@ -1,9 +1,10 @@
-"""Base rates count every training event once, and predict by them alone."""
+"""Baselines of actions count every training event once and predict its rates."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,55 +29,57 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_actions(tmp_path_factory.mktemp("feed"))
 
 
-def training_events(tables: str) -> dict[int, list[list[bool]]]:
+def read_training_tasks(tables: str) -> dict[int, list[list[bool]]]:
     """Return the tasks of each item's training events, read row by row."""
-    found: dict[int, list[list[bool]]] = defaultdict(list)
+    tasks_by_item: dict[int, list[list[bool]]] = defaultdict(list)
     for row in read_table(join(tables, "sequences")).to_pylist():
-        for place in range(row["train_end"]):
-            found[row["item_index"][place]].append(row["tasks"][place])
-    return found
+        for index in range(row["train_end"]):
+            tasks_by_item[row["item_index"][index]].append(row["tasks"][index])
+    return tasks_by_item
 
 
-@pytest.mark.parametrize("overlap", [4, 1024])
-def test_an_item_s_rates_are_those_of_its_training_events(
-    tables: str, overlap: int
+def compute_base_rates(tasks_by_item: dict[int, list[list[bool]]]) -> np.ndarray:
+    return np.mean(list(chain.from_iterable(tasks_by_item.values())), 0)
+
+
+@pytest.mark.parametrize("max_history", [4, 1024])
+def test_rates_of_an_item_are_those_of_its_training_events(
+    tables: str, max_history: int
 ) -> None:
-    """With 4 events to a row, rows overlap, and no event counts twice."""
-    setup = build_training(
-        {"name": "item_rate", "max_history": overlap},
+    """With 4 events per row, rows overlap, and no event is counted twice."""
+    run = build_training(
+        {"name": "item_rate", "max_history": max_history},
         FitConfig(batch_size=8),
         Inputs(tables),
     )
-    model: Any = setup.model
-    events = training_events(tables)
-    base = np.mean([tasks for of_item in events.values() for tasks in of_item], 0)
+    model: Any = run.model
+    tasks_by_item = read_training_tasks(tables)
+    base_rates = compute_base_rates(tasks_by_item)
 
-    setup.fit_counts()
+    run.fit_counts()
 
-    batch = setup.val.collate(np.arange(len(setup.val)))
-    items = batch.candidate_item[batch.candidate_valid].tolist()
-    expected = [
-        (np.sum(events.get(item, np.zeros((0, len(TASKS)))), 0) + STRENGTH * base)
-        / (len(events.get(item, [])) + STRENGTH)
-        for item in items
-    ]
+    batch = run.val.collate(np.arange(len(run.val)))
+    expected = []
+    for item in batch.candidate_item[batch.candidate_valid].tolist():
+        tasks = np.reshape(tasks_by_item.get(item, []), (-1, len(TASKS)))
+        total = tasks.sum(0) + STRENGTH * base_rates
+        expected.append(total / (len(tasks) + STRENGTH))
     np.testing.assert_allclose(model.score(batch).sigmoid(), expected, rtol=1e-9)
 
 
-def test_base_rates_are_those_of_training_and_have_no_gain(tables: str) -> None:
-    setup = build_training(
-        {"name": "base_rate"}, FitConfig(batch_size=8), Inputs(tables)
-    )
-    setup.fit_counts()
+def test_base_rates_are_those_of_training_and_have_no_information_gain(
+    tables: str,
+) -> None:
+    run = build_training({"name": "base_rate"}, FitConfig(batch_size=8), Inputs(tables))
+    run.fit_counts()
+    model: Any = run.model
 
-    metrics = setup.means(setup.validate(setup.model)[0])
+    sums, _ = run.validate(model)
 
-    rates = np.mean(
-        [tasks for of_item in training_events(tables).values() for tasks in of_item], 0
-    )
-    batch = setup.val.collate(np.arange(4))
-    model: Any = setup.model
-    np.testing.assert_allclose(model.score(batch)[0].sigmoid(), rates, rtol=1e-9)
+    batch = run.val.collate(np.arange(4))
+    expected = compute_base_rates(read_training_tasks(tables))
+    np.testing.assert_allclose(model.score(batch)[0].sigmoid(), expected, rtol=1e-9)
+    metrics = run.means(sums)
     assert metrics["mean/gauc"] == 0.5
     assert metrics["mean/rig"] <= 0
 
@@ -86,21 +89,24 @@ def test_new_items_have_the_base_rates(catalogue: Any, batch: dict[str, Any]) ->
     model.fit_counts([batch])
     base = BaseRate(BaseRateConfig(), catalogue)
     base.fit_counts([batch])
-    new = torch.full_like(batch.candidate_item, catalogue.num_items + 1)
+    new_items = torch.full_like(batch.candidate_item, catalogue.num_items + 1)
 
-    scores = model.score(replace(batch, candidate_item=new))
+    scores = model.score(replace(batch, candidate_item=new_items))
 
     torch.testing.assert_close(scores, base.score(batch))
+
+
+def test_a_strength_of_zero_is_rejected() -> None:
     with pytest.raises(ValueError, match="strength"):
         ItemRateConfig(strength=0)
 
 
-def test_an_item_rate_is_saved_and_inferred(tables: str, tmp_path: Path) -> None:
-    setup = build_training(
-        {"name": "item_rate"}, FitConfig(batch_size=8), Inputs(tables)
-    )
-    setup.fit_counts()
-    checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=1))
+def test_item_rates_are_saved_and_used_in_inference(
+    tables: str, tmp_path: Path
+) -> None:
+    run = build_training({"name": "item_rate"}, FitConfig(batch_size=8), Inputs(tables))
+    run.fit_counts()
+    checkpoint.save(tmp_path / "best", run.model, run.checkpoint(epoch=1))
 
     manifest, _ = infer_all(
         str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores")

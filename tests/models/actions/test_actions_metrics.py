@@ -1,5 +1,5 @@
-"""Metrics over candidates alone: both forms of normalised entropy, GAUC per user, the
-loss.
+"""Metrics of actions over candidates alone: both forms of normalised entropy, GAUC per
+user, and the loss.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.fixtures.batches import fill_batch
 LABELS = ("like", "share")
 
 
-class Known:
-    """Gives fixed logits for the valid candidates."""
+class FixedModel:
+    """A model with fixed logits (B, C, K) of candidates."""
 
     labels = LABELS
     masks = (None,) * len(LABELS)
@@ -34,6 +34,7 @@ class Known:
 
 @pytest.fixture
 def candidates():
+    """A batch of 3 users with 9, 4 and 6 candidates."""
     torch.manual_seed(0)
     valid = torch.arange(9) < torch.tensor([[9], [4], [6]])
     return fill_batch(
@@ -44,54 +45,71 @@ def candidates():
     )
 
 
-def test_the_constant_predictor_has_a_normalised_entropy_of_one(candidates):
-    label = candidates.candidate_label[candidates.candidate_valid]
-    own = torch.logit(label.mean(0).double()).expand(3, 9, 2)
-    train = (0.1, 0.7)
-    of_train = torch.logit(torch.tensor(train, dtype=torch.float64)).expand(3, 9, 2)
-    found = metrics.means(metrics.measure(Known(own, train), candidates))
+def build_constant_logits(rates):
+    """Build the logits (3, 9, 2) of a model that always predicts the rates."""
+    return torch.logit(torch.as_tensor(rates, dtype=torch.float64)).expand(3, 9, 2)
+
+
+def test_the_entropy_of_the_rates_of_the_candidates_is_normalised_to_one(candidates):
+    labels = candidates.candidate_label[candidates.candidate_valid]
+    logits = build_constant_logits(labels.mean(0).double())
+
+    model = FixedModel(logits, train_rates=(0.1, 0.7))
+    values = metrics.means(metrics.measure(model, candidates))
+
     for task in LABELS:
-        assert found[f"{task}/normalised_entropy"] == pytest.approx(1)
-        assert found[f"{task}/normalised_entropy_train"] < 1
-    assert found["mean/normalised_entropy"] == pytest.approx(1)
-    assert found["mean/rig"] == pytest.approx(0, abs=1e-6)
-    found = metrics.means(metrics.measure(Known(of_train, train), candidates))
-    assert all(
-        found[f"{task}/normalised_entropy_train"] == pytest.approx(1) for task in LABELS
+        assert values[f"{task}/normalised_entropy"] == pytest.approx(1)
+        assert values[f"{task}/normalised_entropy_train"] < 1
+    assert values["mean/normalised_entropy"] == pytest.approx(1)
+    assert values["mean/rig"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_entropy_of_the_rates_of_training_is_normalised_to_one(candidates):
+    rates = (0.1, 0.7)
+    model = FixedModel(build_constant_logits(rates), train_rates=rates)
+    values = metrics.means(metrics.measure(model, candidates))
+    for task in LABELS:
+        assert values[f"{task}/normalised_entropy_train"] == pytest.approx(1)
+
+
+def test_sums_of_batches_add_up(candidates):
+    logits, rates = torch.randn(3, 9, 2), (0.3, 0.3)
+
+    total = metrics.measure(FixedModel(logits, rates), candidates)
+    first, second = (
+        metrics.measure(FixedModel(logits[rows], rates), candidates.select("B", rows))
+        for rows in (slice(0, 1), slice(1, 3))
     )
 
+    values = metrics.means(total)
+    assert total["examples"] == 3
+    assert sorted(values) == sorted(metrics.names(FixedModel(logits)))
+    added = {name: first[name] + second[name] for name in total}
+    assert metrics.means(added) == pytest.approx(values)
 
-def test_sums_of_batches_add_up_and_the_loss_is_that_of_training(candidates):
+
+def test_the_loss_is_that_of_training(candidates):
     logits = torch.randn(3, 9, 2)
-    train = (0.3, 0.3)
-    whole = metrics.measure(Known(logits, train), candidates)
-    parts = [
-        metrics.measure(
-            Known(logits[rows], train),
-            candidates.select("B", rows),
-        )
-        for rows in (slice(0, 1), slice(1, 3))
-    ]
-    found = metrics.means(whole)
-    assert sorted(found) == sorted(metrics.names(Known(logits)))
-    assert metrics.means(
-        {name: parts[0][name] + parts[1][name] for name in whole}
-    ) == pytest.approx(found)
+
+    model = FixedModel(logits, train_rates=(0.3, 0.3))
+    values = metrics.means(metrics.measure(model, candidates))
+
     valid = candidates.candidate_valid
-    cost = torch.nn.functional.binary_cross_entropy_with_logits(
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(
         logits[valid], candidates.candidate_label[valid], reduction="none"
     )
-    assert found["eval_loss"] == pytest.approx(cost.sum(1).mean().item(), rel=1e-6)
-    assert whole["examples"] == 3
+    expected = losses.sum(1).mean().item()
+    assert values["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_task_of_one_class_is_not_a_number(candidates):
+def test_the_entropy_of_a_task_of_one_class_is_nan_and_not_in_the_mean(candidates):
     candidates.candidate_label[..., 1] = 0
+    model = FixedModel(torch.zeros(3, 9, 2), train_rates=(0.5, 0.0))
+
     with pytest.warns(UserWarning, match="share/"):
-        found = metrics.means(
-            metrics.measure(Known(torch.zeros(3, 9, 2), (0.5, 0.0)), candidates)
-        )
-    assert math.isnan(found["share/normalised_entropy"])
-    assert math.isnan(found["share/normalised_entropy_train"])
-    assert found["mean/normalised_entropy"] == found["like/normalised_entropy"]
-    assert found["mean/rig"] == 1 - found["like/normalised_entropy"]
+        values = metrics.means(metrics.measure(model, candidates))
+
+    assert math.isnan(values["share/normalised_entropy"])
+    assert math.isnan(values["share/normalised_entropy_train"])
+    assert values["mean/normalised_entropy"] == values["like/normalised_entropy"]
+    assert values["mean/rig"] == 1 - values["like/normalised_entropy"]

@@ -1,5 +1,5 @@
-"""All seven models: causal, candidates apart, padding unread, all weights learned; and
-their own promises.
+"""All seven models of actions: they are causal, rank candidates independently, ignore
+padding and train every weight; and the properties of each fusion.
 """
 
 from __future__ import annotations
@@ -41,58 +41,69 @@ VARIANTS = {
 LEARN_FROM_HISTORY = [name for name in VARIANTS if name != "genrank"]
 
 
-def make(name: str, catalogue, **changes) -> FusionModel:
-    kind, config = VARIANTS[name]
+def build_model(name: str, catalogue, **changes) -> FusionModel:
+    """Build a small model in evaluation mode."""
+    model_class, config_class = VARIANTS[name]
     torch.manual_seed(0)
-    model = kind(config(**(SMALL | changes)), catalogue).eval()
+    model = model_class(config_class(**(SMALL | changes)), catalogue).eval()
     with torch.no_grad():  # away from zeros, so that a leak would show
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
-def predictions(
-    model: FusionModel, batch: ActionsBatch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of context events (B, T, K), where the model has such, and of candidates
-    (B, C, K).
+def predict(model: FusionModel, batch: ActionsBatch) -> tuple[Tensor, Tensor]:
+    """Return logits of context events (B, T, K), with T = 0 for a model without them,
+    and of candidates (B, C, K).
     """
     with torch.no_grad():
         logits = model.logits(batch, history=model.history_targets)
-    n = logits.shape[1] - batch.candidate_item.shape[1]
-    return logits[:, :n], logits[:, n:]
+    num_context = logits.shape[1] - batch.candidate_item.shape[1]
+    return logits[:, :num_context], logits[:, num_context:]
 
 
-def moved(
-    model: FusionModel, batch: ActionsBatch, changed: ActionsBatch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    before, after = predictions(model, batch), predictions(model, changed)
-    past, candidates = (
-        (b - a).abs().amax(2) > 1e-5 for b, a in zip(before, after, strict=True)
-    )
-    return past, candidates
-
-
-def visible(batch: ActionsBatch) -> torch.Tensor:
-    """(B, C, T): which context events each candidate sees."""
+def find_changes(
+    model: FusionModel, batch: ActionsBatch, other: ActionsBatch
+) -> tuple[Tensor, Tensor]:
+    """Return masks of the context events (B, T) and candidates (B, C) whose predictions
+    differ between two batches.
+    """
+    context, candidates = predict(model, batch)
+    other_context, other_candidates = predict(model, other)
     return (
-        torch.arange(7) < batch.count_earlier()[:, 7:, None]
-    ) & batch.candidate_valid[..., None]
+        (other_context - context).abs().amax(2) > 1e-5,
+        (other_candidates - candidates).abs().amax(2) > 1e-5,
+    )
 
 
-def edit(batch: ActionsBatch, name: str, place: tuple, value: float) -> ActionsBatch:
+def assert_no_change(
+    model: FusionModel, batch: ActionsBatch, other: ActionsBatch
+) -> None:
+    context_changes, candidate_changes = find_changes(model, batch, other)
+    assert not context_changes.any()
+    assert not candidate_changes.any()
+
+
+def build_visibility_mask(batch: ActionsBatch) -> Tensor:
+    """Return a mask (B, C, T) of the context events that each candidate sees."""
+    is_earlier = torch.arange(7) < batch.count_earlier()[:, 7:, None]
+    return is_earlier & batch.candidate_valid[..., None]
+
+
+def edit(batch: ActionsBatch, name: str, index: tuple, value: float) -> ActionsBatch:
+    """Return a copy of a batch with one value changed."""
     copy = batch.map(Tensor.clone)
-    getattr(copy, name)[place] = value
+    getattr(copy, name)[index] = value
     return copy
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_labels_are_never_read_as_inputs(name, catalogue, batch):
-    model = make(name, catalogue)
+    model = build_model(name, catalogue)
     flipped = replace(
         batch, label=1 - batch.label, candidate_label=1 - batch.candidate_label
     )
-    assert not any(part.any() for part in moved(model, batch, flipped))
+    assert_no_change(model, batch, flipped)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -100,32 +111,37 @@ def test_labels_are_never_read_as_inputs(name, catalogue, batch):
     "changed",
     ["candidate_item", "candidate_time", "candidate_feature", "candidate_viewer"],
 )
-def test_a_candidate_moves_no_other_prediction(name, changed, catalogue, batch):
-    model = make(name, catalogue)
+def test_a_candidate_changes_no_other_prediction(name, changed, catalogue, batch):
+    model = build_model(name, catalogue)
     for c in range(3):
-        place, value = ((0, c, 0), 2) if changed == "candidate_viewer" else ((0, c), 21)
-        past, candidates = moved(model, batch, edit(batch, changed, place, value))
-        assert not past.any()
-        assert not candidates[1:].any()
-        assert candidates[0].tolist() == [place == c for place in range(3)]
+        if changed == "candidate_viewer":
+            edited = edit(batch, changed, (0, c, 0), 2)
+        else:
+            edited = edit(batch, changed, (0, c), 21)
+
+        context_changes, candidate_changes = find_changes(model, batch, edited)
+
+        assert not context_changes.any()
+        assert not candidate_changes[1:].any()
+        assert candidate_changes[0].tolist() == [index == c for index in range(3)]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_item_moves_no_earlier_prediction(name, catalogue, batch):
-    past, candidates = moved(
-        make(name, catalogue), batch, edit(batch, "item", (0, 4), 29)
+def test_an_item_changes_no_earlier_prediction(name, catalogue, batch):
+    model = build_model(name, catalogue)
+
+    context_changes, candidate_changes = find_changes(
+        model, batch, edit(batch, "item", (0, 4), 29)
     )
-    assert not past[0, :4].any()
-    assert (
-        candidates[0].tolist()
-        == visible(batch)[0, :, 4].tolist()
-        == [True, False, True]
-    )
+
+    assert not context_changes[0, :4].any()
+    sees_item = build_visibility_mask(batch)[0, :, 4]
+    assert candidate_changes[0].tolist() == sees_item.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_padding_is_not_read(name, catalogue, batch):
-    model = make(name, catalogue)
+    model = build_model(name, catalogue)
     padded = batch.map(Tensor.clone)
     padded.item[~batch.valid] = 1
     padded.action[~batch.valid] = 1
@@ -144,59 +160,67 @@ TIES = {
     "some": [0, 1, 1, 3, 4, 4, 4],
     "a page": [0, 0, 0, 0, 0, 5, 5],
 }
+"""Times of the seven context events of one user."""
+
+
+def cut_before(row: ActionsBatch, index: int, num_earlier: int) -> ActionsBatch:
+    """Return one user's row with context event `index` as its only candidate, after a
+    context of the first `num_earlier` events.
+    """
+    changes = {
+        name: value[:, : max(num_earlier, 1)]
+        for name, value in row.tensors().items()
+        if "T" in row.tensor_axes()[name]
+    }
+    changes["valid"] = changes["valid"] & torch.tensor(num_earlier > 0)
+    for name in ("item", "time", "feature", "viewer", "label", "valid"):
+        changes[f"candidate_{name}"] = getattr(row, name)[:, index : index + 1]
+    return replace(row, **changes)
 
 
 @pytest.mark.parametrize("times", TIES)
 @pytest.mark.parametrize("name", LEARN_FROM_HISTORY)
-def test_one_pass_gives_every_event_what_it_has_alone_after_what_is_strictly_earlier(
+def test_one_pass_predicts_every_event_as_if_alone_after_the_strictly_earlier_events(
     name, times, catalogue, batch
 ):
-    """A slow loop over the events, each a candidate after its own context; of events of
-    one time in any order.
-    """
-    model = make(name, catalogue)
+    """The reference is a slow loop over the events, each a candidate after its context."""
+    model = build_model(name, catalogue)
     row = replace(batch.select("B", slice(1)), time=torch.tensor([TIES[times]]))
-    in_context, _ = predictions(model, row)
-    for n, time in enumerate(TIES[times]):
-        before = sum(other < time for other in TIES[times])
-        changes = {
-            name: value[:, : max(before, 1)]
-            for name, value in row.tensors().items()
-            if "T" in row.tensor_axes()[name]
-        }
-        changes["valid"] = changes["valid"] & torch.tensor(before > 0)
-        for name in ("item", "time", "feature", "viewer", "label", "valid"):
-            changes[f"candidate_{name}"] = getattr(row, name)[:, n : n + 1]
-        cut = replace(row, **changes)
+
+    in_context, _ = predict(model, row)
+
+    for index, time in enumerate(TIES[times]):
+        num_earlier = sum(other < time for other in TIES[times])
+        _, alone = predict(model, cut_before(row, index, num_earlier))
         torch.testing.assert_close(
-            predictions(model, cut)[1][0, 0], in_context[0, n], atol=1e-5, rtol=1e-4
+            alone[0, 0], in_context[0, index], atol=1e-5, rtol=1e-4
         )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_action_moves_no_prediction_of_its_own_time(name, catalogue, batch):
-    model = make(name, catalogue)
+def test_an_action_changes_no_prediction_of_the_same_time(name, catalogue, batch):
+    model = build_model(name, catalogue)
     batch.time[0] = torch.tensor([0, 10, 10, 10, 40, 50, 50])
     batch.candidate_time[0] = torch.tensor([10, 50, 60])
     for t in range(7):
-        past, candidates = moved(model, batch, edit(batch, "action", (0, t), 3.0))
-        later = [int(number) > t for number in batch.count_earlier()[0]]
-        if name != "genrank":  # whose context holds its labels, and is not learned from
-            assert not any(
-                moved and not may
-                for moved, may in zip(past[0].tolist(), later[:7], strict=True)
-            )
-        assert not any(
-            moved and not may
-            for moved, may in zip(candidates[0].tolist(), later[7:], strict=True)
-        )
+        edited = edit(batch, "action", (0, t), 3.0)
+        context_changes, candidate_changes = find_changes(model, batch, edited)
+        # (T + C): whether the event with the changed action is strictly earlier
+        is_later = batch.count_earlier()[0] > t
+
+        # the context of genrank has its labels as inputs, and is not trained on
+        if name != "genrank":
+            num_context = context_changes.shape[1]
+            assert not (context_changes[0] & ~is_later[:num_context]).any()
+        assert not (candidate_changes[0] & ~is_later[7:]).any()
         if name not in ("lac", "genrank"):
-            assert past[0].tolist() + candidates[0].tolist() == later
+            changes = torch.cat([context_changes[0], candidate_changes[0]])
+            assert changes.tolist() == is_later.tolist()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_loss_reaches_every_weight(name, catalogue, batch):
-    model = make(name, catalogue).train()
+    model = build_model(name, catalogue).train()
     model(batch)["loss"].backward()
     unreached = [
         name
@@ -207,112 +231,127 @@ def test_the_loss_reaches_every_weight(name, catalogue, batch):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_loss_is_of_events_that_do_not_hold_their_label(name, catalogue, batch):
-    """Nor of those that another row learns from."""
-    model = make(name, catalogue)
+def test_the_loss_covers_events_without_their_label_as_input(name, catalogue, batch):
+    """Events that another row trains on are not covered either."""
+    model = build_model(name, catalogue)
     batch.learn[0, 0] = False
-    logits = torch.cat(predictions(model, batch), 1)
-    positions = logits.shape[1]
-    label = batch.join("label")[:, -positions:]
-    learned = torch.cat([batch.learn, batch.candidate_valid], 1)[:, -positions:]
-    cost = torch.nn.functional.binary_cross_entropy_with_logits(
+    logits = torch.cat(predict(model, batch), 1)
+    num_events = logits.shape[1]
+    label = batch.join("label")[:, -num_events:]
+    is_learned = torch.cat([batch.learn, batch.candidate_valid], 1)[:, -num_events:]
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(
         logits, label, reduction="none"
     ).sum(2)
-    assert int(learned.sum()) == (9 if name == "genrank" else 9 + 10)
-    found = model(batch)
-    torch.testing.assert_close(found["loss"], cost[learned].mean())
-    assert float(found["padding"]) == pytest.approx(1 - (11 + 9) / (4 * 10))
+    assert int(is_learned.sum()) == (9 if name == "genrank" else 9 + 10)
+
+    outputs = model(batch)
+
+    torch.testing.assert_close(outputs["loss"], expected[is_learned].mean())
+    assert float(outputs["padding"]) == pytest.approx(1 - (11 + 9) / (4 * 10))
 
 
-def test_without_lambda_mvp_ignores_actions_until_the_late_fusion(catalogue, batch):
+def test_mvp_without_lambda_ignores_actions_until_the_late_fusion(catalogue, batch):
     other = replace(batch, action=1 - batch.action)
-    blind = make("attn_mvp_no_lfa", catalogue, action_weight=0.0)
-    assert not any(part.any() for part in moved(blind, batch, other))
-    late = make("attn_mvp", catalogue, action_weight=0.0)
-    assert all(part[0, 1:].all() for part in moved(late, batch, other))
-    width, inputs = late.config.width, []
-    late.pool.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    late.head.register_forward_pre_hook(
-        lambda _, given: inputs.append(given[0][..., :width])
+    model_without_fusion = build_model("attn_mvp_no_lfa", catalogue, action_weight=0.0)
+    assert_no_change(model_without_fusion, batch, other)
+
+    model = build_model("attn_mvp", catalogue, action_weight=0.0)
+    changes = find_changes(model, batch, other)
+    assert all(mask[0, 1:].all() for mask in changes)
+    # inputs of the late fusion, for both batches
+    pool_inputs: list[Tensor] = []
+    head_inputs: list[Tensor] = []
+    model.pool.register_forward_pre_hook(lambda _, args: pool_inputs.append(args[0]))
+    model.head.register_forward_pre_hook(
+        lambda _, args: head_inputs.append(args[0][..., : model.config.width])
     )
-    for some in (batch, other):
-        predictions(late, some)
-    states, head, other_states, other_head = inputs
-    assert torch.equal(states, other_states)
-    assert torch.equal(head, other_head)
+    predict(model, batch)
+    predict(model, other)
+    assert torch.equal(*pool_inputs)
+    assert torch.equal(*head_inputs)
 
 
 @pytest.mark.parametrize("weight", [0.5, 2.0])
 def test_lambda_weighs_the_actions_in_the_values_of_mvp(weight, catalogue, batch):
-    model = make("attn_mvp", catalogue, action_weight=weight)
-    read = []
+    model = build_model("attn_mvp", catalogue, action_weight=weight)
+    attention_inputs = []
     model.transformer[0].attention.register_forward_pre_hook(
-        lambda _, given: read.append(given)
+        lambda _, args: attention_inputs.append(args)
     )
-    predictions(model, batch)
-    states, values, layout = read[0]
+
+    predict(model, batch)
+
+    states, values, layout = attention_inputs[0]
     expected = states[:, : layout.context] + weight * model.actions(batch.action)
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
 
 
-def test_actions_of_dhn_read_the_items_of_their_own_layer(catalogue, batch):
-    model = make("attn_dhn", catalogue)
-    items, read = [], []
+def test_action_blocks_of_dhn_read_the_items_of_the_same_layer(catalogue, batch):
+    model = build_model("attn_dhn", catalogue)
+    item_outputs, attention_inputs = [], []
     model.item_blocks[0].register_forward_hook(
-        lambda _, given, made: items.append(made)
+        lambda _, args, output: item_outputs.append(output)
     )
     model.action_blocks[0].attention.register_forward_pre_hook(
-        lambda _, given: read.append(given)
-    )
-    predictions(model, batch)
-    states, values, layout = read[0]
-    torch.testing.assert_close(
-        values, states + items[0][:, : layout.context], rtol=0, atol=1e-6
+        lambda _, args: attention_inputs.append(args)
     )
 
+    predict(model, batch)
 
-def test_without_ids_items_of_like_attributes_are_alike(catalogue, batch):
-    """Items 0 and 15 have the same categories; their numbers are made the same."""
+    states, values, layout = attention_inputs[0]
+    expected = states + item_outputs[0][:, : layout.context]
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
+
+
+def test_without_ids_items_with_equal_attributes_get_equal_scores(catalogue, batch):
+    """Items 0 and 15 have the same categories, and get the same numbers."""
     numbers = catalogue.numbers.clone()
     numbers[15] = numbers[0]
-    alike = replace(catalogue, numbers=numbers)
+    catalogue = replace(catalogue, numbers=numbers)
     batch.candidate_item[0, :2] = torch.tensor([0, 15])
-    for other in ("candidate_viewer", "candidate_feature", "candidate_time"):
-        values = getattr(batch, other)
+    for name in ("candidate_viewer", "candidate_feature", "candidate_time"):
+        values = getattr(batch, name)
         values[0, 1] = values[0, 0]
-    for item_ids, same in {"learned": False, "hashed": False, "none": True}.items():
-        _, scores = predictions(
-            make("attn_mvp", alike, item_ids=item_ids, id_buckets=20), batch
-        )
-        assert torch.allclose(scores[0, 0], scores[0, 1]) == same
-    one_bucket = make("attn_mvp", alike, item_ids="hashed", id_buckets=1)
-    _, scores = predictions(one_bucket, batch)
+
+    for item_ids, is_equal in {"learned": False, "hashed": False, "none": True}.items():
+        model = build_model("attn_mvp", catalogue, item_ids=item_ids, id_buckets=20)
+        _, scores = predict(model, batch)
+        assert torch.allclose(scores[0, 0], scores[0, 1]) == is_equal
+
+    one_bucket = build_model("attn_mvp", catalogue, item_ids="hashed", id_buckets=1)
+    _, scores = predict(one_bucket, batch)
     assert torch.allclose(scores[0, 0], scores[0, 1])
     assert one_bucket.items.tables[0].weight.shape == (1, SMALL["width"])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_item_of_the_request_is_read_as_one_of_the_catalogue(name, catalogue, batch):
-    """With its content from the batch and no id; text moves scores."""
-    told = replace(catalogue, text=torch.randn(30, 5))
+def test_a_new_item_of_the_request_is_scored_by_its_content(name, catalogue, batch):
+    """A new item has its content from the batch, text included, and no ID."""
+    catalogue = replace(catalogue, text=torch.randn(30, 5))
     batch.candidate_item[0, 0] = batch.item[0, 2] = 7
     content = {
-        f"new_{key}": getattr(told, key)[[7]]
+        f"new_{key}": getattr(catalogue, key)[[7]]
         for key in ("numbers", "categories", "text")
     }
-    brought = edit(edit(batch, "candidate_item", (0, 0), 30), "item", (0, 2), 30)
-    brought = replace(brought, **content)
-    model = make(name, told, item_ids="none")
-    assert not any(part.any() for part in moved(model, batch, brought))
-    other_text = replace(brought, new_text=content["new_text"] + 1)
-    assert moved(model, batch, other_text)[1][0, 0]
-    model = make(name, told)
+    # index 30 is the first new item; its content is that of item 7
+    with_new_item = edit(batch, "candidate_item", (0, 0), 30)
+    with_new_item = edit(with_new_item, "item", (0, 2), 30)
+    with_new_item = replace(with_new_item, **content)
+
+    model = build_model(name, catalogue, item_ids="none")
+    assert_no_change(model, batch, with_new_item)
+    with_other_text = replace(with_new_item, new_text=content["new_text"] + 1)
+    _, candidate_changes = find_changes(model, batch, with_other_text)
+    assert candidate_changes[0, 0]
+
+    model = build_model(name, catalogue)
     with torch.no_grad():
         model.items.tables[0].weight[7] = 0
-    assert not any(part.any() for part in moved(model, batch, brought))
+    assert_no_change(model, batch, with_new_item)
     with torch.no_grad():
         model.items.tables[0].weight[7] = 1
-    assert moved(model, batch, brought)[1][0, 0]
+    _, candidate_changes = find_changes(model, batch, with_new_item)
+    assert candidate_changes[0, 0]
 
 
 def test_hashes_spread_items_over_their_buckets(catalogue):
@@ -321,13 +360,12 @@ def test_hashes_spread_items_over_their_buckets(catalogue):
     assert torch.bincount(hashed, minlength=64).min() > 60
 
 
-def test_an_item_that_training_has_not_seen_is_unknown(catalogue, batch):
+def train_on_first_items(catalogue, batch: ActionsBatch) -> FusionModel:
+    """Train a model with ID dropout for three steps on items 0 to 14 of 30."""
     torch.manual_seed(0)
-    model = fusions.AttnMVP(
-        fusions.AttnMVPConfig(**SMALL, id_dropout=0.5), catalogue
-    ).train()
-    ids = model.items.tables[0].weight
-    assert not ids.any()
+    config = fusions.AttnMVPConfig(**SMALL, id_dropout=0.5)
+    model = fusions.AttnMVP(config, catalogue).train()
+    assert not model.items.tables[0].weight.any()
     batch.item.remainder_(15)
     batch.candidate_item.remainder_(15)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -335,70 +373,86 @@ def test_an_item_that_training_has_not_seen_is_unknown(catalogue, batch):
         optimizer.zero_grad()
         model(batch)["loss"].backward()
         optimizer.step()
+    return model
+
+
+def test_ids_of_items_outside_training_stay_zero(catalogue, batch):
+    ids = train_on_first_items(catalogue, batch).items.tables[0].weight
     assert ids[:15].any()
     assert not ids[15:].any()
-    parts: list[torch.Tensor] = []
+
+
+def test_ids_are_dropped_at_random_in_training_only(catalogue, batch):
+    model = train_on_first_items(catalogue, batch)
+    ids = model.items.tables[0].weight
+    inputs: list[Tensor] = []
     model.items.project.register_forward_pre_hook(
-        lambda _, given: parts.append(given[0])
+        lambda _, args: inputs.append(args[0])
     )
     item = torch.full((2000,), int(ids.abs().sum(1).argmax()))
+
     model.items(item)
-    dropped = (parts[0][:, : SMALL["width"]] == 0).all(1).double().mean()
-    assert 0.45 < dropped < 0.55
     model.eval().items(item)
-    assert (parts[1][:, : SMALL["width"]] != 0).any(1).all()
+
+    # the first columns of the input are the ID's embedding
+    train_ids, eval_ids = (part[:, : SMALL["width"]] for part in inputs)
+    dropped_share = (train_ids == 0).all(1).double().mean()
+    assert 0.45 < dropped_share < 0.55
+    assert (eval_ids != 0).any(1).all()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_model_starts_by_predicting_the_rates_of_training(name, catalogue, batch):
-    """So that it starts at a normalised entropy of 1, however rare a task is; a task of
-    one class stays finite.
-    """
-    kind, config = VARIANTS[name]
+def test_an_untrained_model_predicts_the_base_rates_of_training(name, catalogue, batch):
+    """Its normalised entropy is 1, however rare a task is."""
+    model_class, config_class = VARIANTS[name]
     torch.manual_seed(0)
-    model = kind(config(), replace(catalogue, train_rates=(0.3, 0.01, 0.5))).eval()
+    catalogue = replace(catalogue, train_rates=(0.3, 0.01, 0.5))
+    model = model_class(config_class(), catalogue).eval()
     rates = torch.tensor(model.train_rates).expand(9, 3)
+
     with torch.no_grad():
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(
-            model.score(batch), rates, reduction="none"
-        ).mean(0)
+        scores = model.score(batch)
+
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(
+        scores, rates, reduction="none"
+    ).mean(0)
     entropy = torch.nn.functional.binary_cross_entropy(
         rates, rates, reduction="none"
     ).mean(0)
     torch.testing.assert_close(loss / entropy, torch.ones(3), rtol=0, atol=0.03)
-    of_one_class = kind(
-        config(**SMALL), replace(catalogue, train_rates=(0.0, 1.0, 0.5))
-    )
-    assert of_one_class.head.bias.tolist() == pytest.approx(
-        [-9.21024, 9.21024, 0.0], abs=1e-3
-    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_initial_bias_of_a_constant_task_is_finite(name, catalogue):
+    model_class, config_class = VARIANTS[name]
+    catalogue = replace(catalogue, train_rates=(0.0, 1.0, 0.5))
+    bias = model_class(config_class(**SMALL), catalogue).head.bias
+    assert bias.tolist() == pytest.approx([-9.21024, 9.21024, 0.0], abs=1e-3)
 
 
 def test_only_the_fusion_differs_in_size(catalogue):
-    counts = {name: make(name, catalogue).parameter_counts() for name in VARIANTS}
+    counts = {
+        name: build_model(name, catalogue).parameter_counts() for name in VARIANTS
+    }
+
     for part in ("items", "actions"):
         assert len({count[part] for count in counts.values()}) == 1
     blocks = [
         count["transformer"] for name, count in counts.items() if name != "attn_dhn"
     ]
     assert len(set(blocks)) == 1
-    assert (
-        counts["attn_dhn"]["item_blocks"]
-        == counts["attn_dhn"]["action_blocks"]
-        == blocks[0]
-    )
+    assert counts["attn_dhn"]["item_blocks"] == blocks[0]
+    assert counts["attn_dhn"]["action_blocks"] == blocks[0]
     assert counts["attn_lfa"] == counts["attn_mvp"]
     assert counts["interleaved"] == counts["attn_mvp_no_lfa"]
-    assert (
-        counts["lac"]["total"]
-        == counts["genrank"]["total"]
-        == counts["interleaved"]["total"] + SMALL["width"]
-    )
+    with_learned_action = counts["interleaved"]["total"] + SMALL["width"]
+    assert counts["lac"]["total"] == with_learned_action
+    assert counts["genrank"]["total"] == with_learned_action
     assert all(count["total"] == sum(count.values()) / 2 for count in counts.values())
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"width": 0}, "width is 0, it must be at least 1"),
         ({"dropout": 1.0}, "dropout 1.0 is not in"),
@@ -411,68 +465,92 @@ def test_only_the_fusion_differs_in_size(catalogue):
         ),
     ],
 )
-def test_impossible_sizes_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_options_are_rejected(changes, message):
+    with pytest.raises(ValueError, match=message):
         fusions.AttnMVPConfig(**(SMALL | changes))
 
 
+NEGATIVE_RATE = 0.3
+
+
 @pytest.mark.parametrize("name", ["attn_mvp", "genrank"])
-def test_a_share_of_the_negatives_is_learned_from_and_corrected_for(
+def test_scores_of_a_model_trained_on_a_share_of_the_negatives_are_corrected(
     name, catalogue, batch
 ):
-    rate = 0.3
-    model, whole = make(name, catalogue, negative_rate=rate), make(name, catalogue)
-    with (
-        torch.no_grad()
-    ):  # the same weights but for the bias, which begins at the rates
-        bias = model.head.bias - whole.head.bias
-        torch.testing.assert_close(bias, torch.full_like(bias, -math.log(rate)))
-        state = torch.get_rng_state()
+    model = build_model(name, catalogue, negative_rate=NEGATIVE_RATE)
+    unsampled = build_model(name, catalogue)
+    with torch.no_grad():
+        # the weights are equal but for the bias, which is initialised to the rates
+        bias = model.head.bias - unsampled.head.bias
+        expected_bias = torch.full_like(bias, -math.log(NEGATIVE_RATE))
+        torch.testing.assert_close(bias, expected_bias)
         torch.testing.assert_close(
-            model.score(batch), whole.score(batch), rtol=1e-5, atol=1e-5
+            model.score(batch), unsampled.score(batch), rtol=1e-5, atol=1e-5
         )
-        found = metrics.means(metrics.measure(model, batch))
-        assert torch.equal(
-            torch.get_rng_state(), state
-        )  # nothing is drawn in evaluation
-        logits = model.logits(batch, history=model.history_targets)
-        label, learned = batch.candidate_label, batch.candidate_valid
-        raw = logits[:, -3:][learned]
-        torch.testing.assert_close(model.score(batch), raw + math.log(rate))
-        for place, task in enumerate(model.labels):
-            expected = raw[:, place].sigmoid().sum() / label[learned][:, place].sum()
-            assert found[f"{task}/calibration_uncorrected"] == pytest.approx(
-                float(expected), rel=1e-5
-            )
-            assert (
-                found[f"{task}/calibration"] < found[f"{task}/calibration_uncorrected"]
-            )
-        if model.history_targets:
-            label, learned = (
-                torch.cat([batch.label, label], 1),
-                torch.cat([batch.learn, learned], 1),
-            )
-        logits, label = logits[learned].double(), label[learned]
 
-        cost = [0.0] * len(
-            model.labels
-        )  # of all events, negatives by their share, and a loop over the events drawn
-        torch.manual_seed(3)
-        kept = (torch.rand(learned.numel(), 1)[:, 0] < rate)[learned.flatten()]
-        for place in range(len(model.labels)):
-            terms = [
-                -math.log(float(torch.sigmoid(logit if positive else -logit)))
-                for logit, positive, drawn in zip(
-                    logits[:, place], label[:, place], kept, strict=True
-                )
-                if positive or drawn
-            ]
-            cost[place] = sum(terms) / len(terms)
-        torch.manual_seed(3)
-        assert float(model(batch)["loss"]) == pytest.approx(sum(cost), rel=1e-5)
+        _, candidate_logits = predict(model, batch)
+        raw = candidate_logits[batch.candidate_valid]
+        torch.testing.assert_close(model.score(batch), raw + math.log(NEGATIVE_RATE))
 
 
-def test_every_event_sees_what_is_strictly_before_it(batch):
+@pytest.mark.parametrize("name", ["attn_mvp", "genrank"])
+def test_metrics_report_the_calibration_before_and_after_the_correction(
+    name, catalogue, batch
+):
+    model = build_model(name, catalogue, negative_rate=NEGATIVE_RATE)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        values = metrics.means(metrics.measure(model, batch))
+    assert torch.equal(torch.get_rng_state(), state)  # evaluation draws no negatives
+
+    _, logits = predict(model, batch)
+    probabilities = logits[batch.candidate_valid].sigmoid()
+    labels = batch.candidate_label[batch.candidate_valid]
+    for index, task in enumerate(model.labels):
+        expected = probabilities[:, index].sum() / labels[:, index].sum()
+        uncorrected = values[f"{task}/calibration_uncorrected"]
+        assert uncorrected == pytest.approx(float(expected), rel=1e-5)
+        assert values[f"{task}/calibration"] < uncorrected
+
+
+def negative_log_likelihood(logit: Tensor, is_positive: Tensor) -> float:
+    return -math.log(float(torch.sigmoid(logit if is_positive else -logit)))
+
+
+@pytest.mark.parametrize("name", ["attn_mvp", "genrank"])
+def test_the_loss_is_the_mean_over_positives_and_a_share_of_the_negatives(
+    name, catalogue, batch
+):
+    """The reference is a slow loop over the events that are drawn."""
+    model = build_model(name, catalogue, negative_rate=NEGATIVE_RATE)
+    context_logits, logits = predict(model, batch)
+    labels, is_learned = batch.candidate_label, batch.candidate_valid
+    if model.history_targets:
+        logits = torch.cat([context_logits, logits], 1)
+        labels = torch.cat([batch.label, labels], 1)
+        is_learned = torch.cat([batch.learn, is_learned], 1)
+    logits, labels = logits[is_learned].double(), labels[is_learned]
+
+    torch.manual_seed(3)
+    is_drawn = torch.rand(is_learned.numel(), 1)[:, 0] < NEGATIVE_RATE
+    is_drawn = is_drawn[is_learned.flatten()]
+    task_losses = []
+    for index in range(len(model.labels)):
+        terms = []
+        for logit, is_positive, drawn in zip(
+            logits[:, index], labels[:, index], is_drawn, strict=True
+        ):
+            if is_positive or drawn:
+                terms.append(negative_log_likelihood(logit, is_positive))
+        task_losses.append(sum(terms) / len(terms))
+
+    torch.manual_seed(3)
+    with torch.no_grad():
+        loss = float(model(batch)["loss"])
+    assert loss == pytest.approx(sum(task_losses), rel=1e-5)
+
+
+def test_every_event_sees_the_events_strictly_before_it(batch):
     batch.candidate_time[0] = torch.tensor([30, 31, -5])
     assert not has_tied_times(batch.time, batch.valid)
     assert batch.count_earlier()[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 0]

@@ -1,9 +1,10 @@
-"""Models of actions through the common set-up: trained, validated, saved; what the data
-cannot tell is said.
+"""Training of models of actions: they train, validate, are saved and learn the tastes of
+users; splits without events are rejected.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
-from tests.fixtures.actions_tables import TASKS, user, write_actions, write_rows
+from tests.fixtures.actions_tables import (
+    TASKS,
+    build_user_row,
+    write_actions,
+    write_rows,
+)
 from tests.fixtures.trainings import build_training
 
 CONFIGS = Path(__file__).parents[3] / "jobs/configs/actions"
@@ -42,11 +48,11 @@ FIT = FitConfig(
 )
 
 
-def train(tables: str, name: str, config: FitConfig = FIT, **changes) -> tuple:
-    setup = build_training({"name": name, **SMALL, **changes}, config, Inputs(tables))
-    return setup, list(
-        fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
-    )
+def train_model(tables: str, name: str, config: FitConfig = FIT, **changes) -> tuple:
+    """Train a small model; return its training run and the events."""
+    run = build_training({"name": name, **SMALL, **changes}, config, Inputs(tables))
+    events = fit(run.model, run.train, run.validate, run.fit, means=run.means)
+    return run, list(events)
 
 
 @pytest.fixture(scope="module")
@@ -54,71 +60,67 @@ def tables(tmp_path_factory) -> str:
     return write_actions(tmp_path_factory.mktemp("actions"))
 
 
-@pytest.mark.parametrize(
-    "name", ["attn_mvp", "genrank"]
-)  # learned from context and candidates, and from these alone
-def test_a_model_trains_and_its_checkpoint_scores_alike(name, tables, tmp_path):
-    setup, events = train(tables, name)
+# attn_mvp trains on context and candidates, genrank on candidates alone
+@pytest.mark.parametrize("name", ["attn_mvp", "genrank"])
+def test_a_trained_model_reports_all_metrics_and_its_checkpoint_has_equal_scores(
+    name, tables, tmp_path
+):
+    run, events = train_model(tables, name)
+
     last = events[-1]
     assert isinstance(last, EpochEvent)
-    assert last.metrics["mean/rig"] == pytest.approx(
-        1 - last.metrics["mean/normalised_entropy"]
+    values = last.metrics
+    assert values["mean/rig"] == pytest.approx(1 - values["mean/normalised_entropy"])
+    assert values["eval_loss"] == pytest.approx(
+        sum(values[f"{task}/log_loss"] for task in TASKS)
     )
-    assert last.metrics["eval_loss"] == pytest.approx(
-        sum(last.metrics[f"{task}/log_loss"] for task in TASKS)
+    for task, kind in product(
+        TASKS, ("normalised_entropy_train", "gauc", "calibration")
+    ):
+        assert f"{task}/{kind}" in values
+
+    checkpoint.save(tmp_path / "best", run.model, run.checkpoint(epoch=2))
+    catalogue = load_catalogue(name, Inputs(tables))
+    loaded, metadata = load_model(tmp_path / "best", catalogue, name)
+    assert metadata.hashes.keys() == {"sequences", "items"}
+    cpu = torch.device("cpu")
+    sums = measure_examples(run.model, run.val, batch_size=9, device=cpu).sums
+    loaded_sums = measure_examples(loaded, run.val, batch_size=9, device=cpu).sums
+    assert sums.keys() == loaded_sums.keys()
+    assert run.means(sums) == pytest.approx(
+        run.means(loaded_sums), rel=0, abs=0, nan_ok=True
     )
-    assert {
-        f"{task}/{kind}"
-        for task in TASKS
-        for kind in ("normalised_entropy_train", "gauc", "calibration")
-    } <= set(last.metrics)
-    checkpoint.save(tmp_path / "best", setup.model, setup.checkpoint(epoch=2))
-    loaded, about = load_model(
-        tmp_path / "best", load_catalogue(name, Inputs(tables)), name
-    )
-    assert about.hashes.keys() == {"sequences", "items"}
-    found = [
-        measure_examples(
-            model,
-            setup.val,
-            batch_size=9,
-            device=torch.device("cpu"),
-        ).sums
-        for model in (setup.model, loaded)
-    ]
-    assert found[0].keys() == found[1].keys()
-    one, other = (setup.means(sums) for sums in found)
-    assert one == pytest.approx(other, rel=0, abs=0, nan_ok=True)
 
 
-def test_a_split_without_events_is_an_error_before_or_in_training(tmp_path):
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        ((9, 9), "the validation split has no request"),
+        ((0, 2), "has no train request"),
+    ],
+)
+def test_a_split_without_events_is_rejected(cuts, message, tmp_path):
     rng = np.random.default_rng(0)
     rows = [
-        user(f"u{n}", [0, 1, 2], [1, 2, 3], [True, False, True], (9, 9), rng)
+        build_user_row(f"u{n}", [0, 1, 2], [1, 2, 3], [True, False, True], cuts, rng)
         for n in range(4)
     ]
-    with pytest.raises(UserError, match="the validation split has no request"):
-        train(write_rows(tmp_path / "late", rows, 3), "attn_lfa")
-    rows = [
-        user(f"u{n}", [0, 1, 2], [1, 2, 3], [True, False, True], (0, 2), rng)
-        for n in range(4)
-    ]
-    with pytest.raises(UserError, match="has no train request"):
-        train(write_rows(tmp_path / "early", rows, 3), "attn_lfa")
+    with pytest.raises(UserError, match=message):
+        train_model(write_rows(tmp_path, rows, 3), "attn_lfa")
 
 
 @pytest.mark.parametrize(
     "path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_the_configs_are_of_one_size(path):
+def test_the_configs_differ_from_the_base_in_the_model_and_learning_rate_only(path):
     change = yaml.safe_load(path.read_text())
     base = yaml.safe_load((CONFIGS.parent / "attn_mvp.yaml").read_text())
-    content = {part: {**base[part], **change.get(part, {})} for part in base}
+    options = {part: {**base[part], **change.get(part, {})} for part in base}
     if path.stem in ("base_rate", "item_rate", "boosted"):  # not read after the base
-        content = change
-    model_class, config = parse_options(content["model"])
+        options = change
+    model_class, config = parse_options(options["model"])
     assert model_class.family == "actions"
-    FitConfig(**content["fit"])
+    FitConfig(**options["fit"])
     if not model_class.trains_by_gradient:
         return
     if path.stem == "paper":
@@ -145,62 +147,59 @@ CATALOGUE = ActionsCatalogue(
 )
 
 
-def users(count: int, context: int = 12, candidates: int = 4) -> ActionsBatch:
-    """Half of the items are dogs; half of the users like them, the other half like all
-    others.
-    """
+def draw_users(count: int, context: int = 12, candidates: int = 4) -> ActionsBatch:
+    """Draw users of whom half like dogs and half like cats; half of the items are dogs."""
     item = torch.randint(ITEMS, (count, context + candidates))
-    liked = (KIND[item] == torch.randint(2, (count, 1))).float()[..., None]
-    time = torch.arange(context + candidates).expand(count, -1)
-    whole: dict[str, Any] = {
+    favourite = torch.randint(2, (count, 1))
+    liked = (KIND[item] == favourite).float()[..., None]
+    events: dict[str, Any] = {
         "item": item,
-        "time": time,
+        "time": torch.arange(context + candidates).expand(count, -1),
         "label": liked,
         "valid": torch.ones_like(item, dtype=torch.bool),
         "feature": torch.zeros(*item.shape, 0),
     }
-    past = {name: value[:, :context] for name, value in whole.items()}
-    shown = {f"candidate_{name}": value[:, context:] for name, value in whole.items()}
+    context_events = {name: value[:, :context] for name, value in events.items()}
+    candidate_events = {
+        f"candidate_{name}": value[:, context:] for name, value in events.items()
+    }
     return ActionsBatch(
         user_row=torch.arange(count),
         action=torch.cat([liked, 1 - liked], 2)[:, :context],
-        learn=past["valid"],
-        **past,
-        **shown,
+        learn=context_events["valid"],
+        **context_events,
+        **candidate_events,
     )
 
 
-def learned(model: FusionModel, steps: int) -> float:
-    """Normalised entropy over the candidates of new users."""
+def train_and_measure_entropy(model: FusionModel, steps: int) -> float:
+    """Return the normalised entropy over the candidates of new users after training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(users(64))["loss"].backward()
+        model(draw_users(64))["loss"].backward()
         optimizer.step()
     with torch.no_grad():
-        return metrics.means(metrics.measure(model.eval(), users(500)))[
-            "like/normalised_entropy"
-        ]
+        sums = metrics.measure(model.eval(), draw_users(500))
+    return metrics.means(sums)["like/normalised_entropy"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "config"),
+    ("model_class", "config"),
     [
         (AttnLFA, AttnLFAConfig(**TOY)),
         (AttnMVP, AttnMVPConfig(**TOY)),
         (AttnMVP, AttnMVPConfig(late_fusion=False, **TOY)),
     ],
 )
-def test_models_of_actions_tell_the_users_apart(kind, config):
+def test_models_learn_the_taste_of_each_user_from_the_actions(model_class, config):
     torch.manual_seed(0)
-    assert learned(kind(config, CATALOGUE), 150) < 0.1
+    assert train_and_measure_entropy(model_class(config, CATALOGUE), 150) < 0.1
 
 
 @pytest.mark.long
-def test_a_model_without_actions_cannot():
+def test_a_model_without_actions_learns_no_taste():
     torch.manual_seed(0)
-    blind = AttnMVP(
-        AttnMVPConfig(late_fusion=False, **TOY, action_weight=0.0), CATALOGUE
-    )
-    assert 0.98 < learned(blind, 150) < 1.1
+    config = AttnMVPConfig(late_fusion=False, **TOY, action_weight=0.0)
+    assert 0.98 < train_and_measure_entropy(AttnMVP(config, CATALOGUE), 150) < 1.1

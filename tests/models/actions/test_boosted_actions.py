@@ -1,4 +1,6 @@
-"""Boosted trees of actions read strictly earlier events only, and come back as saved."""
+"""Boosted trees of actions: inputs count strictly earlier events only, and a loaded
+checkpoint has equal scores.
+"""
 
 from __future__ import annotations
 
@@ -31,70 +33,73 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_actions(tmp_path_factory.mktemp("feed"), viewers=True, content=True)
 
 
-def read_columns(catalogue: ActionsCatalogue, batch: ActionsBatch) -> np.ndarray:
-    """Return the columns of each candidate, from loops over users and events."""
+def get_groups(
+    catalogue: ActionsCatalogue, batch: ActionsBatch, user: int, candidate: int
+) -> list[list[int]]:
+    """Return the earlier events of each group of a candidate: all, those of the same
+    item, and those with the same value of each category and viewer feature.
+    """
     assert batch.viewer is not None
     assert batch.candidate_viewer is not None
-    rows = []
+    item = int(batch.candidate_item[user, candidate])
+    is_earlier = batch.time[user] < batch.candidate_time[user, candidate]
+    earlier = (is_earlier & batch.valid[user]).nonzero().flatten().tolist()
+    items = batch.item[user].tolist()
+    groups = [earlier, [event for event in earlier if items[event] == item]]
+    for values in catalogue.categories.T.tolist():
+        value = values[item]
+        group = [event for event in earlier if values[items[event]] == value]
+        groups.append(group if value > 0 else [])
+    for key in range(batch.viewer.shape[2]):
+        value = batch.candidate_viewer[user, candidate, key]
+        group = [event for event in earlier if batch.viewer[user, event, key] == value]
+        groups.append(group if value > 0 else [])
+    return groups
+
+
+def compute_inputs(catalogue: ActionsCatalogue, batch: ActionsBatch) -> np.ndarray:
+    """Return the inputs of each candidate, from loops over users and events."""
+    inputs = []
     for user, candidate in batch.candidate_valid.nonzero().tolist():
         item = int(batch.candidate_item[user, candidate])
-        time = batch.candidate_time[user, candidate]
-        earlier = [
-            event
-            for event in range(batch.item.shape[1])
-            if batch.valid[user, event] and batch.time[user, event] < time
-        ]
-        past_items = {event: int(batch.item[user, event]) for event in earlier}
-        groups = [earlier, [event for event in earlier if past_items[event] == item]]
-        for values in catalogue.categories.T:
-            value = values[item]
-            groups.append(
-                [e for e in earlier if values[past_items[e]] == value and value > 0]
-            )
-        for key in range(batch.viewer.shape[2]):
-            value = batch.candidate_viewer[user, candidate, key]
-            past = batch.viewer[user, :, key]
-            groups.append([e for e in earlier if past[e] == value and value > 0])
-        row = [
-            *batch.candidate_feature[user, candidate].tolist(),
-            *catalogue.numbers[item].tolist(),
-        ]
-        for group in groups:
+        row = batch.candidate_feature[user, candidate].tolist()
+        row += catalogue.numbers[item].tolist()
+        for group in get_groups(catalogue, batch, user, candidate):
             row += [len(group), *batch.action[user, group].sum(0).tolist()]
-        rows.append(row)
-    return np.array(rows)
+        inputs.append(row)
+    return np.array(inputs)
 
 
-def test_columns_count_the_strictly_earlier_events(
+def test_inputs_count_the_strictly_earlier_events(
     catalogue: ActionsCatalogue, batch: ActionsBatch
 ) -> None:
     model = BoostedActions(BoostedActionsConfig(), catalogue)
-
-    columns = model.columns(batch)
-
-    np.testing.assert_allclose(columns, read_columns(catalogue, batch), rtol=1e-6)
+    expected = compute_inputs(catalogue, batch)
+    np.testing.assert_allclose(model.columns(batch), expected, rtol=1e-6)
 
 
-def test_no_column_depends_on_the_same_or_a_later_time(
+def test_no_input_depends_on_events_of_the_same_or_a_later_time(
     catalogue: ActionsCatalogue, batch: ActionsBatch
 ) -> None:
     model = BoostedActions(BoostedActionsConfig(), catalogue)
     batch = replace(batch, candidate_time=torch.full_like(batch.candidate_time, 30))
-    late = batch.time >= 30
+    is_later = batch.time >= 30
 
     changed = replace(
         batch,
-        item=torch.where(late, 0, batch.item),
-        action=torch.where(late[..., None], 1 - batch.action, batch.action),
+        item=torch.where(is_later, 0, batch.item),
+        action=torch.where(is_later[..., None], 1 - batch.action, batch.action),
         candidate_label=1 - batch.candidate_label,
     )
-    earlier = replace(batch, action=torch.where(late[..., None], batch.action, 2.0))
+    other_past = replace(
+        batch, action=torch.where(is_later[..., None], batch.action, 2.0)
+    )
 
     assert torch.equal(model.columns(batch), model.columns(changed))
-    assert not torch.equal(model.columns(batch), model.columns(earlier))
+    assert not torch.equal(model.columns(batch), model.columns(other_past))
 
 
-def test_new_items_bring_their_attributes(
+def test_inputs_of_a_new_item_are_its_attributes_and_no_events_of_the_item(
     catalogue: ActionsCatalogue, batch: ActionsBatch
 ) -> None:
     model = BoostedActions(BoostedActionsConfig(), catalogue)
@@ -109,37 +114,41 @@ def test_new_items_bring_their_attributes(
         new_categories=catalogue.categories[None, item],
         new_text=torch.zeros(1, 0),
     )
+
     columns, new_columns = model.columns(batch), model.columns(served)
 
-    A = len(catalogue.actions)
-    before_item = len(catalogue.features) + catalogue.numbers.shape[1] + 1 + A
-    same_item = slice(before_item, before_item + 1 + A)
+    num_actions = len(catalogue.actions)
+    # features, numbers, the group of all events, the group of the same item
+    first = len(catalogue.features) + catalogue.numbers.shape[1] + 1 + num_actions
+    same_item = slice(first, first + 1 + num_actions)
     assert new_columns[0, same_item].abs().sum() == 0
     columns[0, same_item] = 0
     torch.testing.assert_close(new_columns, columns)
 
 
-def test_boosting_learns_and_comes_back_as_saved(tables: str, tmp_path: Path) -> None:
-    setup = build_training(
-        {"name": "boosted_actions", **SMALL}, FitConfig(batch_size=8), Inputs(tables)
-    )
-    model: Any = setup.model
-    setup.fit_counts()
-    metrics = setup.means(setup.validate(model)[0])
-    checkpoint.save(tmp_path / "best", model, setup.checkpoint(epoch=1))
-    catalogue = load_catalogue("boosted_actions", Inputs(tables))
+def test_trees_learn_and_a_loaded_checkpoint_has_equal_scores(
+    tables: str, tmp_path: Path
+) -> None:
+    inputs = Inputs(tables)
+    options = {"name": "boosted_actions", **SMALL}
+    run = build_training(options, FitConfig(batch_size=8), inputs)
+    model: Any = run.model
+
+    run.fit_counts()
+
+    sums, _ = run.validate(model)
+    assert run.means(sums)["like/auc"] > 0.8
+    checkpoint.save(tmp_path / "best", model, run.checkpoint(epoch=1))
+    catalogue = load_catalogue("boosted_actions", inputs)
     loaded, _ = load_model(tmp_path / "best", catalogue, "boosted_actions")
-    batch = setup.val.collate(np.arange(len(setup.val)))
-
-    infer_all(str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores"))
-
-    assert metrics["like/auc"] > 0.8
+    batch = run.val.collate(np.arange(len(run.val)))
     assert torch.equal(loaded.score(batch), model.score(batch))  # type: ignore[operator]
+    infer_all(str(tmp_path / "best"), inputs, str(tmp_path / "scores"))
     names = read_table(str(tmp_path / "scores"), "scores").column_names
     assert {f"score_{task}" for task in TASKS} <= set(names)
 
 
-def test_a_task_with_one_label_keeps_its_rate(
+def test_a_task_of_one_class_is_predicted_by_its_rate(
     catalogue: ActionsCatalogue, batch: ActionsBatch
 ) -> None:
     model = BoostedActions(BoostedActionsConfig(**SMALL), catalogue)
@@ -152,7 +161,7 @@ def test_a_task_with_one_label_keeps_its_rate(
     torch.testing.assert_close(rates, expected.expand_as(rates))
 
 
-def test_boosting_needs_a_val_split(
+def test_an_empty_val_split_is_rejected(
     catalogue: ActionsCatalogue, batch: ActionsBatch
 ) -> None:
     model = BoostedActions(BoostedActionsConfig(**SMALL), catalogue)

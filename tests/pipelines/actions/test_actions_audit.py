@@ -1,5 +1,5 @@
-"""The audit passes the tables of a log of actions and finds each kind of planted
-violation, and only that one.
+"""The audit passes the tables of a log of actions and reports each planted violation, and
+only that violation.
 """
 
 from __future__ import annotations
@@ -32,168 +32,177 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     folder = tmp_path_factory.mktemp("feed")
     simulate_feed(str(folder / "raw"), FeedSettings(60, 40, 900, 3))
     source, defaults = load_source(str(SOURCE))
-    actions = defaults["actions"] | {
-        "counts": {
-            "keys": ["item", "author", "user"],
-            "counted_labels": ["long_dwell", "like"],
-        }
+    counts = {
+        "keys": ["item", "author", "user"],
+        "counted_labels": ["long_dwell", "like"],
     }
+    actions = defaults["actions"] | {"counts": counts}
     config = read_config(
         defaults, {"partitions": 2, "max_events": 25, "actions": actions}
     )
-    prepare(
-        source,
-        str(folder / "raw"),
-        str(folder / "tables"),
-        config,
-        report=lambda line: None,
-    )
-    return str(folder / "tables")
+    tables = str(folder / "tables")
+    prepare(source, str(folder / "raw"), tables, config, report=str)
+    return tables
 
 
 def test_correct_tables_pass(prepared: str) -> None:
     rules = {rule.name: rule for rule in audit(prepared)}
-    assert broken(prepared) == {}
     info = read_manifest(prepared + "/sequences").info
+
+    assert broken(prepared) == {}
     assert info["truncated_users"] > 0
     assert rules["windows"].rows == rules["tasks"].rows == sum(info["events"].values())
     assert rules["splits"].rows == info["users"] == 60
 
 
-def candidate(rows: list[Row]) -> tuple[Row, int]:
-    """A user and the place of one of his candidates of the test window."""
-    row = next(
-        row
-        for row in rows
-        if 2 < row["train_end"] < row["val_end"] < len(row["item_index"]) - 1
-    )
-    return row, row["val_end"]
+def find_user(rows: list[Row]) -> Row:
+    """Return the first user with events in train, val and test."""
+    for row in rows:
+        if 2 < row["train_end"] < row["val_end"] < len(row["item_index"]) - 1:
+            return row
+    raise AssertionError("no user with events in all splits")
 
 
-def swapped(rows: list[Row], info: Row) -> None:
-    """Two events of a user's context have changed places, with all that belongs to
-    them.
-    """
-    for values in candidate(rows)[0].values():
+def swap_events(rows: list[Row], info: Row) -> None:
+    """Swap the first two events of a user in all columns."""
+    for values in find_user(rows).values():
         if isinstance(values, list):
             values[:2] = values[1::-1]
 
 
-def other(column: str, value: Callable[[Any, Row], Any]) -> Change:
-    """That candidate has another value in a column."""
+def change_candidate(column: str, value: Callable[[Any, Row], Any]) -> Change:
+    """Return a change of one column of a test candidate to `value(old value, info)`."""
 
     def change(rows: list[Row], info: Row) -> None:
-        row, place = candidate(rows)
-        row[column][place] = value(row[column][place], info)
+        row = find_user(rows)
+        index = row["val_end"]
+        row[column][index] = value(row[column][index], info)
 
     return change
 
 
-def more(column: str, name: str) -> Change:
-    """That candidate has more of one task, action or feature."""
+def increase_candidate(column: str, name: str) -> Change:
+    """Return an increase of one action or feature of a test candidate."""
 
     def change(rows: list[Row], info: Row) -> None:
-        row, place = candidate(rows)
-        row[column][place][info[column].index(name)] += 0.5
+        row = find_user(rows)
+        row[column][row["val_end"]][info[column].index(name)] += 0.5
 
     return change
 
 
-def task_taken(values: list[bool], info: Row) -> list[bool]:
-    return [
-        value ^ (name == "contribution")
-        for name, value in zip(info["tasks"], values, strict=True)
-    ]
+def next_item(item: int, info: Row) -> int:
+    return (item + 1) % info["items"]
 
 
-def candidate_in_context(rows: list[Row], info: Row) -> None:
-    """The first test candidate counts as context."""
-    candidate(rows)[0]["val_end"] += 1
+def flip_contribution(tasks: list[bool], info: Row) -> list[bool]:
+    flipped = list(tasks)
+    index = info["tasks"].index("contribution")
+    flipped[index] = not flipped[index]
+    return flipped
+
+
+def change_threshold(rows: list[Row], info: Row) -> None:
+    info["definitions"]["tasks"]["long_dwell"]["above"] = 12_000
+
+
+def move_candidate_to_context(rows: list[Row], info: Row) -> None:
+    find_user(rows)["val_end"] += 1
     info["events"]["val"] += 1
     info["events"]["test"] -= 1
 
 
-def user_twice(rows: list[Row], info: Row) -> None:
+def repeat_user(rows: list[Row], info: Row) -> None:
+    """Append a user's row again, and count it in the manifest."""
     row = rows[0]
     rows.append(copy.deepcopy(row))
     train, val, length = row["train_end"], row["val_end"], len(row["item_index"])
     info["users"] += 1
     info["interactions"] += length
-    for split, low, high in (
+    for split, begin, end in (
         ("train", 0, train),
         ("val", train, val),
         ("test", val, length),
     ):
-        info["events"][split] += high - low
-        info["users_with_candidates"][split] += high > low
-        info["users_without_context"][split] += high > low == 0
+        info["events"][split] += end - begin
+        if end > begin:
+            info["users_with_candidates"][split] += 1
+            info["users_without_context"][split] += begin == 0
 
 
-def later_cut(rows: list[Row], info: Row) -> None:
-    """The manifest says that validation began an hour later than it did."""
+def move_val_start(rows: list[Row], info: Row) -> None:
+    """Record a validation start an hour later than it was."""
     info["val_start_ms"] += 3_600_000
 
 
-def base_rate(rows: list[Row], info: Row) -> None:
+def remove_delay(rows: list[Row], info: Row) -> None:
+    info["definitions"]["counts"]["delay_minutes"] = 0
+
+
+def rename_feature(rows: list[Row], info: Row) -> None:
+    info["features"][0] = "item_magic_1d"
+
+
+def change_base_rate(rows: list[Row], info: Row) -> None:
     info["base_rates"]["like"] += 0.01
 
 
-def not_counted(rows: list[Row], info: Row) -> None:
+def change_feature_mean(rows: list[Row], info: Row) -> None:
+    info["feature_mean"][0] = 9.0
+
+
+def change_user_count(rows: list[Row], info: Row) -> None:
     info["users_without_context"]["test"] += 1
 
 
 PLANTED: dict[str, tuple[Change, set[str]]] = {
-    "events out of order": (swapped, {"behaviours"}),
+    "events out of order": (swap_events, {"behaviours"}),
     "another item": (
-        other("item_index", lambda item, info: (item + 1) % info["items"]),
+        change_candidate("item_index", next_item),
         {"behaviours", "windows"},
     ),
     "another label": (
-        other("label_share", lambda label, info: not label),
+        change_candidate("label_share", lambda label, info: not label),
         {"behaviours", "tasks"},
     ),
-    "another task": (other("tasks", task_taken), {"tasks"}),
-    "another action": (more("actions", "dwell"), {"tasks"}),
-    "another threshold": (
-        lambda rows, info: info["definitions"]["tasks"]["long_dwell"].update(
-            above=12_000
-        ),
-        {"tasks", "windows"},
-    ),
-    "a candidate in the context": (candidate_in_context, {"splits"}),
-    "a later cut": (later_cut, {"splits", "windows"}),
-    "a count of the future": (more("features", "item_like_7d"), {"windows"}),
-    "a count of another author": (more("features", "author_exposures_1d"), {"windows"}),
-    "no delay": (
-        lambda rows, info: info["definitions"]["counts"].update(delay_minutes=0),
+    "another task": (change_candidate("tasks", flip_contribution), {"tasks"}),
+    "another action": (increase_candidate("actions", "dwell"), {"tasks"}),
+    "another threshold": (change_threshold, {"tasks", "windows"}),
+    "a candidate in the context": (move_candidate_to_context, {"splits"}),
+    "a later start of val": (move_val_start, {"splits", "windows"}),
+    "a later event in a count": (
+        increase_candidate("features", "item_like_7d"),
         {"windows"},
     ),
-    "an unknown feature": (
-        lambda rows, info: info["features"].__setitem__(0, "item_magic_1d"),
+    "another author's event in a count": (
+        increase_candidate("features", "author_exposures_1d"),
         {"windows"},
     ),
-    "a base rate": (base_rate, {"counts"}),
-    "the scale of another log": (
-        lambda rows, info: info["feature_mean"].__setitem__(0, 9.0),
-        {"counts"},
-    ),
-    "a user not counted": (not_counted, {"counts"}),
+    "no delay": (remove_delay, {"windows"}),
+    "an unknown feature": (rename_feature, {"windows"}),
+    "another base rate": (change_base_rate, {"counts"}),
+    "the scale of another log": (change_feature_mean, {"counts"}),
+    "a wrong count of users": (change_user_count, {"counts"}),
 }
+"""Changes of the rows and the info of `sequences`, and the rules that they violate."""
 
 
-@pytest.mark.parametrize("what", PLANTED)
-def test_a_planted_violation_is_found(prepared: str, tmp_path: Path, what: str) -> None:
-    change, rules = PLANTED[what]
+@pytest.mark.parametrize("violation", PLANTED)
+def test_a_planted_violation_is_reported_under_its_rules(
+    prepared: str, tmp_path: Path, violation: str
+) -> None:
+    change, rules = PLANTED[violation]
     assert set(broken(rewrite(prepared, tmp_path, change))) == rules
 
 
-def test_users_who_come_twice_and_unequal_lists_are_found(
-    prepared: str, tmp_path: Path
-) -> None:
-    found = broken(rewrite(prepared, tmp_path / "twice", user_twice))
-    assert "users" in found
-    assert "splits" not in found
-    shorter = rewrite(
-        prepared, tmp_path / "shorter", lambda rows, info: rows[-1]["label_like"].pop()
-    )
-    assert "behaviours" in broken(shorter)
+def test_a_repeated_user_is_reported(prepared: str, tmp_path: Path) -> None:
+    violated = broken(rewrite(prepared, tmp_path, repeat_user))
+    assert "users" in violated
+    assert "splits" not in violated
+
+
+def test_columns_of_unequal_length_are_reported(prepared: str, tmp_path: Path) -> None:
+    def shorten_column(rows: list[Row], info: Row) -> None:
+        rows[-1]["label_like"].pop()
+
+    assert "behaviours" in broken(rewrite(prepared, tmp_path, shorten_column))

@@ -1,9 +1,10 @@
-"""`prepare` from the raw files of a log of actions, and what it refuses."""
+"""`prepare` of a raw log of actions: the tables it writes and the inputs it rejects."""
 
 from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,105 +73,141 @@ LOG = [
 ]
 
 
-def raw_log(
+def write_raw_log(
     folder: Path,
     lines: list[str],
-    more: dict[str, list[str]] | None = None,
+    gzip_files: dict[str, list[str]] | None = None,
     **source: Any,
 ) -> tuple[Any, dict, str]:
-    """A raw log of some files, and its source, with `source` besides, and the `prepare`
-    section.
+    """Write a raw log and load its source.
+
+    Args:
+        folder: A new folder for the raw files and `source.yaml`.
+        lines: Lines of the first file, with its header.
+        gzip_files: Lines of further files without their header, by name.
+        source: Keys of the source that replace or extend `SOURCE`.
+
+    Returns:
+        The source, its `prepare` section, and the folder.
     """
     folder.mkdir()
     (folder / "log_standard_1.csv").write_text("\n".join(lines) + "\n")
-    for name, content in (more or {}).items():
-        (folder / name).write_bytes(
-            gzip.compress(("\n".join([LOG[0], *content]) + "\n").encode())
-        )
+    for name, content in (gzip_files or {}).items():
+        text = "\n".join([LOG[0], *content]) + "\n"
+        (folder / name).write_bytes(gzip.compress(text.encode()))
     (folder / "items.csv").write_text("i,a,s\na,x,1.5\nb,,\n")
     (folder / "users.csv").write_text("id,age\nold,70\nnew,20\nold,7\n")
     (folder / "source.yaml").write_text(yaml.safe_dump({**SOURCE, **source}))
     return *load_source(str(folder / "source.yaml")), str(folder)
 
 
-def prepared(
+def prepare_log(
     folder: Path,
     lines: list[str],
     *layers: dict,
-    more: dict | None = None,
-    **given: Any,
+    gzip_files: dict | None = None,
+    **source: Any,
 ) -> tuple[str, list[str]]:
-    """Tables of the log, and what was said."""
-    source, defaults, raw = raw_log(folder / "raw", lines, more, **given)
-    said: list[str] = []
+    """Prepare a raw log; return its tables and the reported lines."""
+    log_source, defaults, raw = write_raw_log(
+        folder / "raw", lines, gzip_files, **source
+    )
+    tables = str(folder / "tables")
+    reported: list[str] = []
+    config = read_config(defaults, *layers)
+    prepare(log_source, raw, tables, config, report=reported.append)
+    return tables, reported
+
+
+def prepare_again(folder: Path) -> list[str]:
+    """Prepare the raw log in `folder` once more; return the reported lines."""
+    reported: list[str] = []
+    source, defaults = load_source(str(folder / "raw" / "source.yaml"))
     prepare(
         source,
-        raw,
+        str(folder / "raw"),
         str(folder / "tables"),
-        read_config(defaults, *layers),
-        report=said.append,
+        read_config(defaults),
+        report=reported.append,
     )
-    return str(folder / "tables"), said
+    return reported
 
 
-def test_raw_files_to_tables(tmp_path: Path) -> None:
-    """Several files, rows in both of them, bad actions, a constant action, a user
-    without context.
+def read_users(tables: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of `sequences` by user ID."""
+    rows = read_table(tables + "/sequences").to_pylist()
+    return {row["user_id"]: row for row in rows}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared log and the lines reported meanwhile."""
+
+    folder: Path
+    tables: str
+    reported: list[str]
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return read_manifest(self.tables + "/sequences").info
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """Tables of a log of two files, with duplicates, bad actions, a constant action and
+    a user without context.
     """
-    more = {
-        "log_standard_2.csv.gz": [
-            LOG[3],
-            "old,b,1600000000004,2,0,0,3",
-            "old,b,1600000000005,0,0,0,7.5",
-            "old,a,1600000000006,1,0,0,0.5",
-        ]
-    }
-    tables, said = prepared(tmp_path, LOG, more=more)
-    statistics = json.loads((tmp_path / "tables" / "statistics.json").read_text())
-    info = read_manifest(tables + "/sequences").info
+    folder = tmp_path_factory.mktemp("prepared")
+    second_file = [
+        LOG[3],
+        "old,b,1600000000004,2,0,0,3",
+        "old,b,1600000000005,0,0,0,7.5",
+        "old,a,1600000000006,1,0,0,0.5",
+    ]
+    gzip_files = {"log_standard_2.csv.gz": second_file}
+    tables, reported = prepare_log(folder, LOG, gzip_files=gzip_files)
+    return Prepared(folder, tables, reported)
+
+
+def test_bad_and_duplicate_rows_of_several_files_are_rejected_and_counted(
+    prepared: Prepared,
+) -> None:
+    statistics = json.loads((prepared.folder / "tables/statistics.json").read_text())
+    rejects = read_table(prepared.tables + "/rejects").to_pylist()
 
     assert statistics["raw"]["reject_reasons"] == {
         "click: not a bool, compare it, such as cast(click as double) > 0": 1,
         "rating: outside 0.5 to 5": 1,
     }
     assert statistics["raw"]["duplicates"] == 1
-    assert (statistics["interactions"], statistics["sparsity"]) == (
-        8,
-        0,
-    )  # both users have seen both items
-    rejects = read_table(tables + "/rejects").to_pylist()
+    assert statistics["interactions"] == 8
+    assert statistics["sparsity"] == 0  # both users have events of both items
     assert sorted((row["file"], row["row"]) for row in rejects) == [
-        ("log_standard_2.csv.gz", n) for n in (1, 2)
+        ("log_standard_2.csv.gz", 1),
+        ("log_standard_2.csv.gz", 2),
     ]
 
+
+def test_constant_tasks_and_actions_are_dropped(prepared: Prepared) -> None:
+    info = prepared.info
     assert info["tasks"] == ["liked", "click", "like"]
     assert info["actions"] == ["rating", "click", "like"]
     assert info["dropped"] == {
         "task never": "0 for all 4 training events",
         "action never": "0 for all 4 training events",
     }
-    assert any(line.startswith("dropped: task never is 0 for all") for line in said)
-    assert info["base_rates"] == {"liked": 0.25, "click": 0.75, "like": 0.25}
-    assert (
-        len(info["features"])
-        == len(info["feature_mean"])
-        == len(info["feature_std"])
-        == 3 * 7
+    assert any(
+        line.startswith("dropped: task never is 0 for all")
+        for line in prepared.reported
     )
 
-    items = read_table(tables + "/items").to_pylist()
-    assert [
-        (row["item_id"], row["cat_author"], row["num_length"]) for row in items
-    ] == [
-        ("a", "x", 1.5),
-        ("b", None, None),
-    ]
-    rows = {
-        row["user_id"]: row for row in read_table(tables + "/sequences").to_pylist()
-    }
-    assert (rows["old"]["train_end"], rows["old"]["val_end"]) == (4, 5)
-    assert (rows["new"]["train_end"], rows["new"]["val_end"]) == (0, 0)
-    assert rows["old"]["tasks"] == [
+
+def test_sequences_have_tasks_features_and_split_boundaries(prepared: Prepared) -> None:
+    info, users = prepared.info, read_users(prepared.tables)
+
+    assert (users["old"]["train_end"], users["old"]["val_end"]) == (4, 5)
+    assert (users["new"]["train_end"], users["new"]["val_end"]) == (0, 0)
+    assert users["old"]["tasks"] == [
         [1, 1, 0],
         [0, 0, 0],
         [0, 1, 1],
@@ -178,76 +215,78 @@ def test_raw_files_to_tables(tmp_path: Path) -> None:
         [0, 0, 1],
         [1, 1, 0],
     ]
+    assert info["base_rates"] == {"liked": 0.25, "click": 0.75, "like": 0.25}
+    for name in ("features", "feature_mean", "feature_std"):
+        assert len(info[name]) == 3 * 7
     assert info["events"] == {"train": 4, "val": 1, "test": 3}
     assert info["users_with_candidates"] == {"train": 1, "val": 1, "test": 2}
     assert info["users_without_context"] == {"train": 1, "val": 0, "test": 1}
     assert info["events_without_context"]["test"] == 2
-    again: list[str] = []
-    source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
-    prepare(
-        source,
-        str(tmp_path / "raw"),
-        tables,
-        read_config(defaults),
-        report=again.append,
-    )
-    assert again[0] == "note: no key of the mapping reads users.csv"
-    assert [line.split(":")[0] for line in again[1:5]] == [
+
+
+def test_items_have_attributes_and_numbers(prepared: Prepared) -> None:
+    items = read_table(prepared.tables + "/items").to_pylist()
+    assert [
+        (row["item_id"], row["cat_author"], row["num_length"]) for row in items
+    ] == [("a", "x", 1.5), ("b", None, None)]
+
+
+def test_tables_that_are_up_to_date_are_not_written_again(prepared: Prepared) -> None:
+    reported = prepare_again(prepared.folder)
+    assert reported[0] == "note: no key of the mapping reads users.csv"
+    assert [line.split(":")[0] for line in reported[1:5]] == [
         "events",
         "rejects",
         "items",
         "sequences",
     ]
-    assert all("up to date" in line for line in again[1:5])
+    assert all("up to date" in line for line in reported[1:5])
 
 
-def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None:
-    """Attributes of users and categories of events; the first row of a user counts,
-    models know training's values.
-    """
-    places = ["home", "home", "", "shop", "shop", "home", "home"]
-    lines = [
-        f"{line},{place}" for line, place in zip(LOG, ["place", *places], strict=True)
-    ]
-    tables, _ = prepared(tmp_path, lines, users=USERS, categories=["place"])
-    rows = {
-        row["user_id"]: row for row in read_table(tables + "/sequences").to_pylist()
-    }
-    assert rows["old"]["cat_age"] == ["70"] * 5
-    assert rows["new"]["cat_age"] == ["20"] * 2
-    assert rows["old"]["cat_place"] == ["home", "home", None, "shop", "home"]
-    assert read_manifest(tables + "/sequences").info["viewers"] == {
-        "place": ["home"],
-        "age": ["70"],
-    }
+def prepare_viewers(folder: Path) -> str:
+    """Prepare the log with an attribute of users and a category of events."""
+    places = ["place", "home", "home", "", "shop", "shop", "home", "home"]
+    lines = [f"{line},{place}" for line, place in zip(LOG, places, strict=True)]
+    tables, _ = prepare_log(folder, lines, users=USERS, categories=["place"])
+    return tables
+
+
+def test_attributes_of_users_and_categories_of_events_are_features_of_events(
+    tmp_path: Path,
+) -> None:
+    """The first row of a user counts; the vocabulary is that of training events."""
+    tables = prepare_viewers(tmp_path)
+
+    users = read_users(tables)
+    assert users["old"]["cat_age"] == ["70"] * 5
+    assert users["new"]["cat_age"] == ["20"] * 2
+    assert users["old"]["cat_place"] == ["home", "home", None, "shop", "home"]
+    viewers = read_manifest(tables + "/sequences").info["viewers"]
+    assert viewers == {"place": ["home"], "age": ["70"]}
     assert not [rule.name for rule in audit(tables) if rule.violations]
+
     examples = ActionsDataset.load(tables + "/sequences", "test")
     batch = examples.collate(np.arange(len(examples)))
-    seen = {
-        int(user): batch.candidate_viewer[row][there].tolist()
-        for row, (user, there) in enumerate(
+    user_ids = list(users)
+    candidate_viewers = {
+        user_ids[int(user)]: batch.candidate_viewer[row][valid].tolist()
+        for row, (user, valid) in enumerate(
             zip(batch.user_row, batch.candidate_valid, strict=True)
         )
     }
-    names = [row["user_id"] for row in read_table(tables + "/sequences").to_pylist()]
-    assert {names[user]: values for user, values in seen.items()} == {
-        "old": [[1, 1]],
-        "new": [[0, 0], [0, 1]],
-    }  # by name
+    # features in the order of their names: age, place
+    assert candidate_viewers == {"old": [[1, 1]], "new": [[0, 0], [0, 1]]}
+
+
+def test_a_changed_user_file_invalidates_the_tables(tmp_path: Path) -> None:
+    prepare_viewers(tmp_path)
     (tmp_path / "raw" / "users.csv").write_text("id,age\nold,71\n")
-    source, defaults = load_source(str(tmp_path / "raw" / "source.yaml"))
     with pytest.raises(UserError, match="was made from other inputs"):
-        prepare(
-            source,
-            str(tmp_path / "raw"),
-            tables,
-            read_config(defaults),
-            report=lambda line: None,
-        )
+        prepare_again(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("source", "message"),
     [
         ({"users": {**USERS, "files": "nobody.csv"}}, "no user file like 'nobody.csv'"),
         ({"users": {**USERS, "attributes": {}}}, "users.attributes is empty"),
@@ -258,19 +297,20 @@ def test_what_is_known_of_viewers_stands_at_their_events(tmp_path: Path) -> None
         ),
     ],
 )
-def test_user_files_that_do_not_fit_are_errors(
-    tmp_path: Path, given: dict, words: str
+def test_invalid_mappings_of_users_are_rejected(
+    tmp_path: Path, source: dict, message: str
 ) -> None:
-    with pytest.raises(UserError, match=words):
-        resolve_config(
-            *raw_log(tmp_path / "raw", LOG, **given)[::2],
-            str(tmp_path / "tables"),
-            read_config({"kind": "actions", "core": 0}),
-        )
+    def resolve() -> None:
+        log_source, _, raw = write_raw_log(tmp_path / "raw", LOG, **source)
+        config = read_config({"kind": "actions", "core": 0})
+        resolve_config(log_source, raw, str(tmp_path / "tables"), config)
+
+    with pytest.raises(UserError, match=message):
+        resolve()
 
 
 @pytest.mark.parametrize(
-    ("split", "words"),
+    ("split", "message"),
     [
         (
             {"val_start": START + 1, "test_start": START + 30},
@@ -286,25 +326,25 @@ def test_user_files_that_do_not_fit_are_errors(
         ),
     ],
 )
-def test_a_cut_that_leaves_a_side_empty_is_an_error(
-    tmp_path: Path, split: dict, words: str
+def test_boundaries_that_leave_a_split_empty_are_rejected(
+    tmp_path: Path, split: dict, message: str
 ) -> None:
-    with pytest.raises(UserError, match=words):
-        prepared(tmp_path, LOG, {"split": split})
+    with pytest.raises(UserError, match=message):
+        prepare_log(tmp_path, LOG, {"split": split})
     assert not (tmp_path / "tables" / "sequences").exists()
 
 
-def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
-    constant = [
-        LOG[0],
-        *(",".join([*line.split(",")[:3], "1", "0", "0", "3"]) for line in LOG[1:]),
-    ]
+def test_a_log_whose_tasks_are_all_constant_is_rejected(tmp_path: Path) -> None:
+    constant = [LOG[0]]
+    for line in LOG[1:]:
+        user, item, time, *_ = line.split(",")
+        constant.append(f"{user},{item},{time},1,0,0,3")
     with pytest.raises(UserError, match="every task is constant in training"):
-        prepared(tmp_path, constant)
+        prepare_log(tmp_path, constant)
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"),
+    ("options", "message"),
     [
         ({"split": {"kind": "leave_last_out"}}, "use temporal"),
         ({"core": 5}, "use --core 0"),
@@ -324,21 +364,21 @@ def test_a_log_of_constant_actions_is_an_error(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_do_not_fit_are_errors(
-    tmp_path: Path, layer: dict, words: str
+def test_options_that_do_not_fit_a_log_of_actions_are_rejected(
+    tmp_path: Path, options: dict, message: str
 ) -> None:
-    source, defaults, raw = raw_log(tmp_path / "raw", LOG)
-    with pytest.raises(UserError, match=words):
+    source, defaults, raw = write_raw_log(tmp_path / "raw", LOG)
+    with pytest.raises(UserError, match=message):
         resolve_config(
-            source, raw, str(tmp_path / "tables"), read_config(defaults, layer)
+            source, raw, str(tmp_path / "tables"), read_config(defaults, options)
         )
 
 
 @pytest.mark.parametrize("kind", ["auto", "temporal", "leave_last_out"])
-def test_a_log_without_a_clock_has_no_split_for_actions(
+def test_a_log_of_actions_without_clock_times_is_rejected(
     tmp_path: Path, kind: str
 ) -> None:
-    source, defaults, raw = raw_log(
+    source, defaults, raw = write_raw_log(
         tmp_path / "raw", LOG, time={"column": "t", "unit": "order"}
     )
     defaults["split"] = {"kind": kind}
@@ -349,25 +389,34 @@ def test_a_log_without_a_clock_has_no_split_for_actions(
         resolve_config(source, raw, str(tmp_path / "tables"), read_config(defaults))
 
 
-def test_an_item_number_that_is_none_is_a_reject(tmp_path: Path) -> None:
-    source, _, raw = raw_log(tmp_path / "raw", LOG)
+def test_an_item_whose_number_is_text_is_rejected(tmp_path: Path) -> None:
+    source, _, raw = write_raw_log(tmp_path / "raw", LOG)
     (tmp_path / "raw" / "items.csv").write_text("i,a,s\na,x,long\nb,,2\n")
+
     [block] = source.items.read(raw, "items.csv")
+
     assert block.rows["item_id"].to_pylist() == ["b"]
     assert block.rejects["reason"][0].as_py().startswith("s: not a number; ")
     assert (block.rejects.num_rows, block.rows_read) == (1, 2)
 
 
-def test_cut_times_are_dates_or_ms() -> None:
-    for starts in (
+@pytest.mark.parametrize(
+    ("val_start", "test_start"),
+    [
         ("1970-01-02", "1970-01-03T00:00:00+00:00"),
         (86_400_000, str(2 * 86_400_000)),
-    ):
-        split = read_config(
-            {"split": dict(zip(("val_start", "test_start"), starts, strict=True))}
-        ).split
-        assert (split.val_start, split.test_start) == (86_400_000, 2 * 86_400_000)
-        assert split.settings()["val_start"] == 86_400_000
+    ],
+)
+def test_split_boundaries_are_dates_or_milliseconds(
+    val_start: str | int, test_start: str
+) -> None:
+    options = {"val_start": val_start, "test_start": test_start}
+    split = read_config({"split": options}).split
+    assert (split.val_start, split.test_start) == (86_400_000, 2 * 86_400_000)
+    assert split.settings()["val_start"] == 86_400_000
+
+
+def test_one_split_boundary_alone_is_rejected() -> None:
     with pytest.raises(UserError, match="give both"):
         read_config({"split": {"val_start": "1970-01-02"}})
     assert "val_start" not in PrepareConfig().split.settings()

@@ -1,5 +1,5 @@
-"""What counts of a log of actions may know, and what its tasks, inputs and counts may
-be.
+"""Counts, tasks and inputs of a log of actions: events that counts may include, and
+options that are rejected.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
 SCHEMA = events_schema(LABELS, ["price"], ["city"])
 CATALOGUE = ["a", "b", "c", "d"]
 HOUR = 3_600_000
-CUTS = (8 * HOUR, 12 * HOUR)
-SPLIT = {"kind": "temporal", "val_start_ms": CUTS[0], "test_start_ms": CUTS[1]}
+VAL_START, TEST_START = 8 * HOUR, 12 * HOUR
+SPLIT = {"kind": "temporal", "val_start_ms": VAL_START, "test_start_ms": TEST_START}
 
 
-def config_of(**counts: Any) -> ActionsConfig:
-    """Tasks and inputs of every form."""
+def make_config(**counts: Any) -> ActionsConfig:
+    """Make a config with tasks and inputs of every form."""
     content = dict[str, Any](
         tasks={
             "long": {"label": "dwell", "above": 3},
@@ -44,19 +44,14 @@ def config_of(**counts: Any) -> ActionsConfig:
             **counts,
         },
     )
-    given: ActionsConfig = build(ActionsConfig, content)
-    return given.resolve({"labels": LABELS}, ["author"])
+    config: ActionsConfig = build(ActionsConfig, content)
+    return config.resolve({"labels": LABELS}, ["author"])
 
 
-def builder_for(max_events: int = 100, **counts: Any) -> ActionsBuilder:
-    return ActionsBuilder(SCHEMA, SPLIT, max_events, pa.schema([]), config_of(**counts))
-
-
-def test_no_count_of_a_candidate_knows_what_was_done_with_another() -> None:
-    """Counts of candidates are taken at the cut: else a user's one like would speak
-    against his other candidates.
-    """
-    builder = builder_for(keys=["user"], delay_minutes=0, windows_days=[1])
+def compute_features(disliked_hour: int) -> np.ndarray:
+    """Return the features (17, F) of a user with an event per hour, all liked but one."""
+    config = make_config(keys=["user"], delay_minutes=0, windows_days=[1])
+    builder = ActionsBuilder(SCHEMA, SPLIT, 100, pa.schema([]), config)
     rows = [
         {
             "user_id": "u",
@@ -64,34 +59,37 @@ def test_no_count_of_a_candidate_knows_what_was_done_with_another() -> None:
             "timestamp_ms": hour * HOUR,
             "item_id": "a",
             "position": 0,
-            "label_like": True,
+            "label_like": hour != disliked_hour,
         }
         for hour in range(17)
     ]
-    found = []
-    for changed in (0, CUTS[0] // HOUR, CUTS[1] // HOUR):
-        rows[changed]["label_like"] = False
-        events = pa.Table.from_pylist(rows, schema=SCHEMA).select(builder.columns)
-        for number, name in enumerate(IDS):
-            events = events.set_column(
-                number, name, events[name].combine_chunks().dictionary_encode()
-            )
-        lookups = Lookups(Vocabulary.from_ids(pa.array(CATALOGUE)))
-        table = builder.build(events, lookups).table
-        assert table is not None
-        found.append(np.array(table.to_pylist()[0]["features"]))
-        rows[changed]["label_like"] = True
-    first, of_val, of_test = found
-    assert np.array_equal(of_val[8:12], np.tile(of_val[8], (4, 1)))
-    assert np.array_equal(of_test[12:], np.tile(of_test[12], (5, 1)))
-    assert not np.array_equal(
-        of_val[12:], of_test[12:]
-    )  # what was done in validation is known at the cut of test
-    assert not np.array_equal(first[8:12], of_val[8:12])
+    events = pa.Table.from_pylist(rows, schema=SCHEMA).select(builder.columns)
+    for number, name in enumerate(IDS):
+        codes = events[name].combine_chunks().dictionary_encode()
+        events = events.set_column(number, name, codes)
+    lookups = Lookups(Vocabulary.from_ids(pa.array(CATALOGUE)))
+    table = builder.build(events, lookups).table
+    assert table is not None
+    return np.array(table.to_pylist()[0]["features"])
 
 
-def test_names_of_features_follow_keys_windows_and_marks() -> None:
-    names = config_of(keys=["author"], counted_labels=["like"]).features
+def test_counts_of_candidates_include_no_event_of_their_split() -> None:
+    """Counts of candidates are taken at the start of the split: else one like of a user
+    would lower the predictions of the user's other candidates.
+    """
+    train_changed = compute_features(disliked_hour=0)
+    val_changed = compute_features(disliked_hour=8)
+    test_changed = compute_features(disliked_hour=12)
+
+    assert np.array_equal(val_changed[8:12], np.tile(val_changed[8], (4, 1)))
+    assert np.array_equal(test_changed[12:], np.tile(test_changed[12], (5, 1)))
+    # events of validation are counted at the start of test
+    assert not np.array_equal(val_changed[12:], test_changed[12:])
+    assert not np.array_equal(train_changed[8:12], val_changed[8:12])
+
+
+def test_features_are_named_by_key_counted_label_and_window() -> None:
+    names = make_config(keys=["author"], counted_labels=["like"]).features
     assert names == [
         "author_exposures_0.25d",
         "author_like_0.25d",
@@ -102,15 +100,15 @@ def test_names_of_features_follow_keys_windows_and_marks() -> None:
     ]
 
 
-def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> None:
-    config = config_of()
+def test_bool_labels_without_an_entry_become_tasks_and_inputs() -> None:
+    config = make_config()
     assert list(config.tasks) == ["long", "middling", "some", "click", "like"]
     assert list(config.inputs) == ["dwell", "click", "like"]
     assert config.counts.counted_labels == ["long", "middling", "some", "click", "like"]
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "message"),
     [
         (
             {"tasks": {"t": {"label": "nothing"}}},
@@ -187,35 +185,37 @@ def test_bool_labels_without_an_entry_are_tasks_and_actions_of_their_own() -> No
         ({"counts": {"strength": 0}}, "above 0"),
     ],
 )
-def test_what_the_log_cannot_give_is_refused(given: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        build(ActionsConfig, given, "actions.").resolve({"labels": LABELS}, ["author"])
+def test_options_that_do_not_fit_the_log_are_rejected(
+    options: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(ActionsConfig, options, "actions.").resolve(
+            {"labels": LABELS}, ["author"]
+        )
 
 
-def test_a_bool_label_that_cannot_name_a_task_is_refused() -> None:
+def test_a_bool_label_with_a_reserved_name_is_rejected() -> None:
     with pytest.raises(ValueError, match="'mean' in 'tasks' is reserved for metrics"):
         ActionsConfig().resolve({"labels": LABELS | {"mean": "bool"}}, ["author"])
 
 
 def test_a_log_without_bool_labels_needs_tasks_and_inputs() -> None:
+    info = {"labels": {"dwell": "float32"}}
     with pytest.raises(ValueError, match="define at least one task"):
-        ActionsConfig().resolve({"labels": {"dwell": "float32"}}, [])
+        ActionsConfig().resolve(info, [])
     with pytest.raises(ValueError, match="define at least one input"):
-        ActionsConfig(tasks={"t": Task("dwell", above=1)}).resolve(
-            {"labels": {"dwell": "float32"}}, []
-        )
+        ActionsConfig(tasks={"t": Task("dwell", above=1)}).resolve(info, [])
 
 
-def test_an_input_takes_the_range_that_its_label_declares() -> None:
+def test_an_input_is_scaled_by_the_declared_range_of_its_label() -> None:
     info = {"labels": {"rating": "float32"}, "ranges": {"rating": [1, 5]}}
     config = ActionsConfig(
         tasks={"t": Task("rating", at_least=4)}, inputs={"r": Input("rating")}
     )
     events = pa.table({"label_rating": pa.array([1, 5, None, 2], pa.float32())})
-    assert config.resolve(info, []).inputs["r"].values(events).tolist() == [
-        0,
-        1,
-        0,
-        0.25,
-    ]
-    assert config.tasks["t"].values(events).tolist() == [False, True, False, False]
+
+    inputs = config.resolve(info, []).inputs["r"].values(events)
+    tasks = config.tasks["t"].values(events)
+
+    assert inputs.tolist() == [0, 1, 0, 0.25]
+    assert tasks.tolist() == [False, True, False, False]

@@ -1,5 +1,5 @@
-"""jobs.encode on a feed: the text of its items alone, equal to encoding them by hand;
-other logs are refused.
+"""jobs.encode on a feed embeds the text of its items alone; logs without text are
+rejected.
 """
 
 from __future__ import annotations
@@ -17,41 +17,31 @@ from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.training_tables import write_tables
 
 
-def test_the_text_of_a_feed_is_that_of_its_items(tmp_path: Path) -> None:
+def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     tables, text = write_actions(tmp_path, content=True), str(tmp_path / "text")
-    made = encode_log(
-        tables,
-        text,
-        "tfidf",
-        TextConfig(svd=4, template="{title} by {author}"),
-        say=str,
-    )
-    assert (
-        list(made)
-        == ["items"]
-        == [path.name for path in Path(text).iterdir() if path.name[0] != "."]
-    )
-    items = read_table(join(tables, "items")).to_pylist()
-    texts = [
-        " ".join(f"{row['text_title']} by {row['cat_author'] or ''}".split())
-        for row in items
-    ]
+    config = TextConfig(svd=4, template="{title} by {author}")
+
+    manifests = encode_log(tables, text, "tfidf", config, say=str)
+
+    assert list(manifests) == ["items"]
+    visible = [path.name for path in Path(text).iterdir() if path.name[0] != "."]
+    assert visible == ["items"]
+    texts = []
+    for row in read_table(join(tables, "items")).to_pylist():
+        words = f"{row['text_title']} by {row['cat_author'] or ''}".split()
+        texts.append(" ".join(words))
     catalogue = ActionsCatalogue.load(tables, text)
-    assert catalogue.text.tolist() == fit_tfidf_encoder(texts, 4).encode(texts).tolist()
-    assert catalogue.hashes["text_items"] == read_manifest(join(text, "items")).hash
-    said: list[str] = []
-    encode_log(
-        tables,
-        text,
-        "tfidf",
-        TextConfig(svd=4, template="{title} by {author}"),
-        say=said.append,
-    )
-    assert said == ["items: up to date"]
+    expected = fit_tfidf_encoder(texts, 4).encode(texts)
+    assert catalogue.text.tolist() == expected.tolist()
     assert np.isfinite(catalogue.text.numpy()).all()
+    assert catalogue.hashes["text_items"] == read_manifest(join(text, "items")).hash
+
+    reported: list[str] = []
+    encode_log(tables, text, "tfidf", config, say=reported.append)
+    assert reported == ["items: up to date"]
 
 
-def test_what_has_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_log_of_a_kind_without_embeddings_is_rejected(tmp_path: Path) -> None:
     write_tables(tmp_path / "retrieval")
     with pytest.raises(
         UserError,
@@ -63,27 +53,34 @@ def test_what_has_no_text_is_refused(tmp_path: Path) -> None:
             TextConfig(),
             str(tmp_path / "text"),
         )
-    tables = write_actions(tmp_path / "feed")
+
+
+def test_items_without_text_are_rejected_before_ray_starts(tmp_path: Path) -> None:
+    tables, text = write_actions(tmp_path / "feed"), str(tmp_path / "text")
     with pytest.raises(UserError, match="the items have no text to embed"):
-        encode_log(tables, str(tmp_path / "text"), "tfidf", say=str)
-    with pytest.raises(
-        UserError, match="the items have no text to embed"
-    ):  # before Ray starts
-        check_texts(tables, "tfidf", TextConfig(), str(tmp_path / "text"))
-    authors = write_actions(tmp_path / "authors", content=True)
-    without = sum(
-        not row["cat_author"] for row in read_table(join(authors, "items")).to_pylist()
-    )
+        encode_log(tables, text, "tfidf", say=str)
+    with pytest.raises(UserError, match="the items have no text to embed"):
+        check_texts(tables, "tfidf", TextConfig(), text)
+
+
+def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> None:
+    tables = write_actions(tmp_path, content=True)
+    items = read_table(join(tables, "items")).to_pylist()
+    num_missing = sum(not row["cat_author"] for row in items)
     with pytest.raises(
         UserError,
-        match=f"^{without} of .* items have no text in author; use a template",
+        match=f"^{num_missing} of .* items have no text in author; use a template",
     ):
         check_texts(
-            authors,
+            tables,
             "tfidf",
             TextConfig(template="{author}", empty="error"),
             str(tmp_path / "text"),
         )
+
+
+def test_the_joint_condition_is_rejected_for_feeds(tmp_path: Path) -> None:
+    tables = write_actions(tmp_path)
     with pytest.raises(UserError, match="query_condition joint is only for searches"):
         check_texts(
             tables,

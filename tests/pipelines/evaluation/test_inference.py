@@ -28,7 +28,7 @@ from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import evaluate
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
-from tests.fixtures.actions_tables import SEEN, TASKS, write_actions
+from tests.fixtures.actions_tables import TASKS, TRAIN_DEVICES, write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import build_search_requests, serve_ranker
 from tests.fixtures.training_tables import write, write_tables
@@ -243,7 +243,7 @@ def check_served_feed_scores(
     row_of_user = {user["user_id"]: i for i, user in enumerate(users)}
     examples = ActionsDataset.load(f"{tables}/sequences", "test", max_history=12)
     example_of_row = {int(examples.user[i]): i for i in range(len(examples))}
-    devices = ["watch", *SEEN]  # by code
+    devices = ["watch", *TRAIN_DEVICES]  # by code
     num_with_several_candidates = 0
     for row in rows:
         example = example_of_row[row_of_user[row["user_id"]]]

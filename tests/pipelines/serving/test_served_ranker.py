@@ -33,7 +33,7 @@ from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log
 from pipelines.serving import package
 from pipelines.serving.served_model import ServedModel
-from tests.fixtures.actions_tables import SEEN, write_actions
+from tests.fixtures.actions_tables import TRAIN_DEVICES, write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import (
     SMALL_RANKERS,
@@ -68,7 +68,10 @@ def build_feed_requests(
     task by candidate.
     """
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    devices = ["watch", *SEEN]  # by code; the watch is in no model's vocabulary
+    devices = [
+        "watch",
+        *TRAIN_DEVICES,
+    ]  # by code; the watch is in no model's vocabulary
     sequences = join(tables, "sequences")
     truncated = ActionsDataset.load(sequences, "test", max_history=8)
     full = ActionsDataset.load(sequences, "test", max_history=100)

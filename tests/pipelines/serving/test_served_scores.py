@@ -14,7 +14,7 @@ from models import registry
 from models.actions.data import ActionsDataset
 from models.storage.tables import join, read_table
 from models.training_run import TrainingRun
-from tests.fixtures.actions_tables import SEEN, write_actions
+from tests.fixtures.actions_tables import TRAIN_DEVICES, write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import build_search_requests, serve_ranker
 
@@ -53,7 +53,7 @@ def build_feed_requests(
         The requests, and the module's probabilities of the first task by candidate.
     """
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    devices = ["watch", *SEEN]  # by code
+    devices = ["watch", *TRAIN_DEVICES]  # by code
     examples = ActionsDataset.load(
         join(tables, "sequences"), "test", max_history=max_history
     )
