@@ -1,5 +1,5 @@
-"""Counts as of a moment: those that `prepare` writes for a search then, of a log that
-ends there.
+"""Counts as of a moment equal the counts that `prepare` writes for a search at that moment,
+where the log ends.
 """
 
 from __future__ import annotations
@@ -16,168 +16,210 @@ from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
-from tests.pipelines.search.test_search_sequences import DAY, searches, write_log
+from tests.fixtures.search_log import DAY_MS, draw_searches, write_log
 
 ITEMS = [f"i{n}" for n in range(15)] + ["never"]
-ASKED = ("red", "blue", "red lamp", None, "never asked")
+PROBE_QUERIES = ("red", "blue", "red lamp", None, "never asked")
 
 
-def made(
+def prepare_log(
     folder: Path,
     rows: list[dict[str, Any]],
     partitions: int | None,
-    late: float,
-    **changes: Any,
-) -> tuple[str, Any]:
-    """TABLES of a raw log, and its settings; a click is known `late` minutes after it."""
+    click_delay_minutes: float,
+    **options: Any,
+) -> str:
+    """Prepare a raw log whose clicks have a delay; return its tables."""
     folder.mkdir()
     _, _, raw = write_log(folder, rows, partitions)
     content = yaml.safe_load((folder / "source.yaml").read_text())
-    content["labels"]["click"] |= {"delay_minutes": late} if late else {}
+    if click_delay_minutes:
+        content["labels"]["click"]["delay_minutes"] = click_delay_minutes
     (folder / "source.yaml").write_text(yaml.safe_dump(content))
     source, defaults = load_source(str(folder / "source.yaml"))
     config = read_config(
-        defaults, {"partitions": partitions, "max_rejects": 0.2, **changes}
+        defaults, {"partitions": partitions, "max_rejects": 0.2, **options}
     )
-    prepare(source, raw, str(folder / "out"), config, report=lambda line: None)
-    return str(folder / "out"), config
+    prepare(source, raw, str(folder / "out"), config, report=str)
+    return str(folder / "out")
+
+
+def make_probes(moment: int) -> list[dict[str, Any]]:
+    """Make one search per query at `moment` that shows all items."""
+    return [
+        {
+            "user": f"probe{n}",
+            "search": f"probe{n}",
+            "ms": moment,
+            "query": query,
+            "shown": ITEMS,
+            "clicked": [],
+            "bought": [],
+        }
+        for n, query in enumerate(PROBE_QUERIES)
+    ]
+
+
+def get_counted_pairs(rows: list[dict[str, Any]]) -> set[tuple[str | None, str | None]]:
+    """Return the (item, query) keys with counts: pairs, items alone and queries alone."""
+    pairs: set[tuple[str | None, str | None]] = set()
+    for row in rows:
+        for item in row["shown"]:
+            pairs |= {(item, None), (item, row["query"]), (None, row["query"])}
+    return pairs - {(None, None)}
+
+
+def assert_counts_equal_probes(
+    counts_uri: str, tables: str, probes: list[dict[str, Any]]
+) -> None:
+    """Assert that a table of counts gives the features of the probes in `tables`."""
+    info = read_manifest(join(tables, "sequences")).info
+    names = info["features"]
+    counts = Counts.load(counts_uri, names, info)
+    is_count = np.array(
+        [name.split("_")[0] in ("pair", "item", "query") for name in names]
+    )
+    assert is_count.sum() == len(names) - 6
+    items = read_table(join(tables, "items"))["item_id"].to_pylist()
+    sequences = read_table(join(tables, "sequences")).to_pylist()
+    requests_by_user = {row["user_id"]: row["requests"] for row in sequences}
+    for probe in probes:
+        [request] = requests_by_user[probe["user"]]
+        assert [items[i] for i in request["candidates"]] == ITEMS
+        values = np.full((len(ITEMS), len(names)), np.nan, np.float32)
+        counts.fill(values, ITEMS, probe["query"])
+        expected = np.reshape(request["features"], values.shape)
+        np.testing.assert_array_equal(values[:, is_count], expected[:, is_count])
+        assert np.isnan(values[:, ~is_count]).all()
 
 
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
-    ("partitions", "late", "delay"), [(None, 0, 30), (3, 0, 0), (None, 600, 0)]
+    ("partitions", "click_delay_minutes", "delay"),
+    [(None, 0, 30), (3, 0, 0), (None, 600, 0)],
 )
-def test_they_are_those_of_a_search_at_that_moment(
-    tmp_path: Path, partitions: int | None, late: float, delay: float
+def test_counts_as_of_a_moment_equal_those_of_a_search_at_that_moment(
+    tmp_path: Path, partitions: int | None, click_delay_minutes: float, delay: float
 ) -> None:
-    rows = searches()
+    rows = draw_searches()
     times = sorted(row["ms"] for row in rows)
-    settings = {"search": {"delay_minutes": delay}}
-    moments = (times[60], times[60] + 1, times[90], times[-1] + 3 * DAY)
+    options = {"search": {"delay_minutes": delay}}
+    # some searches are at the first and third moment itself
+    moments = [times[60], times[60] + 1, times[90], times[-1] + 3 * DAY_MS]
+    assert [moment in times for moment in moments] == [True, False, True, False]
     for number, moment in enumerate(moments[:1] if partitions else moments):
-        assert (moment in times) == (
-            number in (0, 2)
-        )  # so that some searches are at the moment itself
-        out, _ = made(
+        whole = prepare_log(
             tmp_path / f"whole-{number}",
             rows,
             partitions,
-            late,
+            click_delay_minutes,
             counts_as_of=str(moment),
-            **settings,
+            **options,
         )
-        probes = [
-            {
-                "user": f"probe{n}",
-                "search": f"probe{n}",
-                "ms": moment,
-                "query": query,
-                "shown": ITEMS,
-                "clicked": [],
-                "bought": [],
-            }
-            for n, query in enumerate(ASKED)
-        ]
-        before = [row for row in rows if row["ms"] < moment]
-        cut, _ = made(
-            tmp_path / f"cut-{number}", [*before, *probes], partitions, late, **settings
+        earlier = [row for row in rows if row["ms"] < moment]
+        probes = make_probes(moment)
+        ends_at_moment = prepare_log(
+            tmp_path / f"cut-{number}",
+            earlier + probes,
+            partitions,
+            click_delay_minutes,
+            **options,
         )
-        info = read_manifest(join(cut, "sequences")).info
-        counts = Counts.load(join(out, "counts"), info["features"], info)
-        assert read_manifest(join(out, "counts"), "counts").info["as_of_ms"] == moment
-        items = read_table(join(cut, "items"))["item_id"].to_pylist()
-        counted = [
-            n
-            for n, name in enumerate(info["features"])
-            if name.split("_")[0] in ("pair", "item", "query")
-        ]
-        assert len(counted) == len(info["features"]) - 6
-        found = {
-            row["user_id"]: row
-            for row in read_table(join(cut, "sequences")).to_pylist()
-        }
-        for probe in probes:
-            (request,) = found[probe["user"]]["requests"]
-            assert [items[i] for i in request["candidates"]] == ITEMS
-            values = np.full((len(ITEMS), len(info["features"])), np.nan, np.float32)
-            counts.fill(values, ITEMS, probe["query"])
-            wanted = np.reshape(request["features"], values.shape)
-            np.testing.assert_array_equal(values[:, counted], wanted[:, counted])
-            assert np.isnan(np.delete(values, counted, 1)).all()
-        table = read_table(join(out, "counts")).to_pylist()
-        shown = [(item, row["query"]) for row in before for item in row["shown"]]
-        there = {
-            pair
-            for item, query in shown
-            for pair in ((item, None), (item, query), (None, query))
-        } - {(None, None)}
-        assert sorted(map(str, there)) == sorted(
-            str((row["item_id"], row["query"])) for row in table
+
+        counts_uri = join(whole, "counts")
+        assert read_manifest(counts_uri, "counts").info["as_of_ms"] == moment
+        assert_counts_equal_probes(counts_uri, ends_at_moment, probes)
+        table = read_table(counts_uri).to_pylist()
+        assert sorted(str((row["item_id"], row["query"])) for row in table) == sorted(
+            map(str, get_counted_pairs(earlier))
         )
 
 
-def test_another_moment_replaces_them_and_nothing_else(tmp_path: Path) -> None:
-    rows, said = searches(), []
+def test_another_moment_replaces_the_counts_and_no_other_table(tmp_path: Path) -> None:
+    rows, reported = draw_searches(), []
     source, config, raw = write_log(tmp_path, rows, None)
-    out, moments = str(tmp_path / "out"), [row["ms"] for row in rows[:2]]
-    hashes = []
-    for moment in (None, *moments, moments[1]):
+    tables = str(tmp_path / "out")
+    first, second = rows[0]["ms"], rows[1]["ms"]
+
+    table_hashes, count_hashes = [], []
+    for moment in (None, first, second, second):
         config.counts_as_of = moment
-        prepare(source, raw, out, config, report=said.append)
-        names = ("events", "items", "sequences", *(["counts"] if moment else []))
-        hashes.append([read_manifest(join(out, name)).hash for name in names])
-    assert [each[:3] for each in hashes] == [hashes[0]] * 4
-    assert hashes[1][3] != hashes[2][3] == hashes[3][3]
-    assert [line[:34] for line in said if line.startswith("counts: up")] == [
-        "counts: up to date, as of 2019-04-"
-    ]
-    info = read_manifest(join(out, "sequences")).info
-    assert Counts.load(join(out, "counts"), info["features"], info)
+        prepare(source, raw, tables, config, report=reported.append)
+        names = ("events", "items", "sequences")
+        hashes = [read_manifest(join(tables, name)).hash for name in names]
+        table_hashes.append(hashes)
+        if moment:
+            count_hashes.append(read_manifest(join(tables, "counts")).hash)
+
+    assert table_hashes == [table_hashes[0]] * 4
+    assert count_hashes[0] != count_hashes[1] == count_hashes[2]
+    up_to_date = [line for line in reported if line.startswith("counts: up")]
+    assert [line[:34] for line in up_to_date] == ["counts: up to date, as of 2019-04-"]
+
+
+def test_counts_of_other_windows_or_delays_are_rejected(tmp_path: Path) -> None:
+    rows = draw_searches()
+    source, config, raw = write_log(tmp_path, rows, None)
+    tables = str(tmp_path / "out")
+    config.counts_as_of = rows[0]["ms"]
+    prepare(source, raw, tables, config, report=str)
+    info = read_manifest(join(tables, "sequences")).info
+    assert Counts.load(join(tables, "counts"), info["features"], info)
+
     for name, value in (("delay_minutes", 5.0), ("windows_days", [1.0])):
         other = {**info, "search": {**info["search"], name: value}}
         with pytest.raises(
             UserError,
             match=f"was counted with {name} .*; prepare the log with the model's source file",
         ):
-            Counts.load(join(out, "counts"), info["features"], other)
+            Counts.load(join(tables, "counts"), info["features"], other)
+
+
+def test_a_moment_before_the_first_event_is_rejected(tmp_path: Path) -> None:
+    rows = draw_searches()
+    source, config, raw = write_log(tmp_path, rows, None)
     config.counts_as_of = min(row["ms"] for row in rows)
     with pytest.raises(
         UserError,
         match=r"counts_as_of is 2019-\S+Z, and the log has no event before it",
     ):
-        prepare(source, raw, out, config, report=said.append)
+        prepare(source, raw, str(tmp_path / "out"), config, report=str)
 
 
-def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
-    def attempt(**changes: Any) -> None:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        source, config, raw = write_log(
-            folder, searches(5), **{"counts_as_of": "2020-01-01", **changes}
-        )
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"counts_as_of": "noon"},
+            r"^counts_as_of is 'noon'; give a moment such as 2022-05-07 or epoch ms$",
+        ),
+        (
+            {"counts_as_of": 1_700_000_000},
+            r"^counts_as_of is 1700000000 ms, outside of the years 1980 to 2099; use a",
+        ),
+        (
+            {"counts_as_of": "2020-01-01", "kind": "retrieval"},
+            r"^counts_as_of is set, which only kind search supports; remove it for kind retr",
+        ),
+        (
+            {"counts_as_of": "2020-01-01", "search": {"windows_days": []}},
+            r"^counts_as_of is set, but a log without",
+        ),
+    ],
+)
+def test_moments_that_cannot_be_counted_are_rejected_before_ray_starts(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    def prepare_with_options() -> None:
+        source, config, raw = write_log(tmp_path, draw_searches(5), **options)
         prepare(
             source,
             raw,
-            str(folder / "out"),
+            str(tmp_path / "out"),
             config,
             report=pytest.fail,
             start=lambda: pytest.fail("started"),
         )
 
-    with pytest.raises(
-        UserError,
-        match=r"^counts_as_of is 'noon'; give a moment such as 2022-05-07 or epoch ms$",
-    ):
-        attempt(counts_as_of="noon")
-    with pytest.raises(
-        UserError,
-        match=r"^counts_as_of is 1700000000 ms, outside of the years 1980 to 2099; use a",
-    ):
-        attempt(counts_as_of=1_700_000_000)
-    with pytest.raises(
-        UserError,
-        match=r"^counts_as_of is set, which only kind search supports; remove it for kind retr",
-    ):
-        attempt(kind="retrieval")
-    with pytest.raises(UserError, match=r"^counts_as_of is set, but a log without"):
-        attempt(search={"windows_days": []})
+    with pytest.raises(UserError, match=message):
+        prepare_with_options()

@@ -1,7 +1,8 @@
-"""A search log without queries, and one whose positions begin at 1."""
+"""Search logs without queries, and search logs whose positions begin at 1."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,47 +43,47 @@ def write_pages(folder: Path, first_position: int = 0) -> None:
         {
             "u": f"u{page % 10}",
             "s": f"s{page}",
-            "i": f"p{(page * 7 + place * 3) % 16}",
-            "p": place + first_position,
+            "i": f"p{(page * 7 + position * 3) % 16}",
+            "p": position + first_position,
             "t": 1_700_000_000 + page * 3600,
-            "c": int(place == page % 3),
+            "c": int(position == page % 3),
         }
-        for page in range(90)
-        for place in range(3)
+        for page, position in product(range(90), range(3))
     ]
     pl.DataFrame(rows).write_csv(folder / "log.csv")
 
 
-def make(folder: Path, **keys: Any) -> str:
+def prepare_pages(folder: Path, **keys: Any) -> str:
+    """Prepare the pages with some keys of the source changed; return the tables."""
     source, tables = parse_log({**SOURCE, **keys}), str(folder / "tables")
-    prepare(
-        source, str(folder), tables, read_config(SETTINGS), report=lambda line: None
-    )
+    prepare(source, str(folder), tables, read_config(SETTINGS), report=str)
     return tables
 
 
 def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None:
     write_pages(tmp_path)
-    tables = Inputs(make(tmp_path))
-    model = {"name": "boosted"}
-    setup = build_training(model, FitConfig(batch_size=8, metric="gauc"), tables)
-    place = str(tmp_path / "model")
-    setup.fit_counts()
-    checkpoint.save(place, setup.model, setup.checkpoint(epoch=1))
+    tables = Inputs(prepare_pages(tmp_path))
+    fit = FitConfig(batch_size=8, metric="gauc")
+    run = build_training({"name": "boosted"}, fit, tables)
+    run.fit_counts()
+    model = str(tmp_path / "model")
+    checkpoint.save(model, run.model, run.checkpoint(epoch=1))
 
-    manifest, _ = infer_all(place, tables, str(tmp_path / "scores"))
+    manifest, _ = infer_all(model, tables, str(tmp_path / "scores"))
 
     scores = read_table(str(tmp_path / "scores"), "scores")
     assert scores["query"].to_pylist() == [None] * scores.num_rows
-    metrics = evaluate(place, tables)[0].metrics
-    assert manifest.info["candidates"] == metrics["candidates"] > 0
+    result, *_ = evaluate(model, tables)
+    assert manifest.info["candidates"] == result.metrics["candidates"] > 0
 
 
-def test_positions_that_begin_at_1_are_refused_with_the_expression(
+def test_positions_that_begin_at_1_are_rejected_with_the_expression_to_use(
     tmp_path: Path,
 ) -> None:
     write_pages(tmp_path, first_position=1)
     with pytest.raises(UserError, match=r"begins at 1.*: cast\(p as bigint\) - 1$"):
-        make(tmp_path)
-    tables = make(tmp_path, position="cast(p as bigint) - 1")
+        prepare_pages(tmp_path)
+
+    tables = prepare_pages(tmp_path, position="cast(p as bigint) - 1")
+
     assert read_table(f"{tables}/events")["position"].unique().to_pylist() == [0, 1, 2]

@@ -1,11 +1,12 @@
-"""The audit passes the tables of a search log and finds each kind of planted violation,
-and only that one.
+"""The audit passes the tables of a search log and reports each planted violation, and
+only that violation.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -48,159 +49,177 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
 
 def test_correct_tables_pass(prepared: str) -> None:
     rules = {rule.name: rule for rule in audit(prepared)}
-    assert broken(prepared) == {}
     info = read_manifest(prepared + "/sequences").info
+
+    assert broken(prepared) == {}
     assert info["truncated_users"] > 0
     assert rules["targets"].rows == sum(info["requests"].values())
-    assert (
-        rules["windows"].rows == sum(info["candidates"].values()) + info["interactions"]
-    )
+    num_candidates = sum(info["candidates"].values())
+    assert rules["windows"].rows == num_candidates + info["interactions"]
     assert rules["queries"].rows == info["queries"] > 0
 
 
-def some(rows: list[Row], least: int = 3) -> Row:
-    """A user with so many behaviours and requests after them."""
-    return next(
-        row
-        for row in rows
-        if len(row["item_index"]) >= least
-        and row["requests"][-1]["history_end"] >= least
-    )
+def find_user(rows: list[Row], min_behaviours: int = 3) -> Row:
+    """Return a user whose last request has at least this many behaviours before it."""
+    for row in rows:
+        has_behaviours = len(row["item_index"]) >= min_behaviours
+        if has_behaviours and row["requests"][-1]["history_end"] >= min_behaviours:
+            return row
+    raise AssertionError(f"no user with {min_behaviours} behaviours")
 
 
-def shown(rows: list[Row]) -> Row:
-    """What such a user's first request showed."""
-    return some(rows)["requests"][0]  # type: ignore[no-any-return]
+def find_request(rows: list[Row]) -> Row:
+    """Return the first request of a user with behaviours."""
+    return find_user(rows)["requests"][0]  # type: ignore[no-any-return]
 
 
-def candidates_swapped(rows: list[Row], info: Row) -> None:
-    candidates = shown(rows)["candidates"]
+def extend_history(rows: list[Row], info: Row) -> None:
+    find_request(rows)["history_end"] = 1
+
+
+def swap_candidates(rows: list[Row], info: Row) -> None:
+    candidates = find_request(rows)["candidates"]
     candidates[0], candidates[1] = candidates[1], candidates[0]
 
 
-def counted(info: Row, request: Row, by: int) -> None:
-    """The manifest counts one such request more or less."""
+def change_position(rows: list[Row], info: Row) -> None:
+    find_request(rows)["positions"][0] = 7
+
+
+def flip_labels(rows: list[Row], info: Row) -> None:
+    request = find_request(rows)
+    request["label_purchase"] = [not label for label in request["label_purchase"]]
+
+
+def change_query(rows: list[Row], info: Row) -> None:
+    request = find_request(rows)
+    request["query_index"] = (request["query_index"] + 1) % info["queries"]
+
+
+def add_to_request_counts(info: Row, request: Row, difference: int) -> None:
+    """Add `difference` to the manifest's counts of requests like `request`."""
     split = request["split"]
-    info["requests"][split] += by
-    info["candidates"][split] += by * len(request["candidates"])
-    info["requests_one_class"][split] += by * (len(set(request["label_click"])) == 1)
+    info["requests"][split] += difference
+    info["candidates"][split] += difference * len(request["candidates"])
+    if len(set(request["label_click"])) == 1:
+        info["requests_one_class"][split] += difference
 
 
-def request_lost(rows: list[Row], info: Row) -> None:
-    counted(info, some(rows)["requests"].pop(), -1)
+def remove_request(rows: list[Row], info: Row) -> None:
+    add_to_request_counts(info, find_user(rows)["requests"].pop(), -1)
 
 
-def moved_to_train(rows: list[Row], info: Row) -> None:
-    request = next(r for row in rows for r in row["requests"] if r["split"] == "test")
-    counted(info, request, -1)
+def change_behaviour(rows: list[Row], info: Row) -> None:
+    find_user(rows)["label_click"][0] = False
+
+
+def move_test_request_to_train(rows: list[Row], info: Row) -> None:
+    requests = [request for row in rows for request in row["requests"]]
+    request = next(request for request in requests if request["split"] == "test")
+    add_to_request_counts(info, request, -1)
     request["split"] = "train"
-    counted(info, request, 1)
+    add_to_request_counts(info, request, 1)
 
 
-def user_lost(rows: list[Row], info: Row) -> None:
+def change_count(rows: list[Row], info: Row) -> None:
+    info["requests_one_class"]["train"] = 999
+
+
+def increase_feature(values: list[float], info: Row, feature: str) -> None:
+    """Increase a feature, as if a later event had been counted."""
+    values[info["features"].index(feature)] += 0.5
+
+
+def increase_feature_of_request(rows: list[Row], info: Row) -> None:
+    increase_feature(find_request(rows)["features"], info, "item_clicks_30d")
+
+
+def increase_feature_of_behaviour(rows: list[Row], info: Row) -> None:
+    increase_feature(find_user(rows)["features"][0], info, "pair_seen")
+
+
+def remove_delay(rows: list[Row], info: Row) -> None:
+    info["search"]["delay_minutes"] = 0
+
+
+def remove_feature(rows: list[Row], info: Row) -> None:
+    find_request(rows)["features"].pop()
+
+
+def remove_user(rows: list[Row], info: Row) -> None:
     row = rows.pop()
     info["users"] -= 1
     info["interactions"] -= len(row["item_index"])
     for request in row["requests"]:
-        counted(info, request, -1)
-
-
-def more(values: list[float], info: Row, feature: str) -> None:
-    """A feature is as if something more had been known."""
-    values[info["features"].index(feature)] += 0.5
+        add_to_request_counts(info, request, -1)
 
 
 PLANTED: dict[str, tuple[Change, set[str]]] = {
-    "the future in a history": (
-        lambda rows, info: shown(rows).update(history_end=1),
-        {"history"},
-    ),
-    "other candidates": (candidates_swapped, {"targets", "windows"}),
-    "another position": (
-        lambda rows, info: shown(rows)["positions"].__setitem__(0, 7),
-        {"targets", "windows"},
-    ),
-    "another label": (
-        lambda rows, info: shown(rows).update(
-            label_purchase=[not v for v in shown(rows)["label_purchase"]]
-        ),
-        {"targets"},
-    ),
-    "another query": (
-        lambda rows, info: shown(rows).update(
-            query_index=(shown(rows)["query_index"] + 1) % info["queries"]
-        ),
-        {"targets", "windows"},
-    ),
-    "a request lost": (request_lost, {"targets"}),
-    "another behaviour": (
-        lambda rows, info: some(rows)["label_click"].__setitem__(0, False),
-        {"behaviours"},
-    ),
-    "a test request in train": (moved_to_train, {"splits"}),
-    "one class not counted": (
-        lambda rows, info: info["requests_one_class"].update(train=999),
-        {"counts"},
-    ),
-    "a count of the future": (
-        lambda rows, info: more(shown(rows)["features"], info, "item_clicks_30d"),
+    "a later behaviour in a history": (extend_history, {"history"}),
+    "other candidates": (swap_candidates, {"targets", "windows"}),
+    "another position": (change_position, {"targets", "windows"}),
+    "another label": (flip_labels, {"targets"}),
+    "another query": (change_query, {"targets", "windows"}),
+    "a missing request": (remove_request, {"targets"}),
+    "another behaviour": (change_behaviour, {"behaviours"}),
+    "a test request in train": (move_test_request_to_train, {"splits"}),
+    "a wrong count of requests of one class": (change_count, {"counts"}),
+    "a later event counted in a request": (increase_feature_of_request, {"windows"}),
+    "a later event counted in a behaviour": (
+        increase_feature_of_behaviour,
         {"windows"},
     ),
-    "a count in a behaviour": (
-        lambda rows, info: more(some(rows)["features"][0], info, "pair_seen"),
-        {"windows"},
-    ),
-    "no delay": (
-        lambda rows, info: info["search"].update(delay_minutes=0),
-        {"windows"},
-    ),
-    "a feature missing": (
-        lambda rows, info: shown(rows)["features"].pop(),
-        {"windows"},
-    ),
-    "a user lost": (user_lost, {"users"}),
+    "no delay": (remove_delay, {"windows"}),
+    "a missing feature": (remove_feature, {"windows"}),
+    "a missing user": (remove_user, {"users"}),
 }
+"""Changes of the rows and the info of `sequences`, and the rules that they violate."""
 
 
-@pytest.mark.parametrize("what", PLANTED)
-def test_a_planted_violation_is_found(prepared: str, tmp_path: Path, what: str) -> None:
-    change, rules = PLANTED[what]
+@pytest.mark.parametrize("violation", PLANTED)
+def test_a_planted_violation_is_reported_under_its_rules(
+    prepared: str, tmp_path: Path, violation: str
+) -> None:
+    change, rules = PLANTED[violation]
     assert set(broken(rewrite(prepared, tmp_path, change))) == rules
 
 
-def test_a_query_that_is_missing_is_found(prepared: str, tmp_path: Path) -> None:
+def test_a_missing_query_is_reported(prepared: str, tmp_path: Path) -> None:
     uri = rewrite(prepared, tmp_path, lambda rows, info: rows.pop(), "queries")
     assert {"queries", "counts"} <= set(broken(uri))
     assert read_table(uri + "/queries").schema.equals(QUERIES)
 
 
-def spread_log(folder: Path) -> Path:
-    """A raw log of a row per result, seconds apart, of searches that overlap; every
-    second result is clicked.
+DAY_S = 86_400
+FIRST_DAY_S = 18_000 * DAY_S
+
+
+def write_spread_log(folder: Path) -> Path:
+    """Write a raw log of overlapping searches of four users.
+
+    Every search has a row per result, the results are seconds apart, and every second
+    result is clicked.
     """
     rows = [
         {
             "user": f"u{user}",
             "search": f"s{user}-{number}",
-            "ms": 18_000 * 86_400_000 + number * 7_200_000 + user + 4000 * place,
+            "ms": FIRST_DAY_S * 1000 + number * 7_200_000 + user + 4000 * position,
             "query": f"q{number % 3}",
-            "item": f"i{(number + place) % 6}",
-            "place": place,
-            "click": (number + place) % 2,
-            "clicked_at": 18_000 * 86_400 + number * 7_200 + place * 5_000 + 1,
+            "item": f"i{(number + position) % 6}",
+            "place": position,
+            "click": (number + position) % 2,
+            "clicked_at": FIRST_DAY_S + number * 7_200 + position * 5_000 + 1,
         }
-        for user in range(4)
-        for number in range(12)
-        for place in range(4)
+        for user, number, position in product(range(4), range(12), range(4))
     ]
     (folder / "raw").mkdir(parents=True)
-    (folder / "raw" / "log.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "raw" / "log.jsonl").write_text(lines)
     return folder / "raw"
 
 
-SPREAD = {
+SPREAD_SOURCE = {
     "files": "log.jsonl",
     "user": "user",
     "request": "search",
@@ -218,151 +237,157 @@ SPREAD = {
 }
 
 
-def tables_of(
-    folder: Path, raw: Path, source: dict[str, Any], say: Callable[[str], None]
+def prepare_spread_log(
+    folder: Path, source: dict[str, Any], report: Callable[[str], None]
 ) -> str:
+    """Write and prepare the log with a source; return its tables."""
+    raw = write_spread_log(folder)
     (folder / "source.yaml").write_text(yaml.safe_dump(source))
-    made, defaults = load_source(str(folder / "source.yaml"))
-    prepare(made, str(raw), str(folder / "tables"), read_config(defaults), report=say)
-    return str(folder / "tables")
+    log_source, defaults = load_source(str(folder / "source.yaml"))
+    tables = str(folder / "tables")
+    prepare(log_source, str(raw), tables, read_config(defaults), report=report)
+    return tables
 
 
 @pytest.fixture(scope="session")
 def spread(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Tables of a log whose results have times of their own."""
-    folder, said = tmp_path_factory.mktemp("spread"), []
-    uri = tables_of(folder, spread_log(folder), SPREAD, said.append)
+    """Tables of a log whose results have different times within a request."""
+    reported: list[str] = []
+    folder = tmp_path_factory.mktemp("spread")
+    tables = prepare_spread_log(folder, SPREAD_SOURCE, reported.append)
     assert any(
         "results of 48 requests have different times, up to 0.20 minutes apart" in line
-        for line in said
+        for line in reported
     )
-    assert read_manifest(uri + "/sequences").info["max_request_spread_ms"] == 12_000
-    return uri
+    assert read_manifest(tables + "/sequences").info["max_request_spread_ms"] == 12_000
+    return tables
 
 
 def test_requests_with_results_of_several_times_pass(spread: str) -> None:
     rules = {rule.name: rule for rule in audit(spread)}
-    assert {
-        name: rule.examples for name, rule in rules.items() if rule.violations
-    } == {}
+    assert broken(spread) == {}
     assert rules["targets"].rows == 48
 
 
-def test_a_request_that_is_cut_into_several_is_found(
+def split_request(
+    request: Row, behaviour_times: list[int], num_features: int
+) -> list[Row]:
+    """Return one request per result, at the result's time."""
+    parts = []
+    for n in range(len(request["candidates"])):
+        time = request["timestamp_ms"] + 4000 * n
+        part = {
+            **request,
+            "timestamp_ms": time,
+            "history_end": sum(earlier < time for earlier in behaviour_times),
+            "features": request["features"][n * num_features :][:num_features],
+        }
+        for name in ("candidates", "positions", "label_click"):
+            part[name] = [request[name][n]]
+        parts.append(part)
+    return parts
+
+
+def test_a_request_split_into_one_per_result_is_reported(
     spread: str, tmp_path: Path
 ) -> None:
-    """As if the time were part of a request's key: each result its own request, which
-    sees the clicks before it.
+    """As if the time were part of a request's key: the history of each result has the
+    clicks on the results before it.
     """
 
-    def cut(rows: list[Row], info: Row) -> None:
-        width = len(info["features"])
+    def split_requests(rows: list[Row], info: Row) -> None:
         for row in rows:
-            requests = []
-            for whole in row["requests"]:
-                for n in range(len(whole["candidates"])):
-                    lists = {
-                        name: [whole[name][n]]
-                        for name in ("candidates", "positions", "label_click")
-                    }
-                    time = whole["timestamp_ms"] + 4000 * n
-                    seen = sum(moment < time for moment in row["timestamp_ms"])
-                    part = {
-                        "timestamp_ms": time,
-                        "history_end": seen,
-                        "features": whole["features"][n * width :][:width],
-                    }
-                    requests.append(whole | lists | part)
-            row["requests"] = requests
+            parts = [
+                split_request(request, row["timestamp_ms"], len(info["features"]))
+                for request in row["requests"]
+            ]
+            row["requests"] = list(chain.from_iterable(parts))
 
-    found = {rule.name: rule for rule in audit(rewrite(spread, tmp_path, cut))}
-    assert (
-        found["history"].violations == 0
-    )  # each is right about what is earlier than it
-    assert found["targets"].violations == 4 * 48
+    tables = rewrite(spread, tmp_path, split_requests)
+
+    rules = {rule.name: rule for rule in audit(tables)}
+    assert rules["history"].violations == 0  # each has the behaviours before it
+    assert rules["targets"].violations == 4 * 48
 
 
-def test_a_history_with_the_request_s_own_click_is_found(
+def test_a_history_with_a_click_of_the_same_request_is_reported(
     spread: str, tmp_path: Path
 ) -> None:
-    end = read_table(spread + "/sequences").to_pylist()[0]["requests"][-1][
-        "history_end"
-    ]
-    found = rewrite(
-        spread,
-        tmp_path,
-        lambda rows, info: rows[0]["requests"][-1].update(history_end=end + 1),
-    )
-    assert [*broken(found)] == ["history"]
+    def extend_last_history(rows: list[Row], info: Row) -> None:
+        rows[0]["requests"][-1]["history_end"] += 1
+
+    assert [*broken(rewrite(spread, tmp_path, extend_last_history))] == ["history"]
 
 
 @pytest.fixture(scope="session", params=["time", "delay"])
-def late(
+def delayed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> str:
-    """Tables of a log whose clicks are known later than their impressions, some after
+    """Tables of a log whose clicks are visible later than their impressions, some after
     the next search.
     """
-    folder = tmp_path_factory.mktemp("late")
-    when = (
-        {"time": {"column": "clicked_at", "unit": "s"}}
-        if request.param == "time"
-        else {"delay_minutes": 150}
-    )
-    source = SPREAD | {"labels": {"click": SPREAD["labels"]["click"] | when}}  # type: ignore[index]
-    return tables_of(folder, spread_log(folder), source, lambda line: None)
+    if request.param == "time":
+        options = {"time": {"column": "clicked_at", "unit": "s"}}
+    else:
+        options = {"delay_minutes": 150}
+    click = SPREAD_SOURCE["labels"]["click"] | options  # type: ignore[index]
+    source = SPREAD_SOURCE | {"labels": {"click": click}}
+    return prepare_spread_log(tmp_path_factory.mktemp("late"), source, str)
 
 
-def test_labels_that_are_known_later_pass(late: str) -> None:
-    rules = {rule.name: rule for rule in audit(late)}
-    assert {
-        name: rule.examples for name, rule in rules.items() if rule.violations
-    } == {}
+def count_earlier_behaviours(row: Row, request: Row) -> int:
+    """Return the number of a user's behaviours whose impression is before a request."""
+    return sum(time < request["timestamp_ms"] for time in row["timestamp_ms"])
+
+
+def test_tables_with_delayed_labels_pass(delayed: str) -> None:
+    rules = {rule.name: rule for rule in audit(delayed)}
+    assert broken(delayed) == {}
     assert rules["known"].rows == 4 * 12 * 4
-    users = read_table(late + "/sequences").to_pylist()
-    for user in users:
-        assert user["known_click"] == sorted(user["known_click"])
-        shown = [
-            sum(time < r["timestamp_ms"] for time in user["timestamp_ms"])
-            for r in user["requests"]
-        ]
-        assert sum(r["history_end"] for r in user["requests"]) < sum(shown)
 
 
-def test_a_click_before_it_is_known_is_found(late: str, tmp_path: Path) -> None:
-    def early(rows: list[Row], info: Row) -> None:
-        """Histories as if clicks were known when their results were shown."""
+def test_delayed_labels_shorten_histories(delayed: str) -> None:
+    for row in read_table(delayed + "/sequences").to_pylist():
+        assert row["known_click"] == sorted(row["known_click"])
+        visible = sum(request["history_end"] for request in row["requests"])
+        shown = sum(
+            count_earlier_behaviours(row, request) for request in row["requests"]
+        )
+        assert visible < shown
+
+
+def test_a_history_with_a_click_before_its_label_time_is_reported(
+    delayed: str, tmp_path: Path
+) -> None:
+    def ignore_label_times(rows: list[Row], info: Row) -> None:
         for row in rows:
             for request in row["requests"]:
-                request["history_end"] = sum(
-                    time < request["timestamp_ms"] for time in row["timestamp_ms"]
-                )
+                request["history_end"] = count_earlier_behaviours(row, request)
 
-    assert [*broken(rewrite(late, tmp_path, early))] == ["history"]
+    assert [*broken(rewrite(delayed, tmp_path, ignore_label_times))] == ["history"]
 
 
-def test_counts_of_clicks_before_they_are_known_are_found(
-    late: str, spread: str, tmp_path: Path
+def test_counts_of_clicks_before_their_label_time_are_reported(
+    delayed: str, spread: str, tmp_path: Path
 ) -> None:
-    """Features of the same log, whose clicks count from when they were shown."""
-    shown = {
-        row["user_id"]: row for row in read_table(spread + "/sequences").to_pylist()
-    }
+    """The features are those of the same log with clicks at the time of impressions."""
+    users = read_table(spread + "/sequences").to_pylist()
+    requests_without_delay = {row["user_id"]: row["requests"] for row in users}
 
-    def early(rows: list[Row], info: Row) -> None:
+    def ignore_label_times(rows: list[Row], info: Row) -> None:
         for row in rows:
             for request, other in zip(
-                row["requests"], shown[row["user_id"]]["requests"], strict=True
+                row["requests"], requests_without_delay[row["user_id"]], strict=True
             ):
                 request["features"] = other["features"]
 
-    assert [*broken(rewrite(late, tmp_path, early))] == ["windows"]
+    assert [*broken(rewrite(delayed, tmp_path, ignore_label_times))] == ["windows"]
 
 
-def test_a_label_time_that_its_event_does_not_give_is_found(
-    late: str, tmp_path: Path
+def test_a_label_time_that_differs_from_the_event_is_reported(
+    delayed: str, tmp_path: Path
 ) -> None:
-    def early(rows: list[Row], info: Row) -> None:
-        next(row for row in rows if row["label_click"])["known_click"] -= 86_400_000
+    def change_label_time(rows: list[Row], info: Row) -> None:
+        next(row for row in rows if row["label_click"])["known_click"] -= DAY_S * 1000
 
-    assert "known" in broken(rewrite(late, tmp_path, early, "events"))
+    assert "known" in broken(rewrite(delayed, tmp_path, change_label_time, "events"))

@@ -1,23 +1,19 @@
-"""The requests of a search log, and `prepare` from raw files."""
+"""Requests and histories of a search log, and `prepare` from its raw files."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
-import yaml
 
 from models.storage.tables import UserError, join, read_manifest, read_table, write_part
 from pipelines.data.events.columns import Vocabulary, read_part
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.reading.log import load_source
 from pipelines.data.reading.times import Time
 from pipelines.data.schemas import events_schema
 from pipelines.data.search.config import SearchConfig
@@ -26,177 +22,101 @@ from pipelines.data.search.sequences import SearchBuilder
 from pipelines.data.sequences.builder import Lookups
 from pipelines.data.settings import read_config
 from tests.fixtures.audited import broken
+from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log
 
 SCHEMA = events_schema(
     {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"]
 )
-LATE = events_schema(
+SCHEMA_WITH_LABEL_TIMES = events_schema(
     {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"], ["click"]
 )
 CATALOGUE, QUERIES = ["a", "b", "c"], ["p", "q", "r"]
 LOOKUPS = Lookups(
-    *[Vocabulary.from_ids(pa.array(values)) for values in (CATALOGUE, QUERIES)]
+    Vocabulary.from_ids(pa.array(CATALOGUE)), Vocabulary.from_ids(pa.array(QUERIES))
 )
-HOUR, DAY = 3_600_000, 86_400_000
-KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
+SORT_KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
 
 
-def builder_for(
-    split: tuple[int, int] | None, max_events: int, schema: pa.Schema = SCHEMA
+def make_builder(
+    max_events: int = 100, schema: pa.Schema = SCHEMA, **options: Any
 ) -> SearchBuilder:
-    kind = {"kind": "leave_last_out"}
-    if split:
-        kind = {"kind": "temporal", "val_start_ms": split[0], "test_start_ms": split[1]}  # type: ignore[dict-item]
-    return SearchBuilder(
+    """Make a builder of a log without clock times, with a leave-last-out split."""
+    builder = SearchBuilder(
         schema,
-        kind,
+        {"kind": "leave_last_out"},
         max_events,
         pa.schema([]),
         ["click", "buy"],
         clock=False,
         search=SearchConfig(page_size=2),
     )
+    return replace(builder, **options)
 
 
-def part_of(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Table:
-    rows = sorted(rows, key=lambda row: tuple(row[name] for name in KEY))
-    return read_part(
-        join(
-            folder, write_part(folder, pa.Table.from_pylist(rows, schema=schema)).path
-        ),
-        None,
-        IDS,
-    )
+def write_events(rows: list[dict], folder: str, schema: pa.Schema = SCHEMA) -> pa.Table:
+    """Write rows as a part of `events` and read it back."""
+    rows = sorted(rows, key=lambda row: tuple(row[name] for name in SORT_KEY))
+    part = write_part(folder, pa.Table.from_pylist(rows, schema=schema))
+    return read_part(join(folder, part.path), None, IDS)
 
 
 def test_an_empty_part_gives_an_empty_table(tmp_path: Path) -> None:
-    events = part_of([], str(tmp_path))
-    part = builder_for(None, 10).build(events, LOOKUPS)
+    events = write_events([], str(tmp_path))
+    part = make_builder(max_events=10).build(events, LOOKUPS)
     assert part.table is not None
     assert part.table.num_rows == 0
     assert part.count == Counter()
 
 
-SOURCE = {
-    "files": "log_*.jsonl",
-    "user": "user",
-    "request": "search",
-    "query": "query",
-    "item": "shown",
-    "time": {"column": "ms", "unit": "ms"},
-    "explode": ["shown"],
-    "labels": {
-        "buy": "coalesce(array_contains(bought, shown), false)",
-        "click": {"column": "coalesce(array_contains(clicked, shown), false)"},
-    },
-    "items": {"files": "items.csv", "item": "item", "texts": ["title"]},
-    "prepare": {
-        "kind": "search",
-        "core": 0,
-        "behaviour": "click",
-        "split": {"kind": "temporal", "val_fraction": 0.2, "test_fraction": 0.2},
-        "search": {"windows_days": [1, 7], "delay_minutes": 30},
-    },
-}
-
-
-def searches(count: int = 120, seed: int = 0) -> list[dict[str, Any]]:
-    """A raw log of searches; some have no click, some only clicks, some no query, a few
-    no results.
-    """
-    rng = np.random.default_rng(seed)
-    rows = []
-    for number in range(count):
-        day = int(rng.integers(20))
-        shown = [f"i{n}" for n in rng.choice(15, rng.integers(1, 6), replace=False)] + [
-            "new"
-        ] * (day > 17)
-        shown = [] if number % 40 == 7 else shown
-        clicked = [item for item in shown if rng.random() < 0.4]
-        rows.append(
-            {
-                "user": f"u{rng.integers(12)}",
-                "search": f"s{number:04}",
-                "ms": (18_000 + day) * DAY + int(rng.integers(24)) * HOUR,
-                "query": ["red", "blue", "red lamp", None][rng.integers(4)],
-                "shown": shown,
-                "clicked": clicked,
-                "bought": clicked[:1],
-            }
-        )
-    return rows
-
-
-def write_log(
-    folder: Path, rows: list[dict[str, Any]], partitions: int | None = 3, **changes: Any
-) -> tuple[Any, PrepareConfig, str]:
-    """Raw files and their source: (source, config, input)."""
-    raw = folder / "raw"
-    raw.mkdir()
-    (raw / "log_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (raw / "items.csv").write_text(
-        "item,title\n" + "".join(f"i{n},title {n}\n" for n in range(10))
-    )
-    content = SOURCE | {"prepare": SOURCE["prepare"] | changes}
-    (folder / "source.yaml").write_text(yaml.safe_dump(content))
-    source, defaults = load_source(str(folder / "source.yaml"))
-    return (
-        source,
-        read_config(defaults, {"partitions": partitions, "max_rejects": 0.1}),
-        str(raw),
-    )
-
-
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize(
     ("window", "partitions"), [("all", 3), ("train", None)]
-)  # by Ray, and by the driver alone
-def test_a_raw_log_becomes_tables_that_the_audit_proves(
+)  # with Ray, and on the driver alone
+def test_a_raw_log_becomes_tables_that_pass_the_audit(
     tmp_path: Path, window: str, partitions: int | None
 ) -> None:
-    rows = searches()
+    rows = draw_searches()
     source, config, raw = write_log(tmp_path, rows, partitions, core_window=window)
-    out = str(tmp_path / "out")
-    statistics = prepare(source, raw, out, config, report=lambda line: None)
-    assert broken(out) == {}
+    tables = str(tmp_path / "out")
 
-    assert len(read_manifest(join(out, "events")).files) > (1 if partitions else 0)
-    assert read_table(join(out, "queries"), "queries")["query"].to_pylist() == [
-        "blue",
-        "red",
-        "red lamp",
-    ]
-    items = read_table(join(out, "items"), "items")["item_id"].to_pylist()
-    info = read_manifest(join(out, "sequences")).info
-    assert (info["kind"], info["labels"], info["windows"]) == (
-        "search",
-        ["click", "buy"],
-        ["1d", "7d"],
-    )
+    statistics = prepare(source, raw, tables, config, report=str)
+
+    assert broken(tables) == {}
+    num_event_files = len(read_manifest(join(tables, "events")).files)
+    assert num_event_files > (1 if partitions else 0)
+    queries = read_table(join(tables, "queries"), "queries")["query"].to_pylist()
+    assert queries == ["blue", "red", "red lamp"]
+    info = read_manifest(join(tables, "sequences")).info
+    assert info["kind"] == "search"
+    assert info["labels"] == ["click", "buy"]
+    assert info["windows"] == ["1d", "7d"]
     assert sum(statistics["requests_one_class"].values()) > 0
-    empty = sum(
-        not row["shown"] for row in rows
-    )  # a search that showed nothing is a reject, with its reason
-    assert sum(statistics["raw"]["reject_reasons"].values()) == empty > 0
-    outside = sum(item not in items for row in rows for item in row["shown"])
-    assert statistics["candidates_outside"] == outside
-    assert (outside > 0) == (window == "train")
+    # a search without results is rejected with a reason
+    num_empty = sum(not row["shown"] for row in rows)
+    assert sum(statistics["raw"]["reject_reasons"].values()) == num_empty > 0
+    items = read_table(join(tables, "items"), "items")["item_id"].to_pylist()
+    shown = list(chain.from_iterable(row["shown"] for row in rows))
+    num_outside = sum(item not in items for item in shown)
+    assert statistics["candidates_outside"] == num_outside
+    assert (num_outside > 0) == (window == "train")
 
-    said: list[str] = []
-    assert prepare(source, raw, out, config, report=said.append) == statistics
-    assert [
-        line for line in said if "up to date" in line or line.startswith("warning: ")
-    ] == said
+    reported: list[str] = []
+    assert prepare(source, raw, tables, config, report=reported.append) == statistics
+    for line in reported:
+        assert "up to date" in line or line.startswith("warning: ")
 
 
-def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
-    rows = [row | {"ms": number} for number, row in enumerate(searches(60))]
+def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
+    rows = [row | {"ms": number} for number, row in enumerate(draw_searches(60))]
     source, _, raw = write_log(tmp_path, rows)
     source = replace(source, time=Time("ms", "order"))
     config = read_config(
-        SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}}, {"max_rejects": 0.1}
+        SEARCH_SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}},
+        {"max_rejects": 0.1},
     )
-    prepare(source, raw, str(tmp_path / "out"), config, report=lambda line: None)
+
+    prepare(source, raw, str(tmp_path / "out"), config, report=str)
+
     info = read_manifest(str(tmp_path / "out" / "sequences")).info
     assert info["features"] == ["position", "page"]
     assert info["windows"] == []
@@ -204,7 +124,7 @@ def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"behaviour": None}, "set behaviour to one of: buy, click"),
         ({"core": 5}, "use --core 0"),
@@ -218,19 +138,21 @@ def test_a_log_of_orders_has_no_windows(tmp_path: Path) -> None:
         ({"split": "temporal"}, "a mapping"),
     ],
 )
-def test_settings_that_a_search_log_cannot_have(
-    tmp_path: Path, changes: dict, words: str
+def test_options_that_do_not_fit_a_search_log_are_rejected(
+    tmp_path: Path, changes: dict, message: str
 ) -> None:
-    def attempt() -> None:
-        source, config, raw = write_log(tmp_path, searches(5), **changes)
-        prepare(source, raw, str(tmp_path / "out"), config, report=lambda line: None)
+    def prepare_with_changes() -> None:
+        source, config, raw = write_log(tmp_path, draw_searches(5), **changes)
+        prepare(source, raw, str(tmp_path / "out"), config, report=str)
 
-    with pytest.raises(UserError, match=words):
-        attempt()
+    with pytest.raises(UserError, match=message):
+        prepare_with_changes()
 
 
-def results(**changes: Any) -> list[dict]:
-    """Four results of one request, a second apart, clicks on the first and the third."""
+def make_results(**changes: Any) -> list[dict]:
+    """Make four results of one request, a second apart, with clicks on the first and
+    third.
+    """
     row = {"user_id": "u", "request_id": "r", "query": "p"} | changes
     return [
         row
@@ -244,74 +166,88 @@ def results(**changes: Any) -> list[dict]:
     ]
 
 
-def built(
+def build_requests(
     rows: list[dict], folder: Path, builder: SearchBuilder | None = None
 ) -> tuple[list[dict], Counter[str]]:
-    """Requests of the only user, and what was counted."""
-    builder = builder or builder_for(None, 100)
-    part = builder.build(part_of(rows, str(folder)), LOOKUPS)
+    """Return the requests of the only user, and the builder's counts."""
+    builder = builder or make_builder()
+    part = builder.build(write_events(rows, str(folder)), LOOKUPS)
     assert part.table is not None
     return part.table["requests"].to_pylist()[0], part.count
 
 
-def test_results_with_times_of_their_own_are_one_request(tmp_path: Path) -> None:
-    [request], count = built(results(), tmp_path)
+def test_results_with_different_times_are_one_request(tmp_path: Path) -> None:
+    [request], count = build_requests(make_results(), tmp_path)
     assert (request["timestamp_ms"], request["history_end"]) == (0, 0)
     assert request["candidates"] == [CATALOGUE.index(item) for item in "abca"]
     assert request["label_click"] == [True, False, True, False]
     assert (count["requests_spread"], count["max_spread_ms"]) == (1, 3000)
 
 
-def test_a_request_between_the_results_of_another_sees_the_clicks_before_it(
+def test_a_request_between_the_results_of_another_has_the_clicks_before_it_as_history(
     tmp_path: Path,
 ) -> None:
-    between = [row | {"request_id": "s", "timestamp_ms": 1500} for row in results()[:1]]
-    requests, _ = built(results() + between, tmp_path)
+    between = make_results()[0] | {"request_id": "s", "timestamp_ms": 1500}
+
+    requests, _ = build_requests([*make_results(), between], tmp_path)
+
     assert [
         (r["timestamp_ms"], r["history_end"], len(r["candidates"])) for r in requests
     ] == [(0, 0, 4), (1500, 1, 1)]
 
 
-def test_without_request_ids_the_log_is_cut_by_time(tmp_path: Path) -> None:
-    requests, count = built(results(request_id=""), tmp_path)
-    assert [r["history_end"] for r in requests] == [0, 1, 1, 2]
+def test_without_request_ids_results_of_one_time_are_a_request(tmp_path: Path) -> None:
+    requests, count = build_requests(make_results(request_id=""), tmp_path)
+    assert [request["history_end"] for request in requests] == [0, 1, 1, 2]
     assert count["requests_spread"] == 0
 
 
-def test_a_request_id_that_comes_again_is_an_error(tmp_path: Path) -> None:
-    again = [row | {"timestamp_ms": row["timestamp_ms"] + DAY} for row in results()]
-    builder = builder_for(None, 100)
-    limited = replace(builder, clock=True, search=SearchConfig(windows_days=[]))
+def repeat_after_a_day() -> list[dict]:
+    """Return the results of one request, and again a day later."""
+    results = make_results()
+    later = [row | {"timestamp_ms": row["timestamp_ms"] + DAY_MS} for row in results]
+    return results + later
+
+
+def test_a_request_id_that_is_used_again_later_is_rejected(tmp_path: Path) -> None:
+    builder = make_builder(clock=True, search=SearchConfig(windows_days=[]))
+    build_requests(make_results(), tmp_path, builder)
     with pytest.raises(
         UserError,
         match=r"request 'r' of user 'u'.* 1,440\.\d minutes .*max_request_minutes 60;.*session",
     ):
-        built(results() + again, tmp_path, limited)
-    built(results(), tmp_path, limited)
-    built(results() + again, tmp_path, builder)  # places of an order are no minutes
+        build_requests(repeat_after_a_day(), tmp_path, builder)
 
 
-def test_a_click_is_in_histories_from_when_it_is_known(tmp_path: Path) -> None:
-    """Shown at 0 and 2 s; the first is clicked at 9 s, the second at 3 s: requests at
-    3, 4 and 10 s.
+def test_without_clock_times_a_request_has_no_maximum_duration(tmp_path: Path) -> None:
+    [request], _ = build_requests(repeat_after_a_day(), tmp_path)
+    assert len(request["candidates"]) == 8
+
+
+def test_a_click_is_in_histories_only_after_its_label_time(tmp_path: Path) -> None:
+    """The results shown at 0 s and 2 s are clicked at 9 s and 3 s; later requests are at
+    3 s, 4 s and 10 s.
     """
-    first, _, second, _ = (
-        row | {"request_id": f"r{n}"} for n, row in enumerate(results())
-    )
+    results = make_results()
+    first = results[0] | {"request_id": "r0"}
+    second = results[2] | {"request_id": "r2"}
     clicks = [first | {"known_click": 9000}, second | {"known_click": 3000}]
-    later = [
-        first | {"request_id": f"s{n}", "timestamp_ms": n, "label_click": False}
-        for n in (3000, 4000, 10_000)
+    later_requests = [
+        first | {"request_id": f"s{time}", "timestamp_ms": time, "label_click": False}
+        for time in (3000, 4000, 10_000)
     ]
-    events = part_of(clicks + later, str(tmp_path), LATE)
-    part = builder_for(None, 100, LATE).build(events, LOOKUPS)
+    events = write_events(
+        clicks + later_requests, str(tmp_path), SCHEMA_WITH_LABEL_TIMES
+    )
+
+    part = make_builder(schema=SCHEMA_WITH_LABEL_TIMES).build(events, LOOKUPS)
+
     assert part.table is not None
     [user] = part.table.to_pylist()
-    assert (user["timestamp_ms"], user["known_click"]) == (
-        [2000, 0],
-        [3000, 9000],
-    )  # as they become known
-    ends = {
+    # behaviours are ordered by their label times
+    assert user["timestamp_ms"] == [2000, 0]
+    assert user["known_click"] == [3000, 9000]
+    history_ends = {
         request["timestamp_ms"]: request["history_end"] for request in user["requests"]
     }
-    assert ends == {0: 0, 2000: 0, 3000: 0, 4000: 1, 10_000: 2}
+    assert history_ends == {0: 0, 2000: 0, 3000: 0, 4000: 1, 10_000: 2}

@@ -1,11 +1,12 @@
-"""Text of a search log: each text and pair once, in order, equal to encoding one at a
-time; the [SEP] state leaks.
+"""Text embeddings of a search log: every text and pair is encoded once, in order, and
+equals its encoding alone; the joint condition (the [SEP] state) leaks the document.
 """
 
 from __future__ import annotations
 
+import shutil
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import (
     MANIFEST,
+    Manifest,
     UserError,
     commit,
     join,
@@ -58,7 +60,9 @@ SOURCE = (
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random BERT of width 16 that knows the words of simulated items."""
+    """Folder of a random BERT of width 16 whose vocabulary is the words of simulated
+    items.
+    """
     folder = tmp_path_factory.mktemp("bert")
     words = sorted(
         {word.lower() for word in [*NOUNS, *STYLES, *TRAITS, *MAKERS, "made", "by"]}
@@ -97,140 +101,184 @@ def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     return str(folder / "tables")
 
 
-def texts_of(tables: str) -> tuple[list[str], list[str]]:
+def read_texts(tables: str) -> tuple[list[str], list[str]]:
+    """Return the texts of all items and queries, in the order of their indices."""
     items = read_table(join(tables, "items")).to_pylist()
     queries = read_table(join(tables, "queries"))["query"].to_pylist()
     return [f"{row['text_title']} {row['text_description']}" for row in items], queries
 
 
-def shown_pairs(tables: str) -> list[tuple[int, int]]:
-    rows = read_table(join(tables, "sequences")).to_pylist()
-    pairs = {
-        (i, r["query_index"])
-        for row in rows
-        for r in row["requests"]
-        for i in r["candidates"]
-    }
-    return sorted(
-        pairs
-        | {
-            pair
-            for row in rows
-            for pair in zip(row["item_index"], row["query_index"], strict=True)
-        }
-    )
+def read_pairs(tables: str) -> list[tuple[int, int]]:
+    """Return the sorted (item, query) pairs of all candidates and behaviours."""
+    pairs: set[tuple[int, int]] = set()
+    for row in read_table(join(tables, "sequences")).to_pylist():
+        pairs.update(zip(row["item_index"], row["query_index"], strict=True))
+        for request in row["requests"]:
+            pairs.update((i, request["query_index"]) for i in request["candidates"])
+    return sorted(pairs)
 
 
-def vectors(table: pa.Table, column: str = "embedding") -> np.ndarray:
+def to_vectors(table: pa.Table, column: str = "embedding") -> np.ndarray:
     return np.array(table[column].to_pylist(), dtype=np.float32)
 
 
-def state(folder: str, query: str, document: str) -> tuple[np.ndarray, np.ndarray]:
-    """([CLS], first [SEP]) of one pair on its own, of length 1."""
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModel.from_pretrained(folder).eval(),
-    )
+def encode_pair_alone(
+    folder: str, query: str, document: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the states of [CLS] and of the first [SEP] of one pair, of length 1."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
     inputs = tokenizer(
         query, document, truncation=True, max_length=24, return_tensors="pt"
     )
     with torch.inference_mode():
         states = model(**inputs)[0][0]
-    first = inputs["input_ids"][0].tolist().index(tokenizer.sep_token_id)
-    return tuple((states[place] / states[place].norm()).numpy() for place in (0, first))
+    separator = inputs["input_ids"][0].tolist().index(tokenizer.sep_token_id)
+    pooled, separated = states[0], states[separator]
+    return (pooled / pooled.norm()).numpy(), (separated / separated.norm()).numpy()
 
 
-def test_texts_and_pairs_are_encoded_once_and_as_one_at_a_time(
-    tables: str, bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@dataclass(frozen=True)
+class Encoded:
+    """Output of one encoding of the search log."""
+
+    folder: str
+    manifests: dict[str, Manifest]
+    lines: list[str]
+
+    def read(self, name: str) -> pa.Table:
+        return read_table(join(self.folder, name), "embeddings")
+
+    def read_pair_keys(self) -> list[tuple[int, int]]:
+        columns = [self.read("pairs")[name].to_pylist() for name in log_texts.PAIR]
+        return list(zip(*columns, strict=True))
+
+
+JOINT_CONFIG = TextConfig(
+    max_tokens=24, batch_size=7, workers=1, query_condition="joint"
+)
+
+
+@pytest.fixture(scope="module")
+def encoded(
+    tables: str, bert: str, tmp_path_factory: pytest.TempPathFactory
+) -> Encoded:
+    """Embeddings and joint conditions of the log, with pairs in parts of 100."""
+    folder = str(tmp_path_factory.mktemp("encoded"))
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_texts, "MAX_PART_PAIRS", 100)
+        manifests = encode_log(tables, folder, bert, JOINT_CONFIG, say=lines.append)
+    return Encoded(folder, manifests, lines)
+
+
+def test_every_item_and_query_is_encoded_once_and_as_if_alone(
+    tables: str, bert: str, encoded: Encoded
 ) -> None:
-    monkeypatch.setattr(log_texts, "MAX_PART_PAIRS", 100)
-    config = TextConfig(max_tokens=24, batch_size=7, workers=1, query_condition="joint")
-    said: list[str] = []
-    made = encode_log(tables, str(tmp_path), bert, config, say=said.append)
-    assert any("leaks the document" in line for line in said)
-    items, queries = texts_of(tables)
-    found = {
-        name: read_table(str(tmp_path / name), "embeddings")
-        for name in ("items", "queries", "pairs")
-    }
-    assert found["items"]["item_index"].to_pylist() == list(range(len(items)))
-    assert found["queries"]["query_index"].to_pylist() == list(range(len(queries)))
+    item_texts, query_texts = read_texts(tables)
     encoder = TextEncoder(bert, "cls", 24, 1, True)
+
+    items, queries = encoded.read("items"), encoded.read("queries")
+
+    assert items["item_index"].to_pylist() == list(range(len(item_texts)))
+    assert queries["query_index"].to_pylist() == list(range(len(query_texts)))
+    np.testing.assert_allclose(to_vectors(items), encoder.encode(item_texts), atol=1e-5)
     np.testing.assert_allclose(
-        vectors(found["items"]), encoder.encode(items), atol=1e-5
+        to_vectors(queries), encoder.encode(query_texts), atol=1e-5
     )
-    np.testing.assert_allclose(
-        vectors(found["queries"]), encoder.encode(queries), atol=1e-5
-    )
+    widths = {encoded.manifests[name].info["width"] for name in ("items", "queries")}
+    assert widths == {16}
 
-    keys = list(
-        zip(*(found["pairs"][name].to_pylist() for name in log_texts.PAIR), strict=True)
-    )
-    assert keys == shown_pairs(tables)
-    assert len(made["pairs"].files) == -(-len(keys) // 100) > 1
-    embedding, joint = vectors(found["pairs"]), vectors(found["pairs"], "joint")
-    for place in range(0, len(keys), 37):
-        item, query = keys[place]
-        pooled, separator = state(bert, queries[query], items[item])
-        np.testing.assert_allclose(embedding[place], pooled, atol=1e-5)
-        np.testing.assert_allclose(joint[place], separator, atol=1e-4)
 
-    # The joint condition of one query differs by document; the query alone cannot.
-    query = max({q for _, q in keys}, key=[q for _, q in keys].count)
-    same = [place for place, (_, q) in enumerate(keys) if q == query]
-    assert np.abs(joint[same] - joint[same[0]]).max() > 0.01
-    assert (
-        made["pairs"].inputs["sequences"]
-        == read_manifest(join(tables, "sequences")).hash
-    )
-    assert {made[name].info["width"] for name in found} == {16}
+def test_every_pair_is_encoded_once_and_as_if_alone(
+    tables: str, bert: str, encoded: Encoded
+) -> None:
+    items, queries = read_texts(tables)
 
-    # The documents' tokens give the same embeddings.
-    documents = SearchCatalogue.load(tables, str(tmp_path)).text.documents
+    keys = encoded.read_pair_keys()
+    table = encoded.read("pairs")
+    embeddings, joint = to_vectors(table), to_vectors(table, "joint")
+
+    assert keys == read_pairs(tables)
+    for index in range(0, len(keys), 37):
+        item, query = keys[index]
+        pooled, separator = encode_pair_alone(bert, queries[query], items[item])
+        np.testing.assert_allclose(embeddings[index], pooled, atol=1e-5)
+        np.testing.assert_allclose(joint[index], separator, atol=1e-4)
+    manifest = encoded.manifests["pairs"]
+    assert len(manifest.files) == -(-len(keys) // 100) > 1
+    assert manifest.info["width"] == 16
+    sequences = read_manifest(join(tables, "sequences"))
+    assert manifest.inputs["sequences"] == sequences.hash
+
+
+def test_the_joint_condition_leaks_the_document(encoded: Encoded) -> None:
+    """The joint condition of one query differs by document; the query alone cannot."""
+    assert any("leaks the document" in line for line in encoded.lines)
+    query_of_pair = [query for _, query in encoded.read_pair_keys()]
+    most_frequent = max(set(query_of_pair), key=query_of_pair.count)
+    rows = [i for i, query in enumerate(query_of_pair) if query == most_frequent]
+
+    joint = to_vectors(encoded.read("pairs"), "joint")
+
+    assert np.abs(joint[rows] - joint[rows[0]]).max() > 0.01
+
+
+def test_the_stored_tokens_of_documents_give_the_same_embeddings(
+    tables: str, bert: str, encoded: Encoded
+) -> None:
+    items, _ = read_texts(tables)
+    embeddings = to_vectors(encoded.read("items"))
+    encoder = TextEncoder(bert, "cls", 24, 1, True)
+    model = AutoModel.from_pretrained(bert).eval()
+
+    documents = SearchCatalogue.load(tables, encoded.folder).text.documents
+
     assert documents is not None
     assert (documents.begin.diff() <= 24).all()
-    model = AutoModel.from_pretrained(bert).eval()
-    for place in range(0, len(items), 7):
-        tokens = documents.tokens[documents.begin[place] : documents.begin[place + 1]]
-        assert (
-            tokens.tolist()
-            == encoder.tokenizer(items[place], truncation=True, max_length=24)[
-                "input_ids"
-            ]
-        )
+    for index in range(0, len(items), 7):
+        tokens = documents.tokens[documents.begin[index] : documents.begin[index + 1]]
+        expected = encoder.tokenizer(items[index], truncation=True, max_length=24)
+        assert tokens.tolist() == expected["input_ids"]
         with torch.inference_mode():
             pooled = model(input_ids=tokens[None].long()).last_hidden_state[0, 0]
-        np.testing.assert_allclose(
-            vectors(found["items"])[place], pooled / pooled.norm(), atol=1e-5
-        )
+        np.testing.assert_allclose(embeddings[index], pooled / pooled.norm(), atol=1e-5)
 
-    again = encode_log(
+
+def test_an_encoding_that_is_up_to_date_is_not_repeated(
+    tables: str, bert: str, encoded: Encoded
+) -> None:
+    lines: list[str] = []
+
+    manifests = encode_log(
         tables,
-        str(tmp_path),
+        encoded.folder,
         bert,
-        config,
-        say=said.append,
+        JOINT_CONFIG,
+        say=lines.append,
         start_ray=lambda: pytest.fail("Ray starts for nothing"),
     )
-    assert {name: manifest.hash for name, manifest in again.items()} == {
-        n: m.hash for n, m in made.items()
+
+    assert {name: manifest.hash for name, manifest in manifests.items()} == {
+        name: manifest.hash for name, manifest in encoded.manifests.items()
     }
-    assert said[-4:] == [
+    assert lines[-4:] == [
         f"{name}: up to date" for name in ("items", "queries", "tokens", "pairs")
     ]
+
+
+def test_another_config_overwrites_embeddings_only_on_request(
+    tables: str, bert: str, encoded: Encoded
+) -> None:
     with pytest.raises(UserError, match="use --overwrite"):
-        encode_log(
-            tables, str(tmp_path), bert, TextConfig(max_tokens=12), say=said.append
-        )
-
-    # TF-IDF over it, which knows no tokens.
-    by_words(tables, str(tmp_path))
-    assert not (tmp_path / "tokens" / MANIFEST).exists()
-    assert SearchCatalogue.load(tables, str(tmp_path)).text.documents is None
+        encode_log(tables, encoded.folder, bert, TextConfig(max_tokens=12), say=str)
 
 
-def by_words(tables: str, output: str) -> None:
-    """TF-IDF needs no weights and knows the words of documents only."""
+def test_tfidf_replaces_the_embeddings_and_removes_the_tokens(
+    tables: str, encoded: Encoded, tmp_path: Path
+) -> None:
+    output = str(shutil.copytree(encoded.folder, tmp_path / "text"))
+
     job.run(
         job.Config(
             tables=tables,
@@ -240,27 +288,37 @@ def by_words(tables: str, output: str) -> None:
             overwrite=True,
         )
     )
-    items, queries = texts_of(tables)
-    found = {
-        name: read_table(join(output, name)) for name in ("items", "queries", "pairs")
+
+    assert not (tmp_path / "text" / "tokens" / MANIFEST).exists()
+    assert SearchCatalogue.load(tables, output).text.documents is None
+    items, queries = read_texts(tables)
+    vectors = {
+        name: to_vectors(read_table(join(output, name)))
+        for name in ("items", "queries", "pairs")
     }
-    assert [len(found[name]) for name in ("items", "queries")] == [
-        len(items),
-        len(queries),
-    ]
+    assert len(vectors["items"]) == len(items)
+    assert len(vectors["queries"]) == len(queries)
+    # the vocabulary is the words of documents only
     encoder = fit_tfidf_encoder(items, 12)
-    np.testing.assert_allclose(
-        vectors(found["queries"]), encoder.encode(queries), atol=1e-5
-    )
-    item, query = shown_pairs(tables)[5]
-    both = encoder.encode([f"{queries[query]} {items[item]}"])
-    np.testing.assert_allclose(vectors(found["pairs"])[5], both[0], atol=1e-5)
-    near = cosine_similarity(encoder.encode([queries[0]]), vectors(found["items"]))[0]
-    assert queries[0].split()[-1] in items[int(near.argmax())]
+    np.testing.assert_allclose(vectors["queries"], encoder.encode(queries), atol=1e-5)
+    item, query = read_pairs(tables)[5]
+    [expected] = encoder.encode([f"{queries[query]} {items[item]}"])
+    np.testing.assert_allclose(vectors["pairs"][5], expected, atol=1e-5)
+
+
+def test_tfidf_ranks_an_item_with_the_words_of_the_query_first(tables: str) -> None:
+    items, queries = read_texts(tables)
+    encoder = fit_tfidf_encoder(items, 12)
+
+    similarity = cosine_similarity(encoder.encode([queries[0]]), encoder.encode(items))[
+        0
+    ]
+
+    assert queries[0].split()[-1] in items[int(similarity.argmax())]
     assert not encoder.encode(["zzz unheard"]).any()
 
 
-def test_queries_of_unknown_words_and_no_query_are_defined(
+def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
     tmp_path: Path, ray_local: None
 ) -> None:
     raw = tmp_path / "raw"
@@ -280,52 +338,46 @@ def test_queries_of_unknown_words_and_no_query_are_defined(
         "items: {files: items.csv, item: item, texts: [title]}}"
     )
     source, _ = load_source(str(tmp_path / "source.yaml"))
-    out = str(tmp_path / "tables")
-    prepare(
-        source,
-        str(raw),
-        out,
-        read_config(
-            {
-                "kind": "search",
-                "core": 0,
-                "behaviour": "click",
-                "split": {"kind": "leave_last_out"},
-            }
-        ),
-        report=str,
+    tables = str(tmp_path / "tables")
+    options = {
+        "kind": "search",
+        "core": 0,
+        "behaviour": "click",
+        "split": {"kind": "leave_last_out"},
+    }
+    prepare(source, str(raw), tables, read_config(options), report=str)
+
+    manifests = encode_log(
+        tables, str(tmp_path / "text"), "tfidf", TextConfig(svd=1), say=str
     )
-    made = encode_log(out, str(tmp_path / "text"), "tfidf", TextConfig(svd=1), say=str)
-    assert made["queries"].info["texts_without_known_word"] == 1
+
+    assert manifests["queries"].info["texts_without_known_word"] == 1
     pairs = read_table(str(tmp_path / "text" / "pairs"))
-    keys = list(
-        zip(
-            pairs["item_index"].to_pylist(),
-            pairs["query_index"].to_pylist(),
-            strict=True,
-        )
+    keys = zip(
+        pairs["item_index"].to_pylist(), pairs["query_index"].to_pylist(), strict=True
     )
-    assert keys == [
-        (0, 1),
-        (0, 2),
-        (1, -1),
-        (1, 0),
-        (1, 1),
-    ]  # queries: red, red lamp, zzz
-    assert np.isfinite(vectors(pairs)).all()
+    # queries: red, red lamp, zzz
+    assert list(keys) == [(0, 1), (0, 2), (1, -1), (1, 0), (1, 1)]
+    assert np.isfinite(to_vectors(pairs)).all()
 
 
-def test_what_cannot_be_encoded_is_refused(tables: str, tmp_path: Path) -> None:
+def test_tfidf_has_no_joint_condition(tables: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no \\[SEP\\] token"):
         encode_log(tables, str(tmp_path), "tfidf", TextConfig(query_condition="joint"))
+
+
+def test_text_options_are_checked() -> None:
     with pytest.raises(ValueError, match="one of query, joint"):
         TextConfig(query_condition="sep")  # type: ignore[arg-type]
     assert TextConfig().max_tokens == 180
+
+
+def test_tables_of_a_kind_without_embeddings_are_rejected(tmp_path: Path) -> None:
     schema = pa.schema([("user_id", pa.string())])
-    retrieval = str(tmp_path / "tables")
+    tables = str(tmp_path / "tables")
     for table in ("items", "sequences"):
         commit(
-            join(retrieval, table),
+            join(tables, table),
             table,
             schema,
             [],
@@ -333,18 +385,69 @@ def test_what_cannot_be_encoded_is_refused(tables: str, tmp_path: Path) -> None:
             inputs={},
             info={"kind": "retrieval"},
         )
+
     with pytest.raises(
         UserError, match="of kind 'retrieval', whose models read no embeddings"
     ):
         job.run(
-            job.Config(tables=retrieval, output=str(tmp_path / "text"), encoder="tfidf")
+            job.Config(tables=tables, output=str(tmp_path / "text"), encoder="tfidf")
         )
+
     assert not (tmp_path / "text").exists()
+
+
+def build_request_rows(tables: str) -> pd.DataFrame:
+    """Return three requests: the candidates and query of one user's last request, for
+    the histories of three users.
+    """
+    users = [
+        row
+        for row in read_table(join(tables, "sequences")).to_pylist()
+        if len(row["item_index"]) > 2
+    ]
+    items = read_table(join(tables, "items"))["item_id"].to_pylist()
+    _, queries = read_texts(tables)
+    request = users[0]["requests"][-1]
+    return pd.DataFrame(
+        [
+            {
+                "candidates": [items[i] for i in request["candidates"]],
+                "query": queries[request["query_index"]],
+                "history": [items[i] for i in user["item_index"]],
+                "history_query": [queries[i] for i in user["query_index"]],
+            }
+            for user in users[:3]
+        ]
+    )
+
+
+def serve_qgs(
+    tables: str, text: str, folder: Path, query_condition: str
+) -> ServedModel:
+    """Package an untrained QGS model with its embeddings and load it for serving."""
+    model = {
+        "name": "qgs",
+        "width": 16,
+        "num_layers": 2,
+        "max_history": 8,
+        "dnn_width": 16,
+        "tower_width": 8,
+        "text_width": 8,
+        "query_condition": query_condition,
+    }
+    inputs = Inputs(tables, text=text)
+    setup = build_training(model, FitConfig(batch_size=8), inputs)
+    checkpoint.save(folder / "qgs", setup.model, setup.checkpoint(epoch=1))
+    write_bundle(folder / "data", str(folder / "qgs"), inputs)
+    served = ServedModel()
+    artifacts = {"data": str(folder / "data")}
+    served.load_context(SimpleNamespace(artifacts=artifacts, model_config=None))
+    return served
 
 
 @pytest.mark.parametrize("query_condition", ["query", "joint"])
 @pytest.mark.parametrize("encoder", ["tfidf", "bert"])
-def test_a_served_model_encodes_what_training_has_not_seen(
+def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
     tables: str,
     tmp_path: Path,
     request: pytest.FixtureRequest,
@@ -357,67 +460,33 @@ def test_a_served_model_encodes_what_training_has_not_seen(
     name = request.getfixturevalue("bert") if encoder == "bert" else encoder
     config = TextConfig(max_tokens=24, svd=12, query_condition=query_condition)  # type: ignore[arg-type]
     encode_log(tables, text, name, config, say=str)
-    sizes = {
-        "width": 16,
-        "num_layers": 2,
-        "max_history": 8,
-        "dnn_width": 16,
-        "tower_width": 8,
-        "text_width": 8,
-    }
-    sizes |= {"query_condition": query_condition}
-    setup = build_training(
-        {"name": "qgs", **sizes}, FitConfig(batch_size=8), Inputs(tables, text=text)
-    )
-    checkpoint.save(tmp_path / "qgs", setup.model, setup.checkpoint(epoch=1))
-    write_bundle(tmp_path / "data", str(tmp_path / "qgs"), Inputs(tables, text=text))
-    model = ServedModel()
-    model.load_context(
-        SimpleNamespace(artifacts={"data": str(tmp_path / "data")}, model_config=None)
-    )
-    rows = [
-        row
-        for row in read_table(join(tables, "sequences")).to_pylist()
-        if len(row["item_index"]) > 2
-    ]
-    items, queries = (
-        read_table(join(tables, "items"))["item_id"].to_pylist(),
-        texts_of(tables)[1],
-    )
-    asked = rows[0]["requests"][-1]
-    given = pd.DataFrame(
-        [
-            {
-                "candidates": [items[i] for i in asked["candidates"]],
-                "query": queries[asked["query_index"]],
-                "history": [items[i] for i in row["item_index"]],
-                "history_query": [queries[i] for i in row["query_index"]],
-            }
-            for row in rows[:3]
-        ]
-    )
+    model = serve_qgs(tables, text, tmp_path, query_condition)
+    rows = build_request_rows(tables)
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        want = model.predict(None, given)
-        held = model.ranker.requests.text
-        assert not len(held.cache._vectors)
-        # without the query, and then without anything that was encoded before
-        del held.query_index[queries[asked["query_index"]]]
+        expected = model.predict(None, rows)
+        served_text = model.ranker.requests.text
+        assert not len(served_text.cache._vectors)
+        # first without the query's embedding, then without any stored embedding
+        del served_text.query_index[rows["query"][0]]
         for _ in range(2):
-            found = model.predict(None, given)
-            assert found["item_id"].tolist() == want["item_id"].tolist()
-            for mine, theirs in zip(found["score"], want["score"], strict=True):
-                assert mine == pytest.approx(theirs, abs=1e-5)
-            held.query_index = {}
-            held.text = replace(
-                held.text,
-                pair_keys=held.text.pair_keys[:0],
-                pairs=held.text.pairs[:0],
-                joint=held.text.joint[:0],
+            ranking = model.predict(None, rows)
+            assert ranking["item_id"].tolist() == expected["item_id"].tolist()
+            for scores, expected_scores in zip(
+                ranking["score"], expected["score"], strict=True
+            ):
+                assert scores == pytest.approx(expected_scores, abs=1e-5)
+            served_text.query_index = {}
+            served_text.text = replace(
+                served_text.text,
+                pair_keys=served_text.text.pair_keys[:0],
+                pairs=served_text.text.pairs[:0],
+                joint=served_text.text.joint[:0],
             )
-        encoded, held.encoder = len(held.cache._vectors), None
+        assert len(served_text.cache._vectors) > len(rows["candidates"][0])
+
+        served_text.encoder = None
         with pytest.warns(UserWarning, match="1 of 3 queries|3 of 3 queries"):
-            assert (
-                model.predict(None, given)["score"].tolist() != want["score"].tolist()
-            )
-    assert encoded > len(asked["candidates"])
+            without_encoder = model.predict(None, rows)
+        assert without_encoder["score"].tolist() != expected["score"].tolist()

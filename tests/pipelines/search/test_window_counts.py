@@ -1,4 +1,4 @@
-"""Windowed counts against brute force."""
+"""Counts of earlier events in time windows."""
 
 from __future__ import annotations
 
@@ -33,15 +33,22 @@ def test_counts_and_gap_equal_brute_force(
     events: list[tuple[int, int, bool]], windows: list[int], delay: int
 ) -> None:
     windows = [delay + window for window in windows]
-    key, when = (np.array([e[i] for e in events], dtype=np.int64) for i in (0, 1))
-    marks = np.array([[1, e[2]] for e in events], dtype=np.int32).reshape(-1, 2)
-    counts, gap = window_counts(key, when, marks, windows, delay)
-    for i, (k, t, _) in enumerate(events):
+    key = np.array([event[0] for event in events], dtype=np.int64)
+    times = np.array([event[1] for event in events], dtype=np.int64)
+    # two columns to count: all events, and marked events
+    marks = np.array([[1, event[2]] for event in events], dtype=np.int32).reshape(-1, 2)
+
+    counts, gap = window_counts(key, times, marks, windows, delay)
+
+    for i, (event_key, event_time, _) in enumerate(events):
+        earlier = [e for e in events if e[0] == event_key and e[1] < event_time - delay]
         for w, window in enumerate(windows):
-            inside = [e for e in events if e[0] == k and t - window <= e[1] < t - delay]
+            inside = [e for e in earlier if event_time - window <= e[1]]
             assert counts[i, w].tolist() == [len(inside), sum(e[2] for e in inside)]
-        before = [e[1] for e in events if e[0] == k and e[1] < t - delay]
-        assert gap[i] == (t - max(before) if before else NO_GAP)
+        if earlier:
+            assert gap[i] == event_time - max(e[1] for e in earlier)
+        else:
+            assert gap[i] == NO_GAP
 
 
 def test_events_of_one_moment_do_not_count_for_each_other() -> None:
@@ -52,41 +59,45 @@ def test_events_of_one_moment_do_not_count_for_each_other() -> None:
     assert (gap == NO_GAP).all()
 
 
-def test_the_future_changes_no_count() -> None:
+def test_later_events_change_no_count() -> None:
     rng = np.random.default_rng(0)
-    key, when = rng.integers(0, 9, 500), np.sort(rng.integers(0, 1000, 500))
+    key, times = rng.integers(0, 9, 500), np.sort(rng.integers(0, 1000, 500))
     marks = rng.integers(0, 2, (500, 2)).astype(np.int32)
-    whole, _ = window_counts(key, when, marks, [100, 300], 10)
-    for cut in (100, 250, 400):
-        past = when < when[cut] + 1
-        part, _ = window_counts(key[past], when[past], marks[past], [100, 300], 10)
-        assert (part == whole[past]).all()
+    counts, _ = window_counts(key, times, marks, [100, 300], 10)
+    for index in (100, 250, 400):
+        past = times <= times[index]
+        past_counts, _ = window_counts(
+            key[past], times[past], marks[past], [100, 300], 10
+        )
+        assert (past_counts == counts[past]).all()
 
 
-def test_cost_grows_with_the_log_and_not_with_the_windows() -> None:
-    """A key with everything in one window is quadratic for a program that walks the
-    windows.
+def test_cost_is_linear_in_the_log_for_any_window_length() -> None:
+    """A key with all events in one window is quadratic for an algorithm that iterates over
+    the events of each window.
     """
 
-    def seconds(events: int) -> float:
+    def measure_seconds(events: int) -> float:
         marks = np.ones((events, 2), np.int32)
         begin = time.process_time()
         window_counts(np.zeros(events, np.int64), np.arange(events), marks, [10**9], 0)
         return time.process_time() - begin
 
-    small = min(seconds(50_000) for _ in range(3))
-    assert min(seconds(400_000) for _ in range(2)) < 30 * small
+    small = min(measure_seconds(50_000) for _ in range(3))
+    assert min(measure_seconds(400_000) for _ in range(2)) < 30 * small
 
 
-def test_a_log_without_clock_times_has_its_places_only() -> None:
+def test_a_log_without_clock_times_has_position_features_only() -> None:
     config = SearchConfig()
     assert feature_names(config, clock=False) == ["position", "page"]
-    found = features(None, np.array([0, 9, 10]), np.arange(3), config, clock=False)
-    np.testing.assert_allclose(found, np.log1p([[0, 0], [9, 0], [10, 1]]), rtol=1e-6)
+
+    values = features(None, np.array([0, 9, 10]), np.arange(3), config, clock=False)
+
+    np.testing.assert_allclose(values, np.log1p([[0, 0], [9, 0], [10, 1]]), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("options", "message"),
     [
         ({"windows_days": [7, 1]}, "ascending"),
         ({"delay_minutes": -1}, "0 or more"),
@@ -96,6 +107,6 @@ def test_a_log_without_clock_times_has_its_places_only() -> None:
         ({"page_size": 0}, "at least 1"),
     ],
 )
-def test_impossible_settings_are_refused(values: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SearchConfig(**values)
+def test_options_out_of_range_are_rejected(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SearchConfig(**options)
