@@ -1,7 +1,8 @@
-"""Metrics per user equal a loop over values, for all batches and through a file."""
+"""Metrics per user equal a loop over the values, over all batches and after encoding."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import numpy as np
@@ -17,65 +18,73 @@ from models.metrics.per_user_metrics import (
 
 
 @pytest.mark.parametrize("stride", [1, 3])
-def test_means_and_counts_are_those_of_a_loop_over_values(stride: int) -> None:
+def test_means_and_counts_equal_a_loop_over_the_values(stride: int) -> None:
     generator = torch.Generator().manual_seed(1)
     user = torch.randint(0, 40, (300,), generator=generator)
     values = torch.rand(300, generator=generator, dtype=torch.float64)
     values[torch.rand(300, generator=generator) < 0.2] = torch.nan
     values[user == 6] = torch.nan  # a user without any value
-    added = sum(
-        (
-            PerUserValues.from_batch(user[at : at + 37], values[at : at + 37], stride)
-            for at in range(0, 300, 37)
-        ),
-        0.0,
-    )
+
+    total: PerUserValues | float = 0.0
+    for begin in range(0, 300, 37):
+        rows = slice(begin, begin + 37)
+        total = total + PerUserValues.from_batch(user[rows], values[rows], stride)
+    users, means, counts = total.merge()
+
     expected = defaultdict(list)
-    for one, value in zip(user.tolist(), values.tolist(), strict=True):
-        if value == value and one % stride == 0:
-            expected[one].append(value)
-    rows, means, counts = added.merge()
-    assert rows.tolist() == sorted(expected)
-    assert counts.tolist() == [len(expected[row]) for row in rows]
-    assert means == pytest.approx([np.mean(expected[row]) for row in rows])
+    for number, value in zip(user.tolist(), values.tolist(), strict=True):
+        if not math.isnan(value) and number % stride == 0:
+            expected[number].append(value)
+    assert users.tolist() == sorted(expected)
+    assert counts.tolist() == [len(expected[number]) for number in users]
+    assert means == pytest.approx([np.mean(expected[number]) for number in users])
 
 
-def test_the_order_of_batches_changes_nothing_and_other_users_are_told() -> None:
-    one, two = (
-        PerUserValues.from_batch(torch.tensor([5, 2]), torch.tensor([0.5, 1.0])),
-        PerUserValues.from_batch(torch.tensor([9]), torch.zeros(1)),
-    )
-    assert (one + two).to_text() == (two + one).to_text()
-    assert one.to_text()["users"] != (one + two).to_text()["users"]
-    twice = PerUserValues.from_batch(
+def test_the_text_does_not_depend_on_the_order_of_batches() -> None:
+    first = PerUserValues.from_batch(torch.tensor([5, 2]), torch.tensor([0.5, 1.0]))
+    second = PerUserValues.from_batch(torch.tensor([9]), torch.zeros(1))
+    assert (first + second).to_text() == (second + first).to_text()
+
+
+def test_the_text_identifies_the_users_and_their_counts() -> None:
+    values = PerUserValues.from_batch(torch.tensor([5, 2]), torch.tensor([0.5, 1.0]))
+    other_user = PerUserValues.from_batch(torch.tensor([9]), torch.zeros(1))
+    other_count = PerUserValues.from_batch(
         torch.tensor([5, 2, 2]), torch.tensor([0.5, 1.0, 1.0])
     )
-    assert (
-        one.to_text()["users"] != twice.to_text()["users"]
-    )  # a mean of two weighs twice
+    assert values.to_text()["users"] != (values + other_user).to_text()["users"]
+    # a mean of two values weighs twice
+    assert values.to_text()["users"] != other_count.to_text()["users"]
 
 
-def test_a_file_holds_means_in_half_precision_and_whole_counts() -> None:
+def test_the_text_has_means_in_half_precision_and_exact_counts() -> None:
     user = torch.arange(1000).repeat_interleave(3)
-    values = torch.rand(
-        3000, generator=torch.Generator().manual_seed(2), dtype=torch.float64
-    )
-    value = PerUserValues.from_batch(user, values)
-    means, counts = decode_values(value.to_text())
-    assert means == pytest.approx(value.merge()[1], rel=2**-11)
+    generator = torch.Generator().manual_seed(2)
+    values = torch.rand(3000, generator=generator, dtype=torch.float64)
+    per_user = PerUserValues.from_batch(user, values)
+
+    means, counts = decode_values(per_user.to_text())
+
+    _, expected, _ = per_user.merge()
+    assert means == pytest.approx(expected, rel=2**-11)
     assert counts.tolist() == [3] * 1000
-    empty = PerUserValues.from_batch(user[:0], values[:0])
-    assert [len(each) for each in decode_values(empty.to_text())] == [0, 0]
 
 
-def test_of_many_users_some_are_kept() -> None:
-    assert [
-        sampling_stride(users)
-        for users in (0, 1, MAX_TRACKED_USERS, MAX_TRACKED_USERS + 1, 38_000_000)
-    ] == [
-        1,
-        1,
-        1,
-        2,
-        380,
-    ]
+def test_no_values_are_encoded_as_empty_arrays() -> None:
+    empty = PerUserValues.from_batch(torch.zeros(0, dtype=torch.long), torch.zeros(0))
+    means, counts = decode_values(empty.to_text())
+    assert len(means) == len(counts) == 0
+
+
+@pytest.mark.parametrize(
+    ("users", "stride"),
+    [
+        (0, 1),
+        (1, 1),
+        (MAX_TRACKED_USERS, 1),
+        (MAX_TRACKED_USERS + 1, 2),
+        (38_000_000, 380),
+    ],
+)
+def test_only_every_stride_th_of_many_users_is_tracked(users: int, stride: int) -> None:
+    assert sampling_stride(users) == stride

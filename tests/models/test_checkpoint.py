@@ -1,5 +1,5 @@
-"""Checkpoints: what was saved comes back, and what does not belong together is refused
-in one line.
+"""Checkpoints: a saved model is loaded unchanged, and damaged or mismatched files are
+rejected in one line.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ TIGER = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of the tables of two logs and of a checkpoint of each model, by name."""
     folder = tmp_path_factory.mktemp("checkpoint")
     tables, sids = write_tables(folder / "small")
     other, other_sids = write_tables(folder / "other", items=20)
@@ -66,141 +67,136 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["sasrec", "tiger"])
-def test_a_loaded_model_ranks_as_the_saved_one(
+def test_a_saved_model_is_loaded_with_its_state_and_table_hashes(
     saved: dict[str, str], name: str
 ) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    model, about = load_model(saved[name], catalogue)
-    again, _ = load_model(saved[name], catalogue, name=name)
-    assert about.epoch == 3
-    assert set(about.hashes) == (
-        {"sequences", "items", "sids", "trie"}
-        if name == "tiger"
-        else {"sequences", "items"}
-    )
     batch = HistoryBatch(
         history=torch.tensor([[1, 2, 3]]),
         history_length=torch.tensor([3]),
         user=torch.tensor([7]),
     )
-    for ours, theirs in zip(
-        model.recommend(batch, 10), again.recommend(batch, 10), strict=True
-    ):
-        assert torch.equal(ours, theirs)
+
+    model, metadata = load_model(saved[name], catalogue)
+    model_by_name, _ = load_model(saved[name], catalogue, name=name)
+
+    assert metadata.epoch == 3
+    tables = {"sequences", "items"}
+    if name == "tiger":
+        tables |= {"sids", "trie"}
+    assert set(metadata.hashes) == tables
+    items, scores = model.recommend(batch, 10)
+    same_items, same_scores = model_by_name.recommend(batch, 10)
+    assert torch.equal(items, same_items)
+    assert torch.equal(scores, same_scores)
     assert checkpoint.load_state(saved[name]) == {"cursor": {"epoch": 3}}
 
 
-def test_what_does_not_belong_together_is_refused(saved: dict[str, str]) -> None:
+def test_a_checkpoint_of_another_model_is_rejected(saved: dict[str, str]) -> None:
+    catalogue = Catalogue.load(saved["tables"], saved["sids"])
+    with pytest.raises(UserError, match="of the model 'sasrec', not of 'tiger'"):
+        load_model(saved["sasrec"], catalogue, name="tiger")
+
+
+def test_weights_of_another_size_are_rejected(saved: dict[str, str]) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
     wider = build_model({**SASREC, "dim": 32}, catalogue)
+    with pytest.raises(UserError, match=r"does not fit the model.*size mismatch"):
+        checkpoint.load_weights(wider, saved["sasrec"])
+
+
+def test_a_checkpoint_is_rejected_with_other_tables_than_in_training(
+    saved: dict[str, str],
+) -> None:
+    catalogue = Catalogue.load(saved["tables"], saved["sids"])
     other_trie = replace(
         catalogue, versions={**catalogue.versions, "trie": TableVersion("0" * 64)}
     )
-    for load, said in (
-        (
-            lambda: load_model(saved["sasrec"], catalogue, name="tiger"),
-            "of the model 'sasrec', not of 'tiger'",
-        ),
-        (
-            lambda: checkpoint.load_weights(wider, saved["sasrec"]),
-            "does not fit the model.*size mismatch",
-        ),
-        (
-            lambda: load_model(saved["sasrec"], Catalogue.load(saved["other"])),
-            "another table 'items'.*evaluate on",
-        ),
-        (
-            lambda: load_model(saved["tiger"], Catalogue.load(saved["tables"])),
-            "table 'sids' that is not given",
-        ),
-        (
-            lambda: Catalogue.load(saved["tables"], saved["other_sids"]),
-            "sids was made from other items",
-        ),
-        (
-            lambda: load_model(saved["tiger"], other_trie),
-            "another table 'trie'.*give the --sids",
-        ),
-    ):
-        with pytest.raises(UserError, match=said):
-            load()
+    with pytest.raises(UserError, match=r"another table 'items'.*evaluate on"):
+        load_model(saved["sasrec"], Catalogue.load(saved["other"]))
+    with pytest.raises(UserError, match="table 'sids' that is not given"):
+        load_model(saved["tiger"], Catalogue.load(saved["tables"]))
+    with pytest.raises(UserError, match=r"another table 'trie'.*give the --sids"):
+        load_model(saved["tiger"], other_trie)
 
 
-def test_damage_is_named(saved: dict[str, str], tmp_path: Path) -> None:
+def test_semantic_ids_of_other_items_are_rejected(saved: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="sids was made from other items"):
+        Catalogue.load(saved["tables"], saved["other_sids"])
+
+
+def test_a_damaged_file_is_named(saved: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a checkpoint: it holds no config\.json"):
         checkpoint.read(tmp_path)
     broken = Path(shutil.copytree(saved["sasrec"], tmp_path / "broken"))
-    weights, state, config = (
-        broken / name for name in ("model.safetensors", "state.pt", "config.json")
-    )
-    state.unlink()
+    weights = broken / "model.safetensors"
+
+    (broken / "state.pt").unlink()
     with pytest.raises(UserError, match=r"holds no state\.pt"):
         checkpoint.load_state(broken)
+
     weights.write_bytes(weights.read_bytes()[:-50])
     with pytest.raises(
         UserError,
         match=r"model\.safetensors has \d+ bytes, config\.json says \d+: truncated",
     ):
         checkpoint.read(broken)
+
     weights.unlink()
     with pytest.raises(UserError, match=r"model\.safetensors is missing"):
         checkpoint.read(broken)
-    config.write_text("{")
+
+    (broken / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is damaged"):
         checkpoint.read(broken)
 
 
-def test_training_with_pytorch_alone_goes_on_where_it_was(
+def test_training_with_pytorch_alone_continues_a_finished_run_without_steps(
     saved: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = tmp_path / "sasrec.yaml"
-    config.write_text(
-        json.dumps({"model": SASREC, "fit": {"batch_size": 8, "max_epochs": 3}})
-    )
-    arguments = [
-        "--config",
-        str(config),
-        "--tables",
-        saved["tables"],
-        "--output",
-        str(tmp_path / "run"),
-    ]
+    fit = {"batch_size": 8, "max_epochs": 3}
+    config.write_text(json.dumps({"model": SASREC, "fit": fit}))
+    output = tmp_path / "run"
+    arguments = ["--config", str(config), "--tables", saved["tables"]]
+    arguments += ["--output", str(output)]
+
     main(arguments)
     assert "epoch   3/3" in capsys.readouterr().out
+
     main(arguments)
-    again = capsys.readouterr().out
-    assert "continuing after epoch 3" in again
-    assert "val ndcg" not in again
-    assert (
-        checkpoint.read(tmp_path / "run/best").metrics["ndcg@10"] > 0.3
-    )  # random order: about 0.19
-    config.write_text(
-        json.dumps({"model": SASREC, "fit": {"batch_size": 8, "max_epochs": 4}})
-    )
+    lines = capsys.readouterr().out
+    assert "continuing after epoch 3" in lines
+    assert "val ndcg" not in lines
+    # a random order has about 0.19
+    assert checkpoint.read(output / "best").metrics["ndcg@10"] > 0.3
+
+    config.write_text(json.dumps({"model": SASREC, "fit": {**fit, "max_epochs": 4}}))
     with pytest.raises(
         SystemExit,
         match=r"run was started with fit.max_epochs 3, not 4; give another --output",
     ):
         main(arguments)
+
     config.write_text(json.dumps({"model": TIGER}))
     with pytest.raises(SystemExit, match="needs semantic IDs"):
         main(arguments)
 
 
-def linear(epoch: int) -> tuple[nn.Module, checkpoint.Checkpoint, dict]:
-    """A small model with what is saved beside it, all of `epoch`, in a run whose best
-    is the first.
+def build_linear(epoch: int) -> tuple[nn.Module, checkpoint.Checkpoint, dict]:
+    """Build a small model, its metadata and its state after `epoch`, in a run whose best
+    step is the first.
     """
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, epoch)
-    about = checkpoint.Checkpoint(
+    metadata = checkpoint.Checkpoint(
         {"name": "linear"}, epoch=epoch, step=epoch, best={"step": 1}
     )
-    return model, about, {"epoch": epoch, "moments": torch.full((5,), float(epoch))}
+    return model, metadata, {"epoch": epoch, "moments": torch.full((5,), float(epoch))}
 
 
-def used(folder: Path) -> tuple[checkpoint.Checkpoint, list[float], dict]:
-    """All that is in a checkpoint of `linear`."""
+def load_linear(folder: Path) -> tuple[checkpoint.Checkpoint, list[float], dict]:
+    """Return the metadata, weights and state of a saved `build_linear`."""
     model = nn.Linear(3, 2)
     checkpoint.load_weights(model, folder)
     state = checkpoint.load_state(folder)
@@ -211,57 +207,68 @@ def used(folder: Path) -> tuple[checkpoint.Checkpoint, list[float], dict]:
     )
 
 
+def flip_bit(content: bytes, position: int) -> bytes:
+    """Return the content with one bit of the byte at `position` flipped."""
+    flipped = content[position] ^ (1 << position % 8)
+    return content[:position] + bytes([flipped]) + content[position + 1 :]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "config.json"])
-def test_a_flipped_bit_is_found_when_the_checkpoint_is_used(
+def test_a_flipped_bit_is_detected_when_the_checkpoint_is_loaded(
     tmp_path: Path, name: str
 ) -> None:
-    checkpoint.save(tmp_path / "best", *linear(1))
-    right = used(tmp_path / "best")
+    checkpoint.save(tmp_path / "best", *build_linear(1))
+    expected = load_linear(tmp_path / "best")
     file = tmp_path / "best" / name
-    whole, said = file.read_bytes(), []
-    places = range(0, len(whole), 1 if len(whole) < 300 else 7)
-    for place in places:
-        file.write_bytes(
-            whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
-        )
+    content = file.read_bytes()
+    positions = range(0, len(content), 1 if len(content) < 300 else 7)
+
+    messages = []
+    for position in positions:
+        file.write_bytes(flip_bit(content, position))
         try:
-            assert used(tmp_path / "best") == right
+            assert load_linear(tmp_path / "best") == expected
         except UserError as error:
-            said.append(str(error))
-    assert all(
-        name in line and "use another checkpoint or train again" in line
-        for line in said
-    )
-    assert not any("\n" in line for line in said)
-    assert len(said) >= (
-        len(places) * 0.8 if name == "config.json" else len(places)
-    )  # some of its bits are spaces
+            messages.append(str(error))
+
+    for message in messages:
+        assert name in message
+        assert "use another checkpoint or train again" in message
+        assert "\n" not in message
+    # some bits of config.json are spaces
+    share = 0.8 if name == "config.json" else 1
+    assert len(messages) >= len(positions) * share
 
 
-def test_files_of_other_folders_are_none_of_a_checkpoint(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "best", *linear(1))
+@pytest.mark.parametrize(
+    "files", [{"../model.safetensors": 3}, {"/etc/passwd": 3}, ["model.safetensors"], 3]
+)
+def test_a_checkpoint_that_names_files_of_other_folders_is_rejected(
+    tmp_path: Path, files: object
+) -> None:
+    checkpoint.save(tmp_path / "best", *build_linear(1))
     config = tmp_path / "best/config.json"
     content = check_seal(config.read_text())
-    for files in (
-        {"../model.safetensors": 3},
-        {"/etc/passwd": 3},
-        ["model.safetensors"],
-        3,
+
+    config.write_text(add_seal({**content, "files": files}))
+
+    with pytest.raises(
+        UserError,
+        match=r"config\.json is damaged \(.*\); use another checkpoint or train again",
     ):
-        config.write_text(add_seal({**content, "files": files}))
-        with pytest.raises(
-            UserError,
-            match=r"config\.json is damaged \(.*\); use another checkpoint or train again",
-        ):
-            checkpoint.read(tmp_path / "best")
+        checkpoint.read(tmp_path / "best")
 
 
-STEPS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}
-"""What a process does to files, as Python tells its audit hooks beforehand."""
+FILE_EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}
+"""Changes of files that Python reports to its audit hooks beforehand."""
 
 
-def forked(work: Callable[[], None]) -> int:
-    """The process id of a child that does `work` and ends with 0, or 1 where it fails."""
+def fork(work: Callable[[], None]) -> int:
+    """Start a child process that calls `work` and exits with 0, or with 1 if it fails.
+
+    Returns:
+        The child's process ID.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -272,84 +279,90 @@ def forked(work: Callable[[], None]) -> int:
     return child
 
 
-def killed_at(step: int, work: Callable[[], None]) -> bool:
-    """Does `work` in a process that is killed before its step of this number; whether
-    it came to that.
-    """
-    left = step
+def kill_at_file_event(number: int, work: Callable[[], None]) -> bool:
+    """Call `work` in a process that is killed before its file event with this number.
 
-    def hook(event: str, arguments: tuple) -> None:
-        nonlocal left
-        left -= event in STEPS
-        if event in STEPS and left < 0:
+    Returns:
+        Whether the process was killed, rather than done before.
+    """
+    remaining = number
+
+    def kill_process(event: str, arguments: tuple) -> None:
+        nonlocal remaining
+        if event not in FILE_EVENTS:
+            return
+        remaining -= 1
+        if remaining < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def child() -> None:
-        sys.addaudithook(hook)
+    def work_with_hook() -> None:
+        sys.addaudithook(kill_process)
         work()
 
-    status = os.waitpid(forked(child), 0)[1]
+    _, status = os.waitpid(fork(work_with_hook), 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
 
 
-def test_a_run_that_is_killed_while_it_saves_has_a_whole_checkpoint(
-    tmp_path: Path,
-) -> None:
-    def stand(epoch: int) -> None:
-        checkpoint.keep(str(tmp_path), *linear(epoch))
+def test_a_run_killed_while_saving_has_a_complete_checkpoint(tmp_path: Path) -> None:
+    def keep(epoch: int) -> None:
+        checkpoint.keep(str(tmp_path), *build_linear(epoch))
 
-    step, found = 0, set()
-    while True:
+    num_events = 0
+    loaded_epochs = set()
+    killed = True
+    while killed:
         shutil.rmtree(tmp_path)
-        stand(1)
-        stand(3)
-        killed = killed_at(step, lambda: stand(4))
+        keep(1)
+        keep(3)
+        killed = kill_at_file_event(num_events, lambda: keep(4))
+
         last = checkpoint.last(str(tmp_path))
         assert last is not None
-        about, weights, state = used(tmp_path / f"step-{last.step:08d}")
-        assert weights == [about.epoch] * 6
-        assert state == {"epoch": about.epoch, "moments": [about.epoch] * 5}
-        found.add(about.epoch)
-        assert (
-            checkpoint.read(tmp_path / "step-00000001").epoch == 1
-        )  # the best is kept
-        stand(4)  # writes over what is half done
-        stand(5)
+        metadata, weights, state = load_linear(tmp_path / f"step-{last.step:08d}")
+        assert weights == [metadata.epoch] * 6
+        assert state == {"epoch": metadata.epoch, "moments": [metadata.epoch] * 5}
+        loaded_epochs.add(metadata.epoch)
+        # the best step is never deleted
+        assert checkpoint.read(tmp_path / "step-00000001").epoch == 1
+
+        keep(4)  # overwrites the partial checkpoint
+        keep(5)
         assert sorted(entry.name for entry in tmp_path.iterdir()) == [
             "step-00000001",
             "step-00000005",
         ]
-        best = checkpoint.publish(str(tmp_path), linear(5)[1])
-        assert (checkpoint.read(best).epoch, sorted(checkpoint.read(best).files)) == (
-            1,
-            ["model.safetensors"],
-        )
-        if not killed:
-            break
-        step += 1
-    assert step >= 4  # new folder, config.json, in its place, the old one's files
-    assert found == {3, 4}
+        best = checkpoint.read(checkpoint.publish(str(tmp_path), build_linear(5)[1]))
+        assert best.epoch == 1
+        assert sorted(best.files) == ["model.safetensors"]
+        num_events += 1
+    # new folder, config.json, its rename, deleted files of the old checkpoint
+    assert num_events > 4
+    assert loaded_epochs == {3, 4}
 
 
-def test_a_checkpoint_that_is_cut_off_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_training_does_not_continue_from_an_incomplete_checkpoint(
+    tmp_path: Path,
+) -> None:
     for step in (8, 16, 24, 32):
-        checkpoint.save(tmp_path / f"step-{step:08d}", *linear(step))
+        checkpoint.save(tmp_path / f"step-{step:08d}", *build_linear(step))
     (tmp_path / "step-00000032/config.json").unlink()
     (tmp_path / "step-00000024/state.pt").write_bytes(b"")
+
     last = checkpoint.last(str(tmp_path))
+
     assert last is not None
     assert last.step == 16
     assert checkpoint.last(str(tmp_path / "nothing")) is None
 
 
-def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     with torch.no_grad():
         model.bias[1] = float("nan")
-    checkpoint.save(
-        tmp_path / "best", model, checkpoint.Checkpoint(model={"name": "any"})
-    )
+    metadata = checkpoint.Checkpoint(model={"name": "any"})
+    checkpoint.save(tmp_path / "best", model, metadata)
+
     with pytest.raises(
         UserError,
         match=r"weights of .*best are not all finite \(bias\): its training diverged",
@@ -357,40 +370,48 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         checkpoint.load_weights(torch.nn.Linear(3, 2), tmp_path / "best")
 
 
-def test_a_checkpoint_on_its_way_to_a_storage_is_none_until_it_is_there(
-    s3: str,
-) -> None:
-    way: list[Callable[[], None]] = []
+class DeferredUploads(checkpoint.Uploads):
+    """Uploads that start only when the test calls them."""
 
-    class Held(checkpoint.Uploads):
-        def __call__(self, upload: Callable[[], None]) -> None:
-            way.append(upload)
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[Callable[[], None]] = []
 
+    def __call__(self, upload: Callable[[], None]) -> None:
+        self.pending.append(upload)
+
+
+def test_a_checkpoint_exists_only_after_its_upload_to_the_storage(s3: str) -> None:
     run = f"{s3}/uploads"
-    checkpoint.keep(run, *linear(1), first := checkpoint.Uploads())
-    first.wait()
-    for epoch in (
-        2,
-        3,
-    ):  # what is sent is what the model was, whatever has become of it
-        checkpoint.keep(run, *linear(epoch), Held())
+    first_upload = checkpoint.Uploads()
+    checkpoint.keep(run, *build_linear(1), first_upload)
+    first_upload.wait()
+    # an upload sends the weights at the time of `keep`, whatever the model does later
+    deferred = DeferredUploads()
+    checkpoint.keep(run, *build_linear(2), deferred)
+    checkpoint.keep(run, *build_linear(3), deferred)
+
     steps = []
-    for upload in [lambda: None, *way]:
+    for upload in [lambda: None, *deferred.pending]:
         upload()
         last = checkpoint.last(run)
         assert last is not None
         with checkpoint.local(f"{run}/step-{last.step:08d}") as folder:
-            assert used(folder)[1] == [last.epoch] * 6
+            _, weights, _ = load_linear(folder)
+        assert weights == [last.epoch] * 6
         steps.append(last.step)
+
     assert steps == [1, 2, 3]
     filesystem, path = open_uri(run)
-    left = [info.base_name for info in filesystem.get_file_info(fs.FileSelector(path))]
-    assert left == ["step-00000001", "step-00000003"]  # the best and the last
+    names = [info.base_name for info in filesystem.get_file_info(fs.FileSelector(path))]
+    assert names == ["step-00000001", "step-00000003"]  # the best and the last
 
+
+def test_a_failed_upload_is_raised_at_the_next_upload() -> None:
     def fail() -> None:
         raise OSError("no room")
 
     uploads = checkpoint.Uploads()
     uploads(fail)
     with pytest.raises(OSError, match="no room"):
-        uploads(way[0])
+        uploads(lambda: None)

@@ -1,4 +1,4 @@
-"""What a folder that an option takes is answered with where it is another one."""
+"""Folders that options take are checked, and a wrong folder is rejected with its reason."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from models.storage.input_folders import require_folders
 from models.storage.tables import UserError, commit
 
 
-def table(place: Path, name: str) -> None:
-    place.mkdir(parents=True)
-    commit(str(place), name, pa.schema([("x", pa.int64())]), [], config={}, inputs={})
+def write_empty_table(folder: Path, name: str) -> None:
+    folder.mkdir(parents=True)
+    schema = pa.schema([("x", pa.int64())])
+    commit(str(folder), name, schema, [], config={}, inputs={})
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    for folder in ("items", "sequences"):
-        table(tmp_path / "tables" / folder, folder)
-    table(tmp_path / "sids/sids", "sids")
-    table(tmp_path / "text/items", "embeddings")
+    """A folder with tables, semantic IDs, text, runs and raw logs."""
+    for name in ("items", "sequences"):
+        write_empty_table(tmp_path / "tables" / name, name)
+    write_empty_table(tmp_path / "sids/sids", "sids")
+    write_empty_table(tmp_path / "text/items", "embeddings")
     for run in ("tiger", "sasrec"):
         (tmp_path / "runs" / run / "best").mkdir(parents=True)
         (tmp_path / "runs" / run / "run.json").write_text("{}")
@@ -31,23 +33,26 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_relative", [True, False])
+def test_folders_of_the_expected_kind_are_accepted(
+    home: Path, monkeypatch: pytest.MonkeyPatch, is_relative: bool
+) -> None:
     monkeypatch.chdir(home)
-    for root in (Path(), home):
-        require_folders(
-            tables=str(root / "tables"),
-            sids=str(root / "sids"),
-            text=str(root / "text"),
-            input=str(root / "raw"),
-            checkpoint=str(root / "runs/tiger"),
-            embeddings="not/there/yet",
-            catalogue=None,
-        )
-        require_folders(checkpoint=str(root / "runs/tiger/best"))
+    root = Path() if is_relative else home
+    require_folders(
+        tables=str(root / "tables"),
+        sids=str(root / "sids"),
+        text=str(root / "text"),
+        input=str(root / "raw"),
+        checkpoint=str(root / "runs/tiger"),
+        embeddings="not/there/yet",
+        catalogue=None,
+    )
+    require_folders(checkpoint=str(root / "runs/tiger/best"))
 
 
 @pytest.mark.parametrize(
-    ("option", "place", "why"),
+    ("option", "path", "reason"),
     [
         (
             "tables",
@@ -85,8 +90,10 @@ def test_what_each_option_takes(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("input", "log.csv", "which is not a folder; give the folder of a raw log"),
     ],
 )
-def test_another_folder(home: Path, option: str, place: str, why: str) -> None:
-    given = str(home / place)
+def test_a_folder_of_another_kind_is_rejected_with_the_reason(
+    home: Path, option: str, path: str, reason: str
+) -> None:
+    folder = str(home / path)
     with pytest.raises(UserError) as caught:
-        require_folders(**{option: given})
-    assert str(caught.value) == f"--{option} is {given}, {why}"
+        require_folders(**{option: folder})
+    assert str(caught.value) == f"--{option} is {folder}, {reason}"

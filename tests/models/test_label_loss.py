@@ -1,4 +1,4 @@
-"""The label loss equals a loop, and sampled negatives keep the probabilities."""
+"""The loss over labels equals a loop, and sampled negatives keep the probabilities."""
 
 from __future__ import annotations
 
@@ -28,21 +28,34 @@ from tests.fixtures.search_tables import write_search
 LABELS = ("click", "purchase", "share")
 
 
-def plain_loss(
+def to_probability(logit: torch.Tensor) -> float:
+    return 1 / (1 + math.exp(-float(logit)))
+
+
+def get_counted_rows(
+    labels: torch.Tensor, name: str, masks: dict[str, str]
+) -> list[int]:
+    """Return the rows whose mask label, if a label has one, is true."""
+    if name not in masks:
+        return list(range(len(labels)))
+    return labels[:, LABELS.index(masks[name])].nonzero().flatten().tolist()
+
+
+def compute_loss_by_loop(
     logits: torch.Tensor,
     labels: torch.Tensor,
     weights: dict[str, float],
     masks: dict[str, str],
 ) -> float:
+    """Return the weighted sum of the mean cross-entropies of all labels."""
     total = 0.0
-    for place, name in enumerate(LABELS):
+    for column, name in enumerate(LABELS):
         terms = []
-        for row in range(len(labels)):
-            if name in masks and not labels[row, LABELS.index(masks[name])]:
-                continue
-            chance = 1 / (1 + math.exp(-float(logits[row, place])))
-            terms.append(-math.log(chance if labels[row, place] else 1 - chance))
-        total += weights.get(name, 1.0) * (sum(terms) / len(terms) if terms else 0.0)
+        for row in get_counted_rows(labels, name, masks):
+            chance = to_probability(logits[row, column])
+            terms.append(-math.log(chance if labels[row, column] else 1 - chance))
+        if terms:
+            total += weights.get(name, 1.0) * sum(terms) / len(terms)
     return total
 
 
@@ -52,22 +65,23 @@ def plain_loss(
 @pytest.mark.parametrize(
     "weights", [{}, {"click": 0.5, "share": 3.0}, {"purchase": 0.0}]
 )
-def test_the_loss_is_its_loop(masks: dict[str, str], weights: dict[str, float]) -> None:
+def test_the_loss_equals_a_loop_over_labels_and_rows(
+    masks: dict[str, str], weights: dict[str, float]
+) -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(40, 3), torch.rand(40, 3) < 0.4
-    places = resolve_masks(LABELS, masks)
-    there = select_measured(labels, places) if masks else None
-    got = label_loss(logits, labels, resolve_weights(LABELS, weights), there)
-    assert float(got) == pytest.approx(
-        plain_loss(logits, labels, weights, masks), rel=1e-5
-    )
+    mask_columns = resolve_masks(LABELS, masks)
+    is_measured = select_measured(labels, mask_columns) if masks else None
+
+    loss = label_loss(logits, labels, resolve_weights(LABELS, weights), is_measured)
+
+    expected = compute_loss_by_loop(logits, labels, weights, masks)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
-    logits, labels = (
-        torch.randn(5, 2, requires_grad=True),
-        torch.zeros(5, 2, dtype=torch.bool),
-    )
+def test_a_label_without_measured_rows_has_no_loss() -> None:
+    logits = torch.randn(5, 2, requires_grad=True)
+    labels = torch.zeros(5, 2, dtype=torch.bool)
     loss = label_loss(logits, labels, [1.0, 1.0], select_measured(labels, [None, 0]))
     loss.backward()
     assert torch.isfinite(loss)
@@ -75,7 +89,7 @@ def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             {"label_masks": {"purchas": "click"}},
@@ -91,54 +105,54 @@ def test_a_label_that_nothing_counts_for_has_no_loss() -> None:
         ({"negative_rate": 0.0}, r"negative_rate 0.0 is not in \(0, 1\]"),
     ],
 )
-def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
-    def use() -> None:
-        given = LabelOptions(**options)
-        resolve_masks(LABELS, given.label_masks)
-        resolve_weights(LABELS, given.label_weights)
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    def resolve() -> None:
+        label_options = LabelOptions(**options)
+        resolve_masks(LABELS, label_options.label_masks)
+        resolve_weights(LABELS, label_options.label_weights)
 
-    with pytest.raises((UserError, ValueError), match=said):
-        use()
+    with pytest.raises((UserError, ValueError), match=message):
+        resolve()
 
 
-def test_the_loss_of_a_share_of_the_negatives_is_in_the_mean_that_of_all_weighted_by_it() -> (
+def test_the_loss_over_a_share_of_the_negatives_equals_the_weighted_loss_on_average() -> (
     None
 ):
+    """The reference is the loss over all rows, with negatives weighted by the share."""
     rate, masks = 0.25, {"purchase": "click"}
     torch.manual_seed(0)
     logits, labels = torch.randn(600, 3), torch.rand(600, 3) < 0.2
-    places = resolve_masks(LABELS, masks)
+    mask_columns = resolve_masks(LABELS, masks)
     expected = 0.0
-    for place, name in enumerate(LABELS):
-        cost = weight = 0.0
-        for row in range(len(labels)):
-            if name in masks and not labels[row, LABELS.index(masks[name])]:
-                continue
-            positive, chance = (
-                bool(labels[row, place]),
-                1 / (1 + math.exp(-float(logits[row, place]))),
-            )
-            share = 1.0 if positive else rate
-            cost, weight = (
-                cost - share * math.log(chance if positive else 1 - chance),
-                weight + share,
-            )
-        expected += cost / weight
-    losses = [
-        float(
-            label_loss(logits, labels, [1.0] * 3, sample_learned(labels, places, rate))
-        )
-        for _ in range(400)
-    ]
-    assert np.mean(losses) == pytest.approx(
-        expected, abs=4 * np.std(losses) / 20 + 1e-3
-    )
-    assert sample_learned(labels, [None] * 3, 1.0) is None  # nothing to draw
+    for column, name in enumerate(LABELS):
+        loss = weight = 0.0
+        for row in get_counted_rows(labels, name, masks):
+            chance = to_probability(logits[row, column])
+            if labels[row, column]:
+                loss -= math.log(chance)
+                weight += 1
+            else:
+                loss -= rate * math.log(1 - chance)
+                weight += rate
+        expected += loss / weight
+
+    losses = []
+    for _ in range(400):
+        is_learned = sample_learned(labels, mask_columns, rate)
+        losses.append(float(label_loss(logits, labels, [1.0] * 3, is_learned)))
+
+    tolerance = 4 * np.std(losses) / 20 + 1e-3  # four standard errors
+    assert np.mean(losses) == pytest.approx(expected, abs=tolerance)
+
+
+def test_without_sampling_all_rows_are_learned() -> None:
+    labels = torch.rand(600, 3) < 0.2
+    assert sample_learned(labels, [None] * 3, 1.0) is None
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
-def test_the_correction_is_the_log_of_the_rate(rate: float) -> None:
-    """Bayes: p among the sampled is p rate / (p rate + 1 - p) among all."""
+def test_the_correction_of_logits_is_the_log_of_the_rate(rate: float) -> None:
+    """By Bayes, p among sampled rows is p rate / (p rate + 1 - p) among all rows."""
     correction = LabelOptions(negative_rate=rate).correction
     assert correction == math.log(rate)
     p = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
@@ -158,46 +172,48 @@ def search(
     return catalogue, examples.collate(np.arange(12))
 
 
-def test_a_masked_label_is_learned_and_measured_where_the_mask_is_true(search) -> None:
+def test_a_masked_label_is_trained_and_measured_only_where_the_mask_is_true(
+    search,
+) -> None:
     catalogue, batch = search
-    model = Ranker(
-        RankerConfig(dropout=0.0, label_masks={"purchase": "click"}), catalogue
-    )
+    config = RankerConfig(dropout=0.0, label_masks={"purchase": "click"})
+    model = Ranker(config, catalogue)
     clicked = batch.labels[:, 0]
     assert 0 < clicked.sum() < len(clicked)
     labels = batch.labels.clone()
     labels[~clicked, 1] = ~labels[~clicked, 1]
     other = replace(batch, labels=labels)
+
     assert torch.equal(model(batch)["loss"], model(other)["loss"])
-    found, again = (
-        metrics.means(metrics.measure(model.eval(), of)) for of in (batch, other)
-    )
-    assert found["purchase/log_loss"] == again["purchase/log_loss"]
+    model.eval()
+    values = metrics.means(metrics.measure(model, batch))
+    other_values = metrics.means(metrics.measure(model, other))
+    assert values["purchase/log_loss"] == other_values["purchase/log_loss"]
     with torch.no_grad():
         logits = model.score(batch)[clicked, 1]
-    want = torch.nn.functional.binary_cross_entropy_with_logits(
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(
         logits, batch.labels[clicked, 1].float()
     )
-    assert found["purchase/log_loss"] == pytest.approx(float(want), rel=1e-4)
+    assert values["purchase/log_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_all_positives_and_a_share_of_the_rest_are_learned_from(search) -> None:
+def test_all_positives_and_a_share_of_the_negatives_are_sampled(search) -> None:
     catalogue, batch = search
     torch.manual_seed(0)
     model = Ranker(RankerConfig(negative_rate=0.25), catalogue)
-    positive, kept_negatives, negatives = batch.labels.any(1), 0, 0
+    num_positives = int(batch.labels.any(1).sum())
+    num_negatives = len(batch.labels) - num_positives
+
+    num_sampled_negatives = 0
     for _ in range(30):
-        sampled, there = model.sample_candidates(batch)
+        sampled, is_learned = model.sample_candidates(batch)
         labels = sampled.labels
-        assert there is not None
-        assert bool(there[labels].all())
-        assert int(labels.any(1).sum()) == int(positive.sum())
-        assert (
-            len(sampled.candidate)
-            == len(sampled.features)
-            == len(sampled.candidate_request)
-            == len(labels)
-        )
-        kept_negatives += len(labels) - int(positive.sum())
-        negatives += int((~positive).sum())
-    assert kept_negatives / negatives == pytest.approx(0.25, abs=0.03)
+        assert is_learned is not None
+        assert bool(is_learned[labels].all())
+        assert int(labels.any(1).sum()) == num_positives
+        for tensor in (sampled.candidate, sampled.features, sampled.candidate_request):
+            assert len(tensor) == len(labels)
+        num_sampled_negatives += len(labels) - num_positives
+
+    share = num_sampled_negatives / (30 * num_negatives)
+    assert share == pytest.approx(0.25, abs=0.03)

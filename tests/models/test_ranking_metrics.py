@@ -1,9 +1,10 @@
-"""Ranking metrics equal brute force and scikit-learn, also added over batches."""
+"""Ranking metrics equal brute force and scikit-learn, also when added over batches."""
 
 from __future__ import annotations
 
 import math
 import pickle
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,26 +25,25 @@ from models.metrics.ranking_metrics import (
 from models.storage.tables import UserError
 
 
-def pairs_auc(scores: list[float], labels: list[int]) -> float:
-    """Compute the share of (positive, negative) pairs in order; ties count as half."""
-    won = [
-        (a > b) + 0.5 * (a == b)
-        for a, p in zip(scores, labels, strict=True)
-        if p
-        for b, n in zip(scores, labels, strict=True)
-        if not n
-    ]
-    return sum(won) / len(won) if won else math.nan
+def compute_pairwise_auc(scores: list[float], labels: list[int]) -> float:
+    """Return the share of (positive, negative) pairs in order; ties count as half."""
+    rows = list(zip(scores, labels, strict=True))
+    positives = [score for score, label in rows if label]
+    negatives = [score for score, label in rows if not label]
+    pairs = list(product(positives, negatives))
+    if not pairs:
+        return math.nan
+    return sum((a > b) + 0.5 * (a == b) for a, b in pairs) / len(pairs)
 
 
-def random_requests(
+def draw_requests(
     seed: int, requests: int = 40
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw scores with many ties, labels that follow them, and request numbers."""
     rng = np.random.default_rng(seed)
-    request = rng.permutation(
-        np.repeat(np.arange(requests), rng.integers(1, 9, requests))
-    )
-    scores = rng.integers(-3, 4, len(request)) / 2  # many ties
+    sizes = rng.integers(1, 9, requests)
+    request = rng.permutation(np.repeat(np.arange(requests), sizes))
+    scores = rng.integers(-3, 4, len(request)) / 2
     labels = rng.random(len(request)) < 1 / (1 + np.exp(-scores))
     return torch.tensor(scores), torch.tensor(labels), torch.tensor(request)
 
@@ -51,168 +51,198 @@ def random_requests(
 @settings(max_examples=50)
 @given(st.integers(0, 10_000))
 def test_auc_of_a_request_is_the_share_of_ordered_pairs(seed):
-    scores, labels, request = random_requests(seed, 6)
+    scores, labels, request = draw_requests(seed, 6)
+
     auc, valid = request_auc(scores, labels, request)
+
     for r in range(6):
-        mine = request == r
-        want = pairs_auc(scores[mine].tolist(), labels[mine].tolist())
-        assert bool(valid[r]) == (not math.isnan(want))
+        rows = request == r
+        expected = compute_pairwise_auc(scores[rows].tolist(), labels[rows].tolist())
+        assert bool(valid[r]) == (not math.isnan(expected))
         if valid[r]:
-            assert float(auc[r]) == pytest.approx(want)
-            assert float(auc[r]) == pytest.approx(
-                roc_auc_score(labels[mine], scores[mine])
-            )
+            assert float(auc[r]) == pytest.approx(expected)
+            sklearn_auc = roc_auc_score(labels[rows], scores[rows])
+            assert float(auc[r]) == pytest.approx(sklearn_auc)
 
 
-def test_constant_scores_are_half_and_requests_of_one_class_are_counted_out():
+def test_constant_scores_have_an_auc_of_half_and_requests_of_one_class_have_none():
     scores = torch.tensor([1.0, 1.0, 1.0, 0.2, 0.9, 0.5, 0.5, 3.0])
     labels = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0]).bool()
     request = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
+
     auc, valid = request_auc(scores, labels, request)
+    metrics = ranking_means(ranking_sums(scores, labels, request))
+
     assert valid.tolist() == [True, True, False, False]
     assert auc[:2].tolist() == [0.5, 1.0]
-    metrics = ranking_means(ranking_sums(scores, labels, request))
     assert metrics["gauc"] == pytest.approx(0.75)
     assert metrics["gauc_by_impressions"] == pytest.approx((3 * 0.5 + 2 * 1.0) / 5)
     assert metrics["requests"] == 4
     assert metrics["requests_one_class"] == 2
 
 
-def test_sums_of_batches_add_up_to_the_whole_and_match_scikit_learn():
-    scores, labels, request = random_requests(3, 200)
-    scores = scores + torch.randn(
-        len(scores), generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
-    whole = ranking_means(ranking_sums(scores, labels, request))
-    assert tuple(whole) == METRIC_NAMES
+@pytest.fixture
+def untied_requests() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores without ties, labels and request numbers of 200 requests."""
+    scores, labels, request = draw_requests(3, 200)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(len(scores), generator=generator, dtype=torch.float64)
+    return scores + noise, labels, request
+
+
+def test_sums_of_batches_add_up_to_those_of_all_requests(untied_requests):
+    scores, labels, request = untied_requests
     total: dict[str, Any] = {}
     for begin in range(0, 200, 37):
-        mine = (request >= begin) & (request < begin + 37)
-        for name, value in ranking_sums(
-            scores[mine], labels[mine], request[mine] - begin
-        ).items():
+        rows = (request >= begin) & (request < begin + 37)
+        sums = ranking_sums(scores[rows], labels[rows], request[rows] - begin)
+        for name, value in sums.items():
             total[name] = total.get(name, 0) + value
-    parts = ranking_means(total)
-    assert parts == pytest.approx(whole, rel=1e-12)
-    exact = roc_auc_score(labels, scores)
-    assert whole["auc"] == pytest.approx(exact, rel=1e-12)
-    assert whole["auc_error"] == 0
+
+    metrics = ranking_means(ranking_sums(scores, labels, request))
+
+    assert tuple(metrics) == METRIC_NAMES
+    assert ranking_means(total) == pytest.approx(metrics, rel=1e-12)
+
+
+def test_metrics_equal_those_of_scikit_learn(untied_requests):
+    scores, labels, request = untied_requests
+
+    metrics = ranking_means(ranking_sums(scores, labels, request))
+
+    assert metrics["auc"] == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
+    assert metrics["auc_error"] == 0
     probability = torch.sigmoid(scores)
-    assert whole["log_loss"] == pytest.approx(log_loss(labels, probability))
-    rate = float(labels.double().mean())
-    assert whole["normalised_entropy"] == pytest.approx(
-        whole["log_loss"] / log_loss(labels, np.full(len(labels), rate))
-    )
-    assert whole["calibration"] == pytest.approx(
-        float(probability.sum() / labels.sum())
-    )
+    assert metrics["log_loss"] == pytest.approx(log_loss(labels, probability))
+    rates = np.full(len(labels), float(labels.double().mean()))
+    entropy = metrics["log_loss"] / log_loss(labels, rates)
+    assert metrics["normalised_entropy"] == pytest.approx(entropy)
+    calibration = float(probability.sum() / labels.sum())
+    assert metrics["calibration"] == pytest.approx(calibration)
 
 
-def test_calibration_before_and_after_what_is_added_to_logits():
-    scores, labels, request = random_requests(5)
-    added = math.log(0.1)
-    whole = ranking_sums(scores + added, labels, request, "like/", added)
-    parts = [
-        ranking_sums(scores[m] + added, labels[m], request[m], "like/", added)
-        for m in (request < 9, request > 8)
-    ]
-    found = ranking_means(whole, "like/")
+def test_calibration_is_reported_before_and_after_a_correction_of_logits():
+    scores, labels, request = draw_requests(5)
+    correction = math.log(0.1)
+
+    def compute_sums(rows: torch.Tensor) -> dict[str, Any]:
+        logits = scores[rows] + correction
+        return ranking_sums(logits, labels[rows], request[rows], "like/", correction)
+
+    metrics = ranking_means(compute_sums(request >= 0), "like/")
     for name, logits in (
-        ("calibration", scores + added),
+        ("calibration", scores + correction),
         ("calibration_uncorrected", scores),
     ):
-        chances = [1 / (1 + math.exp(-logit)) for logit in logits.tolist()]
-        assert found[f"like/{name}"] == pytest.approx(sum(chances) / int(labels.sum()))
-    together = ranking_means(
-        {name: parts[0][name] + parts[1][name] for name in whole}, "like/"
-    )
-    assert together["like/calibration_uncorrected"] == pytest.approx(
-        found["like/calibration_uncorrected"]
-    )
-    (told, _) = ranking_metrics.summarize(found, ("auc",))
-    assert told.split()[-4::2] == ["calibration", "calibration_uncorrected"]
+        expected = float(torch.sigmoid(logits).sum()) / int(labels.sum())
+        assert metrics[f"like/{name}"] == pytest.approx(expected)
+
+    first, second = compute_sums(request < 9), compute_sums(request > 8)
+    total = {name: first[name] + second[name] for name in first}
+    assert ranking_means(total, "like/")[
+        "like/calibration_uncorrected"
+    ] == pytest.approx(metrics["like/calibration_uncorrected"])
+
+    line, _ = ranking_metrics.summarize(metrics, ("auc",))
+    assert line.split()[-4::2] == ["calibration", "calibration_uncorrected"]
 
 
-def clicks(
+def draw_clicks(
     deviation: float, count: int = 4000, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits with this deviation that predict the labels weakly."""
+    """Draw logits with this deviation, and labels that follow them weakly."""
     generator = torch.Generator().manual_seed(0)
-    scores = (
-        torch.randn(count, generator=generator, dtype=torch.float64) * deviation
-        + offset
-    )
-    labels = torch.rand(count, generator=generator) < torch.sigmoid(
-        (scores - offset) / deviation
-    )
-    return scores, labels
+    noise = torch.randn(count, generator=generator, dtype=torch.float64)
+    scores = noise * deviation + offset
+    chance = torch.sigmoid((scores - offset) / deviation)
+    return scores, torch.rand(count, generator=generator) < chance
 
 
-@pytest.mark.parametrize(
-    ("deviation", "offset"), [(30, 0), (2e-3, 0), (1e-3, 1000), (1e30, 0), (2, -7)]
-)
+SCALES = [(30, 0), (2e-3, 0), (1e-3, 1000), (1e30, 0), (2, -7)]
+
+
+@pytest.mark.parametrize(("deviation", "offset"), SCALES)
 def test_auc_is_exact_at_any_scale(deviation: float, offset: float):
-    scores, labels = clicks(deviation, offset=offset)
+    scores, labels = draw_clicks(deviation, offset=offset)
     auc, error = Histogram.from_logits(scores, labels).auc()
     assert error == 0
     assert auc == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
-    zeros = Histogram.from_logits(
-        torch.tensor([-0.0, 0.0]), torch.tensor([True, False])
-    )
-    assert zeros.auc() == (0.5, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("deviation", "offset"), [(30, 0), (2e-3, 0), (1e-3, 1000), (1e30, 0), (2, -7)]
-)
-def test_beyond_memory_the_bound_holds_and_is_tight(
+def test_positive_and_negative_zero_are_tied():
+    logits, labels = torch.tensor([-0.0, 0.0]), torch.tensor([True, False])
+    assert Histogram.from_logits(logits, labels).auc() == (0.5, 0.0)
+
+
+@pytest.mark.parametrize(("deviation", "offset"), SCALES)
+def test_the_error_of_a_merged_histogram_is_bounded_and_small(
     monkeypatch: pytest.MonkeyPatch, deviation: float, offset: float
 ):
-    scores, labels = clicks(deviation, offset=offset)
+    scores, labels = draw_clicks(deviation, offset=offset)
     monkeypatch.setattr(ranking_metrics, "MAX_EXACT_LOGITS", 256)
-    whole = Histogram.from_logits(scores, labels)
-    auc, error = whole.auc()
-    assert len(whole.merge().chunks[0].keys) <= 256
+
+    histogram = Histogram.from_logits(scores, labels)
+    auc, error = histogram.auc()
+
+    assert len(histogram.merge().chunks[0].keys) <= 256
     assert abs(auc - roc_auc_score(labels, scores)) <= error
     assert 0 < error < 0.02
+
+
+@pytest.mark.parametrize("sizes", [[1000] * 4, [1, 2999, 1000], [100] * 40])
+@pytest.mark.parametrize(("deviation", "offset"), SCALES)
+def test_a_merged_histogram_does_not_depend_on_batches_and_workers(
+    monkeypatch: pytest.MonkeyPatch,
+    deviation: float,
+    offset: float,
+    sizes: list[int],
+):
+    scores, labels = draw_clicks(deviation, offset=offset)
+    monkeypatch.setattr(ranking_metrics, "MAX_EXACT_LOGITS", 256)
+    expected = Histogram.from_logits(scores, labels).auc()
     monkeypatch.setattr(ranking_metrics, "MAX_CHUNKS", 3)
-    for sizes in ([1000] * 4, [1, 2999, 1000], [100] * 40):
-        parts = [
-            Histogram.from_logits(*part)
-            for part in zip(scores.split(sizes), labels.split(sizes), strict=True)
-        ]
-        assert sum(parts).auc() == (auc, error)  # in whatever parts it came
-        assert sum(parts[::-1]).auc() == (auc, error)
-        first, second = sum(parts[: len(parts) // 2]), sum(parts[len(parts) // 2 :])
-        assert (pickle.loads(pickle.dumps(first)) + second).auc() == (
-            auc,
-            error,
-        )  # of two workers
+
+    parts = [
+        Histogram.from_logits(*part)
+        for part in zip(scores.split(sizes), labels.split(sizes), strict=True)
+    ]
+
+    assert sum(parts).auc() == expected
+    assert sum(parts[::-1]).auc() == expected
+    middle = len(parts) // 2
+    from_other_worker = pickle.loads(pickle.dumps(sum(parts[:middle])))
+    assert (from_other_worker + sum(parts[middle:])).auc() == expected
 
 
-def test_nothing_valid_is_nan_with_a_message():
+def test_gauc_without_a_request_of_both_classes_is_nan_with_a_warning():
     scores, request = torch.tensor([0.1, 0.4]), torch.tensor([0, 1])
+    sums = ranking_sums(scores, torch.tensor([False, True]), request)
     with pytest.warns(UserWarning, match="no request has both labels"):
-        metrics = ranking_means(
-            ranking_sums(scores, torch.tensor([False, True]), request)
-        )
+        metrics = ranking_means(sums)
     assert math.isnan(metrics["gauc"])
     assert metrics["auc"] == 1.0
+
+
+def test_metrics_of_one_class_are_nan_with_a_warning():
+    scores, request = torch.tensor([0.1, 0.4]), torch.tensor([0, 1])
+    sums = ranking_sums(scores, torch.tensor([False, False]), request)
     with pytest.warns(
         UserWarning, match="auc, normalised_entropy: all labels are the same"
     ):
-        metrics = ranking_means(
-            ranking_sums(scores, torch.tensor([False, False]), request)
-        )
+        metrics = ranking_means(sums)
     assert math.isnan(metrics["auc"])
     assert math.isnan(metrics["calibration"])
+
+
+def test_metrics_without_candidates_are_nan_with_a_warning():
     empty = torch.zeros(0)
+    sums = ranking_sums(empty, empty.bool(), empty.long())
     with pytest.warns(UserWarning, match="there are no candidates"):
-        metrics = ranking_means(ranking_sums(empty, empty.bool(), empty.long()))
+        metrics = ranking_means(sums)
     assert math.isnan(metrics["log_loss"])
 
 
-def test_a_score_that_is_no_number_is_refused():
+def test_a_score_of_nan_is_rejected():
     with pytest.raises(UserError, match="not finite"):
         ranking_sums(
             torch.tensor([float("nan")]), torch.tensor([True]), torch.tensor([0])

@@ -1,4 +1,4 @@
-"""The table of models: names, configs, and errors that name the remedy."""
+"""The registry of models: names, configs, and errors that name the nearest key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RETRIEVAL = [
 
 
 @pytest.mark.parametrize("name", registry.MODELS)
-def test_every_config_round_trips(name):
+def test_every_config_survives_conversion_to_options_and_back(name):
     model_class, config = parse_options({"name": name})
     assert model_class is registry.find(name)
     assert model_class.name == name
@@ -33,7 +33,7 @@ def test_every_config_round_trips(name):
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)
-def test_every_model_of_a_catalogue_builds_from_its_own_defaults(name):
+def test_every_retrieval_model_builds_and_recommends_with_default_options(name):
     model: Any = build_model({"name": name}, Catalogue.from_codes(CODES, (2, 2)))
     batch = fill_batch(
         RequestBatch,
@@ -46,28 +46,35 @@ def test_every_model_of_a_catalogue_builds_from_its_own_defaults(name):
     assert model.config.max_history >= 1
     if model.ranks == "nothing":  # stage 1 of SID-MLP++
         return
+
     items, scores = model.eval().recommend(batch, 3)
+
     assert sorted(items[0].tolist()) == [0, 1, 2]
     assert scores.shape == (1, 3)
-    search = set(inspect.signature(model.recommend).parameters) - {"batch", "k"}
-    assert set(model.recommend_options()) == search | {
-        "unseen",
-        "precision",
-        "compile",
-    }
+    options = set(inspect.signature(model.recommend).parameters) - {"batch", "k"}
+    options |= {"unseen", "precision", "compile"}
+    assert set(model.recommend_options()) == options
     assert model.trains_by_gradient != hasattr(model, "fit_counts")
 
 
-def test_mistakes_are_answered_with_the_nearest_name():
+def test_an_unknown_model_is_rejected_with_the_nearest_name():
     with pytest.raises(
         UserError, match="unknown model 'sasrek'; the nearest is 'sasrec'"
     ):
         registry.find("sasrek")
-    with pytest.raises(
-        UserError, match=r"unknown key 'model.d_modle' .* 'model.d_model'"
-    ):
-        parse_options({"name": "tiger", "d_modle": 3})
-    with pytest.raises(UserError, match="the model has no name"):
-        parse_options({"d_model": 3})
-    with pytest.raises(UserError, match="model 'sasrec': dropout 2"):
-        parse_options({"name": "sasrec", "dropout": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"name": "tiger", "d_modle": 3},
+            r"unknown key 'model.d_modle' .* 'model.d_model'",
+        ),
+        ({"d_model": 3}, "the model has no name"),
+        ({"name": "sasrec", "dropout": 2}, "model 'sasrec': dropout 2"),
+    ],
+)
+def test_invalid_options_are_rejected(options, message):
+    with pytest.raises(UserError, match=message):
+        parse_options(options)

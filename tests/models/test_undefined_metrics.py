@@ -1,4 +1,4 @@
-"""A metric without any request is undefined: not used to choose, not shown as 0."""
+"""A metric without a request is undefined: it selects no checkpoint and is not shown as 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.evaluate import Config, describe_first_time_items, run
+from jobs.evaluate import Config, describe_first_time_items
+from jobs.evaluate import run as evaluate
 from models.metrics.ranking_metrics import format_metric
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -30,8 +31,10 @@ BOOSTED = {"name": "boosted"}
 MVP = {"name": "attn_mvp", "width": 8, "num_layers": 1, "num_heads": 2, "ffn": 8}
 
 
-def rewrite(tables: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Write the sequences again, with changes to each user's row."""
+def change_sequences(
+    tables: str, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Overwrite `sequences` with a change of each user's row."""
     uri = join(tables, "sequences")
     manifest, table = read_manifest(uri, "sequences"), read_table(uri, "sequences")
     rows = [change(row) for row in table.to_pylist()]
@@ -59,84 +62,93 @@ def like_nothing(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def repeats(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Write tables of users who repeat one item."""
+    """Folder of the tables of users who repeat one item."""
     tables, _ = write_tables(tmp_path_factory.mktemp("repeats"), users=20)
-    rewrite(tables, repeat_one_item)
+    change_sequences(tables, repeat_one_item)
     return tables
 
 
-def setup_of(model: dict[str, Any], inputs: Inputs, **fit: Any) -> TrainingRun:
+def build_small_training(
+    model: dict[str, Any], inputs: Inputs, **fit: Any
+) -> TrainingRun:
     return build_training(model, FitConfig(batch_size=4, **fit), inputs)
 
 
-def test_a_retrieval_metric_without_requests_is_refused_before_training(
+def test_a_retrieval_metric_without_requests_is_rejected_before_training(
     repeats: str,
 ) -> None:
     with pytest.raises(
         UserError,
         match=r"fit.metric is first/ndcg@10, which is not defined on the 20 rows .* another fit.metric",
     ):
-        setup_of(SASREC, Inputs(repeats), metric="first/ndcg@10").check_metric()
-    setup_of(SASREC, Inputs(repeats), metric="ndcg@10").check_metric()
+        build_small_training(
+            SASREC, Inputs(repeats), metric="first/ndcg@10"
+        ).check_metric()
+    build_small_training(SASREC, Inputs(repeats), metric="ndcg@10").check_metric()
 
 
 @pytest.mark.parametrize("metric", ["gauc", "auc", "normalised_entropy"])
-def test_a_search_metric_of_one_class_is_refused_before_training(
+def test_a_search_metric_of_one_class_is_rejected_before_training(
     metric: str, tmp_path: Path
 ) -> None:
     tables, _ = write_search(tmp_path)
-    setup_of(BOOSTED, Inputs(tables), metric=metric).check_metric()
-    rewrite(tables, click_nothing)
+    build_small_training(BOOSTED, Inputs(tables), metric=metric).check_metric()
+    change_sequences(tables, click_nothing)
     with pytest.raises(UserError, match=f"fit.metric is {metric}, which is not defin"):
-        setup_of(BOOSTED, Inputs(tables), metric=metric).check_metric()
+        build_small_training(BOOSTED, Inputs(tables), metric=metric).check_metric()
 
 
-def test_a_task_metric_of_one_class_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_task_metric_of_one_class_is_rejected_before_training(tmp_path: Path) -> None:
     tables = write_actions(tmp_path)
-    rewrite(tables, like_nothing)
+    change_sequences(tables, like_nothing)
     inputs = Inputs(tables)
     with pytest.raises(UserError, match="like/normalised_entropy, which is not"):
-        setup_of(MVP, inputs, metric="like/normalised_entropy").check_metric()
-    setup_of(MVP, inputs, metric="mean/rig").check_metric()
+        build_small_training(
+            MVP, inputs, metric="like/normalised_entropy"
+        ).check_metric()
+    build_small_training(MVP, inputs, metric="mean/rig").check_metric()
 
 
-def test_the_check_leaves_the_model_as_it_was(repeats: str) -> None:
-    setup = setup_of(SASREC, Inputs(repeats), metric="ndcg@10")
-    before = {name: x.clone() for name, x in setup.model.state_dict().items()}
-    setup.check_metric()
-    assert all(
-        (x == before[name]).all() for name, x in setup.model.state_dict().items()
-    )
-    assert "recommend" not in vars(setup.model)
+def test_the_check_of_the_metric_does_not_change_the_model(repeats: str) -> None:
+    run = build_small_training(SASREC, Inputs(repeats), metric="ndcg@10")
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+
+    run.check_metric()
+
+    for name, value in run.model.state_dict().items():
+        assert (value == before[name]).all()
+    assert "recommend" not in vars(run.model)
 
 
-def test_an_evaluation_writes_null_and_mlflow_gets_no_point(
+def test_an_undefined_metric_is_null_in_the_evaluation_and_absent_in_mlflow(
     repeats: str,
     new_store: Callable[[Path], str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    uri = new_store(tmp_path)
-    setup = setup_of(SASREC, Inputs(repeats))
-    config = {"model": setup.model.config_to_dict(setup.config), "tables": repeats}
-    hashes = setup.catalogue.hashes
-    opened = tracking.open_run(
-        uri, "retrieval/x", "sasrec", str(tmp_path), config=config, hashes=hashes
+    run = build_small_training(SASREC, Inputs(repeats))
+    tracked_run = tracking.open_run(
+        new_store(tmp_path),
+        "retrieval/x",
+        "sasrec",
+        str(tmp_path),
+        config={"model": run.model.config_to_dict(run.config), "tables": repeats},
+        hashes=run.catalogue.hashes,
     )
-    place = tmp_path / "sasrec"
-    about = setup.checkpoint(epoch=1, tracking=opened.to_dict())
-    checkpoint.save(place, setup.model, about)
+    folder = tmp_path / "sasrec"
+    metadata = run.checkpoint(epoch=1, tracking=tracked_run.to_dict())
+    checkpoint.save(folder, run.model, metadata)
 
-    result = run(Config(checkpoint=str(place), tables=repeats))
+    result = evaluate(Config(checkpoint=str(folder), tables=repeats))
 
     assert result is not None
     assert math.isnan(result.metrics["first/ndcg@10"])
-    written = json.loads((place / "evaluation-test.json").read_text())["metrics"]
+    written = json.loads((folder / "evaluation-test.json").read_text())["metrics"]
     assert written["first/ndcg@10"] is None
     assert written["first/recall@1"] is None
     assert written["first/examples"] == 0
     assert written["ndcg@10"] >= 0
-    logged = load_test_metrics(opened)
+    logged = load_test_metrics(tracked_run)
     assert "test/ndcg_at_10" in logged
     assert not [name for name in logged if name.startswith("test/first/ndcg")]
     printed = capsys.readouterr().out
@@ -144,8 +156,14 @@ def test_an_evaluation_writes_null_and_mlflow_gets_no_point(
     assert "recall@10 -, ndcg@10 -" in printed
 
 
-def test_a_value_that_is_not_defined_is_a_dash() -> None:
-    assert [format_metric(x) for x in (None, math.nan, 0.0)] == ["-", "-", "0.0000"]
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (math.nan, "-"), (0.0, "0.0000")]
+)
+def test_an_undefined_value_is_shown_as_a_dash(value: float | None, text: str) -> None:
+    assert format_metric(value) == text
+
+
+def test_undefined_metrics_of_new_items_are_shown_as_dashes() -> None:
     lines = describe_first_time_items(
         {"first/examples": 0.0, "first/ndcg@10": math.nan}
     )

@@ -1,5 +1,5 @@
-"""URIs with a secret are refused in a line that does not print it; all others are taken
-as they are.
+"""URIs with a secret are rejected with a message that does not contain it; all others are
+accepted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models.storage.uri import UserError, refuse_secrets
 
 SCHEMES = ("https", "http", "s3", "postgresql", "mysql+pymysql", "gs", "abfs")
-NAMES = (
+SECRET_NAMES = (
     "access_key",
     "secret_key",
     "token",
@@ -32,7 +32,7 @@ NAMES = (
     "user",
     "sas_token",
 )
-PLAIN = (
+HARMLESS_NAMES = (
     "endpoint_override",
     "region",
     "scheme",
@@ -42,9 +42,8 @@ PLAIN = (
     "monkey",
 )
 
-secrets = st.text(
-    string.ascii_letters + string.digits + "%@:/?#&=+;!$'()* ", min_size=1
-).map(lambda s: f"S3CR{s}ET")
+secret_characters = string.ascii_letters + string.digits + "%@:/?#&=+;!$'()* "
+secrets = st.text(secret_characters, min_size=1).map(lambda text: f"S3CR{text}ET")
 words = st.text(string.ascii_lowercase, min_size=1, max_size=6)
 
 
@@ -55,26 +54,26 @@ words = st.text(string.ascii_lowercase, min_size=1, max_size=6)
     words,
     words,
 )
-def test_a_user_is_refused(
+def test_a_uri_with_a_user_or_password_is_rejected(
     scheme: str, user: str, secret: str, host: str, path: str
 ) -> None:
+    quoted = quote(secret, safe="")
+    uri = f"{scheme}://{user.format(quoted, quoted)}{host}/{path}"
     with pytest.raises(
         UserError, match="holds a user, password or key; leave it out and"
     ) as raised:
-        refuse_secrets(
-            f"{scheme}://{user.format(quote(secret, safe=''), quote(secret, safe=''))}{host}/{path}"
-        )
+        refuse_secrets(uri)
     assert "S3CR" not in str(raised.value)
 
 
 @given(
     st.sampled_from(SCHEMES),
     words,
-    st.sampled_from(NAMES),
+    st.sampled_from(SECRET_NAMES),
     secrets,
     st.sampled_from("?#"),
 )
-def test_a_secret_parameter_is_refused(
+def test_a_uri_with_a_secret_parameter_is_rejected(
     scheme: str, path: str, name: str, secret: str, sign: str
 ) -> None:
     uri = f"{scheme}://host:5000/{path}{sign}region=eu&{name}={quote(secret, safe='')}"
@@ -93,7 +92,7 @@ def test_a_secret_parameter_is_refused(
         "postgresql://u:p@[::1]/db",
     ],
 )
-def test_odd_users_are_refused(uri: str) -> None:
+def test_users_with_unusual_characters_are_rejected(uri: str) -> None:
     with pytest.raises(UserError, match="holds a user"):
         refuse_secrets(uri)
 
@@ -102,15 +101,15 @@ def test_odd_users_are_refused(uri: str) -> None:
     st.sampled_from(SCHEMES),
     words,
     st.lists(st.text(string.ascii_letters + "@:.=-_~", min_size=1)),
-    st.lists(st.tuples(st.sampled_from(PLAIN), words)),
+    st.lists(st.tuples(st.sampled_from(HARMLESS_NAMES), words)),
 )
-def test_uris_without_secrets_are_taken(
+def test_uris_without_secrets_are_accepted(
     scheme: str, host: str, path: list[str], query: list[tuple[str, str]]
 ) -> None:
-    parameters = (
-        "?" + "&".join(f"{name}={value}" for name, value in query) if query else ""
-    )
-    refuse_secrets(f"{scheme}://{host}/{'/'.join(path)}{parameters}")
+    uri = f"{scheme}://{host}/{'/'.join(path)}"
+    if query:
+        uri += "?" + "&".join(f"{name}={value}" for name, value in query)
+    refuse_secrets(uri)
 
 
 @pytest.mark.parametrize(
@@ -133,5 +132,5 @@ def test_uris_without_secrets_are_taken(
         "split_part(url, '://', 2) || 'me@x'",
     ],
 )
-def test_paths_and_plain_texts_are_taken(text: str) -> None:
+def test_paths_and_other_texts_are_accepted(text: str) -> None:
     refuse_secrets([text, 3, None])

@@ -1,6 +1,4 @@
-"""Locks at URIs: two jobs on one output of an S3 storage, holders that are killed, and
-who loses the lock.
-"""
+"""Locks in an S3 storage: two jobs with one output, killed holders, and a lost lock."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.exhaustive
 
 ROOT = Path(__file__).parents[2]
 
-HOLDS = """
+HOLD_LOCK = """
 import sys
 from models.storage import locks
 locks.HEARTBEAT_S = 0.5
@@ -32,20 +30,21 @@ with locks.hold_lock(sys.argv[1], "it is held"):
 """
 
 
-def writing(uri: str) -> AbstractContextManager[None]:
+def hold_output(uri: str) -> AbstractContextManager[None]:
+    """Hold the lock of an output while it is written."""
     return hold_lock(f"{uri}/{LOCK}", f"{uri} is being written")
 
 
-def lock(uri: str) -> str | None:
-    """What the lock says; None where there is none."""
-    found = locks._LockObject(f"{uri}/{LOCK}").read()
-    return found and found[0]
+def read_lock(uri: str) -> str | None:
+    """Return the content of a lock, or None without a lock."""
+    content = locks._LockObject(f"{uri}/{LOCK}").read()
+    return content[0] if content else None
 
 
-def holder(uri: str) -> subprocess.Popen:
-    """Another process, which holds `uri` until its input is closed."""
+def start_holder(uri: str) -> subprocess.Popen:
+    """Start a process that holds the lock of `uri` until its input is closed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, f"{uri}/{LOCK}"],
+        [sys.executable, "-c", HOLD_LOCK, f"{uri}/{LOCK}"],
         cwd=ROOT,
         text=True,
         stdin=subprocess.PIPE,
@@ -56,102 +55,113 @@ def holder(uri: str) -> subprocess.Popen:
     return process
 
 
-def test_a_second_job_is_refused_while_the_first_one_lives(s3: str) -> None:
-    first = holder(f"{s3}/t")
+def test_a_second_job_is_rejected_while_the_first_one_lives(s3: str) -> None:
+    holder = start_holder(f"{s3}/t")
     try:
-        said = rf"/t is being written \(process {first.pid} on {socket.gethostname()}, since"
-        began = time.monotonic()
-        with pytest.raises(UserError, match=said), writing(f"{s3}/t"):
-            raise AssertionError("two hold it")
-        assert (
-            time.monotonic() - began < locks.EXPIRES_S / 2
-        )  # it does not wait for the first one to fall silent
-        with writing(f"{s3}/other"):
-            assert lock(f"{s3}/other")
-        first.communicate("")
-        assert lock(f"{s3}/t") is None
-        with writing(f"{s3}/t"):
-            assert lock(f"{s3}/t")
-        assert lock(f"{s3}/t") is None
+        message = rf"/t is being written \(process {holder.pid} on {socket.gethostname()}, since"
+        begin = time.monotonic()
+        with pytest.raises(UserError, match=message), hold_output(f"{s3}/t"):
+            raise AssertionError("two processes hold the lock")
+        # it does not wait until the lock would expire
+        assert time.monotonic() - begin < locks.EXPIRES_S / 2
+        with hold_output(f"{s3}/other"):
+            assert read_lock(f"{s3}/other")
+
+        holder.communicate("")
+        assert read_lock(f"{s3}/t") is None
+        with hold_output(f"{s3}/t"):
+            assert read_lock(f"{s3}/t")
+        assert read_lock(f"{s3}/t") is None
     finally:
-        first.kill()
-        first.wait()
+        holder.kill()
+        holder.wait()
 
 
-def test_a_killed_job_gives_way_when_it_is_silent_and_one_that_beats_does_not(
+def test_the_lock_of_a_killed_job_expires(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "EXPIRES_S", 4.0)
-    first, alive = holder(f"{s3}/killed"), holder(f"{s3}/alive")
-    first.kill()
-    first.wait()
-    began = time.monotonic()
-    with writing(f"{s3}/killed"):
-        assert time.monotonic() - began > 4
+    holder = start_holder(f"{s3}/killed")
+    holder.kill()
+    holder.wait()
+    begin = time.monotonic()
+    with hold_output(f"{s3}/killed"):
+        assert time.monotonic() - begin > 4
+
+
+def test_the_lock_of_a_job_with_heartbeats_does_not_expire(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "EXPIRES_S", 4.0)
+    holder = start_holder(f"{s3}/alive")
     try:
-        began = time.monotonic()
+        begin = time.monotonic()
         with (
-            pytest.raises(UserError, match=f"process {alive.pid} on"),
+            pytest.raises(UserError, match=f"process {holder.pid} on"),
             hold_lock(f"{s3}/alive/{LOCK}", "held", 5),
         ):
-            raise AssertionError("two hold it")
-        assert time.monotonic() - began > 5
+            raise AssertionError("two processes hold the lock")
+        assert time.monotonic() - begin > 5
     finally:
-        alive.communicate("")
+        holder.communicate("")
 
 
-def test_of_several_that_begin_together_one_has_it(
+def test_of_several_concurrent_jobs_one_gets_the_lock(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "HEARTBEAT_S", 1.0)
-    inside, most, refused = 0, 0, []
+    num_holders, max_holders, messages = 0, 0, []
     guard = threading.Lock()
 
     def work() -> None:
-        nonlocal inside, most
+        nonlocal num_holders, max_holders
         try:
-            with writing(f"{s3}/run"):
+            with hold_output(f"{s3}/run"):
                 with guard:
-                    inside += 1
-                    most = max(most, inside)
+                    num_holders += 1
+                    max_holders = max(max_holders, num_holders)
                 time.sleep(2.5)
                 with guard:
-                    inside -= 1
+                    num_holders -= 1
         except UserError as error:
-            refused.append(str(error))
+            messages.append(str(error))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == 1
-    assert refused
-    assert all("/run is being written (process" in said for said in refused)
+
+    assert max_holders == 1
+    assert messages
+    assert all("/run is being written (process" in message for message in messages)
 
 
-def test_of_two_that_find_a_silent_one_one_takes_it(s3: str) -> None:
-    """The write over a version that is no longer there fails."""
-    one, two, three = (locks._LockObject(f"{s3}/silent/{LOCK}") for _ in range(3))
-    assert one.write(None)
-    silent = one.version
-    assert not two.write(None)
-    assert two.write(silent)
-    assert not three.write(silent)
-    assert not one.write(one.version)
-    one.release()
-    assert lock(f"{s3}/silent")  # it is left to whom it belongs now
-    two.release()
-    assert lock(f"{s3}/silent") is None
+def test_of_two_jobs_that_see_an_expired_lock_one_takes_it_over(s3: str) -> None:
+    """A write over a version that is no longer current fails."""
+    uri = f"{s3}/silent/{LOCK}"
+    expired, second, third = (locks._LockObject(uri) for _ in range(3))
+    assert expired.write(None)
+    expired_version = expired.version
+
+    assert not second.write(None)
+    assert second.write(expired_version)
+    assert not third.write(expired_version)
+    assert not expired.write(expired.version)
+
+    expired.release()
+    assert read_lock(f"{s3}/silent")  # the lock of the new holder stays
+    second.release()
+    assert read_lock(f"{s3}/silent") is None
 
 
-def test_who_loses_the_lock_says_so_at_the_end(
+def test_a_job_that_lost_its_lock_fails_at_the_end(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "HEARTBEAT_S", 0.2)
 
-    def write() -> None:
-        with writing(f"{s3}/lost"):
+    def lose_lock() -> None:
+        with hold_output(f"{s3}/lost"):
             filesystem, path = open_uri(f"{s3}/lost/{LOCK}")
             with filesystem.open_output_stream(path) as stream:
                 stream.write(b"process 7 on elsewhere")
@@ -160,5 +170,5 @@ def test_who_loses_the_lock_says_so_at_the_end(
     with pytest.raises(
         UserError, match=r"another process acquired the lock .*/lost/\.lock meanwhile"
     ):
-        write()
-    assert lock(f"{s3}/lost") == "process 7 on elsewhere"
+        lose_lock()
+    assert read_lock(f"{s3}/lost") == "process 7 on elsewhere"

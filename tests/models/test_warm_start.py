@@ -1,11 +1,13 @@
-"""A model of one day on the tables of the next: scores of old items stay, new items
-begin as unknown.
+"""A model of one day on the tables of later days: scores of old items stay, new items
+start as unknown items, and training continues on newer examples.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,8 @@ from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from tests.fixtures.trainings import build_training
 
-DAY = 86_400_000
-BEGIN = 1_750_000_000_000 // DAY * DAY
-OF_KIND: dict[str, dict[str, Any]] = {
-    "retrieval": {"kind": "retrieval"},
-    "actions": {"kind": "actions"},
-}
+DAY_MS = 86_400_000
+FIRST_DAY_MS = 1_750_000_000_000 // DAY_MS * DAY_MS
 MODELS: dict[str, dict[str, Any]] = {
     "sasrec": {"name": "sasrec", "dim": 8, "num_layers": 1, "num_heads": 1},
     "attn_lfa": {
@@ -41,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts": 1,
     },
 }
-KIND = {"sasrec": "retrieval", "attn_lfa": "actions"}
+KINDS = {"sasrec": "retrieval", "attn_lfa": "actions"}
 PLACES = ("rome", "oslo")
 CONFIG = {
     "core": 0,
@@ -51,28 +49,28 @@ CONFIG = {
 
 
 def write_day(folder: Path, day: int, items: int, places: tuple[str, ...]) -> None:
-    """A day of 12 users on some items; prices rise, and the authors of later items come
-    first by name.
+    """Write a day of 12 users on some items; prices rise, and the authors of later items
+    are earlier in alphabetical order.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(day)
+    rng = random.Random(day)
     rows = ["user,item,ms,like,place,price"]
     for user in range(12):
-        for at in sorted(draw.sample(range(DAY), 8)):
-            price = "" if draw.random() < 0.2 else str(draw.random() * (day + 1))
-            cells = (
-                f"u{user}",
-                f"i{draw.randrange(items)}",
-                BEGIN + day * DAY + at,
-                draw.randrange(2),
-            )
-            rows.append(",".join(map(str, (*cells, draw.choice(places), price))))
+        for time in sorted(rng.sample(range(DAY_MS), 8)):
+            price = "" if rng.random() < 0.2 else str(rng.random() * (day + 1))
+            item, like = rng.randrange(items), rng.randrange(2)
+            place = rng.choice(places)
+            ms = FIRST_DAY_MS + day * DAY_MS + time
+            rows.append(f"u{user},i{item},{ms},{like},{place},{price}")
     (folder / f"day_{day}.csv").write_text("\n".join(rows) + "\n")
-    about = [f"i{i},author{'CBA'[i // 10]},{i if i % 4 else ''}" for i in range(items)]
-    (folder / "items.csv").write_text("\n".join(["item,author,size", *about]) + "\n")
+    item_rows = ["item,author,size"]
+    for i in range(items):
+        item_rows.append(f"i{i},author{'CBA'[i // 10]},{i if i % 4 else ''}")
+    (folder / "items.csv").write_text("\n".join(item_rows) + "\n")
 
 
-def append(folder: Path, kind: str) -> Inputs:
+def append_days(folder: Path, kind: str) -> Inputs:
+    """Prepare the days in `folder` that the tables do not have yet."""
     source = {
         "files": "day_*.csv",
         "format": "csv",
@@ -89,7 +87,7 @@ def append(folder: Path, kind: str) -> Inputs:
             "numbers": {"size": "size"},
         },
     }
-    config = read_config({**CONFIG, **OF_KIND[kind]})
+    config = read_config({**CONFIG, "kind": kind})
     prepare(
         parse_log(source),
         str(folder / "raw"),
@@ -100,44 +98,73 @@ def append(folder: Path, kind: str) -> Inputs:
     return Inputs(str(folder / "tables"))
 
 
-def trained(setup: TrainingRun, where: Path) -> str:
-    """The checkpoint that a training leaves."""
-    for event in fit(
-        setup.model, setup.train, setup.validate, setup.fit, means=setup.means
-    ):
+def train_and_save(run: TrainingRun, folder: Path) -> str:
+    """Train to the end, save a checkpoint and return its folder."""
+    for event in fit(run.model, run.train, run.validate, run.fit, means=run.means):
         last = event
-    about = setup.checkpoint(epoch=1, step=last.step, best={"step": last.step})
-    checkpoint.save(where, setup.model, about)
-    return str(where)
+    metadata = run.checkpoint(epoch=1, step=last.step, best={"step": last.step})
+    checkpoint.save(folder, run.model, metadata)
+    return str(folder)
 
 
-def config_of(name: str, **options: Any) -> FitConfig:
+def make_fit_config(name: str, **options: Any) -> FitConfig:
     metric = "ndcg@10" if name == "sasrec" else "mean/auc"
     return FitConfig(
         max_epochs=1, batch_size=8, lr=0.01, metric=metric, seed=1, **options
     )
 
 
+class Days:
+    """A log that grows by days."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def prepare_first(self, kind: str) -> Inputs:
+        """Prepare days one to three."""
+        for day in range(3):
+            write_day(self.folder / "raw", day, 20, PLACES)
+        return append_days(self.folder, kind)
+
+    def append_later(self, kind: str) -> Inputs:
+        """Append days four to six, with new items, authors and places."""
+        for day in range(3, 6):
+            write_day(self.folder / "raw", day, 26, ("bern", *PLACES))
+        return append_days(self.folder, kind)
+
+    def train_first(self, name: str) -> str:
+        """Train a model on days one to three; return its checkpoint."""
+        run = build_training(
+            MODELS[name], make_fit_config(name), self.prepare_first(KINDS[name])
+        )
+        return train_and_save(run, self.folder / "one")
+
+
 @pytest.fixture
-def days(tmp_path: Path) -> Any:
-    """Days one to three prepared, and what adds three more with new items, authors and
-    places.
+def days(tmp_path: Path) -> Days:
+    return Days(tmp_path)
+
+
+Grown = Callable[[str], tuple[str, Inputs]]
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
+    """Return a function that trains a model by name on days one to three, once, and
+    returns its checkpoint and the inputs of all six days.
     """
 
-    def begin(kind: str) -> Inputs:
-        for day in range(3):
-            write_day(tmp_path / "raw", day, 20, PLACES)
-        return append(tmp_path, kind)
+    @cache
+    def train_and_append(name: str) -> tuple[str, Inputs]:
+        days = Days(tmp_path_factory.mktemp(name))
+        uri = days.train_first(name)
+        return uri, days.append_later(KINDS[name])
 
-    def more(kind: str) -> Inputs:
-        for day in range(3, 6):
-            write_day(tmp_path / "raw", day, 26, ("bern", *PLACES))
-        return append(tmp_path, kind)
-
-    return begin, more
+    return train_and_append
 
 
-def scores(loaded: LoadedModel, batch: Any) -> torch.Tensor:
+def score_old_items(loaded: LoadedModel, batch: Any) -> torch.Tensor:
+    """Return the scores of a batch, for a retrieval model those of the 20 old items."""
     with torch.no_grad():
         if loaded.model.ranks == "catalogue":
             model: Any = loaded.model
@@ -145,138 +172,171 @@ def scores(loaded: LoadedModel, batch: Any) -> torch.Tensor:
         return loaded.model.score(batch)  # type: ignore[no-any-return]
 
 
+def shift_viewers(viewer: torch.Tensor) -> torch.Tensor:
+    """Shift the codes of places by the new place that is first in alphabetical order."""
+    return torch.where(viewer > 0, viewer + 1, 0)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_said_of_old_items_stays(days: Any, tmp_path: Path, name: str) -> None:
-    begin, more = days
-    inputs = begin(KIND[name])
-    uri = trained(
-        build_training(MODELS[name], config_of(name), inputs), tmp_path / "one"
-    )
+def test_scores_of_old_items_do_not_change_with_new_items(
+    days: Days, name: str
+) -> None:
+    uri = days.train_first(name)
+    inputs = Inputs(str(days.folder / "tables"))
     before = LoadedModel.load(uri, inputs)
     examples = before.load_examples(inputs, "test")
     batch = examples.collate(np.arange(len(examples)))
-    old_items = [*read_table(f"{inputs.tables}/items")["item_id"].to_pylist()]
-    expected = scores(before, batch)
+    num_old_items = read_manifest(f"{inputs.tables}/items").rows
+    expected = score_old_items(before, batch)
 
-    grown = more(KIND[name])
-    assert read_manifest(f"{grown.tables}/items").rows > len(old_items)
-    after = LoadedModel.load(uri, grown)
-    if name == "attn_lfa":  # bern comes first by name, and moves the others
-        moved = [
-            torch.where(viewer > 0, viewer + 1, 0)
-            for viewer in (batch.viewer, batch.candidate_viewer)
-        ]
-        batch = replace(batch, viewer=moved[0], candidate_viewer=moved[1])
-    assert torch.equal(scores(after, batch), expected)
+    grown_inputs = days.append_later(KINDS[name])
+    after = LoadedModel.load(uri, grown_inputs)
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_training_goes_on_with_what_is_newer(
-    days: Any, tmp_path: Path, name: str
-) -> None:
-    begin, more = days
-    uri = trained(
-        build_training(MODELS[name], config_of(name), begin(KIND[name])),
-        tmp_path / "one",
-    )
-    until = checkpoint.read(uri).learned["until"]
-    assert BEGIN + DAY / 2 < until < BEGIN + 3 * DAY / 2
-    grown = more(KIND[name])
-
-    def learned_from(replay_fraction: float) -> list[int]:
-        """Times of the requests or events that an epoch learns from."""
-        setup = build_training(
-            MODELS[name],
-            config_of(name, replay_fraction=replay_fraction),
-            grown,
-            init=uri,
-        )
-        times: list[int] = []
-        for batch in setup.train(0, 0):
-            if name == "attn_lfa":
-                times += batch.time[batch.learn].tolist()
-            else:
-                rows, at = (
-                    batch.user_row[batch.target_row],
-                    batch.target_position + 1,
-                )
-                times += [
-                    sequences[row]["timestamp_ms"][place]
-                    for row, place in zip(rows, at.tolist(), strict=True)
-                ]
-        assert setup.learned["since"] == (0 if replay_fraction == 1 else until)
-        return sorted(times)
-
-    sequences = read_table(f"{grown.tables}/sequences").to_pylist()
-    every, new = learned_from(1), learned_from(0)
-    assert new == [time for time in every if time >= until] != []
-    assert set(new) < set(learned_from(0.5)) < set(every)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_weights_begin_as_they_were(days: Any, tmp_path: Path, name: str) -> None:
-    begin, more = days
-    uri = trained(
-        build_training(MODELS[name], config_of(name), begin(KIND[name])),
-        tmp_path / "one",
-    )
-    setup = build_training(MODELS[name], config_of(name), more(KIND[name]), init=uri)
-    table = "item.weight" if name == "sasrec" else "items.tables.0.weight"
-    old, now = (
-        LoadedModel.load(uri, Inputs(f"{tmp_path}/tables")).model.state_dict()[table],
-        setup.model.state_dict()[table],
-    )
-    assert torch.equal(old, now)
-    assert torch.allclose(now[20:], now[:20].mean(0).expand(6, -1))
-    assert f"6 new items in {table}" in setup.messages
+    assert read_manifest(f"{grown_inputs.tables}/items").rows > num_old_items
     if name == "attn_lfa":
-        before, after = (checkpoint.read(uri).learned["names"], setup.learned["names"])
-        assert (before["items"][-1], after["items"][-1]) == (
-            ["oslo", "rome"],
-            ["bern", "oslo", "rome"],
+        batch = replace(
+            batch,
+            viewer=shift_viewers(batch.viewer),
+            candidate_viewer=shift_viewers(batch.candidate_viewer),
         )
-        assert (before["items"][1], after["items"][1]) == (
-            ["authorB", "authorC"],
-            ["authorA", "authorB", "authorC"],
-        )
-        places = setup.model.state_dict()["items.tables.2.weight"]
-        assert torch.equal(places[0], places[1])  # unknown, bern
-    again = trained(setup, tmp_path / "two")  # and a day later still
-    scales = LoadedModel.load(again, Inputs(f"{tmp_path}/tables")).catalogue.scales()
-    assert scales == setup.learned["scales"]
+    assert torch.equal(score_old_items(after, batch), expected)
 
 
-def test_what_does_not_follow_is_refused(days: Any, tmp_path: Path) -> None:
-    begin, _ = days
-    inputs, model = begin("retrieval"), MODELS["sasrec"]
-    uri = trained(build_training(model, config_of("sasrec"), inputs), tmp_path / "one")
+def get_learned_times(run: TrainingRun, sequences: list[dict[str, Any]]) -> list[int]:
+    """Return the sorted times of the requests or events that an epoch trains on."""
+    times: list[int] = []
+    for batch in run.train(0, 0):
+        if run.model.name == "attn_lfa":
+            times += batch.time[batch.learn].tolist()
+            continue
+        users = batch.user_row[batch.target_row].tolist()
+        indices = (batch.target_position + 1).tolist()
+        for user, index in zip(users, indices, strict=True):
+            times.append(sequences[user]["timestamp_ms"][index])
+    return sorted(times)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_continues_with_newer_examples_and_a_share_of_the_older(
+    grown: Grown, name: str
+) -> None:
+    uri, inputs = grown(name)
+    until = checkpoint.read(uri).learned["until"]
+    assert FIRST_DAY_MS + DAY_MS / 2 < until < FIRST_DAY_MS + 3 * DAY_MS / 2
+    sequences = read_table(f"{inputs.tables}/sequences").to_pylist()
+
+    learned = {}
+    for fraction in (0, 0.5, 1):
+        config = make_fit_config(name, replay_fraction=fraction)
+        run = build_training(MODELS[name], config, inputs, init=uri)
+        learned[fraction] = get_learned_times(run, sequences)
+        assert run.learned["since"] == (0 if fraction == 1 else until)
+
+    assert learned[0]
+    assert learned[0] == [time for time in learned[1] if time >= until]
+    assert set(learned[0]) < set(learned[0.5]) < set(learned[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_starts_with_the_old_weights_and_unknown_new_items(
+    grown: Grown, tmp_path: Path, name: str
+) -> None:
+    uri, inputs = grown(name)
+
+    run = build_training(MODELS[name], make_fit_config(name), inputs, init=uri)
+
+    table = "item.weight" if name == "sasrec" else "items.tables.0.weight"
+    weights = run.model.state_dict()[table]
+    loaded = LoadedModel.load(uri, inputs)
+    assert torch.equal(loaded.model.state_dict()[table], weights)
+    assert torch.allclose(weights[20:], weights[:20].mean(0).expand(6, -1))
+    assert f"6 new items in {table}" in run.messages
+
+    # the scales of features stay in the next checkpoint too
+    next_uri = train_and_save(run, tmp_path / "two")
+    scales = LoadedModel.load(next_uri, inputs).catalogue.scales()
+    assert scales == run.learned["scales"]
+
+
+def test_new_category_values_start_as_unknown_values(grown: Grown) -> None:
+    uri, inputs = grown("attn_lfa")
+
+    run = build_training(
+        MODELS["attn_lfa"], make_fit_config("attn_lfa"), inputs, init=uri
+    )
+
+    old_names = checkpoint.read(uri).learned["names"]["items"]
+    new_names = run.learned["names"]["items"]
+    assert old_names[1] == ["authorB", "authorC"]
+    assert new_names[1] == ["authorA", "authorB", "authorC"]
+    assert old_names[-1] == ["oslo", "rome"]
+    assert new_names[-1] == ["bern", "oslo", "rome"]
+    unknown, bern, *_ = run.model.state_dict()["items.tables.2.weight"]
+    assert torch.equal(unknown, bern)
+
+
+@pytest.fixture(scope="module")
+def sasrec_days(tmp_path_factory: pytest.TempPathFactory) -> tuple[Inputs, str]:
+    """Inputs of days one to three, and a checkpoint of SASRec trained on them."""
+    days = Days(tmp_path_factory.mktemp("days"))
+    uri = days.train_first("sasrec")
+    return Inputs(str(days.folder / "tables")), uri
+
+
+def test_a_replay_without_a_checkpoint_is_rejected(
+    sasrec_days: tuple[Inputs, str],
+) -> None:
+    inputs, _ = sasrec_days
+    config = make_fit_config("sasrec", replay_fraction=0.5)
     with pytest.raises(
         UserError,
         match=r"fit.replay_fraction is 0.5, but there is no checkpoint .*; add --init",
     ):
-        build_training(model, config_of("sasrec", replay_fraction=0.5), inputs)
-    with pytest.raises(
-        UserError,
-        match=r"no training example is newer than .*; .* raise fit.replay_fraction",
-    ):
-        build_training(model, config_of("sasrec", replay_fraction=0), inputs, init=uri)
-    with pytest.raises(UserError, match=r"'popularity' is not trained by gradient"):
-        build_training({"name": "popularity"}, config_of("sasrec"), inputs, init=uri)
-    with pytest.raises(
-        UserError,
-        match=r"does not fit the model: .* is of \(8,\) there and of \(16,\) here",
-    ):
-        build_training({**model, "dim": 16}, config_of("sasrec"), inputs, init=uri)
-    with pytest.raises(
-        UserError, match=r"position.weight is of \(50, 8\) there and of \(60, 8\) here"
-    ):
-        build_training(
-            {**model, "max_history": 60}, config_of("sasrec"), inputs, init=uri
-        )
-    for day in range(3):
-        write_day(tmp_path / "other/raw", day, 20, PLACES)
-    other = append(tmp_path / "other", "actions")
+        build_training(MODELS["sasrec"], config, inputs)
+
+
+SASREC = MODELS["sasrec"]
+
+
+@pytest.mark.parametrize(
+    ("model", "fit_options", "message"),
+    [
+        (
+            SASREC,
+            {"replay_fraction": 0},
+            r"no training example is newer than .*; .* raise fit.replay_fraction",
+        ),
+        ({"name": "popularity"}, {}, r"'popularity' is not trained by gradient"),
+        (
+            {**SASREC, "dim": 16},
+            {},
+            r"does not fit the model: .* is of \(8,\) there and of \(16,\) here",
+        ),
+        (
+            {**SASREC, "max_history": 60},
+            {},
+            r"position.weight is of \(50, 8\) there and of \(60, 8\) here",
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_continued_is_rejected(
+    sasrec_days: tuple[Inputs, str],
+    model: dict[str, Any],
+    fit_options: dict[str, Any],
+    message: str,
+) -> None:
+    inputs, uri = sasrec_days
+    config = make_fit_config("sasrec", **fit_options)
+    with pytest.raises(UserError, match=message):
+        build_training(model, config, inputs, init=uri)
+
+
+def test_a_checkpoint_of_another_model_is_rejected(
+    sasrec_days: tuple[Inputs, str], days: Days
+) -> None:
+    _, uri = sasrec_days
+    other = days.prepare_first("actions")
     with pytest.raises(
         UserError, match="is a checkpoint of the model 'sasrec', not of 'attn_lfa'"
     ):
-        build_training(MODELS["attn_lfa"], config_of("attn_lfa"), other, init=uri)
+        build_training(MODELS["attn_lfa"], make_fit_config("attn_lfa"), other, init=uri)
