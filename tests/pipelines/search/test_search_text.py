@@ -408,17 +408,17 @@ def build_request_rows(tables: str) -> pd.DataFrame:
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
     _, queries = read_texts(tables)
     request = users[0]["requests"][-1]
-    return pd.DataFrame(
-        [
+    rows = []
+    for user in users[:3]:
+        rows.append(
             {
                 "candidates": [items[i] for i in request["candidates"]],
                 "query": queries[request["query_index"]],
                 "history": [items[i] for i in user["item_index"]],
                 "history_query": [queries[i] for i in user["query_index"]],
             }
-            for user in users[:3]
-        ]
-    )
+        )
+    return pd.DataFrame(rows)
 
 
 def serve_qgs(
