@@ -95,10 +95,10 @@ def next_item(item: int, info: Row) -> int:
     return (item + 1) % info["items"]
 
 
-def flip_contribution(tasks: list[bool], info: Row) -> list[bool]:
+def flip_contribution(tasks: list[int], info: Row) -> list[int]:
     flipped = list(tasks)
     index = info["tasks"].index("contribution")
-    flipped[index] = not flipped[index]
+    flipped[index] = 1 - flipped[index]
     return flipped
 
 
