@@ -1,5 +1,5 @@
-"""The audit passes correct tables and finds each kind of planted violation, and only
-that one.
+"""The audit passes correct tables, and reports the one rule that a planted violation
+breaks.
 """
 
 from __future__ import annotations
@@ -42,15 +42,12 @@ SOURCE = {
 }
 
 
-def made(folder: Path, rows: list[Row], **given: Any) -> str:
-    """TABLES of a log."""
+def prepare_log(folder: Path, rows: list[Row], **settings: Any) -> str:
+    """Write a log and return the path of its tables."""
     folder.mkdir(exist_ok=True)
-    (folder / "log.jsonl").write_text(
-        "".join(
-            json.dumps({"query": None, "click": True, **row}) + "\n" for row in rows
-        )
-    )
-    config = read_config({"core": 0, "split": {"kind": "leave_last_out"}, **given})
+    lines = [json.dumps({"query": None, "click": True, **row}) for row in rows]
+    (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+    config = read_config({"core": 0, "split": {"kind": "leave_last_out"}, **settings})
     prepare(
         parse_log(SOURCE),
         str(folder),
@@ -63,169 +60,185 @@ def made(folder: Path, rows: list[Row], **given: Any) -> str:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Tables of a log with many events at the same time, some of which come twice and
-    are kept.
+    """Tables of a log with many events at the same time; 5 events are repeated and the
+    duplicates kept.
     """
-    draw = random.Random(3)
+    generator = random.Random(3)
     rows = [
         {
-            "user": f"u{draw.randrange(12):02}",
-            "item": f"i{draw.randrange(9)}",
-            "ms": BEGIN + draw.randrange(40) * 1000,
-            "query": draw.choice([None, "red", "blue"]),
+            "user": f"u{generator.randrange(12):02}",
+            "item": f"i{generator.randrange(9)}",
+            "ms": BEGIN + generator.randrange(40) * 1000,
+            "query": generator.choice([None, "red", "blue"]),
         }
         for _ in range(90)
     ]
-    return made(tmp_path_factory.mktemp("log"), rows + rows[:5], duplicates="keep")
+    folder = tmp_path_factory.mktemp("log")
+    return prepare_log(folder, rows + rows[:5], duplicates="keep")
 
 
-def test_correct_tables_pass(prepared: str) -> None:
+def test_correct_tables_pass_every_rule_of_their_kind(prepared: str) -> None:
     rules = {rule.name: rule for rule in audit(prepared)}
-    assert {
-        name: rule.examples for name, rule in rules.items() if rule.violations
-    } == {}
-    info = read_manifest(f"{prepared}/sequences").info
+
+    violated = {name: rule.examples for name, rule in rules.items() if rule.violations}
+    assert violated == {}
+    not_checked = {*KINDS["retrieval"].skipped_rules, "known", "folds"}
+    assert list(rules) == [name for name in RULES if name not in not_checked]
     assert rules["events"].rows == read_manifest(f"{prepared}/events").rows
-    assert (
-        rules["behaviours"].rows
-        == rules["history"].rows
-        == rules["splits"].rows
-        == info["interactions"]
-        > 0
-    )
+    interactions = read_manifest(f"{prepared}/sequences").info["interactions"]
+    assert interactions > 0
+    for name in ("behaviours", "history", "splits"):
+        assert rules[name].rows == interactions
+
+
+def test_the_rules_that_a_kind_skips_exist_and_are_not_all() -> None:
     for kind in KINDS.values():
         assert set(kind.skipped_rules) < set(RULES)
-    assert list(rules) == [
-        name
-        for name in RULES
-        if name not in {*KINDS["retrieval"].skipped_rules, "known", "folds"}
-    ]
 
 
-def first(rows: list[Row], least: int = 4) -> Row:
-    """A user's row with behaviours at so many times."""
-    return next(row for row in rows if len(set(row["timestamp_ms"])) >= least)
+# Functions that change rows of a table, and the info of its manifest.
 
 
-def recount(rows: list[Row], info: Row) -> None:
-    """Counts in the manifest of sequences, from its rows."""
+def find_long_row(rows: list[Row]) -> Row:
+    """Return the first row of sequences with behaviours at 4 different times."""
+    return next(row for row in rows if len(set(row["timestamp_ms"])) >= 4)
+
+
+def update_counts(rows: list[Row], info: Row) -> None:
+    """Set the counts in the info of sequences to those of the rows."""
     splits = [request["split"] for row in rows for request in row["requests"]]
-    info |= {
-        "users": len(rows),
-        "interactions": sum(len(row["item_index"]) for row in rows),
-    }
+    info["users"] = len(rows)
+    info["interactions"] = sum(len(row["item_index"]) for row in rows)
     info["requests"] = {name: splits.count(name) for name in ("train", "val", "test")}
 
 
-def tie_in_history(rows: list[Row], info: Row) -> None:
-    place, request = next(
-        (i, r)
-        for row in rows
-        for i, r in enumerate(row["requests"])
-        if r["history_end"] < i
-    )
-    request["history_end"] = place
+def add_tie_to_history(rows: list[Row], info: Row) -> None:
+    """Add behaviours at the time of a request to its history."""
+    for row in rows:
+        for index, request in enumerate(row["requests"]):
+            if request["history_end"] < index:
+                request["history_end"] = index
+                return
 
 
-def behaviours_out_of_order(rows: list[Row], info: Row) -> None:
-    row = first(rows)
+def swap_behaviours(rows: list[Row], info: Row) -> None:
+    """Swap two behaviours of a user, with their requests."""
+    row = find_long_row(rows)
     items = row["item_index"]
-    i = next(i for i in range(len(items) - 1) if items[i] != items[i + 1])
-    items[i : i + 2] = items[i + 1], items[i]
-    for n in (i, i + 1):
-        row["requests"][n]["candidates"] = [items[n]]
+    first = next(n for n in range(len(items) - 1) if items[n] != items[n + 1])
+    second = first + 1
+    items[first], items[second] = items[second], items[first]
+    for index in (first, second):
+        row["requests"][index]["candidates"] = [items[index]]
 
 
-def behaviour_dropped(rows: list[Row], info: Row) -> None:
-    """The user's last behaviour and its request vanish, a train request becomes test as
-    it must.
+def drop_last_behaviour(rows: list[Row], info: Row) -> None:
+    """Drop a user's last behaviour and its request. The last two requests left become
+    val and test, as the split needs.
     """
     row = next(row for row in rows if len(row["item_index"]) > 5)
     for values in row.values():
         if isinstance(values, list):
             values.pop()
-    row["requests"][-1]["split"], row["requests"][-2]["split"] = "test", "val"
-    recount(rows, info)
+    row["requests"][-2]["split"] = "val"
+    row["requests"][-1]["split"] = "test"
+    update_counts(rows, info)
 
 
-def other_target(rows: list[Row], info: Row) -> None:
-    row = first(rows)
+def replace_target(rows: list[Row], info: Row) -> None:
+    """Replace the item of a request by another."""
+    row = find_long_row(rows)
     row["requests"][0]["candidates"] = [(row["item_index"][0] + 1) % info["items"]]
 
 
-def moved_to_train(rows: list[Row], info: Row) -> None:
-    next(row for row in rows if row["requests"][-1]["split"] == "test")["requests"][-1][
-        "split"
-    ] = "train"
-    recount(rows, info)
+def move_test_request_to_train(rows: list[Row], info: Row) -> None:
+    """Move a user's test request to the training split."""
+    last_requests = [row["requests"][-1] for row in rows]
+    request = next(r for r in last_requests if r["split"] == "test")
+    request["split"] = "train"
+    update_counts(rows, info)
 
 
-def user_twice(rows: list[Row], info: Row) -> None:
+def repeat_user(rows: list[Row], info: Row) -> None:
+    """Append the first user's row once more."""
     rows.append(copy.deepcopy(rows[0]))
-    recount(rows, info)
+    update_counts(rows, info)
 
 
-def user_lost(rows: list[Row], info: Row) -> None:
+def drop_user(rows: list[Row], info: Row) -> None:
+    """Drop the last user's row."""
     rows.pop()
-    recount(rows, info)
+    update_counts(rows, info)
 
 
-def unsorted_events(rows: list[Row], info: Row) -> None:
+def swap_events(rows: list[Row], info: Row) -> None:
+    """Swap the first two events."""
     rows[0], rows[1] = rows[1], rows[0]
 
 
-SEQUENCES: dict[str, tuple[Change, str]] = {
-    "a tie in a history": (tie_in_history, "history"),
+def change_nothing(rows: list[Row], info: Row) -> None:
+    """Leave the rows and the info as they are."""
+
+
+# The change of the sequences, and the rule that it breaks.
+VIOLATIONS_OF_SEQUENCES: dict[str, tuple[Change, str]] = {
+    "a tie in a history": (add_tie_to_history, "history"),
     "the future in a history": (
-        lambda rows, info: first(rows)["requests"][1].update(history_end=3),
+        lambda rows, info: find_long_row(rows)["requests"][1].update(history_end=3),
         "history",
     ),
     "a history out of bounds": (
-        lambda rows, info: first(rows)["requests"][-1].update(history_end=99),
+        lambda rows, info: find_long_row(rows)["requests"][-1].update(history_end=99),
         "history",
     ),
     "no history": (
-        lambda rows, info: first(rows)["requests"][-1].update(history_end=None),
+        lambda rows, info: find_long_row(rows)["requests"][-1].update(history_end=None),
         "history",
     ),
     "a shorter list": (
-        lambda rows, info: first(rows)["label_click"].pop(),
+        lambda rows, info: find_long_row(rows)["label_click"].pop(),
         "behaviours",
     ),
     "another label": (
-        lambda rows, info: first(rows)["label_click"].__setitem__(1, False),
+        lambda rows, info: find_long_row(rows)["label_click"].__setitem__(1, False),
         "behaviours",
     ),
-    "behaviours out of order": (behaviours_out_of_order, "behaviours"),
-    "a behaviour dropped": (behaviour_dropped, "behaviours"),
+    "behaviours out of order": (swap_behaviours, "behaviours"),
+    "a behaviour dropped": (drop_last_behaviour, "behaviours"),
     "a candidate outside": (
-        lambda rows, info: first(rows)["requests"][0].update(candidates=[99]),
+        lambda rows, info: find_long_row(rows)["requests"][0].update(candidates=[99]),
         "targets",
     ),
     "no candidate": (
-        lambda rows, info: first(rows)["requests"][0].update(candidates=[]),
+        lambda rows, info: find_long_row(rows)["requests"][0].update(candidates=[]),
         "targets",
     ),
-    "another target": (other_target, "targets"),
-    "a test request in train": (moved_to_train, "splits"),
+    "another target": (replace_target, "targets"),
+    "a test request in train": (move_test_request_to_train, "splits"),
     "a wrong count": (lambda rows, info: info["requests"].update(val=999), "counts"),
     "a wrong number of lost events": (
         lambda rows, info: info.update(truncated_events=7),
         "counts",
     ),
-    "a user twice": (user_twice, "users"),
-    "a user lost": (user_lost, "users"),
+    "a user twice": (repeat_user, "users"),
+    "a user lost": (drop_user, "users"),
 }
 
 
-@pytest.mark.parametrize("what", SEQUENCES)
-def test_a_planted_violation_is_found(prepared: str, tmp_path: Path, what: str) -> None:
-    change, rule = SEQUENCES[what]
-    assert [*broken(rewrite(prepared, tmp_path, change))] == [rule]
+@pytest.mark.parametrize("violation", VIOLATIONS_OF_SEQUENCES)
+def test_a_violation_in_the_sequences_breaks_one_rule(
+    prepared: str, tmp_path: Path, violation: str
+) -> None:
+    change, rule = VIOLATIONS_OF_SEQUENCES[violation]
+
+    tables = rewrite(prepared, tmp_path, change)
+
+    assert list(broken(tables)) == [rule]
 
 
-OTHERS: dict[str, tuple[str, Change, set[str]]] = {
-    "events out of order": ("events", unsorted_events, {"events"}),
+# The table, its change, and the rules that it breaks.
+VIOLATIONS_OF_OTHER_TABLES: dict[str, tuple[str, Change, set[str]]] = {
+    "events out of order": ("events", swap_events, {"events"}),
     "a negative time": (
         "events",
         lambda rows, info: rows[0].update(timestamp_ms=-5),
@@ -259,107 +272,148 @@ OTHERS: dict[str, tuple[str, Change, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_a_violation_in_another_table_is_found(
-    prepared: str, tmp_path: Path, what: str
+# Violations of other tables that also break rules which read these tables.
+SEVERAL_RULES = ("a negative time", "an invented item", "events out of order")
+
+
+@pytest.mark.parametrize("violation", VIOLATIONS_OF_OTHER_TABLES)
+def test_a_violation_in_another_table_breaks_its_rules(
+    prepared: str, tmp_path: Path, violation: str
 ) -> None:
-    table, change, rules = OTHERS[what]
-    found = set(broken(rewrite(prepared, tmp_path, change, table)))
-    assert rules <= found
-    assert len(rules) == len(found) or what in (
-        "a negative time",
-        "an invented item",
-        "events out of order",
-    )
+    table, change, rules = VIOLATIONS_OF_OTHER_TABLES[violation]
+
+    tables = rewrite(prepared, tmp_path, change, table)
+
+    violated = set(broken(tables))
+    assert rules <= violated
+    if violation not in SEVERAL_RULES:
+        assert violated == rules
 
 
-def test_a_user_in_two_parts_and_other_inputs_are_found(
+def test_a_user_in_two_parts_breaks_the_rule_of_users(
     prepared: str, tmp_path: Path
 ) -> None:
-    of_user = [row["user_id"] for row in read_table(f"{prepared}/events").to_pylist()]
-    cut = next(n for n in range(1, len(of_user)) if of_user[n] == of_user[n - 1])
-    assert [
-        *broken(rewrite(prepared, tmp_path, lambda rows, info: None, "events", cut))
-    ] == ["users"]
-    uri, manifest = (
-        str(tmp_path / "tables/sequences"),
-        read_manifest(str(tmp_path / "tables/sequences")),
-    )
-    schema, inputs = read_table(uri).schema, manifest.inputs | {"items": "0" * 64}
+    users = read_table(f"{prepared}/events")["user_id"].to_pylist()
+    within_user = next(n for n in range(1, len(users)) if users[n] == users[n - 1])
+
+    tables = rewrite(prepared, tmp_path, change_nothing, "events", within_user)
+
+    assert list(broken(tables)) == ["users"]
+
+
+def test_sequences_of_another_catalogue_break_the_rule_of_inputs(
+    prepared: str, tmp_path: Path
+) -> None:
+    tables = rewrite(prepared, tmp_path, change_nothing)
+    uri = f"{tables}/sequences"
+    manifest = read_manifest(uri)
     commit(
         uri,
         "sequences",
-        schema,
+        read_table(uri).schema,
         manifest.files,
         config={},
-        inputs=inputs,
+        inputs=manifest.inputs | {"items": "0" * 64},
         info=manifest.info,
     )
-    assert [*broken(str(tmp_path / "tables"))] == ["inputs", "users"]
+
+    assert list(broken(tables)) == ["inputs"]
 
 
-def test_an_item_that_the_core_drops_is_found(tmp_path: Path) -> None:
-    """One step of the k-core instead of the loop keeps what the loop drops."""
+def test_an_item_that_only_the_whole_k_core_drops_is_found(tmp_path: Path) -> None:
+    """One step of the k-core would keep item i9: it has 3 events, two of them of a user
+    that the core drops.
+    """
     rows = [
         {"user": user, "item": f"i{t % 2}", "ms": BEGIN + t}
         for user in "ab"
         for t in range(4)
     ]
-    rows += [
-        {"user": "c", "item": "i9", "ms": BEGIN + t} for t in range(2)
-    ]  # i9: 3 events, two of a lost user
-    right = made(
-        tmp_path / "log", [*rows, {"user": "a", "item": "i9", "ms": BEGIN + 9}], core=3
-    )
-    assert broken(right) == {}
-    more = rewrite(
-        right,
+    rows += [{"user": "c", "item": "i9", "ms": BEGIN + t} for t in range(2)]
+    rows.append({"user": "a", "item": "i9", "ms": BEGIN + 9})
+    correct = prepare_log(tmp_path / "log", rows, core=3)
+    assert broken(correct) == {}
+
+    with_item = rewrite(
+        correct,
         tmp_path,
         lambda rows, info: rows.append({"item_index": 2, "item_id": "i9"}),
         "items",
     )
-    assert broken(more)["catalogue"] == [
+
+    assert broken(with_item)["catalogue"] == [
         "item i9: in the catalogue, but not in the 3-core of events"
     ]
 
 
-def test_a_wrong_temporal_split_is_found(tmp_path: Path) -> None:
+def test_a_wrong_temporal_split_breaks_the_rule_of_splits(tmp_path: Path) -> None:
     rows = [
         {"user": f"u{n % 3}", "item": f"i{n % 5}", "ms": BEGIN + n * 1000}
         for n in range(60)
     ]
-    tables = made(tmp_path / "log", rows, split={"kind": "temporal"}, core=2)
-    note = next(rule.note for rule in audit(tables) if rule.name == "catalogue")
+    tables = prepare_log(tmp_path / "log", rows, split={"kind": "temporal"}, core=2)
+    [note] = [rule.note for rule in audit(tables) if rule.name == "catalogue"]
     assert "core_window: all" in note
-    assert [*broken(rewrite(tables, tmp_path, moved_to_train))] == ["splits"]
+
+    changed = rewrite(tables, tmp_path, move_test_request_to_train)
+
+    assert list(broken(changed)) == ["splits"]
 
 
-def test_the_job_prints_and_fails(
-    prepared: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_job_prints_that_there_are_no_violations(
+    prepared: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.run(job.Config(tables=prepared))
+
     assert "No violations" in capsys.readouterr().out
-    wrong = rewrite(prepared, tmp_path, SEQUENCES["the future in a history"][0])
+
+
+def test_the_job_prints_violations_and_fails(
+    prepared: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, _ = VIOLATIONS_OF_SEQUENCES["the future in a history"]
+    tables = rewrite(prepared, tmp_path, change)
+
     with pytest.raises(UserError, match="1 violation of history"):
-        job.run(job.Config(tables=wrong))
-    user = first(read_table(f"{prepared}/sequences").to_pylist())["user_id"]
-    assert f"history: user {user}, request 1" in capsys.readouterr().out
+        job.run(job.Config(tables=tables))
+
+    row = find_long_row(read_table(f"{prepared}/sequences").to_pylist())
+    assert f"history: user {row['user_id']}, request 1" in capsys.readouterr().out
 
 
-def flipped(part: Path) -> None:
+# Functions that damage the folder of a table.
+
+
+def find_part(folder: Path) -> Path:
+    """Return a Parquet file of a table."""
+    return next(folder.glob("*.parquet"))
+
+
+def truncate_part(folder: Path) -> None:
+    """Cut off the last bytes of a part."""
+    part = find_part(folder)
+    part.write_bytes(part.read_bytes()[:-20])
+
+
+def flip_byte(folder: Path) -> None:
+    """Invert the bits of one byte of a part."""
+    part = find_part(folder)
     content = bytearray(part.read_bytes())
     content[50] ^= 255
     part.write_bytes(bytes(content))
 
 
-def foreign(folder: Path) -> None:
+def replace_by_other_schema(folder: Path) -> None:
+    """Replace the sequences by a table with the user ids alone."""
     schema = pa.schema([("user_id", pa.string())])
     part = write_part(str(folder), pa.table({"user_id": ["a"]}, schema=schema))
     info = read_manifest(str(folder)).info
     commit(str(folder), "sequences", schema, [part], config={}, inputs={}, info=info)
 
 
-def says(**info: Any) -> Callable[[Path], None]:
+def change_info(**info: Any) -> Callable[[Path], None]:
+    """Return a function that changes keys in the info of a manifest."""
+
     def change(folder: Path) -> None:
         content = check_seal((folder / "manifest.json").read_text())
         content["info"] |= info
@@ -368,35 +422,32 @@ def says(**info: Any) -> Callable[[Path], None]:
     return change
 
 
-DAMAGED: dict[str, Callable[[Path], object]] = {
-    "bytes, its manifest says": lambda folder: (part := part_of(folder)).write_bytes(
-        part.read_bytes()[:-20]
-    ),
-    "its SHA-256 is": lambda folder: flipped(part_of(folder)),
-    "missing": lambda folder: part_of(folder).unlink(),
-    "no known split: {'kind': 'temporal'}": says(split={"kind": "temporal"}),
-    "no known split": says(
+# The damage, by words of the message about it.
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "bytes, its manifest says": truncate_part,
+    "its SHA-256 is": flip_byte,
+    "missing": lambda folder: find_part(folder).unlink(),
+    "no known split: {'kind': 'temporal'}": change_info(split={"kind": "temporal"}),
+    "no known split": change_info(
         split={"kind": "temporal", "val_start_ms": "a", "test_start_ms": "b"}
     ),
     "is not a table": lambda folder: (folder / "manifest.json").unlink(),
     "manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text(
         '{"table": "sequ'
     ),
-    "was not written by this version of jobs.prepare": foreign,
-    "label_purchase": says(behaviour="purchase"),
+    "was not written by this version of jobs.prepare": replace_by_other_schema,
+    "label_purchase": change_info(behaviour="purchase"),
 }
 
 
-def part_of(folder: Path) -> Path:
-    return next(folder.glob("*.parquet"))
-
-
-@pytest.mark.parametrize("words", DAMAGED)
+@pytest.mark.parametrize("words", DAMAGE)
 def test_a_damaged_table_is_named(
     prepared: str, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tables = rewrite(prepared, tmp_path, lambda rows, info: None)
-    DAMAGED[words](tmp_path / "tables/sequences")
+    tables = rewrite(prepared, tmp_path, change_nothing)
+    DAMAGE[words](tmp_path / "tables/sequences")
+
     with pytest.raises(UserError) as caught:
         job.run(job.Config(tables=tables))
+
     assert words in capsys.readouterr().out + str(caught.value)
