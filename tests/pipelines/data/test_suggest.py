@@ -1,4 +1,6 @@
-"""A suggested mapping makes tables, and asks about doubtful guesses."""
+"""A suggested mapping reads the log that it was suggested for, and asks about choices
+that are in doubt.
+"""
 
 from __future__ import annotations
 
@@ -17,58 +19,68 @@ from jobs import audit, cli, prepare
 from models.storage.tables import UserError, read_manifest
 from pipelines.data.reading.log import load_source
 from pipelines.data.suggestion.suggest import suggest
-from tests.fixtures.log_layouts import MAKERS
+from tests.fixtures.log_layouts import LOG_WRITERS
 
-N = 120
-
-
-def user(n: int) -> str:
-    return f"u{n % 9}"
+NUM_ROWS = 120
 
 
-def item(n: int) -> str:
-    return f"i{n % 14}"
+def format_user(row: int) -> str:
+    """Return the user of a row."""
+    return f"u{row % 9}"
 
 
-def ms(n: int) -> int:
-    return 1_700_000_000_000 + n * 60_000
+def format_item(row: int) -> str:
+    """Return the item of a row."""
+    return f"i{row % 14}"
 
 
-def table(names: str, *columns: Callable[[int], object], by: str = ",") -> str:
-    """Return CSV of users, items and further columns, functions of the row."""
-    rows = [
-        by.join(str(column(n)) for column in (user, item, *columns)) for n in range(N)
-    ]
-    return "\n".join([names, *rows]) + "\n"
+def time_ms(row: int) -> int:
+    """Return the time of a row in milliseconds."""
+    return 1_700_000_000_000 + row * 60_000
 
 
-def parquet(**columns: Any) -> bytes:
-    pl.DataFrame(columns).write_parquet(file := io.BytesIO())
+def format_csv(
+    names: str, *columns: Callable[[int], object], delimiter: str = ","
+) -> str:
+    """Return CSV of users, items and further columns, which are functions of the row."""
+    lines = [names]
+    for row in range(NUM_ROWS):
+        values = [column(row) for column in (format_user, format_item, *columns)]
+        lines.append(delimiter.join(map(str, values)))
+    return "\n".join(lines) + "\n"
+
+
+def format_parquet(**columns: Any) -> bytes:
+    """Return columns as a Parquet file."""
+    file = io.BytesIO()
+    pl.DataFrame(columns).write_parquet(file)
     return file.getvalue()
 
 
-def checked(
+def suggest_mapping(
     folder: Path, files: dict[str, str | bytes], kind: str | None = None
 ) -> tuple[str, Any]:
-    """Suggest a mapping for files, and check that their first rows are accepted."""
+    """Return the text of the mapping suggested for some files, and the mapping.
+
+    Checks that the mapping rejects none of the first rows.
+    """
     for name, content in files.items():
-        (folder / name).write_bytes(
-            content if isinstance(content, bytes) else content.encode()
-        )
+        data = content.encode() if isinstance(content, str) else content
+        (folder / name).write_bytes(data)
     text = suggest(str(folder), kind).text
     assert "Not right yet" not in text
-    (folder / "made.yaml").write_text(text)
-    log, _ = load_source(str(folder / "made.yaml"))
+    (folder / "source.yaml").write_text(text)
+    log, _ = load_source(str(folder / "source.yaml"))
     blocks = list(log.read_events(str(folder), log.event_files(str(folder))[0]))
     assert sum(block.rejects.num_rows for block in blocks) == 0
     return text, yaml.safe_load(text)
 
 
 @pytest.mark.parametrize(
-    ("write", "time", "said"),
+    ("write", "time", "comment"),
     [
-        (ms, {"unit": "ms"}, f"# {ms(0)} | {ms(1)}"),
-        (lambda n: f"{ms(n) / 1000:.3f}", {"unit": "s"}, ""),
+        (time_ms, {"unit": "ms"}, f"# {time_ms(0)} | {time_ms(1)}"),
+        (lambda n: f"{time_ms(n) / 1000:.3f}", {"unit": "s"}, ""),
         (lambda n: f"2019-10-{n % 28 + 1:02d} 00:00:00 UTC", {"unit": "iso"}, ""),
         (lambda n: f"2019-10-{n % 28 + 1:02d} 01:02:03.5+00", {"unit": "iso"}, ""),
         (lambda n: f"201910{n % 28 + 1:02d}", {"format": "%Y%m%d"}, ""),
@@ -87,40 +99,45 @@ def checked(
         (lambda n: "x", None, "time: {unit: order}"),
     ],
 )
-def test_times(
+def test_the_unit_or_format_of_times_is_recognized(
     tmp_path: Path,
     write: Callable[[int], object],
     time: dict[str, str] | None,
-    said: str,
+    comment: str,
 ) -> None:
-    text, made = checked(tmp_path, {"log.csv": table("user_id,item_id,when", write)})
-    assert (made["user"], made["item"]) == ("user_id", "item_id")
-    assert made["time"] == ({"column": "when", **time} if time else {"unit": "order"})
-    assert made["prepare"]["split"] == {
-        "kind": "temporal" if time else "leave_last_out"
-    }
-    assert said in text
+    log = format_csv("user_id,item_id,when", write)
+
+    text, mapping = suggest_mapping(tmp_path, {"log.csv": log})
+
+    assert (mapping["user"], mapping["item"]) == ("user_id", "item_id")
+    if time:
+        assert mapping["time"] == {"column": "when", **time}
+        assert mapping["prepare"]["split"] == {"kind": "temporal"}
+    else:
+        assert mapping["time"] == {"unit": "order"}
+        assert mapping["prepare"]["split"] == {"kind": "leave_last_out"}
+    assert comment in text
 
 
-LISTS = [
+ROWS_WITH_LISTS = [
     {
         "uid": f"u{n}",
         "shown": [n % 5, n % 7 + 5],
         "clicked": [n % 5] * (n % 2),
-        "ts": ms(n),
+        "ts": time_ms(n),
     }
-    for n in range(N)
+    for n in range(NUM_ROWS)
 ]
-SEARCHES = table(
+SEARCHES = format_csv(
     "user_id,clicked_ids,ts,query,search_id,shown_ids",
-    ms,
+    time_ms,
     lambda n: f"red {n % 4}",
     lambda n: f"s{n}",
-    lambda n: f"{item(n)} {item(n + 1)} {item(n + 2)}",
+    lambda n: f"{format_item(n)} {format_item(n + 1)} {format_item(n + 2)}",
 )
-OUTCOMES = table(
+OUTCOMES = format_csv(
     "user_id,item_id,t,is_click,watch_time,quantity,price,device,event_type",
-    ms,
+    time_ms,
     lambda n: n % 2,
     lambda n: n * 3,
     lambda n: n % 4,
@@ -128,28 +145,32 @@ OUTCOMES = table(
     lambda n: "ab"[n % 2],
     lambda n: ("view", "purchase")[n % 2],
 )
-INT32 = parquet(
-    user_id=[n % 9 for n in range(N)],
-    impression_id=list(range(N)),
-    t=[ms(n) for n in range(N)],
-    article_id=[
-        None if n % 2 else n % 14 for n in range(N)
-    ],  # the page it was on, if any
+IMPRESSIONS = format_parquet(
+    user_id=[n % 9 for n in range(NUM_ROWS)],
+    impression_id=list(range(NUM_ROWS)),
+    t=[time_ms(n) for n in range(NUM_ROWS)],
+    # the article on whose page the list was shown, if any
+    article_id=[None if n % 2 else n % 14 for n in range(NUM_ROWS)],
     article_ids_inview=pl.Series(
-        [[n % 14, (n + 1) % 14] for n in range(N)], dtype=pl.List(pl.Int32)
+        [[n % 14, (n + 1) % 14] for n in range(NUM_ROWS)], dtype=pl.List(pl.Int32)
     ),
     article_ids_clicked=pl.Series(
-        [[n % 14] for n in range(N)], dtype=pl.List(pl.Int32)
+        [[n % 14] for n in range(NUM_ROWS)], dtype=pl.List(pl.Int32)
     ),
 )
-CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
+FRAME_OF_PANDAS = ",user_id,item_id,t\n" + "".join(
+    f"{row},{format_user(row)},{format_item(row)},{time_ms(row)}\n"
+    for row in range(NUM_ROWS)
+)
+# Files of a folder, keys of the suggested mapping, and a comment in its text.
+FOLDERS: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
     (
         {
-            "log.csv": table(
+            "log.csv": format_csv(
                 "user;item;day;clock",
                 lambda n: f"{n % 28 + 1}.10.2023",
                 lambda n: "10:30",
-                by=";",
+                delimiter=";",
             )
         },
         {
@@ -159,27 +180,43 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
         "",
     ),
     (
-        {"log.csv": table("no,y,on", ms)},
+        {"log.csv": format_csv("no,y,on", time_ms)},
         {"user": "no", "item": "y", "time": {"column": "on", "unit": "ms"}},
         "",
     ),
     (
-        {"log.csv": table("user id,item (nr),t,price (€)", ms, lambda n: n + 0.5)},
+        {
+            "log.csv": format_csv(
+                "user id,item (nr),t,price (€)", time_ms, lambda n: n + 0.5
+            )
+        },
         {"user": "user id", "item": '"item (nr)"', "numbers": None},
         """# numbers: {price: '"price (€)"'}""",
     ),
     (
-        {"log.csv": table("session_id,item_id,t,user_id", ms, lambda n: "NA")},
+        {
+            "log.csv": format_csv(
+                "session_id,item_id,t,user_id", time_ms, lambda n: "NA"
+            )
+        },
         {"user": "session_id"},
         "",
     ),
     (
-        {"log.csv": table("user_id,item_id,t,customer", ms, lambda n: f"c{n % 5}")},
+        {
+            "log.csv": format_csv(
+                "user_id,item_id,t,customer", time_ms, lambda n: f"c{n % 5}"
+            )
+        },
         {"user": "user_id"},
         "or user: customer?",
     ),
     (
-        {"log.csv": table("row,item_id,t,member", ms, lambda n: "abc"[n % 3])},
+        {
+            "log.csv": format_csv(
+                "row,item_id,t,member", time_ms, lambda n: "abc"[n % 3]
+            )
+        },
         {"user": "member"},
         "of only 3 values?",
     ),
@@ -205,7 +242,11 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
         "# numbers: [price]",
     ),
     (
-        {"log.csv": table("Kunde;Artikel;Zeit;Preis", ms, lambda n: f"{n},50", by=";")},
+        {
+            "log.csv": format_csv(
+                "Kunde;Artikel;Zeit;Preis", time_ms, lambda n: f"{n},50", delimiter=";"
+            )
+        },
         {"user": "Kunde"},
         "# numbers: {Preis: 'cast(replace(Preis, '','', ''.'') as double)'}",
     ),
@@ -228,7 +269,7 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
         "",
     ),
     (
-        {"log.jsonl": "\n".join(map(json.dumps, LISTS))},
+        {"log.jsonl": "\n".join(map(json.dumps, ROWS_WITH_LISTS))},
         {
             "user": "uid",
             "explode": ["shown"],
@@ -236,16 +277,9 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
         },
         "",
     ),
+    ({"log.csv": FRAME_OF_PANDAS}, {"user": "user_id", "item": "item_id"}, ""),
     (
-        {
-            "log.csv": ",user_id,item_id,t\n"
-            + "".join(f"{n},{user(n)},{item(n)},{ms(n)}\n" for n in range(N))
-        },
-        {"user": "user_id", "item": "item_id"},
-        "",
-    ),  # as pandas writes a frame
-    (
-        {"log.parquet": INT32},
+        {"log.parquet": IMPRESSIONS},
         {
             "user": "user_id",
             "explode": {"shown": "article_ids_inview"},
@@ -258,9 +292,9 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
     ),
     (
         {
-            "log.csv": table(
+            "log.csv": format_csv(
                 "user_id,item_id,t,queryId,searchstring",
-                ms,
+                time_ms,
                 lambda n: n // 4,
                 lambda n: f"red {n % 5}",
             )
@@ -284,10 +318,10 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
     ),
     (
         {
-            "a.inter": table(
+            "a.inter": format_csv(
                 "user_id:token\titem_id:token\ttimestamp:float",
-                lambda n: ms(n) / 1000,
-                by="\t",
+                lambda n: time_ms(n) / 1000,
+                delimiter="\t",
             ),
             "a.item": "item_id:token\ttitle:token_seq\n"
             + "".join(f"i{n}\tthing {n}\n" for n in range(14)),
@@ -309,31 +343,31 @@ CASES: list[tuple[dict[str, str | bytes], dict[str, Any], str]] = [
     ),
     (
         {
-            "log-1.csv": table("user,item,t", ms),
-            "log-2.csv.gz": gzip.compress(table("user,item,t", ms).encode()),
+            "log-1.csv": format_csv("user,item,t", time_ms),
+            "log-2.csv.gz": gzip.compress(format_csv("user,item,t", time_ms).encode()),
         },
         {"files": "log-*.csv*"},
         "# 2 files",
     ),
     (
-        {"log.csv": table("Käufer,Artikel,t", ms).encode("utf-16")},
+        {"log.csv": format_csv("Käufer,Artikel,t", time_ms).encode("utf-16")},
         {"encoding": "utf-16", "user": "Käufer"},
         "",
     ),
     (
-        {"log.csv": table("Käufer,Artikel,t", ms).encode("cp1252")},
+        {"log.csv": format_csv("Käufer,Artikel,t", time_ms).encode("cp1252")},
         {"encoding": "cp1252"},
         "# is it this one?",
     ),
     (
-        {"log.csv": table("u,i,t,note", ms, lambda n: r'"a \"b\", c"')},
+        {"log.csv": format_csv("u,i,t,note", time_ms, lambda n: r'"a \"b\", c"')},
         {"escape": "\\"},
         "",
     ),
 ]
 
 
-OUTCOME = (
+OUTCOME_NAMES = (
     "bought",
     "is_clicked",
     "clicks",
@@ -347,121 +381,143 @@ OUTCOME = (
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "search", "actions"])
-@pytest.mark.parametrize("name", OUTCOME)
-def test_no_outcome_is_a_feature_and_what_may_be_one_is_asked(
+@pytest.mark.parametrize("name", OUTCOME_NAMES)
+def test_an_outcome_is_a_label_and_possible_features_are_asked_about(
     tmp_path: Path, name: str, kind: str
 ) -> None:
-    columns = [
-        ms,
-        lambda n: n % 2,
-        lambda n: n % 7 * 1.5,
-        lambda n: n * 0.3,
-        lambda n: n % 2,
-        lambda n: "ab"[n % 2],
-    ]
-    log = table(f"user_id,item_id,time,is_liked,{name},bm25,is_mobile,city", *columns)
-    goods = "item_id,average_rating,size\n" + "".join(
-        f"i{n},{n / 3},{n * 2.5}\n" for n in range(14)
+    log = format_csv(
+        f"user_id,item_id,time,is_liked,{name},bm25,is_mobile,city",
+        time_ms,
+        lambda row: row % 2,
+        lambda row: row % 7 * 1.5,
+        lambda row: row * 0.3,
+        lambda row: row % 2,
+        lambda row: "ab"[row % 2],
     )
-    text, made = checked(tmp_path, {"log.csv": log, "items.csv": goods}, kind)
-    assert set(made["labels"]) == {"is_liked", name}
-    assert not {"numbers", "categories"} & set(made)
-    for asked in (
-        "  # is_mobile: is_mobile ",
-        "# numbers: [bm25] ",
-        "# categories: [city] ",
-        "  # left out: [average_rating]",
-    ):
-        assert f"\n{asked}" in text
-    assert made["items"]["numbers"] == ["size"]
-    assert made["prepare"]["kind"] == kind
+    items = [f"i{n},{n / 3},{n * 2.5}" for n in range(14)]
+    item_file = "\n".join(["item_id,average_rating,size", *items]) + "\n"
+    files: dict[str, str | bytes] = {"log.csv": log, "items.csv": item_file}
+
+    text, mapping = suggest_mapping(tmp_path, files, kind)
+
+    assert set(mapping["labels"]) == {"is_liked", name}
+    assert not {"numbers", "categories"} & set(mapping)
+    assert "\n  # is_mobile: is_mobile " in text
+    assert "\n# numbers: [bm25] " in text
+    assert "\n# categories: [city] " in text
+    assert "\n  # left out: [average_rating]" in text
+    assert mapping["items"]["numbers"] == ["size"]
+    assert mapping["prepare"]["kind"] == kind
 
 
-def test_a_kind_that_the_log_cannot_have_is_said(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text(table("user_id,item_id,bought", lambda n: n % 2))
-    assert (
-        "# Not right yet: the log has only an order of events, but a log of actions"
-        in suggest(str(tmp_path), "actions").text
-    )
-    (tmp_path / "log.csv").write_text(table("user_id,item_id,time", ms))
-    assert "# Not right yet: kind is search, which needs the bool label" in (
-        suggest(str(tmp_path), "search").text
-    )
+def test_a_log_without_clock_times_does_not_suit_actions(tmp_path: Path) -> None:
+    log = format_csv("user_id,item_id,bought", lambda row: row % 2)
+    (tmp_path / "log.csv").write_text(log)
+
+    text = suggest(str(tmp_path), "actions").text
+
+    reason = "the log has only an order of events, but a log of actions"
+    assert f"# Not right yet: {reason}" in text
 
 
-@pytest.mark.parametrize(("files", "expected", "said"), CASES)
-def test_small_folders(
-    tmp_path: Path, files: dict[str, str | bytes], expected: dict[str, Any], said: str
+def test_a_log_without_a_label_does_not_suit_search(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(format_csv("user_id,item_id,time", time_ms))
+
+    text = suggest(str(tmp_path), "search").text
+
+    assert "# Not right yet: kind is search, which needs the bool label" in text
+
+
+@pytest.mark.parametrize(("files", "expected", "comment"), FOLDERS)
+def test_the_mapping_of_a_small_folder_has_these_keys(
+    tmp_path: Path,
+    files: dict[str, str | bytes],
+    expected: dict[str, Any],
+    comment: str,
 ) -> None:
-    text, made = checked(tmp_path, files)
-    assert {key: made.get(key) for key in expected} == expected
-    assert said in text
+    text, mapping = suggest_mapping(tmp_path, files)
+
+    assert {key: mapping.get(key) for key in expected} == expected
+    assert comment in text
 
 
-def test_a_user_with_gaps_is_asked_about(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text(
-        table("row,item_id,t,member", ms, lambda n: f"m{n}" if n % 3 else "")
+def test_a_column_of_users_with_gaps_is_in_doubt(tmp_path: Path) -> None:
+    log = format_csv(
+        "row,item_id,t,member", time_ms, lambda row: f"m{row}" if row % 3 else ""
     )
-    assert (
-        "rows without a user are rejected; another column?"
-        in suggest(str(tmp_path)).text
-    )
+    (tmp_path / "log.csv").write_text(log)
+
+    text = suggest(str(tmp_path)).text
+
+    assert "rows without a user are rejected; another column?" in text
 
 
-def test_no_time_is_a_feature(tmp_path: Path) -> None:
-    """Times of births and updates are not the time of events."""
-    days = [
-        lambda n: f"2023-01-{n % 9 + 1:02d}",
-        lambda n: f"2024-01-{n % 9 + 1:02d} 10:00",
-        lambda n: n % 24,
-        ms,
-    ]
-    _, made = checked(
-        tmp_path,
-        {"log.csv": table("user,item,birth_date,order_time,hour,updated_at", *days)},
+def test_times_of_births_and_updates_are_neither_event_times_nor_features(
+    tmp_path: Path,
+) -> None:
+    log = format_csv(
+        "user,item,birth_date,order_time,hour,updated_at",
+        lambda row: f"2023-01-{row % 9 + 1:02d}",
+        lambda row: f"2024-01-{row % 9 + 1:02d} 10:00",
+        lambda row: row % 24,
+        time_ms,
     )
-    assert made["time"] == {"column": "order_time", "unit": "iso"}
-    assert not {"labels", "numbers", "categories"} & set(made)
+
+    _, mapping = suggest_mapping(tmp_path, {"log.csv": log})
+
+    assert mapping["time"] == {"column": "order_time", "unit": "iso"}
+    assert not {"labels", "numbers", "categories"} & set(mapping)
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("hm", None), ("movielens_1m", None), ("movielens_1m", "actions")],
 )
-def test_what_is_guessed_of_a_real_layout_makes_tables(
+def test_the_mapping_suggested_for_a_public_layout_prepares_tables(
     tmp_path: Path, name: str, kind: str | None
 ) -> None:
-    raw, source, tables = (
-        MAKERS[name](tmp_path / "raw"),
-        str(tmp_path / "guessed.yaml"),
-        str(tmp_path / "tables"),
-    )
-    prepare.run_suggestion(
-        prepare.Suggestion(suggest=str(raw), kind=kind, output=source)
-    )
-    statistics: Any = prepare.run(
-        cli.config_from_words(
-            prepare, ["--source", source, "--input", str(raw), "--output", tables]
-        )
-    )
+    raw = str(LOG_WRITERS[name](tmp_path / "raw"))
+    source, tables = str(tmp_path / "source.yaml"), str(tmp_path / "tables")
+    prepare.run_suggestion(prepare.Suggestion(suggest=raw, kind=kind, output=source))
+
+    words = ["--source", source, "--input", raw, "--output", tables]
+    statistics: Any = prepare.run(cli.config_from_words(prepare, words))
+
     audit.run(audit.Config(tables=tables))
-    assert (statistics["raw"]["rejects"], statistics["clock"]) == (0, True)
+    assert statistics["raw"]["rejects"] == 0
+    assert statistics["clock"]
     matched = read_manifest(f"{tables}/items").info["matched"]
     assert matched["ids_matched"] == matched["ids"]
+
+
+def test_a_suggestion_does_not_overwrite_a_mapping_file(tmp_path: Path) -> None:
+    (tmp_path / "source.yaml").write_text("mine")
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "log.csv").write_text(format_csv("user_id,item_id,time", time_ms))
+    suggestion = prepare.Suggestion(
+        suggest=str(raw), output=str(tmp_path / "source.yaml")
+    )
+
     with pytest.raises(UserError, match="exists; name another file"):
-        prepare.run_suggestion(prepare.Suggestion(suggest=str(raw), output=source))
+        prepare.run_suggestion(suggestion)
+
+    assert (tmp_path / "source.yaml").read_text() == "mine"
 
 
-def test_a_folder_that_is_no_log_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"^.* holds no file that can be read as a log: it is empty$"
-    ):
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    error = r"^.* holds no file that can be read as a log: it is empty$"
+    with pytest.raises(UserError, match=error):
         suggest(str(tmp_path))
+
+
+def test_a_folder_without_a_log_is_refused_with_the_reason_for_each_file(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     (tmp_path / "readme.md").write_text("hello, you\nand\nothers")
     (tmp_path / "weather.csv").write_text("station,temperature\nOslo,3.5\nRoma,20.25\n")
-    with pytest.raises(
-        UserError,
-        match=r"^.*broken.parquet: .*readme.md: it has no columns; .*, but station, temperature$",
-    ):
+
+    error = r"^.*broken.parquet: .*readme.md: it has no columns; .*, but station, temperature$"
+    with pytest.raises(UserError, match=error):
         suggest(str(tmp_path))
