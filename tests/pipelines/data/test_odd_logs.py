@@ -1,9 +1,10 @@
-"""Unusual valid logs: ids of all characters, and a user with very many events."""
+"""Unusual but valid logs: ids of any characters, and a user with 100,000 events."""
 
 from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 
 from models.retrieval.data import RetrievalDataset
 from models.storage.tables import read_manifest, read_table
-from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
+from tests.fixtures.audited import broken
 
-ODD = [
+Row = dict[str, Any]
+
+UNUSUAL_TEXTS = [
     'quo"te',
     "new\nline",
     "carriage\r\nreturn",
@@ -42,51 +45,58 @@ ODD = [
 ]
 
 
-def rows(number: int = 600) -> list[dict[str, Any]]:
-    draw = np.random.default_rng(0)
+def draw_rows(count: int = 600) -> list[Row]:
+    """Draw rows whose users and items have unusual ids."""
+    rng = np.random.default_rng(0)
     return [
         {
-            "user": ODD[draw.integers(len(ODD))] + "|u",
-            "item": ODD[draw.integers(len(ODD))] + "|i",
-            "ms": 1_600_000_000_000 + int(draw.integers(10**9)),
+            "user": UNUSUAL_TEXTS[rng.integers(len(UNUSUAL_TEXTS))] + "|u",
+            "item": UNUSUAL_TEXTS[rng.integers(len(UNUSUAL_TEXTS))] + "|i",
+            "ms": 1_600_000_000_000 + int(rng.integers(10**9)),
         }
-        for _ in range(number)
+        for _ in range(count)
     ]
 
 
-def write(folder: Path, kind: str, log: list[dict[str, Any]]) -> str:
-    """Write a log of a kind to a file, and return the path of its mapping."""
+def write_log(folder: Path, suffix: str, log: list[Row]) -> str:
+    """Write a log in the format of a suffix, and return the path of its mapping."""
     folder.mkdir()
-    if kind == "csv":
+    if suffix == "csv":
         with open(folder / "log.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, ["user", "item", "ms"], quoting=csv.QUOTE_ALL)
             writer.writeheader()
             writer.writerows(log)
-    elif kind == "jsonl":
+    elif suffix == "jsonl":
         (folder / "log.jsonl").write_text("\n".join(json.dumps(row) for row in log))
     else:
         pl.DataFrame(log).write_parquet(folder / "log.parquet")
-    rest = "user: user\nitem: item\ntime: {column: ms, unit: ms}\nprepare: {core: 0, split: {kind: temporal}}\n"
     mapping = folder / "source.yaml"
-    mapping.write_text(f"files: log.{kind}\n{rest}")
+    mapping.write_text(
+        f"files: log.{suffix}\n"
+        "user: user\n"
+        "item: item\n"
+        "time: {column: ms, unit: ms}\n"
+        "prepare: {core: 0, split: {kind: temporal}}\n"
+    )
     return str(mapping)
 
 
-def made(mapping: str, output: Path, **options: Any) -> str:
+def prepare_tables(mapping: str, output: Path, **options: Any) -> str:
+    """Prepare the log beside a mapping and return the path of its tables."""
     source, defaults = load_source(mapping)
-    raw = str(Path(mapping).parent)
-    prepare(
-        source,
-        raw,
-        str(output),
-        read_config(defaults, options),
-        report=lambda line: None,
-    )
+    raw, config = str(Path(mapping).parent), read_config(defaults, options)
+    prepare(source, raw, str(output), config, report=lambda line: None)
     return str(output)
 
 
+def read_sequences(tables: str) -> dict[str, Row]:
+    """Return the row of sequences of each user."""
+    rows = read_table(f"{tables}/sequences").to_pylist()
+    return {row["user_id"]: row for row in rows}
+
+
 @pytest.mark.parametrize(
-    ("kind", "partitions"),  # by the driver alone, and by Ray
+    ("suffix", "partitions"),  # 0: by the driver alone
     [
         ("csv", 0),
         ("jsonl", 0),
@@ -94,67 +104,72 @@ def made(mapping: str, output: Path, **options: Any) -> str:
         pytest.param("csv", 3, marks=pytest.mark.long),
     ],
 )
-def test_ids_of_any_characters_stay_what_they_are(
-    tmp_path: Path, kind: str, partitions: int, request: pytest.FixtureRequest
+def test_ids_of_any_characters_are_kept_but_for_blanks_at_their_ends(
+    tmp_path: Path, suffix: str, partitions: int, request: pytest.FixtureRequest
 ) -> None:
+    options = {}
     if partitions:
         request.getfixturevalue("ray_local")
-    log, options = rows(), {"partitions": partitions} if partitions else {}
-    tables = made(write(tmp_path / "raw", kind, log), tmp_path / "out", **options)
-    names = read_table(f"{tables}/items")["item_id"].to_pylist()
-    expected: dict[str, list[tuple[int, str]]] = {}
-    for row in log:
-        expected.setdefault(row["user"].strip(), []).append(
-            (row["ms"], row["item"].strip())
-        )  # blanks at the ends go
+        options["partitions"] = partitions
+    log = draw_rows()
+    mapping = write_log(tmp_path / "raw", suffix, log)
+
+    tables = prepare_tables(mapping, tmp_path / "out", **options)
+
     assert read_manifest(f"{tables}/rejects").rows == 0
-    found = {
-        row["user_id"]: row for row in read_table(f"{tables}/sequences").to_pylist()
-    }
-    assert found.keys() == expected.keys()
-    for user, row in found.items():
-        have = sorted(
-            zip(
-                row["timestamp_ms"],
-                (names[item] for item in row["item_index"]),
-                strict=True,
-            )
-        )
-        assert have == sorted(expected[user])
-    assert not [rule.name for rule in audit(tables) if rule.violations]
+    ids = read_table(f"{tables}/items")["item_id"].to_pylist()
+    behaviours: Counter[tuple[str, str, int]] = Counter()
+    for user, row in read_sequences(tables).items():
+        for item, time in zip(row["item_index"], row["timestamp_ms"], strict=True):
+            behaviours[user, ids[item], time] += 1
+    assert behaviours == Counter(
+        (row["user"].strip(), row["item"].strip(), row["ms"]) for row in log
+    )
+    assert broken(tables) == {}
+
+
+NUM_EVENTS = 100_000
+
+
+@pytest.fixture(scope="module")
+def mapping_of_long_log(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of the mapping of a log with a user of 100,000 events, and 50 others."""
+    rng, others = np.random.default_rng(0), 500
+    log = pl.DataFrame(
+        {
+            "user": ["all"] * NUM_EVENTS + [f"u{n % 50}" for n in range(others)],
+            "item": rng.integers(200, size=NUM_EVENTS + others).astype(str),
+            "ms": 1_600_000_000_000 + rng.permutation(NUM_EVENTS + others) * 1000,
+        }
+    )
+    raw = tmp_path_factory.mktemp("long") / "raw"
+    mapping = write_log(raw, "parquet", draw_rows(1))
+    log.write_parquet(raw / "log.parquet")
+    return mapping
 
 
 @pytest.mark.long
-def test_a_user_with_very_many_events(tmp_path: Path) -> None:
-    draw, many = np.random.default_rng(0), 100_000
-    few = 500
-    frame = pl.DataFrame(
-        {
-            "user": ["all"] * many + [f"u{number % 50}" for number in range(few)],
-            "item": (draw.integers(200, size=many + few)).astype(str),
-            "ms": 1_600_000_000_000 + draw.permutation(many + few) * 1000,
-        }
-    )
-    raw = tmp_path / "raw"
-    mapping = write(raw, "parquet", rows(1))
-    frame.write_parquet(raw / "log.parquet")
-    tables = made(mapping, tmp_path / "out", max_events=many)
-    table = {
-        row["user_id"]: row for row in read_table(f"{tables}/sequences").to_pylist()
-    }
-    assert len(table) == 51
-    long = table["all"]
-    assert len(long["item_index"]) == len(long["requests"]) == many
-    assert long["timestamp_ms"] == sorted(long["timestamp_ms"])
+def test_a_user_with_100000_events_is_prepared_and_batched(
+    tmp_path: Path, mapping_of_long_log: str
+) -> None:
+    tables = prepare_tables(mapping_of_long_log, tmp_path, max_events=NUM_EVENTS)
+
+    sequences = read_sequences(tables)
+    assert len(sequences) == 51
+    row = sequences["all"]
+    assert len(row["item_index"]) == len(row["requests"]) == NUM_EVENTS
+    assert row["timestamp_ms"] == sorted(row["timestamp_ms"])
     examples = RetrievalDataset.load(f"{tables}/sequences", "train", max_history=20)
     batch = examples.collate(examples.sort_for_evaluation(examples.rows())[-64:])
     assert batch.history.shape == (64, 20)
-    cut = made(
-        mapping, tmp_path / "cut"
-    )  # by default the latest events of a user stay, and a line says so
-    statistics = json.loads(Path(cut, "statistics.json").read_text())
-    assert (
-        max(map(len, read_table(f"{cut}/sequences")["item_index"].to_pylist()))
-        == statistics["max_length"]
-        < many
-    )
+
+
+@pytest.mark.long
+def test_the_default_max_events_truncates_a_very_long_user(
+    tmp_path: Path, mapping_of_long_log: str
+) -> None:
+    tables = prepare_tables(mapping_of_long_log, tmp_path)
+
+    statistics = json.loads(Path(tables, "statistics.json").read_text())
+    lengths = [len(row["item_index"]) for row in read_sequences(tables).values()]
+    assert max(lengths) == statistics["max_length"] < NUM_EVENTS
