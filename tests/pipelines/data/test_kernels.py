@@ -1,15 +1,15 @@
-"""The kernels of partitions on small random logs: order, duplicates, cut times,
-vocabularies.
+"""The functions that work on one partition of the events, on small random logs: order,
+duplicates, cut times, vocabularies and splits.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -31,24 +31,20 @@ from pipelines.data.sequences.splits import (
     nth_times,
 )
 
+Row = dict[str, Any]
+
 SCHEMA = events_schema({"click": "bool", "dwell": "float32"}, ["price"], ["tab"])
-KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
-REST = (
-    "query",
-    "label_click",
-    "label_dwell",
-    "num_price",
-    "cat_tab",
-)  # in the order of the schema
+SORT_KEY = ("user_id", "timestamp_ms", "request_id", "position", "item_id")
+OTHER_COLUMNS = ("query", "label_click", "label_dwell", "num_price", "cat_tab")
 USERS = ["u", "user 2", "Ü", "z" * 40, ""]
 ITEMS = ["a", "b", "B", "é", "item-10", "item-9"]
-FEW = settings(
+few_examples = settings(
     max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
-rows_strategy = st.lists(
+ROWS = st.lists(
     st.fixed_dictionaries(
         {
             "user_id": st.sampled_from(USERS),
@@ -68,171 +64,161 @@ rows_strategy = st.lists(
 )
 
 
-def in_order(
-    rows: list[dict[str, Any]], log_order: bool = False
-) -> list[dict[str, Any]]:
-    """By dicts and loops: duplicates dropped, sorted by the key and then by everything
-    else, nulls first.
+def sort_value(row: Row) -> tuple:
+    """Return what rows are sorted by: the key, then all other columns, nulls first."""
+    key = [row[name] for name in SORT_KEY]
+    others = [row[name] for name in OTHER_COLUMNS]
+    nulls_first = [
+        (value is not None, 0 if value is None else value) for value in others
+    ]
+    return (*key, *nulls_first)
+
+
+def order_slowly(rows: list[Row], log_order: bool = False) -> list[Row]:
+    """Return rows without duplicates in their order, by dicts and loops.
+
+    In log order, rows of a user and time keep the order of the log, and their position
+    is their index among them.
     """
-    seen: set[tuple] = set()
-    kept = []
+    unique: list[Row] = []
     for row in rows:
-        content = tuple(sorted(row.items(), key=lambda pair: pair[0]))
-        if content not in seen:
-            seen.add(content)
-            kept.append(dict(row))
+        if row not in unique:
+            unique.append(row)
     if not log_order:
-        return sorted(
-            kept,
-            key=lambda row: (
-                *(row[name] for name in KEY),
-                *(
-                    (row[name] is not None, 0 if row[name] is None else row[name])
-                    for name in REST
-                ),
-            ),
-        )
-    ranks: Counter = Counter()
-    for row in kept:  # still in the log's order
+        return sorted(unique, key=sort_value)
+    numbered = number_positions(unique)
+    return sorted(numbered, key=lambda row: tuple(row[name] for name in LOG_ORDER_KEY))
+
+
+LOG_ORDER_KEY = ("user_id", "timestamp_ms", "position")
+
+
+def number_positions(rows: list[Row]) -> list[Row]:
+    """Return rows with their index among the rows of the same user and time."""
+    counts: Counter = Counter()
+    numbered: list[Row] = []
+    for row in rows:
         group = (row["user_id"], row["timestamp_ms"])
-        row["position"] = ranks[group]
-        ranks[group] += 1
-    return sorted(
-        kept, key=lambda row: (row["user_id"], row["timestamp_ms"], row["position"])
-    )
+        numbered.append({**row, "position": counts[group]})
+        counts[group] += 1
+    return numbered
 
 
-def in_transit(rows: list[dict[str, Any]], log_order: bool = False) -> pa.Table:
-    """Rows as they arrive in a partition."""
+def to_table(rows: list[Row], log_order: bool = False) -> pa.Table:
+    """Return rows as a partition receives them, with log rows if the log's order
+    counts.
+    """
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    return (
-        table.append_column("log_place", pa.array(np.arange(len(rows))))
-        if log_order
-        else table
-    )
+    if log_order:
+        table = table.append_column("log_place", pa.array(np.arange(len(rows))))
+    return table
 
 
-def written(
-    rows: list[dict[str, Any]], folder: str, partitions: int, log_order: bool = False
-) -> list[str]:
-    """Events parts of the rows, one per partition that has any."""
-    table = in_transit(rows, log_order)
+def write_events(rows: list[Row], folder: str, partitions: int) -> list[str]:
+    """Write the events of each partition that has any, and return the paths."""
+    table = to_table(rows)
     partition = user_keys(table["user_id"]) % partitions
-    of_part = [
-        table.filter(pa.array(partition == number)) for number in np.unique(partition)
-    ]
-    events = [order_events(part, SCHEMA)[0] for part in of_part]
-    return [join(folder, write_part(folder, table).path) for table in events]
+    paths: list[str] = []
+    for number in np.unique(partition):
+        rows_of_partition = table.filter(pa.array(partition == number))
+        events, _ = order_events(rows_of_partition, SCHEMA)
+        paths.append(join(folder, write_part(folder, events).path))
+    return paths
 
 
-@FEW
-@given(rows=rows_strategy, log_order=st.booleans(), data=st.data())
+def make_event(user: str, time: int, **columns: Any) -> Row:
+    """Return an event of item `a`."""
+    event = {
+        "user_id": user,
+        "request_id": "",
+        "timestamp_ms": time,
+        "item_id": "a",
+        "position": 0,
+    }
+    return event | columns
+
+
+@few_examples
+@given(rows=ROWS, log_order=st.booleans(), data=st.data())
 def test_order_events_sorts_totally_and_drops_duplicates(
-    rows: list[dict], log_order: bool, data: st.DataObject
+    rows: list[Row], log_order: bool, data: st.DataObject
 ) -> None:
     rows = rows + data.draw(st.lists(st.sampled_from(rows), max_size=10))
-    table, duplicates = order_events(in_transit(rows, log_order), SCHEMA)
-    expected = in_order(rows, log_order)
+
+    table, duplicates = order_events(to_table(rows, log_order), SCHEMA)
+
+    expected = order_slowly(rows, log_order)
     assert duplicates == len(rows) - len(expected)
+    assert table.to_pylist() == expected
     if not log_order:
-        assert table.to_pylist() == expected
         shuffled = data.draw(st.permutations(rows))
-        assert order_events(in_transit(shuffled), SCHEMA)[0].equals(table)
-    else:
-        key = ("user_id", "timestamp_ms", "position")
-        assert table.to_pylist() == sorted(
-            expected, key=lambda row: tuple(row[name] for name in key)
-        )
+        table_of_shuffled, _ = order_events(to_table(shuffled), SCHEMA)
+        assert table_of_shuffled.equals(table)
 
 
-@FEW
-@given(rows=rows_strategy, log_order=st.booleans(), data=st.data())
-def test_kept_duplicates_stand_beside_each_other(
-    rows: list[dict], log_order: bool, data: st.DataObject
+def sort_by_content(rows: list[Row]) -> list[Row]:
+    """Return rows sorted by their content, whatever the order of their keys."""
+    return sorted(rows, key=lambda row: str(sorted(row.items())))
+
+
+@few_examples
+@given(rows=ROWS, log_order=st.booleans(), data=st.data())
+def test_kept_duplicates_are_sorted_with_the_other_events(
+    rows: list[Row], log_order: bool, data: st.DataObject
 ) -> None:
-    def content(row: dict) -> str:
-        return str(sorted(row.items()))  # whatever the order of its keys
-
     rows = rows + data.draw(st.lists(st.sampled_from(rows), max_size=10))
+
     table, duplicates = order_events(
-        in_transit(rows, log_order), SCHEMA, keep_duplicates=True
+        to_table(rows, log_order), SCHEMA, keep_duplicates=True
     )
-    assert duplicates == len(rows) - len(in_order(rows, log_order))
-    events, key = table.to_pylist(), KEY
-    if not log_order:
-        assert sorted(events, key=content) == sorted(rows, key=content)
-        assert [[e[name] for name in key] for e in events] == sorted(
-            [e[name] for name in key] for e in events
-        )
-        shuffled = data.draw(st.permutations(rows))
-        assert order_events(in_transit(shuffled), SCHEMA, keep_duplicates=True)[
-            0
-        ].equals(table)
+
+    events = table.to_pylist()
+    assert duplicates == len(rows) - len(order_slowly(rows, log_order))
+    if log_order:
+        assert sort_by_content(events) == sort_by_content(number_positions(rows))
     else:
-        places = {
-            name: iter(range(len(rows)))
-            for name in {tuple(row[n] for n in key[:2]) for row in rows}
-        }
-        expected = [
-            {**row, "position": next(places[tuple(row[n] for n in key[:2])])}
-            for row in rows
-        ]
-        assert sorted(events, key=content) == sorted(expected, key=content)
+        assert sort_by_content(events) == sort_by_content(rows)
+        keys = [[event[name] for name in SORT_KEY] for event in events]
+        assert keys == sorted(keys)
+        shuffled = to_table(data.draw(st.permutations(rows)))
+        table_of_shuffled, _ = order_events(shuffled, SCHEMA, keep_duplicates=True)
+        assert table_of_shuffled.equals(table)
 
 
-@FEW
-@given(rows=rows_strategy)
-def test_columns_that_do_not_travel_come_back(rows: list[dict]) -> None:
-    whole = in_transit(
-        [
-            {**row, "request_id": "", "position": 0, "query": None, "cat_tab": None}
-            for row in rows
-        ]
-    )
-    sent = whole.drop_columns(["request_id", "position", "query", "cat_tab"])
+@few_examples
+@given(rows=ROWS)
+def test_columns_of_defaults_are_not_sent_and_added_again(rows: list[Row]) -> None:
+    defaults = {"request_id": "", "position": 0, "query": None, "cat_tab": None}
+    whole = to_table([row | defaults for row in rows])
+    sent = whole.drop_columns(list(defaults))
+
     assert add_missing_columns(sent, whole.schema).equals(whole)
-    assert order_events(sent, SCHEMA)[0].equals(order_events(whole, SCHEMA)[0])
+    events_of_sent, _ = order_events(sent, SCHEMA)
+    events_of_whole, _ = order_events(whole, SCHEMA)
+    assert events_of_sent.equals(events_of_whole)
 
 
-def test_a_part_of_events_is_read_with_their_schema(tmp_path: Any) -> None:
-    rows = [
-        {
-            "user_id": "u",
-            "request_id": "",
-            "timestamp_ms": time,
-            "item_id": "a",
-            "position": 0,
-        }
-        for time in (2**62, 0)
-    ]
-    [part] = written(rows, str(tmp_path), 1)
+def test_a_part_of_events_is_read_with_the_schema_of_events(tmp_path: Path) -> None:
+    rows = [make_event("u", time) for time in (2**62, 0)]
+
+    [part] = write_events(rows, str(tmp_path), 1)
+
+    events, _ = order_events(to_table(rows), SCHEMA)
     assert read_parquet(part).schema.equals(SCHEMA)
-    assert read_parquet(part).equals(
-        order_events(in_transit(rows), SCHEMA)[0].cast(SCHEMA)
-    )
+    assert read_parquet(part).equals(events.cast(SCHEMA))
 
 
-def test_order_events_without_integer_room_for_the_times() -> None:
-    rows = [
-        {
-            "user_id": user,
-            "request_id": "",
-            "timestamp_ms": time,
-            "item_id": "a",
-            "position": 0,
-        }
-        for user in ("b", "a", "c")
-        for time in (2**63 - 1, 5, 0)
-    ]
-    table, _ = order_events(in_transit(rows), SCHEMA)
-    assert list(
-        zip(
-            table["user_id"].to_pylist(), table["timestamp_ms"].to_pylist(), strict=True
-        )
-    ) == [(user, time) for user in "abc" for time in (0, 5, 2**63 - 1)]
+def test_order_events_sorts_users_and_times_that_fit_no_common_integer() -> None:
+    times = (2**63 - 1, 5, 0)
+    rows = [make_event(user, time) for user in ("b", "a", "c") for time in times]
+
+    table, _ = order_events(to_table(rows), SCHEMA)
+
+    keys = [(event["user_id"], event["timestamp_ms"]) for event in table.to_pylist()]
+    assert keys == [(user, time) for user in "abc" for time in (0, 5, 2**63 - 1)]
 
 
-@FEW
+@few_examples
 @given(
     times=st.lists(
         st.integers(0, 2**45) | st.integers(0, 9_000_000), min_size=3, max_size=40
@@ -240,85 +226,80 @@ def test_order_events_without_integer_room_for_the_times() -> None:
     val=st.sampled_from([0.1, 0.3]),
     test=st.sampled_from([0.1, 0.25]),
 )
-def test_cut_times_are_the_quantiles(
+def test_cut_times_are_quantiles_of_the_event_times(
     tmp_path_factory: pytest.TempPathFactory, times: list[int], val: float, test: float
 ) -> None:
     rows = [
-        {
-            "user_id": f"u{i % 7}",
-            "request_id": "",
-            "timestamp_ms": time,
-            "item_id": "a",
-            "position": i,
-        }
-        for i, time in enumerate(times)
+        make_event(f"u{number % 7}", time, position=number)
+        for number, time in enumerate(times)
     ]
-    found = event_stats(
-        written(rows, str(tmp_path_factory.mktemp("events")), 2),
-        None,
-        Engine(in_process=True),
-    )
+    parts = write_events(rows, str(tmp_path_factory.mktemp("events")), 2)
+    engine, ordered = Engine(in_process=True), sorted(times)
+
+    stats = event_stats(parts, None, engine)
+
     ranks = [0, len(times) // 2, len(times) - 1]
-    assert nth_times(found, ranks, Engine(in_process=True)) == [
-        sorted(times)[rank] for rank in ranks
-    ]
-    first, second = (
-        sorted(times)[int(len(times) * share)] for share in (1 - val - test, 1 - test)
-    )
+    assert nth_times(stats, ranks, engine) == [ordered[rank] for rank in ranks]
+    val_start = ordered[int(len(times) * (1 - val - test))]
+    test_start = ordered[int(len(times) * (1 - test))]
     config = SplitConfig("temporal", val, test)
-    if min(times) < first < second:
-        assert cut_times(found, config, Engine(in_process=True)) == {
+    if ordered[0] < val_start < test_start:
+        assert cut_times(stats, config, engine) == {
             "kind": "temporal",
-            "val_start_ms": first,
-            "test_start_ms": second,
+            "val_start_ms": val_start,
+            "test_start_ms": test_start,
         }
     else:
         with pytest.raises(UserError, match="split by fractions is not possible"):
-            cut_times(found, config, Engine(in_process=True))
+            cut_times(stats, config, engine)
 
 
-@FEW
+@few_examples
 @given(
     ids=st.lists(st.text(max_size=3), max_size=40),
-    known=st.lists(st.text(max_size=3), max_size=40, unique=True),
+    vocabulary_ids=st.lists(st.text(max_size=3), max_size=40, unique=True),
 )
-def test_a_vocabulary_finds_the_places_of_its_ids(
-    ids: list[str], known: list[str]
+def test_a_vocabulary_gives_the_index_of_an_id_or_minus_one(
+    ids: list[str], vocabulary_ids: list[str]
 ) -> None:
-    known = sorted(known, key=str.encode)
-    found = Vocabulary.from_ids(pa.array(known, pa.large_string())).lookup(
-        pa.array([*ids, None], pa.string())
-    )
-    assert found.tolist() == [
-        *(known.index(one) if one in known else -1 for one in ids),
-        -1,
-    ]
+    vocabulary_ids = sorted(vocabulary_ids, key=str.encode)
+    vocabulary = Vocabulary.from_ids(pa.array(vocabulary_ids, pa.large_string()))
+
+    indices = vocabulary.lookup(pa.array([*ids, None], pa.string()))
+
+    index_by_id = {id_: index for index, id_ in enumerate(vocabulary_ids)}
+    assert indices.tolist() == [*(index_by_id.get(id_, -1) for id_ in ids), -1]
 
 
-@FEW
+@few_examples
 @given(st.lists(st.lists(st.sampled_from(ITEMS), unique=True), max_size=6))
-def test_the_union_of_parts_adds_up_their_counts(parts: list[list[str]]) -> None:
-    found = IdCounts()
+def test_the_counts_of_parts_are_added_by_id(parts: list[list[str]]) -> None:
+    id_counts = IdCounts()
+    expected: Counter[str] = Counter()
     for part in parts:
-        found.add(pa.array(part, pa.large_string()), np.arange(1, len(part) + 1))
-    ids, counts = found.sort()
-    wanted: dict[str, int] = {}
-    for part in parts:
-        for count, one in enumerate(part, start=1):
-            wanted[one] = wanted.get(one, 0) + count
-    assert dict(zip(ids.to_pylist(), counts.tolist(), strict=True)) == wanted
-    assert ids.to_pylist() == sorted(wanted, key=str.encode)
+        counts = np.arange(1, len(part) + 1)
+        id_counts.add(pa.array(part, pa.large_string()), counts)
+        expected.update(dict(zip(part, counts.tolist(), strict=True)))
+
+    ids, counts = id_counts.sort()
+
+    assert dict(zip(ids.to_pylist(), counts.tolist(), strict=True)) == expected
+    assert ids.to_pylist() == sorted(expected, key=str.encode)
 
 
 def test_user_keys_are_stable_and_not_negative() -> None:
     keys = user_keys(pa.array(["a", "b", "a", ""]))
+
     assert keys[0] == keys[2] != keys[1]
     assert (keys >= 0).all()
     assert (user_keys(pa.chunked_array([["a"], ["b", "a", ""]])) == keys).all()
 
 
 def test_leave_last_out_leaves_short_histories_to_training() -> None:
-    codes = assign_splits({"kind": "leave_last_out"}, np.arange(7), np.array([0, 2, 3]))
+    user_starts = np.array([0, 2, 3])
+
+    codes = assign_splits({"kind": "leave_last_out"}, np.arange(7), user_starts)
+
     assert codes.tolist() == [0, 0, 0, 0, 0, 1, 2]
 
 
@@ -330,86 +311,82 @@ def test_leave_last_out_leaves_short_histories_to_training() -> None:
         ({"val_fraction": 0.6, "test_fraction": 0.5}, "nothing to train on"),
     ],
 )
-def test_split_config_refuses(values: dict, words: str) -> None:
+def test_an_invalid_split_is_refused(values: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SplitConfig(**values)
 
 
-def test_temporal_split_needs_a_clock() -> None:
+def test_a_temporal_split_needs_clock_times() -> None:
     assert SplitConfig().resolve(clock=True) == "temporal"
     assert SplitConfig().resolve(clock=False) == "leave_last_out"
     with pytest.raises(UserError, match="no clock times"):
         SplitConfig("temporal").resolve(clock=False)
 
 
-def test_parts_do_not_depend_on_the_order_of_rows(tmp_path: Any) -> None:
+def test_parts_do_not_depend_on_the_order_of_rows(tmp_path: Path) -> None:
     generator = random.Random(0)
     rows = [
-        {
-            "user_id": f"u{generator.randrange(20)}",
-            "request_id": "",
-            "timestamp_ms": generator.randrange(30),
-            "item_id": f"i{generator.randrange(9)}",
-            "position": 0,
-            "label_click": generator.random() < 0.5,
-        }
+        make_event(
+            f"u{generator.randrange(20)}",
+            generator.randrange(30),
+            item_id=f"i{generator.randrange(9)}",
+            label_click=generator.random() < 0.5,
+        )
         for _ in range(500)
     ]
-    first = written(rows, str(tmp_path), 4)
+    parts = write_events(rows, str(tmp_path), 4)
     generator.shuffle(rows)
-    assert written(rows, str(tmp_path), 4) == first
-    assert pl.concat([pl.from_arrow(read_parquet(part)) for part in first]).height < 500
+
+    assert write_events(rows, str(tmp_path), 4) == parts
+    assert sum(len(read_parquet(part)) for part in parts) < 500  # less duplicates
 
 
-def test_the_core_of_the_training_window_counts_what_is_known_in_it(
-    tmp_path: Any,
+def test_the_core_of_the_training_window_counts_labels_known_within_it(
+    tmp_path: Path,
 ) -> None:
     schema = events_schema({"click": "bool"}, known=["click"])
-    row = {"user_id": "u", "request_id": "", "position": 0, "label_click": True}
+    clicks = ((0, "a", 1), (1, "b", 9), (2, "a", 3), (3, "b", 4))
     rows = [
-        row | {"timestamp_ms": time, "item_id": item, "known_click": known}
-        for time, item, known in ((0, "a", 1), (1, "b", 9), (2, "a", 3), (3, "b", 4))
+        make_event("u", time, item_id=item, label_click=True, known_click=known)
+        for time, item, known in clicks
     ]
-    part = join(
-        str(tmp_path),
-        write_part(str(tmp_path), pa.Table.from_pylist(rows, schema=schema)).path,
-    )
-    found = event_stats([part], "click", Engine(in_process=True), late=True)
-    assert core_items(found, 2, 5, Engine(in_process=True))[0].to_pylist() == ["a"]
-    assert core_items(found, 2, 10, Engine(in_process=True))[0].to_pylist() == [
-        "a",
-        "b",
-    ]
-    assert (found.first_ms, found.last_ms) == (
-        0,
-        3,
-    )  # the split is of the times of requests
+    table = pa.Table.from_pylist(rows, schema=schema)
+    part = join(str(tmp_path), write_part(str(tmp_path), table).path)
+    engine = Engine(in_process=True)
+
+    stats = event_stats([part], "click", engine, late=True)
+
+    assert core_items(stats, 2, 5, engine)[0].to_pylist() == ["a"]
+    assert core_items(stats, 2, 10, engine)[0].to_pylist() == ["a", "b"]
+    # The split is by the times of requests, not by the times that labels are known.
+    assert (stats.first_ms, stats.last_ms) == (0, 3)
 
 
-def test_leave_last_out_draws_among_requests_of_one_time() -> None:
-    baskets = 300
-    users = np.repeat([f"u{n}" for n in range(baskets)], 5)
-    items = np.tile(["a", "b", "c", "d", "e"], baskets)
-    time = np.tile([1, 2, 9, 9, 9], baskets)
-    start = np.arange(0, len(time), 5)
-    ids = (pa.array(users), pa.array(items))
+def test_leave_last_out_draws_among_requests_of_equal_time() -> None:
+    users = 300
+    user_ids = np.repeat([f"u{n}" for n in range(users)], 5)
+    items = np.tile(["a", "b", "c", "d", "e"], users)
+    times = np.tile([1, 2, 9, 9, 9], users)
+    user_starts = np.arange(0, len(times), 5)
+    ids = (pa.array(user_ids), pa.array(items))
 
-    codes = assign_splits({"kind": "leave_last_out"}, time, start, ids)
+    codes = assign_splits({"kind": "leave_last_out"}, times, user_starts, ids)
 
-    assert np.bincount(codes).tolist() == [3 * baskets, baskets, baskets]
+    assert np.bincount(codes).tolist() == [3 * users, users, users]
     for name in ("val", "test"):
         held_out = Counter(items[codes == SPLITS.index(name)])
         assert set(held_out) == {"c", "d", "e"}
         assert all(abs(count - 100) < 30 for count in held_out.values())  # 3.7 sigma
-    again = assign_splits({"kind": "leave_last_out"}, time, start, ids)
+    again = assign_splits({"kind": "leave_last_out"}, times, user_starts, ids)
     assert (codes == again).all()
-    tied = count_tied(codes, time, start)
-    assert tied == {"val": baskets, "test": baskets}
+    assert count_tied(codes, times, user_starts) == {"val": users, "test": users}
 
 
-def test_leave_last_out_without_ties_takes_the_last_two() -> None:
-    time, start = np.array([1, 2, 3, 1, 1, 2, 3, 4]), np.array([0, 3])
+def test_leave_last_out_without_ties_takes_the_last_two_requests() -> None:
+    times, user_starts = np.array([1, 2, 3, 1, 1, 2, 3, 4]), np.array([0, 3])
     ids = (pa.array(["u"] * 3 + ["v"] * 5), pa.array(list("abcdefgh")))
-    codes = assign_splits({"kind": "leave_last_out"}, time, start, ids)
+
+    codes = assign_splits({"kind": "leave_last_out"}, times, user_starts, ids)
+
     assert codes.tolist() == [0, 1, 2, 0, 0, 0, 1, 2]
-    assert count_tied(codes, time, start) == {"val": 0, "test": 0}
+    assert count_tied(codes, times, user_starts) == {"val": 0, "test": 0}

@@ -1,4 +1,4 @@
-"""Times of a log in all units and formats equal those of Python's datetime."""
+"""Times in every unit and format are parsed as Python's datetime parses them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ ZONES = [
     "Australia/Lord_Howe",
     "UTC",
 ]
-many = settings(max_examples=60)
+many_examples = settings(max_examples=60)
 
 
-def read(values: Any, **time: Any) -> list[int | str]:
-    """Return milliseconds, or the reason of a reject."""
+def parse(values: Any, **time: Any) -> list[int | str]:
+    """Return the milliseconds of each value, or the reason why it is rejected."""
     series = values if isinstance(values, pl.Series) else pl.Series(values)
-    made, reason = parse_times(series, Time("t", **time), "t")
+    times, reasons = parse_times(series, Time("t", **time), "t")
     return [
-        why or value
-        for value, why in zip(made.to_list(), reason.to_list(), strict=True)
+        reason or ms
+        for ms, reason in zip(times.to_list(), reasons.to_list(), strict=True)
     ]
 
 
-def right(moment: datetime) -> int:
+def to_ms(moment: datetime) -> int:
+    """Return the milliseconds since 1970 of a moment with a time zone."""
     return (moment - EPOCH) // timedelta(milliseconds=1)
 
 
@@ -73,48 +74,51 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("written", FORMATS)
+OFFSETS = st.integers(-12 * 60, 14 * 60).map(
+    lambda minutes: timezone(timedelta(minutes=minutes))
+)
+FRACTION = slice(20, 26)
+"""The six digits of the fraction of a second in texts of formats with `.%f` or `,%f`."""
+
+
+@pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=20)
 @given(data=st.data())
-def test_formats_as_python_reads_them(written: str, data: st.DataObject) -> None:
-    named = "%z" in written
-    offsets = st.integers(-12 * 60, 14 * 60).map(
-        lambda minutes: timezone(timedelta(minutes=minutes))
-    )
-    found = data.draw(st.lists(st.tuples(MOMENTS, offsets), min_size=1, max_size=6))
+def test_a_format_is_parsed_as_python_parses_it(
+    format: str, data: st.DataObject
+) -> None:
+    moments = data.draw(st.lists(st.tuples(MOMENTS, OFFSETS), min_size=1, max_size=6))
     texts = [
-        moment.replace(tzinfo=zone if named else UTC).strftime(written)
-        for moment, zone in found
+        moment.replace(tzinfo=zone if "%z" in format else UTC).strftime(format)
+        for moment, zone in moments
     ]
-    if ".%f" in written or ",%f" in written:  # from one to six digits
-        cut = data.draw(st.integers(1, 6))
+    if ".%f" in format or ",%f" in format:
+        digits = data.draw(st.integers(1, 6))
         texts = [
-            text[: text.index(text[19]) + 1 + cut] + text[26:]
-            if len(text) > 20
-            else text
+            text[: FRACTION.start] + text[FRACTION][:digits] + text[FRACTION.stop :]
             for text in texts
         ]
-    texts += data.draw(
-        st.lists(
-            st.sampled_from(["", "soon", texts[0] + "x", "2023-02-30", texts[0][:-1]]),
-            max_size=2,
-        )
-    )
-    for text, made in zip(
-        texts, read(pl.Series(texts, dtype=pl.String), format=written), strict=True
-    ):
+    invalid = ["", "soon", texts[0] + "x", "2023-02-30", texts[0][:-1]]
+    texts += data.draw(st.lists(st.sampled_from(invalid), max_size=2))
+
+    parsed = parse(pl.Series(texts, dtype=pl.String), format=format)
+
+    for text, ms_or_reason in zip(texts, parsed, strict=True):
         try:
-            moment = datetime.strptime(text, written)
+            moment = datetime.strptime(text, format)
         except ValueError:
-            assert isinstance(made, str)
+            assert isinstance(ms_or_reason, str)
             continue
-        expected = right(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
-        assert made == expected or (
-            isinstance(made, str) and not MIN_TIME_MS <= expected <= MAX_TIME_MS
-        )
+        expected = to_ms(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+        if isinstance(ms_or_reason, str):
+            assert not MIN_TIME_MS <= expected <= MAX_TIME_MS
+        else:
+            assert ms_or_reason == expected
 
 
-ISO: list[tuple[int, Any]] = [  # microseconds that the text keeps, and the text
+# The microseconds that a text can tell apart, and the text of a moment with its zone
+# and of the same moment in UTC.
+ISO_TEXTS: list[tuple[int, Any]] = [
     (1, lambda moment, utc: moment.isoformat()),
     (1000, lambda moment, utc: moment.isoformat(" ", "milliseconds")),
     (10**6, lambda moment, utc: moment.strftime("%Y%m%dT%H%M%S%z")),
@@ -131,51 +135,64 @@ ISO: list[tuple[int, Any]] = [  # microseconds that the text keeps, and the text
 ]
 
 
-@pytest.mark.parametrize(("kept", "form"), ISO)
+@pytest.mark.parametrize(("resolution_us", "format_moment"), ISO_TEXTS)
 @settings(max_examples=20)
 @given(st.lists(st.tuples(MOMENTS, st.integers(0, 14 * 4)), min_size=1, max_size=9))
-def test_iso_and_what_databases_write(
-    kept: int, form: Any, found: list[tuple[datetime, int]]
+def test_iso_8601_and_the_times_that_databases_write_are_parsed(
+    resolution_us: int, format_moment: Any, drawn: list[tuple[datetime, int]]
 ) -> None:
-    every = [
-        moment.replace(tzinfo=timezone(timedelta(minutes=15 * zone)))
-        for moment, zone in found
+    moments = [
+        moment.replace(tzinfo=timezone(timedelta(minutes=15 * quarters)))
+        for moment, quarters in drawn
     ]
-    unit = kept * timedelta(microseconds=1)
-    expected = [right(EPOCH + (moment - EPOCH) // unit * unit) for moment in every]
-    assert read([form(moment, moment.astimezone(UTC)) for moment in every]) == expected
+    texts = [format_moment(moment, moment.astimezone(UTC)) for moment in moments]
+
+    resolution = timedelta(microseconds=resolution_us)
+    expected = [
+        to_ms(EPOCH + (moment - EPOCH) // resolution * resolution) for moment in moments
+    ]
+    assert parse(texts) == expected
 
 
-@many
+@many_examples
 @given(
     st.lists(MOMENTS, min_size=1),
     st.sampled_from(ZONES),
-    st.sampled_from([None, "%d.%m.%Y %H:%M:%S", "%c"]),
+    st.sampled_from([{}, {"format": "%d.%m.%Y %H:%M:%S"}, {"format": "%c"}]),
 )
-def test_zones(found: list[datetime], zone: str, written: str | None) -> None:
-    local = [moment.replace(microsecond=0) for moment in found]
-    texts = [moment.strftime(written or "%Y-%m-%d %H:%M:%S") for moment in local]
-    made = read(texts, zone=zone, **({"format": written} if written else {}))
-    assert made == [right(moment.replace(tzinfo=ZoneInfo(zone))) for moment in local]
+def test_times_without_an_offset_are_of_the_zone_of_the_settings(
+    drawn: list[datetime], zone: str, keys: dict[str, str]
+) -> None:
+    moments = [moment.replace(microsecond=0) for moment in drawn]
+    format = keys.get("format", "%Y-%m-%d %H:%M:%S")
+    texts = [moment.strftime(format) for moment in moments]
+
+    expected = [to_ms(moment.replace(tzinfo=ZoneInfo(zone))) for moment in moments]
+    assert parse(texts, zone=zone, **keys) == expected
 
 
-def test_both_hours_of_a_change() -> None:
-    """The first of two equal hours is used; a missing hour is read as Python does."""
-    autumn, spring = "2023-10-29 02:30:00", "2023-03-26 02:30:00"
+@pytest.mark.parametrize("keys", [{}, {"format": "%Y-%m-%d %H:%M:%S"}])
+def test_hours_that_a_clock_change_repeats_or_skips(keys: dict[str, str]) -> None:
+    """The first of two equal hours is used; a skipped hour is read as Python does."""
+    repeated, skipped = "2023-10-29 02:30:00", "2023-03-26 02:30:00"
+    after = "2023-10-29 03:10:00"
     berlin = ZoneInfo("Europe/Berlin")
-    for written in (None, "%Y-%m-%d %H:%M:%S"):
-        key = {"format": written} if written else {}
-        made = read(
-            [autumn, spring, "2023-10-29 03:10:00"], zone="Europe/Berlin", **key
-        )
-        assert made[0] == right(datetime(2023, 10, 29, 0, 30, tzinfo=UTC))
-        assert made[1] == right(datetime(2023, 3, 26, 2, 30, tzinfo=berlin))
-        assert made[2] == right(datetime(2023, 10, 29, 2, 10, tzinfo=UTC))
-    typed = pl.Series([autumn]).str.to_datetime()
-    assert read(typed, zone="Europe/Berlin") == made[:1]
+
+    assert parse([repeated, skipped, after], zone="Europe/Berlin", **keys) == [
+        to_ms(datetime(2023, 10, 29, 0, 30, tzinfo=UTC)),
+        to_ms(datetime(2023, 3, 26, 2, 30, tzinfo=berlin)),
+        to_ms(datetime(2023, 10, 29, 2, 10, tzinfo=UTC)),
+    ]
 
 
-DIVISORS = {
+def test_typed_times_of_a_repeated_hour_are_the_first_one() -> None:
+    typed = pl.Series(["2023-10-29 02:30:00"]).str.to_datetime()
+
+    expected = to_ms(datetime(2023, 10, 29, 0, 30, tzinfo=UTC))
+    assert parse(typed, zone="Europe/Berlin") == [expected]
+
+
+MS_PER_UNIT = {
     "s": Fraction(1000),
     "ms": Fraction(1),
     "us": Fraction(1, 1000),
@@ -183,54 +200,69 @@ DIVISORS = {
 }
 
 
-@many
-@given(st.lists(MOMENTS, min_size=1), st.sampled_from(list(DIVISORS)), st.data())
-def test_numbers_of_every_unit(
-    found: list[datetime], unit: str, data: st.DataObject
+@many_examples
+@given(st.lists(MOMENTS, min_size=1), st.sampled_from(list(MS_PER_UNIT)), st.data())
+def test_whole_numbers_of_every_unit_are_rounded_down_to_milliseconds(
+    moments: list[datetime], unit: str, data: st.DataObject
 ) -> None:
-    values = [
-        math.floor(right(m.replace(tzinfo=UTC)) / DIVISORS[unit])
+    values = draw_values(moments, unit, data)
+
+    expected = [math.floor(value * MS_PER_UNIT[unit]) for value in values]
+    assert parse(values, unit=unit) == expected
+    assert parse([f" {value} " for value in values], unit=unit) == expected
+
+
+def draw_values(moments: list[datetime], unit: str, data: st.DataObject) -> list[int]:
+    """Return whole numbers of a unit, at most 999 units after the moments."""
+    return [
+        math.floor(to_ms(moment.replace(tzinfo=UTC)) / MS_PER_UNIT[unit])
         + data.draw(st.integers(0, 999))
-        for m in found
+        for moment in moments
     ]
-    expected = [math.floor(value * DIVISORS[unit]) for value in values]
-    assert read(values, unit=unit) == expected
-    assert read([f" {value} " for value in values], unit=unit) == expected
-    if unit in ("us", "ns"):  # floats would not hold them
-        return
+
+
+@many_examples
+@given(st.lists(MOMENTS, min_size=1), st.sampled_from(["s", "ms"]), st.data())
+def test_decimals_of_seconds_and_milliseconds_are_rounded_down_to_milliseconds(
+    moments: list[datetime], unit: str, data: st.DataObject
+) -> None:
+    values = draw_values(moments, unit, data)
+    thousandths = [data.draw(st.integers(0, 999)) for _ in values]
     decimals = [
-        Decimal(value) + Decimal(data.draw(st.integers(0, 999))) / 1000
-        for value in values
+        Decimal(value) + Decimal(thousandth) / 1000
+        for value, thousandth in zip(values, thousandths, strict=True)
     ]
-    expected = [math.floor(Fraction(value) * DIVISORS[unit]) for value in decimals]
-    assert read([str(value) for value in decimals], unit=unit) == expected
-    assert read([f"{value}.0" for value in values], unit=unit) == [
-        math.floor(v * DIVISORS[unit]) for v in values
-    ]
-    assert read(pl.Series(decimals, dtype=pl.Decimal(38, 3)), unit=unit) == expected
+
+    expected = [math.floor(Fraction(value) * MS_PER_UNIT[unit]) for value in decimals]
+    assert parse([str(value) for value in decimals], unit=unit) == expected
+    assert parse(pl.Series(decimals, dtype=pl.Decimal(38, 3)), unit=unit) == expected
+    whole = [math.floor(value * MS_PER_UNIT[unit]) for value in values]
+    assert parse([f"{value}.0" for value in values], unit=unit) == whole
 
 
-@many
+@many_examples
 @given(st.lists(st.integers(MIN_TIME_MS, MAX_TIME_MS), min_size=1))
-def test_float_seconds_to_the_millisecond(values: list[int]) -> None:
+def test_float_seconds_are_exact_to_the_millisecond(values: list[int]) -> None:
     seconds = [value / 1000 for value in values]
-    assert read(seconds, unit="s") == values
-    assert read([repr(value) for value in seconds], unit="s") == values
-    assert read([f"{value:e}" for value in [1.7e9, 1.5e9]], unit="s") == [
-        1_700_000_000_000,
-        1_500_000_000_000,
-    ]
+
+    assert parse(seconds, unit="s") == values
+    assert parse([repr(value) for value in seconds], unit="s") == values
 
 
-@many
+def test_seconds_with_an_exponent_are_parsed() -> None:
+    expected = [1_700_000_000_000, 1_500_000_000_000]
+    assert parse(["1.700000e+09", "1.500000e+09"], unit="s") == expected
+
+
+@many_examples
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1))
-def test_order_takes_any_integer(values: list[int]) -> None:
-    assert read(values, unit="order") == values
-    assert read([str(value) for value in values], unit="order") == values
-    assert read([f"{value % 10**9}.5" for value in values], unit="order") == [
-        "t: not an integer"
-    ] * len(values)
-    assert read([3.0, 4.5], unit="order") == [3, "t: not an integer"]
+def test_the_unit_order_takes_any_integer_and_no_fraction(values: list[int]) -> None:
+    assert parse(values, unit="order") == values
+    assert parse([str(value) for value in values], unit="order") == values
+    fractions = [f"{value % 10**9}.5" for value in values]
+    for reason in parse(fractions, unit="order"):
+        assert reason == "t: not an integer"
+    assert parse([3.0, 4.5], unit="order") == [3, "t: not an integer"]
 
 
 @pytest.mark.parametrize(
@@ -246,10 +278,10 @@ def test_order_takes_any_integer(values: list[int]) -> None:
         (["2023-11-14"], {"format": "%d.%m.%Y"}, "not a time as %d.%m.%Y"),
     ],
 )
-def test_what_is_no_time_has_its_reason(
+def test_a_value_that_is_no_time_is_rejected_with_the_reason(
     values: list[Any], time: dict[str, str], words: str
 ) -> None:
-    for reason in read(values, **time):
+    for reason in parse(values, **time):
         assert f"t: {words}" in str(reason)
 
 
@@ -273,49 +305,48 @@ def test_what_is_no_time_has_its_reason(
         ({"column": "t", "format": "%Q"}, "strptime cannot parse"),
     ],
 )
-def test_times_that_cannot_be(keys: dict[str, str], words: str) -> None:
+def test_an_invalid_mapping_of_times_is_refused(
+    keys: dict[str, str], words: str
+) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         Time(**keys)
 
 
-@pytest.mark.parametrize(("hours", "rejected"), [(-1, 0), (20, 0), (30, 1), (9999, 1)])
-def test_events_a_day_after_the_clock_of_the_machine_are_rejected(
-    tmp_path: Path, hours: int, rejected: int
+LOG_OF_SECONDS = {
+    "files": "log.csv",
+    "user": "u",
+    "item": "i",
+    "time": {"column": "t", "unit": "s"},
+}
+
+
+@pytest.mark.parametrize(
+    ("hours", "num_rejects"), [(-1, 0), (20, 0), (30, 1), (9999, 1)]
+)
+def test_events_over_a_day_after_the_clock_of_the_machine_are_rejected(
+    tmp_path: Path, hours: int, num_rejects: int
 ) -> None:
     now = time.time()
     (tmp_path / "log.csv").write_text(
         f"u,i,t\na,x,{now - 10:.3f}\na,y,{now + hours * 3600:.3f}\n"
     )
-    log = parse_log(
-        {
-            "files": "log.csv",
-            "user": "u",
-            "item": "i",
-            "time": {"column": "t", "unit": "s"},
-        }
-    )
+    log = parse_log(LOG_OF_SECONDS)
 
     (block,) = log.read_events(str(tmp_path), "log.csv")
 
     reasons = block.rejects["reason"].to_pylist()
-    assert ["t: in the future" in reason for reason in reasons] == [True] * rejected
-    assert block.rows.num_rows == 2 - rejected
+    assert len(reasons) == num_rejects
+    assert all("t: in the future" in reason for reason in reasons)
+    assert block.rows.num_rows == 2 - num_rejects
 
 
-def test_a_label_that_is_known_in_the_future_is_rejected(tmp_path: Path) -> None:
-    late = time.time() + 10 * 86400
+def test_a_label_that_becomes_known_in_the_future_is_rejected(tmp_path: Path) -> None:
+    known = time.time() + 10 * 86400
     (tmp_path / "log.csv").write_text(
-        f"u,i,t,c,k\na,x,1700000000,1,{late:.0f}\na,y,1700000001,0,{late:.0f}\n"
+        f"u,i,t,c,k\na,x,1700000000,1,{known:.0f}\na,y,1700000001,0,{known:.0f}\n"
     )
-    log = parse_log(
-        {
-            "files": "log.csv",
-            "user": "u",
-            "item": "i",
-            "time": {"column": "t", "unit": "s"},
-            "labels": {"click": {"column": "c", "time": "k"}},
-        }
-    )
+    labels = {"click": {"column": "c", "time": "k"}}
+    log = parse_log(LOG_OF_SECONDS | {"labels": labels})
 
     (block,) = log.read_events(str(tmp_path), "log.csv")
 
@@ -337,8 +368,9 @@ def test_a_label_that_is_known_in_the_future_is_rejected(tmp_path: Path) -> None
         ([17], "s", "before 1980, check time.unit; 'unit: order' takes any number"),
     ],
 )
-def test_a_wrong_unit_names_the_one_that_fits(
+def test_the_reason_for_a_wrong_unit_names_the_unit_that_fits(
     values: list[Any], unit: str, hint: str
 ) -> None:
     _, reasons = parse_times(pl.Series(values), Time("t", unit=unit), "t")
+
     assert hint in reasons[0]
