@@ -1,10 +1,9 @@
-"""Folds of a temporal split: windows, requests and training data equal those of a slow
-reference that reads the raw events.
+"""The folds of a temporal split have the windows, requests and training data that a
+slow reference finds in the raw events.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +20,13 @@ from models.loaded_model import LoadedModel
 from models.retrieval.data import RetrievalDataset
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, join, read_manifest, read_table
+from models.storage.tables import (
+    Manifest,
+    UserError,
+    join,
+    read_manifest,
+    read_table,
+)
 from models.training.fit_config import FitConfig
 from pipelines.comparison.load import compare, find_best_run
 from pipelines.comparison.runs import select
@@ -35,7 +40,7 @@ from pipelines.data.simulation import Settings
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import record_result
 from pipelines.training.settings import check_training
-from tests.fixtures.audited import broken, rewrite
+from tests.fixtures.audited import Change, Row, broken, rewrite
 from tests.fixtures.trainings import build_training, make_config, train
 from tuning.grid import Grid, Scheduler
 from tuning.sweep import TrialResult, find_best
@@ -51,21 +56,20 @@ SOURCE = {
 SPLITS = ("train", "val", "test")
 CUTS = ("val_start_ms", "test_start_ms", "test_end_ms")
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
-Row = dict[str, Any]
 
 
-def make_tables(folder: Path, rows: list[Row], **given: Any) -> str:
-    """TABLES of a log."""
+def prepare_log(folder: Path, rows: list[Row], **settings: Any) -> str:
+    """Write a log and return the path of its tables."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = read_config({"core": 0, "duplicates": "keep", **given})
+    config = read_config({"core": 0, "duplicates": "keep", **settings})
     output = str(folder / "tables")
     prepare(parse_log(SOURCE), str(folder), output, config, report=lambda line: None)
     return output
 
 
 def draw_rows(seed: int, count: int = 400, hours: int = 200) -> list[Row]:
-    """Events of a few users, several of them at the same time."""
+    """Draw events of 12 users on 15 items, several of them at the same time."""
     rng = np.random.default_rng(seed)
     return [
         {
@@ -78,8 +82,11 @@ def draw_rows(seed: int, count: int = 400, hours: int = 200) -> list[Row]:
 
 
 def cut_slowly(rows: list[Row], last: dict[str, int], folds: int) -> list[list[int]]:
-    """Validation start, test start and test end of each fold, walked back from the
-    log's end window by window.
+    """Return validation start, test start and test end of each fold, walking back from
+    the end of the log window by window.
+
+    Args:
+        last: cuts of the last fold.
     """
     end = max(row["ms"] for row in rows) + 1
     length = end - last["test_start_ms"]
@@ -93,6 +100,7 @@ def cut_slowly(rows: list[Row], last: dict[str, int], folds: int) -> list[list[i
 
 
 def split_slowly(time: int, window: list[int]) -> str | None:
+    """Return the split of a request in a fold, or None after the fold's end."""
     val_start, test_start, test_end = window
     if time < val_start:
         return "train"
@@ -102,7 +110,7 @@ def split_slowly(time: int, window: list[int]) -> str | None:
 
 
 def read_examples(tables: str, split: str, fold: int) -> Counter:
-    """User, history and target of each request that a model is given."""
+    """Count the examples (user, history, target) that a model reads."""
     users = read_table(join(tables, "sequences"), "sequences")["user_id"].to_pylist()
     items = read_table(join(tables, "items"), "items")["item_id"].to_pylist()
     data = RetrievalDataset.load(
@@ -118,7 +126,7 @@ def read_examples(tables: str, split: str, fold: int) -> Counter:
 
 
 def expect_examples(rows: list[Row], split: str, window: list[int]) -> Counter:
-    """What `read_examples` must return, from the events alone, event by event."""
+    """Count the examples that `read_examples` must return, event by event."""
     examples: Counter = Counter()
     for row in rows:
         if split_slowly(row["ms"], window) != split:
@@ -150,12 +158,13 @@ def test_folds_have_the_windows_and_examples_of_a_slow_reference(
 ) -> None:
     rows = draw_rows(seed)
     split = {"val_fraction": val, "test_fraction": test, "folds": folds}
-    tables = make_tables(tmp_path_factory.mktemp("log"), rows, split=split)
+
+    tables = prepare_log(tmp_path_factory.mktemp("log"), rows, split=split)
+
     assert broken(tables) == {}
     info = read_manifest(join(tables, "sequences")).info
     windows = cut_slowly(rows, info["split"], folds)
-    cuts = [[fold[name] for name in CUTS] for fold in info["split"]["folds"]]
-    assert cuts == windows
+    assert read_windows(tables) == windows
     for number, window in enumerate(windows, 1):
         counts = Counter(split_slowly(row["ms"], window) for row in rows)
         recorded = info["requests_per_fold"][number - 1]
@@ -164,27 +173,49 @@ def test_folds_have_the_windows_and_examples_of_a_slow_reference(
             expected = expect_examples(rows, name, window)
             assert read_examples(tables, name, number) == expected
         # the windows of training, validation and test of a fold exclude each other
-        train_end = max(
-            r["ms"] for r in rows if split_slowly(r["ms"], window) == "train"
-        )
+        times = [row["ms"] for row in rows]
+        train_end = max(t for t in times if split_slowly(t, window) == "train")
         assert train_end < window[0] < window[1] < window[2]
 
 
-def test_one_fold_leaves_the_tables_as_they_are(tmp_path: Path) -> None:
-    rows = draw_rows(1)
-    manifests = {}
-    for name, split in (("plain", {}), ("one", {"folds": 1}), ("two", {"folds": 2})):
-        tables = make_tables(tmp_path / name, rows, split={"kind": "temporal", **split})
-        manifests[name] = read_manifest(join(tables, "sequences"))
-    plain, one, two = manifests.values()
-    assert one.config == plain.config
-    assert one.info["split"] == plain.info["split"]
-    assert one.hash == plain.hash
-    assert "folds" not in plain.info["split"]
-    assert "requests_per_fold" not in plain.info
-    # the rows of a table with folds are those of its last one
-    assert two.hash == plain.hash
-    assert two.config != plain.config
+def read_manifest_of_split(folder: Path, split: Row) -> Manifest:
+    """Prepare a log with a temporal split; return the manifest of its sequences."""
+    tables = prepare_log(folder, draw_rows(1), split={"kind": "temporal", **split})
+    return read_manifest(join(tables, "sequences"))
+
+
+def test_one_fold_gives_the_tables_of_a_split_without_folds(tmp_path: Path) -> None:
+    without_folds = read_manifest_of_split(tmp_path / "none", {})
+    one_fold = read_manifest_of_split(tmp_path / "one", {"folds": 1})
+
+    assert one_fold.config == without_folds.config
+    assert one_fold.info["split"] == without_folds.info["split"]
+    assert one_fold.hash == without_folds.hash
+    assert "folds" not in without_folds.info["split"]
+    assert "requests_per_fold" not in without_folds.info
+
+
+def test_rows_of_sequences_with_folds_have_the_splits_of_the_last_fold(
+    tmp_path: Path,
+) -> None:
+    without_folds = read_manifest_of_split(tmp_path / "none", {})
+    two_folds = read_manifest_of_split(tmp_path / "two", {"folds": 2})
+
+    assert two_folds.hash == without_folds.hash  # the last fold is the whole split
+    assert two_folds.config != without_folds.config
+
+
+def find_core(rows: list[Row]) -> list[Row]:
+    """Return the 2-core of rows, dropping rare users and items until none is left."""
+    while True:
+        users = Counter(row["user"] for row in rows)
+        items = Counter(row["item"] for row in rows)
+        core = [
+            row for row in rows if users[row["user"]] > 1 and items[row["item"]] > 1
+        ]
+        if len(core) == len(rows):
+            return core
+        rows = core
 
 
 def test_the_core_of_the_training_window_is_that_of_the_first_fold(
@@ -194,39 +225,38 @@ def test_the_core_of_the_training_window_is_that_of_the_first_fold(
     late = max(row["ms"] for row in rows) - HOUR
     rows += [{"user": f"u{n:02}", "item": "late", "ms": late} for n in range(8)]
     split = {"kind": "temporal", "val_fraction": 0.1, "test_fraction": 0.1, "folds": 3}
-    options = {"core": 2, "core_window": "train", "split": split}
-    tables = make_tables(tmp_path, rows, **options)
+
+    tables = prepare_log(tmp_path, rows, core=2, core_window="train", split=split)
+
     assert broken(tables) == {}
-    cut = read_manifest(join(tables, "sequences")).info["split"]["folds"][0]
-    left = [row for row in rows if row["ms"] < cut["val_start_ms"]]
-    while True:
-        users = Counter(row["user"] for row in left)
-        items = Counter(row["item"] for row in left)
-        kept = [
-            row for row in left if users[row["user"]] > 1 and items[row["item"]] > 1
-        ]
-        if len(kept) == len(left):
-            break
-        left = kept
-    items_table = read_table(join(tables, "items"), "items")
-    assert items_table["item_id"].to_pylist() == sorted({row["item"] for row in left})
+    first_fold = read_manifest(join(tables, "sequences")).info["split"]["folds"][0]
+    core = find_core([row for row in rows if row["ms"] < first_fold["val_start_ms"]])
+    items = read_table(join(tables, "items"), "items")["item_id"].to_pylist()
+    assert items == sorted({row["item"] for row in core})
+
+
+# Violations: functions that change the info of the sequences.
 
 
 def shift_window(rows: list[Row], info: Row) -> None:
+    """End the first fold an hour after the next one begins."""
     info["split"]["folds"][0]["test_end_ms"] += HOUR
 
 
 def shorten_training(rows: list[Row], info: Row) -> None:
+    """Begin validation an hour later in all folds but the last one."""
     for fold in info["split"]["folds"][:-1]:
         fold["val_start_ms"] += HOUR
 
 
 def end_before_the_log(rows: list[Row], info: Row) -> None:
+    """End each fold an hour earlier."""
     for fold in info["split"]["folds"]:
         fold["test_end_ms"] -= HOUR
 
 
 def miscount(rows: list[Row], info: Row) -> None:
+    """Add one to the number of training requests of the first fold."""
     info["requests_per_fold"][0]["train"] += 1
 
 
@@ -239,13 +269,16 @@ def miscount(rows: list[Row], info: Row) -> None:
         (miscount, "their times give"),
     ],
 )
-def test_the_audit_finds_a_wrong_fold(tmp_path: Path, change: Any, words: str) -> None:
+def test_the_audit_finds_a_wrong_fold(
+    tmp_path: Path, change: Change, words: str
+) -> None:
     split = {"kind": "temporal", "folds": 3}
-    tables = make_tables(tmp_path / "log", draw_rows(3), split=split)
-    copied = rewrite(tables, tmp_path, copy.copy(change))
-    found = broken(copied)
-    assert list(found) == ["folds"]
-    assert any(words in example for example in found["folds"])
+    tables = prepare_log(tmp_path / "log", draw_rows(3), split=split)
+
+    violations = broken(rewrite(tables, tmp_path, change))
+
+    assert list(violations) == ["folds"]
+    assert any(words in example for example in violations["folds"])
 
 
 @pytest.mark.parametrize(
@@ -255,31 +288,41 @@ def test_the_audit_finds_a_wrong_fold(tmp_path: Path, change: Any, words: str) -
         ({"folds": 2, "kind": "leave_last_out"}, "windows of time"),
     ],
 )
-def test_settings_of_folds_are_refused(values: Row, words: str) -> None:
+def test_invalid_settings_of_folds_are_refused(values: Row, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SplitConfig(**values)
 
 
-def test_folds_need_a_clock_and_a_log_that_is_long_enough(tmp_path: Path) -> None:
+def test_folds_need_clock_times() -> None:
     with pytest.raises(UserError, match="no clock times"):
         SplitConfig(folds=2).resolve(clock=False)
+
+
+def test_folds_need_a_log_that_leaves_training_data_to_the_first(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(UserError, match="fold 1 would have nothing to train on"):
-        make_tables(tmp_path, draw_rows(4), split={"folds": 20})
+        prepare_log(tmp_path, draw_rows(4), split={"folds": 20})
 
 
-def test_a_table_names_the_folds_that_it_has(tmp_path: Path) -> None:
+def test_a_fold_that_the_table_does_not_have_is_refused(tmp_path: Path) -> None:
     split = {"kind": "temporal", "folds": 2}
-    tables = make_tables(tmp_path / "two", draw_rows(5), split=split)
+    tables = prepare_log(tmp_path, draw_rows(5), split=split)
+
     with pytest.raises(UserError, match=r"choose fit\.fold from 1 to 2"):
         RetrievalDataset.load(join(tables, "sequences"), "train", fold=3)
-    plain = make_tables(tmp_path / "plain", draw_rows(5), split={"kind": "temporal"})
+
+
+def test_a_fold_of_a_table_without_folds_is_refused(tmp_path: Path) -> None:
+    tables = prepare_log(tmp_path, draw_rows(5), split={"kind": "temporal"})
+
     with pytest.raises(UserError, match="has no folds"):
-        RetrievalDataset.load(join(plain, "sequences"), "train", fold=1)
+        RetrievalDataset.load(join(tables, "sequences"), "train", fold=1)
 
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """TABLES of a simulated log with three folds."""
+    """Path of the tables of a simulated log with three folds."""
     folder = tmp_path_factory.mktemp("simulated")
     raw, output = str(folder / "raw"), str(folder / "tables")
     simulate_retrieval(raw, Settings(60, 40, 1200, seed=3))
@@ -293,98 +336,128 @@ def test_trainings_of_folds_are_evaluated_and_compared(
     simulated: str, tmp_path: Path, new_store: Callable[[Path], str]
 ) -> None:
     inputs, uri = Inputs(simulated), new_store(tmp_path / "store")
-    where = {"inputs": inputs, "storage": str(tmp_path / "runs"), "tracking_uri": uri}
-    items = read_table(join(simulated, "items"), "items")["item_id"].to_pylist()
-    events = read_table(join(simulated, "events"), "events").to_pylist()
-    rows = [
-        {"user": e["user_id"], "item": e["item_id"], "ms": e["timestamp_ms"]}
-        for e in events
-    ]
-    cuts = read_manifest(join(simulated, "sequences")).info["split"]["folds"]
-    values: dict[str, list[float]] = {"popularity": [], "item_knn": []}
-    for number, cut in enumerate(cuts, 1):
-        window = [cut[name] for name in CUTS]
-        for model, ndcg in values.items():
-            trained = train(
+    rows, folds = read_log(simulated), read_windows(simulated)
+    ndcg: dict[str, list[float]] = {"popularity": [], "item_knn": []}
+
+    for fold, window in enumerate(folds, 1):
+        for model, values in ndcg.items():
+            run = train(
                 model={"name": model},
-                fit=FitConfig(fold=number),
-                name=f"{model}-{number}",
+                fit=FitConfig(fold=fold),
+                inputs=inputs,
+                storage=str(tmp_path / "runs"),
+                name=f"{model}-{fold}",
                 experiment="retrieval/folds",
+                tracking_uri=uri,
                 on_checkpoint=lambda about: None,
-                **where,
             )
-            result, about = evaluate(trained.checkpoint, inputs, split="test")
+            result, about = evaluate(run.checkpoint, inputs, split="test")
             record_result(result, about)
-            ndcg.append(result.metrics["ndcg@10"])
-            test = expect_examples(rows, "test", window)
-            assert result.examples == sum(test.values())
+            values.append(result.metrics["ndcg@10"])
+            test_examples = expect_examples(rows, "test", window)
+            assert result.examples == sum(test_examples.values())
             assert about.learned["until"] == window[0]
             if model == "popularity":
-                counts = Counter(row["item"] for row in rows if row["ms"] < window[0])
-                learned = LoadedModel.load(trained.checkpoint, inputs).model.counts
-                assert learned.tolist() == [counts[item] for item in items]
+                loaded = LoadedModel.load(run.checkpoint, inputs)
+                expected = count_items(simulated, rows, until=window[0])
+                assert loaded.model.counts.tolist() == expected
+
     comparison = compare(select(uri, ["retrieval/folds"]))
-    assert {row.model: row.folds for row in comparison.rows} == {
-        model: ["1", "2", "3"] for model in values
-    }
+    assert sorted(row.model for row in comparison.rows) == sorted(ndcg)
     for row in comparison.rows:
-        assert row.mean("test/ndcg@10") == pytest.approx(np.mean(values[row.model]))
+        assert row.folds == ["1", "2", "3"]
+        assert row.mean("test/ndcg@10") == pytest.approx(np.mean(ndcg[row.model]))
+    assert find_best_run(comparison).fold == "3"
     text = "\n\n".join(table.text() for table in comparison_tables(comparison))
     assert "0 of fold 1, 0 of fold 2, 0 of fold 3" in text
     assert "folds: windows of time" in text
-    differences = np.subtract(values["item_knn"], values["popularity"])
-    # seed by seed, and on the same users, where folds weigh the same
-    assert text.count(f"{abs(differences.mean()):.4f}") == 2
-    assert find_best_run(comparison).fold == "3"
+    # The mean difference is printed seed by seed, and on the same users, where each
+    # fold has the same weight.
+    difference = np.mean(ndcg["item_knn"]) - np.mean(ndcg["popularity"])
+    assert text.count(f"{abs(difference):.4f}") == 2
 
 
-def test_the_best_settings_of_a_sweep_are_best_over_all_folds() -> None:
-    values = {4: (0.1, 0.2, 0.6), 8: (0.5, 0.5, 0.4)}  # mean 0.3 and 0.47
-    results = [
-        TrialResult(
-            f"{dim}-{fold}",
-            f"{dim}-{fold}",
-            {"model.dim": dim, "fit.fold": fold},
-            "finished",
-            value,
-        )
-        for dim, of_folds in values.items()
-        for fold, value in enumerate(of_folds, 1)
+def read_log(tables: str) -> list[Row]:
+    """Return the events of tables as rows of a log."""
+    events = read_table(join(tables, "events"), "events").to_pylist()
+    return [
+        {
+            "user": event["user_id"],
+            "item": event["item_id"],
+            "ms": event["timestamp_ms"],
+        }
+        for event in events
     ]
+
+
+def read_windows(tables: str) -> list[list[int]]:
+    """Return validation start, test start and test end of each fold."""
+    folds = read_manifest(join(tables, "sequences")).info["split"]["folds"]
+    return [[fold[name] for name in CUTS] for fold in folds]
+
+
+def count_items(tables: str, rows: list[Row], until: int) -> list[int]:
+    """Return the number of events of each item of the catalogue before a time."""
+    counts = Counter(row["item"] for row in rows if row["ms"] < until)
+    items = read_table(join(tables, "items"), "items")["item_id"].to_pylist()
+    return [counts[item] for item in items]
+
+
+def test_the_best_trial_of_a_sweep_has_the_best_mean_over_folds() -> None:
+    metric_by_dim = {4: (0.1, 0.2, 0.6), 8: (0.5, 0.5, 0.4)}  # mean 0.3 and 0.47
+    results: list[TrialResult] = []
+    for dim, metrics in metric_by_dim.items():
+        for fold, metric in enumerate(metrics, 1):
+            name, values = f"{dim}-{fold}", {"model.dim": dim, "fit.fold": fold}
+            results.append(TrialResult(name, name, values, "finished", metric))
+
     best = find_best(results)
+
     assert best is not None
-    assert best.name == "8-3"  # of the last fold, not the one with the largest value
+    assert best.name == "8-3"  # of the last fold, not the one with the largest metric
 
 
-def test_any_grid_can_be_repeated_over_folds_but_not_stopped_early() -> None:
+def test_a_grid_is_repeated_over_folds() -> None:
     grid = Grid("x", "ours", axes={"model.dim": [4, 8]})
+
     varied = grid.vary(False, {"fit.fold": [1, 2]})
+
     assert varied.axes == {"model.dim": [4, 8], "fit.fold": [1, 2]}
-    early = replace(grid, scheduler=Scheduler("asha"))
+
+
+def test_a_grid_with_early_stopping_is_not_repeated_over_folds() -> None:
+    grid = Grid("x", "ours", axes={"model.dim": [4, 8]}, scheduler=Scheduler("asha"))
+
     with pytest.raises(UserError, match="harder folds"):
-        early.vary(False, {"fit.fold": [1, 2]})
+        grid.vary(False, {"fit.fold": [1, 2]})
 
 
 def test_by_default_the_last_fold_is_trained_on(simulated: str, tmp_path: Path) -> None:
-    config = make_config(
-        {"name": "popularity"},
-        FitConfig(),
-        Inputs(simulated),
-        str(tmp_path),
-        "popularity",
-    )
+    model, inputs = {"name": "popularity"}, Inputs(simulated)
+    config = make_config(model, FitConfig(), inputs, str(tmp_path), "popularity")
+
     training = check_training(config)
+
     assert training.config.fit.fold == 3
     assert training.identity["split"]["folds"] == 3
 
 
-def test_a_later_fold_s_model_is_no_origin(simulated: str, tmp_path: Path) -> None:
+def test_training_on_a_fold_does_not_start_from_a_model_of_a_later_fold(
+    simulated: str, tmp_path: Path
+) -> None:
     model = {"name": "sasrec", "dim": 8, "num_heads": 1, "max_history": 8}
     fit = FitConfig(max_epochs=1, fold=3)
     inputs, storage = Inputs(simulated), str(tmp_path)
     run = build_training(model, fit, inputs)
     checkpoint.save(join(storage, "later"), run.model, run.checkpoint())
-    options = {"init": join(storage, "later")}
-    config = make_config(model, replace(fit, fold=2), inputs, storage, "x", **options)
+    config = make_config(
+        model,
+        replace(fit, fold=2),
+        inputs,
+        storage,
+        "x",
+        init=join(storage, "later"),
+    )
+
     with pytest.raises(UserError, match="was trained on requests before"):
         check_training(config)
