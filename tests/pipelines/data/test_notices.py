@@ -1,5 +1,5 @@
-"""What prepare says of logs that are read without an error and are not what their user
-thinks.
+"""`prepare` warns of logs that it can read but that are not what their user expects,
+such as ids that do not match or labels of one class.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from models.storage.tables import UserError, read_manifest, read_table
-from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
+from tests.fixtures.audited import broken
 
 DAY = 86_400_000
 START = 1_600_000_000_000 // DAY * DAY
@@ -30,20 +30,21 @@ SOURCE = {
 Row = dict[str, Any]
 
 
-def healthy(users: int = 80, each: int = 8) -> list[Row]:
-    """Each user buys something every few days."""
+def make_rows(users: int = 80, events_per_user: int = 8) -> list[Row]:
+    """Return a log without faults: each user has an event every three days."""
     return [
         {
-            "user": f"u{u:02}",
-            "item": f"{1000 + (u * n + n) % 15}",
-            "ms": START + n * 3 * DAY + u * 977_777,
+            "user": f"u{user:02}",
+            "item": f"{1000 + (user * n + n) % 15}",
+            "ms": START + n * 3 * DAY + user * 977_777,
         }
-        for u in range(users)
-        for n in range(each)
+        for user in range(users)
+        for n in range(events_per_user)
     ]
 
 
-def described(rows: list[Row]) -> list[Row]:
+def describe_items(rows: list[Row]) -> list[Row]:
+    """Return a row of the item file for each item of a log."""
     return [
         {"item": item, "title": f"the {item}"}
         for item in sorted({row["item"] for row in rows})
@@ -51,7 +52,7 @@ def described(rows: list[Row]) -> list[Row]:
 
 
 class Shop:
-    """A log in a folder, prepared with other settings."""
+    """A log in a folder and its tables, which can be prepared with several settings."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tables = folder, folder / "tables"
@@ -60,30 +61,34 @@ class Shop:
     def write(
         self, rows: list[Row], items: list[Row] | None = None, **source: Any
     ) -> None:
+        """Write the log, its item file and its mapping, with keys of `source`."""
         raw = self.folder / "raw"
         raw.mkdir(exist_ok=True)
         pl.DataFrame(rows).write_csv(raw / "log.csv")
-        pl.DataFrame(described(rows) if items is None else items).write_csv(
-            raw / "items.csv"
-        )
+        items = describe_items(rows) if items is None else items
+        pl.DataFrame(items).write_csv(raw / "items.csv")
         (self.folder / "source.yaml").write_text(yaml.safe_dump(SOURCE | source))
 
     def prepare(self, **settings: Any) -> list[str]:
-        """The warnings."""
+        """Prepare the tables anew, audit them, and return the warnings."""
         source, _ = load_source(str(self.folder / "source.yaml"))
         self.lines = []
-        config = read_config({"core": 0}, settings)
         prepare(
             source,
             str(self.folder / "raw"),
             str(self.tables),
-            config,
+            read_config({"core": 0}, settings),
             "overwrite",
             self.lines.append,
         )
-        rules = audit(str(self.tables))
-        assert {rule.name: rule.examples for rule in rules if rule.violations} == {}
+        assert broken(str(self.tables)) == {}
         return [line for line in self.lines if line.startswith("warning")]
+
+    def read_history_ends(self, user: str) -> list[int]:
+        """Return the history end of each request of a user."""
+        sequences = read_table(str(self.tables / "sequences")).to_pylist()
+        [row] = [row for row in sequences if row["user_id"] == user]
+        return [request["history_end"] for request in row["requests"]]
 
 
 @pytest.fixture
@@ -91,165 +96,193 @@ def shop(tmp_path: Path) -> Shop:
     return Shop(tmp_path)
 
 
-def test_a_healthy_log_has_no_warning(shop: Shop) -> None:
-    shop.write(healthy())
+def test_a_log_without_faults_has_no_warning(shop: Shop) -> None:
+    shop.write(make_rows())
+
     assert shop.prepare() == []
-    assert (
-        read_manifest(str(shop.tables / "items")).info["matched"]["ids_matched"] == 15
-    )
+    info = read_manifest(str(shop.tables / "items")).info
+    assert info["matched"]["ids_matched"] == 15
 
 
-def test_items_that_match_no_event_are_an_error(shop: Shop) -> None:
-    items = [{**row, "item": f"0{row['item']}"} for row in described(healthy())]
-    shop.write(healthy(), items)
-    with pytest.raises(
-        UserError, match=r"0 of 15 items \(0.0%\), with 0.0% of the events, have a row"
-    ) as caught:
+def test_item_files_that_match_no_event_are_refused(shop: Shop) -> None:
+    rows = make_rows()
+    shop.write(rows, [{**i, "item": f"0{i['item']}"} for i in describe_items(rows)])
+
+    error = r"0 of 15 items \(0.0%\), with 0.0% of the events, have a row"
+    with pytest.raises(UserError, match=error) as caught:
         shop.prepare()
-    assert (
-        "events have '1000', '1001', the item files '01000', '01001'; convert them"
-        in str(caught.value)
-    )
+    ids = "events have '1000', '1001', the item files '01000', '01001'; convert them"
+    assert ids in str(caught.value)
     assert not list((shop.tables / "items").glob("*"))
-    assert [
-        line
-        for line in shop.prepare(min_matched=0)
-        if "convert them to one format" in line
-    ]
-    shop.write(healthy(), [*described(healthy())[:12], *items[12:]])  # 80%
+
+    warnings = shop.prepare(min_matched=0)
+    assert any("convert them to one format" in line for line in warnings)
+
+
+def test_item_files_that_match_a_part_of_the_items_are_warned_of(shop: Shop) -> None:
+    rows = make_rows()
+    items = describe_items(rows)
+    for item in items[12:]:
+        item["item"] = f"0{item['item']}"
+    shop.write(rows, items)
+
     [line] = shop.prepare()
+
     assert line.startswith("warning: 12 of 15 items (80.0%)")
 
 
-def test_users_that_match_no_event_are_an_error(shop: Shop) -> None:
+def write_users(folder: Path, users: list[str]) -> None:
+    """Write a user file with an age per user."""
+    table = pl.DataFrame({"id": users, "age": ["7"] * len(users)})
+    table.write_csv(folder / "raw" / "users.csv")
+
+
+def test_user_files_that_match_no_event_are_refused(shop: Shop) -> None:
     users = {"files": "users.csv", "user": "id", "attributes": ["age"]}
-    shop.write(healthy(), users=users)
-    path = shop.folder / "raw" / "users.csv"
-    pl.DataFrame({"id": [f"U{u:02}" for u in range(80)], "age": ["7"] * 80}).write_csv(
-        path
-    )
-    with pytest.raises(
-        UserError,
-        match=r"0 of 80 users .* have 'u00', 'u01', the user files 'U00', 'U01'; convert",
-    ):
+    shop.write(make_rows(), users=users)
+
+    write_users(shop.folder, [f"U{user:02}" for user in range(80)])
+    error = r"0 of 80 users .* have 'u00', 'u01', the user files 'U00', 'U01'; convert"
+    with pytest.raises(UserError, match=error):
         shop.prepare()
     assert not list(shop.tables.rglob("*.parquet"))
-    pl.DataFrame({"id": [f"u{u:02}" for u in range(80)], "age": ["7"] * 80}).write_csv(
-        path
-    )
+
+    write_users(shop.folder, [f"u{user:02}" for user in range(80)])
     assert shop.prepare() == []
 
 
-def test_days_as_times_leave_requests_without_a_history(shop: Shop) -> None:
-    rows = [{**row, "ms": row["ms"] // (12 * DAY) * 12 * DAY} for row in healthy()]
+def test_times_that_are_days_leave_requests_without_a_history(shop: Shop) -> None:
+    rows = [{**row, "ms": row["ms"] // (12 * DAY) * 12 * DAY} for row in make_rows()]
     shop.write(rows)
-    [line] = [
-        line
-        for line in shop.prepare(split={"kind": "leave_last_out"})
-        if "training requests" in line
-    ]
-    assert (
+    split = {"kind": "leave_last_out"}
+
+    warnings = shop.prepare(split=split)
+    [line] = [line for line in warnings if "training requests" in line]
+    reason = (
         "all times are days, and --ties strict excludes behaviours of the same time"
-        in line
     )
-    assert not [
-        line
-        for line in shop.prepare(split={"kind": "leave_last_out"}, ties="log_order")
-        if "history" in line
-    ]
+    assert reason in line
+
+    warnings = shop.prepare(split=split, ties="log_order")
+    assert not any("history" in line for line in warnings)
 
 
-def test_a_user_cut_by_max_events_is_named_or_refused(shop: Shop) -> None:
-    shop.write(healthy(each=12))
-    with pytest.raises(
-        UserError, match=r"no training request with a history .* raise --max_events"
-    ):
-        shop.prepare(max_events=2)
-    assert not list((shop.tables / "sequences").glob("*"))
+def test_users_with_more_than_max_events_are_warned_of(shop: Shop) -> None:
+    shop.write(make_rows(events_per_user=12))
+
     [line] = shop.prepare(max_events=9)
+
     assert line.startswith(
         "warning: 80 users have more than max_events 9 behaviours: the oldest 240 and their"
     )
 
 
-def test_repeated_purchases_are_dropped_or_kept(shop: Shop) -> None:
-    rows = healthy()
+def test_max_events_that_leave_no_training_request_are_refused(shop: Shop) -> None:
+    shop.write(make_rows(events_per_user=12))
+
+    error = r"no training request with a history .* raise --max_events"
+    with pytest.raises(UserError, match=error):
+        shop.prepare(max_events=2)
+
+    assert not list((shop.tables / "sequences").glob("*"))
+
+
+def test_events_repeated_in_the_same_millisecond_are_dropped_without_a_warning(
+    shop: Shop,
+) -> None:
+    rows = make_rows()
     shop.write([*rows, *rows[:40]])
-    assert shop.prepare() == []  # at the same millisecond: one event, logged twice
-    rows = [{**row, "ms": row["ms"] // 1000 * 1000} for row in rows]
-    shop.write([*rows, *rows[:40]])
+
+    assert shop.prepare() == []
+
+
+def make_repeated_purchases() -> list[Row]:
+    """Return a log with times in whole seconds, whose first 40 rows are repeated."""
+    rows = [{**row, "ms": row["ms"] // 1000 * 1000} for row in make_rows()]
+    return [*rows, *rows[:40]]
+
+
+def test_purchases_repeated_in_the_same_second_are_dropped_with_a_warning(
+    shop: Shop,
+) -> None:
+    rows = make_repeated_purchases()
+    shop.write(rows)
+
     [line] = shop.prepare()
+
     assert line.startswith(
         "warning: 40 events (5.9%) repeat another in every column that is read (user_id, timestamp_ms, item_id) and "
         "were dropped; if they are real"
     )
     assert line.endswith("--duplicates keep")
-    dropped = read_manifest(str(shop.tables / "events"))
+    assert read_manifest(str(shop.tables / "events")).rows == len(rows) - 40
+
+
+def test_repeated_purchases_can_be_kept(shop: Shop) -> None:
+    rows = make_repeated_purchases()
+    shop.write(rows)
+
     assert shop.prepare(duplicates="keep") == []
-    kept = read_manifest(str(shop.tables / "events"))
-    assert (dropped.rows, kept.rows) == (len(rows), len(rows) + 40)
     assert any("(40 duplicates kept, 0 rejects)" in line for line in shop.lines)
+    assert read_manifest(str(shop.tables / "events")).rows == len(rows)
     sequences = read_table(str(shop.tables / "sequences")).to_pylist()
-    assert sum(len(row["item_index"]) for row in sequences) == len(rows) + 40
-    [twice] = [row for row in sequences if row["user_id"] == "u00"]
-    assert [r["history_end"] for r in twice["requests"]][:4] == [
-        0,
-        0,
-        2,
-        2,
-    ]  # tied with itself: out of the history
+    assert sum(len(row["item_index"]) for row in sequences) == len(rows)
+    # Both of two equal events have the same time, so neither is in the other's history.
+    assert shop.read_history_ends("u00")[:4] == [0, 0, 2, 2]
+
     shop.prepare(duplicates="keep", ties="log_order")
-    [twice] = [
-        row
-        for row in read_table(str(shop.tables / "sequences")).to_pylist()
-        if row["user_id"] == "u00"
-    ]
-    assert [r["history_end"] for r in twice["requests"]][:4] == [0, 1, 2, 3]
+    assert shop.read_history_ends("u00")[:4] == [0, 1, 2, 3]
 
 
-def test_a_core_that_leaves_little_and_items_told_twice(shop: Shop) -> None:
-    rows = healthy()
+def test_a_core_that_drops_most_users_and_items_with_two_rows_are_warned_of(
+    shop: Shop,
+) -> None:
+    rows = make_rows()
     rare = [
         {"user": f"v{n}", "item": f"{n}", "ms": rows[n % 600]["ms"] + n}
         for n in range(700)
     ]
-    items = described(rows + rare)
-    shop.write(
-        rows + rare,
-        [*items, *described(rows)[:1], {"item": "1001", "title": "another"}],
-    )
-    lines = shop.prepare(core=3)
-    assert [
-        next(word for word in ("differ", "3-core") if word in line) for line in lines
-    ] == [
-        "differ",
-        "3-core",
-    ]
-    assert (
-        "1 rows of the item files differ from the first row of their item" in lines[0]
-    )
-    assert "keeps only 640 of 1,340 behaviours and 80 of 780 users" in lines[1]
+    items = describe_items(rows + rare)
+    equal_row = {"item": "1000", "title": "the 1000"}
+    other_row = {"item": "1001", "title": "another"}
+    shop.write(rows + rare, [*items, equal_row, other_row])
+
+    rows_differ, core_is_small = shop.prepare(core=3)
+
+    difference = "1 rows of the item files differ from the first row of their item"
+    assert difference in rows_differ
+    assert "3-core" in core_is_small
+    kept = "keeps only 640 of 1,340 behaviours and 80 of 780 users"
+    assert kept in core_is_small
 
 
-def test_a_search_log_without_what_was_not_clicked(shop: Shop) -> None:
-    rows = [{**row, "click": 1} for row in healthy()]
+def test_a_search_log_of_clicked_results_alone_is_warned_of(shop: Shop) -> None:
+    rows = [{**row, "click": 1} for row in make_rows()]
     shop.write(rows, labels={"click": {"column": "click"}}, request="ms")
-    lines = shop.prepare(kind="search", behaviour="click")
-    assert len(lines) == 3
-    for line, split in zip(lines, ("train", "val", "test"), strict=True):
+
+    warnings = shop.prepare(kind="search", behaviour="click")
+
+    assert len(warnings) == 3
+    for line, split in zip(warnings, ("train", "val", "test"), strict=True):
         assert f"{split} requests have one class only" in line
 
 
-def test_few_requests_of_a_split_are_said(shop: Shop) -> None:
-    shop.write(healthy(users=10))
-    lines = shop.prepare(split={"kind": "leave_last_out"})[1:]
-    assert [line.split(":")[1] for line in lines] == [
+def test_few_requests_of_a_split_are_warned_of(shop: Shop) -> None:
+    shop.write(make_rows(users=10))
+
+    warnings = shop.prepare(split={"kind": "leave_last_out"})
+
+    assert [line.split(":")[1] for line in warnings[1:]] == [
         " there are only 10 val requests",
         " there are only 10 test requests",
     ]
-    shop.write([*healthy(users=10, each=2), *healthy(users=1, each=2)])
-    lines = shop.prepare(split={"kind": "leave_last_out"})
-    assert (
-        "there are no val requests, so jobs.train cannot choose its best epoch"
-        in " ".join(lines)
-    )
+
+
+def test_a_split_without_requests_is_warned_of(shop: Shop) -> None:
+    first_user = make_rows(users=1, events_per_user=2)
+    shop.write([*make_rows(users=10, events_per_user=2), *first_user])
+
+    warnings = shop.prepare(split={"kind": "leave_last_out"})
+
+    reason = "there are no val requests, so jobs.train cannot choose its best epoch"
+    assert any(reason in line for line in warnings)
