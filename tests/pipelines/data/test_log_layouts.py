@@ -308,26 +308,26 @@ def test_a_later_log_that_does_not_fit_the_catalogue_is_refused(
     tmp_path: Path,
 ) -> None:
     _, tables = prepare_layout("hm", tmp_path)
-    raw, output = write_later_hm(tmp_path), tmp_path / "later"
-    prepare_later = partial(prepare_tables, SOURCES / "hm.yaml", raw, output)
+    raw = write_later_hm(tmp_path)
+    prepare_later = partial(prepare_tables, SOURCES / "hm.yaml", raw)
 
     error = r"no user has 5 behaviours on the catalogue of .*; use --core 0"
     with pytest.raises(UserError, match=error):
-        prepare_later(catalogue=tables, core=5)
+        prepare_later(tmp_path / "core", catalogue=tables, core=5)
 
     error = r"80.0% of the behaviours are on items .* it does not have '0999999999'"
     with pytest.raises(UserError, match=error):
-        prepare_later(catalogue=tables, core=0, min_matched=0.9)
-
-    error = r"--catalogue is .*nowhere, which does not exist"
-    with pytest.raises(UserError, match=error):
-        prepare_later(catalogue=tmp_path / "nowhere", core=0)
+        prepare_later(tmp_path / "few", catalogue=tables, core=0, min_matched=0.9)
 
     log = raw / "transactions_train.csv"
     log.write_text(re.sub(r",0(\d{9}),", r",x\1,", log.read_text()))
     error = r"0.0% of the behaviours .* does not have 'x[^;]*; convert the ids of both"
     with pytest.raises(UserError, match=error):
-        prepare_later(catalogue=tables, core=0, min_matched=0)
+        prepare_later(tmp_path / "none", catalogue=tables, core=0, min_matched=0)
+
+    error = r"--catalogue is .*nowhere, which does not exist"
+    with pytest.raises(UserError, match=error):
+        prepare_later(tmp_path / "other", catalogue=tmp_path / "nowhere", core=0)
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -345,7 +345,9 @@ def test_ray_and_the_driver_alone_prepare_the_same_tables(
     items_by_ray = read_manifest(f"{by_ray}/items")
     assert items_by_ray.hash == items_alone.hash
     for items in (items_alone, items_by_ray):
-        items.info.pop("split_made_from", None)  # hashes of the events, whose parts differ
+        items.info.pop(
+            "split_made_from", None
+        )  # hashes of the events, whose parts differ
     assert items_by_ray.info == items_alone.info
     for table, order in (("events", pl.all()), ("sequences", pl.col("user_id"))):
         rows_alone = read_frame(alone, table).sort(order)

@@ -1,4 +1,6 @@
-"""Ids of two sides that do not match: how many, and what is said of them."""
+"""Ids of events that item or user files do not have: when they are an error, when a
+warning, and what the message advises.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ from pipelines.data.events.matching import Match, check_matched
 def test_the_advice_fits_how_ids_are_written(
     ids_matched: int, unmatched: list[str], others: list[str], advice: str
 ) -> None:
-    match, lines = Match(4, ids_matched, 100, 80, unmatched, others), []
+    match = Match(4, ids_matched, 100, 80, unmatched, others)
+    lines: list[str] = []
+
     check_matched(match, "user", 0, lines.append)
+
     (line,) = lines
     assert line.startswith(f"warning: {ids_matched} of 4 users")
     assert f"events have {', '.join(map(repr, unmatched))}, the user files" in line
@@ -36,11 +41,11 @@ def test_the_advice_fits_how_ids_are_written(
 
 
 @pytest.mark.parametrize(
-    ("matched", "events", "least", "outcome"),
+    ("ids_matched", "events_matched", "min_matched", "outcome"),
     [
-        (10, 100, 0.5, "quiet"),
-        (9, 90, 0.5, "quiet"),
-        (10, 89, 0.5, "warning"),  # the popular ones are missing
+        (10, 100, 0.5, "no message"),
+        (9, 90, 0.5, "no message"),
+        (10, 89, 0.5, "warning"),  # popular items do not match
         (8, 100, 0.5, "warning"),
         (4, 99, 0.5, "error"),
         (10, 49, 0.5, "error"),
@@ -48,20 +53,22 @@ def test_the_advice_fits_how_ids_are_written(
         (9, 90, 0.95, "error"),
     ],
 )
-def test_shares_by_ids_and_by_events(
-    matched: int, events: int, least: float, outcome: str
+def test_the_share_of_ids_and_of_events_decides_between_error_and_warning(
+    ids_matched: int, events_matched: int, min_matched: float, outcome: str
 ) -> None:
-    match, lines = Match(10, matched, 100, events), []
+    match = Match(10, ids_matched, 100, events_matched)
+    lines: list[str] = []
+
     if outcome == "error":
         remedy = (
             r"`prepare: \{min_matched: 0\}` in the source file, or pass --min_matched 0"
         )
         with pytest.raises(UserError, match=remedy):
-            check_matched(match, "item", least, lines.append)
+            check_matched(match, "item", min_matched, lines.append)
     else:
-        check_matched(match, "item", least, lines.append)
+        check_matched(match, "item", min_matched, lines.append)
         assert bool(lines) == (outcome == "warning")
 
 
-def test_a_log_without_item_files_matches() -> None:
+def test_a_log_without_item_files_has_no_message() -> None:
     check_matched(Match(), "item", 1, pytest.fail)
