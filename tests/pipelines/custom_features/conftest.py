@@ -1,4 +1,4 @@
-"""The small log with own features, and its tables."""
+"""The small search log with custom features, its tables and random text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.custom_features_log import make, make_text, write_log
+from tests.fixtures.custom_features_log import (
+    prepare_tables,
+    write_log,
+    write_random_text,
+)
 
 
 @pytest.fixture(scope="session")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the log."""
     folder = tmp_path_factory.mktemp("raw")
     write_log(folder)
     return folder
@@ -18,9 +23,11 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tables(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> str:
-    return make(tmp_path_factory.mktemp("own"), raw)
+    """Path of the tables of the log."""
+    return prepare_tables(tmp_path_factory.mktemp("tables"), raw)
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory, tables: str) -> str:
-    return make_text(tmp_path_factory.mktemp("own"), tables)
+    """Path of random text vectors of the items and queries."""
+    return write_random_text(tmp_path_factory.mktemp("text"), tables)

@@ -1,5 +1,5 @@
-"""Features with a time of their own: the latest row strictly before a request; the
-audit finds a look-ahead.
+"""Features that change over time: an event has the value of the latest row strictly
+before it, and the audit finds values of later rows.
 """
 
 from __future__ import annotations
@@ -19,61 +19,62 @@ from models.search.catalogue import SearchCatalogue
 from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.reading.log import parse_log
 from pipelines.data.sequences.as_of import AsOfTable, join_as_of
-from tests.fixtures.audited import broken, rewrite
-from tests.fixtures.custom_features_log import AS_OF, SOURCE, make, make_text
+from tests.fixtures.audited import Row, broken, rewrite
+from tests.fixtures.custom_features_log import (
+    AS_OF,
+    SOURCE,
+    prepare_tables,
+    write_random_text,
+)
 
 WITH_PRICES = {**SOURCE, "as_of": AS_OF}
 
-side = st.lists(
+ROWS = st.lists(
     st.tuples(st.sampled_from("abc"), st.integers(0, 9)),
     unique=True,
     min_size=1,
     max_size=20,
 )
-asked = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-1, 11)), max_size=30)
+EVENTS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-1, 11)), max_size=30)
 
 
-@given(side, asked)
-def test_the_latest_row_strictly_before_is_found(
-    side: list[tuple[str, int]], asked: list[tuple[str, int]]
+@given(ROWS, EVENTS)
+def test_an_event_has_the_value_of_the_latest_row_strictly_before_it(
+    rows: list[tuple[str, int]], events: list[tuple[str, int]]
 ) -> None:
-    side = sorted(side)
-    names = ("item_id", "timestamp_ms", "num_n")
-    rows = pa.table(
-        dict(
-            zip(
-                names,
-                ([id_ for id_, _ in side], [t for _, t in side], range(len(side))),
-                strict=True,
-            )
-        )
-    )
-    table, count = AsOfTable.from_rows("as_of_n", rows, "item_id"), Counter[str]()
-    ids = pa.array([id_ for id_, _ in asked], pa.string()).dictionary_encode()
-    found = join_as_of(
-        pa.table({"item_id": ids}),
-        np.array([t for _, t in asked], np.int64),
-        [table],
-        count,
-    )["num_n"].to_pylist()
-    for (id_, at), value in zip(asked, found, strict=True):
-        before = [n for n, (other, t) in enumerate(side) if other == id_ and t < at]
-        assert value == (max(before) if before else None)
-    assert count["nothing_of_as_of_n"] == found.count(None)
+    rows = sorted(rows)
+    columns = {
+        "item_id": [item for item, _ in rows],
+        "timestamp_ms": [time for _, time in rows],
+        "num_n": range(len(rows)),
+    }
+    table = AsOfTable.from_rows("as_of_n", pa.table(columns), "item_id")
+    items = pa.array([item for item, _ in events], pa.string()).dictionary_encode()
+    times = np.array([time for _, time in events], np.int64)
+    counts = Counter[str]()
+
+    joined = join_as_of(pa.table({"item_id": items}), times, [table], counts)
+
+    values = joined["num_n"].to_pylist()
+    for (item, time), value in zip(events, values, strict=True):
+        earlier = [n for n, (other, t) in enumerate(rows) if other == item and t < time]
+        assert value == max(earlier, default=None)
+    assert counts["nothing_of_as_of_n"] == values.count(None)
 
 
 @pytest.fixture(scope="module")
 def priced(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> str:
-    return make(tmp_path_factory.mktemp("as_of"), raw, WITH_PRICES)
+    """Path of the tables of the log with prices."""
+    return prepare_tables(tmp_path_factory.mktemp("as_of"), raw, WITH_PRICES)
 
 
-def test_requests_and_behaviours_have_the_price_that_was_known(priced: str) -> None:
+def test_requests_and_behaviours_have_the_price_known_at_their_time(
+    priced: str,
+) -> None:
     assert broken(priced) == {}
     info = read_manifest(f"{priced}/sequences").info
-    assert [number["name"] for number in info["own"]["numbers"]] == [
-        "num_bm25",
-        "num_price",
-    ]
+    numbers = [number["name"] for number in info["own"]["numbers"]]
+    assert numbers == ["num_bm25", "num_price"]
     assert info["groups"][-1] == {
         "name": "prices",
         "features": ["num_price", "cat_state"],
@@ -83,81 +84,101 @@ def test_requests_and_behaviours_have_the_price_that_was_known(priced: str) -> N
     }
 
 
-def test_models_read_them(priced: str, tmp_path: Path) -> None:
-    catalogue = SearchCatalogue.load(priced, make_text(tmp_path, priced))
+def test_models_read_prices_and_their_states(priced: str, tmp_path: Path) -> None:
+    catalogue = SearchCatalogue.load(priced, write_random_text(tmp_path, priced))
     assert catalogue.features[-4:] == ("num_bm25", "num_price", "cat_city", "cat_state")
     assert catalogue.custom_features.categories[1].values == ("sale", "usual")
 
 
-def look_ahead(rows: list[dict], info: dict) -> None:
-    """Every candidate has the price that is known a day later."""
-    del info
+def use_prices_of_the_next_request(rows: list[Row], info: Row) -> None:
+    """Give the candidates of training requests prices of the user's next request."""
     for row in rows:
         for request, later in zip(row["requests"], row["requests"][1:], strict=False):
             if request["split"] == "train":
                 request["num_price"] = later["num_price"][: len(request["num_price"])]
 
 
-def look_ahead_of_behaviours(rows: list[dict], info: dict) -> None:
-    del info
+def use_prices_of_the_next_behaviour(rows: list[Row], info: Row) -> None:
+    """Give the behaviours of a user the prices of the next behaviours."""
     row = next(row for row in rows if len(set(row["num_price"])) > 1)
     row["num_price"] = row["num_price"][1:] + row["num_price"][:1]
 
 
-def test_the_audit_finds_a_look_ahead(priced: str, tmp_path: Path) -> None:
-    found = broken(rewrite(priced, tmp_path / "requests", look_ahead))
-    assert set(found) == {"features"}
-    assert "num_price is [" in found["features"][0]
-    assert set(
-        broken(rewrite(priced, tmp_path / "behaviours", look_ahead_of_behaviours))
-    ) == {"behaviours"}
+def test_the_audit_finds_candidates_with_later_prices(
+    priced: str, tmp_path: Path
+) -> None:
+    tables = rewrite(priced, tmp_path, use_prices_of_the_next_request)
+
+    violations = broken(tables)
+
+    assert set(violations) == {"features"}
+    assert "num_price is [" in violations["features"][0]
 
 
-def test_a_table_that_was_joined_at_equal_times_is_found(
+def test_the_audit_finds_behaviours_with_later_prices(
+    priced: str, tmp_path: Path
+) -> None:
+    tables = rewrite(priced, tmp_path, use_prices_of_the_next_behaviour)
+
+    assert set(broken(tables)) == {"behaviours"}
+
+
+def copy_with_prices(raw: Path, folder: Path, prices: pl.DataFrame) -> Path:
+    """Copy the log to the folder `raw` with other prices."""
+    copied = folder / "raw"
+    copied.mkdir()
+    for name in ("events.csv", "items.csv"):
+        (copied / name).write_bytes((raw / name).read_bytes())
+    prices.write_csv(copied / "prices.csv")
+    return copied
+
+
+def test_a_price_of_the_very_time_of_a_search_is_not_known_to_it(
     raw: Path, tmp_path: Path
 ) -> None:
-    """A price of the very moment of a search is no price that was known before it:
-    tables that have it are refused.
-    """
-    times = pl.read_csv(raw / "events.csv")["at"]
-    moved = pl.read_csv(raw / "prices.csv").with_columns(
-        since=pl.Series(times.unique().sort().to_list()[5:305])
-    )
-    other = tmp_path / "raw"
-    other.mkdir()
-    for name in ("events.csv", "items.csv"):
-        (other / name).write_bytes((raw / name).read_bytes())
-    moved.write_csv(other / "prices.csv")
-    assert broken(make(tmp_path / "strict", other, WITH_PRICES)) == {}
-
-
-def test_rows_that_repeat_or_break_are_told(
-    raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "raw"
-    other.mkdir()
-    for name in ("events.csv", "items.csv"):
-        (other / name).write_bytes((raw / name).read_bytes())
+    """The audit, which joins strictly earlier rows, agrees with the tables."""
+    times = pl.read_csv(raw / "events.csv")["at"].unique().sort().to_list()
     prices = pl.read_csv(raw / "prices.csv")
-    twice = pl.concat([prices, prices.head(3).with_columns(price=pl.lit(99.0))])
-    twice.write_csv(other / "prices.csv")
-    tables = make(tmp_path, other, WITH_PRICES)
-    info = read_manifest(f"{tables}/as_of_prices").info
-    assert info["repeated"] == 3
-    assert (
-        read_table(f"{tables}/as_of_prices")["num_price"].to_pylist().count(99.0) == 3
+    prices = prices.with_columns(since=pl.Series(times[5:305]))
+
+    tables = prepare_tables(
+        tmp_path, copy_with_prices(raw, tmp_path, prices), WITH_PRICES
     )
-    prices.with_columns(id="other " + pl.col("id")).write_csv(other / "prices.csv")
-    with pytest.raises(
-        UserError,
-        match=r"as_of_prices has no row before any of the 10,000 events; correct its ids \('item_id'\)",
-    ):
-        make(tmp_path / "ids", other, WITH_PRICES)
-    prices.with_columns(since=pl.lit(7)).write_csv(other / "prices.csv")
-    with pytest.raises(
-        UserError, match=r"300 of 300 rows of as_of_prices \(100.00%\) break the schema"
-    ):
-        make(tmp_path / "wrong", other, WITH_PRICES)
+
+    assert broken(tables) == {}
+
+
+def test_of_rows_with_equal_item_and_time_the_last_is_kept_and_counted(
+    raw: Path, tmp_path: Path
+) -> None:
+    prices = pl.read_csv(raw / "prices.csv")
+    repeated = prices.head(3).with_columns(price=pl.lit(99.0))
+    log = copy_with_prices(raw, tmp_path, pl.concat([prices, repeated]))
+
+    tables = prepare_tables(tmp_path, log, WITH_PRICES)
+
+    assert read_manifest(f"{tables}/as_of_prices").info["repeated"] == 3
+    kept = read_table(f"{tables}/as_of_prices")["num_price"].to_pylist()
+    assert kept.count(99.0) == 3
+
+
+def test_prices_of_other_ids_are_refused(raw: Path, tmp_path: Path) -> None:
+    prices = pl.read_csv(raw / "prices.csv")
+    other_ids = prices.with_columns(id="other " + pl.col("id"))
+    log = copy_with_prices(raw, tmp_path, other_ids)
+
+    error = r"as_of_prices has no row before any of the 10,000 events; correct its ids \('item_id'\)"
+    with pytest.raises(UserError, match=error):
+        prepare_tables(tmp_path, log, WITH_PRICES)
+
+
+def test_too_many_invalid_prices_are_refused(raw: Path, tmp_path: Path) -> None:
+    prices = pl.read_csv(raw / "prices.csv").with_columns(since=pl.lit(7))
+    log = copy_with_prices(raw, tmp_path, prices)
+
+    error = r"300 of 300 rows of as_of_prices \(100.00%\) break the schema"
+    with pytest.raises(UserError, match=error):
+        prepare_tables(tmp_path, log, WITH_PRICES)
 
 
 @pytest.mark.parametrize(
@@ -179,21 +200,23 @@ def test_rows_that_repeat_or_break_are_told(
         ),
     ],
 )
-def test_what_cannot_be_is_said(change: dict[str, Any], message: str) -> None:
-    content = {
-        key: value
-        for key, value in {**AS_OF["prices"], **change}.items()
-        if value is not None
-    }
+def test_an_invalid_mapping_of_prices_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    prices = AS_OF["prices"] | change
+    prices = {key: value for key, value in prices.items() if value is not None}
+
     with pytest.raises(ValueError, match=message):
-        parse_log({**SOURCE, "as_of": {"prices": content}})
+        parse_log({**SOURCE, "as_of": {"prices": prices}})
 
 
-def test_kinds_whose_models_do_not_read_them_refuse_them(
+def test_a_kind_whose_models_do_not_read_custom_features_refuses_them(
     raw: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"as_of.prices has features of requests, which models of kind retrieval do not",
-    ):
-        make(tmp_path, raw, WITH_PRICES, {"kind": "retrieval", "behaviour": None})
+    settings = {"kind": "retrieval", "behaviour": None}
+
+    error = (
+        "as_of.prices has features of requests, which models of kind retrieval do not"
+    )
+    with pytest.raises(UserError, match=error):
+        prepare_tables(tmp_path, raw, WITH_PRICES, settings)

@@ -1,0 +1,224 @@
+"""Custom features of a search log, from the mapping file to the tables, with the values
+and moments of the training split.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from models.storage.tables import UserError, read_manifest, read_table
+from pipelines.data.search.config import SearchConfig
+from pipelines.data.search.features import feature_groups
+from pipelines.data.sequences import custom_features
+from pipelines.data.sequences.custom_features import (
+    Moments,
+    TrainingValues,
+    describe_features,
+)
+from tests.fixtures.audited import Change, Row, broken, rewrite
+from tests.fixtures.custom_features_log import prepare_tables
+
+
+def test_the_manifest_describes_custom_features_by_the_values_of_training(
+    tables: str,
+) -> None:
+    assert broken(tables) == {}
+    info = read_manifest(f"{tables}/sequences").info
+    [number] = info["own"]["numbers"]
+    assert (number["name"], number["missing"]) == ("num_bm25", True)
+    [category] = info["own"]["categories"]
+    assert category == {
+        "name": "cat_city",
+        "values": ["Lima", "Oslo", "Rome"],
+        "buckets": 0,
+    }
+    # A city of the test window alone is no value of the category.
+    assert "Kyiv" in read_table(f"{tables}/events")["cat_city"].to_pylist()
+
+
+def test_custom_features_are_a_group_of_their_own(tables: str) -> None:
+    groups = read_manifest(f"{tables}/sequences").info["groups"]
+
+    names = [group["name"] for group in groups]
+    assert names == ["cross", "document", "query", "context", "own"]
+    assert groups[-1]["features"] == ["num_bm25", "cat_city"]
+
+
+def test_counts_are_grouped_by_what_they_are_about() -> None:
+    names = ["pair_ctr_7d", "pair_gap", "item_clicks_1d", "query_searches_1d", "page"]
+
+    groups = feature_groups(SearchConfig(), names, {})
+
+    assert {group["name"]: group["features"] for group in groups} == {
+        "cross": ["pair_ctr_7d"],
+        "document": ["item_clicks_1d"],
+        "query": ["pair_gap", "query_searches_1d"],
+        "context": ["page"],
+    }
+
+
+def test_the_settings_may_group_features_by_name(tmp_path: Path, raw: Path) -> None:
+    groups = {"match": ["bm25", "pair_ctr_7d"], "place": ["city"]}
+
+    tables = prepare_tables(tmp_path, raw, settings={"search": {"groups": groups}})
+
+    info = read_manifest(f"{tables}/sequences").info
+    by_name = {group["name"]: group["features"] for group in info["groups"]}
+    assert by_name["match"] == ["pair_ctr_7d", "num_bm25"]
+    assert by_name["place"] == ["cat_city"]
+    assert "own" not in by_name
+    assert "pair_ctr_7d" not in by_name["cross"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "error"),
+    [
+        (
+            {"match": ["bm52"]},
+            "'bm52', which is not a feature of the log; the nearest is 'bm25'",
+        ),
+        ({"a": ["bm25"], "b": ["bm25"]}, "'bm25' in 'a' and again in 'b'"),
+    ],
+)
+def test_groups_of_unknown_or_repeated_features_are_refused(
+    tmp_path: Path, raw: Path, groups: dict[str, list[str]], error: str
+) -> None:
+    with pytest.raises(UserError, match=error):
+        prepare_tables(tmp_path, raw, settings={"search": {"groups": groups}})
+
+
+@pytest.fixture(scope="module")
+def tables_with_item_features(
+    tmp_path_factory: pytest.TempPathFactory, raw: Path
+) -> str:
+    """Path of tables whose candidates and behaviours have features of their items."""
+    settings = {"search": {"item_features": ["brand", "weight"]}}
+    return prepare_tables(tmp_path_factory.mktemp("items"), raw, settings=settings)
+
+
+def test_candidates_and_behaviours_may_have_features_of_their_items(
+    tables_with_item_features: str,
+) -> None:
+    tables = tables_with_item_features
+
+    assert broken(tables) == {}
+    info = read_manifest(f"{tables}/sequences").info
+    features = ["num_weight", "cat_brand"]
+    assert info["item_features"] == features
+    assert info["groups"][-1] == {"name": "items", "features": features}
+    ids = read_table(f"{tables}/items")["item_id"].to_pylist()
+    numbers = [int(id_.removeprefix("i")) for id_ in ids]  # of each item in the log
+    row = read_table(f"{tables}/sequences").to_pylist()[3]
+    request = row["requests"][0]
+    candidates = [numbers[item] for item in request["candidates"]]
+    brands = [None if number == 0 else f"b{number % 4}" for number in candidates]
+    assert request["cat_brand"] == brands
+    weights = [numbers[item] / 10 for item in row["item_index"]]
+    assert row["num_weight"] == pytest.approx(weights)
+
+
+def replace_brand(rows: list[Row], info: Row) -> None:
+    """Replace the brand of a candidate."""
+    rows[0]["requests"][0]["cat_brand"][0] = "b9"
+
+
+def test_the_audit_finds_a_wrong_feature_of_an_item(
+    tables_with_item_features: str, tmp_path: Path
+) -> None:
+    tables = rewrite(tables_with_item_features, tmp_path, replace_brand)
+
+    assert set(broken(tables)) == {"features"}
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        (
+            "brnd",
+            "item_features has 'brnd', which is not an attribute or number of items; the nearest is 'brand'",
+        ),
+        ("title", "item_features has 'title', which is not an attribute"),
+    ],
+)
+def test_item_features_that_items_do_not_have_are_refused(
+    tmp_path: Path, raw: Path, name: str, error: str
+) -> None:
+    settings = {"search": {"item_features": [name]}}
+
+    with pytest.raises(UserError, match=error):
+        prepare_tables(tmp_path, raw, settings=settings)
+
+
+def replace_number(rows: list[Row], info: Row) -> None:
+    """Replace the number of a candidate."""
+    rows[0]["requests"][0]["num_bm25"][0] = 9.0
+
+
+def replace_category(rows: list[Row], info: Row) -> None:
+    """Replace the category of a candidate."""
+    rows[0]["requests"][0]["cat_city"][0] = "Bonn"
+
+
+def add_value_of_test(rows: list[Row], info: Row) -> None:
+    """Add a city of the test window to the values of the category."""
+    info["own"]["categories"][0]["values"] = ["Kyiv", "Lima", "Oslo", "Rome"]
+
+
+def shift_mean(rows: list[Row], info: Row) -> None:
+    """Change the mean of a number, as if it were of the whole log."""
+    info["own"]["numbers"][0]["mean"] += 0.01
+
+
+@pytest.mark.parametrize(
+    "change", [replace_number, replace_category, add_value_of_test, shift_mean]
+)
+def test_the_audit_finds_values_that_are_not_of_the_log_or_of_training(
+    tables: str, tmp_path: Path, change: Change
+) -> None:
+    assert set(broken(rewrite(tables, tmp_path, change))) == {"features"}
+
+
+def test_moments_of_parts_add_up_to_those_of_all_values() -> None:
+    values = pl.Series([1e9 + 1, 1e9 + 2, None, 1e9 + 4, 1e9 + 9])
+
+    moments = Moments.from_values(values[:2])
+    moments += Moments.from_values(pl.Series([None], dtype=pl.Float64))
+    moments += Moments.from_values(values[3:])
+
+    info = moments.to_info("x")
+    expected = Moments.from_values(values).to_info("x")
+    assert expected["std"] == pytest.approx(values.std(ddof=0))
+    assert info.keys() == expected.keys()
+    for name in ("mean", "std"):
+        assert info[name] == pytest.approx(expected[name])
+    for name in info.keys() - {"mean", "std"}:
+        assert info[name] == expected[name]
+
+
+def test_moments_of_equal_values_have_no_deviation() -> None:
+    assert Moments.from_values(pl.Series([3.0, 3.0])).to_info("x") == {
+        "name": "x",
+        "mean": 3.0,
+        "std": 0.0,
+        "missing": False,
+    }
+
+
+def test_a_category_with_more_values_than_the_limit_is_hashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(custom_features, "MAX_VALUES", 2)
+    first, second = (
+        TrainingValues.from_columns({"cat_a": pl.Series(values).to_arrow()})
+        for values in (["x", "y"], ["y", "z"])
+    )
+
+    assert describe_features([first], ["cat_a"])["categories"] == [
+        {"name": "cat_a", "values": ["x", "y"], "buckets": 0}
+    ]
+    assert describe_features([first, second], ["cat_a"])["categories"] == [
+        {"name": "cat_a", "values": [], "buckets": custom_features.BUCKETS}
+    ]

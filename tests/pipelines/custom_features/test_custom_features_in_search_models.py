@@ -1,0 +1,238 @@
+"""Search models read custom features as the tables have them, read values that training
+did not have as missing, and learn from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from models.custom_features import Category, CustomFeatures, CustomInputs, Number
+from models.search.catalogue import SearchCatalogue
+from models.search.data import SearchBatch, SearchDataset
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_manifest, read_table
+from models.training.fit import EpochEvent, FitConfig, fit
+from models.training_run import TrainingRun
+from tests.fixtures.custom_features_log import SOURCE, prepare_tables, write_random_text
+from tests.fixtures.trainings import build_training
+
+SMALL = {
+    "width": 16,
+    "num_layers": 1,
+    "max_history": 8,
+    "dnn_width": 32,
+    "tower_width": 16,
+    "text_width": 8,
+}
+FIT = FitConfig(
+    optimizer="adagrad",
+    lr=0.05,
+    weight_decay=0,
+    batch_size=16,
+    max_epochs=12,
+    metric="gauc",
+    schedule="constant",
+)
+
+
+def train_model(tables: str, text: str, model: dict[str, Any]) -> float:
+    """Train a model and return its best GAUC of validation."""
+    run = build_training(model, FIT, Inputs(tables, text=text))
+    events = fit(run.model, run.train, run.validate, run.fit, means=run.means)
+    epochs = [event for event in events if isinstance(event, EpochEvent)]
+    return max(epoch.metrics["gauc"] for epoch in epochs)
+
+
+FEATURES = CustomFeatures(
+    (Number("num_a", 2.0, 4.0, True), Number("num_b", 0.0, 1.0, False)),
+    (Category("cat_c", ("x", "y")), Category("cat_d", (), buckets=7)),
+)
+COLUMNS = {
+    "num_a": pa.array([10, None, 2], pa.float32()),
+    "cat_c": pa.array(["y", "new", None]),
+    "cat_d": pa.array(["y", "new", None]),
+}
+
+
+def test_columns_become_numbers_codes_and_buckets() -> None:
+    matrix = FEATURES.matrix(COLUMNS, 3)
+
+    num_a, num_b, cat_c, cat_d = matrix.T
+    np.testing.assert_array_equal(num_a, [10, np.nan, 2])
+    np.testing.assert_array_equal(num_b, [np.nan] * 3)  # a column that is not there
+    assert cat_c.tolist() == [2, 0, 0]  # a new value is like a missing one
+    assert cat_d[2] == 0  # a missing value
+    assert set(cat_d[:2]) <= set(range(1, 8))
+
+
+def test_the_bucket_of_a_value_does_not_depend_on_the_other_values() -> None:
+    of_y, of_new = FEATURES.matrix(COLUMNS, 3)[:2, 3].tolist()
+    encoded = {"cat_d": pa.array(["new", "y"]).dictionary_encode()}
+
+    matrix = FEATURES.matrix(encoded, 2)
+
+    assert matrix[:, 3].tolist() == [of_new, of_y]
+
+
+def test_a_model_reads_standardized_numbers_and_embeddings_of_categories() -> None:
+    inputs = CustomInputs(FEATURES, width=3, dropout=0.0)
+    embeddings = ["cat_c"] * 3 + ["cat_d"] * 3
+    assert inputs.columns == ["num_a", "num_b", "num_a", *embeddings]
+
+    vectors = inputs(torch.from_numpy(FEATURES.matrix(COLUMNS, 3)))
+
+    assert vectors[:, 0].tolist() == [2.0, 0.0, 0.0]  # (10 - 2) / 4, and 0 if missing
+    assert vectors[:, 1].tolist() == [0.0, 0.0, 0.0]
+    assert vectors[:, 2].tolist() == [1.0, 0.0, 1.0]  # whether num_a has a value
+    assert torch.equal(vectors[0, 3:6], inputs.tables[0].weight[2])
+    assert torch.equal(vectors[1, 3:6], vectors[2, 3:6])  # new and missing
+
+
+def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables(
+    tables: str, text: str
+) -> None:
+    info = read_manifest(join(tables, "sequences")).info
+    bm25_column = len(info["features"])
+    city_column = bm25_column + 1
+    catalogue = SearchCatalogue.load(tables, text)
+    assert catalogue.features[bm25_column:] == ("num_bm25", "cat_city")
+    assert catalogue.feature_mean.shape == (bm25_column,)
+    examples = SearchDataset.load(
+        join(tables, "sequences"), "test", unit="request", max_history=8
+    )
+
+    batch = examples.collate(np.arange(len(examples)))
+
+    cities = info["own"]["categories"][0]["values"]
+    code = {city: index for index, city in enumerate(cities, 1)}
+    bm25: list[float | None] = []
+    codes: list[int] = []
+    number = 0
+    for row in read_table(join(tables, "sequences")).to_pylist():
+        for request in row["requests"]:
+            if request["split"] != "test":
+                continue
+            bm25 += request["num_bm25"]
+            codes += [code.get(city, 0) for city in request["cat_city"]]
+            end = request["history_end"]
+            past = row["num_bm25"][max(0, end - 8) : end]
+            length = int(batch.request_end[number])
+            history = batch.history_features[
+                int(batch.request_row[number]), length - len(past) : length, bm25_column
+            ]
+            np.testing.assert_array_equal(history, np.array(past, np.float32))
+            number += 1
+    assert number == len(batch.request_end)
+    np.testing.assert_array_equal(
+        batch.features[:, bm25_column], np.array(bm25, np.float32)
+    )
+    assert batch.features[:, city_column].tolist() == codes
+    assert 0 in codes  # a city that training did not have
+
+
+def load_test_batch(run: TrainingRun, tables: str) -> SearchBatch:
+    """Load 10 test requests with the options that the model needs."""
+    options = SearchDataset.dataset_options(run.config, run.catalogue)
+    examples = SearchDataset.load(
+        join(tables, "sequences"), "test", unit="request", max_history=8, **options
+    )
+    return examples.collate(np.arange(10))
+
+
+BM25, CITY = -2, -1
+"""Columns of the custom features in a batch."""
+
+
+@pytest.mark.parametrize("model", [{"name": "base"}, {"name": "qgs", **SMALL}])
+@pytest.mark.parametrize(("column", "value"), [(BM25, 1.5), (CITY, 2.0)])
+def test_a_feature_of_a_candidate_changes_its_score_alone(
+    tables: str, text: str, model: dict[str, Any], column: int, value: float
+) -> None:
+    run = build_training(model, FIT, Inputs(tables, text=text))
+    module: Any = run.model.eval()
+    batch = load_test_batch(run, tables)
+    features = batch.features.clone()
+    features[3, column] = value if features[3, column] != value else 0.0
+
+    with torch.no_grad():
+        scores = module.score(batch)
+        other_scores = module.score(replace(batch, features=features))
+
+    changed = (other_scores != scores).any(1)
+    assert changed.nonzero().ravel().tolist() == [3]
+
+
+def test_a_feature_of_behaviours_changes_the_scores_of_requests_with_a_history(
+    tables: str, text: str
+) -> None:
+    run = build_training({"name": "qgs", **SMALL}, FIT, Inputs(tables, text=text))
+    module: Any = run.model.eval()
+    batch = load_test_batch(run, tables)
+    history_features = batch.history_features.clone()
+    history_features[..., BM25] += 1.0
+
+    with torch.no_grad():
+        scores = module.score(batch)
+        other_scores = module.score(replace(batch, history_features=history_features))
+
+    has_history = batch.request_end[batch.candidate_request] > 0
+    assert torch.equal((other_scores != scores).any(1), has_history)
+
+
+def test_a_feature_unknown_when_ranking_is_read_of_behaviours_and_shown_results_only(
+    raw: Path, tmp_path: Path
+) -> None:
+    settings = {"search": {"unknown_when_ranking": ["city"]}}
+    tables = prepare_tables(tmp_path, raw, settings=settings)
+    inputs = Inputs(tables, text=write_random_text(tmp_path, tables))
+    model = {"name": "qgs", **SMALL, "position": "dropout"}
+    run = build_training(model, FIT, inputs)
+    module: Any = run.model.eval()
+    batch = load_test_batch(run, tables)
+    features, history_features = batch.features.clone(), batch.history_features.clone()
+    features[:, CITY] = 3 - features[:, CITY]
+    history_features[..., CITY] = 3 - history_features[..., CITY]
+    other_candidates = replace(batch, features=features)
+    other_behaviours = replace(batch, history_features=history_features)
+
+    with torch.no_grad():
+        scores, shown_scores = module.score(batch), module.score(batch, shown=True)
+        assert torch.equal(module.score(other_candidates), scores)
+        other_shown_scores = module.score(other_candidates, shown=True)
+        assert not torch.equal(other_shown_scores, shown_scores)
+        assert not torch.equal(module.score(other_behaviours), scores)
+
+
+def test_an_unknown_feature_in_unknown_when_ranking_is_refused(
+    raw: Path, tmp_path: Path
+) -> None:
+    settings = {"search": {"unknown_when_ranking": ["town"]}}
+
+    error = "unknown_when_ranking has 'town', which is not a custom feature of the log"
+    with pytest.raises(UserError, match=error):
+        prepare_tables(tmp_path, raw, settings=settings)
+
+
+@pytest.mark.long
+def test_models_learn_from_custom_features(
+    tables: str, text: str, raw: Path, tmp_path: Path
+) -> None:
+    source = {
+        key: SOURCE[key] for key in SOURCE if key not in ("numbers", "categories")
+    }
+    without_features = prepare_tables(tmp_path, raw, source)
+    random_text = write_random_text(tmp_path, without_features)
+
+    gauc = train_model(without_features, random_text, {"name": "base"})
+    gauc_with_features = train_model(
+        tables, text, {"name": "base", "category_width": 4}
+    )
+
+    assert gauc_with_features > gauc + 0.1

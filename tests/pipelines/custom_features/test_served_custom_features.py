@@ -1,0 +1,279 @@
+"""A served search model takes custom features by name, and ranks as the module does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from models.search.data import SearchBatch, SearchDataset
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.storage.tables import UserError, join, read_table
+from models.training.fit import FitConfig
+from models.training_run import TrainingRun
+from pipelines import tracking
+from pipelines.serving import package
+from pipelines.serving.registered_model import register
+from tests.fixtures.custom_features_log import prepare_tables, write_random_text
+from tests.fixtures.trainings import build_training
+
+Row = dict[str, Any]
+
+SIZES = {
+    "width": 16,
+    "num_layers": 1,
+    "max_history": 8,
+    "dnn_width": 16,
+    "tower_width": 8,
+    "text_width": 8,
+}
+
+
+def register_model(folder: Path, uri: str, tables: str, text: str) -> TrainingRun:
+    """Register an untrained model as version 1 of `qgs`; return its training."""
+    fit, inputs = FitConfig(batch_size=8), Inputs(tables, text=text)
+    run = build_training({"name": "qgs", **SIZES}, fit, inputs)
+    config = {
+        "model": run.model.config_to_dict(run.config),
+        "tables": tables,
+        "text": text,
+    }
+    tracked = tracking.open_run(
+        uri, "qgs/own", "qgs", str(folder), config=config, hashes=run.catalogue.hashes
+    )
+    saved = run.checkpoint(epoch=1, tracking=tracked.to_dict())
+    checkpoint.save(folder / "qgs", run.model, saved)
+    tracking.Logger(tracked).tag(checkpoint=str(folder / "qgs"))
+    register(tracked, "qgs")
+    run.model.eval()
+    return run
+
+
+def load_served(uri: str, **model_config: Any) -> Any:
+    """Load version 1 of `qgs` as MLflow serves it."""
+    with package.use_store(uri):
+        return mlflow.pyfunc.load_model(
+            "models:/qgs/1", model_config=model_config or None
+        )
+
+
+def serve(model: Any, request: Row) -> dict[str, float]:
+    """Return the score of each candidate of a request."""
+    ranked = model.predict(pd.DataFrame([request]))
+    return dict(zip(ranked["item_id"][0], ranked["score"][0], strict=True))
+
+
+def score_batch(run: TrainingRun, batch: SearchBatch) -> list[float]:
+    """Return the probabilities that the module gives the candidates of a batch."""
+    with torch.no_grad():
+        logits = run.model.score(batch)[:, 0]  # type: ignore[operator]
+    return torch.sigmoid(logits).tolist()
+
+
+def load_test_requests(run: TrainingRun, tables: str) -> SearchDataset:
+    """Load the test requests with the options that the model needs."""
+    options = SearchDataset.dataset_options(run.config, run.catalogue)
+    return SearchDataset.load(
+        join(tables, "sequences"), "test", unit="request", max_history=8, **options
+    )
+
+
+def make_request(tables: str, batch: SearchBatch) -> Row:
+    """Return the one request of a batch by names, with custom features as in the log."""
+    row = read_table(join(tables, "sequences")).to_pylist()[int(batch.user_row[0])]
+    items = read_table(join(tables, "items"))["item_id"].to_pylist()
+    queries = read_table(join(tables, "queries"))["query"].to_pylist()
+    request = next(r for r in row["requests"] if r["split"] == "test")
+    end = request["history_end"]
+    past = range(max(0, end - 8), end)
+    num_built_in = batch.features.shape[1] - 2
+    return {
+        "candidates": [items[item] for item in request["candidates"]],
+        "query": queries[request["query_index"]],
+        "features": batch.features[:, :num_built_in].tolist(),
+        "numbers": {"bm25": request["num_bm25"]},
+        "categories": {"city": request["cat_city"]},
+        "history": [items[row["item_index"][n]] for n in past],
+        "history_query": [queries[row["query_index"][n]] for n in past],
+        "history_features": [row["features"][n] for n in past],
+        "history_numbers": {"bm25": [row["num_bm25"][n] for n in past]},
+        "history_categories": {"city": [row["cat_city"][n] for n in past]},
+    }
+
+
+def test_features_of_items_are_taken_from_the_catalogue_unless_given(
+    raw: Path, tmp_path: Path, new_store: Callable[[Path], str]
+) -> None:
+    settings = {"search": {"item_features": ["brand", "weight"]}}
+    tables = prepare_tables(tmp_path, raw, settings=settings)
+    text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
+    register_model(tmp_path, uri, tables, text)
+    model = load_served(uri)
+    items = read_table(join(tables, "items"))["item_id"].to_pylist()
+    rows = read_table(join(tables, "sequences")).to_pylist()
+    requests = [request for row in rows for request in row["requests"]]
+    without_history = next(r for r in requests if r["history_end"] == 0)
+    candidates = [*(items[item] for item in without_history["candidates"]), "unknown"]
+    bm25 = [*without_history["num_bm25"], None]
+    request = {
+        "candidates": candidates,
+        "query": None,
+        "history": [],
+        "numbers": {"bm25": bm25},
+        "categories": {"city": [*without_history["cat_city"], None]},
+    }
+
+    scores = serve(model, request)
+
+    weights = [*without_history["num_weight"], None]
+    same = {"numbers": {"bm25": bm25, "weight": weights}}
+    assert serve(model, request | same) == pytest.approx(scores, nan_ok=True)
+    other = {"numbers": {"bm25": bm25, "weight": [9.0] * len(candidates)}}
+    other_scores = serve(model, request | other)
+    assert other_scores != pytest.approx(scores, nan_ok=True, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def registered(
+    tables: str,
+    text: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    new_store: Callable[[Path], str],
+) -> tuple[TrainingRun, Any]:
+    """The training of a registered model, and the model as MLflow serves it."""
+    folder = tmp_path_factory.mktemp("registered")
+    uri = new_store(folder)
+    run = register_model(folder, uri, tables, text)
+    return run, load_served(uri)
+
+
+@pytest.fixture(scope="module")
+def batch(registered: tuple[TrainingRun, Any], tables: str) -> SearchBatch:
+    """A batch of one test request with a history of 3 behaviours or more."""
+    run, _ = registered
+    examples = load_test_requests(run, tables)
+    for number in np.flatnonzero(examples.lengths >= 3):
+        batch = examples.collate(np.array([number]))
+        if len(batch.request_end) == 1:
+            return batch
+    raise AssertionError("no test request has a history")
+
+
+def test_a_served_model_names_its_custom_features(
+    registered: tuple[TrainingRun, Any],
+) -> None:
+    _, model = registered
+
+    assert model.metadata.metadata["numbers"] == ["bm25"]
+    assert model.metadata.metadata["categories"] == ["city"]
+
+
+def test_a_served_model_reads_custom_features_by_name(
+    registered: tuple[TrainingRun, Any], batch: SearchBatch, tables: str
+) -> None:
+    run, model = registered
+    request = make_request(tables, batch)
+
+    scores = serve(model, request)
+
+    expected = dict(zip(request["candidates"], score_batch(run, batch), strict=True))
+    assert scores == pytest.approx(expected, abs=1e-5)
+    values = {"numbers": ("bm25", 2.5), "categories": ("city", "Rome")}
+    for column, (name, value) in values.items():
+        changed = {column: {name: [value] * len(request["candidates"])}}
+        assert serve(model, request | changed) != pytest.approx(scores, abs=1e-6)
+        changed = {f"history_{column}": {name: [value] * len(request["history"])}}
+        assert serve(model, request | changed) != pytest.approx(scores, abs=1e-6)
+
+
+def test_a_missing_feature_is_served_like_one_without_a_known_value(
+    registered: tuple[TrainingRun, Any], batch: SearchBatch, tables: str
+) -> None:
+    _, model = registered
+    request = make_request(tables, batch)
+    count = len(request["candidates"])
+
+    no_categories = serve(model, request | {"categories": None})
+    new_city = {"categories": {"city": ["Atlantis"] * count}}
+    assert serve(model, request | new_city) == no_categories
+
+    no_numbers = serve(model, request | {"numbers": {}})
+    no_values = {"numbers": {"bm25": [None] * count}}
+    assert serve(model, request | no_values) == no_numbers
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (
+            {"numbers": {"bm52": [1.0]}},
+            "numbers has 'bm52', which the model does not read; the nearest is 'bm25'",
+        ),
+        (
+            {"history_categories": {"town": []}},
+            "history_categories has 'town', .*; the nearest is 'city'",
+        ),
+        (
+            {"categories": {"city": ["Rome"]}},
+            "'city' of categories has 1 entries where 5 are expected",
+        ),
+    ],
+)
+def test_a_request_with_wrong_custom_features_is_refused(
+    registered: tuple[TrainingRun, Any],
+    batch: SearchBatch,
+    tables: str,
+    change: Row,
+    error: str,
+) -> None:
+    _, model = registered
+    request = make_request(tables, batch)
+
+    with pytest.raises(UserError, match=error):
+        serve(model, request | change)
+
+
+def test_served_counts_as_of_a_request_give_the_scores_of_the_module(
+    raw: Path, tmp_path: Path, new_store: Callable[[Path], str]
+) -> None:
+    tables = prepare_tables(tmp_path, raw)
+    text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
+    run = register_model(tmp_path, uri, tables, text)
+    without_counts = load_served(uri)
+    examples = load_test_requests(run, tables)
+    batches = [examples.collate(np.array([n])) for n in range(len(examples))]
+    with_history = [
+        batch
+        for batch in batches
+        if len(batch.request_end) == 1 and int(batch.history_length[0]) > 2
+    ]
+
+    for batch in with_history[:: len(with_history) // 3]:
+        time = int(batch.request_time[0])
+        request = make_request(tables, batch) | {"timestamp_ms": time}
+        del request["features"]
+        scores = score_batch(run, batch)
+        expected = dict(zip(request["candidates"], scores, strict=True))
+        prepare_tables(tmp_path, raw, settings={"counts_as_of": str(time)})
+        model = load_served(uri, counts=join(tables, "counts"))
+        later = {"timestamp_ms": time + 5 * 3_600_000}
+
+        assert serve(model, request) == pytest.approx(expected, abs=1e-5)
+        assert serve(without_counts, request) != pytest.approx(expected, abs=1e-5)
+        assert serve(model, request | later) != pytest.approx(expected, abs=1e-5)
+
+        # Features of the request go before counts; what they lack is counted.
+        features = batch.features[:, : len(run.catalogue.feature_mean)].tolist()
+        given = {"features": features}
+        assert serve(without_counts, request | given) == pytest.approx(
+            expected, abs=1e-5
+        )
+        features[0] = [float("nan")] * len(features[0])
+        assert serve(model, request | given) == pytest.approx(expected, abs=1e-5)
