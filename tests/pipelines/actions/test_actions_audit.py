@@ -17,7 +17,7 @@ from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
-from tests.fixtures.audited import Change, Row, broken, rewrite
+from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 
 SOURCE = (
     Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_feed.yaml"
@@ -49,7 +49,7 @@ def test_correct_tables_pass(prepared: str) -> None:
     rules = {rule.name: rule for rule in audit(prepared)}
     info = read_manifest(prepared + "/sequences").info
 
-    assert broken(prepared) == {}
+    assert find_violations(prepared) == {}
     assert info["truncated_users"] > 0
     assert rules["windows"].rows == rules["tasks"].rows == sum(info["events"].values())
     assert rules["splits"].rows == info["users"] == 60
@@ -192,11 +192,11 @@ def test_a_planted_violation_is_reported_under_its_rules(
     prepared: str, tmp_path: Path, violation: str
 ) -> None:
     change, rules = PLANTED[violation]
-    assert set(broken(rewrite(prepared, tmp_path, change))) == rules
+    assert set(find_violations(copy_with_change(prepared, tmp_path, change))) == rules
 
 
 def test_a_repeated_user_is_reported(prepared: str, tmp_path: Path) -> None:
-    violated = broken(rewrite(prepared, tmp_path, repeat_user))
+    violated = find_violations(copy_with_change(prepared, tmp_path, repeat_user))
     assert "users" in violated
     assert "splits" not in violated
 
@@ -205,4 +205,6 @@ def test_columns_of_unequal_length_are_reported(prepared: str, tmp_path: Path) -
     def shorten_column(rows: list[Row], info: Row) -> None:
         rows[-1]["label_like"].pop()
 
-    assert "behaviours" in broken(rewrite(prepared, tmp_path, shorten_column))
+    assert "behaviours" in find_violations(
+        copy_with_change(prepared, tmp_path, shorten_column)
+    )

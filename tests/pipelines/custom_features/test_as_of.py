@@ -19,7 +19,7 @@ from models.search.catalogue import SearchCatalogue
 from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.reading.log import parse_log
 from pipelines.data.sequences.as_of import AsOfTable, join_as_of
-from tests.fixtures.audited import Row, broken, rewrite
+from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.custom_features_log import (
     AS_OF,
     SOURCE,
@@ -71,7 +71,7 @@ def priced(tmp_path_factory: pytest.TempPathFactory, raw: Path) -> str:
 def test_requests_and_behaviours_have_the_price_known_at_their_time(
     priced: str,
 ) -> None:
-    assert broken(priced) == {}
+    assert find_violations(priced) == {}
     info = read_manifest(f"{priced}/sequences").info
     numbers = [number["name"] for number in info["own"]["numbers"]]
     assert numbers == ["num_bm25", "num_price"]
@@ -107,9 +107,9 @@ def use_prices_of_the_next_behaviour(rows: list[Row], info: Row) -> None:
 def test_the_audit_finds_candidates_with_later_prices(
     priced: str, tmp_path: Path
 ) -> None:
-    tables = rewrite(priced, tmp_path, use_prices_of_the_next_request)
+    tables = copy_with_change(priced, tmp_path, use_prices_of_the_next_request)
 
-    violations = broken(tables)
+    violations = find_violations(tables)
 
     assert set(violations) == {"features"}
     assert "num_price is [" in violations["features"][0]
@@ -118,9 +118,9 @@ def test_the_audit_finds_candidates_with_later_prices(
 def test_the_audit_finds_behaviours_with_later_prices(
     priced: str, tmp_path: Path
 ) -> None:
-    tables = rewrite(priced, tmp_path, use_prices_of_the_next_behaviour)
+    tables = copy_with_change(priced, tmp_path, use_prices_of_the_next_behaviour)
 
-    assert set(broken(tables)) == {"behaviours"}
+    assert set(find_violations(tables)) == {"behaviours"}
 
 
 def copy_with_prices(raw: Path, folder: Path, prices: pl.DataFrame) -> Path:
@@ -145,7 +145,7 @@ def test_a_price_of_the_very_time_of_a_search_is_not_known_to_it(
         tmp_path, copy_with_prices(raw, tmp_path, prices), WITH_PRICES
     )
 
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
 
 
 def test_of_rows_with_equal_item_and_time_the_last_is_kept_and_counted(

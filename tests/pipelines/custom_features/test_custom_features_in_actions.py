@@ -25,7 +25,7 @@ from pipelines import tracking
 from pipelines.data.sequences import custom_features
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
-from tests.fixtures.audited import Change, Row, broken, rewrite
+from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 from tests.fixtures.custom_features_log import (
     FEED,
     FEED_PREPARE,
@@ -80,7 +80,7 @@ def test_the_manifest_describes_the_custom_features(tables: str) -> None:
     categories = [category["name"] for category in info["own"]["categories"]]
     assert categories == ["cat_state"]
     assert info["viewers"] == {"device": ["phone", "tablet"]}
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
 
 
 def raise_price(rows: list[Row], info: Row) -> None:
@@ -104,7 +104,7 @@ def scale_by_the_whole_log(rows: list[Row], info: Row) -> None:
 def test_the_audit_finds_values_that_were_not_known_in_training(
     tables: str, tmp_path: Path, change: Change, rules: set[str]
 ) -> None:
-    assert set(broken(rewrite(tables, tmp_path, change))) == rules
+    assert set(find_violations(copy_with_change(tables, tmp_path, change))) == rules
 
 
 def test_a_category_with_too_many_values_is_hashed(
@@ -120,7 +120,7 @@ def test_a_category_with_too_many_values_is_hashed(
         {"name": name, "values": [], "buckets": custom_features.BUCKETS}
         for name in ("cat_device", "cat_state")
     ]
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
     examples = ActionsDataset.load(f"{tables}/sequences", "test", max_history=16)
     batch = examples.collate(np.arange(8))
     assert len(batch.custom[batch.valid][:, 2].unique()) == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from models.storage.tables import read_manifest, read_table
-from tests.fixtures.audited import broken
+from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.custom_features_log import AS_OF, SOURCE, prepare_tables
 
 PLANS = {
@@ -29,7 +29,7 @@ def test_tables_of_several_partitions_have_the_features_of_items_and_users(
 
     tables = prepare_tables(tmp_path, raw, WITH_PLANS, settings)
 
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
     assert len(read_manifest(f"{tables}/sequences").files) == 3
     rows = read_table(f"{tables}/sequences").to_pylist()
     plans_of_users = {row["requests"][0]["cat_plan"][0] for row in rows}

@@ -18,14 +18,14 @@ from pipelines.data.sequences.custom_features import (
     TrainingValues,
     describe_features,
 )
-from tests.fixtures.audited import Change, Row, broken, rewrite
+from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 from tests.fixtures.custom_features_log import prepare_tables
 
 
 def test_the_manifest_describes_custom_features_by_the_values_of_training(
     tables: str,
 ) -> None:
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
     info = read_manifest(f"{tables}/sequences").info
     [number] = info["own"]["numbers"]
     assert (number["name"], number["missing"]) == ("num_bm25", True)
@@ -104,7 +104,7 @@ def test_candidates_and_behaviours_may_have_features_of_their_items(
 ) -> None:
     tables = tables_with_item_features
 
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
     info = read_manifest(f"{tables}/sequences").info
     features = ["num_weight", "cat_brand"]
     assert info["item_features"] == features
@@ -128,9 +128,9 @@ def replace_brand(rows: list[Row], info: Row) -> None:
 def test_the_audit_finds_a_wrong_feature_of_an_item(
     tables_with_item_features: str, tmp_path: Path
 ) -> None:
-    tables = rewrite(tables_with_item_features, tmp_path, replace_brand)
+    tables = copy_with_change(tables_with_item_features, tmp_path, replace_brand)
 
-    assert set(broken(tables)) == {"features"}
+    assert set(find_violations(tables)) == {"features"}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,9 @@ def shift_mean(rows: list[Row], info: Row) -> None:
 def test_the_audit_finds_values_that_are_not_of_the_log_or_of_training(
     tables: str, tmp_path: Path, change: Change
 ) -> None:
-    assert set(broken(rewrite(tables, tmp_path, change))) == {"features"}
+    assert set(find_violations(copy_with_change(tables, tmp_path, change))) == {
+        "features"
+    }
 
 
 def test_moments_of_parts_add_up_to_those_of_all_values() -> None:

@@ -27,7 +27,7 @@ from pipelines.data import run
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import Log, parse_log
 from pipelines.data.settings import read_config
-from tests.fixtures.audited import broken
+from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.random_logs import (
     ACTIONS,
     BEGIN,
@@ -172,7 +172,7 @@ def check_growing(
     assert grown["rows"] == whole["rows"]
     assert grown["infos"] == whole["infos"]
     assert grown["statistics"] == whole["statistics"]
-    assert broken(str(folder / "grown")) == {}
+    assert find_violations(str(folder / "grown")) == {}
 
 
 def has_valid_core_window(config: Row) -> bool:
@@ -438,7 +438,7 @@ def test_another_log_takes_a_catalogue_that_was_appended_to(tmp_path: Path) -> N
 
     ids = read_table(str(tmp_path / "fresh/items"))["item_id"].to_pylist()
     assert ids != sorted(ids)
-    assert broken(str(tmp_path / "fresh")) == {}
+    assert find_violations(str(tmp_path / "fresh")) == {}
 
 
 APPEND_AND_KILL = """
@@ -473,7 +473,7 @@ def test_a_killed_append_leaves_the_tables_before_or_after_it(tmp_path: Path) ->
     for last_line in itertools.count(1):
         command = [sys.executable, "-c", APPEND_AND_KILL, str(tmp_path), str(last_line)]
         subprocess.run(command, cwd=ROOT)
-        assert broken(str(tmp_path / "grown")) == {}
+        assert find_violations(str(tmp_path / "grown")) == {}
         content = read_content(tmp_path / "grown")
         if content != before:
             break

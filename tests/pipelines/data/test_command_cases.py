@@ -23,7 +23,7 @@ from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from pipelines.data.sids.precomputed import read_precomputed
 from pipelines.evaluation.inference import infer_all
-from tests.fixtures.audited import broken
+from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.shared_data
@@ -150,4 +150,4 @@ def test_targets_among_requests_of_equal_time_are_not_the_highest_ids(
     assert sum(rank_counts.values()) == 30
     assert min(rank_counts[rank] for rank in range(3)) >= 3
     assert any("30 of 30 test requests have the same time" in line for line in lines)
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}

@@ -40,7 +40,7 @@ from pipelines.data.simulation import Settings
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import record_result
 from pipelines.training.settings import check_training
-from tests.fixtures.audited import Change, Row, broken, rewrite
+from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 from tests.fixtures.trainings import build_training, make_config, train
 from tuning.grid import Grid, Scheduler
 from tuning.sweep import TrialResult, find_best
@@ -161,7 +161,7 @@ def test_folds_have_the_windows_and_examples_of_a_slow_reference(
 
     tables = prepare_log(tmp_path_factory.mktemp("log"), rows, split=split)
 
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
     info = read_manifest(join(tables, "sequences")).info
     windows = cut_slowly(rows, info["split"], folds)
     assert read_windows(tables) == windows
@@ -228,7 +228,7 @@ def test_the_core_of_the_training_window_is_that_of_the_first_fold(
 
     tables = prepare_log(tmp_path, rows, core=2, core_window="train", split=split)
 
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
     first_fold = read_manifest(join(tables, "sequences")).info["split"]["folds"][0]
     core = find_core([row for row in rows if row["ms"] < first_fold["val_start_ms"]])
     items = read_table(join(tables, "items"), "items")["item_id"].to_pylist()
@@ -275,7 +275,7 @@ def test_the_audit_finds_a_wrong_fold(
     split = {"kind": "temporal", "folds": 3}
     tables = prepare_log(tmp_path / "log", draw_rows(3), split=split)
 
-    violations = broken(rewrite(tables, tmp_path, change))
+    violations = find_violations(copy_with_change(tables, tmp_path, change))
 
     assert list(violations) == ["folds"]
     assert any(words in example for example in violations["folds"])

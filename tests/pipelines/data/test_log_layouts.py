@@ -25,7 +25,7 @@ from models.storage.tables import (
     read_table,
 )
 from pipelines.training import run as training
-from tests.fixtures.audited import broken
+from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.log_layouts import LOG_WRITERS
 
 SOURCES = Path("jobs/configs/sources")
@@ -174,7 +174,7 @@ def test_the_audit_finds_a_wrong_number_of_items_without_behaviours(
     content["info"]["items_without_behaviours"] = 19
     path.write_text(add_seal(content))
 
-    assert broken(tables)["catalogue"] == [
+    assert find_violations(tables)["catalogue"] == [
         "20 items of the catalogue have no behaviour, the manifest says 19"
     ]
 

@@ -15,7 +15,7 @@ from models.storage.tables import UserError, read_manifest, read_table
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
-from tests.fixtures.audited import broken
+from tests.fixtures.audited_tables import find_violations
 
 DAY = 86_400_000
 START = 1_600_000_000_000 // DAY * DAY
@@ -81,7 +81,7 @@ class Shop:
             "overwrite",
             self.lines.append,
         )
-        assert broken(str(self.tables)) == {}
+        assert find_violations(str(self.tables)) == {}
         return [line for line in self.lines if line.startswith("warning")]
 
     def read_history_ends(self, user: str) -> list[int]:

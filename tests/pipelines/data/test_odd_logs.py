@@ -17,7 +17,7 @@ from models.storage.tables import read_manifest, read_table
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
-from tests.fixtures.audited import broken
+from tests.fixtures.audited_tables import find_violations
 
 Row = dict[str, Any]
 
@@ -125,7 +125,7 @@ def test_ids_of_any_characters_are_kept_but_for_blanks_at_their_ends(
     assert behaviours == Counter(
         (row["user"].strip(), row["item"].strip(), row["ms"]) for row in log
     )
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
 
 
 NUM_EVENTS = 100_000

@@ -29,7 +29,7 @@ from pipelines.data.reading.log import Log, load_source, parse_log
 from pipelines.data.reading.rows import Block
 from pipelines.data.sequences.splits import SplitConfig
 from pipelines.data.settings import read_config
-from tests.fixtures.audited import broken
+from tests.fixtures.audited_tables import find_violations
 
 by_ray = pytest.mark.usefixtures("ray_local")
 
@@ -140,7 +140,7 @@ def test_a_log_becomes_the_same_tables_in_any_order_of_rows(tmp_path: Path) -> N
 
     statistics = prepare_quietly(source, write_log(tmp_path / "raw", rows), out, config)
 
-    assert broken(out) == {}
+    assert find_violations(out) == {}
     check_events_and_items(rows, out)
     check_statistics(statistics, rows, out)
     random.Random(1).shuffle(rows)
@@ -648,4 +648,4 @@ def test_behaviours_of_equal_time_stay_in_the_order_of_the_log(
         assert history_ends == list(range(len(expected)))
         targets = [ids[request["candidates"][0]] for request in requests]
         assert targets == expected
-    assert broken(str(tables)) == {}
+    assert find_violations(str(tables)) == {}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models.storage.tables import read_table
 from pipelines.data.prepare import prepare
 from pipelines.data.settings import read_config
-from tests.fixtures.audited import broken
+from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.random_logs import (
     ACTIONS,
     BEGIN,
@@ -116,7 +116,7 @@ def test_the_audit_proves_retrieval_tables_of_any_log(
 
     tables = prepare_tables(folder, log, config, named_requests, late_clicks)
 
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
 
 
 @pytest.mark.long
@@ -134,7 +134,7 @@ def test_the_audit_proves_search_tables_of_any_log(
 
     tables = prepare_tables(folder, log, config, named_requests, late_clicks)
 
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
 
 
 @pytest.mark.long
@@ -147,6 +147,6 @@ def test_the_audit_proves_actions_tables_of_any_log(
 
     tables = prepare_tables(tmp_path_factory.mktemp("log"), log, config)
 
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
     users = {row["user_id"] for row in read_table(f"{tables}/sequences").to_pylist()}
     assert users == {row["user"] for row in log}

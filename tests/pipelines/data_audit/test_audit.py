@@ -29,7 +29,7 @@ from pipelines.data.kinds import KINDS
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
-from tests.fixtures.audited import Change, Row, broken, rewrite
+from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 
 BEGIN = 1_600_000_000_000
 SOURCE = {
@@ -231,9 +231,9 @@ def test_a_violation_in_the_sequences_breaks_one_rule(
 ) -> None:
     change, rule = VIOLATIONS_OF_SEQUENCES[violation]
 
-    tables = rewrite(prepared, tmp_path, change)
+    tables = copy_with_change(prepared, tmp_path, change)
 
-    assert list(broken(tables)) == [rule]
+    assert list(find_violations(tables)) == [rule]
 
 
 # The table, its change, and the rules that it breaks.
@@ -282,9 +282,9 @@ def test_a_violation_in_another_table_breaks_its_rules(
 ) -> None:
     table, change, rules = VIOLATIONS_OF_OTHER_TABLES[violation]
 
-    tables = rewrite(prepared, tmp_path, change, table)
+    tables = copy_with_change(prepared, tmp_path, change, table)
 
-    violated = set(broken(tables))
+    violated = set(find_violations(tables))
     assert rules <= violated
     if violation not in SEVERAL_RULES:
         assert violated == rules
@@ -296,15 +296,15 @@ def test_a_user_in_two_parts_breaks_the_rule_of_users(
     users = read_table(f"{prepared}/events")["user_id"].to_pylist()
     within_user = next(n for n in range(1, len(users)) if users[n] == users[n - 1])
 
-    tables = rewrite(prepared, tmp_path, change_nothing, "events", within_user)
+    tables = copy_with_change(prepared, tmp_path, change_nothing, "events", within_user)
 
-    assert list(broken(tables)) == ["users"]
+    assert list(find_violations(tables)) == ["users"]
 
 
 def test_sequences_of_another_catalogue_break_the_rule_of_inputs(
     prepared: str, tmp_path: Path
 ) -> None:
-    tables = rewrite(prepared, tmp_path, change_nothing)
+    tables = copy_with_change(prepared, tmp_path, change_nothing)
     uri = f"{tables}/sequences"
     manifest = read_manifest(uri)
     commit(
@@ -317,7 +317,7 @@ def test_sequences_of_another_catalogue_break_the_rule_of_inputs(
         info=manifest.info,
     )
 
-    assert list(broken(tables)) == ["inputs"]
+    assert list(find_violations(tables)) == ["inputs"]
 
 
 def test_an_item_that_only_the_whole_k_core_drops_is_found(tmp_path: Path) -> None:
@@ -332,16 +332,16 @@ def test_an_item_that_only_the_whole_k_core_drops_is_found(tmp_path: Path) -> No
     rows += [{"user": "c", "item": "i9", "ms": BEGIN + t} for t in range(2)]
     rows.append({"user": "a", "item": "i9", "ms": BEGIN + 9})
     correct = prepare_log(tmp_path / "log", rows, core=3)
-    assert broken(correct) == {}
+    assert find_violations(correct) == {}
 
-    with_item = rewrite(
+    with_item = copy_with_change(
         correct,
         tmp_path,
         lambda rows, info: rows.append({"item_index": 2, "item_id": "i9"}),
         "items",
     )
 
-    assert broken(with_item)["catalogue"] == [
+    assert find_violations(with_item)["catalogue"] == [
         "item i9: in the catalogue, but not in the 3-core of events"
     ]
 
@@ -355,9 +355,9 @@ def test_a_wrong_temporal_split_breaks_the_rule_of_splits(tmp_path: Path) -> Non
     [note] = [rule.note for rule in audit(tables) if rule.name == "catalogue"]
     assert "core_window: all" in note
 
-    changed = rewrite(tables, tmp_path, move_test_request_to_train)
+    changed = copy_with_change(tables, tmp_path, move_test_request_to_train)
 
-    assert list(broken(changed)) == ["splits"]
+    assert list(find_violations(changed)) == ["splits"]
 
 
 def test_the_job_prints_that_there_are_no_violations(
@@ -372,7 +372,7 @@ def test_the_job_prints_violations_and_fails(
     prepared: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, _ = VIOLATIONS_OF_SEQUENCES["the future in a history"]
-    tables = rewrite(prepared, tmp_path, change)
+    tables = copy_with_change(prepared, tmp_path, change)
 
     with pytest.raises(UserError, match="1 violation of history"):
         job.run(job.Config(tables=tables))
@@ -444,7 +444,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_table_is_named(
     prepared: str, tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tables = rewrite(prepared, tmp_path, change_nothing)
+    tables = copy_with_change(prepared, tmp_path, change_nothing)
     DAMAGE[words](tmp_path / "tables/sequences")
 
     with pytest.raises(UserError) as caught:

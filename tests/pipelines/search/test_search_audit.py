@@ -20,7 +20,7 @@ from pipelines.data.reading.log import load_source
 from pipelines.data.schemas import QUERIES
 from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config
-from tests.fixtures.audited import Change, Row, broken, rewrite
+from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 
 SOURCE = (
     Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
@@ -51,7 +51,7 @@ def test_correct_tables_pass(prepared: str) -> None:
     rules = {rule.name: rule for rule in audit(prepared)}
     info = read_manifest(prepared + "/sequences").info
 
-    assert broken(prepared) == {}
+    assert find_violations(prepared) == {}
     assert info["truncated_users"] > 0
     assert rules["targets"].rows == sum(info["requests"].values())
     num_candidates = sum(info["candidates"].values())
@@ -181,12 +181,12 @@ def test_a_planted_violation_is_reported_under_its_rules(
     prepared: str, tmp_path: Path, violation: str
 ) -> None:
     change, rules = PLANTED[violation]
-    assert set(broken(rewrite(prepared, tmp_path, change))) == rules
+    assert set(find_violations(copy_with_change(prepared, tmp_path, change))) == rules
 
 
 def test_a_missing_query_is_reported(prepared: str, tmp_path: Path) -> None:
-    uri = rewrite(prepared, tmp_path, lambda rows, info: rows.pop(), "queries")
-    assert {"queries", "counts"} <= set(broken(uri))
+    uri = copy_with_change(prepared, tmp_path, lambda rows, info: rows.pop(), "queries")
+    assert {"queries", "counts"} <= set(find_violations(uri))
     assert read_table(uri + "/queries").schema.equals(QUERIES)
 
 
@@ -265,7 +265,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_requests_with_results_of_several_times_pass(spread: str) -> None:
     rules = {rule.name: rule for rule in audit(spread)}
-    assert broken(spread) == {}
+    assert find_violations(spread) == {}
     assert rules["targets"].rows == 48
 
 
@@ -303,7 +303,7 @@ def test_a_request_split_into_one_per_result_is_reported(
             ]
             row["requests"] = list(chain.from_iterable(parts))
 
-    tables = rewrite(spread, tmp_path, split_requests)
+    tables = copy_with_change(spread, tmp_path, split_requests)
 
     rules = {rule.name: rule for rule in audit(tables)}
     assert rules["history"].violations == 0  # each has the behaviours before it
@@ -316,7 +316,9 @@ def test_a_history_with_a_click_of_the_same_request_is_reported(
     def extend_last_history(rows: list[Row], info: Row) -> None:
         rows[0]["requests"][-1]["history_end"] += 1
 
-    assert [*broken(rewrite(spread, tmp_path, extend_last_history))] == ["history"]
+    assert [
+        *find_violations(copy_with_change(spread, tmp_path, extend_last_history))
+    ] == ["history"]
 
 
 @pytest.fixture(scope="session", params=["time", "delay"])
@@ -342,7 +344,7 @@ def count_earlier_behaviours(row: Row, request: Row) -> int:
 
 def test_tables_with_delayed_labels_pass(delayed: str) -> None:
     rules = {rule.name: rule for rule in audit(delayed)}
-    assert broken(delayed) == {}
+    assert find_violations(delayed) == {}
     assert rules["known"].rows == 4 * 12 * 4
 
 
@@ -364,7 +366,9 @@ def test_a_history_with_a_click_before_its_label_time_is_reported(
             for request in row["requests"]:
                 request["history_end"] = count_earlier_behaviours(row, request)
 
-    assert [*broken(rewrite(delayed, tmp_path, ignore_label_times))] == ["history"]
+    assert [
+        *find_violations(copy_with_change(delayed, tmp_path, ignore_label_times))
+    ] == ["history"]
 
 
 def test_counts_of_clicks_before_their_label_time_are_reported(
@@ -381,7 +385,9 @@ def test_counts_of_clicks_before_their_label_time_are_reported(
             ):
                 request["features"] = other["features"]
 
-    assert [*broken(rewrite(delayed, tmp_path, ignore_label_times))] == ["windows"]
+    assert [
+        *find_violations(copy_with_change(delayed, tmp_path, ignore_label_times))
+    ] == ["windows"]
 
 
 def test_a_label_time_that_differs_from_the_event_is_reported(
@@ -390,4 +396,6 @@ def test_a_label_time_that_differs_from_the_event_is_reported(
     def change_label_time(rows: list[Row], info: Row) -> None:
         next(row for row in rows if row["label_click"])["known_click"] -= DAY_S * 1000
 
-    assert "known" in broken(rewrite(delayed, tmp_path, change_label_time, "events"))
+    assert "known" in find_violations(
+        copy_with_change(delayed, tmp_path, change_label_time, "events")
+    )

@@ -21,7 +21,7 @@ from pipelines.data.search.features import IDS
 from pipelines.data.search.sequences import SearchBuilder
 from pipelines.data.sequences.builder import Lookups
 from pipelines.data.settings import read_config
-from tests.fixtures.audited import broken
+from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log
 
 SCHEMA = events_schema(
@@ -81,7 +81,7 @@ def test_a_raw_log_becomes_tables_that_pass_the_audit(
 
     statistics = prepare(source, raw, tables, config, report=str)
 
-    assert broken(tables) == {}
+    assert find_violations(tables) == {}
     num_event_files = len(read_manifest(join(tables, "events")).files)
     assert num_event_files > (1 if partitions else 0)
     queries = read_table(join(tables, "queries"), "queries")["query"].to_pylist()
