@@ -159,8 +159,8 @@ def test_resource_limits_below_the_memory_of_one_task_are_refused() -> None:
         RayDataConfig(memory_gb=4, resource_limits=ResourceLimits(memory_gb=2))
 
 
-def set_key_to_thousands(rows: pa.Table) -> pa.Table:
-    """Return rows whose key is their number divided by 5,000."""
+def set_key_by_row_range(rows: pa.Table) -> pa.Table:
+    """Return rows whose key is the range of 5,000 rows that they are in."""
     key = (rows["row"].to_numpy() // 5000).astype(np.int32)
     return rows.set_column(rows.column_names.index(KEY), KEY, pa.array(key))
 
@@ -173,7 +173,7 @@ def test_a_first_kernel_gives_rows_other_keys_for_a_second_exchange(
     rows = exchange_rows(
         4,
         3,
-        first_kernel=set_key_to_thousands,
+        first_kernel=set_key_by_row_range,
         num_first_partitions=3,
         in_process=in_process,
     )

@@ -62,8 +62,8 @@ def read_all(
         numbers: list[int] = []
         for frame in read_frames(str(path), files, columns, None, piece):
             assert not frame.missing or size
-            numbers += frame.rows[ROW]
-            numbers += [number for number, *_ in frame.broken]
+            numbers.extend(frame.rows[ROW])
+            numbers.extend(number for number, *_ in frame.broken)
             rows += frame.with_missing.select(columns).rows()
             broken += frame.broken
         assert sorted(numbers) == list(range(len(numbers)))
