@@ -18,7 +18,7 @@ from pipelines.comparison.rows import shared_name
 from pipelines.comparison.runs import select
 from pipelines.comparison.table import Table
 from pipelines.comparison.tables import tables
-from tests.fixtures.comparison_rows import row
+from tests.fixtures.comparison_rows import make_row
 
 
 def test_the_text_is_aligned_and_the_markdown_escaped() -> None:
@@ -77,10 +77,13 @@ def test_runs_with_different_options_have_different_rows(
 def test_the_frontier_has_the_points_that_no_other_point_dominates() -> None:
     rng = np.random.default_rng(0)
     points = [
-        Point(row(str(i)), float(speed), float(accuracy))
+        Point(make_row(str(i)), float(speed), float(accuracy))
         for i, (speed, accuracy) in enumerate(rng.integers(1, 9, (40, 2)))
     ]
-    points += [Point(row("twin"), 9.0, 9.0), Point(row("other twin"), 9.0, 9.0)]
+    points += [
+        Point(make_row("twin"), 9.0, 9.0),
+        Point(make_row("other twin"), 9.0, 9.0),
+    ]
 
     def dominates(other: Point, point: Point) -> bool:
         is_equal = (other.speed, other.accuracy) == (point.speed, point.accuracy)

@@ -23,7 +23,7 @@ from pipelines import tracking
 from pipelines.evaluation.record import load_test_metrics
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
-from tests.fixtures.training_tables import write, write_tables
+from tests.fixtures.training_tables import write_table, write_tables
 from tests.fixtures.trainings import build_training
 
 SASREC = {"name": "sasrec", "dim": 8, "num_layers": 1, "max_history": 12}
@@ -39,7 +39,7 @@ def change_sequences(
     manifest, table = read_manifest(uri, "sequences"), read_table(uri, "sequences")
     rows = [change(row) for row in table.to_pylist()]
     content = pa.Table.from_pylist(rows, table.schema)
-    write(uri, "sequences", content, manifest.info, manifest.inputs)
+    write_table(uri, "sequences", content, manifest.info, manifest.inputs)
 
 
 def repeat_one_item(row: dict[str, Any]) -> dict[str, Any]:

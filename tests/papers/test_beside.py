@@ -12,7 +12,7 @@ from papers.published import Papers, Published, System, compare_with, load
 from papers.tables import non_inferiority_tables, parameter_tables, relative_tables
 from pipelines.comparison.rows import EvaluationOptions, Row, Run
 from pipelines.comparison.tables import compare_with_best, task_tables
-from tests.fixtures.comparison_rows import LOSS, NDCG, compared, row
+from tests.fixtures.comparison_rows import LOSS, NDCG, make_comparison, make_row
 
 PRINTED = Published(
     "Table 3",
@@ -32,7 +32,7 @@ def test_each_trie_has_its_reference_above_the_systems_compared_with_it() -> Non
             else:
                 identity = {"teacher": f"W{trie}"}
             rows.append(
-                row(
+                make_row(
                     model,
                     {NDCG: value},
                     table__trie=trie,
@@ -42,7 +42,7 @@ def test_each_trie_has_its_reference_above_the_systems_compared_with_it() -> Non
             )
     sorted_rows = sorted(rows, key=lambda r: -r.mean(NDCG))
 
-    table = compare_with(compared(sorted_rows), PRINTED, SYSTEMS)
+    table = compare_with(make_comparison(sorted_rows), PRINTED, SYSTEMS)
 
     assert table is not None
     names = [f"{cells[0]} of {cells[1].split(':')[0]}" for cells in table.cells]
@@ -62,8 +62,8 @@ def test_each_trie_has_its_reference_above_the_systems_compared_with_it() -> Non
         "-7.7%",
         "-5.8%",
     ]
-    one_trie = [row("sasrec", {NDCG: 0.9}), *rows[:3]]
-    one_trie_table = compare_with(compared(one_trie), PRINTED, SYSTEMS)
+    one_trie = [make_row("sasrec", {NDCG: 0.9}), *rows[:3]]
+    one_trie_table = compare_with(make_comparison(one_trie), PRINTED, SYSTEMS)
     assert one_trie_table is not None
     assert [cells[1] for cells in one_trie_table.cells] == [
         "tiger-1",
@@ -74,15 +74,15 @@ def test_each_trie_has_its_reference_above_the_systems_compared_with_it() -> Non
 
 def test_no_change_is_relative_to_a_value_of_zero() -> None:
     rows = [
-        row("sid_mlp", {NDCG: 0.0}, {NDCG: 0.0}, teacher="W"),
-        row("tiger", {NDCG: 0.0}, {NDCG: 0.0}, weights="W"),
+        make_row("sid_mlp", {NDCG: 0.0}, {NDCG: 0.0}, teacher="W"),
+        make_row("tiger", {NDCG: 0.0}, {NDCG: 0.0}, weights="W"),
     ]
 
-    table = compare_with(compared(rows), PRINTED, SYSTEMS)
+    table = compare_with(make_comparison(rows), PRINTED, SYSTEMS)
     assert table is not None
     assert [cells[4:6] for cells in table.cells] == [["0.0300", ""], ["0.0330", "-"]]
 
-    (paired,) = compare_with_best(compared(rows))
+    (paired,) = compare_with_best(make_comparison(rows))
     assert paired.cells[0][4] == "-"
 
     claim = Claim(
@@ -100,8 +100,10 @@ def test_no_change_is_relative_to_a_value_of_zero() -> None:
 
 
 def test_a_repeated_seed_counts_once_and_only_shared_seeds_are_compared() -> None:
-    fusion = row("attn_mvp", {LOSS: 1.99}, seeds="1")
-    baseline = row("interleaved", {LOSS: 2.0}, {LOSS: 2.4}, {LOSS: 2.4}, seeds="122")
+    fusion = make_row("attn_mvp", {LOSS: 1.99}, seeds="1")
+    baseline = make_row(
+        "interleaved", {LOSS: 2.0}, {LOSS: 2.4}, {LOSS: 2.4}, seeds="122"
+    )
     assert baseline.mean(LOSS) == pytest.approx(2.2)
     assert baseline.deviation(LOSS) == pytest.approx(0.2 * math.sqrt(2))
 
@@ -115,7 +117,7 @@ def test_a_repeated_seed_counts_once_and_only_shared_seeds_are_compared() -> Non
     published = Published(
         "Table 2", [LOSS], {"A": {"r": [0.0], "l": [-0.008]}}, "r", relative=True
     )
-    table = compare_with(compared([fusion, baseline]), published, systems)
+    table = compare_with(make_comparison([fusion, baseline]), published, systems)
     assert table is not None
     assert [cells[3:5] for cells in table.cells] == [
         ["2.0000", ""],
@@ -132,13 +134,13 @@ def test_rows_of_another_log_are_not_compared() -> None:
         for model, factor in (("interleaved", 1.0), ("attn_mvp", 0.99)):
             loss = baseline_loss * factor
             rows.append(
-                row(model, {LOSS: loss}, {LOSS: loss * 1.1}, table__sequences=log)
+                make_row(model, {LOSS: loss}, {LOSS: loss * 1.1}, table__sequences=log)
             )
 
     (relative,) = relative_tables(rows)
     assert [cells[3] for cells in relative.cells] == ["-1.00% ± 0.00%"] * 2
 
-    by_loss = compared(sorted(rows, key=lambda r: r.mean(LOSS)), "eval_loss")
+    by_loss = make_comparison(sorted(rows, key=lambda r: r.mean(LOSS)), "eval_loss")
     (paired,) = compare_with_best(by_loss)
     assert [cells[4] for cells in paired.cells] == ["+1.0%"] * 2
 
@@ -165,8 +167,8 @@ def test_a_size_holds_from_half_to_double(
     )
     systems = {"l": System("decode/fast"), "r": System("decode/slow")}
     rows = [
-        row("decode/fast", {"speed": published * factor}, seeds=" "),
-        row("decode/slow", {"speed": 1.0}, seeds=" "),
+        make_row("decode/fast", {"speed": published * factor}, seeds=" "),
+        make_row("decode/slow", {"speed": 1.0}, seeds=" "),
     ]
 
     (verdict,) = decide(claim, rows, Papers(systems, [], []))
@@ -179,8 +181,8 @@ def test_the_claim_on_lac_fails_when_its_loss_is_clearly_below_attn_mvps() -> No
     (claim,) = [Claim(**fields) for fields in papers.claims if fields["id"] == "lac"]
     for loss, expected in ((1.990, FAILS), (1.999, HOLDS), (2.1, HOLDS)):
         rows = [
-            row("lac", {LOSS: loss}),
-            row(
+            make_row("lac", {LOSS: loss}),
+            make_row(
                 "attn_mvp",
                 {LOSS: 2.0},
                 model__action_weight="1.0",
@@ -192,7 +194,7 @@ def test_the_claim_on_lac_fails_when_its_loss_is_clearly_below_attn_mvps() -> No
 
 def test_the_beam_plot_has_a_line_per_checkpoint() -> None:
     rows = [
-        row(
+        make_row(
             "tiger",
             {NDCG: value + beam / 1e4},
             checkpoint=f"/runs/{name}/best",
@@ -202,7 +204,7 @@ def test_the_beam_plot_has_a_line_per_checkpoint() -> None:
         for beam in (10, 50)
     ]
 
-    (drawing,) = beams(compared(rows))
+    (drawing,) = beams(make_comparison(rows))
 
     (axes,) = drawing.figure.axes
     lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
@@ -215,7 +217,7 @@ def test_the_beam_plot_has_a_line_per_checkpoint() -> None:
 def test_students_evaluated_on_unseen_items_are_compared_with_such_a_teacher() -> None:
     def build_row(name: str, value: float, **options: str) -> Row:
         identity = {"weights": "t"} if name == "tiger" else {"teacher": "t"}
-        return row(
+        return make_row(
             name,
             {NDCG: value, "test/users_per_s": 10.0},
             seeds="1",
@@ -259,7 +261,7 @@ def build_actions_row(
         {LOSS: loss, **dict.fromkeys(entropies, entropy), **parameters}
         for loss, entropy in figures
     ]
-    return row(model, *values, seeds=seeds)
+    return make_row(model, *values, seeds=seeds)
 
 
 def test_changes_are_relative_to_the_baseline_of_the_same_seed() -> None:
@@ -308,7 +310,7 @@ def test_changes_are_relative_to_the_baseline_of_the_same_seed() -> None:
 
 def test_models_of_other_kinds_have_no_tables_of_actions() -> None:
     values = {NDCG: 0.1, "test/gauc": 0.5, "test/normalised_entropy": 0.9}
-    rows = [row("sasrec", values)]
+    rows = [make_row("sasrec", values)]
 
     assert task_tables(rows) == []
     assert relative_tables(rows) == []
@@ -323,7 +325,7 @@ def build_evaluated_row(
     options: EvaluationOptions | None = None,
 ) -> Row:
     """Build the row of a model evaluated on test, with a run per seed."""
-    evaluated = row(name, options=options)
+    evaluated = make_row(name, options=options)
     for seed, value in ndcg_by_seed.items():
         run = Run(
             f"{name}_{seed}",

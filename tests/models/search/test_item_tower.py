@@ -23,7 +23,7 @@ from models.search.encoders import pretrained_sizes
 from models.search.hllm import HLLM, HLLMConfig, ItemTower
 from models.storage.tables import UserError, join, read_table
 from tests.fixtures.search_tables import ITEM_MODEL, WIDTH, write_search
-from tests.fixtures.training_tables import write
+from tests.fixtures.training_tables import write_table
 
 SMALL = {
     "max_history": 8,
@@ -238,7 +238,7 @@ def test_tokens_of_other_items_are_rejected(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path, users=4)
     tokens = read_table(join(text, "tokens"))
     shutil.rmtree(join(text, "tokens"))
-    write(
+    write_table(
         join(text, "tokens"),
         "tokens",
         tokens,

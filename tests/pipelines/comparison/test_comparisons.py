@@ -29,7 +29,7 @@ from pipelines.comparison.rows import (
 )
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import compare_with_best, runs_table
-from tests.fixtures.comparison_rows import NDCG, compared, evaluate_run, row
+from tests.fixtures.comparison_rows import NDCG, evaluate_run, make_comparison, make_row
 
 
 def test_a_run_without_a_later_option_shares_the_row_of_runs_at_its_default(
@@ -74,7 +74,7 @@ def test_a_run_without_a_later_option_shares_the_row_of_runs_at_its_default(
 def test_rows_describe_how_their_trainings_differ() -> None:
     def build_row(model: str, batch: str, seeds: str, *steps: float) -> Row:
         values = [{"train/steps": step, NDCG: 0.1} for step in steps]
-        return row(model, *values, seeds=seeds, fit__batch_size=batch)
+        return make_row(model, *values, seeds=seeds, fit__batch_size=batch)
 
     tiger = build_row("tiger", "64", "12", 1000, 3000)
     sasrec = build_row("sasrec", "64", "12", 500, 500)
@@ -87,7 +87,7 @@ def test_rows_describe_how_their_trainings_differ() -> None:
         == "batch 64 / 16; seeds 1, 2 / 2"
     )
     assert tiger.describe_training_difference(popularity) == ""
-    (paired,) = compare_with_best(compared([tiger, sasrec]))
+    (paired,) = compare_with_best(make_comparison([tiger, sasrec]))
     assert [line[-1] for line in paired.cells] == ["steps 500 / 2,000"]
 
 
@@ -120,10 +120,10 @@ def test_higher_is_better_for_other_metrics(metric: str) -> None:
 def test_the_pareto_plot_shows_points_below_zero() -> None:
     def draw_lower_limit(metric: str, *values: float) -> float:
         rows = [
-            row(f"m{i}", {f"test/{metric}": value, "test/users_per_s": 10.0**i})
+            make_row(f"m{i}", {f"test/{metric}": value, "test/users_per_s": 10.0**i})
             for i, value in enumerate(values)
         ]
-        comparison = compared(rows, metric)
+        comparison = make_comparison(rows, metric)
         (drawing,) = draw_pareto(comparison, choose_colours([comparison]))
         return drawing.figure.axes[0].get_ylim()[0]
 
@@ -140,12 +140,12 @@ SWEEP = SimpleNamespace(
 
 def test_a_plot_of_settings_describes_how_its_trials_were_chosen() -> None:
     trials = [
-        row(
+        make_row(
             "sid_mlp", {NDCG: 0.03, "val/ndcg@10": 0.04}, model__alpha=alpha, model__m=m
         )
         for alpha, m in (("0", "0"), ("1", "0"), ("0", "1"), ("1", "1"))
     ]
-    comparison = compared(trials, sweep=SWEEP)
+    comparison = make_comparison(trials, sweep=SWEEP)
     colours = choose_colours([comparison])
 
     grid_drawings = draw_settings(comparison, colours)
@@ -157,14 +157,14 @@ def test_a_plot_of_settings_describes_how_its_trials_were_chosen() -> None:
 
     # Of a random search, no two trials differ in one setting alone.
     random_trials = [trials[0], trials[3]]
-    for drawing in draw_settings(compared(random_trials, sweep=SWEEP), colours):
+    for drawing in draw_settings(make_comparison(random_trials, sweep=SWEEP), colours):
         assert "the best trial on validation" in drawing.caption
 
 
 def test_plots_show_names_literally() -> None:
     names = (r"a $\foo$ b", "_hidden")
     rows = [
-        row(
+        make_row(
             "sid_mlp",
             {NDCG: 0.03 + i / 100, "test/users_per_s": 10.0 + i},
             name=name,
@@ -173,7 +173,7 @@ def test_plots_show_names_literally() -> None:
         )
         for i, name in enumerate(names)
     ]
-    (plot,) = plots(compared(rows))
+    (plot,) = plots(make_comparison(rows))
     assert all(name in plot.svg for name in names)
 
 
@@ -182,7 +182,7 @@ def build_evaluated_row(
 ) -> Row:
     """Build the row of a TIGER or of its student, evaluated with these options."""
     identity = {"weights": "t"} if name == "tiger" else {"teacher": "t"}
-    return row(
+    return make_row(
         name,
         {NDCG: value, "test/users_per_s": 10.0},
         seeds="1",
@@ -257,8 +257,8 @@ def test_a_training_has_a_row_per_task_and_options_of_its_evaluations(
 def test_a_note_reports_trainings_that_ended_early() -> None:
     def write_notes(best_epoch: float, epochs: float, **params: str) -> str:
         values = {"val/epoch": best_epoch, "epoch": epochs, "val/ndcg@10": 0.5}
-        training = row("sasrec", values, fit__max_epochs="3", **params)
-        return "\n".join(runs_table(compared([training])).notes)
+        training = make_row("sasrec", values, fit__max_epochs="3", **params)
+        return "\n".join(runs_table(make_comparison([training])).notes)
 
     still_improving = write_notes(3, 3)
     past_its_best = write_notes(2, 3)

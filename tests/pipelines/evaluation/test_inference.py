@@ -31,7 +31,7 @@ from pipelines.serving.served_model import ServedModel
 from tests.fixtures.actions_tables import TASKS, TRAIN_DEVICES, write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import build_search_requests, serve_ranker
-from tests.fixtures.training_tables import write, write_tables
+from tests.fixtures.training_tables import write_table, write_tables
 from tests.fixtures.trainings import build_training
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
@@ -281,7 +281,7 @@ def test_recommendations_match_the_metrics_and_served_answers(tmp_path: Path) ->
     for user in sequences.to_pylist():
         columns = user.items()
         shortened.append({k: v[:-1] if isinstance(v, list) else v for k, v in columns})
-    write(
+    write_table(
         f"{shortened_tables}/sequences",
         "sequences",
         pa.Table.from_pylist(shortened, sequences.schema),
