@@ -1,6 +1,4 @@
-"""The teacher's cache: training as without it, made once, unpadded, and refused where
-it is not the right one.
-"""
+"""The teacher's cache: equal training, computed once, unpadded, checked on reading."""
 
 from __future__ import annotations
 
@@ -62,25 +60,43 @@ HEADS = {
     "dropout": 0.0,
 }
 ENCODER = {"name": "sid_mlp_pp_encoder", "encoder_layers": 1, "encoder_width": 24}
+"""Options of stage 1 of SID-MLP++."""
 FIT = FitConfig(
     batch_size=32, max_epochs=1, lr=5e-3, warmup_share=0.0, patience=0, seed=2
 )
 
 
 @dataclass
-class World:
-    """Tables and a teacher; nothing is said of how good it is."""
+class Distillation:
+    """Tables, and checkpoints of an untrained teacher and an untrained stage 1."""
 
     folder: Path
     tables: str
     sids: str
 
+    @property
+    def teacher(self) -> str:
+        """Folder of the teacher's run."""
+        return str(self.folder / "tiger")
+
+    @property
+    def stage_1(self) -> str:
+        """Folder of the run of stage 1 of SID-MLP++."""
+        return str(self.folder / "encoder")
+
     def build(
         self, cache: Path | str | None, fit: FitConfig = FIT, **model: Any
     ) -> TrainingRun:
+        """Build the training of a student, by default a SID-MLP.
+
+        Args:
+            cache: Folder of the teacher's cache, or None for no cache.
+            fit: Options of the training loop.
+            model: Options of the student that differ from the defaults.
+        """
         options = {
             "name": "sid_mlp",
-            "teacher": str(self.folder / "tiger"),
+            "teacher": self.teacher,
             "teacher_cache": str(cache or ""),
             **model,
         }
@@ -88,38 +104,58 @@ class World:
             options = {**HEADS, **options}
         return build_training(options, fit, Inputs(self.tables, self.sids))
 
+    def load_requests(self, split: Any) -> RetrievalDataset:
+        """Load the requests of a split."""
+        return RetrievalDataset.load(f"{self.tables}/sequences", split, max_history=6)
+
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def distillation(tmp_path_factory: pytest.TempPathFactory) -> Distillation:
+    """Tables of 30 users with a teacher and a stage 1 of SID-MLP++."""
     folder = tmp_path_factory.mktemp("cache")
-    made = World(folder, *write_tables(folder, users=30))
-    setup = build_training(TIGER, FIT, Inputs(made.tables, made.sids))
-    torch.nn.init.normal_(
-        setup.model.backbone.embedding.weight, std=2.0
-    )  # an opinion that is far from uniform
-    checkpoint.save(folder / "tiger/best", setup.model, setup.checkpoint(epoch=1))
-    stage_1 = made.build(None, **ENCODER)
+    tables, sids = write_tables(folder, users=30)
+    teacher = build_training(TIGER, FIT, Inputs(tables, sids))
+    # log-probabilities far from uniform
+    torch.nn.init.normal_(teacher.model.backbone.embedding.weight, std=2.0)
+    checkpoint.save(folder / "tiger/best", teacher.model, teacher.checkpoint(epoch=1))
+    distillation = Distillation(folder, tables, sids)
+    stage_1 = distillation.build(None, **ENCODER)
     checkpoint.save(folder / "encoder/best", stage_1.model, stage_1.checkpoint(epoch=1))
-    return made
+    return distillation
 
 
 @pytest.fixture(scope="module")
-def cache(world: World) -> Path:
-    world.build(world.folder / "kept")
-    return world.folder / "kept"
+def cache(distillation: Distillation) -> Path:
+    """The teacher's cache of a SID-MLP."""
+    folder = distillation.folder / "teacher_cache"
+    distillation.build(folder)
+    return folder
 
 
-def run(setup: TrainingRun) -> list[EpochEvent]:
+def train(setup: TrainingRun) -> list[EpochEvent]:
+    """Train and return the event of each epoch."""
     events = fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
     return [event for event in events if isinstance(event, EpochEvent)]
 
 
-def requests(world: World, split: Any) -> RetrievalDataset:
-    return RetrievalDataset.load(f"{world.tables}/sequences", split, max_history=6)
-
-
-def tables(cache: Path) -> list[str]:
+def table_kinds(cache: Path) -> list[str]:
+    """Return the kinds of the tables of a cache: `encoder` or `decoder`, sorted."""
     return sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir())
+
+
+def teacher_tables(cache: Path) -> list[Path]:
+    """Return the tables of the teacher's outputs, without the one of stage 1."""
+    paths = [*cache.glob("encoder-*"), *cache.glob("decoder-*")]
+    return sorted(
+        path for path in paths if "encoder_width" not in read_manifest(str(path)).config
+    )
+
+
+def list_files(uri: str) -> list[str]:
+    """Return the names of a folder's files, without the lock file."""
+    filesystem, path = open_uri(uri)
+    entries = filesystem.get_file_info(fs.FileSelector(path))
+    return sorted(entry.base_name for entry in entries if entry.base_name != LOCK)
 
 
 @pytest.mark.long
@@ -135,43 +171,43 @@ def tables(cache: Path) -> list[str]:
         {"name": "sid_mlp_pp", "end_to_end": True},
     ],
 )
-def test_it_trains_as_without_up_to_half_precision(
-    world: World, cache: Path, model: dict[str, Any]
+def test_training_with_the_cache_equals_training_without_up_to_half_precision(
+    distillation: Distillation, cache: Path, model: dict[str, Any]
 ) -> None:
+    metric = "neg_mse" if model is ENCODER else "ndcg@10"
     if "encoder" in model:
-        model = {
-            **model,
-            "encoder": str(world.folder / model["encoder"]),
-            "teacher": "",
-        }
-    options = FitConfig(
-        **{**vars(FIT), "metric": "neg_mse" if model is ENCODER else "ndcg@10"}
-    )
-    plain, kept = (
-        world.build(None, options, **model),
-        world.build(cache, options, **model),
-    )
-    before = {name: value.clone() for name, value in plain.model.state_dict().items()}
-    expected, found = run(plain), run(kept)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=2e-3)
-        assert ours.metrics[options.metric] == pytest.approx(
-            theirs.metrics[options.metric], rel=0.1, abs=0.02
+        model = {**model, "encoder": distillation.stage_1, "teacher": ""}
+    config = FitConfig(**{**vars(FIT), "metric": metric})
+    uncached = distillation.build(None, config, **model)
+    cached = distillation.build(cache, config, **model)
+    initial = {
+        name: value.clone() for name, value in uncached.model.state_dict().items()
+    }
+
+    expected_events, events = train(uncached), train(cached)
+
+    for event, expected in zip(events, expected_events, strict=True):
+        assert event.loss == pytest.approx(expected.loss, rel=2e-3)
+        assert event.metrics[metric] == pytest.approx(
+            expected.metrics[metric], rel=0.1, abs=0.02
         )
-    ours, theirs = kept.model.state_dict(), plain.model.state_dict()
-    moved = [
-        name for name, value in theirs.items() if not torch.equal(value, before[name])
+    weights, expected_weights = cached.model.state_dict(), uncached.model.state_dict()
+    changed = [
+        name
+        for name, value in expected_weights.items()
+        if not torch.equal(value, initial[name])
     ]
-    assert moved
-    for name in moved:
-        change = (theirs[name] - before[name]).norm()
-        assert (ours[name] - theirs[name]).norm() < 0.1 * change
+    assert changed
+    for name in changed:
+        change = (expected_weights[name] - initial[name]).norm()
+        difference = (weights[name] - expected_weights[name]).norm()
+        assert difference < 0.1 * change
 
 
-def test_epochs_and_validation_ask_neither_encoder_nor_teacher(
-    world: World, cache: Path
+def test_epochs_and_validation_run_neither_encoder_nor_teacher(
+    distillation: Distillation, cache: Path
 ) -> None:
-    setup = world.build(cache)
+    setup = distillation.build(cache)
     teacher = setup.model.teacher
     for module in (
         setup.model.backbone.encoder,
@@ -180,266 +216,299 @@ def test_epochs_and_validation_ask_neither_encoder_nor_teacher(
     ):
         for parameter in module.parameters():
             parameter.fill_(math.nan)
-    assert all(
-        math.isfinite(event.loss) and event.metrics["recall@20"] > 0
-        for event in run(setup)
-    )
-    for split in ("test", "next"):  # the numbers of `next` are those of other requests
-        examples = requests(world, split)
-        batch = examples.collate(next(examples.evaluation_batches(8)))
-        assert setup.model.teacher_outputs("encoder", batch) is None
+
+    for event in train(setup):
+        assert math.isfinite(event.loss)
+        assert event.metrics["recall@20"] > 0
 
 
-def test_it_holds_each_request_once_without_padding_at_half_precision(
-    world: World, cache: Path
+@pytest.mark.parametrize("split", ["test", "next"])
+def test_requests_of_other_splits_are_not_in_the_cache(
+    split: str, distillation: Distillation, cache: Path
 ) -> None:
-    train, val = requests(world, "train"), requests(world, "val")
-    encoder, decoder = (
-        next(cache.glob(f"{name}-*")) for name in ("encoder", "decoder")
-    )
-    table = read_table(str(encoder), "encoder")
-    assert sorted(table["request"].to_pylist()) == sorted(
-        [*train.request_numbers, *val.request_numbers]
-    )
-    lengths = {
-        n: 2 + 3 * length
-        for part in (train, val)
-        for n, length in zip(part.request_numbers, part.lengths, strict=True)
-    }
-    assert {
-        n: len(states) // 16
-        for n, states in zip(*table.to_pydict().values(), strict=True)
-    } == lengths
-    assert str(table.schema.field("states").type.value_type) == "halffloat"
-    table = read_table(str(decoder), "decoder")
-    assert sorted(table["request"].to_pylist()) == sorted(train.request_numbers)
-    assert {len(states) for states in table["states"].to_pylist()} == {3 * 16}
+    """Request numbers of `next` are those of other requests in the cache."""
+    model: Any = distillation.build(cache).model
+    examples = distillation.load_requests(split)
+    batch = examples.collate(next(examples.evaluation_batches(8)))
+    assert model.teacher_outputs("encoder", batch) is None
 
-    setup = world.build(cache)
-    counts = {"encoder": len(train) + len(val), "decoder": len(train)}
-    for line, (name, count) in zip(setup.messages[:2], counts.items(), strict=True):
-        assert f"{name} states of {count:,} requests, " in line
-        assert "MiB in half precision, reused" in line
-    batch = train.collate(np.array([5, 0, 9]))
-    found, expected = (
-        setup.model.teacher_outputs("encoder", batch),
-        setup.model.teacher.encode(batch),
-    )
-    assert torch.equal(found.lengths, expected.lengths)
-    real = (found.padding == 0)[:, 0, 0]
+
+def test_the_cache_has_each_request_once_unpadded_in_half_precision(
+    distillation: Distillation, cache: Path
+) -> None:
+    train_requests = distillation.load_requests("train")
+    val_requests = distillation.load_requests("val")
+    decoder_numbers = sorted(train_requests.request_numbers)
+    lengths = {}
+    for examples in (train_requests, val_requests):
+        pairs = zip(examples.request_numbers, examples.lengths, strict=True)
+        lengths |= {number: 2 + 3 * length for number, length in pairs}
+
+    encoder = read_table(str(next(cache.glob("encoder-*"))), "encoder")
+    decoder = read_table(str(next(cache.glob("decoder-*"))), "decoder")
+
+    encoder_numbers = [*train_requests.request_numbers, *val_requests.request_numbers]
+    assert sorted(encoder["request"].to_pylist()) == sorted(encoder_numbers)
+    rows = zip(*encoder.to_pydict().values(), strict=True)
+    assert {number: len(states) // 16 for number, states in rows} == lengths
+    assert str(encoder.schema.field("states").type.value_type) == "halffloat"
+    assert sorted(decoder["request"].to_pylist()) == decoder_numbers
+    assert {len(states) for states in decoder["states"].to_pylist()} == {3 * 16}
+
+
+def test_a_training_reports_and_reads_the_cached_states(
+    distillation: Distillation, cache: Path
+) -> None:
+    train_requests = distillation.load_requests("train")
+    num_train = len(train_requests)
+    num_val = len(distillation.load_requests("val"))
+
+    setup = distillation.build(cache)
+
+    encoder_message, decoder_message = setup.messages[:2]
+    assert f"encoder states of {num_train + num_val:,} requests, " in encoder_message
+    assert f"decoder states of {num_train:,} requests, " in decoder_message
+    for message in (encoder_message, decoder_message):
+        assert "MiB in half precision, reused" in message
+    batch = train_requests.collate(np.array([5, 0, 9]))
+    cached = setup.model.teacher_outputs("encoder", batch)
+    expected = setup.model.teacher.encode(batch)
+    assert torch.equal(cached.lengths, expected.lengths)
+    is_real = (cached.padding == 0)[:, 0, 0]
     torch.testing.assert_close(
-        found.states[real], expected.states[real], rtol=1e-3, atol=1e-4
+        cached.states[is_real], expected.states[is_real], rtol=1e-3, atol=1e-4
     )
-    assert (found.states[~real] == 0).all()
+    assert (cached.states[~is_real] == 0).all()
 
 
-def test_runs_share_what_is_the_same(world: World, tmp_path: Path) -> None:
-    world.build(tmp_path, alpha=0.0)
-    assert tables(tmp_path) == ["encoder"]  # the targets alone need no teacher's logits
+def test_trainings_with_equal_teacher_outputs_share_tables(
+    distillation: Distillation, tmp_path: Path
+) -> None:
+    distillation.build(tmp_path, alpha=0.0)
+    # without a weight of the teacher, its logits are not needed
+    assert table_kinds(tmp_path) == ["encoder"]
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    world.build(tmp_path, **ENCODER)
-    world.build(tmp_path, logits="vocabulary")
-    world.build(tmp_path, m=2)
-    assert tables(tmp_path) == ["decoder", "encoder"]
+
+    distillation.build(tmp_path, **ENCODER)
+    distillation.build(tmp_path, logits="vocabulary")
+    distillation.build(tmp_path, m=2)
+    assert table_kinds(tmp_path) == ["decoder", "encoder"]
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    world.build(tmp_path, name="sid_mlp_pp", end_to_end=True)
-    assert tables(tmp_path) == ["decoder", "encoder"]
-    world.build(tmp_path, name="sid_mlp_pp", encoder=str(world.folder / "encoder"))
-    assert tables(tmp_path) == ["decoder", "encoder", "encoder"]
+
+    distillation.build(tmp_path, name="sid_mlp_pp", end_to_end=True)
+    assert table_kinds(tmp_path) == ["decoder", "encoder"]
+    distillation.build(tmp_path, name="sid_mlp_pp", encoder=distillation.stage_1)
+    assert table_kinds(tmp_path) == ["decoder", "encoder", "encoder"]
 
 
-def test_half_written_it_is_made_anew(world: World, tmp_path: Path) -> None:
-    world.build(tmp_path, **ENCODER)
+def test_a_table_without_a_manifest_is_computed_again(
+    distillation: Distillation, tmp_path: Path
+) -> None:
+    distillation.build(tmp_path, **ENCODER)
     uri = next(tmp_path.glob("encoder-*"))
     content = read_table(str(uri))
     (uri / "manifest.json").unlink()
     (uri / "part-00000000000000000000.parquet").write_bytes(b"cut o")
-    setup = world.build(tmp_path, **ENCODER)
+
+    setup = distillation.build(tmp_path, **ENCODER)
+
     assert "computed in" in setup.messages[0]
     assert read_table(str(uri)).equals(content)
-    assert files(str(uri)) == sorted(
-        ["manifest.json", *(part.path for part in read_manifest(str(uri)).files)]
-    )
+    parts = [part.path for part in read_manifest(str(uri)).files]
+    assert list_files(str(uri)) == sorted(["manifest.json", *parts])
 
 
-def test_a_wrong_one_is_refused_with_what_to_do(
-    world: World, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def encoder_table(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The table of the teacher's encoder in a copy of the cache."""
     monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "decoded"))
-    copy = tmp_path / "cache"
-    shutil.copytree(cache, copy)
-    tables = (
-        path
-        for path in copy.glob("encoder-*")
-        if "encoder_width" not in read_manifest(str(path)).config
+    shutil.copytree(cache, tmp_path / "cache")
+    tables = teacher_tables(tmp_path / "cache")
+    return next(path for path in tables if path.name.startswith("encoder-"))
+
+
+def check_rejected(distillation: Distillation, table: Path, reason: str) -> None:
+    """Assert that a training rejects the cache of a table and names the remedy."""
+    message = (
+        rf"the teacher cache {table} cannot be used \(.*{reason}.*\); remove the folder"
     )
-    uri = next(tables)
-    manifest = check_seal((uri / "manifest.json").read_text())
+    with pytest.raises(UserError, match=message):
+        distillation.build(table.parent)
 
-    def refused(why: str) -> None:
-        with pytest.raises(
-            UserError,
-            match=rf"the teacher cache {uri} cannot be used \(.*{why}.*\); remove the folder",
-        ):
-            world.build(copy)
 
-    def changed(**change: Any) -> None:
-        (uri / "manifest.json").write_text(add_seal({**manifest, **change}))
+def test_a_table_with_missing_requests_or_a_damaged_manifest_is_rejected(
+    distillation: Distillation, encoder_table: Path
+) -> None:
+    path = encoder_table / "manifest.json"
+    manifest = check_seal(path.read_text())
 
-    changed(files=[])
-    refused("it lacks .* requests")
-    (uri / "manifest.json").write_text("{")
-    refused("is damaged")
-    changed()
-    part = next(uri.glob("*.parquet"))
-    whole = part.read_bytes()
-    middle = len(whole) // 2
-    part.write_bytes(whole[:middle] + bytes([whole[middle] ^ 16]) + whole[middle + 1 :])
-    refused("is damaged: its SHA-256 is")
-    part.write_bytes(whole[:-7])
-    refused("truncated or replaced")
-    shutil.rmtree(uri)
-    assert "computed in" in world.build(copy).messages[0]
+    path.write_text(add_seal({**manifest, "files": []}))
+    check_rejected(distillation, encoder_table, "it lacks .* requests")
+    path.write_text("{")
+    check_rejected(distillation, encoder_table, "is damaged")
 
+
+def test_a_damaged_part_is_rejected_and_a_removed_table_is_computed_again(
+    distillation: Distillation, encoder_table: Path
+) -> None:
+    part = next(encoder_table.glob("*.parquet"))
+    content = part.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 16
+
+    part.write_bytes(flipped)
+    check_rejected(distillation, encoder_table, "is damaged: its SHA-256 is")
+    part.write_bytes(content[:-7])
+    check_rejected(distillation, encoder_table, "truncated or replaced")
+
+    shutil.rmtree(encoder_table)
+    setup = distillation.build(encoder_table.parent)
+    assert "computed in" in setup.messages[0]
+
+
+def test_a_cache_that_is_a_file_is_rejected(
+    distillation: Distillation, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UserError, match=r"cannot write to .*; give model\.teacher_cache a folder"
-    ):
-        world.build(tmp_path / "file")
+    message = r"cannot write to .*; give model\.teacher_cache a folder"
+    with pytest.raises(UserError, match=message):
+        distillation.build(tmp_path / "file")
+
+
+def pad_cached(
+    states: CachedStates, numbers: list[int], target: int = 0
+) -> History | None:
+    """Return the cached states of requests with these numbers and one target."""
+    batch = fill_batch(
+        RequestBatch,
+        {},
+        request=torch.tensor(numbers),
+        target=torch.full((len(numbers),), target),
+    )
+    return states.pad_states(batch)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=9), st.data())
-def test_vectors_of_any_requests_in_any_order(
+def test_states_of_any_requests_are_read_in_any_order_and_padded(
     lengths: list[int], data: st.DataObject
 ) -> None:
-    """Padded to the longest that is asked for, as one by one from the file; None where
-    a number is not in it.
-    """
-    numbers = data.draw(st.permutations([3 * i + 2 for i in range(len(lengths))]))
+    """The result is None if a request is not cached or has no target."""
+    count = len(lengths)
+    numbers = data.draw(st.permutations([3 * i + 2 for i in range(count)]))
     values = np.arange(4 * sum(lengths), dtype=np.float16).reshape(-1, 4)
-    own = dict(zip(numbers, np.split(values, np.cumsum(lengths)[:-1]), strict=True))
-    states = CachedStates(np.array(numbers), np.array(lengths), values)
-    asked = data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=6))
+    rows = np.split(values, np.cumsum(lengths)[:-1])
+    states_by_number = dict(zip(numbers, rows, strict=True))
+    cached = CachedStates(np.array(numbers), np.array(lengths), values)
+    requests = data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=6))
+    request_lengths = [len(states_by_number[number]) for number in requests]
+    longest = max(request_lengths)
 
-    def find(numbers: list[int], target: int = 0) -> History | None:
-        request, targets = torch.tensor(numbers), torch.full((len(numbers),), target)
-        return states.pad_states(
-            fill_batch(RequestBatch, {}, request=request, target=targets)
-        )
+    history = pad_cached(cached, requests)
 
-    found = find(asked)
-    assert found is not None
-    longest = max(len(own[number]) for number in asked)
-    states_of, padding = found.states, found.padding
-    assert states_of.shape == (len(asked), longest, 4)
-    assert (padding is None) == all(len(own[number]) == longest for number in asked)
-    for row, number in enumerate(asked):
-        length = len(own[number])
-        assert (
-            states_of[row, :length].numpy().tolist()
-            == own[number].astype(np.float32).tolist()
-        )
-        assert (states_of[row, length:] == 0).all()
-        assert padding is None or (padding[row, 0, 0] == 0).tolist() == [
-            i < length for i in range(longest)
-        ]
-    for missing in (0, 1, 3 * len(lengths) + 2):
-        assert find([*asked, missing]) is None
-    assert find(asked, target=-1) is None
+    assert history is not None
+    assert history.states.shape == (len(requests), longest, 4)
+    padding = history.padding
+    assert (padding is None) == (set(request_lengths) == {longest})
+    for row, number in enumerate(requests):
+        length = request_lengths[row]
+        expected = states_by_number[number].astype(np.float32)
+        assert history.states[row, :length].numpy().tolist() == expected.tolist()
+        assert (history.states[row, length:] == 0).all()
+        if padding is not None:
+            is_real = (padding[row, 0, 0] == 0).tolist()
+            assert is_real == [i < length for i in range(longest)]
+    for missing in (0, 1, 3 * count + 2):
+        assert pad_cached(cached, [*requests, missing]) is None
+    assert pad_cached(cached, requests, target=-1) is None
 
 
-def make(rank: int, rendezvous: str, world: World, cache: Path) -> None:
+def build_as_rank(
+    rank: int, rendezvous: str, distillation: Distillation, cache: Path
+) -> None:
+    """Build a training as one of two workers, which compute the cache together."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
     )
     options = {
         "name": "sid_mlp",
-        "teacher": str(world.folder / "tiger"),
+        "teacher": distillation.teacher,
         "teacher_cache": str(cache),
         **HEADS,
     }
-    setup = build_training(
-        options, FIT, Inputs(world.tables, world.sids), rank=rank, world=2
-    )
-    mine = np.concatenate(
-        [setup.train.dataset.request_numbers, setup.val.request_numbers]
-    )
-    assert sorted(setup.model._teacher_outputs["encoder"].requests) == sorted(mine)
+    inputs = Inputs(distillation.tables, distillation.sids)
+    setup = build_training(options, FIT, inputs, rank=rank, world=2)
+    rank_requests = [*setup.train.dataset.request_numbers, *setup.val.request_numbers]
+    cached = setup.model._teacher_outputs["encoder"].requests
+    assert sorted(cached) == sorted(rank_requests)
     dist.destroy_process_group()
 
 
 @pytest.mark.long
-def test_workers_make_it_together(world: World, cache: Path, tmp_path: Path) -> None:
-    arguments = (str(tmp_path / "rendezvous"), world, tmp_path / "cache")
-    mp.start_processes(make, arguments, nprocs=2, start_method="forkserver")
-    for whole in (tmp_path / "cache").glob("[!.]*"):
-        ours, alone = (
-            read_table(str(folder / whole.name)).sort_by("request")
-            for folder in (tmp_path / "cache", cache)
-        )
-        assert len(read_manifest(str(tmp_path / "cache" / whole.name)).files) == 2
-        assert ours["request"].equals(alone["request"])
-        torch.testing.assert_close(
-            *(
-                torch.tensor(t["states"].combine_chunks().flatten().to_numpy())
-                for t in (ours, alone)
-            ),
-            rtol=2e-3,
-            atol=1e-3,
-        )
-
-
-def make_alone(world: World, cache: str, began: Any, notes: Any) -> None:
-    torch.set_num_threads(1)
-    began.put(None)
-    notes.put(world.build(cache).messages)
-
-
-def test_of_two_processes_at_a_uri_one_makes_it_and_the_other_waits(
-    world: World, cache: Path, s3: str
+def test_two_workers_compute_the_cache_together(
+    distillation: Distillation, cache: Path, tmp_path: Path
 ) -> None:
-    processes = mp.get_context(
-        "spawn"
-    )  # the server's address is in this process's environment
-    began, notes = processes.Queue(), processes.Queue()
-    runs = [
-        processes.Process(target=make_alone, args=(world, f"{s3}/kept", began, notes))
-        for _ in range(2)
-    ]
-    names = sorted(
-        path.name
-        for path in cache.iterdir()
-        if path.name.startswith(("encoder-", "decoder-"))
-    )
-    names = [
-        name
-        for name in names
-        if "encoder_width" not in read_manifest(str(cache / name)).config
-    ]
-    with ExitStack() as stack:
-        for name in names:  # so that both ask for it before it is there
-            stack.enter_context(hold_lock(f"{s3}/kept/{name}/{LOCK}", "it is held"))
-        for run in runs:
-            run.start()
-        for _ in runs:
-            began.get()
-    said = [notes.get()[:2] for _ in runs]  # the lines about the teacher cache
-    for run in runs:
-        run.join()
-    for name, lines in zip(
-        ("encoder", "decoder"), zip(*said, strict=True), strict=True
-    ):
-        assert sorted("reused" in line for line in lines) == [False, True], (
-            name,
-            lines,
+    shared_cache = tmp_path / "cache"
+    arguments = (str(tmp_path / "rendezvous"), distillation, shared_cache)
+    mp.start_processes(build_as_rank, arguments, nprocs=2, start_method="forkserver")
+
+    for path in shared_cache.glob("[!.]*"):
+        assert len(read_manifest(str(path)).files) == 2
+        table = read_table(str(path)).sort_by("request")
+        expected = read_table(str(cache / path.name)).sort_by("request")
+        assert table["request"].equals(expected["request"])
+        states, expected_states = (
+            torch.tensor(part["states"].combine_chunks().flatten().to_numpy())
+            for part in (table, expected)
         )
+        torch.testing.assert_close(states, expected_states, rtol=2e-3, atol=1e-3)
+
+
+def build_in_process(
+    distillation: Distillation, cache: str, started: Any, messages: Any
+) -> None:
+    """Build a training and put its messages into a queue."""
+    torch.set_num_threads(1)
+    started.put(None)
+    messages.put(distillation.build(cache).messages)
+
+
+def test_of_two_processes_at_a_uri_one_computes_the_cache_and_the_other_waits(
+    distillation: Distillation, cache: Path, s3: str
+) -> None:
+    uri = f"{s3}/shared"
+    names = [path.name for path in teacher_tables(cache)]
+    # a spawned process inherits the server's address from the environment
+    context = mp.get_context("spawn")
+    started, queue = context.Queue(), context.Queue()
+    arguments = (distillation, uri, started, queue)
+    processes = [
+        context.Process(target=build_in_process, args=arguments) for _ in range(2)
+    ]
+
+    # both processes wait for the locks before any table exists
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(hold_lock(f"{uri}/{name}/{LOCK}", "it is held"))
+        for process in processes:
+            process.start()
+        for _ in processes:
+            started.get()
+    cache_messages = [queue.get()[:2] for _ in processes]
+    for process in processes:
+        process.join()
+
+    for kind, messages in zip(
+        ("encoder", "decoder"), zip(*cache_messages, strict=True), strict=True
+    ):
+        is_reused = sorted("reused" in message for message in messages)
+        assert is_reused == [False, True], (kind, messages)
     for name in names:
-        assert read_table(f"{s3}/kept/{name}").equals(read_table(str(cache / name)))
-        assert files(f"{s3}/kept/{name}") == files(str(cache / name))
+        assert read_table(f"{uri}/{name}").equals(read_table(str(cache / name)))
+        assert list_files(f"{uri}/{name}") == list_files(str(cache / name))
 
 
-HOLDS = """
+HOLD_LOCK = """
 import sys
 from models.storage.locks import LOCK, hold_lock
 from models.storage.tables import open_uri
@@ -450,36 +519,28 @@ with hold_lock(f"{sys.argv[1]}/{LOCK}", "it is held"):
     print("held", flush=True)
     sys.stdin.read()
 """
+"""Program that writes half a part and waits, holding the lock of a table."""
 
 
 @pytest.mark.exhaustive
 def test_the_lock_of_a_killed_run_at_a_uri_is_taken_over(
-    world: World, cache: Path, s3: str
+    distillation: Distillation, cache: Path, s3: str
 ) -> None:
-    name = next(
-        p.name
-        for p in cache.glob("encoder-*")
-        if "encoder_width" not in read_manifest(str(p)).config
+    tables = teacher_tables(cache)
+    table = next(path for path in tables if path.name.startswith("encoder-"))
+    uri = f"{s3}/killed/{table.name}"
+    command = [sys.executable, "-c", HOLD_LOCK, uri]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    uri = f"{s3}/killed/{name}"
-    line = [sys.executable, "-c", HOLDS, uri]
-    killed = subprocess.Popen(
-        line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert killed.stdout is not None
-    assert killed.stdout.readline() == "held\n"
-    killed.kill()
-    killed.wait()
-    assert "part-00000000000000000000.parquet" in files(uri)
-    assert "computed in" in world.build(f"{s3}/killed").messages[0]
-    assert read_table(uri).equals(read_table(str(cache / name)))
-    assert files(uri) == files(str(cache / name))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    process.kill()
+    process.wait()
+    assert "part-00000000000000000000.parquet" in list_files(uri)
 
+    setup = distillation.build(f"{s3}/killed")
 
-def files(uri: str) -> list[str]:
-    """The names in a folder, but for a local lock, which stays."""
-    filesystem, path = open_uri(uri)
-    names = (
-        entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(path))
-    )
-    return sorted(name for name in names if name != LOCK)
+    assert "computed in" in setup.messages[0]
+    assert read_table(uri).equals(read_table(str(table)))
+    assert list_files(uri) == list_files(str(table))
