@@ -17,7 +17,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, read_manifest, read_table
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
@@ -47,7 +46,7 @@ MODEL = {"name": "attn_mvp", **SMALL, "experts": 2, "tower_width": 8}
 
 def train_on_growing_log(
     name: str, folder: Path, num_days: int, total_days: int
-) -> TrainingRun:
+) -> Any:
     """Train on the first days of a reported log, append the days until `total_days`,
     and return the training that starts from the first one's checkpoint.
     """
@@ -58,7 +57,7 @@ def train_on_growing_log(
     config, fit = read_config(defaults), FitConfig(batch_size=8)
     inputs = Inputs(str(folder / "tables"))
 
-    def build_on(days: range, init: str | None, output: str) -> TrainingRun:
+    def build_on(days: range, init: str | None, output: str) -> Any:
         """Append days to the tables, and build and save the training on them."""
         for day in days:
             shutil.copy(log / f"day-{day:02}.csv", raw)

@@ -378,7 +378,7 @@ def test_a_row_has_the_same_request_id_in_every_file(tmp_path: Path) -> None:
 def test_the_time_that_a_label_becomes_known_is_a_delay_or_a_column(
     tmp_path: Path,
 ) -> None:
-    rows = [
+    rows: list[Row] = [
         {"t": MOMENT, "click": 1, "secs": 2.5, "at": MOMENT + 5},
         {"t": MOMENT, "click": 0, "secs": None, "at": None},
         {"t": MOMENT, "click": 1, "secs": 1.0, "at": MOMENT - 1},
@@ -403,7 +403,7 @@ def test_the_time_that_a_label_becomes_known_is_a_delay_or_a_column(
 
 
 def test_a_history_column_gives_a_users_events_before_the_log(tmp_path: Path) -> None:
-    rows = [
+    rows: list[Row] = [
         {"u": "a", "i": "z", "t": "2019-11-01", "h": "x y", "click": 1},
         {"u": "a", "i": "w", "t": "2019-11-02", "h": "x y", "click": 0},
         {"u": "a", "i": "v", "t": "2019-11-03", "h": "x y z", "click": 1},
@@ -440,7 +440,7 @@ def test_a_history_column_gives_a_users_events_before_the_log(tmp_path: Path) ->
 def test_a_sequence_column_gives_a_users_items_in_order(
     tmp_path: Path, item: str | None
 ) -> None:
-    rows = [
+    rows: list[Row] = [
         {"u": "a", "s": "x y x", "i": "z"},
         {"u": None, "s": "x y", "i": "z"},
         {"u": "b", "s": None, "i": "w"},
@@ -492,7 +492,7 @@ def test_folders_are_columns_and_users_are_joined(tmp_path: Path) -> None:
 
 
 def test_item_files_give_texts_and_numbers(tmp_path: Path) -> None:
-    rows = [
+    rows: list[Row] = [
         {"id": 1, "name": " Tea ", "tags": ["a", None, "b"], "price": 2.5},
         {"id": None, "name": "x"},
     ]

@@ -120,9 +120,9 @@ def test_mind_has_the_clicks_and_the_histories_before_the_log(tmp_path: Path) ->
     histories: dict[str, list[str]] = {}
     for path in (tmp_path / "raw").glob("*/behaviors.tsv"):
         for line in path.read_text().splitlines():
-            _, user, _, history, shown = line.split("\t")
+            _, user, _, clicked_before, shown = line.split("\t")
             num_clicks += shown.count("-1")
-            histories[user] = history.split()
+            histories[user] = clicked_before.split()
     events, items = read_frame(tables, "events"), read_frame(tables, "items")
     earlier = events.filter(pl.col("request_id") == "")
     assert statistics["raw"]["rejects"] == 0

@@ -8,7 +8,7 @@ import gzip
 import io
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -62,7 +62,9 @@ def format_items(format_id: Callable[[int], object], stride: int = 1) -> str:
     return "\n".join(["article,title", *rows]) + "\n"
 
 
-def suggest_for(folder: Path, files: dict[str, str | bytes]) -> tuple[Suggestion, Any]:
+def suggest_for(
+    folder: Path, files: Mapping[str, str | bytes]
+) -> tuple[Suggestion, Any]:
     """Write files to a folder; return the suggestion for it, and its mapping."""
     for name, content in files.items():
         path = folder / name
