@@ -170,7 +170,7 @@ def run_node(
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Start a cluster of one node with 2 CPUs."""
-    # A short path: those of sockets have at most 107 bytes.
+    # Short, as paths of sockets have at most 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
     env = {
         name: value

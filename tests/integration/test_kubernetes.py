@@ -237,7 +237,7 @@ def find_groups(resource: Resource) -> list[dict[str, Any]]:
 def name_is_short_dns_label(resource: Resource) -> bool:
     """Check that the name is a DNS label (`validation.IsDNS1035Label`).
 
-    Names of clusters have at most 53 characters, those of other resources 47.
+    Names have at most 53 characters for clusters, and 47 for other resources.
     """
     name = resource["metadata"]["name"]
     max_length = 53 if resource["kind"] == "RayCluster" else 47

@@ -1,4 +1,4 @@
-"""Test successive halving: its decisions, and those of an interrupted sweep."""
+"""Test the decisions of successive halving, also in an interrupted sweep."""
 
 from __future__ import annotations
 
