@@ -184,7 +184,7 @@ def run(config: Config) -> SweepResult | None:
         grid, trials, settings, say=partial(print, flush=True), start=start
     )
     print_result(config, grid, result)
-    failed = result.failed
+    failed = result.failed_trials
     if failed:
         raise UserError(
             f"{len(failed)} of {pluralize(len(trials), 'trial')} failed "
@@ -215,7 +215,7 @@ def print_result(config: Config, grid: Grid, result: SweepResult) -> None:
         f"{result.seconds:.0f} s."
     )
     best = result.best
-    incomplete = " (of an incomplete grid)" if result.failed else ""
+    incomplete = " (of an incomplete grid)" if result.failed_trials else ""
     print(f"  best        {best.name}: {grid.metric} {best.value:.4f}{incomplete}")
     print(f"  checkpoint  {best.checkpoint}")
     print(f"  MLflow run  {result.run.run_id} in {result.run.experiment}")

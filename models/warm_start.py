@@ -96,8 +96,8 @@ def load_extended_weights(
     check_tasks(model, metadata, uri)
     messages = []
     if trains:
-        messages += fill_constant_scales(model, saved)
-        messages += keep_new_rates(model, saved, metadata)
+        messages += replace_constant_scales(model, saved)
+        messages += replace_unlearned_biases(model, saved, metadata)
     targets: dict[str, Tensor] = model.state_dict()
     catalogue_buffers = set(list_catalogue_buffers(model))
     row_names = dict(pair_row_names(model, metadata))
@@ -145,8 +145,11 @@ def _shape_error(
     )
 
 
-def fill_constant_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
+def replace_constant_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str]:
     """Replace the saved scales of constant features by the scales of the new tables.
+
+    A feature is constant if it has a single value, or none, in the training events of
+    the checkpoint. Its saved standard deviation is inf.
 
     Args:
         model: Model on the new tables.
@@ -165,15 +168,19 @@ def fill_constant_scales(model: nn.Module, saved: dict[str, Tensor]) -> list[str
         messages += [
             f"{name} had no values or was constant before: its scale is taken from the "
             "new tables"
-            for name in module.fill_constant_scales(mean, std)
+            for name in module.replace_constant_scales(mean, std)
         ]
     return messages
 
 
-def keep_new_rates(
+def replace_unlearned_biases(
     model: Any, saved: dict[str, Tensor], metadata: Checkpoint
 ) -> list[str]:
-    """Replace the saved biases of constant tasks by the biases of the model.
+    """Replace saved biases that the old training could not learn.
+
+    A task without positives or without negatives teaches its bias nothing. If the new
+    training events have both, the new model's bias, initialised from their rate,
+    replaces the saved bias.
 
     Args:
         model: Model on the new tables.
@@ -185,15 +192,16 @@ def keep_new_rates(
     """
     old_rates = metadata.learned.get("scales", {}).get("rates", {})
     messages = []
-    for task, (name, rate) in enumerate(
-        zip(model.labels, model.train_rates, strict=False)
-    ):
-        if old_rates.get(name) in (0, 1) and 0 < rate < 1:
+    # not strict: search models have labels, but no rates
+    new_rates = zip(model.labels, model.train_rates, strict=False)
+    for index, (task, new_rate) in enumerate(new_rates):
+        old_rate = old_rates.get(task)
+        if old_rate in (0, 1) and 0 < new_rate < 1:
             bias = model.get_parameter("head.bias")
-            saved["head.bias"][task] = bias[task].detach()
+            saved["head.bias"][index] = bias[index].detach()
             messages.append(
-                f"task {name} was {old_rates[name]:g} for all candidates before: its "
-                f"bias is initialised from its rate, {rate:.4f}"
+                f"task {task} was {old_rate:g} for all candidates before: its bias is "
+                f"initialised from its rate, {new_rate:.4f}"
             )
     return messages
 
@@ -235,10 +243,11 @@ def pair_row_names(
     """
     old_names: Mapping[str, Any] = metadata.learned.get("names", {})
     for path, tables in collect_row_names(model).items():
+        # not strict: a table without a partner is refused when the weights are copied
         pairs = zip(old_names.get(path, ()), tables, strict=False)
-        for number, (old, new) in enumerate(pairs):
+        for index, (old, new) in enumerate(pairs):
             if old is not None:
-                yield f"{path}.tables.{number}.weight", (old, new)
+                yield f"{path}.tables.{index}.weight", (old, new)
 
 
 def extend_values(

@@ -14,7 +14,7 @@ from benchmarks.tables import benchmark_tables, to_rows
 from jobs import cli
 from papers import days, kept
 from papers.claims import verdicts, verdicts_table
-from papers.plots import beams, tokenizers
+from papers.plots import draw_beams, draw_tokenizers
 from papers.published import Papers, beside_the_papers, load
 from papers.tables import origins_table, paper_tables
 from pipelines import tracking
@@ -103,7 +103,7 @@ def write_comparison(selection: Selection, papers: Papers, folder: Path) -> None
         *beside_the_papers(comparison, papers),
         origins_table(origins),
     ]
-    all_plots = plots(comparison, more=(tokenizers, beams))
+    all_plots = plots(comparison, more=(draw_tokenizers, draw_beams))
     write_page(selection.title, all_tables, all_plots, folder)
 
 

@@ -1,6 +1,7 @@
 """Plot figures of the papers: tokenizers and beams (Fig. 3a and c of SID-MLP).
 
-    plots(compare(select(uri, ["retrieval/DATASET"])), (tokenizers, beams))
+    comparison = compare(select(uri, ["retrieval/DATASET"]))
+    plots(comparison, (draw_tokenizers, draw_beams))
 
 The functions return an empty list if no run has the values.
 """
@@ -9,13 +10,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 from pipelines.comparison.rows import Comparison, Row, lower_is_better, ratio
 from pipelines.comparison.svg import Drawing, to_label
 from pipelines.figures import COLOURS, label_axes, new_figure
 
+STUDENT_COLOUR, TEACHER_COLOUR = COLOURS[0], COLOURS[6]
 
-def tokenizers(comparison: Comparison) -> list[Drawing]:
+
+def draw_tokenizers(comparison: Comparison) -> list[Drawing]:
     """Plot teacher and student for each folder of semantic IDs.
 
     The list is empty for fewer than two folders.
@@ -31,7 +35,7 @@ def tokenizers(comparison: Comparison) -> list[Drawing]:
             position - 0.2,
             teacher,
             0.38,
-            color=COLOURS[6],
+            color=TEACHER_COLOUR,
             label=None if position else "teacher",
         )
         error = None if math.isnan(deviation) else deviation
@@ -40,7 +44,7 @@ def tokenizers(comparison: Comparison) -> list[Drawing]:
             value,
             0.38,
             yerr=error,
-            color=COLOURS[0],
+            color=STUDENT_COLOUR,
             label=None if position else "student",
         )
         axes.annotate(
@@ -85,34 +89,58 @@ def find_best_students(comparison: Comparison) -> dict[str, tuple[float, Row]]:
     return pairs
 
 
-def beams(comparison: Comparison) -> list[Drawing]:
+def draw_beams(comparison: Comparison) -> list[Drawing]:
     """Plot the metric by the number of beams.
 
     Models that were evaluated with a single number of beams are left out.
     """
     name = f"test/{comparison.metric}"
-    curves: dict[tuple[str, str], dict[int, float]] = {}
+    # mean of the metric by number of beams, for each checkpoint
+    curves: dict[CurveKey, dict[int, float]] = {}
     for row in comparison.rows:
-        if not row.beam or not row.values(name):
-            continue
-        label = row.name
-        # A run that only evaluates a checkpoint names the checkpoint.
-        checkpoint = row.params.get("checkpoint", "")
-        if checkpoint:
-            label = f"{row.model} {Path(checkpoint.removesuffix('/best')).name}"
-        key = (checkpoint, label.removesuffix(f" [{row.options}]"))
-        curves.setdefault(key, {})[row.beam] = row.mean(name)
+        if row.beam and row.values(name):
+            curves.setdefault(curve_key(row), {})[row.beam] = row.mean(name)
     curves = {key: points for key, points in curves.items() if len(points) > 1}
     if not curves:
         return []
+    has_experiments = len({key.experiment for key in curves}) > 1
     figure, (axes,) = new_figure(1)
-    for number, ((_, label), points) in enumerate(curves.items()):
-        counts, values = zip(*sorted(points.items()), strict=True)
+    for index, (key, points) in enumerate(curves.items()):
+        num_beams, values = zip(*sorted(points.items()), strict=True)
+        label = f"{key.experiment}: {key.label}" if has_experiments else key.label
         axes.plot(
-            counts, values, marker="o", color=COLOURS[number % 7], label=to_label(label)
+            num_beams,
+            values,
+            marker="o",
+            color=COLOURS[index % len(COLOURS)],
+            label=to_label(label),
         )
     label_axes(axes, "beams", name, legend=True)
     caption = (
         "Checkpoints evaluated again with other numbers of beams (SID-MLP, Figure 3c)."
     )
     return [Drawing("beams", "Beams and accuracy", caption, figure)]
+
+
+class CurveKey(NamedTuple):
+    """Key that the evaluations of a checkpoint with different beams share."""
+
+    experiment: str
+    """Name of the experiment."""
+    checkpoint: str
+    """Folder of the checkpoint that was only evaluated; empty for a training."""
+    label: str
+    """Name of the training, or model and name of the checkpoint."""
+
+
+def curve_key(row: Row) -> CurveKey:
+    """Return the experiment and the checkpoint that a row evaluates, and its label.
+
+    The label lacks the number of beams, so that all beams of a run share a key.
+    """
+    checkpoint = row.params.get("checkpoint", "")
+    if checkpoint:  # a run that only evaluates a checkpoint names the checkpoint
+        label = f"{row.model} {Path(checkpoint.removesuffix('/best')).name}"
+    else:
+        label = row.name.removesuffix(f" [{row.options}]")
+    return CurveKey(row.experiment, checkpoint, label)

@@ -130,7 +130,7 @@ class SweepResult:
     finished before."""
 
     @property
-    def failed(self) -> list[TrialResult]:
+    def failed_trials(self) -> list[TrialResult]:
         """Trials that failed, without which the grid is incomplete."""
         return [trial for trial in self.trials if trial.status == "failed"]
 
@@ -213,7 +213,7 @@ def run_sweep(
 ) -> SweepResult:
     """Run the trials of a grid that are not finished.
 
-    Failed trials do not raise; `SweepResult.failed` lists them.
+    Failed trials do not raise; `SweepResult.failed_trials` lists them.
 
     Args:
         grid: The grid.
@@ -353,25 +353,25 @@ def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
         first = next(iter(spec.trials.values()))
         family = registry.find_by_config(first.model).family
     else:
-        family, hashes = check_evaluations(spec)
+        family, hashes = prepare_evaluations(spec)
         spec = replace(spec, hashes=hashes)
     experiment = find_experiment(spec, config.tracking.experiment)
     new_experiment = f"{family}/{dataset_name(spec.inputs.tables)}"
     spec = replace(spec, experiment=experiment or new_experiment)
     if spec.grid.kind == "evaluate":
         return spec
-    trainings = check_trainings(spec)
+    trainings = prepare_trainings(spec)
     hashes = {name: training.hashes for name, training in trainings.items()}
     return replace(spec, trainings=trainings, hashes=hashes)
 
 
-def check_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
-    """Check the trials of a grid that trains, without writing anything.
+def prepare_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
+    """Return the checked trainings of a grid, without writing anything.
 
     The catalogue of a model is loaded once for all trials.
 
     Returns:
-        The checked trainings, by name of the trial.
+        The trainings by name of the trial.
 
     Raises:
         UserError: If a trial cannot train.
@@ -391,8 +391,10 @@ def check_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
     return trainings
 
 
-def check_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]]:
-    """Check the trials of a grid that evaluates checkpoints, without writing anything.
+def prepare_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]]:
+    """Return the family and table hashes of a grid that evaluates checkpoints.
+
+    Nothing is written.
 
     Returns:
         The family of the models, and the hashes of each trial's tables by name of the
@@ -680,33 +682,38 @@ def collect_result(
 
 
 def find_best(results: list[TrialResult]) -> TrialResult | None:
-    """Return the best trial of the settings with the largest mean over seeds and folds.
+    """Return the best trial of the settings with the largest mean over their repeats.
 
-    The mean is taken over the seeds and folds for which all settings have a value, so
-    that a failed seed neither helps nor harms its settings. Settings without any value
-    are left out. If no seed is common to all settings, as in a grid with random seeds,
-    each mean is over all seeds of its settings.
+    A repeat is a pair of seed and fold. The mean is over the repeats for which all
+    settings have a value, so that a failed trial neither helps nor harms its settings.
+    Settings without any value are left out. If no repeat is common to all settings, as
+    in a grid with random seeds, each mean is over all repeats of its settings.
 
     Returns:
         The best trial, or None if no trial has a value. With folds it is a trial of the
         last fold, which has the newest training requests.
     """
-    with_value = [result for result in results if result.value is not None]
-    values: dict[str, dict[Any, float]] = {}
-    for result in with_value:
-        seeds = values.setdefault(tracking.settings_key(result.point), {})
+    measured = [
+        (result, result.value) for result in results if result.value is not None
+    ]
+    values_by_settings: dict[str, dict[tuple[Any, Any], float]] = {}
+    for result, value in measured:
+        settings = tracking.settings_key(result.point)
         repeat = (result.point.get("fit.seed"), result.point.get("fit.fold"))
-        seeds[repeat] = result.value or 0.0
-    if not values:
+        values_by_settings.setdefault(settings, {})[repeat] = value
+    if not measured:
         return None
-    shared_seeds = set.intersection(*(set(seeds) for seeds in values.values()))
+    repeats_by_settings = [set(values) for values in values_by_settings.values()]
+    shared_repeats = set.intersection(*repeats_by_settings)
 
-    def sort_key(result: TrialResult) -> tuple[float, int, float]:
-        seeds = values[tracking.settings_key(result.point)]
-        mean = statistics.fmean(seeds[seed] for seed in shared_seeds or seeds)
-        return mean, result.point.get("fit.fold") or 0, result.value or 0.0
+    def sort_key(candidate: tuple[TrialResult, float]) -> tuple[float, int, float]:
+        result, value = candidate
+        values = values_by_settings[tracking.settings_key(result.point)]
+        mean = statistics.fmean(values[repeat] for repeat in shared_repeats or values)
+        return mean, result.point.get("fit.fold") or 0, value
 
-    return max(with_value, key=sort_key)
+    best, _ = max(measured, key=sort_key)
+    return best
 
 
 TRIALS = "trials.json"

@@ -44,11 +44,12 @@ class Standardised(nn.Module):
             -MAX_DEVIATIONS, MAX_DEVIATIONS
         )
 
-    def fill_constant_scales(self, mean: Tensor, std: Tensor) -> list[str]:
+    def replace_constant_scales(self, mean: Tensor, std: Tensor) -> list[str]:
         """Replace the mean and deviation of features that were constant before.
 
-        A feature is replaced if it was constant in the training of the checkpoint, so
-        that its deviation is inf, and varies in the examples of this module.
+        A feature is constant if it has a single value, or none, in the training
+        examples; its deviation is inf. A feature is replaced if it was constant in the
+        training of the checkpoint and varies in the examples of this module.
 
         Args:
             mean: (F,) means of the checkpoint, changed in place.

@@ -1,1 +1,1 @@
-"""Compute semantic IDs: embed the texts of items, and quantise the embeddings."""
+"""Embed texts (jobs.encode) and quantise embeddings to semantic IDs (jobs.tokenize)."""

@@ -97,11 +97,11 @@ def item_texts(
         summary = f"{num_empty:,} of {len(texts):,} items have no text in {columns}"
         if config.empty == "error" or num_empty == len(texts):
             raise UserError(f"{summary}; use a template with more columns")
-        say(f"note: {summary}; their codes carry no information about them")
+        say(f"note: {summary}; their embeddings carry no information about them")
     if len(texts) > 1 and len(set(texts)) == 1:
         say(
-            f"note: all {len(texts):,} items have the same text, so their codes carry "
-            f"no information; use a template with more columns"
+            f"note: all {len(texts):,} items have the same text, so their embeddings "
+            f"carry no information; use a template with more columns"
         )
     return texts
 

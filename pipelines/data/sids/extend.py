@@ -299,10 +299,12 @@ def measure_drift(
         num_old: Number of items that the codebooks were trained on; they come first.
 
     Returns:
-        `new_items`: their number; `error_old`, `error_new`: mean squared errors as
-        shares of the old items' variance; `collision_rate_old`, `collision_rate_new`:
-        shares of items whose nearest codes another item has; `relaxed_new`: number of
-        new items without their nearest codes.
+        `new_items`: number of new items; `error_old`, `error_new`: mean squared errors
+        of old and new items, as shares of the old items' variance;
+        `collision_rate_old`: share of old items whose nearest codes another old item
+        has, as before the extension; `collision_rate_new`: share of new items whose
+        nearest codes any other item has; `relaxed_new`: number of new items without
+        their nearest codes.
     """
     levels = np.arange(codebooks.shape[0])
     residual = latents - codebooks[levels, codes].sum(1)  # (N, D)
