@@ -162,7 +162,7 @@ def run(config: Config) -> None:
         shared,
         join(config.tables, "sequences"),
     )
-    source = check_inputs(config, paths.items, shared)
+    source = resolve_source(config, paths.items, shared)
     tokenizer = config.sids_config()
     if config.extend:
         sids, trie, is_new = extend(
@@ -206,8 +206,10 @@ def run(config: Config) -> None:
     print(f"next: {train}")
 
 
-def check_inputs(config: Config, items: str, shared: str) -> EmbeddingSource:
-    """Check folders and inputs before Ray starts, and return the embeddings' source.
+def resolve_source(config: Config, items: str, shared: str) -> EmbeddingSource:
+    """Return the source of the item embeddings, before Ray starts.
+
+    Folders and inputs are checked.
 
     Args:
         config: Options of the job.

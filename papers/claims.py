@@ -247,7 +247,7 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
         return Verdict(
             claim,
             OPEN,
-            left.place,
+            left.experiment_and_sids,
             paper=format_printed(claim, printed),
             why="the right value is 0",
             rows=rows,
@@ -256,7 +256,7 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
         return Verdict(
             claim,
             OPEN,
-            left.place,
+            left.experiment_and_sids,
             format_size(claim, size),
             why=f"needs {MIN_SEEDS} seeds",
             rows=rows,
@@ -268,7 +268,7 @@ def judge_pair(claim: Claim, pair: Pair, papers: Papers) -> Verdict:
     return Verdict(
         claim,
         HOLDS if holds else FAILS,
-        left.place,
+        left.experiment_and_sids,
         format_size(claim, size),
         format_printed(claim, printed),
         why,
@@ -391,7 +391,7 @@ def judge_values(claim: Claim, group: Sequence[Row]) -> Verdict | None:
     return Verdict(
         claim,
         HOLDS if holds else FAILS,
-        group[0].place,
+        group[0].experiment_and_sids,
         ours,
         paper,
         f"{name} at {settings}",
@@ -431,7 +431,7 @@ def judge_range(claim: Claim, rows: Sequence[Row], system: System) -> list[Verdi
         verdicts[row.experiment, row.params.get("table.trie", "")] = Verdict(
             claim,
             HOLDS if low <= mean <= high else FAILS,
-            row.place,
+            row.experiment_and_sids,
             f"{mean:.4g}",
             f"{low:g} to {high:g}",
             claim.metric,

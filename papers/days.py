@@ -190,8 +190,8 @@ def read_beauty_days(raw: Path) -> Iterator[list[list[str]]]:
     edges = [len(rows) * day // 20 for day in range(21)]
     for day, (first, end) in enumerate(pairwise(edges)):
         table = [["user_id", "item_id", "time_ms"]]
-        for number, (user, item, _) in enumerate(rows[first:end]):
-            time_ms = BEGIN + day * DAY + DAY * number // (end - first)
+        for index, (user, item, _) in enumerate(rows[first:end]):
+            time_ms = BEGIN + day * DAY + DAY * index // (end - first)
             table.append([user, item, str(time_ms)])
         yield table
 
@@ -625,12 +625,12 @@ def plot_policies(log: str, summary: Summary) -> Plot:
     metric = METRICS[log][0]
     with rc_context(STYLE):
         figure, (axes,) = new_figure(1, width=6)
-        for number, policy in enumerate(summary.policies):
+        for index, policy in enumerate(summary.policies):
             days = [day for day in summary.days if (policy, day) in summary.metrics]
             axes.plot(
                 days,
                 [summary.mean(policy, [day], metric) for day in days],
-                color=COLOURS[number],
+                color=COLOURS[index],
                 marker="o",
                 ms=3,
                 lw=1.2,

@@ -437,7 +437,7 @@ def best_row(rows: Sequence[Row], system: System, metric: str) -> Row | None:
     measured = [row for row in rows if system.matches(row) and row.values(metric)]
     return max(
         measured,
-        key=lambda row: (len(row.by_seed(metric)), validation_rank(row, metric)),
+        key=lambda row: (len(row.by_repeat(metric)), validation_rank(row, metric)),
         default=None,
     )
 
@@ -482,7 +482,8 @@ def compare_with(
         for row in comparison.rows
         if any(systems[name].matches(row) for name in names)
     ]
-    formatter = LineFormatter(published, len({row.place for row in matching}) > 1)
+    experiments = {row.experiment_and_sids for row in matching}
+    formatter = LineFormatter(published, shows_experiment=len(experiments) > 1)
     cells: list[list[str]] = []
     for metric in published.metrics:
         if reference is not None:
@@ -513,8 +514,8 @@ class LineFormatter:
 
     published: Published
     """Table of a paper."""
-    shows_place: bool
-    """Whether the name of a run starts with its experiment and trie."""
+    shows_experiment: bool
+    """Whether the name of a run starts with its experiment and semantic IDs."""
 
     def format(
         self, name: str, row: Row, metric: str, change: float | None
@@ -527,10 +528,12 @@ class LineFormatter:
             metric: Name of the metric.
             change: Measured change relative to the reference, or None.
         """
-        published = self.published
+        published, run_name = self.published, row.name
+        if self.shows_experiment:
+            run_name = f"{row.experiment_and_sids}: {row.name}"
         cells = [
             name,
-            f"{row.place}: {row.name}" if self.shows_place else row.name,
+            run_name,
             metric,
             f"{row.mean(metric):.4f}",
         ]
@@ -571,7 +574,7 @@ def compare_with_reference(
         sides = (rows, systems[name], systems[reference], metric)
         for pair in pair_rows(*sides, "teacher") or pair_rows(*sides, "settings"):
             right_ids = [run.id for run in pair.right.runs]
-            key = (pair.left.place, pair.right.options, *right_ids)
+            key = (pair.left.experiment_and_sids, pair.right.options, *right_ids)
             if key not in blocks:
                 blocks[key] = [formatter.format(reference, pair.right, metric, None)]
             change = pair.change(metric)

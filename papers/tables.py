@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from papers.noninferiority import MARGIN, SIGNIFICANCE, non_inferiority
-from pipelines.comparison.rows import Comparison, Row, ratio
+from pipelines.comparison.rows import Comparison, Row, ratio, repeats_heading
 from pipelines.comparison.table import Table
 from pipelines.comparison.tables import task_entropies, task_name
 
@@ -51,7 +51,7 @@ def non_inferiority_tables(
     name = f"test/{metric}"
     cells = []
     for student in rows:
-        values = student.by_seed(name)
+        values = student.by_repeat(name)
         if not values:
             continue
         teacher_values = find_teacher_values(student, [*rows, *teachers], name)
@@ -74,7 +74,15 @@ def non_inferiority_tables(
             )
     if not cells:
         return []
-    header = ["student", "teacher", "seeds", name, "teacher's", "difference", "p"]
+    header = [
+        "student",
+        "teacher",
+        repeats_heading(rows),
+        name,
+        "teacher's",
+        "difference",
+        "p",
+    ]
     notes = [
         f"p: one-sided t-test over seeds that the student loses no more than "
         f"{MARGIN:.0%} (App. C.4 of SID-MLP); † below 0.05: it does not."
@@ -109,11 +117,11 @@ def find_teacher_values(
 def relative_tables(rows: Sequence[Row]) -> list[Table]:
     """Return a table of relative changes on test against the interleaved baseline.
 
-    Each row is compared with the first baseline of its log, over the seeds of both.
+    Each row is compared with the first baseline of its log, over the repeats of both.
     """
     baselines: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        if row.model == BASELINE and row.by_seed("test/eval_loss"):
+        if row.model == BASELINE and row.by_repeat("test/eval_loss"):
             baselines.setdefault(row.log, row)
     entropies = task_entropies(rows)
     major = [f"test/{task}/normalised_entropy" for task in MAJOR_TASKS]
@@ -124,16 +132,17 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
         baseline = baselines.get(row.log)
         if baseline is None:
             continue
-        seeds = sorted(row.by_seed(names[0]).keys() & baseline.by_seed(names[0]).keys())
-        if row is not baseline and seeds:
-            changes = [format_change(row, baseline, name, seeds) for name in names]
-            cells.append([row.model, row.name, str(len(seeds)), *changes])
+        baseline_repeats = baseline.by_repeat(names[0])
+        repeats = sorted(row.by_repeat(names[0]).keys() & baseline_repeats.keys())
+        if row is not baseline and repeats:
+            changes = [format_change(row, baseline, name, repeats) for name in names]
+            cells.append([row.model, row.name, str(len(repeats)), *changes])
     if not cells:
         return []
     header = [
         "model",
         "run",
-        "seeds",
+        repeats_heading(rows),
         "eval loss",
         "mean NE",
         *(f"{task_name(name)} NE" for name in shown),
@@ -146,20 +155,21 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
     return [Table("Against the interleaved baseline", header, cells, notes)]
 
 
-def format_change(row: Row, baseline: Row, name: str, seeds: Sequence[str]) -> str:
-    """Format the mean relative change of a metric over seeds.
+def format_change(row: Row, baseline: Row, name: str, repeats: Sequence[str]) -> str:
+    """Format the mean relative change of a metric over repeats.
 
     Args:
         row: Compared row.
         baseline: Row to compare with.
         name: Name of the metric.
-        seeds: Seeds to average over; with several, the standard deviation is added.
+        repeats: Repeats to average over, which are pairs of seed and fold; with
+            several, the standard deviation is added.
     """
-    values, base_values = row.by_seed(name), baseline.by_seed(name)
+    values, base_values = row.by_repeat(name), baseline.by_repeat(name)
     changes = [
-        ratio(values[seed], base_values[seed]) - 1
-        for seed in seeds
-        if seed in values and seed in base_values
+        ratio(values[repeat], base_values[repeat]) - 1
+        for repeat in repeats
+        if repeat in values and repeat in base_values
     ]
     if not changes:
         return "-"

@@ -126,7 +126,7 @@ def probe_token(address: str, token: str) -> grpc.StatusCode:
 
     Args:
         address: HOST:PORT of the cluster's GCS.
-        token: The token; an empty text sends none.
+        token: The token; an empty string sends none.
     """
     try:
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc

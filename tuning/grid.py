@@ -98,7 +98,7 @@ class Trial:
     """Options of the evaluation."""
 
     def inputs(self, shared: Inputs) -> Inputs:
-        """Return the inputs of the sweep with the folders that the trial replaces."""
+        """Return the sweep's inputs, with the trial's `sids` and `text` if it has them."""
         folders = {name: self.folders[name] for name in INPUTS if name in self.folders}
         return replace(shared, **folders)
 

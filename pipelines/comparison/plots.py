@@ -109,10 +109,10 @@ class MarkerCycle:
 
     def next(self, colour: str) -> tuple[str, str]:
         """Return the marker and the line style for the next line of a colour."""
-        number = self.counts[colour]
+        index = self.counts[colour]
         self.counts[colour] += 1
-        marker = MARKERS[number % len(MARKERS)]
-        return marker, LINE_STYLES[number % len(LINE_STYLES)]
+        marker = MARKERS[index % len(MARKERS)]
+        return marker, LINE_STYLES[index % len(LINE_STYLES)]
 
 
 def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
@@ -133,12 +133,12 @@ def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
     markers = MarkerCycle()
     for model, row in best.items():
         marker, _ = markers.next(colours[model])
-        for number, run in enumerate(row.runs):
+        for run_index, run in enumerate(row.runs):
             points = average_neighbours(comparison.history(run, metric), MAX_POINTS)
             label = to_label(f"{row.name} {row.mean(metric):.4f}")
             style: dict[str, Any] = {
                 "color": colours[model],
-                "label": None if number else label,
+                "label": None if run_index else label,
                 "lw": 1.2,
             }
             if len(points) < 2:
@@ -175,7 +175,7 @@ class Curve:
     """A metric of one run over steps."""
 
     row: Row
-    """The row of the run."""
+    """Row of the run, which chooses line style and label."""
     points: Points
     """Points in order of the steps."""
 
@@ -188,6 +188,7 @@ def draw_curves(comparison: Comparison, colours: Colours) -> list[Drawing]:
     columns = min(len(panels), 2)
     figure, all_axes = new_figure(columns, math.ceil(len(panels) / columns))
     hover: dict[str, list[str]] = {}
+    # not strict: the grid of axes may have one more than there are panels
     for axes, (model, metric, curves) in zip(all_axes, panels, strict=False):
         draw_panel(axes, colours[model], curves, hover)
         axes.set_title(model)
@@ -250,13 +251,13 @@ def draw_panel(
     labelled = set()
     for curve in curves:
         name = curve.row.name
-        number = names.index(name)
+        row_index = names.index(name)
         label = None if name in labelled else to_label(name)
         labelled.add(name)
-        opacity = 1 - 0.6 * number / max(len(names), 2)
+        opacity = 1 - 0.6 * row_index / max(len(names), 2)
         points = average_neighbours(curve.points, MAX_POINTS)
         steps, values = zip(*points, strict=True)
-        style = LINE_STYLES[number % len(LINE_STYLES)]
+        style = LINE_STYLES[row_index % len(LINE_STYLES)]
         stride = math.ceil(len(points) / MAX_HOVER_POINTS)
         (line,) = axes.plot(
             steps,
@@ -288,7 +289,7 @@ class Point:
     """Speed and accuracy of a row."""
 
     row: Row
-    """The row."""
+    """Row that the point is labelled with."""
     speed: float
     """Requests per second on test."""
     accuracy: float

@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Self
 
 from mlflow import MlflowClient
@@ -88,19 +87,19 @@ class Run:
     finished: bool
     """Whether the training is finished."""
     weights: str
-    """SHA-256 of the evaluated weights, or an empty text."""
+    """SHA-256 of the evaluated weights, or an empty string."""
     teacher: str
-    """SHA-256 of the teacher's weights, or an empty text."""
+    """SHA-256 of the teacher's weights, or an empty string."""
     metrics: dict[str, float]
     """Metrics by name; `val/` is measured at the best epoch."""
     sids: str = ""
-    """Name of the folder of semantic IDs, or an empty text."""
+    """Name of the folder of semantic IDs, or an empty string."""
     uri: str = ""
     """Tracking URI of the store."""
     evaluation_id: str = ""
     """Id of the MLflow run with the metrics per user on test."""
     fold: str = ""
-    """Number of the fold, or an empty text for tables without folds."""
+    """Number of the fold, or an empty string for tables without folds."""
 
     @property
     def repeat(self) -> str:
@@ -166,10 +165,11 @@ class Row:
         """Return the values of a metric, without runs that lack the metric."""
         return [run.metrics[metric] for run in self.runs if metric in run.metrics]
 
-    def by_seed(self, metric: str) -> dict[str, float]:
-        """Return the values of a metric by seed and fold, each of the newest run.
+    def by_repeat(self, metric: str) -> dict[str, float]:
+        """Return the values of a metric by repeat, each of the newest run.
 
-        A run without a seed, such as a timing, has its id as the key.
+        A repeat is a pair of seed and fold. A run without a seed, such as a timing, has
+        its id as the seed.
         """
         return {
             run.repeat: run.metrics[metric]
@@ -179,12 +179,12 @@ class Row:
 
     def mean(self, metric: str) -> float:
         """Return the mean of a metric over seeds and folds; NaN if no run has it."""
-        values = self.by_seed(metric).values()
+        values = self.by_repeat(metric).values()
         return statistics.fmean(values) if values else math.nan
 
     def deviation(self, metric: str) -> float:
         """Return the sample standard deviation over seeds and folds; NaN for one."""
-        values = self.by_seed(metric).values()
+        values = self.by_repeat(metric).values()
         return statistics.stdev(values) if len(values) > 1 else math.nan
 
     @property
@@ -206,7 +206,7 @@ class Row:
         return KNOWN_LEFT_OUT if self.options.unseen else ALL_ITEMS
 
     @property
-    def place(self) -> str:
+    def experiment_and_sids(self) -> str:
         """The experiment, with the folder of semantic IDs if the model has them."""
         if "table.trie" in self.params:
             return f"{self.experiment}, {self.runs[0].sids}"
@@ -216,8 +216,8 @@ class Row:
         """Return in which of steps, batch size, seeds and folds two trainings differ.
 
         Returns:
-            Text such as "steps 1,000 / 2,000; batch 64 / 128", or an empty text if the
-            trainings are equal or one of the models is not trained by steps.
+            Text such as "steps 1,000 / 2,000; batch 64 / 128", or an empty string if
+            the trainings are equal or one of the models is not trained by steps.
         """
         if not (self.is_trained_by_steps() and other.is_trained_by_steps()):
             return ""
@@ -270,7 +270,7 @@ def shared_name(first: str, second: str) -> str:
     """
     if first == second:
         return first
-    prefix = Path(first.rstrip("*")).name
+    prefix = first.rstrip("*")  # `first` may be the common prefix of earlier names
     while not second.startswith(prefix):
         prefix = prefix[:-1]
     return f"{SEED_SUFFIX.sub('', prefix)}*"
@@ -314,6 +314,11 @@ def lower_is_better(metric: str) -> bool:
     return last in ("mse", "median_s") or last.endswith(
         ("entropy", "entropy_train", "loss", "seconds", "memory_mb")
     )
+
+
+def repeats_heading(rows: Sequence[Row]) -> str:
+    """Return the heading of a column of repeats: "seeds" unless the rows have folds."""
+    return "repeats" if any(row.folds for row in rows) else "seeds"
 
 
 def repeat_share(rows: Sequence[Row]) -> float:

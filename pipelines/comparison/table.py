@@ -16,7 +16,7 @@ NBSP = "\u00a0"
 
 
 def percent(change: float | None) -> str:
-    """Format a relative change as `+1.5%`; None gives an empty text, and NaN `-`.
+    """Format a relative change as `+1.5%`; None gives an empty string, and NaN `-`.
 
     Changes below 1% have two decimals.
     """

@@ -17,7 +17,7 @@ from models import registry
 from models.config import pluralize
 from pipelines.comparison.floors import floor_tables
 from pipelines.comparison.over_users import over_users_tables
-from pipelines.comparison.rows import Comparison, Row, ratio
+from pipelines.comparison.rows import Comparison, Row, ratio, repeats_heading
 from pipelines.comparison.table import Table, percent
 
 METRICS = (
@@ -259,21 +259,28 @@ def compare_with_best(comparison: Comparison) -> list[Table]:
     """Test each row against the best row of its log, paired by seed and fold.
 
     Returns:
-        One table, or an empty list if no row shares two seeds with the best row.
+        One table, or an empty list if no row shares two repeats with the best row.
     """
     metric = f"test/{comparison.metric}"
     best_by_log: dict[tuple[str, ...], Row] = {}
     cells = []
     for row in comparison.rows:
-        if len(row.by_seed(metric)) < 2:
+        if len(row.by_repeat(metric)) < 2:
             continue
         best = best_by_log.setdefault(row.log, row)  # rows are sorted best first
         if best is not row:
             cells += to_paired_cells(row, best, metric)
     if not cells:
         return []
-    header = ["model", "run", "seeds", f"{metric} less the best's", "relative", "p"]
-    header.append("training differs")
+    header = [
+        "model",
+        "run",
+        repeats_heading(comparison.rows),
+        f"{metric} less the best's",
+        "relative",
+        "p",
+        "training differs",
+    ]
     names = ", ".join(row.name for row in best_by_log.values())
     note = (
         f"the best: {names}. p: two-sided paired t-test over shared seeds; with few "
@@ -296,20 +303,21 @@ def to_paired_cells(row: Row, best: Row, metric: str) -> list[list[str]]:
         metric: Name of the metric, with its split.
 
     Returns:
-        One list of cells, or [] if the rows share fewer than two seeds.
+        One list of cells, or [] if the rows share fewer than two repeats.
     """
-    values, best_values = row.by_seed(metric), best.by_seed(metric)
-    seeds = sorted(values.keys() & best_values.keys())
-    if len(seeds) < 2:
+    values, best_values = row.by_repeat(metric), best.by_repeat(metric)
+    repeats = sorted(values.keys() & best_values.keys())
+    if len(repeats) < 2:
         return []
-    differences = [values[seed] - best_values[seed] for seed in seeds]
+    differences = [values[repeat] - best_values[repeat] for repeat in repeats]
     mean = statistics.fmean(differences)
-    relative = ratio(mean, statistics.fmean(best_values[seed] for seed in seeds))
+    best_mean = statistics.fmean(best_values[repeat] for repeat in repeats)
+    relative = ratio(mean, best_mean)
     return [
         [
             row.model,
             row.name,
-            ", ".join(seeds),
+            ", ".join(repeats),
             f"{mean:+.4f} ± {statistics.stdev(differences):.4f}",
             percent(relative),
             f"{paired_t_test(differences):.3f}",

@@ -118,7 +118,7 @@ Ray. `fetch` returns the value."""
 class ReadSummary:
     """A value that a read sends to the driver, for example counts of rejected rows."""
 
-    number: int
+    index: int
     """Index of the read."""
     value: Any
     """Picklable value."""
@@ -252,8 +252,8 @@ class Engine:
         pending: dict[Any, int] = {}
         while True:
             free = self.max_pending_tasks - len(pending)
-            for number, reference in islice(references, free):
-                pending[reference] = number
+            for index, reference in islice(references, free):
+                pending[reference] = index
             if not pending:
                 return
             [done], _ = ray.wait(list(pending), num_returns=1)
@@ -295,9 +295,9 @@ class Engine:
         max_partitions = max(exchange.num_partitions, exchange.num_first_partitions)
         blocks: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
         with DataContext.current(self._build_context(max_partitions)):
-            numbers = [{"number": number} for number in range(exchange.num_reads)]
+            reads = [{"read": index} for index in range(exchange.num_reads)]
             rows: Any = ray.data.from_items(
-                numbers, override_num_blocks=exchange.num_reads
+                reads, override_num_blocks=exchange.num_reads
             )
             read = _rename(partial(_read_rows, exchange), exchange.read)
             rows = rows.map_batches(read, **self._task_options(), **blocks)
@@ -375,11 +375,11 @@ def _unwrap_user_errors() -> Iterator[None]:
         raise
 
 
-def _read_rows(exchange: Exchange, numbers: pa.Table) -> Iterator[pa.Table]:
+def _read_rows(exchange: Exchange, reads: pa.Table) -> Iterator[pa.Table]:
     """Yield the rows of reads. A summary becomes a row of one additional partition."""
-    for number in numbers["number"].to_pylist():
+    for index in reads["read"].to_pylist():
         schema = None
-        for block in exchange.read(number):
+        for block in exchange.read(index):
             if isinstance(block, ReadSummary):
                 assert schema is not None, "a summary follows the rows of its read"
                 yield _build_summary_row(block, schema, exchange.num_partitions)
@@ -424,8 +424,8 @@ def _build_result_table(pickled: list[bytes]) -> pa.Table:
 def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
     """Run an exchange in threads of this process; yield results and summaries."""
 
-    def read(number: int) -> list[pa.Table | ReadSummary]:
-        return list(exchange.read(number))
+    def read(index: int) -> list[pa.Table | ReadSummary]:
+        return list(exchange.read(index))
 
     def run_kernel(partition_rows: tuple[int, pa.Table]) -> Any:
         partition, rows = partition_rows
@@ -441,9 +441,9 @@ def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
     rows = _concat(tables)
     del tables
     if exchange.first_kernel:
-        thread = rows[KEY].to_numpy() % MAX_THREADS
+        threads = rows[KEY].to_numpy() % MAX_THREADS  # thread of each row
         rows_by_thread = [
-            rows.filter(pa.array(thread == number)) for number in np.unique(thread)
+            rows.filter(pa.array(threads == thread)) for thread in np.unique(threads)
         ]
         rows = _concat(_map_in_threads(exchange.first_kernel, rows_by_thread))
     yield from _map_in_threads(run_kernel, _split_by_partition(rows))

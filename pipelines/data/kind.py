@@ -75,7 +75,7 @@ class Kind(ABC):
         """
 
     def make_counts(
-        self, run: Run, events: Manifest, items: Manifest, moment: int
+        self, run: Run, events: Manifest, items: Manifest, as_of_ms: int
     ) -> None:
         """Write the table of counts that served models read; only if `has_counts`.
 
@@ -83,7 +83,7 @@ class Kind(ABC):
             run: Log, settings and tables of this call of `prepare`.
             events: Manifest of the events.
             items: Manifest of the items.
-            moment: Time in epoch ms; only earlier events are counted.
+            as_of_ms: Time in epoch ms; only earlier events are counted.
         """
         raise NotImplementedError
 

@@ -185,11 +185,11 @@ def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> dict[str
     The cut times are computed from the events, unless a finished table of the same
     events records them.
     """
-    config, clock = run.config, events.info["clock"]
+    config, has_clock_times = run.config, events.info["clock"]
     if config.catalogue is not None:
-        return read_split(config.catalogue, clock)
+        return read_split(config.catalogue, has_clock_times)
     if config.split.kind == "leave_last_out":
-        if clock:
+        if has_clock_times:
             run.report(
                 "warning: leave_last_out on a log with clock times trains on "
                 "behaviours of other users that are later than a test request; use "

@@ -42,7 +42,9 @@ class CheckedEvaluation:
 def check_evaluation(
     uri: str, inputs: Inputs, options: dict[str, Any]
 ) -> CheckedEvaluation:
-    """Check that a checkpoint can be evaluated on tables with options of `recommend`.
+    """Resolve the checkpoint, options and table hashes of an evaluation.
+
+    The checkpoint must fit the tables and the options of `recommend`.
 
     Args:
         uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.

@@ -93,7 +93,7 @@ def sqlite_uri(file: Path) -> str:
 
 
 def sqlite_file(uri: str) -> str:
-    """Return the file of a SQLite store, or an empty text for another store."""
+    """Return the file of a SQLite store, or an empty string for another store."""
     if not uri.startswith(SQLITE):
         return ""
     return unquote(uri.removeprefix(SQLITE).partition("?")[0])

@@ -104,7 +104,11 @@ class Rqvae(nn.Module):
     def initialise_codebooks(
         self, embeddings: Tensor, generator: torch.Generator
     ) -> Training[None]:
-        """Set the codes to k-means centres of the residuals (TIGER, Sec. 3.1)."""
+        """Initialise the codebooks by k-means of the residuals (TIGER, Sec. 3.1).
+
+        Yields:
+            The progress of the k-means.
+        """
         residual = self.latents(embeddings)
         for level, codebook in enumerate(self.codebooks.data):
             prefix = f"first codes of level {level + 1}: "
@@ -161,7 +165,15 @@ class Rqvae(nn.Module):
 
     @torch.no_grad()
     def quantize(self, embeddings: Tensor) -> Quantized:
-        """Return the codes of all items and the reconstruction error."""
+        """Quantise all items.
+
+        Args:
+            embeddings: (N, E) embeddings.
+
+        Returns:
+            Latents and codes of the items, with the codebooks, the reconstruction error
+            and the weights of the encoder.
+        """
         config = self.config
         latents, codebooks = self.latents(embeddings), self.codebooks.detach()
         codes, quantized = quantize_vectors(latents, codebooks)
@@ -191,7 +203,8 @@ def fit(
         report_every: Epochs between progress messages with losses.
 
     Returns:
-        The codes of all items.
+        Latents and codes of all items, with the codebooks, the reconstruction error and
+        the weights of the encoder.
 
     Raises:
         UserError: If there are fewer items than codes per level.
@@ -213,7 +226,7 @@ def fit(
     for epoch in range(1, config.epochs + 1):
         sums = dict.fromkeys(("reconstruction", "quantization"), 0.0)
         order = torch.randperm(len(embeddings), generator=generator)
-        for number, rows in enumerate(order.split(config.batch_size)):
+        for step, rows in enumerate(order.split(config.batch_size), 1):
             losses = model(embeddings[rows.to(embeddings.device)])
             optimizer.zero_grad(set_to_none=True)
             losses["loss"].backward()
@@ -223,7 +236,7 @@ def fit(
             yield Progress(
                 epoch - 1,
                 config.epochs,
-                f"{pluralize(number + 1, 'step')} of epoch {epoch}",
+                f"{pluralize(step, 'step')} of epoch {epoch}",
                 within=True,
             )
         # no restart near the end: a moved code needs some epochs to settle

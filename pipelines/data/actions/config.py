@@ -356,11 +356,11 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     Raises:
         UserError: If a setting does not fit a log of actions, or this log.
     """
-    clock = source.info["clock"]
+    has_clock_times = source.info["clock"]
     late_label = min(source.info.get("known", {}), default=None)
     raise_first(
         (
-            not clock,
+            not has_clock_times,
             "the log has only an order of events, but a log of actions needs clock "
             "times, for its counts and its splits; give time.unit s, ms, us or iso",
         ),
@@ -387,7 +387,8 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
             f"--ties strict",
         ),
         (
-            clock and config.split.resolve(clock) == "leave_last_out",
+            has_clock_times
+            and config.split.resolve(has_clock_times) == "leave_last_out",
             "split.kind is leave_last_out, but a log of actions is split by time; use "
             "--split.kind temporal",
         ),

@@ -55,7 +55,7 @@ def counted_labels(events: pa.Table, config: ActionsConfig) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ActionsCounter(KeyCounter):
-    """Counts by all keys of the configuration except the user."""
+    """Counts by all kinds of key of the configuration except the user."""
 
     config: ActionsConfig
     split: dict[str, Any]
@@ -63,12 +63,12 @@ class ActionsCounter(KeyCounter):
 
     @property
     def keys(self) -> list[str]:
-        """Names of the counted keys: `item`, and attributes of items."""
+        """Names of the counted kinds of key: `item`, and attributes of items."""
         return [name for name in self.config.counts.keys if name != USER]
 
     @property
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:  # type: ignore[override]
-        """The shape (W, M) of the counts of each key."""
+        """The shape (W, M) of the counts of each kind of key."""
         shape = len(self.config.counts.windows_ms), 1 + len(self.config.counted_labels)
         return [{name: shape} for name in self.keys]
 
@@ -90,21 +90,21 @@ class ActionsCounter(KeyCounter):
                 # item -1 takes the appended -1
                 keys.append(np.append(attributes[name], -1)[item])
         time = events["timestamp_ms"].to_numpy()
-        columns = {f"key_{number}": key for number, key in enumerate(keys)}
+        columns = {f"key_{index}": key for index, key in enumerate(keys)}
         columns["time"] = time
         columns["as_of"] = count_times(self.split, time)
         columns["counted_labels"] = counted_labels(events, self.config)
         return keys, columns
 
-    def count(self, key_number: int, rows: Columns) -> Columns:
-        """Return the counts (E, W, M) of one key's rows."""
+    def count(self, kind_index: int, rows: Columns) -> Columns:
+        """Return the counts (E, W, M) of the rows of one kind of key."""
         counts = self.count_key(
-            rows[f"key_{key_number}"],
+            rows[f"key_{kind_index}"],
             rows["time"],
             rows["counted_labels"],
             rows["as_of"],
         )
-        return {self.keys[key_number]: counts}
+        return {self.keys[kind_index]: counts}
 
     def count_key(
         self, key: np.ndarray, time: np.ndarray, labels: np.ndarray, as_of: np.ndarray
@@ -112,7 +112,7 @@ class ActionsCounter(KeyCounter):
         """Count the labels of each event's key in each window.
 
         Args:
-            key: Integers (E,) that identify the key's values.
+            key: Integers (E,) that identify the keys.
             time: Times (E,) in ms.
             labels: Counted labels (E, M).
             as_of: Times (E,) in ms as of which counts are taken.
@@ -125,11 +125,12 @@ class ActionsCounter(KeyCounter):
         return window_counts(key, time, labels, windows, delay, as_of)[0]
 
     def gather(self, events: pa.Table, pieces: list[Columns] | None) -> Columns:
-        """Return the counts (E, W, M) of a part's events for each key, users included.
+        """Return the counts (E, W, M) of a part's events by kind of key, with users.
 
         Args:
             events: Rows of `read_part`.
-            pieces: Counts of the other keys from their buckets; None counts as zero.
+            pieces: Counts of the other kinds of key from their buckets; None counts as
+                zero.
         """
         counts = gather_counts(self, events.num_rows, pieces or [])
         if USER in self.config.counts.keys:
@@ -144,8 +145,8 @@ class ActionsCounter(KeyCounter):
 def features(counts: Columns, config: ActionsConfig) -> np.ndarray:
     """Return the features (E, F) float32, in the order of `config.features`.
 
-    Per key and window they are log(1 + count) of each label, then the smoothed rate of
-    each task.
+    Per kind of key and window they are log(1 + count) of each label, then the
+    smoothed rate of each task.
     """
     prior, strength = config.counts.prior, config.counts.strength
     columns: list[np.ndarray] = []

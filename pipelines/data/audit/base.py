@@ -104,10 +104,10 @@ class Tables:
             UserError: If the manifest lists no files, or a file is damaged.
         """
         frames = []
-        for number, part in enumerate(self.manifests[table].files):
+        for part_index, part in enumerate(self.manifests[table].files):
             rows = read_parquet(join(self.uri, table, part.path), None, part.sha256)
             frame = pl.DataFrame(pl.from_arrow(rows))
-            frames.append(frame.with_columns(part=pl.lit(number, pl.Int32)))
+            frames.append(frame.with_columns(part=pl.lit(part_index, pl.Int32)))
         if not frames:
             raise UserError(
                 f"{join(self.uri, table)} has no files; make the tables again with "

@@ -442,16 +442,16 @@ class EventsReader:
     users: Shared
     """Rows of the user files, or None."""
 
-    def __call__(self, number: int) -> Iterator[pa.Table | ReadSummary]:
+    def __call__(self, piece_index: int) -> Iterator[pa.Table | ReadSummary]:
         """Yield the rows of one piece, followed by its `PieceSummary`."""
-        file, piece = self.pieces[number]
+        file, piece = self.pieces[piece_index]
         digest = hashlib.sha256()
         rejected = RejectCounts()
         num_events = 0
         reject_parts: list[Part] = []
         missing: list[dict[str, str]] = []
         blocks = self.source.read_events(
-            self.input_uri, file, fetch(self.users), piece, number, digest
+            self.input_uri, file, fetch(self.users), piece, piece_index, digest
         )
         for block in blocks:
             rejected.add(RejectCounts.from_block(block))
@@ -459,7 +459,7 @@ class EventsReader:
                 reject_parts.append(write_part(self.rejects_uri, block.rejects))
             missing.append(block.missing)
             num_events += block.rows.num_rows
-            yield self._add_partitions(block.rows, number)
+            yield self._add_partitions(block.rows, piece_index)
         # the row of the summary takes its schema from the block before it, and a piece
         # may have no block
         yield self.schema.empty_table()
@@ -471,14 +471,14 @@ class EventsReader:
             len(missing),
             digest.hexdigest(),
         )
-        yield ReadSummary(number, summary)
+        yield ReadSummary(piece_index, summary)
 
-    def _add_partitions(self, events: pa.Table, number: int) -> pa.Table:
+    def _add_partitions(self, events: pa.Table, piece_index: int) -> pa.Table:
         """Return events with their partition, in the schema of the shuffle.
 
         Args:
             events: Events of a block.
-            number: Index of the read.
+            piece_index: Index of the piece.
         """
         columns = {
             name: events[name]
@@ -489,7 +489,7 @@ class EventsReader:
         columns[KEY] = pa.array(partition.astype(np.int32))
         if LOG_PLACE in self.schema.names:
             # Values start at 1 << 40, above the positions of events in existing parts.
-            first = pa.scalar((number + 1) << 40, pa.int64())
+            first = pa.scalar((piece_index + 1) << 40, pa.int64())
             columns[LOG_PLACE] = pc.add(events["log_row"], first)
         table = pa.table({name: columns[name] for name in self.schema.names})
         return table.cast(self.schema)
@@ -678,7 +678,7 @@ def read_partitions(
     result = ReadResult(StatsCollector(run.behaviour, run.is_late))
     for output in run.engine.exchange(exchange):
         if isinstance(output, ReadSummary):
-            summaries[output.number] = output.value
+            summaries[output.index] = output.value
         elif output.partition in written:
             raise RuntimeError(
                 f"the shuffle returned partition {output.partition} twice; nothing was "
@@ -743,7 +743,7 @@ def _add_summaries(
         run: Log, settings and tables of this call of `prepare`.
         result: Result, changed in place.
         reader: Reader of the pieces.
-        summaries: Summaries by index of the read.
+        summaries: Summaries by index of the piece.
         is_first: Whether the events are not appended to existing ones.
 
     Raises:
@@ -751,8 +751,8 @@ def _add_summaries(
     """
     missing = []
     digests: dict[str, list[str]] = {file: [] for file, _ in reader.pieces}
-    for number, (file, _) in enumerate(reader.pieces):
-        summary = summaries[number]
+    for piece_index, (file, _) in enumerate(reader.pieces):
+        summary = summaries[piece_index]
         result.rejected.add(summary.rejected)
         result.reject_parts += summary.reject_parts
         if summary.blocks:

@@ -210,7 +210,7 @@ def read_item_ids(run: Run, files: list[str]) -> tuple[pa.Array, dict[str, str]]
     calls = [(run.source, run.input, file) for file in files]
     results = dict(run.engine.map_unordered(_read_file_ids, calls))
     ids = _unique([file_ids for file_ids, _ in results.values()])
-    hashes = {file: results[number][1] for number, file in enumerate(files)}
+    hashes = {file: results[file_index][1] for file_index, file in enumerate(files)}
     return ids.take(pc.sort_indices(ids)), hashes
 
 
@@ -281,15 +281,15 @@ class ItemsReader:
     """Schema of the items table."""
     catalogue: Shared
 
-    def __call__(self, number: int) -> Iterator[pa.Table | ReadSummary]:
+    def __call__(self, file_index: int) -> Iterator[pa.Table | ReadSummary]:
         """Yield the rows of one file, followed by its `FileSummary`.
 
         Args:
-            number: Index of the file. `len(files)` yields a row for each range of the
-                catalogue instead, without a summary.
+            file_index: Index of the file. `len(files)` yields a row for each range of
+                the catalogue instead, without a summary.
         """
         catalogue: Vocabulary = fetch(self.catalogue)
-        if number == len(self.files):
+        if file_index == len(self.files):
             yield self._range_rows(len(catalogue))
             return
         assert self.source.items is not None
@@ -298,14 +298,16 @@ class ItemsReader:
         first_ids: list[str] = []
         missing: list[dict[str, str]] = []
         digest = hashlib.sha256()
-        for block in self.source.items.read(self.input_uri, self.files[number], digest):
+        for block in self.source.items.read(
+            self.input_uri, self.files[file_index], digest
+        ):
             rejected.add(RejectCounts.from_block(block))
             missing.append(block.missing)
             first_ids = first_ids or block.rows["item_id"].slice(0, 2).to_pylist()
             item = catalogue.lookup(block.rows["item_id"].combine_chunks())
             inside = np.flatnonzero(item >= 0)
             num_outside += len(item) - len(inside)
-            yield self._metadata_rows(block.rows, number, first_row, item)
+            yield self._metadata_rows(block.rows, file_index, first_row, item)
             first_row += len(item)
         # the row of the summary takes its schema from the block before it, and a file
         # may have no block
@@ -317,7 +319,7 @@ class ItemsReader:
             common_missing(missing),
             digest.hexdigest(),
         )
-        yield ReadSummary(number, summary)
+        yield ReadSummary(file_index, summary)
 
     @property
     def _exchange_schema(self) -> pa.Schema:
@@ -418,18 +420,18 @@ class RangeWriter:
     schema: pa.Schema
 
     def __call__(
-        self, catalogue: Vocabulary, number: int, rows: pa.Table
+        self, catalogue: Vocabulary, range_index: int, rows: pa.Table
     ) -> WrittenRange:
         """Write the part of a range.
 
         Args:
             catalogue: Vocabulary from item ids to `item_index`.
-            number: Index of the range.
+            range_index: Index of the range.
             rows: Shuffled metadata rows of the range, in any order.
         """
         metadata = pl.from_arrow(rows)
         assert isinstance(metadata, pl.DataFrame)
-        low = number * ITEMS_PER_PART
+        low = range_index * ITEMS_PER_PART
         high = min(low + ITEMS_PER_PART, len(catalogue))
         items = pl.DataFrame(
             {
@@ -536,10 +538,10 @@ def write_items(run: Run, files: list[str], catalogue: pa.Array) -> WrittenItems
     written: list[WrittenRange] = []
     for output in engine.exchange(exchange, in_process=is_small):
         if isinstance(output, ReadSummary):
-            summaries[output.number] = output.value
+            summaries[output.index] = output.value
         else:
             written.append(output)
-    file_summaries = [summaries[number] for number in range(len(files))]
+    file_summaries = [summaries[index] for index in range(len(files))]
     rejected = RejectCounts()
     for summary in file_summaries:
         rejected.add(summary.rejected)

@@ -152,12 +152,12 @@ def label_columns(behaviour: str | None) -> list[str]:
     return [f"label_{behaviour}"] if behaviour else []
 
 
-def known_columns(behaviour: str | None, late: bool) -> list[str]:
+def known_columns(behaviour: str | None, is_late: bool) -> list[str]:
     """Return a list with the column of times at which the label became known.
 
-    The list is empty unless the label is `late`, that is, known later than its event.
+    The list is empty unless the label is known later than its event.
     """
-    return [f"known_{behaviour}"] if behaviour and late else []
+    return [f"known_{behaviour}"] if behaviour and is_late else []
 
 
 def known_times(table: pa.Table, behaviour: str | None) -> np.ndarray:

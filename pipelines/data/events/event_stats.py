@@ -54,7 +54,7 @@ class EventStats:
     """URIs of the parts."""
     behaviour: str | None
     """Label that makes an event a behaviour; None if every event is a behaviour."""
-    late: bool
+    is_late: bool
     """Whether the label is known later than its event, in a column `known_*`."""
     items: pa.Array
     """(N,) ids of all items with a behaviour, sorted."""
@@ -112,7 +112,7 @@ def _read_part_stats(behaviour: str | None, uri: str) -> PartStats:
 
 
 def event_stats(
-    parts: list[str], behaviour: str | None, engine: Engine, late: bool = False
+    parts: list[str], behaviour: str | None, engine: Engine, is_late: bool = False
 ) -> EventStats:
     """Read all parts of the events table once and compute their statistics.
 
@@ -121,12 +121,12 @@ def event_stats(
         behaviour: Label that makes an event a behaviour; None if every event is a
             behaviour.
         engine: Runs one task per part.
-        late: Whether the label is known later than its event, in a column `known_*`.
+        is_late: Whether the label is known later than its event, in a column `known_*`.
 
     Raises:
         UserError: if there are no behaviours.
     """
-    collector = StatsCollector(behaviour, late)
+    collector = StatsCollector(behaviour, is_late)
     collector.read(parts, engine)
     return collector.result()
 
@@ -134,9 +134,9 @@ def event_stats(
 class StatsCollector:
     """Merges statistics of parts, in any order, to statistics of the events table."""
 
-    def __init__(self, behaviour: str | None, late: bool) -> None:
+    def __init__(self, behaviour: str | None, is_late: bool) -> None:
         self.behaviour = behaviour
-        self.late = late
+        self.is_late = is_late
         self.parts: list[str] = []
         self.hours: Counter[int] = Counter()
         self.times: list[int] = []
@@ -160,8 +160,8 @@ class StatsCollector:
         """Read parts and add their statistics."""
         calls = [(uri,) for uri in parts]
         results = engine.map_unordered(_read_part_stats, calls, (self.behaviour,))
-        for number, stats in results:
-            self.add(parts[number], stats)
+        for index, stats in results:
+            self.add(parts[index], stats)
 
     def result(self) -> EventStats:
         """Return the statistics of all parts that were added.
@@ -179,7 +179,7 @@ class StatsCollector:
         return EventStats(
             parts=sorted(self.parts),
             behaviour=self.behaviour,
-            late=self.late,
+            is_late=self.is_late,
             items=items,
             counts=counts,
             users=self.users,

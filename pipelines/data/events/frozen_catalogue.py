@@ -32,18 +32,18 @@ from pipelines.data.run import Run
 from pipelines.data.schemas import items_schema
 
 
-def read_split(catalogue: str, clock: bool) -> dict[str, Any]:
+def read_split(catalogue: str, has_clock_times: bool) -> dict[str, Any]:
     """Return the split of other tables, as their manifest records it.
 
     Args:
         catalogue: URI of the other tables.
-        clock: Whether the log has clock times.
+        has_clock_times: Whether the log has clock times.
 
     Raises:
         UserError: if the split needs clock times and the log has none.
     """
     split = dict(read_manifest(join(catalogue, "items"), "items").info["split"])
-    if split["kind"] == "temporal" and not clock:
+    if split["kind"] == "temporal" and not has_clock_times:
         raise UserError(
             f"{catalogue} is split by time, but this log has no clock times; set "
             f"'time' as in the source file of {catalogue}"

@@ -57,7 +57,7 @@ def core_items(
     if core == 1 and before_ms is None:
         return stats.items, 0
     vocabulary = engine.put(Vocabulary.from_ids(stats.items))
-    shared = (stats.behaviour, stats.late, before_ms, vocabulary)
+    shared = (stats.behaviour, stats.is_late, before_ms, vocabulary)
     parts = list(engine.submit(_read_pairs, [(uri,) for uri in stats.parts], shared))
     is_in_core = np.ones(len(stats.items), dtype=bool)
     is_always_kept = np.zeros(len(stats.items), dtype=bool)
@@ -87,7 +87,7 @@ def core_items(
 
 def _read_pairs(
     behaviour: str | None,
-    late: bool,
+    is_late: bool,
     before_ms: int | None,
     items: Vocabulary,
     uri: str,
@@ -97,7 +97,7 @@ def _read_pairs(
     Args:
         behaviour: Label that makes an event a behaviour; None if every event is a
             behaviour.
-        late: Whether the label is known later than its event.
+        is_late: Whether the label is known later than its event.
         before_ms: Epoch ms; only behaviours known earlier are counted. None counts all.
         items: Vocabulary of the item ids.
         uri: Parquet file of the part.
@@ -108,7 +108,7 @@ def _read_pairs(
     """
     columns = ["user_id", "item_id", *label_columns(behaviour)]
     if before_ms is not None:
-        columns += ["timestamp_ms", *known_columns(behaviour, late)]
+        columns += ["timestamp_ms", *known_columns(behaviour, is_late)]
     table = read_part(uri, columns)
     is_counted = np.ones(table.num_rows, dtype=bool)
     if behaviour:

@@ -128,7 +128,7 @@ class Label:
             check_range(self.range)
 
     @property
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         """Whether the label is known later than its event."""
         return self.time is not None or self.delay_minutes is not None
 
@@ -409,7 +409,7 @@ class Log(Files):
         key = "item" if section.item else "user"
         feature_keys = ("numbers", "categories", "time")
         _check_section(f"as_of.{name}", section, key, feature_keys)
-        if section.time is None or section.time.clock != self.clock:
+        if section.time is None or section.time.has_clock_times != self.has_clock_times:
             raise ValueError(
                 f"as_of.{name} needs a 'time' like that of events (both clock times or "
                 f"both order); add it, for example 'time: {{column: at, unit: ms}}'"
@@ -428,7 +428,7 @@ class Log(Files):
             ValueError: If the time or the delay of the label is invalid.
         """
         key, time = f"labels.{name}", label.time
-        if label.delay_minutes is not None and not self.clock:
+        if label.delay_minutes is not None and not self.has_clock_times:
             raise ValueError(
                 f"{key}.delay_minutes needs clock times, but time.unit is order; use "
                 f"'{key}.time'"
@@ -445,7 +445,7 @@ class Log(Files):
         if not {"unit", "format"} & set(time):
             defaults = _changed_fields(self.event_time)
         built: Time = build(Time, {**defaults, **time}, f"{key}.time.")
-        if built.clock != self.clock:
+        if built.has_clock_times != self.has_clock_times:
             raise ValueError(
                 f"{key}.time is {built.notation}, and the log's time "
                 f"{self.event_time.notation}; use clock times for both, or order for "
@@ -456,7 +456,7 @@ class Log(Files):
     def _check_history(self, history: History) -> None:
         """Raise a ValueError if `history` does not fit the times and labels."""
         flags = [name for name, label in self.labels.items() if label.type == "bool"]
-        if not self.clock:
+        if not self.has_clock_times:
             raise ValueError(
                 "'history' needs a log with clock times; use 'sequence' for lists "
                 "without times"
@@ -480,9 +480,9 @@ class Log(Files):
         return self.time
 
     @property
-    def clock(self) -> bool:
+    def has_clock_times(self) -> bool:
         """Whether timestamps are clock times; else `timestamp_ms` is an ordinal."""
-        return self.event_time.clock
+        return self.event_time.has_clock_times
 
     @property
     def info(self) -> dict[str, Any]:
@@ -498,7 +498,7 @@ class Log(Files):
             if label.time
             else {"delay_minutes": label.delay_minutes}
             for name, label in self.labels.items()
-            if label.late
+            if label.is_late
         }
         labels = {name: label.type for name, label in self.labels.items()}
         return {
@@ -509,7 +509,7 @@ class Log(Files):
                 *self.categories,
                 *(self.users.attributes if self.users else ()),
             ],
-            "clock": self.clock,
+            "clock": self.has_clock_times,
             "ranges": {
                 name: label.range
                 for name, label in self.labels.items()
@@ -577,7 +577,7 @@ class Log(Files):
         known = {
             f"known_{name}": label.known_origin
             for name, label in self.labels.items()
-            if label.late
+            if label.is_late
         }
         users = self.users.attributes if self.users else {}
         user_attributes = {
@@ -717,7 +717,7 @@ class Log(Files):
         file: str,
         users: pa.Table | None = None,
         piece: FilePart | None = None,
-        number: int = 0,
+        piece_index: int = 0,
         digest: Any = None,
     ) -> Iterator[Block]:
         """Yield the events of a file, or of a piece of it, in bounded blocks.
@@ -730,7 +730,8 @@ class Log(Files):
             file: File, relative to the input folder.
             users: Rows of `read_users`, or None.
             piece: Part of the file; None for the whole file.
-            number: Index of the piece in the log, for times that are the order of rows.
+            piece_index: Index of the piece in the log, for times that are the
+                order of rows.
             digest: Hash that is updated with the parsed bytes, or None.
 
         Raises:
@@ -757,7 +758,7 @@ class Log(Files):
                 if key not in rows.columns
             )
             broken = frame.broken
-            events = self._frame_events(rows, uri, users, number)
+            events = self._frame_events(rows, uri, users, piece_index)
             history_events = self._history_events(rows, uri, users)
             for part in chain(events, history_events):
                 end_row = first_row + len(part.raw)
@@ -814,7 +815,7 @@ class Log(Files):
         return [name for name in columns if name not in derived_columns]
 
     def _frame_events(
-        self, rows: pl.DataFrame, uri: str, users: pa.Table | None, number: int
+        self, rows: pl.DataFrame, uri: str, users: pa.Table | None, piece_index: int
     ) -> Iterator[Rows]:
         """Yield converted rows of a frame, one per event.
 
@@ -822,7 +823,7 @@ class Log(Files):
             rows: Rows of the file, with the columns in names of folders.
             uri: File, for messages.
             users: Rows of `read_users`, or None.
-            number: Index of the piece in the log.
+            piece_index: Index of the piece in the log.
         """
         if self.sequence:
             lists = evaluate_list(rows, self.sequence, "sequence", uri)
@@ -833,10 +834,10 @@ class Log(Files):
             if self.explode:
                 columns = [*self.explode, ELEMENT]
                 piece = piece.explode(columns, empty_as_null=True, keep_nulls=True)
-            yield self._convert_rows(piece, uri, users, number)
+            yield self._convert_rows(piece, uri, users, piece_index)
 
     def _convert_rows(
-        self, piece: pl.DataFrame, uri: str, users: pa.Table | None, number: int
+        self, piece: pl.DataFrame, uri: str, users: pa.Table | None, piece_index: int
     ) -> Rows:
         """Convert raw rows to columns of events.
 
@@ -844,7 +845,7 @@ class Log(Files):
             piece: Raw rows, one per event.
             uri: File, for messages.
             users: Rows of `read_users`, or None.
-            number: Index of the piece in the log.
+            piece_index: Index of the piece in the log.
         """
         rows = Rows(piece, self._expressions, uri)
         rows.parse_ids("user_id")
@@ -853,7 +854,7 @@ class Log(Files):
             rows.values["request_id"] = piece[REQUEST]
             rows.values["position"] = piece[ELEMENT].fill_null(0).cast(pl.Int32)
         rows.parse_ids("item_id")
-        rows.parse_time("timestamp_ms", self.event_time, number, past=True)
+        rows.parse_time("timestamp_ms", self.event_time, piece_index, past=True)
         if self.query:
             rows.parse_text("query")
         if self.request:
@@ -865,7 +866,7 @@ class Log(Files):
                 rows.parse_flag(f"label_{name}")
             else:
                 rows.parse_number(f"label_{name}", label.range)
-            if label.late:
+            if label.is_late:
                 rows.store_known_time(name, label.time, label.delay_minutes)
         for name in self.numbers:
             rows.parse_number(f"num_{name}")
@@ -937,7 +938,7 @@ class Log(Files):
             for name in history.labels or ():
                 is_set = pl.repeat(True, len(events.raw), eager=True)
                 events.values[f"label_{name}"] = is_set
-                if self.labels[name].late:
+                if self.labels[name].is_late:
                     events.values[f"known_{name}"] = moment
             events.reject(
                 moment >= events.raw[TIME],
@@ -1090,7 +1091,11 @@ def _changed_fields(value: Any) -> Any:
 
 
 def _expand_short_forms(content: dict[str, Any]) -> dict[str, Any]:
-    """Expand abbreviations of a mapping: lists of columns and labels as SQL."""
+    """Expand the short forms of a mapping and of its sections.
+
+    A list of columns becomes a mapping from name to column. A label that is a string
+    becomes the `column` of a label.
+    """
     expanded = dict(content)
     for key, value in content.items():
         if key in COLUMN_LISTS and isinstance(value, list):

@@ -257,7 +257,7 @@ class Rows:
         self.values[target] = pl.select(pl.when(values != "").then(values)).to_series()
 
     def parse_time(
-        self, target: str, time: Time, number: int = 0, *, past: bool = False
+        self, target: str, time: Time, piece_index: int = 0, *, past: bool = False
     ) -> None:
         """Store a column as epoch ms, or ordinals.
 
@@ -265,14 +265,15 @@ class Rows:
             target: Column to store.
             time: Column and notation. Without a column, the time is the index of the
                 row.
-            number: Index of the piece in the log, for times that are indices of rows.
+            piece_index: Index of the piece in the log, for times that are indices
+                of rows.
             past: Whether to reject times in the future.
 
         Raises:
             UserError: If the type of the values does not fit the notation.
         """
         if time.column is None:
-            self.values[target] = self.raw[ROW] + (number << 40)
+            self.values[target] = self.raw[ROW] + (piece_index << 40)
             return
         try:
             self.values[target], reason = parse_times(
@@ -301,19 +302,21 @@ class Rows:
         target = f"known_{name}"
         is_set = value if value.dtype == pl.Boolean else value.is_not_null()
         if time is None:
-            moment = event_time + round((delay_minutes or 0) * 60_000)
+            known_ms = event_time + round((delay_minutes or 0) * 60_000)
         else:
-            moment, reason = parse_times(self.evaluated[target], time, str(time.column))
-            reason = reject_future(moment, reason, time, str(time.column))
+            known_ms, reason = parse_times(
+                self.evaluated[target], time, str(time.column)
+            )
+            reason = reject_future(known_ms, reason, time, str(time.column))
             named_reason = pl.when(is_set.fill_null(False)).then(
                 reason + f" (time of the label {name})"
             )
             self.reasons.append(pl.select(named_reason).to_series())
-            early = (is_set & (moment < event_time)).fill_null(False)
+            is_early = (is_set & (known_ms < event_time)).fill_null(False)
             self.reject(
-                early, f"{time.column}: before its event, check labels.{name}.time"
+                is_early, f"{time.column}: before its event, check labels.{name}.time"
             )
-        self.values[target] = pl.select(pl.when(is_set).then(moment)).to_series()
+        self.values[target] = pl.select(pl.when(is_set).then(known_ms)).to_series()
 
     def parse_integer(self, target: str) -> None:
         """Store a column as int32; rows without a non-negative integer are rejected."""

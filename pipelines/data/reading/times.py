@@ -59,7 +59,7 @@ class Time:
                 f"time.unit is '{self.unit}'; it must be one of {', '.join(UNITS)}, "
                 f"iso, order"
             )
-        if self.column is None and self.clock:
+        if self.column is None and self.has_clock_times:
             raise ValueError(
                 "'time.column' is missing; add it, for example 'column: time_ms', or "
                 "use 'unit: order' for the order of rows"
@@ -86,7 +86,7 @@ class Time:
                 ) from error
 
     @property
-    def clock(self) -> bool:
+    def has_clock_times(self) -> bool:
         """Whether times are clock times, not ordinals."""
         return self.unit != "order"
 
@@ -191,7 +191,7 @@ def _reject_times(
         .when(moment.is_null())
         .then(pl.lit(f"{what}: not {expected}{hint}"))
     )
-    if time.clock:
+    if time.has_clock_times:
         remedy = hint or "; 'unit: order' takes any number"
         early = f"{what}: before 1980, check {key}{remedy}"
         late = f"{what}: after the year 2099, check {key}{hint}"
@@ -218,7 +218,7 @@ def reject_future(
     Returns:
         (n,) reasons, including those for future times.
     """
-    if not time.clock:
+    if not time.has_clock_times:
         return reasons
     latest = round(clocks.time() * 1000) + MAX_AHEAD_MS
     key = "time.format" if time.format else "time.unit"
@@ -243,7 +243,7 @@ def suggest_unit(values: pl.Series, time: Time, parsed: pl.Series) -> str:
     """
     is_rejected = parsed.is_null() | (parsed < MIN_TIME_MS) | (parsed > MAX_TIME_MS)
     rejected = values.filter(is_rejected & values.is_not_null()).head(1)
-    if not time.clock or not len(rejected):
+    if not time.has_clock_times or not len(rejected):
         return ""
     text = rejected.cast(pl.String).str.strip_chars()
     number = text.cast(pl.Float64, strict=False)[0]
@@ -277,7 +277,7 @@ def _parse_number_text(text: pl.Series, time: Time) -> pl.Series:
     if not is_other.any():
         return parsed
     kinds: list[pl.DataType] = [pl.Decimal(38, 9)]
-    if time.clock:
+    if time.has_clock_times:
         kinds.append(pl.Float64())
     for kind in kinds:
         numbers = text.filter(is_other).cast(kind, strict=False)
@@ -326,7 +326,7 @@ def _parse_numbers(number: pl.Series, time: Time) -> pl.Series:
         number = pl.select(pl.when(number.is_finite()).then(number)).to_series()
         micros = (number * (1000 * factor / divisor)).round(0)
         parsed = (micros // 1000).cast(pl.Int64, strict=False)
-    if time.clock:
+    if time.has_clock_times:
         return parsed
     is_whole = number == parsed.cast(number.dtype)
     return pl.select(pl.when(is_whole).then(parsed)).to_series()

@@ -57,46 +57,46 @@ TABLE_COLUMNS = {"item": "item_id", "query": "query"}
 """Column of the table for each column of a key."""
 
 
-def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> None:
-    """Make the table of counts as of `moment`, in ms.
+def make_counts(run: Run, events: Manifest, items: Manifest, as_of_ms: int) -> None:
+    """Make the table of counts as of a time.
 
-    A table of another moment is replaced, as no other table is made from it.
+    A table as of another time is replaced, as no other table is made from it.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
         events: Manifest of `events`.
         items: Manifest of `items`.
-        moment: Time in ms; only earlier events count.
+        as_of_ms: Time in epoch ms; only earlier events are counted.
 
     Raises:
-        UserError: If the log has no event before the moment.
+        UserError: If the log has no event before the time.
     """
     config, click = run.config.kind_config, run.config.behaviour
     assert click is not None, "a search log has a label that makes behaviours"
-    moment_text = _format_moment(moment)
-    if moment <= events.info["first_ms"]:
+    as_of_text = _to_iso(as_of_ms)
+    if as_of_ms <= events.info["first_ms"]:
         raise UserError(
-            f"counts_as_of is {moment_text}, and the log has no event before it; give "
+            f"counts_as_of is {as_of_text}, and the log has no event before it; give "
             f"a later time"
         )
     settings = {
-        "counts_as_of": moment,
+        "counts_as_of": as_of_ms,
         "search": asdict(config),
         "behaviour": click,
     }
     inputs = {"events": events.hash, "items": items.hash}
     uri = run.tables.table_uri("counts")
     if not run.tables.overwrite and up_to_date(uri, fingerprint(settings, inputs)):
-        run.report(f"counts: up to date, as of {moment_text}")
+        run.report(f"counts: up to date, as of {as_of_text}")
         return
     started = time.perf_counter()
     is_late = f"known_{click}" in run.source.schema.names
-    counter = SearchCounter(config, click, is_late, moment)
+    counter = SearchCounter(config, click, is_late, as_of_ms)
     with run.tables.clean_up_on_error("counts"):
         parts, num_keys = _write_buckets(run, events, counter)
         names = features_by_key(config)
         info: dict[str, Any] = {
-            "as_of_ms": moment,
+            "as_of_ms": as_of_ms,
             "features": names,
             "never": _default_features(config),
             "search": asdict(config),
@@ -111,7 +111,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, moment: int) -> Non
     run.report(
         f"counts: {pluralize(num_keys['item'], 'item')}, "
         f"{pluralize(num_keys['query'], 'query')} and "
-        f"{pluralize(num_keys['pair'], 'pair')} as of {moment_text} in "
+        f"{pluralize(num_keys['pair'], 'pair')} as of {as_of_text} in "
         f"{time.perf_counter() - started:.1f} s: {uri}"
     )
 
@@ -123,15 +123,16 @@ def _default_features(config: SearchConfig) -> dict[str, float]:
     return {name: float(values[name][0]) for name in names}
 
 
-def _format_moment(moment: int) -> str:
-    """Return a moment in ms as ISO 8601 in UTC."""
-    text = datetime.fromtimestamp(moment / 1000, UTC).isoformat(timespec="milliseconds")
+def _to_iso(time_ms: int) -> str:
+    """Format a time in epoch ms as ISO 8601 in UTC."""
+    time_utc = datetime.fromtimestamp(time_ms / 1000, UTC)
+    text = time_utc.isoformat(timespec="milliseconds")
     return text.replace("+00:00", "Z")
 
 
 def features_by_key(config: SearchConfig) -> dict[str, list[str]]:
     """Return the names of the counted features, by kind of key."""
-    names = feature_names(config, clock=True)
+    names = feature_names(config, has_clock_times=True)
     return {
         kind: [name for name in names if name.split("_")[0] == kind] for kind in COUNTED
     }
@@ -156,8 +157,8 @@ def compute_features(counts: Columns, config: SearchConfig) -> dict[str, np.ndar
     all_counts["gap"] = np.full(num_rows, NO_GAP)
     all_counts |= counts
     zeros = np.zeros(num_rows, np.int64)  # positions and times do not matter
-    values = features(all_counts, zeros, zeros, config, clock=True)
-    return dict(zip(feature_names(config, clock=True), values.T, strict=True))
+    values = features(all_counts, zeros, zeros, config, has_clock_times=True)
+    return dict(zip(feature_names(config, has_clock_times=True), values.T, strict=True))
 
 
 @dataclass(frozen=True)
@@ -217,11 +218,11 @@ def _write_bucket(
     tables: list[pa.Table] = []
     num_keys: Counter[str] = Counter()
     vocabularies = {"item": catalogue, "query": queries}
-    for key_number, shapes in enumerate(counter.shapes):
-        events = to_columns(rows.filter(pc.equal(rows["number"], key_number)))
+    for kind_index, shapes in enumerate(counter.shapes):
+        events = to_columns(rows.filter(pc.equal(rows["kind_index"], kind_index)))
         if not len(events["row"]):
             continue
-        counts = counter.count(key_number, events)
+        counts = counter.count(kind_index, events)
         for kind in shapes:
             if kind in COUNTED:  # not the gap of pairs
                 table = key_rows(kind, counts, events, vocabularies, counter.config)

@@ -49,8 +49,8 @@ COUNTED = {
 }
 """Counted labels by kind of key."""
 
-QUERY_KEY = 1
-"""Index of the key `query`. Key 0 is the item; pairs are counted with it."""
+QUERY_KIND = 1
+"""Index of the kind of key `query`. Index 0 is the item; pairs are counted with it."""
 
 GROUPS = {"pair": "cross", "item": "document", "query": "query"}
 """Default groups of counts by kind of key (Sec. 3.1 of QGS)."""
@@ -73,10 +73,10 @@ class SearchCounter(KeyCounter):
     """Windows, delay and smoothing of the counts."""
     click: str
     """Label of clicks."""
-    late: bool = False
+    is_late: bool = False
     """Whether clicks may become known later than their event: events have the column
     `known_CLICK`."""
-    moment: int | None = None
+    as_of_ms: int | None = None
     """Time in ms as of which all events are counted; None: the time of their
     request."""
 
@@ -93,19 +93,19 @@ class SearchCounter(KeyCounter):
     def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
         """Read the items, queries, times and labels of a part's events.
 
-        `shared` are the `Vocabulary` of items and of queries. Events from `moment` on
+        `shared` are the `Vocabulary` of items and of queries. Events from `as_of_ms` on
         get the key -1 and are not counted.
 
         Raises:
             UserError: If events of one request are too far apart.
         """
         catalogue, queries = shared
-        late_columns = known_columns(self.click, self.late)
+        late_columns = known_columns(self.click, self.is_late)
         names = [*IDS, "timestamp_ms", f"label_{self.click}", *late_columns]
         events = read_part(uri, names, IDS)
         item = encode_ids(dictionary_column(events, "item_id"), catalogue)
         query = encode_ids(dictionary_column(events, "query"), queries)
-        requests = find_requests(events, query, self.config, clock=True)
+        requests = find_requests(events, query, self.config, has_clock_times=True)
         time = events["timestamp_ms"].to_numpy()
         is_search = np.zeros(len(item), dtype=bool)
         is_search[requests.first] = True
@@ -117,15 +117,15 @@ class SearchCounter(KeyCounter):
             "clicks": bool_column(events, f"label_{self.click}"),
             "searches": is_search,
         }
-        if self.late:
+        if self.is_late:
             columns["known"] = known_times(events, self.click)
-        if self.moment is None:
+        if self.as_of_ms is None:
             return [item, query], columns
-        columns["as_of"] = np.full(len(time), self.moment)
-        is_before = time < self.moment
+        columns["as_of"] = np.full(len(time), self.as_of_ms)
+        is_before = time < self.as_of_ms
         return [np.where(is_before, key, -1) for key in (item, query)], columns
 
-    def count(self, key_number: int, rows: Columns) -> Columns:
+    def count(self, kind_index: int, rows: Columns) -> Columns:
         """Return the counts (E, W, M) of items and pairs, or of queries.
 
         Pairs also have a gap (E,) in ms since they were last shown. An event without a
@@ -133,7 +133,7 @@ class SearchCounter(KeyCounter):
         """
         rows = {**rows, "exposures": np.ones(len(rows["row"]), dtype=bool)}
         item, query = rows["item"], rows["query"]
-        if key_number == QUERY_KEY:
+        if kind_index == QUERY_KIND:
             return {"query": self._count("query", query, rows)[0]}
         pair_key = item.astype(np.int64) << 32 | query.astype(np.int64) + 1
         pair, gap = self._count("pair", pair_key, rows)
@@ -176,20 +176,20 @@ def _stack_labels(rows: Columns, names: tuple[str, ...]) -> np.ndarray:
     return np.stack([rows[name].astype(np.int32) for name in names], axis=1)
 
 
-def feature_names(config: SearchConfig, clock: bool) -> list[str]:
+def feature_names(config: SearchConfig, has_clock_times: bool) -> list[str]:
     """Return the names of the columns that `features` computes.
 
-    `clock` says whether times are clock times; without them there are no counts.
+    Without clock times there are no counts.
     """
     names = []
-    if clock:
+    if has_clock_times:
         for key, labels in COUNTED.items():
             for days in config.windows_days:
                 names += [f"{key}_{measure}_{days:g}d" for measure in (*labels, "ctr")]
         if config.windows_days:
             names += ["pair_gap", "pair_seen"]
     names += SHOWN_FEATURES
-    if clock:
+    if has_clock_times:
         names += HOURS
     return names
 
@@ -199,7 +199,7 @@ def features(
     position: np.ndarray,
     time: np.ndarray,
     config: SearchConfig,
-    clock: bool,
+    has_clock_times: bool,
 ) -> np.ndarray:
     """Compute the features (E, F) float32, in the order of `feature_names`.
 
@@ -213,7 +213,7 @@ def features(
         position: Rank (E,) at which a result is shown, from 0.
         time: Time (E,) in ms of each event's request.
         config: Settings of the features.
-        clock: Whether times are clock times.
+        has_clock_times: Whether times are clock times.
     """
     columns: list[np.ndarray] = []
     if counts is not None:
@@ -229,7 +229,7 @@ def features(
         columns += [np.log1p(gap.clip(0) / HOUR_MS), gap >= 0]
     position = position.clip(0)
     columns += [np.log1p(position), np.log1p(position // config.page_size)]
-    if clock:
+    if has_clock_times:
         columns += list(time_features(time).T)
     return stack_columns(columns)
 

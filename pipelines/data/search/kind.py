@@ -62,10 +62,10 @@ class Search(Kind):
         return make_search(run, events, items, split)
 
     def make_counts(
-        self, run: Run, events: Manifest, items: Manifest, moment: int
+        self, run: Run, events: Manifest, items: Manifest, as_of_ms: int
     ) -> None:
-        """Make the table of counts of items, queries and pairs as of a moment in ms."""
-        make_counts(run, events, items, moment)
+        """Make the table of counts of items, queries and pairs as of a time in ms."""
+        make_counts(run, events, items, as_of_ms)
 
     def audit_sequences(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame

@@ -33,7 +33,7 @@ class EventRequests:
     earliest: np.ndarray
     """(E,) row of the earliest event with the same (user, request id) and any query;
     its time is the request's time."""
-    moment: np.ndarray | None
+    begin_rank: np.ndarray | None
     """(E,) rank of the (user, time, request id) at which each event's request begins.
     None if each request has one time and each time one request: events are in the order
     of requests then."""
@@ -75,8 +75,8 @@ class EventRequests:
         request = ["user", "id", "time"]
         earliest = frame.select(pl.col("row").first().over(*request)).to_series()
         first = frame.select(pl.col("row").first().over(*request, "query")).to_series()
-        moment = np.cumsum(is_start)[earliest.to_numpy()]
-        return cls(first.to_numpy(), earliest.to_numpy(), moment)
+        begin_rank = np.cumsum(is_start)[earliest.to_numpy()]
+        return cls(first.to_numpy(), earliest.to_numpy(), begin_rank)
 
     def sort(
         self, query: np.ndarray, position: np.ndarray
@@ -95,8 +95,8 @@ class EventRequests:
             request.
         """
         row = np.arange(len(query))
-        if self.moment is not None:
-            row = np.lexsort((position, query, self.moment))
+        if self.begin_rank is not None:
+            row = np.lexsort((position, query, self.begin_rank))
         first = self.first[row]
         return row, first_of_run(first) == np.arange(len(first))
 
@@ -106,7 +106,7 @@ class EventRequests:
 
 
 def find_requests(
-    events: pa.Table, query: np.ndarray, config: SearchConfig, clock: bool
+    events: pa.Table, query: np.ndarray, config: SearchConfig, has_clock_times: bool
 ) -> EventRequests:
     """Return the requests of a part, after a check of their lengths.
 
@@ -114,14 +114,18 @@ def find_requests(
         events: Rows of `read_part`.
         query: query_index (E,) of the events.
         config: Settings with the limit of a request's length.
-        clock: Whether times are clock times; other times are not checked.
+        has_clock_times: Whether times are clock times; other times are not checked.
 
     Raises:
         UserError: If events of one request are more than `max_request_minutes` apart.
     """
     requests = EventRequests.find(events, query)
     spread = requests.spread(events["timestamp_ms"].to_numpy())
-    if clock and len(spread) and spread.max() > config.max_request_minutes * MINUTE_MS:
+    if (
+        has_clock_times
+        and len(spread)
+        and spread.max() > config.max_request_minutes * MINUTE_MS
+    ):
         row = int(spread.argmax())
         user, request_id = (
             events[name][row].as_py() for name in ("user_id", "request_id")

@@ -81,7 +81,7 @@ class SearchBuilder(SequenceBuilder):
 
     labels: list[str]
     """Bool labels of the log; the first makes a result a behaviour."""
-    clock: bool
+    has_clock_times: bool
     """Whether times are clock times; without them there are no windowed counts, and no
     features of hour and weekday."""
     search: SearchConfig
@@ -103,12 +103,12 @@ class SearchBuilder(SequenceBuilder):
     @cached_property
     def features(self) -> list[str]:
         """Names of the features, in the order of their columns."""
-        return feature_names(self.search, self.clock)
+        return feature_names(self.search, self.has_clock_times)
 
     @property
     def is_windowed(self) -> bool:
         """Whether the features have windowed counts."""
-        return self.clock and bool(self.search.windows_ms)
+        return self.has_clock_times and bool(self.search.windows_ms)
 
     @cached_property
     def output(self) -> pa.Schema:
@@ -128,7 +128,7 @@ class SearchBuilder(SequenceBuilder):
         """
         query = part.query
         position = part.table["position"].to_numpy()
-        searches = find_requests(part.table, query, self.search, self.clock)
+        searches = find_requests(part.table, query, self.search, self.has_clock_times)
         in_catalogue = part.item >= 0
         request_time = part.time[searches.earliest]  # (E,)
         is_too_old = request_time < behaviours.oldest[part.user]
@@ -163,7 +163,9 @@ class SearchBuilder(SequenceBuilder):
             counter = SearchCounter(self.search, self.behaviour_label)
             counts = gather_counts(counter, len(part.time), pieces)
         position = part.table["position"].to_numpy()
-        return features(counts, position, requests.as_of, self.search, self.clock)
+        return features(
+            counts, position, requests.as_of, self.search, self.has_clock_times
+        )
 
     def behaviour_columns(self, draft: PartDraft) -> dict[str, pa.Array]:
         """Return the items, queries and features of the behaviours (N,)."""
@@ -278,7 +280,7 @@ class SearchStep(SequencesStep):
             max_events=run.config.max_events,
             joined=self.joined_schema,
             labels=bool_labels(run.source, run.config.behaviour),
-            clock=self.events.info["clock"],
+            has_clock_times=self.events.info["clock"],
             search=run.config.kind_config,
         )
 

@@ -562,22 +562,22 @@ def _count_rows(draft: PartDraft, count: Counter[str]) -> None:
         count[f"requests_{name}"] = int((draft.split == code).sum())
 
 
-def to_lists(offsets: np.ndarray, values: pa.Array, kind: pa.DataType) -> pa.Array:
+def to_lists(offsets: np.ndarray, values: pa.Array, dtype: pa.DataType) -> pa.Array:
     """Return a list column of flat values.
 
     Args:
         offsets: Offsets (n + 1,) of the lists.
         values: Values of all lists, end to end.
-        kind: Type of the lists.
+        dtype: Type of the lists.
     """
     return pa.ListArray.from_arrays(
-        pa.array(offsets.astype(np.int32)), values.cast(kind.value_type), type=kind
+        pa.array(offsets.astype(np.int32)), values.cast(dtype.value_type), type=dtype
     )
 
 
-def to_vectors(values: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """Convert values (n, width) to fixed-size lists of the type `kind`."""
-    flat = pa.array(values.reshape(-1), kind)
+def to_vectors(values: np.ndarray, dtype: pa.DataType) -> pa.Array:
+    """Convert values (n, width) to fixed-size lists of numbers of the type `dtype`."""
+    flat = pa.array(values.reshape(-1), dtype)
     return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
 
@@ -776,17 +776,17 @@ def gather_parts(
         num_parts: Number of events parts, for progress.
         progress: Reports progress after each part.
     """
-    by_number: dict[int, BuiltPart] = {}
+    built_by_index: dict[int, BuiltPart] = {}
     total: Counter[str] = Counter()
-    for number, built in results:
-        by_number[number] = built
+    for index, built in results:
+        built_by_index[index] = built
         maxima = {name: max(total[name], built.count[name]) for name in MAX_COUNTS}
         total.update(built.count)
         for name, maximum in maxima.items():
             total[name] = maximum
         users = pluralize(total["users"], "user")
-        progress(f"part {len(by_number)} of {num_parts} built, {users}")
-    ordered = [by_number[number] for number in sorted(by_number)]
+        progress(f"part {len(built_by_index)} of {num_parts} built, {users}")
+    ordered = [built_by_index[index] for index in sorted(built_by_index)]
     return BuiltTable(
         [built.written for built in ordered if built.written],
         total,

@@ -1,4 +1,7 @@
-"""Point-in-time counts: events of one key in [t - window, t - delay).
+"""Point-in-time counts: events with the same key in [t - window, t - delay).
+
+A key is a value, such as one item or one query; a kind of key is what keys identify:
+items, queries or authors.
 
 `python -m jobs.prepare` computes them for kinds of request with counted features.
 Events of all users count, so events are exchanged to the bucket of their key, and the
@@ -28,12 +31,15 @@ ROWS_PER_BUCKET = 2_000_000
 """Mean number of rows per bucket, which take a few hundred MB. All events of one key
 are in one bucket."""
 
+MIN_BUCKETS = 8
+"""Minimum number of buckets of a kind of key, for counting in parallel."""
+
 NO_GAP = -1
 """Gap of a key without an earlier event."""
 
-NO_KEY = -1
-"""Key number of the placeholder row of a part, which is sent so that a part without
-any key is built too."""
+NO_KIND = -1
+"""Index of the kind of key in the placeholder row of a part, which is sent so that a
+part without any key is built too."""
 
 Columns = dict[str, np.ndarray]
 """Arrays (n,) or (n, ...) of some rows of a part, by name; `row` (n,) int32 is their
@@ -72,13 +78,14 @@ def window_counts(
     # events are sorted by one int64: key and rank of the time, which fit for any unit
     code = np.unique(key, return_inverse=True)[1].astype(np.int64)
     times, rank = np.unique(time, return_inverse=True)
-    moments, moment = times, rank  # distinct times t, and the index of each event's
+    # distinct times t, and the index (E,) of each event's time t
+    as_of_times, as_of_index = times, rank
     if as_of is not None:
-        moments, moment = np.unique(as_of, return_inverse=True)
+        as_of_times, as_of_index = np.unique(as_of, return_inverse=True)
     sort_key = code * (len(times) + 1) + rank
     order = np.argsort(sort_key)
     sort_key = sort_key[order]
-    moment = moment[order]
+    as_of_index = as_of_index[order]
     time = time[order]
     key_start = sort_key - rank[order]  # (E,) sort key of the key's earliest time
     running = np.zeros((num_events + 1, num_labels), np.int64)  # sums before each event
@@ -86,7 +93,7 @@ def window_counts(
 
     def events_before(shift: int) -> np.ndarray:
         """Return the number (E,) of sorted events before (key, t - shift)."""
-        rank_before = np.searchsorted(times, moments - shift)[moment]
+        rank_before = np.searchsorted(times, as_of_times - shift)[as_of_index]
         return np.searchsorted(sort_key, key_start + rank_before)
 
     end = events_before(delay_ms)
@@ -96,7 +103,7 @@ def window_counts(
     counts[order] = sorted_counts
     latest = end - 1
     has_latest = (end > 0) & (key_start[latest] == key_start)
-    gap[order] = np.where(has_latest, moments[moment] - time[latest], NO_GAP)
+    gap[order] = np.where(has_latest, as_of_times[as_of_index] - time[latest], NO_GAP)
     return counts, gap
 
 
@@ -116,11 +123,11 @@ def stack_columns(columns: list[np.ndarray]) -> np.ndarray:
 
 
 class KeyCounter(ABC):
-    """Counts of one kind of request, by one or more keys."""
+    """Counts of one kind of request, by one or more kinds of key."""
 
     shapes: list[dict[str, tuple[int, ...]]]
-    """For each key the names of its counts, and their shapes per event. Counts are
-    int32, except an int64 `gap`."""
+    """For each kind of key the names of its counts, and their shapes per event. Counts
+    are int32, except an int64 `gap`."""
 
     @abstractmethod
     def read_keys(self, uri: str, *shared: Any) -> tuple[list[np.ndarray], Columns]:
@@ -131,27 +138,27 @@ class KeyCounter(ABC):
             *shared: Lookup tables of the kind.
 
         Returns:
-            For each key its integers (E,), negative for events without the key, and
-            the columns (E, ...) that `count` reads.
+            For each kind of key the key (E,) of each event as an integer, negative for
+            events without a key, and the columns (E, ...) that `count` reads.
         """
 
     @abstractmethod
-    def count(self, key_number: int, rows: Columns) -> Columns:
-        """Count the events of some values of one key.
+    def count(self, kind_index: int, rows: Columns) -> Columns:
+        """Count the events of some keys of one kind.
 
         Args:
-            key_number: Index of the key in `shapes`.
-            rows: Columns of `read_keys`, of all events with these values.
+            kind_index: Index of the kind of key in `shapes`.
+            rows: Columns of `read_keys`, of all events with these keys.
 
         Returns:
-            The counts (n, ...) by name, shaped as in `shapes[key_number]`.
+            The counts (n, ...) by name, shaped as in `shapes[kind_index]`.
         """
 
 
 def gather_counts(
     counter: KeyCounter, num_events: int, pieces: list[Columns]
 ) -> Columns:
-    """Assemble the counts of a part's events from the counts of its keys.
+    """Assemble the counts of a part's events from the counts of its kinds of key.
 
     Args:
         counter: Names and shapes of the counts.
@@ -159,7 +166,7 @@ def gather_counts(
         pieces: Counts of some rows of the part each.
 
     Returns:
-        The counts (E, ...) by name; 0, or NO_GAP, for events without the key.
+        The counts (E, ...) by name; 0, or NO_GAP, for events without a key.
     """
     counts: Columns = {}
     for shapes in counter.shapes:
@@ -230,7 +237,8 @@ def export_counts(
         counter: Reads keys.
         count_inputs: Arguments of `counter.read_keys` after the file.
         write: Called as `write(*shared, bucket, rows)`. `to_columns` converts `rows`;
-            its column `number` is the index of the key, or NO_KEY in rows to ignore.
+            its column `kind_index` is the index of the kind of key, or NO_KIND in rows
+            to ignore.
         shared: First arguments of `write`.
 
     Yields:
@@ -248,15 +256,19 @@ def export_counts(
 
 
 def choose_num_buckets(num_events: int, num_parts: int) -> int:
-    """Return the number of buckets of each key, for `num_events` in `num_parts`."""
+    """Return the number of buckets that the keys of one kind are spread over.
+
+    One part needs one bucket. More parts get at least MIN_BUCKETS, or one bucket per
+    part if there are fewer parts, so that counting runs in parallel.
+    """
     if num_parts <= 1:
         return 1
-    return max(math.ceil(num_events / ROWS_PER_BUCKET), min(num_parts, 8))
+    return max(math.ceil(num_events / ROWS_PER_BUCKET), min(num_parts, MIN_BUCKETS))
 
 
 @dataclass(frozen=True)
 class _ScatterRows:
-    """Reads the rows of a part, once per key, addressed to the bucket of the key.
+    """Reads the rows of a part, once per kind of key, addressed to their key's bucket.
 
     A placeholder row per part makes sure that each part is built.
     """
@@ -265,39 +277,43 @@ class _ScatterRows:
     parts: list[str]
     count_inputs: Call
     num_buckets: int
-    """Number of buckets of each key."""
+    """Number of buckets of each kind of key."""
 
     def __call__(self, part: int) -> Iterator[pa.Table]:
         inputs = map(fetch, self.count_inputs)
         keys, columns = self.counter.read_keys(self.parts[part], *inputs)
-        for number, key in enumerate(keys):
+        for kind_index, key in enumerate(keys):
             rows = np.flatnonzero(key >= 0)
-            bucket = number * self.num_buckets + key[rows] % self.num_buckets
+            bucket = kind_index * self.num_buckets + key[rows] % self.num_buckets
             values = {name: column[rows] for name, column in columns.items()}
-            yield _address(bucket, part, number, rows, values)
+            yield _address(bucket, part, kind_index, rows, values)
         placeholder = {
             name: np.zeros((1, *column.shape[1:]), column.dtype)
             for name, column in columns.items()
         }
-        yield _address(np.zeros(1), part, NO_KEY, np.array([-1]), placeholder)
+        yield _address(np.zeros(1), part, NO_KIND, np.array([-1]), placeholder)
 
 
 def _address(
-    partition: np.ndarray, part: int, number: int, rows: np.ndarray, columns: Columns
+    partition: np.ndarray,
+    part: int,
+    kind_index: int,
+    rows: np.ndarray,
+    columns: Columns,
 ) -> pa.Table:
     """Convert columns of a part's rows to a table to exchange.
 
     Args:
         partition: Partition (n,) that each row is sent to.
         part: Index of the part.
-        number: Index of the key.
+        kind_index: Index of the kind of key.
         rows: Row numbers (n,) in the part.
         columns: Columns (n, ...) of the rows.
     """
     address: Columns = {
         KEY: partition.astype(np.int32),
         "part": np.full(len(rows), part, np.int32),
-        "number": np.full(len(rows), number, np.int8),
+        "kind_index": np.full(len(rows), kind_index, np.int8),
         "row": rows.astype(np.int32),
     }
     return to_table({**address, **columns})
@@ -307,8 +323,9 @@ def _address(
 class _CountRows:
     """Counts the rows of some buckets, and addresses the counts to their parts.
 
-    All exchanged tables have one schema. The counts of a key are flattened and
-    concatenated to the column `flat`, which is as wide as the widest key needs.
+    All exchanged tables have one schema. The counts of a kind of key are
+    flattened and concatenated to the column `flat`, which is as wide as the widest kind
+    needs.
     """
 
     counter: KeyCounter
@@ -323,29 +340,29 @@ class _CountRows:
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         tables = []
-        numbers = rows["number"].to_numpy()
-        for number in sorted_unique(numbers).tolist():
-            columns = to_columns(rows.filter(pa.array(numbers == number)))
+        kind_indices = rows["kind_index"].to_numpy()
+        for kind_index in sorted_unique(kind_indices).tolist():
+            columns = to_columns(rows.filter(pa.array(kind_indices == kind_index)))
             flat = np.zeros((len(columns["row"]), self.width), np.int32)
             gap = np.zeros(len(columns["row"]), np.int64)
-            if number != NO_KEY:
-                counts = self.counter.count(number, columns)
-                for name, flat_columns in self._slices(number).items():
+            if kind_index != NO_KIND:
+                counts = self.counter.count(kind_index, columns)
+                for name, flat_columns in self._slices(kind_index).items():
                     flat[:, flat_columns] = counts[name].reshape(len(flat), -1)
                 gap = counts.get("gap", gap)
-            results = {name: columns[name] for name in ("part", "number", "row")}
+            results = {name: columns[name] for name in ("part", "kind_index", "row")}
             results |= {KEY: columns["part"], "flat": flat, "gap": gap}
             tables.append(to_table(results))
         return pa.concat_tables(tables)
 
     def split_by_key(self, rows: pa.Table) -> list[Columns]:
-        """Return the counts of one part, one element per key, for `gather_counts`."""
+        """Return the counts of one part for `gather_counts`, one element per kind."""
         pieces = []
-        numbers = rows["number"].to_numpy()
-        for number, shapes in enumerate(self.counter.shapes):
-            columns = to_columns(rows.filter(pa.array(numbers == number)))
+        kind_indices = rows["kind_index"].to_numpy()
+        for kind_index, shapes in enumerate(self.counter.shapes):
+            columns = to_columns(rows.filter(pa.array(kind_indices == kind_index)))
             piece = {"row": columns["row"]}
-            for name, flat_columns in self._slices(number).items():
+            for name, flat_columns in self._slices(kind_index).items():
                 flat = columns["flat"][:, flat_columns]
                 piece[name] = flat.reshape(-1, *shapes[name])
             if "gap" in shapes:
@@ -353,11 +370,11 @@ class _CountRows:
             pieces.append(piece)
         return pieces
 
-    def _slices(self, number: int) -> dict[str, slice]:
-        """Return the range of columns of `flat` for each count of a key."""
+    def _slices(self, kind_index: int) -> dict[str, slice]:
+        """Return the range of columns of `flat` for each count of a kind of key."""
         slices: dict[str, slice] = {}
         begin = 0
-        for name, shape in self.counter.shapes[number].items():
+        for name, shape in self.counter.shapes[kind_index].items():
             if name != "gap":
                 slices[name] = slice(begin, begin + math.prod(shape))
                 begin += math.prod(shape)

@@ -123,24 +123,24 @@ class SplitConfig:
             del values["folds"]
         return values
 
-    def resolve(self, clock: bool) -> str:
+    def resolve(self, has_clock_times: bool) -> str:
         """Return the kind of split for a log with or without clock times.
 
         Raises:
             UserError: If the split needs clock times, and the log has none.
         """
-        if self.kind == "temporal" and not clock:
+        if self.kind == "temporal" and not has_clock_times:
             raise UserError(
                 f"split.kind is {self.kind}, but the log has no clock times, only an "
                 f"order of events within each user; use --split.kind leave_last_out"
             )
-        if self.folds > 1 and not clock:
+        if self.folds > 1 and not has_clock_times:
             raise UserError(
                 f"split.folds is {self.folds}, but the log has no clock times, only an "
                 f"order of events within each user; remove split.folds"
             )
         if self.kind == "auto":
-            return "temporal" if clock else "leave_last_out"
+            return "temporal" if has_clock_times else "leave_last_out"
         return self.kind
 
 

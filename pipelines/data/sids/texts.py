@@ -80,7 +80,7 @@ NUM_CHECKED_DOCUMENTS = 64
 """Documents on which an encoder is compared with its stored embeddings."""
 MAX_DIFFERENCE = {"fp32": 1e-4, "bf16": 0.05}
 """Differences of embeddings, by precision, up to which they count as rounding."""
-WARNING = (
+JOINT_WARNING = (
     "warning: query_condition joint stores the [SEP] state of query and document "
     "together, which leaks the document: a model that is conditioned on it reads its "
     "own target; use it for comparison only"
@@ -508,12 +508,13 @@ def encode_log(
     log_encoder = _LogEncoder(
         tables_uri, output_uri, encoder, config, overwrite, say, start_ray
     )
-    table_names = check_texts(tables_uri, encoder, config, output_uri)
+    table_names = choose_text_tables(tables_uri, encoder, config, output_uri)
     if config.query_condition == "joint":
-        say(WARNING)
+        say(JOINT_WARNING)
     items = read_table(join(tables_uri, "items"), "items")
     texts = {"items": item_texts(items, config, say)}
     if "queries" in table_names:
+        # the table is empty if no search has a query, and read_table refuses it then
         texts["queries"] = []
         queries_uri = join(tables_uri, "queries")
         if read_manifest(queries_uri, "queries").rows:
@@ -536,10 +537,12 @@ def encode_log(
         return manifests
 
 
-def check_texts(
+def choose_text_tables(
     tables_uri: str, encoder: str, config: TextConfig, output_uri: str
 ) -> tuple[str, ...]:
-    """Check texts, encoder, options and output before Ray starts.
+    """Return the names of the tables to write, before Ray starts.
+
+    Texts, encoder, options and output are checked.
 
     Args:
         tables_uri: Folder of the log's tables.
@@ -548,7 +551,7 @@ def check_texts(
         output_uri: Folder of the tables of embeddings.
 
     Returns:
-        Names of the tables to write.
+        Names of the tables of embeddings that the log's kind of requests needs.
 
     Raises:
         UserError: If models of this kind read no texts, or an argument is not valid.

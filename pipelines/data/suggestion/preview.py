@@ -81,7 +81,7 @@ def preview(
     """
     users = log.read_users(input_uri, {}, first_file_only=True)
     user_rows = users.rows if users else None
-    read_first = partial(_read_first_rows, input_uri, log.clock)
+    read_first = partial(_read_first_rows, input_uri, log.has_clock_times)
 
     def read_events(file: str) -> Iterator[Block]:
         return log.read_events(input_uri, file, user_rows)
