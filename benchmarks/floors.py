@@ -28,17 +28,17 @@ PARTS = 100
 MODELS = ("item_knn", "ease")
 
 
-def draw_batch(items: int) -> InteractionBatch:
+def draw_batch(num_items: int) -> InteractionBatch:
     """Return all training behaviours of a random log as one batch.
 
     Args:
-        items: Number of items, and seed of the log.
+        num_items: Number of items, and seed of the log.
     """
-    rng = np.random.default_rng(items)
-    users = np.repeat(np.arange(2 * items), BEHAVIOURS_PER_USER)
+    rng = np.random.default_rng(num_items)
+    users = np.repeat(np.arange(2 * num_items), BEHAVIOURS_PER_USER)
     # n**u - 1 with uniform u has a density of 1 / rank: Zipf's law
-    any_item = (items ** rng.random(len(users))).astype(np.int64) - 1
-    part_size = items // PARTS
+    any_item = (num_items ** rng.random(len(users))).astype(np.int64) - 1
+    part_size = num_items // PARTS
     rank_in_part = (part_size ** rng.random(len(users))).astype(np.int64) - 1
     preferred_item = users % PARTS * part_size + rank_in_part
     target = np.where(rng.random(len(users)) < 0.5, any_item, preferred_item)
@@ -48,22 +48,22 @@ def draw_batch(items: int) -> InteractionBatch:
     )
 
 
-def fit(name: str, items: int, results: Any) -> None:
+def fit(name: str, num_items: int, results: Any) -> None:
     """Fit a model, and report its time and memory.
 
     Args:
         name: Name of the model.
-        items: Number of items of the log.
+        num_items: Number of items of the log.
         results: Queue that receives seconds, processor seconds and peak memory in MB.
     """
-    catalogue, batch = Catalogue(items), draw_batch(items)
+    catalogue, batch = Catalogue(num_items), draw_batch(num_items)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model_class, options = parse_options({"name": name})
     config = model_class.resolve_config(options, catalogue)
     model: Any = model_class(config, catalogue)
     start_s = time.perf_counter()
     cpu_start_s = time.process_time()
-    model.fit_counts([batch])
+    model.fit_in_one_pass([batch])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = time.perf_counter() - start_s
     cpu_seconds = time.process_time() - cpu_start_s
@@ -75,22 +75,22 @@ def floors(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per model and number of items."""
     context = multiprocessing.get_context("spawn")
-    for items in sizes:
+    for num_items in sizes:
         for name in MODELS:
             results = context.Queue()
-            process = context.Process(target=fit, args=(name, items, results))
+            process = context.Process(target=fit, args=(name, num_items, results))
             process.start()
             seconds, cpu_seconds, memory = results.get()
             process.join()
             yield {
                 "benchmark": "floors",
                 "variant": name,
-                "params": {"items": items, "behaviours": 20 * items},
+                "params": {"items": num_items, "behaviours": 20 * num_items},
                 "runs": 1,
                 "median_s": seconds,
                 "min_s": seconds,
                 "max_s": seconds,
                 "cpu_s": cpu_seconds,
-                "items_per_s": items / seconds,
+                "items_per_s": num_items / seconds,
                 "peak_memory_mb": memory,
             }

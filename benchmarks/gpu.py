@@ -414,7 +414,7 @@ def page(rows: list[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Parse the command line, and time the chosen variants or print saved tables."""
+    """Time the variants of the command line, or print the page of saved timings."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__
     )

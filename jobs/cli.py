@@ -35,7 +35,7 @@ from models.storage.uri import check_buckets_first
 from pipelines.faults import explain, find_user_error
 from pipelines.training.stop import STOP_REQUEST
 
-STOPPED = "stopped; the same command again continues from what is finished\n"
+STOPPED = "stopped; the same command again keeps the finished work and continues\n"
 """Message of a command that SIGINT (Ctrl-C, exit code 130) or SIGTERM (143) stops."""
 
 TRACEBACK = "TRIELINE_TRACEBACK"

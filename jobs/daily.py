@@ -213,12 +213,12 @@ class Day:
         print()
         return cli.run_job(job, options)
 
-    def save(self, day: dict[str, Any], **values: Any) -> None:
-        """Add values to the record of a day, and write all records.
+    def save(self, record: dict[str, Any], **values: Any) -> None:
+        """Add values to the record of a day, and write the records of all days.
 
         A step whose result is recorded is not repeated.
         """
-        day |= values
+        record |= values
         write_file(join(self.output, DAYS), json.dumps(self.days, indent=2).encode())
 
     def begin(self) -> dict[str, Any]:

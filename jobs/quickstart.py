@@ -191,9 +191,9 @@ class Config:
 class Steps:
     """Runner of jobs in this process, which prints the number and command of each."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.number = 0
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.num_started = 0
         self.started = time.monotonic()
 
     def run(self, title: str, job: str, options: dict[str, Any]) -> Any:
@@ -204,10 +204,11 @@ class Steps:
             job: Name of the job, such as `train`.
             options: Nested options of the job.
         """
-        self.number += 1
+        self.num_started += 1
         elapsed = time.monotonic() - self.started
         print(
-            f"\n[{self.number}/{self.count}] {title}   ({elapsed:.0f} s so far)",
+            f"\n[{self.num_started}/{self.num_steps}] {title}   "
+            f"({elapsed:.0f} s so far)",
             flush=True,
         )
         return cli.run_job(job, options)
@@ -549,12 +550,12 @@ def make_extra(config: Config, folders: Folders, steps: Steps) -> bool:
     return True
 
 
-def codebook_size(items: int) -> int:
+def codebook_size(num_items: int) -> int:
     """Return the number of codes per level for a number of items.
 
     It is the largest power of two from 2 to 256 with at least 8 items per code.
     """
-    return min(256, 2 ** max(1, (items // 8).bit_length() - 1))
+    return min(256, 2 ** max(1, (num_items // 8).bit_length() - 1))
 
 
 def simulate_log(config: Config, folders: Folders, steps: Steps) -> None:

@@ -117,18 +117,20 @@ class CustomFeatures:
         numbers = [number.name for number in self.numbers]
         return (*numbers, *(category.name for category in self.categories))
 
-    def matrix(self, columns: Mapping[str, pa.Array], rows: int) -> NDArray[np.float32]:
+    def matrix(
+        self, columns: Mapping[str, pa.Array], num_rows: int
+    ) -> NDArray[np.float32]:
         """Convert columns to a matrix.
 
         Args:
-            columns: (rows,) values by name of the column; values of absent columns are
+            columns: (n,) values by name of the column; values of absent columns are
                 missing or unknown.
-            rows: Number of rows.
+            num_rows: Number n of rows.
 
         Returns:
-            (rows, X + G) numbers, NaN if missing, followed by codes of categories.
+            (n, X + G) numbers, NaN if missing, followed by codes of categories.
         """
-        matrix = np.zeros((rows, len(self.names)), np.float32)
+        matrix = np.zeros((num_rows, len(self.names)), np.float32)
         for index, number in enumerate(self.numbers):
             matrix[:, index] = np.nan
             if number.name in columns:

@@ -37,9 +37,9 @@ class Model(nn.Module):
 
     The constructor takes the resolved config and the catalogue. A model that is trained
     by gradient has a method `forward(batch)`, which returns a mapping with the () mean
-    `loss` of the batch; other models have `fit_counts(batches)`. A model that ranks a
-    catalogue has `recommend(batch, k, **options)`, and a model that ranks candidates
-    has `score(batch)`.
+    `loss` of the batch; other models have `fit_in_one_pass(batches)`. A model that
+    ranks a catalogue has `recommend(batch, k, **options)`, and a model that ranks
+    candidates has `score(batch)`.
     """
 
     name: ClassVar[str]
@@ -65,10 +65,11 @@ class Model(nn.Module):
     """Unit of an evaluation example."""
 
     trains_by_gradient: ClassVar[bool] = True
-    """Whether the model is trained by gradient descent; if not, `fit_counts` is called
-    once."""
+    """Whether the model is trained by gradient descent; if not, `fit_in_one_pass` is
+    called once."""
     stops_early: ClassVar[bool] = False
-    """Whether `fit_counts(train, val)` takes validation batches, for early stopping."""
+    """Whether `fit_in_one_pass(train, val)` takes validation batches, for early
+    stopping."""
     supports_fsdp: ClassVar[bool] = False
     """Whether FSDP can shard the model over workers."""
     can_teach: ClassVar[bool] = False

@@ -262,7 +262,7 @@ def train(options: argparse.Namespace) -> None:
     state = resume(run, output, last) if last else None
     run.check_metric()
     if not run.model.trains_by_gradient:
-        run.fit_counts()
+        run.fit_in_one_pass()
         uri = join(output, BEST)
         checkpoint.save(uri, run.model, run.checkpoint(epoch=1))
         print(f"counted; checkpoint {uri}")

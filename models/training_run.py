@@ -204,16 +204,16 @@ class TrainingRun:
         )
         return result.sums, result.num_examples
 
-    def fit_counts(self) -> None:
+    def fit_in_one_pass(self) -> None:
         """Fit a model that is not trained by gradient, in one pass over its batches.
 
         A model with early stopping also reads the validation batches.
         """
         model: Any = self.model
         if self.model.stops_early:
-            model.fit_counts(self.train(0, 0), self._validation_batches())
+            model.fit_in_one_pass(self.train(0, 0), self._validation_batches())
         else:
-            model.fit_counts(self.train(0, 0))
+            model.fit_in_one_pass(self.train(0, 0))
 
     def _validation_batches(self) -> Iterator[Batch]:
         """Yield the validation batches on the model's device."""

@@ -101,7 +101,7 @@ def run(config: Config) -> None:
     evaluations = group_evaluations(all_runs)
     for run in list(runs):
         runs += evaluations.get(run.info.run_id, [])
-    lines = [to_line(selection, run) for run in runs]
+    lines = [read_line(selection, run) for run in runs]
     lines.sort(key=lambda line: (line["experiment"], line["start_ms"], line["id"]))
     write(
         "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines),
@@ -110,8 +110,8 @@ def run(config: Config) -> None:
     print(f"{pluralize(len(lines), 'run')} written to {config.output}")
 
 
-def to_line(selection: Selection, run: Any) -> Line:
-    """Return the values of a run that are saved, as a JSON object."""
+def read_line(selection: Selection, run: Any) -> Line:
+    """Read the values of a run that are saved, as a JSON object."""
     metrics = {
         name: value
         for name, value in run.data.metrics.items()

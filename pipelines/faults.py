@@ -17,7 +17,7 @@ from functools import partial
 from models.error_text import MAX_REASON_CHARS, first_line
 from models.storage.tables import UserError
 
-RETRY_ADVICE = "then run the same command again, which continues from what is finished"
+RETRY_ADVICE = "then run the same command again, which keeps the finished work"
 
 DISK_FULL = re.compile(
     r"no space left on device|disk is full|disk quota exceeded|file too large|"

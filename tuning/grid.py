@@ -98,7 +98,7 @@ class Trial:
     """Options of the evaluation."""
 
     def inputs(self, shared: Inputs) -> Inputs:
-        """Return the sweep's inputs, with the trial's `sids` and `text` if it has them."""
+        """Return the sweep's inputs, with `sids` and `text` of the trial, if any."""
         folders = {name: self.folders[name] for name in INPUTS if name in self.folders}
         return replace(shared, **folders)
 

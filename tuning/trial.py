@@ -53,7 +53,7 @@ class SweepSpec:
     """Grid, tables and resources of a sweep, which every trial receives."""
 
     grid: Grid
-    """The grid."""
+    """Kind, metric and scheduler of the sweep; its points are expanded to `trials`."""
     trials: dict[str, Trial]
     """All trials, by name."""
     inputs: Inputs

@@ -165,7 +165,7 @@ class BoostedActions(ActionsModel):
                 scores.append(predict_log_odds(booster, columns))
         return torch.stack(scores, 1)
 
-    def fit_counts(
+    def fit_in_one_pass(
         self, train: Iterable[ActionsBatch], val: Iterable[ActionsBatch]
     ) -> None:
         """Grow the trees of each task until the task's log loss on val stops falling.

@@ -163,6 +163,7 @@ class ActionsCatalogue:
             "numbers": self.attributes.numbers,
             CUSTOM_KEY: [asdict(number) for number in self.custom_features.numbers],
             "text_size": self.text_size,
+            # not strict: the rates are empty if they are unknown
             "rates": dict(zip(self.labels, self.train_rates, strict=False)),
         }
 
@@ -178,7 +179,8 @@ class ActionsCatalogue:
         Args:
             tables: Output folder of jobs.prepare.
             text: Output folder of jobs.encode; None for models without text.
-            scales: Scales from a checkpoint (`scales`), which replace computed ones.
+            scales: Result of `scales()` stored in a checkpoint, which replaces computed
+                scales.
 
         Raises:
             UserError: If the tables do not belong together, or `item_index` is not

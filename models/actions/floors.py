@@ -82,7 +82,7 @@ class BaseRate(ActionsModel):
         self.register_buffer("events", torch.zeros(shape[0], dtype=torch.float64))
         self.register_buffer("done", torch.zeros(shape, dtype=torch.float64))
 
-    def fit_counts(self, batches: Iterable[ActionsBatch]) -> None:
+    def fit_in_one_pass(self, batches: Iterable[ActionsBatch]) -> None:
         """Count the training events of each item, and its positive events per task."""
         num_events = torch.zeros_like(self.events, device="cpu")
         num_positives = torch.zeros_like(self.done, device="cpu")

@@ -161,7 +161,7 @@ class NewItems:
         }
 
     def _encode(self, texts: list[str]) -> Floats:
-        """Return the vectors (n, W) of texts, or warn and return 0 without encoder."""
+        """Return the vectors (n, W) of texts. Warn and return 0 without an encoder."""
         if self.encoder is None:
             warnings.warn(
                 f"the model was saved without its text encoder; {len(texts)} new items "

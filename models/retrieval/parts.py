@@ -163,7 +163,7 @@ class Backbone(nn.Module):
     """
 
     tokens: SidTokens
-    """The vocabulary."""
+    """Vocabulary of the codes that histories consist of."""
     embedding: nn.Embedding
     """(V, D) token embeddings; D is also the width of the states."""
     max_history: int
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
     """
 
     tokens: SidTokens
-    """The vocabulary."""
+    """Vocabulary of the codes to predict."""
     first_level = 0
     """First level that the decoder predicts; another decoder has the levels before."""
     hidden_width: int

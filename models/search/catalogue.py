@@ -313,7 +313,8 @@ class SearchCatalogue:
             text: Output folder of jobs.encode; None for text of width 0.
             scale: Whether to compute the features' mean and deviation from the train
                 split. A served model does not need them, as its checkpoint has them.
-            scales: Scales from a checkpoint (`scales`), which replace computed ones.
+            scales: Result of `scales()` stored in a checkpoint, which replaces computed
+                scales.
 
         Raises:
             UserError: If the tables do not belong together.

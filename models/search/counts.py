@@ -104,9 +104,9 @@ class Counts:
 
     tables: dict[str, CountTable]
     """Features by kind of key: `item`, `query` and `pair`."""
-    items: dict[str, int]
+    row_by_item: dict[str, int]
     """Row of each item id."""
-    queries: dict[str, int]
+    row_by_query: dict[str, int]
     """Row of each query."""
     pairs: NDArray[np.int64]
     """Key of each pair, ascending: item row * number of queries + query row."""
@@ -159,8 +159,8 @@ class Counts:
                 )
                 for kind, rows in rows_by_kind.items()
             },
-            items=_row_by_value(item_rows["item_id"]),
-            queries=_row_by_value(query_rows["query"]),
+            row_by_item=_row_by_value(item_rows["item_id"]),
+            row_by_query=_row_by_value(query_rows["query"]),
             pairs=key[order],
         )
 
@@ -172,10 +172,10 @@ class Counts:
             items: (N,) item ids.
             query: The request's query.
         """
-        item = np.array([self.items.get(id_, -1) for id_ in items], np.int64)
-        query_row = self.queries.get(query or "", -1)
+        item = np.array([self.row_by_item.get(id_, -1) for id_ in items], np.int64)
+        query_row = self.row_by_query.get(query or "", -1)
         pair_row, is_counted = find_sorted(
-            self.pairs, item * len(self.queries) + query_row
+            self.pairs, item * len(self.row_by_query) + query_row
         )
         is_counted &= (item >= 0) & (query_row >= 0)
         # row -1 is the last row, which holds the values of keys without events

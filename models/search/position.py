@@ -29,7 +29,7 @@ class Position(nn.Module):
             the mode `dropout`.
         features: (F,) names of the columns.
         unknown: Names of features that are unknown at ranking time.
-        labels: Number of labels K.
+        num_labels: Number K of labels.
     """
 
     known: Tensor
@@ -43,7 +43,7 @@ class Position(nn.Module):
         dropout_p: float,
         features: tuple[str, ...],
         unknown: tuple[str, ...],
-        labels: int,
+        num_labels: int,
     ):
         super().__init__()
         self.mode, self.dropout_p = mode, dropout_p
@@ -60,11 +60,11 @@ class Position(nn.Module):
             self.bias = nn.Sequential(
                 nn.Linear(num_unknown, BIAS_WIDTH),
                 nn.ReLU(),
-                nn.Linear(BIAS_WIDTH, labels),
+                nn.Linear(BIAS_WIDTH, num_labels),
             )
 
     def hide(
-        self, features: Tensor, request: Tensor, requests: int, shown: bool
+        self, features: Tensor, request: Tensor, num_requests: int, shown: bool
     ) -> Tensor:
         """Replace unknown features by 0, the mean of scaled features.
 
@@ -74,7 +74,7 @@ class Position(nn.Module):
         Args:
             features: (N, F) scaled features.
             request: (N,) request of each candidate.
-            requests: Number of requests R.
+            num_requests: Number R of requests.
             shown: Whether to read the positions at which results were shown.
 
         Returns:
@@ -84,7 +84,9 @@ class Position(nn.Module):
             return features * self.known
         if not self.training:
             return features
-        reads_position = torch.rand(requests, device=features.device) >= self.dropout_p
+        reads_position = (
+            torch.rand(num_requests, device=features.device) >= self.dropout_p
+        )
         return torch.where(self.known | reads_position[request][:, None], features, 0)
 
     def compute_bias(self, features: Tensor, shown: bool) -> Tensor | float:

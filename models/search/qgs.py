@@ -376,6 +376,7 @@ def build_encoder(config: QGSConfig) -> nn.Module:
             config.max_history,
             config.dropout,
         )
+    # transformer
     return CausalBert(
         config.width,
         config.num_layers,

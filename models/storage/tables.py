@@ -414,7 +414,7 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
         leaves = [
             leaf
             for column in table.schema
-            for leaf in _leaves(column.name, column.type)
+            for leaf in _list_leaves(column.name, column.type)
         ]
         # int64 columns are times, sorted within a user: delta encoding is smaller and
         # faster than a dictionary
@@ -439,17 +439,17 @@ def write_part(uri: str, table: pa.Table, **options: Any) -> Part:
     return part
 
 
-def _leaves(path: str, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
+def _list_leaves(path: str, arrow_type: pa.DataType) -> list[tuple[str, pa.DataType]]:
     """Return the paths and types of the Parquet columns of an Arrow column."""
-    if isinstance(kind, pa.ListType | pa.FixedSizeListType):
-        return _leaves(f"{path}.list.element", kind.value_type)
-    if isinstance(kind, pa.StructType):
+    if isinstance(arrow_type, pa.ListType | pa.FixedSizeListType):
+        return _list_leaves(f"{path}.list.element", arrow_type.value_type)
+    if isinstance(arrow_type, pa.StructType):
         return [
             leaf
-            for column in kind
-            for leaf in _leaves(f"{path}.{column.name}", column.type)
+            for column in arrow_type
+            for leaf in _list_leaves(f"{path}.{column.name}", column.type)
         ]
-    return [(path, kind)]
+    return [(path, arrow_type)]
 
 
 RAY_PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+")

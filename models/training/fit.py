@@ -357,11 +357,12 @@ class Pace:
         self._epoch_steps, self._epoch_seconds = cursor.step_in_epoch, cursor.seconds
 
     def seconds_left(self, cursor: Cursor, unread: float = 0.0) -> float | None:
-        """Estimate the seconds until the last planned step.
+        """Estimate the seconds that the remaining steps and validations take.
 
         Args:
-            cursor: Position of the run, with the duration of the epoch's steps.
-            unread: Seconds of steps that the cursor does not contain yet.
+            cursor: Position of the run, with the seconds of the epoch's steps.
+            unread: Seconds of the latest steps, which `cursor.seconds` does not contain
+                yet.
 
         Returns:
             The seconds, or None if fewer than `PACE_STEPS` steps were timed.

@@ -3,7 +3,7 @@
 #
 #   papers/results/actions.sh LOG OUT      LOG: the folder kuairand_pure; OUT: where tables and runs go
 #
-# The sweep goes on from what is finished when the line is given again. Some 40 minutes on 2 cores. Then:
+# The same line again keeps the finished trials and continues. Some 40 minutes on 2 cores. Then:
 #
 #   python -m papers.kept --experiment actions/kuairand --sweep models --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --output papers/results/actions.jsonl

@@ -5,7 +5,7 @@
 #   papers/results/fresh_feed.sh OUT      OUT: where the log, tables and runs go
 #
 # Only a user's own actions tell whether it likes dogs or cats: the normalised entropy of like is 1 without them and 0.469
-# at best, as jobs.simulate prints. The sweep goes on from what is finished when the line is given again. At its end the
+# at best, as jobs.simulate prints. The same line again keeps the finished trials and continues. At its end the
 # runs are kept in papers/results/fresh_feed.jsonl.
 set -euo pipefail
 out=$(realpath -m "$1")

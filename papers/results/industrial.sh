@@ -4,7 +4,7 @@
 #   papers/results/industrial.sh LOG OUT [SEED]      LOG: the folder amazon18_industrial; OUT: where tables and runs go
 #
 # One small TIGER teaches its students, one small LLaMA of random weights those of LC-Rec. All search the same trie with
-# 20 beams. The line again goes on from what is finished. Then:
+# 20 beams. The same line again keeps the finished work and continues. Then:
 #
 #   python -m papers.kept --experiment retrieval/industrial --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --output papers/results/industrial.jsonl

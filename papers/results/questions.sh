@@ -7,7 +7,7 @@
 #                                            by default all
 #   SEEDS='42 43 44'                         of teachers, requests and selection
 #
-# The line again goes on from what is finished. Then:
+# The same line again keeps the finished work and continues. Then:
 #
 #   python -m papers.kept --experiment retrieval/questions --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --output papers/results/questions.jsonl

@@ -11,7 +11,7 @@
 # and 3 of the others on a core of AMD EPYC. jobs.simulate prints the best possible GAUC of the latest tenth, which the
 # models are tested on: 0.7622 by the intent alone, 0.7918 by the intent and earlier clicks. beauty_search: with EPOCHS=3
 # and MODELS='qgs no_history', 2 minutes a run.
-# The line again goes on from what is finished. Then, for each part:
+# The same line again keeps the finished work and continues. Then, for each part:
 #
 #   python -m papers.kept --experiment search/PART --tracking_uri sqlite:///OUT/PART/runs/mlflow.db \
 #       --output papers/results/search_PART.jsonl

@@ -124,15 +124,15 @@ def best_floors(groups: Sequence[Group]) -> dict[tuple[str, ...], Group]:
     return best
 
 
-def judge(interval: Interval, users: int, metric: str) -> str:
+def judge(interval: Interval, num_users: int, metric: str) -> str:
     """Return the verdict on a model and its floor.
 
     Args:
         interval: Interval of the model's paired difference to the floor.
-        users: Number of users; below `MIN_USERS` the verdict is `-`.
+        num_users: Number of users; below `MIN_USERS` the verdict is `-`.
         metric: Name of the metric.
     """
-    if users < MIN_USERS:
+    if num_users < MIN_USERS:
         return "-"
     if interval.is_noise:
         return UNDECIDED
@@ -141,22 +141,23 @@ def judge(interval: Interval, users: int, metric: str) -> str:
 
 
 def compare_per_user(
-    model: Mapping[str, str], floor: Mapping[str, str]
+    model_metric: Mapping[str, str], floor_metric: Mapping[str, str]
 ) -> tuple[Interval, int] | None:
     """Return the paired difference of two metrics per user and the number of users.
 
     Args:
-        model: Encoded metric per user of the model (see `decode_values`).
-        floor: Encoded metric per user of the floor.
+        model_metric: Encoded metric per user of the model (see `decode_values`).
+        floor_metric: Encoded metric per user of the floor.
 
     Returns:
         The difference and the number of users, or None if the users differ.
     """
-    if model["users"] != floor["users"]:
+    if model_metric["users"] != floor_metric["users"]:
         return None
-    values, counts = decode_values(dict(model))
-    base = decode_values(dict(floor))[0]
-    return bootstrap_intervals((values - base)[None], counts)[0], len(counts)
+    values, counts = decode_values(dict(model_metric))
+    floor_values, _ = decode_values(dict(floor_metric))
+    differences = (values - floor_values)[None]
+    return bootstrap_intervals(differences, counts)[0], len(counts)
 
 
 def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, Any]:

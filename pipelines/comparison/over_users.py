@@ -333,7 +333,7 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
 
 
 def to_cells(
-    pair: Pair, interval: Interval, base: float, users: int, metric: str
+    pair: Pair, interval: Interval, base: float, num_users: int, metric: str
 ) -> list[str]:
     """Return the table cells of a pair.
 
@@ -341,25 +341,25 @@ def to_cells(
         pair: Row and base whose difference is shown.
         interval: Interval of the mean difference.
         base: Mean of the base's metric.
-        users: Number of users.
+        num_users: Number of users.
         metric: Name of the metric, without its split.
     """
     return [
         pair.name,
         pair.base,
         str(len(pair.runs)),
-        f"{users:,}",
+        f"{num_users:,}",
         f"{interval.mean:+.4f}",
         str(interval),
         percent(interval.mean / base if base else math.nan),
-        judge_difference(interval, users, metric),
+        judge_difference(interval, num_users, metric),
         pair.training_difference,
     ]
 
 
-def judge_difference(interval: Interval, users: int, metric: str) -> str:
+def judge_difference(interval: Interval, num_users: int, metric: str) -> str:
     """Return `better`, `worse` or `noise`, or `-` below `MIN_USERS` users."""
-    if users < MIN_USERS:
+    if num_users < MIN_USERS:
         return "-"
     if interval.is_noise:
         return "noise"

@@ -281,7 +281,7 @@ class Comparison:
     """The rows of a selection, best first."""
 
     selection: Selection
-    """The compared runs."""
+    """Runs to compare, with the title and the notes of the page."""
     rows: list[Row]
     """Rows, best first by the metric on test, then on val."""
     metric: str

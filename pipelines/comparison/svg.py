@@ -66,7 +66,7 @@ class Drawing:
     caption: str
     """Explanation of the figure."""
     figure: Figure
-    """The figure."""
+    """Matplotlib figure to render as SVG."""
     hover: dict[str, list[str]] = field(default_factory=dict)
     """Text of each marker of a line, by the line's group id (`add_hover`)."""
 

@@ -51,7 +51,7 @@ class OutputTables:
     """The tables in the output folder of a run."""
 
     uri: str
-    """The output folder."""
+    """Folder that the tables are written to."""
     report: Report
     engine: Engine
     overwrite: bool = False
@@ -231,7 +231,7 @@ class Run:
     """Log, settings and tables of a call of `prepare`, shared by its steps."""
 
     source: Log
-    """The raw log."""
+    """Mapping from the columns of the raw files to events, items and users."""
     input: str
     """Folder of the raw files."""
     config: PrepareConfig

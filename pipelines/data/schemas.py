@@ -12,19 +12,19 @@ CARRIED = ("label_", "known_", "num_", "cat_")
 """Prefixes of the columns that sequences copy from events."""
 
 
-def _required(name: str, kind: pa.DataType) -> pa.Field:
+def _required(name: str, dtype: pa.DataType) -> pa.Field:
     """Return a field that is never null."""
-    return pa.field(name, kind, nullable=False)
+    return pa.field(name, dtype, nullable=False)
 
 
-def _list(kind: pa.DataType) -> pa.DataType:
+def _list(dtype: pa.DataType) -> pa.DataType:
     """Return the type of a list whose elements are called `item`."""
-    return pa.list_(pa.field("item", kind))
+    return pa.list_(pa.field("item", dtype))
 
 
-def _user_list(name: str, kind: pa.DataType) -> pa.Field:
+def _user_list(name: str, dtype: pa.DataType) -> pa.Field:
     """Return a field with a list of values per user."""
-    return _required(name, _list(kind))
+    return _required(name, _list(dtype))
 
 
 def _carried_fields(events: pa.Schema) -> list[pa.Field]:

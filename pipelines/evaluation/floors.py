@@ -62,7 +62,7 @@ def measure_floors(
             registry.find(name).config_class(), fit, inputs
         )
         floor = TrainingRun.build(config, fit, model_inputs)
-        floor.fit_counts()
+        floor.fit_in_one_pass()
         for options, ranking_floors in zip(rankings, floors, strict=True):
             ranking_floors.append(measure_floor(floor, name, inputs, split, options))
     return floors

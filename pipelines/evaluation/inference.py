@@ -155,7 +155,7 @@ class InferenceTask:
     uri: str
     """Folder of the checkpoint."""
     inputs: Inputs
-    """The tables."""
+    """Folders of the tables with the users and the catalogue."""
     output: str
     """Folder of the table."""
     schema: pa.Schema

@@ -49,7 +49,7 @@ class Task:
     uri: str
     """Folder of the checkpoint."""
     inputs: Inputs
-    """The tables."""
+    """Folders of the tables that are evaluated."""
     split: Any
     """`val` or `test`."""
     batch_size: int

@@ -143,7 +143,7 @@ class Task:
     """A checked training, as the driver sends it to its workers."""
 
     config: TrainConfig
-    """The resolved configuration."""
+    """Options of the training, in which the model's own defaults are resolved."""
     hashes: dict[str, str]
     """Hashes of the tables that the driver checked."""
     run: tracking.RunRef | None
@@ -277,7 +277,7 @@ def run_task(task: Task, worker: WorkerContext) -> None:
                         logger.flush()
                 raise
         elif last is None:
-            fit_counts(run, task, worker, logger)
+            fit_in_one_pass(run, task, worker, logger)
         is_stopping = StopRequests(worker).should_stop()
         timeout_s = tracking.STOP_PATIENCE_S if is_stopping else None
         flush_seconds = logger.flush(timeout_s) if logger else 0.0
@@ -500,10 +500,10 @@ def describe_event(event: Event | HeartbeatEvent, run: TrainingRun) -> Iterator[
         yield f"stopping: saving a checkpoint of step {event.step}"
 
 
-def fit_counts(
+def fit_in_one_pass(
     run: TrainingRun, task: Task, worker: WorkerContext, logger: tracking.Logger | None
 ) -> None:
-    """Fit a model that counts instead of training by gradients, and save it.
+    """Fit a model that is not trained by gradient, and save it.
 
     Args:
         run: Model and data of the training.
@@ -512,7 +512,7 @@ def fit_counts(
         logger: Logger of the MLflow run; None except on rank 0.
     """
     began = time.perf_counter()
-    run.fit_counts()
+    run.fit_in_one_pass()
     seconds = time.perf_counter() - began
     sums, count = run.validate(run.model)
     metrics = run.means(sums) if count else {}

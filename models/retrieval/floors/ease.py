@@ -99,7 +99,7 @@ class EASE(RetrievalModel):
             f"{gib:,.1f} GiB"
         ]
 
-    def fit_counts(self, batches: Iterable[InteractionBatch]) -> None:
+    def fit_in_one_pass(self, batches: Iterable[InteractionBatch]) -> None:
         """Solve for B from training batches of unit `behaviour`, once."""
         matrix = interaction_matrix(batches, len(self.counts))
         self.counts.copy_(item_counts(matrix))

@@ -98,7 +98,7 @@ class ItemKNN(RetrievalModel):
         self.register_buffer("similarity", torch.zeros(shape))
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
 
-    def fit_counts(self, batches: Iterable[InteractionBatch]) -> None:
+    def fit_in_one_pass(self, batches: Iterable[InteractionBatch]) -> None:
         """Find the neighbours from training batches of unit `behaviour`, once."""
         matrix = interaction_matrix(batches, len(self.counts))
         self.counts.copy_(item_counts(matrix))

@@ -43,7 +43,7 @@ class Popularity(RetrievalModel):
         super().__init__(config, catalogue)
         self.register_buffer("counts", torch.zeros(catalogue.num_items))
 
-    def fit_counts(self, batches: Iterable[InteractionBatch]) -> None:
+    def fit_in_one_pass(self, batches: Iterable[InteractionBatch]) -> None:
         """Count the targets of training batches of unit `behaviour`, once."""
         counts = torch.zeros(len(self.counts), dtype=torch.float64)
         for batch in batches:

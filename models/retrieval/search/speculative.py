@@ -190,7 +190,7 @@ def speculative_search(
     target: Target,
     draft: Draft,
     trie: Trie,
-    requests: int,
+    num_requests: int,
     k: int,
     options: Speculation,
     keys: Tensor | None = None,
@@ -201,7 +201,7 @@ def speculative_search(
         target: Model that verifies drafts.
         draft: Model that proposes drafts.
         trie: Trie of the catalogue.
-        requests: Number B of requests.
+        num_requests: Number B of requests.
         k: Number of items per request.
         options: Options of the search.
         keys: (B,) int64 seeds of the requests for a relaxed search; None for a strict
@@ -215,18 +215,18 @@ def speculative_search(
     device = trie.leaves.device
 
     def zeros() -> Tensor:
-        return torch.zeros(requests, dtype=torch.long, device=device)
+        return torch.zeros(num_requests, dtype=torch.long, device=device)
 
     result = SpeculativeResult(
-        items=torch.full((requests, k), -1, device=device),
-        scores=torch.full((requests, k), -torch.inf, device=device),
+        items=torch.full((num_requests, k), -1, device=device),
+        scores=torch.full((num_requests, k), -torch.inf, device=device),
         passes=zeros(),
         drafted=zeros(),
         accepted=zeros(),
     )
     root = zeros().unsqueeze(1)
     all_requests = Beams(
-        rows=torch.arange(requests, device=device),
+        rows=torch.arange(num_requests, device=device),
         codes=root[..., None][..., :0],
         node=root,
         score=root.float(),

@@ -241,13 +241,20 @@ class RecurrentDecoder(Decoder):
         return self.norm(x), block_states
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:
-        """Return the outputs (B, L - first_level, N) before each code (B, L)."""
+        """Return the outputs (B, L - first_level, N) before each code to predict.
+
+        The codes from `first_level` on are predicted.
+
+        Args:
+            history: States of the history.
+            codes: (B, L) codes of the target.
+        """
         prefix = self.embed(self.tokens.shift_right(codes)[:, 1:])  # (B, L - 1, D)
         outputs, _ = self.read(history, prefix)
         return outputs[:, self.first_level :]
 
     def logits(self, hidden: Tensor) -> Sequence[Tensor]:
-        """Return the logits (B, C_l) of each level, one linear layer each."""
+        """Return the logits (B, C_l) of each level from `first_level` on."""
         heads = self.heads[self.first_level :]
         return [head(x) for head, x in zip(heads, hidden.unbind(1), strict=True)]
 

@@ -140,7 +140,7 @@ class Boosted(SearchModel):
         assert self.booster is not None, "fit or load the trees first"
         return predict_log_odds(self.booster, self.columns(batch))[:, None]
 
-    def fit_counts(
+    def fit_in_one_pass(
         self, train: Iterable[SearchBatch], val: Iterable[SearchBatch]
     ) -> None:
         """Grow trees on the train split until the log loss on val stops falling.

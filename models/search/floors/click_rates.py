@@ -106,7 +106,7 @@ class ClickRate(SearchFloor):
             ]
         return [f"ranks by {catalogue.features[self.column]}"]
 
-    def fit_counts(self, batches: Iterable[SearchBatch]) -> None:
+    def fit_in_one_pass(self, batches: Iterable[SearchBatch]) -> None:
         """Do nothing: the tables have the rates of every request."""
 
     def score(self, batch: SearchBatch) -> Tensor:
@@ -160,7 +160,7 @@ class LogOrder(SearchFloor):
         super().__init__(config, catalogue)
         self.register_buffer("first_rate", torch.tensor(0.5, dtype=torch.float64))
 
-    def fit_counts(self, batches: Iterable[SearchBatch]) -> None:
+    def fit_in_one_pass(self, batches: Iterable[SearchBatch]) -> None:
         """Count the clicks at the first position of the training batches."""
         clicks = impressions = 0.0
         for batch in batches:

@@ -243,7 +243,7 @@ class ActionsConfig:
     """Inputs of models, by name: {name: {label, range, log_unit}}. Each bool label that
     no input reads is added as 0 or 1."""
     counts: Counts = field(default_factory=Counts)
-    """The counting statistics."""
+    """Kinds of key, windows and smoothing of the counted features."""
 
     def resolve(self, info: dict[str, Any], attributes: list[str]) -> ActionsConfig:
         """Return the configuration with all defaults filled in from the log.

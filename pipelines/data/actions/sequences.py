@@ -56,7 +56,12 @@ from pipelines.data.sequences.custom_features import (
     describe_features,
     plain_name,
 )
-from pipelines.data.sequences.splits import SPLITS, assign_splits, require_training
+from pipelines.data.sequences.splits import (
+    SPLITS,
+    assign_splits,
+    format_moment,
+    require_training,
+)
 
 
 @dataclass(frozen=True)
@@ -270,23 +275,26 @@ def compute_label_stats(step: ActionsStep, builder: ActionsBuilder) -> LabelStat
     return LabelStats(constant, viewers, tuple(hashed))
 
 
-def _check_splits(events: dict[str, int], split: dict[str, Any]) -> None:
+def _check_splits(num_events: dict[str, int], split_info: dict[str, Any]) -> None:
     """Check that every split has an event.
 
     Args:
-        events: Number of events per split.
-        split: Kind and boundaries of the split, as manifests record them.
+        num_events: Number of events per split.
+        split_info: Kind and boundaries of the split, as manifests record them.
 
     Raises:
         UserError: If a split has none.
     """
-    empty = [name for name in SPLITS if not events[name]]
+    empty = [name for name in SPLITS if not num_events[name]]
     if not empty:
         return
-    counts = ", ".join(f"{name} {rows:,}" for name, rows in events.items())
+    counts = ", ".join(f"{name} {count:,}" for name, count in num_events.items())
+    val_start, test_start = (
+        format_moment(split_info[name]) for name in ("val_start_ms", "test_start_ms")
+    )
     raise UserError(
-        f"the cuts at {split['val_start_ms']} and {split['test_start_ms']} ms leave no "
-        f"event in {' and '.join(empty)} ({counts}); choose split.val_start and "
+        f"the cuts at {val_start} and {test_start} leave no event in "
+        f"{' and '.join(empty)} ({counts}); choose split.val_start and "
         f"split.test_start within the log, or larger fractions"
     )
 

@@ -261,7 +261,9 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
 
 
 def check_folds(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
-    """Check the windows of folds and the recorded number of requests in each.
+    """Check that the folds' windows adjoin and have equal lengths, and their counts.
+
+    The manifest records the number of requests in each window.
 
     Args:
         tables: Tables under audit, which are read into memory.
@@ -347,6 +349,7 @@ def _check_fold_counts(
             f"the manifest counts requests of {len(recorded)} folds, the split has "
             f"{len(folds)}"
         )
+    # not strict: lists of different lengths are reported above
     for number, (fold, counts) in enumerate(zip(folds, recorded, strict=False), 1):
         val_start, test_start = fold["val_start_ms"], fold["test_start_ms"]
         is_test = time >= test_start

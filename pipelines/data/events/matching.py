@@ -99,7 +99,10 @@ def suggest_remedy(match: Match, noun: str) -> str:
 
 
 def differ_in_format(ids: list[str], others: list[str]) -> bool:
-    """Return whether ids of the two lists consist of different kinds of characters."""
+    """Return whether the ids of two lists have different kinds of characters.
+
+    An empty list differs from no other list.
+    """
     kinds = {kind for text in ids for kind in character_kinds(text)}
     other_kinds = {kind for text in others for kind in character_kinds(text)}
     return bool(kinds) and bool(other_kinds) and kinds != other_kinds

@@ -123,12 +123,12 @@ def _sort_by_user_and_time(
 
 
 def _take(
-    column: pa.ChunkedArray, kind: pa.DataType, rows: np.ndarray
+    column: pa.ChunkedArray, dtype: pa.DataType, rows: np.ndarray
 ) -> pa.ChunkedArray:
-    """Return the values of a column at `rows`, as type `kind`."""
+    """Return the values of a column at `rows`, as type `dtype`."""
     # A partition may hold over 2 GB of text, which needs 64-bit offsets.
-    wide = pa.large_string() if kind == pa.string() else kind
-    return column.cast(wide).take(pa.array(rows)).cast(kind)
+    wide_dtype = pa.large_string() if dtype == pa.string() else dtype
+    return column.cast(wide_dtype).take(pa.array(rows)).cast(dtype)
 
 
 @dataclass(frozen=True)

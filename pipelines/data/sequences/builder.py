@@ -226,12 +226,12 @@ class PartDraft:
     """
 
     part: EventsPart
-    """The events."""
+    """Events of the part, from which columns are read."""
     row: np.ndarray
     """(N,) rows of the events that are behaviours, sorted by user and the time at which
     they are known."""
     requests: Requests
-    """The requests."""
+    """Requests of the part's users, with the histories that they may read."""
     split: np.ndarray
     """(R,) index into SPLITS."""
     features: np.ndarray
@@ -595,7 +595,7 @@ class BuiltTable:
     """Written parts of `sequences`, not yet committed, in the order of events parts."""
 
     parts: list[Part]
-    """The parts."""
+    """Written files, for the manifest."""
     count: Counter[str]
     """Counts of all parts."""
     training: list[TrainingStats]
@@ -720,15 +720,15 @@ def _build_parts(step: SequencesStep, builder: SequenceBuilder) -> BuiltTable:
     parts = part_uris(tables.table_uri("events"), step.events)
     lookups = step.share_lookups()
     shared = (tables.table_uri("sequences"), builder, lookups)
-    counter_and_inputs = step.create_counter(builder, lookups)
-    if counter_and_inputs:
-        counter, count_inputs = counter_and_inputs
+    counter_and_lookups = step.create_counter(builder, lookups)
+    if counter_and_lookups:
+        counter, key_lookups = counter_and_lookups
         results = count_in_buckets(
             engine,
             parts,
             step.events.rows,
             counter,
-            count_inputs,
+            key_lookups,
             _build_and_write,
             shared,
         )

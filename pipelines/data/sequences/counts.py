@@ -186,7 +186,7 @@ def count_in_buckets(
     parts: list[str],
     num_events: int,
     counter: KeyCounter,
-    count_inputs: Call,
+    key_lookups: Call,
     build: Callable[..., Any],
     shared: Call = (),
 ) -> Iterator[tuple[int, Any]]:
@@ -197,7 +197,7 @@ def count_in_buckets(
         parts: Files of the events parts.
         num_events: Number of events of all parts.
         counter: Reads and counts keys.
-        count_inputs: Arguments of `counter.read_keys` after the file.
+        key_lookups: Lookup tables that `counter.read_keys` takes after the file.
         build: Called as `build(*shared, file, pieces)`, with the `pieces` that
             `gather_counts` takes.
         shared: First arguments of `build`.
@@ -208,7 +208,7 @@ def count_in_buckets(
     num_buckets = choose_num_buckets(num_events, len(parts))
     kernel = _CountRows(counter)
     exchange = Exchange(
-        read=_ScatterRows(counter, parts, count_inputs, num_buckets),
+        read=_ScatterRows(counter, parts, key_lookups, num_buckets),
         num_reads=len(parts),
         kernel=_BuildPart(build, parts, kernel),
         num_partitions=len(parts),
@@ -224,7 +224,7 @@ def export_counts(
     parts: list[str],
     num_events: int,
     counter: KeyCounter,
-    count_inputs: Call,
+    key_lookups: Call,
     write: Callable[..., Any],
     shared: Call = (),
 ) -> Iterator[tuple[int, Any]]:
@@ -235,7 +235,7 @@ def export_counts(
         parts: Files of the events parts.
         num_events: Number of events of all parts.
         counter: Reads keys.
-        count_inputs: Arguments of `counter.read_keys` after the file.
+        key_lookups: Lookup tables that `counter.read_keys` takes after the file.
         write: Called as `write(*shared, bucket, rows)`. `to_columns` converts `rows`;
             its column `kind_index` is the index of the kind of key, or NO_KIND in rows
             to ignore.
@@ -246,7 +246,7 @@ def export_counts(
     """
     num_buckets = choose_num_buckets(num_events, len(parts))
     exchange = Exchange(
-        read=_ScatterRows(counter, parts, count_inputs, num_buckets),
+        read=_ScatterRows(counter, parts, key_lookups, num_buckets),
         num_reads=len(parts),
         kernel=_WriteBucket(write),
         num_partitions=len(counter.shapes) * num_buckets,
@@ -275,13 +275,13 @@ class _ScatterRows:
 
     counter: KeyCounter
     parts: list[str]
-    count_inputs: Call
+    key_lookups: Call
     num_buckets: int
     """Number of buckets of each kind of key."""
 
     def __call__(self, part: int) -> Iterator[pa.Table]:
-        inputs = map(fetch, self.count_inputs)
-        keys, columns = self.counter.read_keys(self.parts[part], *inputs)
+        lookups = map(fetch, self.key_lookups)
+        keys, columns = self.counter.read_keys(self.parts[part], *lookups)
         for kind_index, key in enumerate(keys):
             rows = np.flatnonzero(key >= 0)
             bucket = kind_index * self.num_buckets + key[rows] % self.num_buckets

@@ -191,9 +191,13 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
     if config.val_start is not None or config.val_days is not None:
         val_start, test_start = _configured_starts(stats, config)
         if not stats.first_ms < val_start < test_start <= stats.last_ms:
+            val_text, test_text, first_text, last_text = (
+                format_moment(time_ms)
+                for time_ms in (val_start, test_start, stats.first_ms, stats.last_ms)
+            )
             raise UserError(
-                f"the cuts at {val_start} and {test_start} ms leave a split without "
-                f"events: the log runs from {stats.first_ms} to {stats.last_ms} ms; "
+                f"the cuts at {val_text} and {test_text} leave a split without events: "
+                f"the log runs from {first_text} to {last_text}; "
                 f"choose split.val_start and split.test_start within it, or fewer days"
             )
     else:
@@ -507,35 +511,35 @@ def tied_targets_info(count: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def require_training(
-    requests: dict[str, int],
+    num_requests: dict[str, int],
     truncated: Mapping[str, int],
     max_events: int,
     noun: str,
-    split: str,
+    split_kind: str,
     num_tied: int = 0,
 ) -> None:
     """Check that there are requests to train on.
 
     Args:
-        requests: Number of usable requests per split.
+        num_requests: Number of usable requests per split.
         truncated: Counts `truncated_users` and `truncated_events`.
         max_events: Maximum number of behaviours per user.
         noun: Name of a request in the message.
-        split: Kind of the split.
+        split_kind: Kind of the split.
         num_tied: Number of behaviours at the same time as another one of their user, if
             ties are not in histories.
 
     Raises:
         UserError: If there is no training request.
     """
-    if requests["train"]:
+    if num_requests["train"]:
         return
-    others = ", ".join(f"{requests[name]:,} {name}" for name in SPLITS[1:])
+    others = ", ".join(f"{num_requests[name]:,} {name}" for name in SPLITS[1:])
     remedy = (
         "move the cuts with --split.val_start and --split.test_start, or choose "
         "another --split.kind"
     )
-    if split == "leave_last_out":
+    if split_kind == "leave_last_out":
         remedy = (
             "use --split.kind temporal if the log has clock times; leave_last_out "
             "needs users with four behaviours"

@@ -252,9 +252,9 @@ def _check_unchanged(
     """
     example = ""
     if recomputed is not None:
-        # (num_old,) of the items
         root_mean_square = np.sqrt(np.square(old.vectors, dtype=np.float64).mean())
         tolerance = MAX_ROUNDING * root_mean_square
+        # (num_old,): whether the embedding of each old item has changed
         has_changed = np.abs(recomputed - old.vectors).max(1) > tolerance
         if precomputed:
             zeros = np.zeros((1, old.encoder_width), np.float32)

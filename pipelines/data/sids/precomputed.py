@@ -30,7 +30,7 @@ class PrecomputedEmbeddings:
     """Embeddings of items from a file of the user."""
 
     uri: str
-    """The file."""
+    """URI of the file, for messages."""
     row_of_id: dict[str, int]
     """Row of each item id in `vectors`."""
     vectors: np.ndarray
@@ -272,15 +272,15 @@ def to_float32(values: np.ndarray) -> np.ndarray:
         return values.astype(np.float32)
 
 
-def is_list(kind: pa.DataType) -> bool:
+def is_list(dtype: pa.DataType) -> bool:
     """Return whether a type is a list of any kind, fixed-size lists included."""
     return (
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
+        pa.types.is_list(dtype)
+        or pa.types.is_large_list(dtype)
+        or pa.types.is_fixed_size_list(dtype)
     )
 
 
-def is_number(kind: pa.DataType) -> bool:
+def is_number(dtype: pa.DataType) -> bool:
     """Return whether a type is an integer or a float."""
-    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
+    return pa.types.is_floating(dtype) or pa.types.is_integer(dtype)
