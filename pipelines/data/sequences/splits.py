@@ -191,13 +191,9 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
     if config.val_start is not None or config.val_days is not None:
         val_start, test_start = _configured_starts(stats, config)
         if not stats.first_ms < val_start < test_start <= stats.last_ms:
-            val_text, test_text, first_text, last_text = (
-                format_moment(time_ms)
-                for time_ms in (val_start, test_start, stats.first_ms, stats.last_ms)
-            )
             raise UserError(
-                f"the cuts at {val_text} and {test_text} leave a split without events: "
-                f"the log runs from {first_text} to {last_text}; "
+                f"the cuts at {val_start} and {test_start} ms leave a split without "
+                f"events: the log runs from {stats.first_ms} to {stats.last_ms} ms; "
                 f"choose split.val_start and split.test_start within it, or fewer days"
             )
     else:
