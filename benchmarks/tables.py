@@ -28,7 +28,7 @@ HIDDEN_PARAMS = (
 def to_rows(lines: Sequence[dict[str, Any]]) -> list[Row]:
     """Convert JSON lines to rows of a comparison, one per variant and settings."""
     rows: dict[tuple[Any, ...], Row] = {}
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         name = f"{line['benchmark']}/{line['variant']}"
         params = {f"model.{key}": str(value) for key, value in line["params"].items()}
         experiment = f"benchmark/{line['benchmark']}"
@@ -40,7 +40,7 @@ def to_rows(lines: Sequence[dict[str, Any]]) -> list[Row]:
             for key, value in line.items()
             if isinstance(value, int | float)
         }
-        row.runs.append(Run(str(number), line["variant"], "", True, "", "", metrics))
+        row.runs.append(Run(str(index), line["variant"], "", True, "", "", metrics))
     return list(rows.values())
 
 

@@ -143,15 +143,15 @@ def split_evenly(weights: NDArray, parts: int) -> NDArray[np.int64]:
     Returns:
         (parts + 1,) edges of the parts.
     """
-    number = np.arange(parts + 1)
+    part = np.arange(parts + 1)
     if len(weights) < parts:
-        return len(weights) * number // parts
+        return len(weights) * part // parts
     total = np.cumsum(weights)  # (n,)
-    targets = total[-1] * number[1:] / parts - 0.5  # (parts,) sums at the ends of parts
+    targets = total[-1] * part[1:] / parts - 0.5  # (parts,) sums at the ends of parts
     edges = np.append(0, np.searchsorted(total, targets) + 1)
     # At least one row per part: edges rise by 1 or more and leave rows for later parts.
-    edges = np.maximum.accumulate(edges - number) + number
-    return np.minimum(edges, len(weights) - parts + number)
+    edges = np.maximum.accumulate(edges - part) + part
+    return np.minimum(edges, len(weights) - parts + part)
 
 
 def concat_columns(parts: list[dict[str, Any]]) -> dict[str, NDArray]:

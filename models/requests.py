@@ -199,7 +199,7 @@ class Requests:
         """
         items = read_table(f"{folder}/tables/items", "items", ["item_id"])
         self.items: list[str] = items["item_id"].to_pylist()
-        self.index = {item: number for number, item in enumerate(self.items)}
+        self.index = {item: index for index, item in enumerate(self.items)}
         self.encoder = None
         """Encoder of texts that are not in the tables; None if the bundle has none."""
         if Path(folder, "encoder").exists():

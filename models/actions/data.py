@@ -189,15 +189,15 @@ class ActionsDataset(RequestDataset):
         num_windows = np.where(num_events > 0, 1 + (excess + stride - 1) // stride, 0)
         user = row_numbers(num_windows)  # by window, as are the arrays below
         first_window = np.repeat(lengths_to_starts(num_windows), num_windows)
-        number = np.arange(len(user)) - first_window  # within the user
-        end = num_events[user] - (num_windows[user] - 1 - number) * stride
+        index = np.arange(len(user)) - first_window  # within the user
+        end = num_events[user] - (num_windows[user] - 1 - index) * stride
         begin = np.maximum(end - self.max_history, 0)
         return _Windows(
             user=user,
             begin=begin,
             context=end - begin,
             candidates=np.zeros_like(begin),
-            shared=np.where(number > 0, end - begin - stride, 0),
+            shared=np.where(index > 0, end - begin - stride, 0),
         )
 
     def _evaluation_windows(self) -> _Windows:

@@ -273,7 +273,7 @@ class ActionsRequests(Requests):
         candidates, history = row.item_ids("candidates"), row.item_ids("history")
         sent_items = self.new_items.parse(row.value("new_items") or ())
         new = {key: item for key, item in sent_items.items() if key not in self.index}
-        new_index = {item: number for number, item in enumerate(new, len(self.index))}
+        new_index = {item: index for index, item in enumerate(new, len(self.index))}
         index = ChainMap(new_index, self.index)
         # positions in the lists of the row
         scored = [i for i, item in enumerate(candidates) if item in index]

@@ -172,9 +172,9 @@ class RequestText:
             dict.fromkeys(texts),
             key=lambda text: -len(text[1]) - len(self.documents[text[0]]),
         )
-        row = {text: number for number, text in enumerate(by_length)}
+        row_by_text = {text: row for row, text in enumerate(by_length)}
         vectors = self.cache.encode(by_length, encode)
-        return vectors[[row[text] for text in texts]]
+        return vectors[[row_by_text[text] for text in texts]]
 
 
 class SearchRequests(Requests):

@@ -489,6 +489,7 @@ def draw_setting(
     panels = choose_panels(metric, rows)
     figure, all_axes = new_figure(max(len(panels), 1))
     values = sorted({read_setting(row, key) for row in rows}, key=sort_key)
+    # not strict: there is one set of axes even if there are no panels
     for axes, names in zip(all_axes, panels, strict=False):
         markers = MarkerCycle()
         for name in names:

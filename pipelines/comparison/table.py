@@ -53,7 +53,7 @@ class Table:
 
     def _align(self, row: list[str], widths: list[int]) -> str:
         """Return a row as a line of padded cells."""
-        words = zip(row[: self.num_words], widths, strict=False)
+        words = zip(row[: self.num_words], widths[: self.num_words], strict=True)
         numbers = zip(row[self.num_words :], widths[self.num_words :], strict=True)
         padded = [cell.ljust(width) for cell, width in words]
         padded += [cell.rjust(width) for cell, width in numbers]

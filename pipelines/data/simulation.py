@@ -190,9 +190,9 @@ def draw_times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     share = (elapsed - begin) / np.maximum(duration, 1e-9)
     start = rng.random(len(lengths)) * 0.7
     length = (1 - start) * rng.uniform(0.2, 1.0, len(lengths))
-    moment = np.repeat(start, lengths) + share * np.repeat(length, lengths)
-    number = np.arange(total) - np.repeat(first, lengths)
-    return START_MS + (moment * SPAN_MS).astype(np.int64) + number
+    relative_time = np.repeat(start, lengths) + share * np.repeat(length, lengths)
+    index = np.arange(total) - np.repeat(first, lengths)  # within the user
+    return START_MS + (relative_time * SPAN_MS).astype(np.int64) + index
 
 
 def make_ids(prefix: str, count: int) -> pa.Array:
@@ -353,8 +353,8 @@ def write_log(
     order = np.argsort(time, kind="stable")
     max_per_file = max(1, ROWS_PER_FILE // width)
     per_file = min(max_per_file, math.ceil(len(order) / settings.files))
-    for number, first in enumerate(range(0, len(order), per_file)):
+    for file_index, first in enumerate(range(0, len(order), per_file)):
         table = make_rows(order[first : first + per_file], first)
-        write_parquet(join(output_dir, f"events-{number:05d}.parquet"), table)
+        write_parquet(join(output_dir, f"events-{file_index:05d}.parquet"), table)
     write_parquet(join(output_dir, "items.parquet"), make_items())
     write_file(join(output_dir, RECORD), to_record(settings, kind).encode())

@@ -601,14 +601,14 @@ def cut_units(sequences: Manifest, users_per_part: int) -> list[dict[str, int]]:
     """Cut the files of `sequences` into units of at most `users_per_part` users.
 
     Returns:
-        Units with the number of the file, and first (inclusive) and last (exclusive)
+        Units with the index of the file, and first (inclusive) and last (exclusive)
         user, counted within the file.
     """
     units = []
-    for number, file in enumerate(sequences.files):
+    for file_index, file in enumerate(sequences.files):
         for first in range(0, file.rows, users_per_part):
             last = min(first + users_per_part, file.rows)
-            units.append({"file": number, "first": first, "last": last})
+            units.append({"file": file_index, "first": first, "last": last})
     return units
 
 

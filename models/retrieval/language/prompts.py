@@ -176,6 +176,6 @@ def encode_titles(
     rows = [tokenizer.encode(title)[:max_tokens] for title in titles]
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.tensor(row, dtype=torch.long)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.tensor(row, dtype=torch.long)
     return tokens, lengths

@@ -189,8 +189,8 @@ def extend_codes(
     for item, vector in enumerate(vectors):
         codes: tuple[int, ...] = tuple(nearest[item].tolist())
         if not is_free(codes):
-            number = len(taken) + item
-            codes = find_free_codes(vector, codebooks, config, is_free, number)
+            item_index = len(taken) + item
+            codes = find_free_codes(vector, codebooks, config, is_free, item_index)
         digits = np.unravel_index(used[codes], conflicts) if conflicts else ()
         result[item] = [*codes, *digits]
         used[codes] += 1

@@ -271,8 +271,8 @@ def split_file(uri: str, files: Files, size: int) -> list[FilePart | None]:
 def _split_row_groups(metadata: Any, size: int) -> Iterator[FilePart]:
     """Yield parts of a Parquet file with about `size` bytes of row groups each."""
     sizes = []
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
+    for group_index in range(metadata.num_row_groups):
+        group = metadata.row_group(group_index)
         columns = [group.column(i) for i in range(group.num_columns)]
         sizes.append(sum(column.total_compressed_size for column in columns))
     offsets = np.cumsum([0, *sizes])[:-1]
@@ -1098,14 +1098,14 @@ def _parse_objects(
     """
     objects: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str] = {}
-    for number, line in enumerate(lines):
+    for line_index, line in enumerate(lines):
         try:
             value = json.loads(line, strict=False)
             if not isinstance(value, dict):
                 raise ValueError(f"it is a JSON {type(value).__name__}")
-            objects[number] = value
+            objects[line_index] = value
         except (ValueError, RecursionError) as error:
-            reasons[number] = f"row: no JSON object ({error})"
+            reasons[line_index] = f"row: no JSON object ({error})"
     present = {key for row in objects.values() for key in row}
     columns, _ = select_columns(expressions, present)
     for name in columns:
@@ -1117,13 +1117,13 @@ def _parse_objects(
                     row[name] = json.dumps(row[name])
     valid = [
         json.dumps({name: row.get(name) for name in columns})
-        for number, row in objects.items()
-        if number not in reasons
+        for line_index, row in objects.items()
+        if line_index not in reasons
     ]
     broken = []
-    for number in sorted(reasons):
-        text = lines[number].decode(errors="replace")[:MAX_QUOTED_CHARS]
-        broken.append((number, reasons[number], text))
+    for line_index in sorted(reasons):
+        text = lines[line_index].decode(errors="replace")[:MAX_QUOTED_CHARS]
+        broken.append((line_index, reasons[line_index], text))
     return valid, broken
 
 
@@ -1139,16 +1139,16 @@ def _find_rare_kinds(objects: dict[int, dict[str, Any]], name: str) -> dict[int,
     """
     # null and an empty list fit every kind, also a list of objects
     kinds = {
-        number: _json_kind(row[name])
-        for number, row in objects.items()
+        line_index: _json_kind(row[name])
+        for line_index, row in objects.items()
         if row.get(name) is not None and row[name] != []
     }
     if not kinds:
         return {}
     [(common_kind, _)] = Counter(kinds.values()).most_common(1)
     return {
-        number: f"{name}: {kind}, where most rows have {common_kind}"
-        for number, kind in kinds.items()
+        line_index: f"{name}: {kind}, where most rows have {common_kind}"
+        for line_index, kind in kinds.items()
         if kind != common_kind
     }
 

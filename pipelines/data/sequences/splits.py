@@ -294,9 +294,9 @@ def nth_times(stats: EventStats, ranks: list[int], engine: Engine) -> list[int]:
     calls = [(uri,) for uri in stats.parts]
     parts = [part for _, part in engine.map_unordered(_times_in_hours, calls, shared)]
     result = []
-    for number, (rank, hour) in enumerate(zip(ranks, hour_index, strict=True)):
-        times = np.concatenate([part[number][0] for part in parts])
-        num_behaviours = np.concatenate([part[number][1] for part in parts])
+    for index, (rank, hour) in enumerate(zip(ranks, hour_index, strict=True)):
+        times = np.concatenate([part[index][0] for part in parts])
+        num_behaviours = np.concatenate([part[index][1] for part in parts])
         order = np.argsort(times, kind="stable")
         rank_in_hour = rank - (end_ranks[hour] - counts[hour])
         end_ranks_in_hour = np.cumsum(num_behaviours[order])
