@@ -669,7 +669,7 @@ def drop_models_with_extra(
         if flow.extra not in registry.find(model_run.model).extra_inputs
     )
     dropped = [model_run for model_run in flow.models if model_run not in models]
-    steps.count -= 1 + sum(count_steps(model_run) for model_run in dropped)
+    steps.num_steps -= 1 + sum(count_steps(model_run) for model_run in dropped)
     tables = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
     print(
         f"note: {folders.source} names no texts of items, which {tables} require; "

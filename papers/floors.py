@@ -55,7 +55,7 @@ def run(config: Config) -> None:
         config.log, "retrieval", source, Path(config.input), tables, sids, runs
     )
     trainings = plan_trainings(config)
-    steps = Steps(count=1 + bool(config.seeds) + 3 * len(trainings))
+    steps = Steps(num_steps=1 + bool(config.seeds) + 3 * len(trainings))
     log = {"source": source, "input": config.input, "output": tables}
     steps.run("Raw log to tables", "prepare", log)
     if config.seeds:
