@@ -102,7 +102,7 @@ USERS = 1024
 """Number of histories from which batches are drawn."""
 
 
-def random_codes(items: int, generator: torch.Generator) -> Tensor:
+def random_codes(num_items: int, generator: torch.Generator) -> Tensor:
     """Return random distinct codes (N, 4) of N items with uneven branching.
 
     The mean number of children per level follows `MEAN_BRANCHING`.
@@ -111,7 +111,7 @@ def random_codes(items: int, generator: torch.Generator) -> Tensor:
         UserError: If the drawn trie has fewer than N leaves.
     """
     first, second, third, fourth = MEAN_BRANCHING
-    scale = max(1.0, items / (first * second * third * fourth))
+    scale = max(1.0, num_items / (first * second * third * fourth))
     # (256, 256): random weights of pairs of first and second code, with a random offset
     # per first code, so that first codes have different numbers of children
     weight = torch.randn(256, 1, generator=generator) * 0.5 + torch.randn(
@@ -134,12 +134,12 @@ def random_codes(items: int, generator: torch.Generator) -> Tensor:
     )
     last = torch.cat([torch.arange(int(n)) for n in conflicts.tolist()])
     prefix = prefix.repeat_interleave(conflicts)
-    if len(prefix) < items:
+    if len(prefix) < num_items:
         raise UserError(
-            f"{items} items exceed the {len(prefix)} codes of the random trie; give "
-            f"fewer items"
+            f"{num_items} items exceed the {len(prefix)} codes of the random trie; "
+            "give fewer items"
         )
-    sample = torch.randperm(len(prefix), generator=generator)[:items]
+    sample = torch.randperm(len(prefix), generator=generator)[:num_items]
     codes = torch.stack([prefix // 65536, prefix // 256 % 256, prefix % 256, last], 1)
     return codes[sample]
 
@@ -162,11 +162,11 @@ def random_histories(
     ]
 
 
-def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
+def real_histories(num_users: int, tables: str, longest: int) -> list[list[int]]:
     """Return the histories of test requests, shortest first.
 
     Args:
-        users: Largest number of histories, spread evenly over the lengths.
+        num_users: Largest number of histories, spread evenly over the lengths.
         tables: TABLES, made by jobs.prepare.
         longest: Largest number of items per history, the latest ones.
 
@@ -179,7 +179,7 @@ def real_histories(users: int, tables: str, longest: int) -> list[list[int]]:
     if len(examples) == 0:
         raise UserError(f"{tables} has no test requests; give tables with a test split")
     order = np.argsort(examples.lengths, kind="stable")
-    ranks = np.linspace(0, len(order) - 1, min(users, len(order))).round()
+    ranks = np.linspace(0, len(order) - 1, min(num_users, len(order))).round()
     rows = order[ranks.astype(np.int64)]
     return [examples.collate(row[None]).history[0].tolist() for row in rows]
 

@@ -91,17 +91,18 @@ def retrieval_batches(size: int, unit: str) -> list[HistoryBatch]:
     return batches
 
 
-def actions_batches(name: str, rows: int, length: int) -> list[ActionsBatch]:
+def actions_batches(name: str, num_rows: int, length: int) -> list[ActionsBatch]:
     """Return two batches of random sequences for a model of actions.
 
     Args:
         name: Name of the model; GenRank's sequences are half candidates.
-        rows: Sequences per batch.
+        num_rows: Sequences per batch.
         length: Events and candidates per sequence.
     """
     candidates = length // 2 if name == "genrank" else 0
     batches = [
-        actions.random_batch(rows, length - candidates, candidates) for _ in range(2)
+        actions.random_batch(num_rows, length - candidates, candidates)
+        for _ in range(2)
     ]
     return [replace(batch.map(Tensor.contiguous), has_ties=False) for batch in batches]
 

@@ -165,14 +165,16 @@ def sequences(
                 yield summarize_runs(variant, params, rows, events)
 
 
-def summarize_runs(variant: str, params: Row, rows: Sequence[Row], events: int) -> Row:
+def summarize_runs(
+    variant: str, params: Row, rows: Sequence[Row], num_events: int
+) -> Row:
     """Return the row of a variant, or its first error.
 
     Args:
         variant: Name of the variant.
         params: Settings of the benchmark.
         rows: Result of each run, from `run_module`.
-        events: Number of events of the log.
+        num_events: Number of events of the log.
     """
     errors = [row["error"] for row in rows if "error" in row]
     if errors:
@@ -187,7 +189,7 @@ def summarize_runs(variant: str, params: Row, rows: Sequence[Row], events: int) 
         variant,
         params,
         [row["seconds"] for row in rows],
-        events,
+        num_events,
         peak_memory_mb=max(row["peak_memory_mb"] for row in rows),
         cpu_s=statistics.median(row["cpu_s"] for row in rows),
     )

@@ -131,27 +131,28 @@ def find_sorted(
     return index, values[index] == queries
 
 
-def split_evenly(weights: NDArray, parts: int) -> NDArray[np.int64]:
+def split_evenly(weights: NDArray, num_parts: int) -> NDArray[np.int64]:
     """Split rows into consecutive parts with about equal sums of weights.
 
     No part is empty if there are at least as many rows as parts.
 
     Args:
         weights: (n,) weights of the rows.
-        parts: Number of parts.
+        num_parts: Number of parts.
 
     Returns:
-        (parts + 1,) edges of the parts.
+        (num_parts + 1,) edges of the parts.
     """
-    part = np.arange(parts + 1)
-    if len(weights) < parts:
-        return len(weights) * part // parts
+    part = np.arange(num_parts + 1)
+    if len(weights) < num_parts:
+        return len(weights) * part // num_parts
     total = np.cumsum(weights)  # (n,)
-    targets = total[-1] * part[1:] / parts - 0.5  # (parts,) sums at the ends of parts
+    # (num_parts,) sums at the ends of parts
+    targets = total[-1] * part[1:] / num_parts - 0.5
     edges = np.append(0, np.searchsorted(total, targets) + 1)
     # At least one row per part: edges rise by 1 or more and leave rows for later parts.
     edges = np.maximum.accumulate(edges - part) + part
-    return np.minimum(edges, len(weights) - parts + part)
+    return np.minimum(edges, len(weights) - num_parts + part)
 
 
 def concat_columns(parts: list[dict[str, Any]]) -> dict[str, NDArray]:

@@ -295,21 +295,21 @@ def assign_by_name(weights: Tensor, old: Sequence[str], new: Sequence[str]) -> T
     return weights[torch.from_numpy(np.append(0, rows))]
 
 
-def assign_by_hash(weights: Tensor, old: Sequence[str], buckets: int) -> Tensor:
+def assign_by_hash(weights: Tensor, old: Sequence[str], num_buckets: int) -> Tensor:
     """Rearrange rows by the hash of their values.
 
     Args:
         weights: (1 + old, D) saved rows; row 0 is the unknown value.
         old: Values of the saved rows from 1 on.
-        buckets: Number of hash buckets.
+        num_buckets: Number of hash buckets.
 
     Returns:
         (1 + buckets, D) rows; buckets without an old value are copies of row 0.
     """
-    hashed = weights[:1].repeat(buckets + 1, *[1] * (weights.ndim - 1))
+    hashed = weights[:1].repeat(num_buckets + 1, *[1] * (weights.ndim - 1))
     if len(old):
         hashes = hash_strings(pa.array(old, pa.large_string()))
-        hashed[torch.from_numpy(hashes % buckets + 1)] = weights[1:]
+        hashed[torch.from_numpy(hashes % num_buckets + 1)] = weights[1:]
     return hashed
 
 

@@ -197,26 +197,26 @@ def _check_tensor(
     return x.contiguous()
 
 
-def _check_spans(begin: Tensor, rows: int) -> tuple[Tensor, int]:
+def _check_spans(begin: Tensor, num_rows: int) -> tuple[Tensor, int]:
     """Check offsets of users into rows.
 
     Args:
         begin: (B + 1,) int64 offsets.
-        rows: Number of rows.
+        num_rows: Number of rows.
 
     Returns:
         `begin` as a contiguous tensor, and the largest number of rows of a user.
 
     Raises:
-        ValueError: If the offsets are not ascending from 0 to `rows`.
+        ValueError: If the offsets are not ascending from 0 to `num_rows`.
     """
     begin = _check_tensor("begin", begin, len(begin), dtype=torch.long)
     edges = begin.tolist()
     sizes = [end - start for start, end in pairwise(edges)]
-    if not edges or edges[0] != 0 or edges[-1] != rows or min(sizes, default=0) < 0:
+    if not edges or edges[0] != 0 or edges[-1] != num_rows or min(sizes, default=0) < 0:
         raise ValueError(
-            f"begin {edges[:5]} ... {edges[-1:]} is not ascending from 0 to the {rows} "
-            f"rows"
+            f"begin {edges[:5]} ... {edges[-1:]} is not ascending from 0 to the "
+            f"{num_rows} rows"
         )
     return begin, max(sizes, default=0)
 

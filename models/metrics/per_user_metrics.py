@@ -31,13 +31,13 @@ PER_USER_PREFIX = "by_user/"
 """Prefix of the names of per-user values among the sums of a batch."""
 
 
-def sampling_stride(users: int) -> int:
+def sampling_stride(num_users: int) -> int:
     """Return the smallest stride that selects at most `MAX_TRACKED_USERS` users.
 
     Args:
-        users: Number of users of the table.
+        num_users: Number of users of the table.
     """
-    return max(1, math.ceil(users / MAX_TRACKED_USERS))
+    return max(1, math.ceil(num_users / MAX_TRACKED_USERS))
 
 
 @dataclass(frozen=True)

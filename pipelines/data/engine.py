@@ -330,8 +330,8 @@ class Engine:
             options["memory"] = self.settings.memory_gb * 2**30
         return options
 
-    def _build_context(self, partitions: int) -> DataContext:
-        """Return the Ray Data context for an exchange into `partitions` partitions."""
+    def _build_context(self, num_partitions: int) -> DataContext:
+        """Return the Ray Data context for an exchange."""
         import ray
         from ray.data import DataContext, ExecutionResources
 
@@ -345,7 +345,7 @@ class Engine:
         context.shuffle_compression = compression
         # With Ray's default of 1 GiB, one task would shuffle 20 million events.
         batch_bytes = max(
-            self.settings.shuffle_batch_mb << 20, partitions * MIN_SHARD_BYTES
+            self.settings.shuffle_batch_mb << 20, num_partitions * MIN_SHARD_BYTES
         )
         context.shuffle_input_batch_bytes = batch_bytes
         context.target_max_block_size = batch_bytes

@@ -113,9 +113,9 @@ class LmBackbone(Backbone):
         tokens = self.item_tokens(items)
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
-    def repeat_words(self, words: Tensor, rows: int) -> Segment:
+    def repeat_words(self, words: Tensor, num_rows: int) -> Segment:
         """Return a segment (rows, n) with the `words` (n,) in each row."""
-        tokens = words.expand(rows, -1)
+        tokens = words.expand(num_rows, -1)
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
 
     def history_tokens(self, batch: HistoryBatch) -> Segment:

@@ -463,15 +463,15 @@ def _extend(beams: Beams, pairs: _Pairs, position: Tensor) -> Beams:
     )
 
 
-def _invert(pair_of_draft: Tensor, pairs: int) -> Tensor:
+def _invert(pair_of_draft: Tensor, num_pairs: int) -> Tensor:
     """Return the drafted prefix (R, P) of each pair, -1 for pairs without a draft.
 
     Args:
         pair_of_draft: (R, N) pair of each drafted prefix, P for none.
-        pairs: Number P of pairs.
+        num_pairs: Number P of pairs.
     """
     index = torch.arange(pair_of_draft.shape[1], device=pair_of_draft.device)
-    draft_of_pair = pair_of_draft.new_full((len(pair_of_draft), pairs + 1), -1)
+    draft_of_pair = pair_of_draft.new_full((len(pair_of_draft), num_pairs + 1), -1)
     draft_of_pair.scatter_(1, pair_of_draft, index.expand(pair_of_draft.shape))
     return draft_of_pair[:, :-1]
 

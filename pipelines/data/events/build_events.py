@@ -87,13 +87,13 @@ class LogFiles:
     """[size, modification time in ns] of these files and of files in the tables."""
 
 
-def make_events(run: Run, partitions: int) -> tuple[Manifest, LoadStats]:
+def make_events(run: Run, num_partitions: int) -> tuple[Manifest, LoadStats]:
     """Write the tables `events` and `rejects`, or append new files to them.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
-        partitions: Number of partitions; ignored for existing events that are appended
-            to, unless the configuration sets it.
+        num_partitions: Number of partitions; ignored for existing events that are
+            appended to, unless the configuration sets it.
 
     Returns:
         The manifest of the events, and a function that returns their statistics.
@@ -104,10 +104,10 @@ def make_events(run: Run, partitions: int) -> tuple[Manifest, LoadStats]:
     """
     earlier = run.tables.appended_version("events")
     if earlier:
-        partitions = run.config.partitions or earlier.config["partitions"]
+        num_partitions = run.config.partitions or earlier.config["partitions"]
     events, users = run.source.event_files(run.input), run.source.user_files(run.input)
     files = LogFiles(events, users, run.stamps([*events, *users]))
-    settings = _events_settings(run, partitions)
+    settings = _events_settings(run, num_partitions)
     if earlier:
         files = _check_append(run, earlier, settings, files)
         if not files.events:
@@ -138,12 +138,12 @@ def _stats_loader(run: Run, events: Manifest) -> LoadStats:
     return load
 
 
-def _events_settings(run: Run, partitions: int) -> dict[str, Any]:
+def _events_settings(run: Run, num_partitions: int) -> dict[str, Any]:
     """Return the settings of the events, as a manifest records them."""
     settings = {
         "source": run.source.events_config,
         "ties": run.config.ties,
-        "partitions": partitions,
+        "partitions": num_partitions,
         "duplicates": run.config.duplicates,
     }
     return dict(json.loads(json.dumps(settings, default=str)))
@@ -704,14 +704,14 @@ def read_partitions(
 
 
 def _create_reader(
-    run: Run, files: list[str], partitions: int, users: pa.Table | None
+    run: Run, files: list[str], num_partitions: int, users: pa.Table | None
 ) -> EventsReader:
     """Split the event files into pieces, and return their reader.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
         files: Event files, relative to the input folder.
-        partitions: Number of partitions.
+        num_partitions: Number of partitions.
         users: Rows of the user files, or None.
     """
     size = run.engine.settings.read_mb << 20
@@ -725,7 +725,7 @@ def _create_reader(
         run.input,
         run.tables.table_uri("rejects"),
         shuffle_schema(run.source, run.config.ties == "log_order"),
-        partitions,
+        num_partitions,
         run.engine.put(users),
     )
 

@@ -333,9 +333,9 @@ class ItemsReader:
         index = pa.field("item_index", pa.int32())
         return pa.schema([index, *_metadata_fields(self.schema), *keys])
 
-    def _range_rows(self, items: int) -> pa.Table:
+    def _range_rows(self, num_items: int) -> pa.Table:
         """Return a row without metadata, with file -1, for each range of items."""
-        first_item = np.arange(0, items, ITEMS_PER_PART)
+        first_item = np.arange(0, num_items, ITEMS_PER_PART)
         columns = {
             "item_index": pa.array(first_item),
             FILE: pa.repeat(-1, len(first_item)),

@@ -789,14 +789,14 @@ def _restore_quotes(line: str, files: Files) -> str:
     return line.replace(QUOTE_MARK.decode(), f"{files.escape}{files.quote}")
 
 
-def _row_numbers(rows: int, broken: Broken) -> np.ndarray:
+def _row_numbers(num_rows: int, broken: Broken) -> np.ndarray:
     """Return the (rows,) indices of valid rows among all rows of a text.
 
     Args:
-        rows: Number of valid rows.
+        num_rows: Number of valid rows.
         broken: Broken lines with their indices.
     """
-    is_row = np.ones(rows + len(broken), bool)
+    is_row = np.ones(num_rows + len(broken), bool)
     is_row[[number for number, *_ in broken]] = False
     return np.flatnonzero(is_row)
 
