@@ -26,8 +26,8 @@ from models.training_run import TrainingRun
 from models.warm_start import (
     assign_by_hash,
     collect_row_names,
-    fill_constant_scales,
     pair_row_names,
+    replace_constant_scales,
 )
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
@@ -223,7 +223,7 @@ def test_a_constant_search_feature_takes_the_scale_of_the_day_on_which_it_varies
     scales, _ = adopt_scales(catalogue.scales(), info)
     _, second = log.build_scaler(scales)
     state = first.state_dict()
-    notes = fill_constant_scales(second, state)
+    notes = replace_constant_scales(second, state)
 
     (number,) = info["own"]["numbers"]
     assert state["scale.own.std"].tolist() == pytest.approx([number["std"]])

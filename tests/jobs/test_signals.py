@@ -27,7 +27,7 @@ from tuning.grid import flatten_sections
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
-STOPPED = "stopped; the same command again continues from what is finished\n"
+STOPPED = "stopped; the same command again keeps the finished work and continues\n"
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 MODEL = {
     "name": "sasrec",

@@ -251,7 +251,7 @@ def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
         for gradient in get_gradients(run.model):
             assert isinstance(gradient, SimulatedTensor)
     else:
-        run.fit_counts()
+        run.fit_in_one_pass()
     sums, count = run.validate(run.model)
 
     assert count

@@ -54,7 +54,7 @@ def test_every_retrieval_model_builds_and_recommends_with_default_options(name):
     options = set(inspect.signature(model.recommend).parameters) - {"batch", "k"}
     options |= {"unseen", "precision", "compile"}
     assert set(model.recommend_options()) == options
-    assert model.trains_by_gradient != hasattr(model, "fit_counts")
+    assert model.trains_by_gradient != hasattr(model, "fit_in_one_pass")
 
 
 def test_an_unknown_model_is_rejected_with_the_nearest_name():

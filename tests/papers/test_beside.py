@@ -7,7 +7,7 @@ import math
 import pytest
 
 from papers.claims import FAILS, HOLDS, OPEN, Claim, decide
-from papers.plots import beams
+from papers.plots import draw_beams
 from papers.published import Papers, Published, System, compare_with, load
 from papers.tables import non_inferiority_tables, parameter_tables, relative_tables
 from pipelines.comparison.rows import EvaluationOptions, Row, Run
@@ -204,7 +204,7 @@ def test_the_beam_plot_has_a_line_per_checkpoint() -> None:
         for beam in (10, 50)
     ]
 
-    (drawing,) = beams(make_comparison(rows))
+    (drawing,) = draw_beams(make_comparison(rows))
 
     (axes,) = drawing.figure.axes
     lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}

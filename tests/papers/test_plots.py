@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from papers.plots import beams, tokenizers
+from papers.plots import draw_beams, draw_tokenizers
 from pipelines import tracking
 from pipelines.comparison.load import compare
 from pipelines.comparison.plots import plots
@@ -40,7 +40,7 @@ def test_plots_compare_tokenizers_and_beams(
             )
     comparison = compare(select(uri, ["retrieval/x"]))
 
-    drawn = plots(comparison, more=(tokenizers, beams))
+    drawn = plots(comparison, more=(draw_tokenizers, draw_beams))
 
     svg = {plot.title: plot.svg for plot in drawn}
     assert list(svg)[1:] == ["Tokenizers", "Beams and accuracy"]

@@ -369,7 +369,7 @@ def test_a_sweep_with_a_failed_trial_compares_the_shared_seeds(
 
     epoch_lines = [line for line in halved.lines if "  epoch " in line]
     assert {line.split()[0] for line in epoch_lines} == {kills[0]}
-    assert not repeated.failed
+    assert not repeated.failed_trials
     run = client.get_run(swept.run.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.tags["sweep.incomplete"] == ""

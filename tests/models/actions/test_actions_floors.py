@@ -56,7 +56,7 @@ def test_rates_of_an_item_are_those_of_its_training_events(
     tasks_by_item = read_training_tasks(tables)
     base_rates = compute_base_rates(tasks_by_item)
 
-    run.fit_counts()
+    run.fit_in_one_pass()
 
     batch = run.val.collate(np.arange(len(run.val)))
     expected = []
@@ -71,7 +71,7 @@ def test_base_rates_are_those_of_training_and_have_no_information_gain(
     tables: str,
 ) -> None:
     run = build_training({"name": "base_rate"}, FitConfig(batch_size=8), Inputs(tables))
-    run.fit_counts()
+    run.fit_in_one_pass()
     model: Any = run.model
 
     sums, _ = run.validate(model)
@@ -86,9 +86,9 @@ def test_base_rates_are_those_of_training_and_have_no_information_gain(
 
 def test_new_items_have_the_base_rates(catalogue: Any, batch: dict[str, Any]) -> None:
     model = ItemRate(ItemRateConfig(), catalogue)
-    model.fit_counts([batch])
+    model.fit_in_one_pass([batch])
     base = BaseRate(BaseRateConfig(), catalogue)
-    base.fit_counts([batch])
+    base.fit_in_one_pass([batch])
     new_items = torch.full_like(batch.candidate_item, catalogue.num_items + 1)
 
     scores = model.score(replace(batch, candidate_item=new_items))
@@ -105,7 +105,7 @@ def test_item_rates_are_saved_and_used_in_inference(
     tables: str, tmp_path: Path
 ) -> None:
     run = build_training({"name": "item_rate"}, FitConfig(batch_size=8), Inputs(tables))
-    run.fit_counts()
+    run.fit_in_one_pass()
     checkpoint.save(tmp_path / "best", run.model, run.checkpoint(epoch=1))
 
     manifest, _ = infer_all(

@@ -134,7 +134,7 @@ def test_trees_learn_and_a_loaded_checkpoint_has_equal_scores(
     run = build_training(options, FitConfig(batch_size=8), inputs)
     model: Any = run.model
 
-    run.fit_counts()
+    run.fit_in_one_pass()
 
     sums, _ = run.validate(model)
     assert run.means(sums)["like/auc"] > 0.8
@@ -154,7 +154,7 @@ def test_a_task_of_one_class_is_predicted_by_its_rate(
     model = BoostedActions(BoostedActionsConfig(**SMALL), catalogue)
     batch = replace(batch, candidate_label=torch.zeros_like(batch.candidate_label))
 
-    model.fit_counts([batch], [batch])
+    model.fit_in_one_pass([batch], [batch])
 
     rates = model.score(batch).sigmoid()
     expected = torch.tensor(catalogue.train_rates, dtype=torch.float64)
@@ -166,4 +166,4 @@ def test_an_empty_val_split_is_rejected(
 ) -> None:
     model = BoostedActions(BoostedActionsConfig(**SMALL), catalogue)
     with pytest.raises(UserError, match="the val split is empty"):
-        model.fit_counts([batch], [])
+        model.fit_in_one_pass([batch], [])

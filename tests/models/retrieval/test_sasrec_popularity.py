@@ -133,7 +133,7 @@ def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
     )
     model = Popularity(PopularityConfig(), Catalogue(10))
 
-    model.fit_counts(train.epoch(2, seed=0, epoch=0))
+    model.fit_in_one_pass(train.epoch(2, seed=0, epoch=0))
 
     assert model.counts.tolist() == [0, 0, 0, 2, 0, 3, 0, 1, 0, 1]
     batch = fill_batch(RequestBatch, {"B": 2, "T": 1}, target=torch.tensor([3, 0]))

@@ -78,7 +78,7 @@ def build_resolved(options: dict[str, Any], catalogue: Catalogue) -> Any:
 def fit_model(behaviours: list[list[int]], **options: Any) -> Any:
     """Return a model that is fitted to behaviours."""
     model = build_resolved(options, Catalogue(ITEMS))
-    model.fit_counts(to_batches(behaviours))
+    model.fit_in_one_pass(to_batches(behaviours))
     return model.eval()
 
 
@@ -253,7 +253,7 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
     model = build_resolved({"name": name}, catalogue)
     train = RetrievalDataset.load(uri, "train", unit=model.example_unit)
 
-    model.fit_counts(train.epoch(64, seed=0, epoch=0))
+    model.fit_in_one_pass(train.epoch(64, seed=0, epoch=0))
 
     expected = np.bincount(train.targets, minlength=catalogue.num_items)
     assert model.counts.tolist() == expected.tolist()

@@ -140,7 +140,7 @@ def train_trees(
     small = {"num_leaves": 15, "max_depth": 4, "min_data_in_leaf": 20}
     config = BoostedConfig(**{**small, "feature_fraction": 1.0, **options})
     model = Boosted(config, build_catalogue())
-    model.fit_counts(train, val)
+    model.fit_in_one_pass(train, val)
     return model.eval()
 
 
@@ -245,7 +245,7 @@ def test_trees_train_without_text_and_a_loaded_checkpoint_has_equal_scores(
     options = {"name": "boosted", "num_iterations": 30, "min_data_in_leaf": 5}
     run = build_training(options, FIT, Inputs(tables))
     model: Any = run.model
-    run.fit_counts()
+    run.fit_in_one_pass()
     _, num_validated = run.validate(model)
     assert num_validated == len(run.val)
 

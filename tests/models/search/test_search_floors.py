@@ -92,7 +92,7 @@ def test_the_order_of_the_log_is_scored_by_the_click_rate_of_the_first_position(
         labels=torch.tensor([[1, 0, 0, 1, 1, 0, 0]], dtype=torch.bool).T,
     )
 
-    model.fit_counts([batch])
+    model.fit_in_one_pass([batch])
 
     chances = model.score(batch)[:, 0].sigmoid()
     # 2 of 3 first results are clicked; one click and one skip are added
@@ -108,7 +108,7 @@ def test_the_order_of_the_log_has_metrics_with_the_position_only(
     tables, _ = search
     fit = FitConfig(batch_size=16, metric="with_position/gauc")
     run = build_training({"name": "log_order"}, fit, Inputs(tables))
-    run.fit_counts()
+    run.fit_in_one_pass()
 
     sums, _ = run.validate(run.model)
 
@@ -135,7 +135,7 @@ def test_the_order_of_the_log_is_not_served(
     inputs = Inputs(search[0])
     fit = FitConfig(batch_size=16, metric="with_position/gauc")
     run = build_training({"name": "log_order"}, fit, inputs)
-    run.fit_counts()
+    run.fit_in_one_pass()
     checkpoint.save(tmp_path / "best", run.model, run.checkpoint(epoch=1))
     assert LogOrder.reason_not_served()
     with pytest.raises(UserError, match="known only after results were shown"):
@@ -148,7 +148,7 @@ def test_a_click_rate_is_trained_measured_and_inferred(
     tables, _ = search
     fit = FitConfig(batch_size=16, metric="gauc")
     run = build_training({"name": "pair_ctr"}, fit, Inputs(tables))
-    run.fit_counts()
+    run.fit_in_one_pass()
 
     sums, _ = run.validate(run.model)
 

@@ -12,7 +12,7 @@ import pytest
 from models.actions.catalogue import ActionsCatalogue
 from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.sids.config import TextConfig
-from pipelines.data.sids.texts import check_texts, encode_log, fit_tfidf_encoder
+from pipelines.data.sids.texts import choose_text_tables, encode_log, fit_tfidf_encoder
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.training_tables import write_tables
 
@@ -47,7 +47,7 @@ def test_a_log_of_a_kind_without_embeddings_is_rejected(tmp_path: Path) -> None:
         UserError,
         match=r"is of kind 'retrieval', whose models read no embeddings of jobs.encode",
     ):
-        check_texts(
+        choose_text_tables(
             str(tmp_path / "retrieval/tables"),
             "tfidf",
             TextConfig(),
@@ -60,7 +60,7 @@ def test_items_without_text_are_rejected_before_ray_starts(tmp_path: Path) -> No
     with pytest.raises(UserError, match="the items have no text to embed"):
         encode_log(tables, text, "tfidf", say=str)
     with pytest.raises(UserError, match="the items have no text to embed"):
-        check_texts(tables, "tfidf", TextConfig(), text)
+        choose_text_tables(tables, "tfidf", TextConfig(), text)
 
 
 def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> No
         UserError,
         match=f"^{num_missing} of .* items have no text in author; use a template",
     ):
-        check_texts(
+        choose_text_tables(
             tables,
             "tfidf",
             TextConfig(template="{author}", empty="error"),
@@ -82,7 +82,7 @@ def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> No
 def test_the_joint_condition_is_rejected_for_feeds(tmp_path: Path) -> None:
     tables = write_actions(tmp_path)
     with pytest.raises(UserError, match="query_condition joint is only for searches"):
-        check_texts(
+        choose_text_tables(
             tables,
             "minilm",
             TextConfig(query_condition="joint"),

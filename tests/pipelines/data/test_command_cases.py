@@ -123,7 +123,7 @@ def test_scores_of_a_log_without_queries_are_written(tmp_path: Path) -> None:
     tables, _ = prepare_case("d4_search_without_query", tmp_path / "tables")
     fit = FitConfig(batch_size=8, metric="gauc")
     training = build_training({"name": "boosted"}, fit, Inputs(tables))
-    training.fit_counts()
+    training.fit_in_one_pass()
     saved = str(tmp_path / "boosted")
     checkpoint.save(saved, training.model, training.checkpoint(epoch=1))
 

@@ -198,7 +198,7 @@ def test_summaries_of_reads_come_beside_the_results(in_process: bool) -> None:
 
     summaries = [output for output in outputs if isinstance(output, ReadSummary)]
     results = [output for output in outputs if not isinstance(output, ReadSummary)]
-    assert sorted(summary.number for summary in summaries) == list(range(NUM_READS))
+    assert sorted(summary.index for summary in summaries) == list(range(NUM_READS))
     for summary in summaries:
         assert summary.value == {"tables": TABLES_PER_READ}
     assert dict(results) == expect_rows(3)

@@ -295,7 +295,7 @@ def test_invalid_settings_of_folds_are_refused(values: Row, words: str) -> None:
 
 def test_folds_need_clock_times() -> None:
     with pytest.raises(UserError, match="no clock times"):
-        SplitConfig(folds=2).resolve(clock=False)
+        SplitConfig(folds=2).resolve(has_clock_times=False)
 
 
 def test_folds_need_a_log_that_leaves_training_data_to_the_first(

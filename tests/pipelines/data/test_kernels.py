@@ -317,10 +317,10 @@ def test_an_invalid_split_is_refused(values: dict, words: str) -> None:
 
 
 def test_a_temporal_split_needs_clock_times() -> None:
-    assert SplitConfig().resolve(clock=True) == "temporal"
-    assert SplitConfig().resolve(clock=False) == "leave_last_out"
+    assert SplitConfig().resolve(has_clock_times=True) == "temporal"
+    assert SplitConfig().resolve(has_clock_times=False) == "leave_last_out"
     with pytest.raises(UserError, match="no clock times"):
-        SplitConfig("temporal").resolve(clock=False)
+        SplitConfig("temporal").resolve(has_clock_times=False)
 
 
 def test_parts_do_not_depend_on_the_order_of_rows(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_the_core_of_the_training_window_counts_labels_known_within_it(
     part = join(str(tmp_path), write_part(str(tmp_path), table).path)
     engine = Engine(in_process=True)
 
-    stats = event_stats([part], "click", engine, late=True)
+    stats = event_stats([part], "click", engine, is_late=True)
 
     assert core_items(stats, 2, 5, engine)[0].to_pylist() == ["a"]
     assert core_items(stats, 2, 10, engine)[0].to_pylist() == ["a", "b"]

@@ -458,7 +458,7 @@ def test_a_sequence_column_gives_a_users_items_in_order(
     assert select_columns(events, "user_id", "item_id", "timestamp_ms") == expected
     rejected_users = {json.loads(row["source"])["u"] for row in rejects}
     assert rejected_users == ({None} if item else {None, "b"})
-    assert not log.clock
+    assert not log.has_clock_times
 
 
 def test_folders_are_columns_and_users_are_joined(tmp_path: Path) -> None:

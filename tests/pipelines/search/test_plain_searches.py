@@ -65,7 +65,7 @@ def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None
     tables = Inputs(prepare_pages(tmp_path))
     fit = FitConfig(batch_size=8, metric="gauc")
     run = build_training({"name": "boosted"}, fit, tables)
-    run.fit_counts()
+    run.fit_in_one_pass()
     model = str(tmp_path / "model")
     checkpoint.save(model, run.model, run.checkpoint(epoch=1))
 

@@ -47,7 +47,7 @@ def make_builder(
         max_events,
         pa.schema([]),
         ["click", "buy"],
-        clock=False,
+        has_clock_times=False,
         search=SearchConfig(page_size=2),
     )
     return replace(builder, **options)
@@ -210,7 +210,7 @@ def repeat_after_a_day() -> list[dict]:
 
 
 def test_a_request_id_that_is_used_again_later_is_rejected(tmp_path: Path) -> None:
-    builder = make_builder(clock=True, search=SearchConfig(windows_days=[]))
+    builder = make_builder(has_clock_times=True, search=SearchConfig(windows_days=[]))
     build_requests(make_results(), tmp_path, builder)
     with pytest.raises(
         UserError,

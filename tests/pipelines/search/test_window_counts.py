@@ -89,9 +89,11 @@ def test_cost_is_linear_in_the_log_for_any_window_length() -> None:
 
 def test_a_log_without_clock_times_has_position_features_only() -> None:
     config = SearchConfig()
-    assert feature_names(config, clock=False) == ["position", "page"]
+    assert feature_names(config, has_clock_times=False) == ["position", "page"]
 
-    values = features(None, np.array([0, 9, 10]), np.arange(3), config, clock=False)
+    values = features(
+        None, np.array([0, 9, 10]), np.arange(3), config, has_clock_times=False
+    )
 
     np.testing.assert_allclose(values, np.log1p([[0, 0], [9, 0], [10, 1]]), rtol=1e-6)
 

@@ -234,7 +234,7 @@ def test_items_without_text_are_empty_strings_and_reported_or_refused() -> None:
     assert item_texts(table, EmbedConfig(), lines.append) == ["Drill x", "", ""]
 
     assert lines == [
-        "note: 2 of 3 items have no text in title, brand; their codes carry no information about them"
+        "note: 2 of 3 items have no text in title, brand; their embeddings carry no information about them"
     ]
     with pytest.raises(
         UserError, match=r"2 of 3 items have no text in title, brand; use a template"

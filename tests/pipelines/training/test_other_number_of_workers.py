@@ -264,7 +264,7 @@ def lose_both_ray_workers(trainings: Trainings, first_step: int) -> None:
     message = str(explain(error.value))
     assert message.startswith("a process of Ray was lost (")
     assert message.endswith(
-        "then run the same command again, which continues from what is finished"
+        "then run the same command again, which keeps the finished work"
     )
 
 
