@@ -81,8 +81,8 @@ from tuning.trial import (
     stop_trial,
 )
 
-# Its warnings are about the missing files of the disabled loggers.
-logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)
+# `TrialReporter` prints the failures of trials in a line each, without tracebacks.
+logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
 
 
 @dataclass
@@ -176,6 +176,16 @@ class TrialReporter(Callback):
             with suppress(UserError, OSError):
                 stop_trial(planned, self.spec)
         self.print_result(planned)
+
+    def on_trial_recover(
+        self, iteration: int, trials: list, trial: Any, **info: Any
+    ) -> None:
+        """Print that Tune starts a trial again whose process was lost."""
+        self.say(
+            f"note: the process of {trial_name(trial)} was lost; the trial continues "
+            f"from its last checkpoint, {trial.num_failures} of "
+            f"{self.spec.ray.max_failures} times"
+        )
 
     def on_trial_error(
         self, iteration: int, trials: list, trial: Any, **info: Any

@@ -60,7 +60,8 @@ class RayOptions:
     max_failures: int = 2
     """Number of times that lost workers are started again without a new checkpoint in
     between. Each new checkpoint resets the count, so that nodes may be lost any number
-    of times in a training of days."""
+    of times in a training of days. In a sweep, the trials of one worker count every
+    lost process."""
     hang_minutes: float = 10
     """Minutes after which an unresponsive worker, or one that the others wait for in a
     gradient exchange, is considered lost: all workers start again from the last

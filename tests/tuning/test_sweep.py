@@ -285,9 +285,12 @@ def test_killed_trials_are_retried_and_otherwise_recorded_as_failed(
     halved: HalvedSweep,
 ) -> None:
     kills: list[str] = []
+    notes: list[str] = []
 
     def kill_trials(line: str) -> None:
         """Kill lr-0.03 once, which is retried, and lr-0.01 twice, which fails it."""
+        if line.startswith("note:"):
+            notes.append(line)
         name = line.split()[0]
         max_kills = {"lr-0.03": 1, "lr-0.01": 2}.get(name.rsplit("-", 1)[0], 0)
         if "epoch" in line and kills.count(name) < max_kills:
@@ -301,6 +304,11 @@ def test_killed_trials_are_retried_and_otherwise_recorded_as_failed(
 
     assert len(kills) == 3
     retried, killed, diverged = swept.trials
+    assert sorted(notes) == sorted(
+        f"note: the process of {trial.name} was lost; the trial continues from its "
+        "last checkpoint, 1 of 1 times"
+        for trial in (retried, killed)
+    )
     assert retried.status == "finished"
     assert retried.value == pytest.approx(halved.result.trials[0].value)
     assert killed.status == "failed"
