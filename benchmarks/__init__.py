@@ -1,1 +1,1 @@
-"""Paired timings. They import all packages, and only their command imports them."""
+"""Paired timings. Benchmarks import any package but `papers`."""

@@ -211,7 +211,7 @@ class Source:
     """Number of items of the random catalogue."""
     seed: int
     """Seed of codes, weights and histories."""
-    histories: str | None = None
+    tables: str | None = None
     """TABLES with the histories, or None for random histories."""
     sids: str | None = None
     """SIDS of the checkpoints."""
@@ -222,8 +222,8 @@ class Source:
 @lru_cache(maxsize=1)
 def load_histories(source: Source) -> list[list[int]]:
     """Return the histories from which batches are drawn, shortest first."""
-    if source.histories:
-        return real_histories(USERS, source.histories, TigerConfig().max_history)
+    if source.tables:
+        return real_histories(USERS, source.tables, TigerConfig().max_history)
     return random_histories(
         USERS, source.items, torch.Generator().manual_seed(source.seed)
     )
@@ -231,11 +231,15 @@ def load_histories(source: Source) -> list[list[int]]:
 
 @lru_cache(maxsize=1)
 def load_catalogue(source: Source) -> Catalogue:
-    """Return the catalogue of the checkpoints, or a random one for all histories."""
+    """Return the catalogue of the checkpoints, or one with random codes.
+
+    A random catalogue has `source.items` items, or more if the histories need them.
+    """
     if source.checkpoints:
-        return Catalogue.load(str(source.histories), source.sids)
-    items = max(source.items, 1 + max(map(max, load_histories(source))))
-    codes = random_codes(items, torch.Generator().manual_seed(source.seed))
+        return Catalogue.load(str(source.tables), source.sids)
+    largest_item = max(max(history) for history in load_histories(source))
+    num_items = max(source.items, largest_item + 1)
+    codes = random_codes(num_items, torch.Generator().manual_seed(source.seed))
     return Catalogue.from_codes(codes, (256, 256, 256, 256))
 
 

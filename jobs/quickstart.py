@@ -657,9 +657,15 @@ def run(config: Config) -> None:
 def drop_models_with_extra(
     flow: Flow, folders: Folders, steps: Steps
 ) -> tuple[ModelRun, ...]:
-    """Return the models that need no semantic IDs or text, and print a note.
+    """Return the models that need neither semantic IDs nor embeddings.
 
-    The number of steps is reduced by the steps of the other models.
+    The number of steps is reduced by the step of `make_extra` and the steps of the
+    skipped models. A printed note explains why models are skipped.
+
+    Args:
+        flow: Flow of a family that has models with an extra input.
+        folders: Folders of the flow.
+        steps: Steps of the flow, whose number is changed.
     """
     from models import registry
 
@@ -668,12 +674,15 @@ def drop_models_with_extra(
         for model_run in flow.models
         if flow.extra not in registry.find(model_run.model).extra_inputs
     )
-    dropped = [model_run for model_run in flow.models if model_run not in models]
-    steps.num_steps -= 1 + sum(count_steps(model_run) for model_run in dropped)
-    tables = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
+    skipped_steps = 1  # of make_extra
+    for model_run in flow.models:
+        if model_run not in models:
+            skipped_steps += count_steps(model_run)
+    steps.num_steps -= skipped_steps
+    extra = {"sids": "semantic IDs", "text": "embeddings"}[flow.extra]
     print(
-        f"note: {folders.source} names no texts of items, which {tables} require; "
-        f"models that use {tables} are skipped"
+        f"note: {folders.source} names no texts of items, which {extra} require; "
+        f"models that use {extra} are skipped"
     )
     return models
 

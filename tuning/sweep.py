@@ -601,12 +601,17 @@ unless the cluster holds more."""
 def stop_losing_trials(
     spec: SweepSpec, pending: list[Trial], scheduler: Halving
 ) -> list[Trial]:
-    """Replay earlier reports to the scheduler, and stop the trials that it stops.
+    """Replay earlier reports to the scheduler, and stop the trials that it rejects.
 
-    An earlier call was killed before it could stop them.
+    An earlier call of the sweep may have been killed before it stopped them.
+
+    Args:
+        spec: The sweep.
+        pending: Trials that have not ended.
+        scheduler: Scheduler of this call.
 
     Returns:
-        The trials that continue.
+        The pending trials that continue.
     """
     stopped = replay_reports(scheduler, load_past_reports(spec))
     for trial in pending:

@@ -254,14 +254,14 @@ def _visible_keys(
 
 
 def _outside_group(index: Tensor, group: int) -> Tensor:
-    """Return a mask of the keys outside the part of the group up to the query.
+    """Return a mask of the keys that are not in a query's group, or come after the query.
 
     Args:
         index: (n,) positions of the queries of a tile, which are also the keys.
-        group: Size of a group.
+        group: Number of positions of a group.
 
     Returns:
-        (n, n) bool: true where the key is before the query's group or after the query.
+        (n, n) bool, by query and key.
     """
     query = index[:, None]
     return (index < query // group * group) | (index > query)

@@ -255,9 +255,10 @@ class RecurrentMixer(nn.Module):
         raise NotImplementedError
 
     def no_decay_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters without weight decay: A_log, dt_bias and D.
+        """Return the parameters without weight decay: `log_rate`, `step_bias`, `skip`.
 
-        The authors' code of Mamba2 and Gated DeltaNet exempts the same parameters.
+        The authors' code of Mamba2 and Gated DeltaNet exempts them too, as A_log,
+        dt_bias and D.
         """
         return [
             parameter

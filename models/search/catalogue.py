@@ -303,7 +303,8 @@ class SearchCatalogue:
         cls,
         tables: str,
         text: str | None,
-        scale: bool = True,
+        *,
+        measure_features: bool = True,
         scales: Mapping[str, Any] | None = None,
     ) -> Self:
         """Load the catalogue of a search log.
@@ -311,10 +312,11 @@ class SearchCatalogue:
         Args:
             tables: Output folder of jobs.prepare.
             text: Output folder of jobs.encode; None for text of width 0.
-            scale: Whether to compute the features' mean and deviation from the train
-                split. A served model does not need them, as its checkpoint has them.
-            scales: Result of `scales()` stored in a checkpoint, which replaces computed
-                scales.
+            measure_features: Whether to compute mean and standard deviation of the
+                built-in features from the train split. A served model does not need
+                them, as its checkpoint has them.
+            scales: Result of `scales()` stored in a checkpoint: the text size and the
+                scales of custom numbers, in place of those of these tables.
 
         Raises:
             UserError: If the tables do not belong together.
@@ -327,17 +329,19 @@ class SearchCatalogue:
         custom_features = CustomFeatures.from_info(info, scales)
         num_features = len(info["features"])
         mean, std = torch.zeros(num_features), torch.ones(num_features)
-        if scale:
+        if measure_features:
             mean, std = _feature_scale(uri, num_features)
-        vectors = SearchText.empty(items.rows, num_queries)
-        if text:
-            vectors = SearchText.load(text, items, num_queries)
+        search_text = (
+            SearchText.load(text, items, num_queries)
+            if text
+            else SearchText.empty(items.rows, num_queries)
+        )
         return cls(
             num_items=items.rows,
             num_queries=num_queries,
             labels=tuple(info["labels"]),
             features=(*info["features"], *custom_features.names),
-            text=vectors,
+            text=search_text,
             text_size=(scales or {}).get("text_size", 0.0),
             feature_mean=mean,
             feature_std=std,

@@ -229,7 +229,11 @@ class HLLM(QGS):
         return messages
 
     def embed_documents(self, item: Tensor) -> Tensor:
-        """Return the reduced vectors (..., E) of documents from the item tower."""
+        """Return the reduced vectors (..., E) of documents.
+
+        They come from the item tower, or from the embeddings of jobs.encode if the
+        model has none. Arguments are the same as of `QGS.embed_documents`.
+        """
         if self.item_tower is None:
             return super().embed_documents(item)
         return self.text.document(self.text.gain * self.item_tower(item.clamp(min=0)))

@@ -46,7 +46,10 @@ class SearchModel(Model):
     ) -> SearchCatalogue:
         """Load the catalogue, without the features' scale if `manifest_only`."""
         return SearchCatalogue.load(
-            inputs.tables, inputs.text, not manifest_only, scales
+            inputs.tables,
+            inputs.text,
+            measure_features=not manifest_only,
+            scales=scales,
         )
 
     @classmethod

@@ -192,18 +192,21 @@ def split_evaluations(selection: Selection, training: Any) -> list[Row]:
 def add_evaluation(run: Run, evaluation: Any) -> Run:
     """Return a run with the metrics of an evaluation added.
 
+    An evaluation on test also replaces the `evaluation_id`. Evaluations are added
+    oldest first, so the metrics per user are those of the latest evaluation on test.
+
     Args:
-        run: Run of the training.
+        run: Run of the training, with the metrics of earlier evaluations.
         evaluation: MLflow run of the evaluation.
     """
     measured = {
         tracking.from_mlflow_name(name): value
         for name, value in evaluation.data.metrics.items()
     }
-    metrics = {**run.metrics, **measured}
-    if evaluation.data.params["split"] != "test":
-        return replace(run, metrics=metrics)
-    return replace(run, metrics=metrics, evaluation_id=evaluation.info.run_id)
+    run = replace(run, metrics={**run.metrics, **measured})
+    if evaluation.data.params["split"] == "test":
+        run = replace(run, evaluation_id=evaluation.info.run_id)
+    return run
 
 
 def read_metrics(training: Any) -> dict[str, float]:

@@ -118,36 +118,35 @@ class MarkerCycle:
 def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
     """Draw the metric on validation over steps for the best row of each model.
 
-    A model with one validation has a dashed horizontal line. Nothing is drawn for a
-    single model.
+    A row whose runs were validated once has a dashed horizontal line. Nothing is drawn
+    for a single model.
     """
     metric = f"val/{comparison.metric}"
-    best: dict[str, Row] = {}
-    for row in sort_by_validation(comparison, comparison.rows):
-        if not row.options:
-            best.setdefault(row.model, row)
-    if len(best) < 2:
+    rows = best_rows(comparison)
+    if len(rows) < 2:
         return []
-    figure, (axes,) = new_figure(1, width=9, height=max(4, 1 + 0.2 * len(best)))
+    figure, (axes,) = new_figure(1, width=9, height=max(4, 1 + 0.2 * len(rows)))
     hover: dict[str, list[str]] = {}
     markers = MarkerCycle()
-    for model, row in best.items():
-        marker, _ = markers.next(colours[model])
-        for run_index, run in enumerate(row.runs):
+    has_curve = False
+    for row in rows:
+        colour = colours[row.model]
+        marker, _ = markers.next(colour)
+        label: str | None = to_label(f"{row.name} {row.mean(metric):.4f}")
+        for run in row.runs:
             points = average_neighbours(comparison.history(run, metric), MAX_POINTS)
-            label = to_label(f"{row.name} {row.mean(metric):.4f}")
-            style: dict[str, Any] = {
-                "color": colours[model],
-                "label": None if run_index else label,
-                "lw": 1.2,
-            }
             if len(points) < 2:
-                axes.axhline(row.mean(metric), ls="--", **style)
                 continue
             steps, values = zip(*points, strict=True)
-            (line,) = axes.plot(steps, values, marker=marker, ms=3, **style)
+            (line,) = axes.plot(
+                steps, values, color=colour, label=label, lw=1.2, marker=marker, ms=3
+            )
             add_hover(hover, line, [describe_point(run.name, *p) for p in points])
-    if any(line.get_linestyle() == "-" for line in axes.lines):
+            has_curve = True
+            label = None  # one entry in the legend per row
+        if label:
+            axes.axhline(row.mean(metric), ls="--", color=colour, label=label, lw=1.2)
+    if has_curve:
         make_logarithmic(axes)
     label_axes(axes, "optimizer step", metric)
     figure.legend(loc="outside right upper")
@@ -156,6 +155,19 @@ def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
         "legend the value at the best epoch. Dashed: measured once."
     )
     return [Drawing("validation", "Validation of all models", caption, figure, hover)]
+
+
+def best_rows(comparison: Comparison) -> list[Row]:
+    """Return the row of each model with the best metric on validation, best first.
+
+    Rows evaluated with other options than their checkpoint's are left out, as their
+    training is the one of the row without options.
+    """
+    best: dict[str, Row] = {}
+    for row in sort_by_validation(comparison, comparison.rows):
+        if not row.options:
+            best.setdefault(row.model, row)
+    return list(best.values())
 
 
 def sort_by_validation(comparison: Comparison, rows: Iterable[Row]) -> list[Row]:
@@ -560,6 +572,10 @@ def label_values(names: Sequence[str], metric: str) -> str:
 
 def choose_panels(metric: str, rows: Sequence[Row]) -> list[list[str]]:
     """Return the metrics of each panel of a setting.
+
+    The first panel has the comparison's metric on validation and test, or for
+    normalised entropy and RIG the normalised entropy of each task. Speed and memory on
+    test have a panel each.
 
     Args:
         metric: Metric of the comparison, without its split.

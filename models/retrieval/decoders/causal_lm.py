@@ -48,8 +48,11 @@ class LmDecoder(Decoder):
         """The backbone with the language model."""
         return self._backbone[0]
 
-    def rows(self) -> Tensor:
-        """Return the output layer (C_0 + ... + C_(L-1), D)."""
+    def output_weight(self) -> Tensor:
+        """Return the weight (C_0 + ... + C_(L-1), D) of the output layer, a row per code.
+
+        A tied decoder uses the codes' rows of the embeddings.
+        """
         if self.output is not None:
             return self.output.weight
         return self.backbone.embedding.weight.narrow(
@@ -59,7 +62,7 @@ class LmDecoder(Decoder):
     def level_logits(self, level: int, hidden: Tensor) -> Tensor:
         """Return a level's logits (..., C_level) from the states (..., D) before it."""
         first = self.tokens.first[level] - self.tokens.first[0]
-        weight = self.rows().narrow(0, first, self.tokens.sizes[level])
+        weight = self.output_weight().narrow(0, first, self.tokens.sizes[level])
         return functional.linear(hidden, weight)
 
     def hidden(self, history: History, codes: Tensor) -> Tensor:

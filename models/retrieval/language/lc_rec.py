@@ -127,18 +127,15 @@ class LcRecConfig:
             )
 
 
-def choose_tokenizer(
-    config: LcRecConfig, titles: list[str] | None, rows: int = 0
-) -> Tokenizer:
-    """Return the tokenizer of the language model.
+def choose_tokenizer(config: LcRecConfig, titles: list[str] | None) -> Tokenizer:
+    """Return the tokenizer of the pretrained model `config.lm`, or one of words.
 
     Args:
         config: Options of LC-Rec.
-        titles: Titles of all items, for the vocabulary if `config.lm` is empty.
-        rows: Number of rows of a pretrained model's word embedding.
+        titles: Titles of all items, read only if `config.lm` is empty.
     """
     if config.lm:
-        return Pretrained(config.lm, rows)
+        return Pretrained(config.lm)
     return Words(titles or [], config.max_words)
 
 
@@ -221,7 +218,7 @@ class LcRec(Retriever):
                 f"{', '.join(tasks)} need; set model.title to a text column of the "
                 "source file, or model.tasks to [next]"
             )
-        tokenizer = choose_tokenizer(config, titles, self.backbone.vocabulary)
+        tokenizer = choose_tokenizer(config, titles)
         tokens, lengths = encode_titles(tokenizer, titles, config.title_tokens)
         prompts = {}
         for task in tasks:
@@ -284,7 +281,7 @@ class LcRec(Retriever):
         states = states.take_along_dim(position.unsqueeze(-1), 1)  # (R, n, D)
         lm: Any = self.backbone.lm
         word_logits = lm.get_output_embeddings()(states)  # (R, n, V)
-        code_logits = functional.linear(states, self.decoder.rows())
+        code_logits = functional.linear(states, self.decoder.output_weight())
         logits = torch.cat([word_logits, code_logits], -1).float()
         is_code = target >= self.backbone.vocabulary
         index = torch.where(is_code, target - self.tokens.first[0], target)

@@ -92,15 +92,16 @@ def assign_unique_codes(quantized: Quantized, config: PsidConfig) -> np.ndarray:
     groups = collision_groups(codes)
     # the closest item of a group keeps the codes; of equally close items the first
     order = np.lexsort((np.arange(len(codes)), distances, groups))
+    _, first_of_group = np.unique(groups[order], return_index=True)
     keeps_codes = np.zeros(len(codes), dtype=bool)
-    keeps_codes[order[np.unique(groups[order], return_index=True)[1]]] = True
+    keeps_codes[order[first_of_group]] = True
     taken = set(map(tuple, codes[keeps_codes].tolist()))
     for item in np.flatnonzero(~keeps_codes):
         free_codes = find_free_codes(
             vectors[item],
             codebooks,
             config,
-            lambda codes: codes not in taken,
+            lambda candidate: candidate not in taken,
             int(item),
         )
         codes[item] = free_codes

@@ -878,8 +878,13 @@ class Log(Files):
     def _add_lists(self, rows: pl.DataFrame, uri: str) -> pl.DataFrame:
         """Add the lists to explode, the positions of their elements, and request ids.
 
-        The request id is a hash of the row, so equal rows of two files are one request.
-        Lists of unequal length become null, and the column UNEQUAL marks their rows.
+        The request id is a hash of the row's values by column name, without its row
+        number, so equal rows of two files are one request. Empty lists and lists of
+        unequal length become null; the column UNEQUAL marks the rows of the latter.
+
+        Args:
+            rows: Rows of the file, with the column ROW.
+            uri: File, for messages.
         """
         if not self.explode:
             return rows
@@ -890,19 +895,19 @@ class Log(Files):
         lengths = pl.DataFrame(
             {name: values.list.len().fill_null(0) for name, values in lists.items()}
         )
-        unequal = lengths.select(~pl.all_horizontal(pl.all() == pl.nth(0))).to_series()
+        is_equal = pl.all_horizontal(pl.all() == pl.nth(0))
+        is_unequal = lengths.select(~is_equal).to_series()
+        first_length = lengths.to_series(0)
+        is_usable = ~is_unequal & (first_length > 0)
+        positions = pl.int_ranges(0, first_length, dtype=pl.Int32, eager=True)
         names = sorted(name for name in rows.columns if name != ROW)
         content = pl.DataFrame([as_text(rows[name]).alias(name) for name in names])
         request = content.hash_rows(seed=0).map_elements("{:016x}".format, pl.String)
-        rows = rows.with_columns(
-            **lists,
-            **{REQUEST: request, UNEQUAL: unequal, ELEMENT: lengths.to_series(0)},
-        )
-        is_usable = ~pl.col(UNEQUAL) & (pl.col(ELEMENT) > 0)
-        index = pl.int_ranges(0, pl.col(ELEMENT), dtype=pl.Int32).alias(ELEMENT)
-        return rows.with_columns(
-            pl.when(is_usable).then(column) for column in (*map(pl.col, lists), index)
-        )
+        usable = {
+            name: pl.when(is_usable).then(values)
+            for name, values in {**lists, ELEMENT: positions}.items()
+        }
+        return rows.with_columns(**usable, **{REQUEST: request, UNEQUAL: is_unequal})
 
     def _history_events(
         self, rows: pl.DataFrame, uri: str, users: pa.Table | None

@@ -560,7 +560,11 @@ def _unescape(
 def _read_csv(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """Yield the rows of a CSV file; arguments as in `read_frames`."""
+    """Yield the rows of a CSV file; arguments as in `read_frames`.
+
+    The parsers need a delimiter of one byte. A longer delimiter is replaced by a mark,
+    and restored in values and broken lines.
+    """
     delimiter = files.detect_delimiter(uri).encode()
     mark = delimiter if len(delimiter) == 1 else DELIMITER_MARK
     names, header_lines = _read_header(uri, files, delimiter, mark)
@@ -568,40 +572,49 @@ def _read_csv(
     if missing and len(names) == 1:
         _check_delimiter(uri, names[0], delimiter.decode(), min(missing))
     lines_to_skip = header_lines if piece is None or piece.start == 0 else 0
-    text = b""  # read and not yet parsed
+    unparsed = b""
     first_row = 0
     last = False
     blocks = _read_blocks(uri, files, digest, piece)
     while not last:
         block = next(blocks, None)
         last = block is None
-        text = (text + (block or b"")).replace(delimiter, mark)
-        while lines_to_skip and (line_end := text.find(b"\n") + 1):
-            text = text[line_end:]
-            lines_to_skip -= 1
-        if lines_to_skip or not text:
+        unparsed = (unparsed + (block or b"")).replace(delimiter, mark)
+        unparsed, lines_to_skip = _skip_lines(unparsed, lines_to_skip)
+        if lines_to_skip or not unparsed:
             continue
-        table, numbers, broken, parsed_bytes = _parse_csv(
-            text, files, mark.decode(), names, columns, last
-        )
-        text = text[parsed_bytes:]
-        if len(text) > MAX_ROW_BYTES:
+        parsed = _parse_csv(unparsed, files, mark.decode(), names, columns, last)
+        unparsed = unparsed[parsed.num_bytes :]
+        if len(unparsed) > MAX_ROW_BYTES:
             raise UserError(
                 f"{uri}: row {first_row:,} is longer than {MAX_ROW_BYTES >> 20} MiB; "
                 f"set quote: '' if quotes are plain characters"
             )
-        if table is None:
+        if parsed.table is None:
             rows = pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
         else:
-            rows = pl.DataFrame(table)
+            rows = pl.DataFrame(parsed.table)
         rows = _unescape(rows, files, mark.decode(), delimiter.decode())
-        rows = rows.with_columns(pl.Series(ROW, numbers + first_row, pl.Int64))
-        broken = [
-            (number + first_row, why, line.replace(mark.decode(), delimiter.decode()))
-            for number, why, line in broken
+        row_numbers = first_row + parsed.numbers
+        rows = rows.with_columns(pl.Series(ROW, row_numbers, pl.Int64))
+        broken_lines = [
+            (first_row + number, reason, line.replace(mark.decode(), delimiter.decode()))
+            for number, reason, line in parsed.broken
         ]
-        yield ParsedRows(rows, broken, missing)
-        first_row += len(numbers) + len(broken)
+        yield ParsedRows(rows, broken_lines, missing)
+        first_row += len(row_numbers) + len(broken_lines)
+
+
+def _skip_lines(text: bytes, count: int) -> tuple[bytes, int]:
+    """Remove up to `count` complete lines from the start of a text.
+
+    Returns:
+        The rest of the text, and the number of lines still to remove.
+    """
+    while count and (line_end := text.find(b"\n") + 1):
+        text = text[line_end:]
+        count -= 1
+    return text, count
 
 
 def _read_header(
@@ -674,6 +687,20 @@ def _check_delimiter(uri: str, header: str, delimiter: str, missing: str) -> Non
             )
 
 
+@dataclass(frozen=True)
+class ParsedText:
+    """Rows parsed from a text of a CSV file."""
+
+    table: pa.Table | None
+    """Valid rows, or None without valid rows."""
+    numbers: np.ndarray
+    """(rows,) indices of the valid rows among all rows of the text."""
+    broken: Broken
+    """Broken lines, with their indices among all rows of the text."""
+    num_bytes: int
+    """Number of parsed bytes."""
+
+
 def _parse_csv(
     text: bytes,
     files: Files,
@@ -681,7 +708,7 @@ def _parse_csv(
     names: list[str],
     columns: list[str],
     last: bool,
-) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
+) -> ParsedText:
     """Parse a text that begins with a row.
 
     Arrow parses the text if all quotes enclose whole values of one line. Otherwise
@@ -694,10 +721,6 @@ def _parse_csv(
         names: Names of all columns.
         columns: Columns to return.
         last: Whether the text ends with the file.
-
-    Returns:
-        Table of the rows (None without rows), their indices (rows,), broken lines, and
-        the number of parsed bytes.
     """
     text = _mark_escapes(text, files)
     end = len(text) if last else text.rfind(b"\n") + 1
@@ -705,7 +728,7 @@ def _parse_csv(
         table, numbers, broken = _parse_with_arrow(
             text[:end], files, delimiter, names, columns
         )
-        return table, numbers, broken, end
+        return ParsedText(table, numbers, broken, end)
     return _parse_line_by_line(text, files, delimiter, names, columns, last)
 
 
@@ -879,8 +902,8 @@ def _parse_line_by_line(
     names: list[str],
     columns: list[str],
     last: bool,
-) -> tuple[pa.Table | None, np.ndarray, Broken, int]:
-    """Parse a text with `_RecordReader`; arguments and results as in `_parse_csv`."""
+) -> ParsedText:
+    """Parse a text with `_RecordReader`; arguments as in `_parse_csv`."""
     complete = text if last else text[: text.rfind(b"\n") + 1]
     lines = re.findall(r"[^\n]*\n|[^\n]+", complete.decode())
     reader = _RecordReader(lines, files, delimiter, len(names))
@@ -904,15 +927,16 @@ def _parse_line_by_line(
             broken.append((number, f"row: {reason}{hint}", record[:MAX_QUOTED_CHARS]))
         elif cells:
             rows.append(cells)
-    parsed_bytes = sum(len(line.encode()) for line in lines[: reader.position])
+    num_bytes = sum(len(line.encode()) for line in lines[: reader.position])
     numbers = _row_numbers(len(rows), broken)
     if not rows:
-        return None, numbers, broken, parsed_bytes
+        return ParsedText(None, numbers, broken, num_bytes)
     arrays = []
     for name in columns:
         index = names.index(name)
         arrays.append(pa.array([row[index] or None for row in rows], pa.string()))
-    return pa.table(arrays, names=columns), numbers, broken, parsed_bytes
+    table = pa.table(arrays, names=columns)
+    return ParsedText(table, numbers, broken, num_bytes)
 
 
 def _hint_at_quotes(record: str, reason: str, files: Files) -> str:

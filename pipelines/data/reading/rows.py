@@ -233,8 +233,12 @@ class Rows:
     def parse_text(self, target: str) -> None:
         """Store a column as text; empty text becomes null.
 
-        Lists are joined by blanks. A categorical list with a blank in an element
-        becomes JSON, so that different lists remain different.
+        Lists are joined by blanks. In a column `cat_*`, a list with a blank in an
+        element becomes JSON, so that different lists remain different. Columns
+        `text_*` are stripped.
+
+        Args:
+            target: Column to store.
 
         Raises:
             UserError: If the values are structs or bytes.

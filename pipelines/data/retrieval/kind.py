@@ -56,7 +56,7 @@ class Retrieval(Kind):
         return core_users
 
     def simulate(self, output: str, settings: Settings) -> Iterator[str]:
-        """Write a retrieval log; no best figures are known for it."""
+        """Write a retrieval log, and yield no line, as its best metrics are not known."""
         simulate_retrieval(output, settings)
         yield from ()
 

@@ -174,7 +174,9 @@ class WrittenBucket:
 def _write_buckets(
     run: Run, events: Manifest, counter: SearchCounter
 ) -> tuple[list[Part], Counter[str]]:
-    """Write the parts; the commit is left to the caller.
+    """Count the events of all buckets of keys, and write a part of `counts` for each.
+
+    The caller writes the manifest.
 
     Returns:
         The parts in the order of the buckets, and the number of keys by kind.

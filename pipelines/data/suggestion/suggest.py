@@ -1062,17 +1062,20 @@ def count_name_matches(
 def match_ids(
     group: FileGroup, key: Column, ids: Column, values: pl.Series, file_ids: FileIds
 ) -> Description:
-    """Match the ids in the first rows of a log with the ids of files.
+    """Match the ids in the first rows of a log with the ids stored in a group of files.
 
     If clearly more ids match in lower case, or padded with zeros to the width of the
     other ids, the description contains the SQL of this conversion.
 
     Args:
         group: Files of one layout.
-        key: Column with the ids of the files.
+        key: Column of the files with their ids.
         ids: Column of the log with the ids.
         values: Ids in the first rows of the log.
-        file_ids: Ids of the files.
+        file_ids: Ids stored in the files.
+
+    Returns:
+        The files as a description, with the shares of ids and events that match.
     """
     description = Description(group, key, is_measured=file_ids.is_complete)
     description.matched, description.share = count_matches(values, file_ids.ids)

@@ -206,7 +206,7 @@ def compute_library_loss(model: LcRec, prompt: list[int], item: Tensor) -> Tenso
     states = compute_states(model, prompt + tokens)
     lm: Any = model.backbone.lm
     word_logits = lm.get_output_embeddings()(states)
-    code_logits = states @ model.decoder.rows().T
+    code_logits = states @ model.decoder.output_weight().T
     logits = torch.cat([word_logits, code_logits], -1)
     # the logits have no column for token 0 of the codes, which is padding
     labels = [-100] * len(prompt) + [token - 1 for token in tokens]
