@@ -139,18 +139,18 @@ class BoostedActions(ActionsModel):
         return values[:, :context], values[:, context:]
 
     def _item_attributes(self, name: str, item: Tensor, batch: ActionsBatch) -> Tensor:
-        """Return attributes (..., width) of items.
+        """Return attributes (..., width) of items; padding reads item 0.
 
         Args:
             name: `numbers` or `categories`.
-            item: (...) items of the catalogue, or new items of the batch.
+            item: (...) `item_index`; from I on, items number the new items of `batch`.
             batch: Batch with the attributes of new items.
         """
         table = getattr(self, name).to(item.device)
-        new = getattr(batch, f"new_{name}")
-        if new is not None:
-            table = torch.cat([table, new])
-        return table[item.clamp(max=len(table) - 1)]
+        new_rows = getattr(batch, f"new_{name}")
+        if new_rows is not None:
+            table = torch.cat([table, new_rows])
+        return table[item]
 
     def score(self, batch: ActionsBatch) -> Tensor:
         """Return (N, K) float64 log-odds of the valid candidates of all users."""

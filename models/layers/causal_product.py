@@ -254,7 +254,7 @@ def _visible_keys(
 
 
 def _outside_group(index: Tensor, group: int) -> Tensor:
-    """Return a mask of the keys that are not in a query's group, or come after the query.
+    """Return a mask of the keys that are not in a query's group, or come after it.
 
     Args:
         index: (n,) positions of the queries of a tile, which are also the keys.

@@ -174,9 +174,7 @@ class LcRec(Retriever):
             return config
         titles = read_titles(catalogue, config.title)
         tokenizer = choose_tokenizer(config, titles)
-        if config.lm:
-            lm_model = language_model.pretrained_config(config.lm)
-        else:
+        if isinstance(tokenizer, Words):
             lm_model = language_model.llama_config(
                 tokenizer.size,
                 config.width,
@@ -185,6 +183,8 @@ class LcRec(Retriever):
                 config.ffn_width,
                 config.dropout,
             )
+        else:
+            lm_model = language_model.pretrained_config(config.lm)
         tasks = config.tasks if titles is not None else ["next"]
         return replace(
             config,

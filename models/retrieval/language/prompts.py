@@ -97,12 +97,11 @@ class Words:
 class Pretrained:
     """The tokenizer of a pretrained language model."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str) -> None:
         """Load the tokenizer.
 
         Args:
             name: Hugging Face name or folder of the language model.
-            size: Number of rows of the language model's word embedding.
 
         Raises:
             UserError: If the tokenizer cannot be loaded or has no end token.
@@ -111,7 +110,6 @@ class Pretrained:
 
         with language_model_source(name) as source:
             self.tokenizer = AutoTokenizer.from_pretrained(**source)
-        self.size = size
         begin = self.tokenizer.bos_token_id
         self.begin = [] if begin is None else [begin]
         if self.tokenizer.eos_token_id is None:

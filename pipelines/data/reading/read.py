@@ -598,7 +598,11 @@ def _read_csv(
         row_numbers = first_row + parsed.numbers
         rows = rows.with_columns(pl.Series(ROW, row_numbers, pl.Int64))
         broken_lines = [
-            (first_row + number, reason, line.replace(mark.decode(), delimiter.decode()))
+            (
+                first_row + number,
+                reason,
+                line.replace(mark.decode(), delimiter.decode()),
+            )
             for number, reason, line in parsed.broken
         ]
         yield ParsedRows(rows, broken_lines, missing)

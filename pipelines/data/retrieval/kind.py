@@ -56,7 +56,10 @@ class Retrieval(Kind):
         return core_users
 
     def simulate(self, output: str, settings: Settings) -> Iterator[str]:
-        """Write a retrieval log, and yield no line, as its best metrics are not known."""
+        """Write a retrieval log, and yield no line.
+
+        The best metrics of the log are not known.
+        """
         simulate_retrieval(output, settings)
         yield from ()
 
