@@ -51,7 +51,8 @@ class LmDecoder(Decoder):
     def output_weight(self) -> Tensor:
         """Return the weight (C_0 + ... + C_(L-1), D) of the output layer.
 
-        The weight has a row per code. A tied decoder uses the codes' rows of the embeddings.
+        The weight has a row per code. A tied decoder uses the codes' rows of the
+        embeddings.
         """
         if self.output is not None:
             return self.output.weight
