@@ -384,7 +384,7 @@ def time_search(variant: str, runs: int) -> Iterator[Row]:
         }
 
 
-def page(rows: list[Row]) -> Iterator[str]:
+def format_tables(rows: list[Row]) -> Iterator[str]:
     """Yield the lines of Markdown tables of saved rows."""
     rows_by_mode: dict[str, dict[str, Row]] = {}
     for row in rows:
@@ -437,7 +437,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.page:
         lines = Path(options.page).read_text().splitlines()
-        print("\n".join(page([json.loads(line) for line in lines])))
+        print("\n".join(format_tables([json.loads(line) for line in lines])))
         return
     if not torch.cuda.is_available():
         sys.exit("error: PyTorch sees no GPU on this machine")

@@ -179,8 +179,8 @@ class Day:
 
     def is_text_outdated(self) -> bool:
         """Return whether text embeddings were computed from earlier tables."""
-        for name in ("items", "queries", "pairs"):
-            uri = join(self.inputs["text"], name)
+        for text_table in ("items", "queries", "pairs"):
+            uri = join(self.inputs["text"], text_table)
             if not has_manifest(uri):
                 continue
             for table, input_hash in read_manifest(uri).inputs.items():

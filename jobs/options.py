@@ -233,7 +233,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that a layer or the command line sets for a key."""
+    """A value of an option, set by a layer or by the command line."""
 
     key: str
     """Dotted key of the option, such as `fit.lr`."""
@@ -289,7 +289,7 @@ def convert_words(
 
 
 def refuse_unknown(key: str, options: Mapping[str, Option], source: str = "") -> None:
-    """Raise UserError for an unknown key; the message suggests the most similar key.
+    """Raise a UserError if a key is unknown, and suggest the most similar key.
 
     Args:
         key: Dotted key.

@@ -87,11 +87,11 @@ def format_duration(seconds: float) -> str:
 
 
 def path_fields(config: type, *kinds: str) -> set[str]:
-    """Return the names of a config's fields that hold a path.
+    """Return the names of a config's fields that hold paths of some kinds.
 
     Args:
         config: Dataclass of the config.
-        kinds: Kinds of path to return: `checkpoint`, `folder`, or `encoder`, which is a
+        kinds: Kinds of path: `checkpoint`, `folder`, or `encoder`, which is a
             folder or a name of the model hub. A field declares its kind by
             `metadata={"names": "checkpoint"}`.
     """

@@ -7,9 +7,9 @@ MAX_REASON_CHARS = 300
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error's text, or its class without text.
+    """Return the first non-empty line of an error's text, or else its class name.
 
-    At most `MAX_REASON_CHARS` characters are returned, with single spaces.
+    Whitespace becomes single spaces, and the line is cut to `MAX_REASON_CHARS`.
     """
     for line in str(error).splitlines():
         words = line.split()

@@ -155,7 +155,7 @@ class Row(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed request that ranks candidates."""
+    """A parsed request to rank candidates."""
 
     candidates: list[str]
     """Item ids in the order of the request."""

@@ -148,7 +148,7 @@ def train_sgd(
     return last
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; None reads `sys.argv`."""
     parser = argparse.ArgumentParser(
         prog="python -m models.train",
@@ -274,7 +274,7 @@ def train(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line that the module describes."""
-    options = parse_options(argv)
+    options = parse_arguments(argv)
     check_buckets_first()
     try:
         train(options)

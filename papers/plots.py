@@ -20,7 +20,7 @@ STUDENT_COLOUR, TEACHER_COLOUR = COLOURS[0], COLOURS[6]
 
 
 def draw_tokenizers(comparison: Comparison) -> list[Drawing]:
-    """Plot teacher and student for each folder of semantic IDs.
+    """Draw the metric on test of teacher and student by folder of semantic IDs.
 
     The list is empty for fewer than two folders.
     """

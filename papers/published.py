@@ -68,7 +68,7 @@ class System:
 
 @dataclass(frozen=True)
 class Published:
-    """A table of a paper."""
+    """The figures of a paper's table."""
 
     source: str
     """Paper and table."""

@@ -16,7 +16,7 @@ from pipelines.training.config import RayOptions, TrackingOptions, check_run_nam
 
 @dataclass
 class Options:
-    """Concurrency and test measurements of a sweep."""
+    """Number of concurrent trials of a sweep, and whether to evaluate them on test."""
 
     concurrency: int = 0
     """Largest number of trials that run at once; 0: as many as the cluster holds. For

@@ -74,6 +74,7 @@ class _ReluDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # the result is positive where the input was positive and is not masked
         (result,) = ctx.saved_tensors
         return torch.ops.aten.threshold_backward(grads[0], result, 0), None
 

@@ -57,7 +57,7 @@ Memory = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class History:
-    """States of a history's positions, the output of a backbone."""
+    """The output of a backbone: states of the positions of histories."""
 
     states: Tensor
     """(B, S, D); states of padding are finite and meaningless."""

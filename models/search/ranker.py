@@ -309,7 +309,8 @@ class Ranker(SearchModel):
         is_learned = sample_learned(batch.labels, self.masks, self.config.negative_rate)
         if batch.is_padded:
             is_valid = batch.candidate_valid[:, None].expand_as(batch.labels)
-            return batch, is_valid if is_learned is None else is_valid & is_learned
+            mask = is_valid if is_learned is None else is_valid & is_learned
+            return batch, mask
         if is_learned is None:
             return batch, None
         is_candidate_learned = is_learned.any(1)

@@ -383,7 +383,7 @@ def fingerprint(config: dict[str, Any], inputs: dict[str, str]) -> str:
     return digest([SCHEMA_VERSION, config, inputs])
 
 
-def up_to_date(uri: str, expected: str) -> bool:
+def is_up_to_date(uri: str, expected: str) -> bool:
     """Return whether a finished table with the expected fingerprint exists at `uri`."""
     return has_manifest(uri) and read_manifest(uri).fingerprint == expected
 

@@ -40,7 +40,7 @@ def language_model_source(name: str) -> AbstractContextManager[dict[str, Any]]:
 
 
 def pretrained_config(name: str) -> dict[str, Any]:
-    """Return the model type and the non-default settings of a pretrained model."""
+    """Return the config of a pretrained model, without settings at their default."""
     from transformers import AutoConfig
 
     with language_model_source(name) as source:

@@ -1,1 +1,1 @@
-"""The training loop, optimizers, CUDA graphs and distributed means, in PyTorch only."""
+"""The training loop, optimizers, CUDA graphs and distributed means, without Ray."""

@@ -53,7 +53,7 @@ PACE_STEPS = 3
 """Number of timed steps from which the remaining time is estimated."""
 
 CONTINUE, ASK, SAVE, STOP = 0, 1, 2, 3
-"""Values of `next_action` after a step: continue; let all ranks call `ask_for_notice`;
+"""Values of `next_action` after a step: continue; let all ranks call `has_notice`;
 save a state within the epoch and continue; save a state and end."""
 
 State = dict[str, Any]
@@ -595,7 +595,7 @@ class _Loop:
     world: int
     clock: Callable[[], float]
     next_action: Callable[[], int]
-    ask_for_notice: Callable[[], bool]
+    has_notice: Callable[[], bool]
 
     def __post_init__(self) -> None:
         self.total_steps = self._count_steps(0) * self.config.max_epochs
@@ -669,7 +669,7 @@ class _Loop:
         config, step = self.config, self.cursor.step
         action = self.agreement.max_action(self.next_action())
         if action == ASK:
-            action = SAVE if self.ask_for_notice() else CONTINUE
+            action = SAVE if self.has_notice() else CONTINUE
         stops = action == STOP
         validates = not is_last and not stops and is_due(config.eval_every_steps, step)
         is_planned = is_due(config.checkpoint_every_steps, step)
@@ -853,7 +853,7 @@ def fit(
     world: int = 1,
     clock: Callable[[], float] = time.monotonic,
     next_action: Callable[[], int] = lambda: CONTINUE,
-    ask_for_notice: Callable[[], bool] = lambda: False,
+    has_notice: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepEvent | HeartbeatEvent | EpochEvent]:
     """Train a model and yield events.
 
@@ -879,7 +879,7 @@ def fit(
         clock: Returns the time in seconds, for heartbeat events.
         next_action: Called after every step; returns CONTINUE, ASK, SAVE or STOP. Ranks
             may return different actions. The largest action of all ranks counts.
-        ask_for_notice: Called by all ranks after the same step if the largest action is
+        has_notice: Called by all ranks after the same step if the largest action is
             ASK, so it may be a collective. It returns the same on all ranks, and a
             state is saved if it returns true.
 
@@ -925,7 +925,7 @@ def fit(
         world=world,
         clock=clock,
         next_action=next_action,
-        ask_for_notice=ask_for_notice,
+        has_notice=has_notice,
     )
     for event in loop.run():
         yield event

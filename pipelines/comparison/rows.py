@@ -253,7 +253,7 @@ class Row:
         }
 
     def identity(self, without: Collection[str] = ()) -> tuple[Any, ...]:
-        """Return a key that is equal for rows of the same log, model and params.
+        """Return a key that is equal for rows of equal log, model, options and params.
 
         Args:
             without: Names of params in which the rows may differ.

@@ -98,20 +98,20 @@ def find_experiments(
     Raises:
         UserError: If an experiment is not in the store, or deleted.
     """
-    ids = {
+    id_by_name = {
         experiment.name: str(experiment.experiment_id)
         for experiment in client.search_experiments()
     }
     for name in names:
-        if name in ids:
+        if name in id_by_name:
             continue
         if client.get_experiment_by_name(name):  # MLflow finds deleted experiments too
             raise UserError(
                 f"the experiment '{name}' is deleted at {uri}; restore it with mlflow "
                 "experiments restore"
             )
-        raise UserError(tracking.describe_unknown("experiment", name, uri, ids))
-    return {ids[name]: name for name in names or ids}
+        raise UserError(tracking.describe_unknown("experiment", name, uri, id_by_name))
+    return {id_by_name[name]: name for name in names or id_by_name}
 
 
 def select_sweep(

@@ -273,7 +273,7 @@ class Engine:
         return max(1, max_tasks)
 
     def exchange(self, exchange: Exchange, in_process: bool = False) -> Iterator[Any]:
-        """Shuffle the rows by partition and run the kernel on each partition.
+        """Shuffle rows into partitions, and run a kernel on each partition.
 
         Args:
             exchange: Reads, partitions and kernel.

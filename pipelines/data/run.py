@@ -22,6 +22,7 @@ from models.storage.tables import (
     file_info,
     fingerprint,
     has_manifest,
+    is_up_to_date,
     join,
     make_manifest,
     open_uri,
@@ -29,7 +30,6 @@ from models.storage.tables import (
     read_manifest,
     read_table,
     replace_tables,
-    up_to_date,
 )
 from pipelines.data.engine import Engine, Shared
 from pipelines.data.events.columns import Vocabulary
@@ -97,7 +97,7 @@ class OutputTables:
             unchanged = earlier.info.get("stamps", {}).get(file) == stamp
             file_hash = earlier.inputs.get(file, "") if unchanged else "changed"
             inputs = {**inputs, file: file_hash}
-        if up_to_date(uri, fingerprint(config, inputs)):
+        if is_up_to_date(uri, fingerprint(config, inputs)):
             manifest = read_manifest(uri, name)
             part_uris(uri, manifest)  # raises for a missing or truncated part
             self.report(f"{name}: up to date, {pluralize(manifest.rows, 'row')}")

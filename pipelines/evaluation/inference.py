@@ -48,12 +48,12 @@ from models.storage.tables import (
     commit,
     fingerprint,
     has_earlier_table,
+    is_up_to_date,
     join,
     part_uris,
     read_manifest,
     read_parquet,
     read_table,
-    up_to_date,
     write_part,
     writing,
 )
@@ -525,7 +525,7 @@ def find_finished(
     """
     if not has_earlier_table(output, kind.table) or overwrite:
         return None
-    if up_to_date(output, expected):
+    if is_up_to_date(output, expected):
         return read_manifest(output, kind.table)
     raise UserError(
         f"{output} holds other {kind.table}; choose another folder or replace it "

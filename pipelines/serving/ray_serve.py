@@ -160,7 +160,7 @@ class Replica:
         Thread(target=self.follow, args=[options], daemon=True).start()
 
     def follow(self, options: Options) -> None:
-        """Load each new version that the registry has, every `follow_s` seconds."""
+        """Check the registry every `follow_s` seconds, and load new versions."""
         while True:
             time.sleep(options.follow_s)
             try:

@@ -39,7 +39,7 @@ class FencedTorchConfig(TorchConfig):
 
 
 class FencedBackend(Backend):
-    """PyTorch's backend of Ray Train that numbers each worker group."""
+    """Ray Train's PyTorch backend, which numbers the worker groups of a run."""
 
     share_cuda_visible_devices = True
 

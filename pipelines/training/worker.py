@@ -453,7 +453,7 @@ def train_sgd(
         rank=worker.rank,
         world=worker.world_size,
         next_action=requests.next_action,
-        ask_for_notice=requests.check_notices,
+        has_notice=requests.check_notices,
     ):
         if worker.rank == 0:
             for line in describe_event(event, run):

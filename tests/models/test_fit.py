@@ -574,7 +574,7 @@ def save_after_notice(rank: int) -> list[int]:
         rank=rank,
         world=2,
         next_action=lambda: next(actions, CONTINUE),
-        ask_for_notice=ask_for_notice,
+        has_notice=ask_for_notice,
     )
     return [event.step for event in events if event.state]
 

@@ -22,11 +22,11 @@ from models.storage.tables import (
     commit,
     fingerprint,
     has_earlier_table,
+    is_up_to_date,
     read_manifest,
     read_parquet,
     read_table,
     run_git,
-    up_to_date,
     write_part,
     writing,
 )
@@ -147,9 +147,9 @@ def test_the_hash_depends_on_the_content(tmp_path: Path) -> None:
 
 def test_a_fingerprint_tells_whether_a_table_is_up_to_date(tmp_path: Path) -> None:
     uri = write_sids(tmp_path / "t", build_sids([1]), config={"k": 5})
-    assert up_to_date(uri, fingerprint({"k": 5}, {"items": "h"}))
-    assert not up_to_date(uri, fingerprint({"k": 6}, {"items": "h"}))
-    assert not up_to_date(str(tmp_path / "none"), fingerprint({}, {}))
+    assert is_up_to_date(uri, fingerprint({"k": 5}, {"items": "h"}))
+    assert not is_up_to_date(uri, fingerprint({"k": 6}, {"items": "h"}))
+    assert not is_up_to_date(str(tmp_path / "none"), fingerprint({}, {}))
 
 
 def test_a_truncated_part_is_refused(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class LmBackbone(Backbone):
         return self.vocabulary + self.tokens.items[items.clamp(min=0)]
 
     def response(self, items: Tensor) -> Segment:
-        """Return the codes of `items` (B,) as a segment (B, L)."""
+        """Return a segment (B, L) with the codes of one item per row, `items` (B,)."""
         tokens = self.item_tokens(items)
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
 

@@ -141,7 +141,7 @@ class LmScorer:
     def __init__(self, decoder: LmDecoder, history: History) -> None:
         self.decoder, self.lengths = decoder, history.lengths
         self.memory, self.query = require_prompt(history)
-        self.prompt = prompt_mask(history)  # (B, 1, S)
+        self.prompt_mask = prompt_mask(history)  # (B, 1, S)
         # (B, W, level): index of each beam's tokens among the N tokens of all beams
         self.paths = history.lengths.new_zeros((len(history.lengths), 1, 0))
 
@@ -154,7 +154,7 @@ class LmScorer:
         level = self.paths.shape[2]
         num_beams = tokens.shape[1]
         keys, _ = self.memory[0]
-        num_before = keys.shape[2] - self.prompt.shape[2]  # N
+        num_before = keys.shape[2] - self.prompt_mask.shape[2]  # N
         beam = torch.arange(num_beams, device=tokens.device).expand_as(tokens)
         parent_paths = self.paths.take_along_dim(parents.unsqueeze(-1), 1)
         newest = (num_before + beam).unsqueeze(-1)
@@ -165,7 +165,7 @@ class LmScorer:
             device=tokens.device,
         )
         sees_tokens.scatter_(2, self.paths, True)
-        sees_prompt = self.prompt.expand(-1, num_beams, -1)
+        sees_prompt = self.prompt_mask.expand(-1, num_beams, -1)
         visible = torch.cat([sees_prompt, sees_tokens], 2)
         positions = (self.lengths + level).unsqueeze(1).expand_as(tokens)
         first = self.decoder.backbone.vocabulary + self.decoder.tokens.first[level]

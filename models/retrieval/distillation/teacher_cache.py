@@ -93,7 +93,7 @@ ComputeStates = Callable[[RequestBatch], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """An output of a teacher to cache as one table."""
+    """An output of a teacher that is cached as one table."""
 
     name: str
     """Name of the table: `encoder` or `decoder`."""

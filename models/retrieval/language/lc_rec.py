@@ -384,9 +384,10 @@ class Texts:
 
 @torch.no_grad()
 def init_codes(model: LcRec) -> None:
-    """Initialise the tokens of codes like words: normal, with the words' mean and std.
+    """Draw the weights of codes from a normal distribution like the weights of words.
 
-    `transformers` initialises new tokens around the mean, too.
+    Mean and standard deviation of each dimension are the words'. `transformers`
+    also initialises new tokens around the words' mean.
     """
     lm: Any = model.backbone.lm
     pairs = [(model.backbone.embedding.weight, lm.get_input_embeddings().weight)]

@@ -165,7 +165,7 @@ class Block(nn.Module):
 
 
 class RecurrentDecoder(Decoder):
-    """A stack of blocks over the states and the token embeddings of a backbone."""
+    """A stack of recurrent blocks over a backbone's states and token embeddings."""
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ class SidMlpPpEncoder(TaughtModel):
         return history.states, history.lengths
 
     def set_teacher_outputs(self, tables: dict[str, CachedStates]) -> None:
-        """Set the table of the teacher's cached states."""
+        """Read the teacher's states from its cache instead of computing them."""
         self._cached_states = tables["encoder"]
 
     def match_states(self, batch: RequestBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,9 +20,9 @@ from pipelines.data.audit.sequences import (
     check_behaviours,
     check_category,
     check_counts,
+    check_custom_scales,
     check_lengths,
     check_number,
-    check_training,
     check_values,
     count_per_split,
     custom_columns,
@@ -147,7 +147,7 @@ def check_statistics(
     info = tables.info
     rule = rules["counts"]
     train = rows.filter(split="train")
-    check_training(info, train.select(custom_columns(info)), rules["features"])
+    check_custom_scales(info, train.select(custom_columns(info)), rules["features"])
     is_train = (rows["split"] == "train").to_numpy()
     rates = values["tasks"][is_train].mean(0)
     features = values["features"][is_train]

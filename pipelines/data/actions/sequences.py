@@ -63,6 +63,9 @@ from pipelines.data.sequences.splits import (
     require_training,
 )
 
+MIN_DEVIATION = 1e-6
+"""Features with a smaller standard deviation count as constant, as it is rounding."""
+
 
 @dataclass(frozen=True)
 class ActionsBuilder(SequenceBuilder):
@@ -369,7 +372,7 @@ def feature_scale(
     sums = [part.feature_sums for part in parts]
     mean, square = np.sum(sums, axis=0) / max(1, rows)
     std = np.sqrt((square - mean**2).clip(0))
-    return mean, np.where(std > 1e-6, std, 0.0)
+    return mean, np.where(std > MIN_DEVIATION, std, 0.0)
 
 
 @dataclass(frozen=True)

@@ -535,7 +535,7 @@ def check_number(
         )
 
 
-def check_training(info: dict[str, Any], train: pl.DataFrame, rule: Rule) -> None:
+def check_custom_scales(info: dict[str, Any], train: pl.DataFrame, rule: Rule) -> None:
     """Check the manifest's statistics of custom features against training rows.
 
     Args:

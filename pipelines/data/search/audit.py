@@ -22,8 +22,8 @@ from pipelines.data.audit.sequences import (
     check_as_of,
     check_behaviours,
     check_counts,
+    check_custom_scales,
     check_history,
-    check_training,
     check_values,
     compare_rows,
     count_per_split,
@@ -151,8 +151,8 @@ def check_requests(
     """
     custom_features = custom_columns(tables.info)
     labels = [f"label_{name}" for name in tables.info["labels"]]
-    shown = expected_candidates(tables, users_log)
-    expected = expected_requests(shown, [*labels, *custom_features])
+    candidates = expected_candidates(tables, users_log)
+    expected = expected_requests(candidates, [*labels, *custom_features])
     if custom_features:
         compare_rows(requests, expected, custom_features, "request", rules["features"])
     # a missing label is false
@@ -200,7 +200,7 @@ def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) ->
     is_train = pl.col("split") == "train"
     is_counted = has_length.fill_null(False) & is_train & (num_candidates > 0)
     train = requests.filter(is_counted)
-    check_training(tables.info, train.select(names).explode(names), rule)
+    check_custom_scales(tables.info, train.select(names).explode(names), rule)
 
 
 def count_requests(

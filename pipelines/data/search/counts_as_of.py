@@ -29,8 +29,8 @@ from models.storage.tables import (
     Part,
     UserError,
     fingerprint,
+    is_up_to_date,
     part_uris,
-    up_to_date,
     write_part,
 )
 from pipelines.data.events.columns import Vocabulary
@@ -86,7 +86,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, as_of_ms: int) -> N
     }
     inputs = {"events": events.hash, "items": items.hash}
     uri = run.tables.table_uri("counts")
-    if not run.tables.overwrite and up_to_date(uri, fingerprint(settings, inputs)):
+    if not run.tables.overwrite and is_up_to_date(uri, fingerprint(settings, inputs)):
         run.report(f"counts: up to date, as of {as_of_text}")
         return
     started = time.perf_counter()

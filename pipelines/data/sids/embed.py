@@ -32,10 +32,10 @@ from models.storage.tables import (
     commit,
     fingerprint,
     has_manifest,
+    is_up_to_date,
     iter_parts,
     read_manifest,
     read_table,
-    up_to_date,
     write_part,
 )
 from models.text.text_encoder import (
@@ -498,7 +498,7 @@ def find_finished(
     """
     if not has_manifest(uri):
         return None
-    if not up_to_date(uri, fingerprint(config, inputs)):
+    if not is_up_to_date(uri, fingerprint(config, inputs)):
         raise UserError(
             f"{uri} was made from other input or settings; use --overwrite, or another "
             f"--output"

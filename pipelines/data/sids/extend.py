@@ -36,9 +36,9 @@ from models.storage.tables import (
     commit,
     fingerprint,
     has_manifest,
+    is_up_to_date,
     read_manifest,
     read_table,
-    up_to_date,
     writing,
 )
 from models.storage.uri import absolute
@@ -122,7 +122,7 @@ def extend_embeddings(
             reproduce them.
     """
     settings, inputs = embed_origin(items_uri, source)
-    if up_to_date(uri, fingerprint(settings, inputs)):
+    if is_up_to_date(uri, fingerprint(settings, inputs)):
         return read_manifest(uri, "embeddings")
     manifest = read_manifest(old_uri, "embeddings")
     if manifest.config != settings or manifest.inputs.get("encoder") != inputs.get(

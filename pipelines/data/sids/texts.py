@@ -300,12 +300,12 @@ class _LogEncoder:
             vectors = encode_texts(all_texts, self.encoder, self.config, self.say)
         for name in missing:
             table_vectors, vectors = np.split(vectors, [len(texts[name])])
-            manifests[name] = self.commit_texts(
+            manifests[name] = self.commit_embeddings(
                 name, texts[name], table_vectors, started
             )
         return manifests
 
-    def commit_texts(
+    def commit_embeddings(
         self, name: str, texts: list[str], vectors: np.ndarray, started: float
     ) -> Manifest:
         """Write a table of embeddings with one row per text.

@@ -48,10 +48,10 @@ from models.storage.tables import (
     commit,
     fingerprint,
     has_manifest,
+    is_up_to_date,
     join,
     read_manifest,
     read_table,
-    up_to_date,
     write_part,
     writing,
 )
@@ -446,7 +446,7 @@ def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest
 
 def is_trie_current(paths: TokenizerPaths, sids: Manifest) -> bool:
     """Return whether the `trie` table is the trie of these SIDs."""
-    return up_to_date(paths.trie, fingerprint({}, {"sids": sids.hash}))
+    return is_up_to_date(paths.trie, fingerprint({}, {"sids": sids.hash}))
 
 
 def _write_embeddings(
@@ -470,7 +470,7 @@ def _write_embeddings(
             f"{paths.sids} was made from other embeddings; use --overwrite, or another "
             f"--output"
         )
-    is_finished = bool(paths.shared_embeddings) and up_to_date(
+    is_finished = bool(paths.shared_embeddings) and is_up_to_date(
         uri, fingerprint(*embed_origin(paths.items, source))
     )
     lock: AbstractContextManager[object] = nullcontext()
