@@ -118,8 +118,8 @@ class MarkerCycle:
 def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
     """Draw the metric on validation over steps for the best row of each model.
 
-    A row whose runs were validated once has a dashed horizontal line. Nothing is drawn
-    for a single model.
+    A run that was validated once has a dashed horizontal line at the mean of its row.
+    Nothing is drawn for a single model.
     """
     metric = f"val/{comparison.metric}"
     rows = best_rows(comparison)
@@ -132,20 +132,21 @@ def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
     for row in rows:
         colour = colours[row.model]
         marker, _ = markers.next(colour)
-        label: str | None = to_label(f"{row.name} {row.mean(metric):.4f}")
-        for run in row.runs:
+        label = to_label(f"{row.name} {row.mean(metric):.4f}")
+        for run_index, run in enumerate(row.runs):
             points = average_neighbours(comparison.history(run, metric), MAX_POINTS)
+            style: dict[str, Any] = {
+                "color": colour,
+                "label": None if run_index else label,  # one legend entry per row
+                "lw": 1.2,
+            }
             if len(points) < 2:
+                axes.axhline(row.mean(metric), ls="--", **style)
                 continue
-            steps, values = zip(*points, strict=True)
-            (line,) = axes.plot(
-                steps, values, color=colour, label=label, lw=1.2, marker=marker, ms=3
-            )
-            add_hover(hover, line, [describe_point(run.name, *p) for p in points])
             has_curve = True
-            label = None  # one entry in the legend per row
-        if label:
-            axes.axhline(row.mean(metric), ls="--", color=colour, label=label, lw=1.2)
+            steps, values = zip(*points, strict=True)
+            (line,) = axes.plot(steps, values, marker=marker, ms=3, **style)
+            add_hover(hover, line, [describe_point(run.name, *p) for p in points])
     if has_curve:
         make_logarithmic(axes)
     label_axes(axes, "optimizer step", metric)
