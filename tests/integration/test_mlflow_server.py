@@ -132,6 +132,7 @@ class SlowProxy(BaseHTTPRequestHandler):
         """Print nothing for a request."""
 
 
+@pytest.mark.exhaustive
 def test_logging_survives_a_slow_and_temporarily_failing_server(
     server: MlflowServer, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ def copy_code(folder: Path, name: str) -> Path:
     return folder / name
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_that_continues_with_other_code_reports_it(
     small: tuple[str, str], tmp_path: Path, new_store: Callable[[Path], str]
 ) -> None:

@@ -16,7 +16,7 @@ def is_written_by_hand(page: str) -> bool:
     return page.partition("\n\n")[2].startswith(("Figures behind", "Runs behind"))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_generated_pages_and_plots_are_up_to_date(tmp_path: Path) -> None:
     run(Config(output=str(tmp_path)))
 
