@@ -105,12 +105,17 @@ def read_prompts(page: str, *sections: str) -> list[Command]:
     return [command for command in commands if command.has_prompt]
 
 
-def evaluate_call(code: str, call: str) -> Any:
+def evaluate_call(code: str, call: str, names: dict[str, object] | None = None) -> Any:
     """Run a page's code that loads a model, and return the answer of its `call`.
 
-    The call is on the first line that contains it.
+    Args:
+        code: Code block of a page; the last line that contains `call` is evaluated.
+        call: Name of the called method.
+        names: Variables of the page's earlier code blocks, to which the block's own are
+            added.
     """
-    names: dict[str, object] = {"mlflow": mlflow, "pandas": pandas}
+    names = {} if names is None else names
+    names |= {"mlflow": mlflow, "pandas": pandas}
     loading, arguments = code.rsplit(call, 1)
     exec(loading, names)
     return eval(call + arguments.splitlines()[0], names)
@@ -181,10 +186,11 @@ def test_the_pages_of_search_and_of_serving(
     output = capsys.readouterr().out
     assert "No violations" in output
     assert "registered: version 1 of searches" in output
+    names: dict[str, object] = {}
     for language, code in read_blocks(read_page("serving.md")):
         if language != "python":
             continue
-        answer = evaluate_call(code, "model.predict")
+        answer = evaluate_call(code, "model.predict", names)
         assert set(answer["item_id"][0]) == {"i033", "i142", "i198"}
         assert answer["score"].explode().between(0, 1).all()
         if "timestamp_ms" in code.rpartition("model.predict")[2]:
