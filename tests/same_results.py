@@ -199,7 +199,8 @@ mlflow.set_tracking_uri(uri)
 model = mlflow.pyfunc.load_model(f"models:/{name}/1", model_config=config)
 answers = [row for rows in frames for row in model.predict(pandas.DataFrame(rows), params=params).to_dict("records")]
 runs = mlflow.search_runs(search_all_experiments=True, output_format="list")
-metrics = [{k: v for k, v in run.data.metrics.items() if not k.startswith("system/")} for run in runs]
+(training,) = [run for run in runs if run.info.run_name == name]
+metrics = {k: v for k, v in training.data.metrics.items() if not k.startswith("system/")}
 print(json.dumps([answers, metrics], default=lambda x: x.tolist()))
 """
 
@@ -443,7 +444,7 @@ class Checkout:
             printed = self.python(
                 "-c", SERVE, json.dumps([uri, name, config, params, frames])
             )
-            answers, (logged,) = json.loads(printed.splitlines()[-1])
+            answers, logged = json.loads(printed.splitlines()[-1])
             times = ("seconds", "_per_s", "data_wait")
             return {"answers": answers} | {
                 k: float(f"{v:.12g}")
