@@ -28,6 +28,7 @@ import pytest
 from mlflow import MlflowClient
 
 from models.storage.tables import read_manifest, read_table
+from pipelines import tracking
 from pipelines.data.audit.rules import audit
 from tests.fixtures.training_tables import write_tables
 
@@ -296,6 +297,8 @@ def test_a_submitted_job_prepares_and_trains_on_the_cluster(
     assert run.info.status == "FINISHED"
     assert run.data.params["model.name"] == "sasrec"
     assert run.data.tags["table.sequences"] == sequences.hash
+    assert "_ray_pkg_" in run.data.tags[tracking.CODE_TAG]
+    assert run.data.tags[tracking.SUBMISSION_TAG].startswith("raysubmit_")
     history = client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
     steps = [point.step for point in history]
     assert len(steps) == 2

@@ -1,10 +1,11 @@
-"""Test trainings on two nodes with all storage at `s3://`.
+"""Test trainings and a sweep on two nodes with all storage at `s3://`.
 
 The storage is behind a proxy that can delay and refuse requests.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -224,3 +225,35 @@ def test_a_training_survives_half_a_minute_of_status_503(
     assert proxy.refused > refused_before + 2
     # An interrupted answer may cost one restart, a refused request none.
     assert not [line for line in lines if "2 of 2 times" in line]
+
+
+def test_a_sweep_with_a_failed_trial_marks_its_best_as_of_an_incomplete_grid(
+    deployment: faults.Deployment, tables: str, s3: str, tmp_path: Path
+) -> None:
+    deployment.replace_lost_nodes()
+    grid = tmp_path / "grid.yaml"
+    content = {
+        "source": "a test",
+        "config": str(faults.ROOT / "jobs/configs/sasrec.yaml"),
+        "axes": {"fit.lr": [0.002, 1e30]},
+        "fixed": {"fit.max_epochs": 1, "fit.batch_size": 8, "model.dim": 16},
+        "metric": "val/ndcg@10",
+    }
+    grid.write_text(json.dumps(content))
+    command = ["jobs.sweep", "--grid", str(grid), "--tables", tables]
+    command += ["--storage", f"{s3}/runs", "--name", "incomplete"]
+
+    sweep = deployment.start(command)
+    output, _ = sweep.communicate()
+
+    assert sweep.returncode == 1, output[-2000:]
+    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "1 of 2 trials failed" in error
+    assert "an incomplete grid" in error
+    filesystem, path = open_uri(f"{s3}/runs/incomplete/trials.json")
+    with filesystem.open_input_stream(path) as file:
+        result = json.loads(file.read())
+    assert not result["complete"]
+    statuses = {trial["name"]: trial["status"] for trial in result["trials"]}
+    assert sorted(statuses.values()) == ["failed", "finished"]
+    assert statuses[result["best"]] == "finished"
