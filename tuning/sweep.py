@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 # MLflow has the metrics, so Tune need not write them to files.
@@ -34,7 +35,8 @@ os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
 
 import ray
 from pyarrow import fs
-from ray import tune
+from ray import cloudpickle, tune
+from ray.exceptions import RayActorError
 from ray.tune import Callback
 from ray.tune.search import BasicVariantGenerator
 
@@ -180,10 +182,10 @@ class TrialReporter(Callback):
     def on_trial_recover(
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
-        """Print that Tune starts a trial again whose process was lost."""
+        """Print why a trial has failed that Tune starts again."""
         self.say(
-            f"note: the process of {trial_name(trial)} was lost; the trial continues "
-            f"from its last checkpoint, {trial.num_failures} of "
+            f"note: {trial_name(trial)} failed ({describe_failure(trial)}); it "
+            f"continues from its last checkpoint, {trial.num_failures} of "
             f"{self.spec.ray.max_failures} times"
         )
 
@@ -192,11 +194,7 @@ class TrialReporter(Callback):
     ) -> None:
         """Collect the error of a trial that Tune no longer retries, and print it."""
         planned = self.spec.trials[trial_name(trial)]
-        error_lines = str(trial.get_pickled_error() or "").strip().splitlines()
-        error = "the process of the trial was lost"
-        if error_lines:
-            error = error_lines[-1].strip()
-        self.errors[planned.name] = error
+        self.errors[planned.name] = describe_failure(trial)
         self.print_result(planned)
 
     def print_result(self, trial: Trial) -> None:
@@ -211,6 +209,20 @@ class TrialReporter(Callback):
             f"[{self.num_done}/{len(self.spec.trials)}] {result.name} "
             f"{result.status}{value}{error}"
         )
+
+
+def describe_failure(trial: Any) -> str:
+    """Return the last line of the latest error of a trial of Tune.
+
+    The error is read from Tune's local folder: the storage has it only after Tune has
+    called the callbacks.
+    """
+    error = None
+    if trial.pickled_error_file:
+        error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+    if error is None or isinstance(error, RayActorError):
+        return "the process of the trial was lost"
+    return str(error).strip().splitlines()[-1].strip()
 
 
 def run_sweep(

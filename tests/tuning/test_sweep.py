@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from ray import tune
 
 from jobs import cli
 from jobs import sweep as job
@@ -36,6 +37,7 @@ from tuning.options import Options
 from tuning.sweep import (
     SweepResult,
     TrialResult,
+    describe_failure,
     find_best,
     resolve_best_trial,
     run_sweep,
@@ -304,11 +306,10 @@ def test_killed_trials_are_retried_and_otherwise_recorded_as_failed(
 
     assert len(kills) == 3
     retried, killed, diverged = swept.trials
-    assert sorted(notes) == sorted(
-        f"note: the process of {trial.name} was lost; the trial continues from its "
-        "last checkpoint, 1 of 1 times"
-        for trial in (retried, killed)
-    )
+    assert len(notes) == 2
+    for trial in (retried, killed):
+        (note,) = [line for line in notes if line.startswith(f"note: {trial.name} ")]
+        assert note.endswith("; it continues from its last checkpoint, 1 of 1 times")
     assert retried.status == "finished"
     assert retried.value == pytest.approx(halved.result.trials[0].value)
     assert killed.status == "failed"
@@ -334,6 +335,39 @@ def test_killed_trials_are_retried_and_otherwise_recorded_as_failed(
     assert continued.info.status == "FINISHED"
     history = client.get_metric_history(continued.info.run_id, "val/ndcg_at_10")
     assert len(history) == 4
+
+
+class FailureCollector(tune.Callback):
+    """Callback that describes the failures of trials, retried and final."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    def on_trial_recover(self, trial: Any, **info: Any) -> None:
+        self.failures.append(describe_failure(trial))
+
+    def on_trial_error(self, trial: Any, **info: Any) -> None:
+        self.failures.append(describe_failure(trial))
+
+
+def test_an_error_that_a_trial_raises_is_not_described_as_a_lost_process(
+    ray_local: None, tmp_path: Path
+) -> None:
+    def fail(point: dict[str, Any]) -> None:
+        raise RuntimeError("first line\nno room for 3 GiB")
+
+    collector = FailureCollector()
+    tune.Tuner(
+        fail,
+        run_config=tune.RunConfig(
+            storage_path=str(tmp_path),
+            verbose=0,
+            callbacks=[collector],
+            failure_config=tune.FailureConfig(max_failures=1),
+        ),
+    ).fit()
+
+    assert collector.failures == ["no room for 3 GiB"] * 2
 
 
 @pytest.mark.exhaustive
