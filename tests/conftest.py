@@ -39,16 +39,23 @@ LONG_FIXTURES = {"ray_local", "trained", "taught", "s3"}
 """Fixtures that start Ray or a server, or train. Tests that use one, also through other
 fixtures, are long."""
 
+SHARED = Path(__file__).parents[2] / "shared"
+"""Public logs beside the checkout."""
+
 running_fast_test: list[pytest.Item] = []
 """The fast test that runs or is set up, if any."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as long by their fixtures or as exhaustive, and sort their files first.
+    """Add marks to tests, and sort files with long tests first.
 
-    So the workers of pytest-xdist end at about the same time.
+    Tests are long by their fixtures or as exhaustive. Tests of the logs beside the
+    checkout are skipped without the logs. With the long files first, the workers of
+    pytest-xdist end at about the same time.
     """
     for item in items:
+        if item.get_closest_marker("shared_data") and not SHARED.is_dir():
+            item.add_marker(pytest.mark.skip(f"{SHARED} does not exist"))
         uses_long = LONG_FIXTURES & set(getattr(item, "fixturenames", ()))
         if uses_long or item.get_closest_marker("exhaustive"):
             item.add_marker("long")

@@ -608,7 +608,6 @@ WITHOUT_EVENTS = ("J2_old_times", "Z5_comma_f")
 
 
 @pytest.mark.shared_data
-@pytest.mark.skipif(not CASES.is_dir(), reason="the logs from bug reports are absent")
 def test_every_reported_log_gives_its_true_events_or_its_error() -> None:
     """Read each log beside the checkout; `pytest -s` prints a table.
 

@@ -86,7 +86,7 @@ def test_paths_agree_on_a_catalogue_of_realistic_shape(
     check_paths_agree(large_student, make_requests(40, 6000), k, beam, scores)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="real logs are not on this machine")
+@pytest.mark.shared_data
 @pytest.mark.parametrize(
     "published",
     [
