@@ -34,7 +34,6 @@ from pipelines.comparison.rows import (
     Run,
     connect_once,
     lower_is_better,
-    shared_name,
 )
 from pipelines.comparison.table import Table, percent
 from pipelines.evaluation.record import artifact_name
@@ -67,10 +66,13 @@ class Group:
     """First row of the group."""
     teacher: Row | None
     """Row of the teachers, or None if it is not compared."""
-    name: str
-    """Common prefix of the runs' names."""
     runs: list[Run]
     """Runs of all rows of the group."""
+
+    @property
+    def name(self) -> str:
+        """The common prefix of the runs' names, and the options of the evaluation."""
+        return replace(self.row, runs=self.runs).name
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,7 @@ def group_rows(comparison: Comparison) -> list[Group]:
             continue
         teacher = find_teacher(comparison, row)
         key = (id(teacher), *row.identity(TEACHER_PARAMS if teacher else ()))
-        group = groups.setdefault(key, Group(row, teacher, row.name, []))
-        if group.runs:
-            group.name = shared_name(group.name, row.name)
-        group.runs += row.runs
+        groups.setdefault(key, Group(row, teacher, [])).runs.extend(row.runs)
     return list(groups.values())
 
 
@@ -226,7 +225,7 @@ def pair_teacher(group: Group, teacher: Row) -> Pair:
     for run in group.runs:
         teacher_runs = [other for other in teacher.runs if other.weights == run.teacher]
         runs += [(run, teacher_run) for teacher_run in teacher_runs]
-    base = Group(teacher, None, teacher.name, teacher.runs)
+    base = Group(teacher, None, teacher.runs)
     return Pair.from_groups(group, base, runs)
 
 
