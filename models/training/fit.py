@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
@@ -93,7 +93,8 @@ class Event:
     """Number of completed epochs; of an event within an epoch, the number of that
     epoch, from 1."""
     loss: float
-    """Mean training loss over ranks, since the last step event or over the epoch."""
+    """Mean training loss over ranks, since the last point of the curves or over the
+    epoch."""
     examples_per_s: float
     """Training examples per second, all ranks together."""
     data_wait: float
@@ -118,6 +119,9 @@ class Event:
     interrupted: bool = False
     """Whether the generator ends because `next_action` returned STOP; the run resumes
     from `state`."""
+    is_point: bool = True
+    """Whether the event is a point of the curves; false if an uninterrupted run would
+    not yield it. The next point then averages over the steps before and after it."""
     state: State = field(default_factory=dict)
     """State to save in a checkpoint beside the weights; empty if no checkpoint is due.
     It holds live tensors, so save it before the next event is requested. For a sharded
@@ -127,7 +131,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """Progress within an epoch, averaged over the steps since the last event."""
+    """Progress within an epoch, averaged over the steps since the last point."""
 
     lr: float = 0.0
     """Learning rate of the last step, before `lr_multipliers`."""
@@ -254,6 +258,39 @@ def all_reduce(
 
 
 @dataclass
+class Window:
+    """Sums over the steps since the last point of the curves."""
+
+    steps: int = 0
+    """Number of steps."""
+    loss: float = 0.0
+    """Loss, averaged over ranks."""
+    seconds: float = 0.0
+    """Duration of the steps."""
+    examples: float = 0.0
+    """Number of examples, all ranks together."""
+    waited: float = 0.0
+    """Seconds spent waiting for data, averaged over ranks."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The model's outputs beside the loss, averaged over ranks."""
+    lr: float = 0.0
+    """Learning rate of the last step."""
+    grad_norm: float = 0.0
+    """Norm of the gradient of the last step."""
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of a step event: means over the steps."""
+        return {
+            "loss": self.loss / self.steps,
+            "examples_per_s": self.examples / self.seconds,
+            "data_wait": self.waited / self.seconds,
+            "parts": {name: part / self.steps for name, part in self.parts.items()},
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+        }
+
+
+@dataclass
 class Cursor:
     """The position of a run; with weights and optimizer, the whole state of a run."""
 
@@ -284,14 +321,19 @@ class Cursor:
     """Number of examples of the current epoch, all ranks together."""
     waited: float = 0.0
     """Seconds of the current epoch spent waiting for data, averaged over ranks."""
+    window: Window = field(default_factory=Window)
+    """Steps since the last point of the curves. A run that was stopped between two
+    points adds its next steps to them."""
 
     @classmethod
     def from_state(cls, fields: dict[str, Any]) -> Self:
         """Load the cursor of a checkpoint.
 
-        Older checkpoints have no `validated`; no validation is repeated for them.
+        Older checkpoints have no `validated`, and no validation is repeated for them,
+        or no `window`, and their next point averages over the steps from here.
         """
-        return cls(**{"validated": fields["step"], **fields})
+        window = Window(**fields.get("window", {}))
+        return cls(**{"validated": fields["step"], **fields, "window": window})
 
     def owes_validation(self, config: FitConfig) -> bool:
         """Return whether the run was stopped before a validation within the epoch."""
@@ -469,13 +511,13 @@ class Meter:
             data_wait=self.waited / seconds,
         )
 
-    def add_to_epoch(self, cursor: Cursor) -> dict[str, Any]:
-        """Add the measured steps to the epoch's sums, and return their event fields.
+    def add_to(self, cursor: Cursor) -> None:
+        """Add the measured steps to the sums of the epoch and of the window.
 
         A collective call, which waits for the device.
 
         Args:
-            cursor: Position of the training, whose sums of the epoch change in place.
+            cursor: Position of the training, which changes in place.
         """
         names = sorted(self.parts)
         values = [
@@ -485,22 +527,18 @@ class Meter:
             *(self.parts[name].item() for name in names),
         ]
         totals = all_reduce(values, self.world, self.device)
-        total_loss, examples, total_waited, *parts = totals
-        loss, waited = total_loss / self.world, total_waited / self.world
+        total_loss, examples, total_waited, *total_parts = totals
         seconds = time.perf_counter() - self.began
-        cursor.loss += loss
-        cursor.seconds += seconds
-        cursor.examples += examples
-        cursor.waited += waited
-        return {
-            "loss": loss / self.steps,
-            "examples_per_s": examples / seconds,
-            "data_wait": waited / seconds,
-            "parts": {
-                name: part / self.world / self.steps
-                for name, part in zip(names, parts, strict=True)
-            },
-        }
+        sums: Cursor | Window
+        for sums in (cursor, cursor.window):
+            sums.loss += total_loss / self.world
+            sums.seconds += seconds
+            sums.examples += examples
+            sums.waited += total_waited / self.world
+        cursor.window.steps += self.steps
+        parts = cursor.window.parts
+        for name, total in zip(names, total_parts, strict=True):
+            parts[name] = parts.get(name, 0.0) + total / self.world
 
 
 TrainStep = Callable[[Batch], tuple[dict[str, Tensor], Tensor]]
@@ -564,8 +602,8 @@ class _StepActions:
     """Whether to validate within the epoch."""
     saves: bool
     """Whether the event has a state to save."""
-    reports: bool
-    """Whether to yield a step event."""
+    is_point: bool
+    """Whether to yield a step event that is a point of the curves."""
     stops: bool
     """Whether `next_action` of a rank returned STOP."""
 
@@ -656,7 +694,7 @@ class _Loop:
             if heartbeat:
                 yield heartbeat
                 self.last_event_s, self.silence_s = self.clock(), PROGRESS_S
-        if actions.reports:
+        if actions.is_point or actions.saves:
             yield self._make_step_event(actions, steps, lr, norm)
             self.meter.clear()
 
@@ -671,12 +709,15 @@ class _Loop:
         if action == ASK:
             action = SAVE if self.has_notice() else CONTINUE
         stops = action == STOP
-        validates = not is_last and not stops and is_due(config.eval_every_steps, step)
-        is_planned = is_due(config.checkpoint_every_steps, step)
-        saves_within = not is_last and (is_planned or action == SAVE)
-        saves = validates or stops or saves_within
-        reports = is_last or saves or is_due(config.log_every_steps, step)
-        return _StepActions(validates, saves, reports, stops)
+        owes_validation = not is_last and is_due(config.eval_every_steps, step)
+        validates = owes_validation and not stops
+        saves_by_plan = not is_last and is_due(config.checkpoint_every_steps, step)
+        saves_by_request = not is_last and action == SAVE
+        saves = validates or stops or saves_by_plan or saves_by_request
+        is_point = is_last or saves_by_plan or is_due(config.log_every_steps, step)
+        if owes_validation:  # the resumed run yields the point, with the metrics
+            is_point = validates
+        return _StepActions(validates, saves, is_point, stops)
 
     def _make_heartbeat(self, steps: int) -> HeartbeatEvent | None:
         """Return a heartbeat event if none of this rank's events was recent."""
@@ -691,14 +732,16 @@ class _Loop:
     def _make_step_event(
         self, actions: _StepActions, steps: int, lr: float, norm: Tensor
     ) -> StepEvent:
-        """Read the measurements since the last event, validate if due, and report.
+        """Read the measurements since the last point, validate if due, and report.
 
         Raises:
             UserError: If the loss is not finite.
         """
         cursor = self.cursor
-        measured = self.meter.add_to_epoch(cursor)
-        loss = measured["loss"]
+        self.meter.add_to(cursor)
+        cursor.window.lr, cursor.window.grad_norm = lr, float(norm)
+        means = cursor.window.to_fields()
+        loss = means["loss"]
         if not math.isfinite(loss):
             raise UserError(
                 f"the loss is {loss} at step {cursor.step}; lower fit.lr "
@@ -710,16 +753,17 @@ class _Loop:
         cursor.stopped = bool(validation.get("stop_reason"))
         if actions.validates:
             self.last_event_s = self.clock()
+        if actions.is_point:
+            cursor.window = Window()
         return StepEvent(
             step=cursor.step,
             epoch=cursor.epoch + 1,
             steps_in_epoch=steps,
-            lr=lr,
-            grad_norm=float(norm),
-            **measured,
+            **means,
             **validation,
             stop=cursor.stopped,
             interrupted=actions.stops,
+            is_point=actions.is_point,
             seconds_left=self.pace.seconds_left(cursor),
             state=self._snapshot() if actions.saves else {},
         )
@@ -731,11 +775,15 @@ class _Loop:
         if validation is None:
             return self._make_interrupted_event()
         cursor.stopped = bool(validation["stop_reason"])
+        # a checkpoint of an older version has no window
+        has_window = cursor.window.steps > 0
+        means = cursor.window.to_fields() if has_window else cursor.epoch_means()
+        cursor.window = Window()
         return StepEvent(
             step=cursor.step,
             epoch=cursor.epoch + 1,
             steps_in_epoch=steps,
-            **cursor.epoch_means(),
+            **means,
             **validation,
             stop=cursor.stopped,
             state=self._snapshot(),
@@ -804,6 +852,7 @@ class _Loop:
             epoch=self.cursor.epoch + 1,
             **self.cursor.epoch_means(),
             interrupted=True,
+            is_point=False,
             state=self._snapshot(),
         )
 
@@ -811,7 +860,7 @@ class _Loop:
         """Return the state of `Event.state`; a collective call if sharded."""
         state = {
             "optimizer": optimizer_state(self.optimizer),
-            "cursor": vars(self.cursor).copy(),
+            "cursor": asdict(self.cursor),
         }
         if self.sharded:
             state["optimizer"]["state"] = fsdp.take_share(

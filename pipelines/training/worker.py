@@ -460,7 +460,7 @@ def train_sgd(
                 worker.say(line)
         if isinstance(event, HeartbeatEvent):
             continue
-        if logger and not event.interrupted:
+        if logger and event.is_point:
             log_event(logger, event)
         if not event.state:
             continue

@@ -62,7 +62,8 @@ class Classifier(nn.Module):
     def forward(self, batch: Pairs) -> dict[str, Tensor]:
         hidden = torch.relu(self.hidden(self.embedding(batch.x)))
         logits = self.dropout(hidden) @ self.embedding.weight.T
-        return {"loss": nn.functional.cross_entropy(logits, batch.y)}
+        loss = nn.functional.cross_entropy(logits, batch.y)
+        return {"loss": loss, "hidden_mean": hidden.mean().detach()}
 
 
 class Batches:
@@ -128,6 +129,19 @@ def get_loss_curve(events: list[Event]) -> list[tuple[int, float]]:
     ]
 
 
+def get_curves(events: list[Event]) -> dict[tuple[str, int], float]:
+    """Return the points of all curves within epochs, by name and step."""
+    curves = {}
+    for event in events:
+        if not isinstance(event, StepEvent) or not event.is_point:
+            continue
+        values = {"loss": event.loss, "lr": event.lr, "grad_norm": event.grad_norm}
+        for name, value in {**values, **event.parts, **event.metrics}.items():
+            assert (name, event.step) not in curves
+            curves[name, event.step] = value
+    return curves
+
+
 CONFIG = FitConfig(
     lr=0.01,
     warmup_steps=3,
@@ -181,12 +195,12 @@ def test_training_resumed_from_any_save_equals_uninterrupted_training(
 
 def stop_and_resume(
     config: FitConfig, stop_at: int, in_validation: bool
-) -> tuple[Classifier, list[StepEvent | EpochEvent], Event]:
+) -> tuple[Classifier, list[StepEvent | EpochEvent], list[StepEvent | EpochEvent]]:
     """Stop a run at its `stop_at`-th step or validation, and finish it from the state
     of its last event.
 
     Returns:
-        The resumed model, the events after the stop, and the last event before it.
+        The resumed model, the events until the stop, and the events after it.
     """
     calls = iter(range(1, 1000))
 
@@ -207,7 +221,7 @@ def stop_and_resume(
     saved = copy.deepcopy(events[-1].state)
     resumed = build_classifier(seed=99)
     resumed.load_state_dict(stopped.state_dict())
-    return resumed, run_fit(resumed, config, state=saved), events[-1]
+    return resumed, events, run_fit(resumed, config, state=saved)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +235,9 @@ def test_training_stopped_at_any_step_or_validation_and_resumed_equals_uninterru
     uninterrupted = build_classifier()
     all_events = run_fit(uninterrupted, config)
 
-    resumed, rest, last = stop_and_resume(config, stop_at, in_validation)
+    resumed, events, rest = stop_and_resume(config, stop_at, in_validation)
 
+    last = events[-1]
     assert last.interrupted
     assert not last.stop
     assert in_validation or last.step == stop_at
@@ -232,6 +247,7 @@ def test_training_stopped_at_any_step_or_validation_and_resumed_equals_uninterru
     for key in ("best", "best_epoch", "best_step", "waiting", "stopped"):
         assert cursor[key] == expected_cursor[key]
     assert rest[-1].loss == pytest.approx(all_events[-1].loss)
+    assert get_curves(events + rest) == pytest.approx(get_curves(all_events))
     validated = [event.step for event in all_events if event.metrics]
     assert [event.step for event in rest if event.metrics] == [
         step for step in validated if step >= last.step
@@ -249,6 +265,8 @@ def test_a_requested_state_is_saved_within_the_epoch_and_training_continues() ->
 
     assert [event.step for event in events if event.state] == [2, 5]
     assert not any(event.interrupted for event in events)
+    undisturbed = run_fit(build_classifier(), FitConfig(max_epochs=1))
+    assert get_curves(events) == pytest.approx(get_curves(undisturbed))
 
 
 def test_resumed_training_builds_no_skipped_batches() -> None:
