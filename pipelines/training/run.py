@@ -37,6 +37,7 @@ from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import registry
+from models.config import pluralize
 from models.error_text import first_line
 from models.storage import attempts, checkpoint
 from models.storage.attempts import Attempt
@@ -589,6 +590,7 @@ def run_workers(
         with stream_progress(
             say, lambda: pending_resources(options.num_workers, needs)
         ) as progress:
+            say(f"starting {pluralize(options.num_workers, 'worker')}")
             trainer = make_trainer(task, attempt, use_gpu, progress, callbacks)
             # in the main thread, Ray Train would replace the handler of SIGINT
             thread = ThreadPoolExecutor(1)

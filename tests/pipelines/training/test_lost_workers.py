@@ -183,6 +183,7 @@ def test_workers_are_restarted_when_one_hangs(
     (note,) = [line for line in lines if line.startswith("note:")]
     assert "health check has been hanging for 3" in note
     assert note.endswith("continuing from the last checkpoint, 1 of 2 times")
+    assert lines.count("starting 1 worker") == 2
     assert any("continuing " in line for line in lines)
     assert result.epochs == 30
 

@@ -138,7 +138,11 @@ def test_validation_counts_every_user_once(training: Training) -> None:
 
 
 def test_progress_is_reported(training: Training) -> None:
-    assert any("2 workers on cpu, 1 thread each" in line for line in training.lines)
+    starting, loaded = (
+        next(i for i, line in enumerate(training.lines) if line.startswith(start))
+        for start in ("starting 2 workers", "2 workers on cpu, 1 thread each")
+    )
+    assert starting < loaded
     epochs = [line for line in training.lines if line.startswith("epoch")]
     assert len(epochs) == FIT.max_epochs
 
