@@ -121,16 +121,15 @@ def preflight(**paths: str | None) -> None:
         paths: Paths by the name of the option; None for an option that is unset.
 
     Raises:
-        UserError: if the cluster does not answer, if it has no free CPU, or if a path
-            is local to one node of a larger cluster.
+        UserError: if the cluster does not answer, or if a path is local to one node of
+            a larger cluster.
     """
     if not os.environ.get("RAY_ADDRESS"):
         return
     start_ray()
-    from pipelines.cluster import check_paths, check_room
+    from pipelines.cluster import check_paths
 
     check_paths(paths)
-    check_room(1, {"CPU": 1}, "no task can run on it")
 
 
 def check_cpus(num_workers: int, cpus_per_worker: float, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""Check before a job starts that its cluster can run it.
+"""Check that a cluster can run a job, before the job requests resources.
 
     check_room(workers=4, needs={"CPU": 1, "GPU": 1}, remedy="lower --ray.num_workers")
     check_paths({"tables": "s3://bucket/tables", "storage": "/mnt/efs/runs"})

@@ -315,9 +315,15 @@ class Engine:
         self.stats.append(rows.stats())
 
     def _start_ray(self) -> None:
-        if self.start is not None:
-            self.start()
-            self.start = None
+        if self.start is None:
+            return
+        from pipelines import cluster
+
+        self.start()
+        self.start = None
+        needs = {"CPU": 1, "memory": self.settings.memory_gb * 2**30}
+        remedy = "lower --ray_data.memory_gb, start larger nodes"
+        cluster.check_room(1, needs, remedy)
 
     def _task_options(self) -> dict[str, Any]:
         """Return the Ray options of every task."""

@@ -124,10 +124,12 @@ class Workers:
         The GPUs of the cluster decide, as this machine may have none.
 
         Raises:
-            UserError: If the cluster has too few GPUs and no autoscaler.
+            UserError: If the cluster has too few GPUs, or no CPU for tasks without a
+                GPU, and no autoscaler.
         """
         has_gpu = self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         if self.device != "cuda" and not has_gpu:
+            cluster.check_room(1, {"CPU": 1}, "start larger nodes")
             return False
         remedy = "lower --shards or use --device cpu"
         cluster.check_room(num_tasks, {"GPU": 1}, remedy)

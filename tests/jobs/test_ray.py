@@ -6,7 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,12 @@ import ray
 
 from jobs import cli
 from models.storage.tables import UserError
+from pipelines import cluster
+from pipelines.data.engine import Engine, RayDataConfig
+from pipelines.evaluation.checks import Workers
 from pipelines.ray_inside import shorten_raylet_errors
+from pipelines.training.config import RayOptions
+from pipelines.training.run import check_cluster
 
 PRINT_LISTENING_SOCKETS = """
 import ipaddress, json, psutil
@@ -110,6 +115,52 @@ def test_an_invalid_address_is_refused(address: str) -> None:
         UserError, match="is no address of a Ray cluster; give HOST:PORT"
     ):
         cli.join_cluster(address)
+
+
+def start_prepare() -> None:
+    """Start Ray as prepare does before its first task."""
+    Engine(RayDataConfig(memory_gb=8), start=lambda: None)._start_ray()
+
+
+@pytest.mark.parametrize(
+    ("request_resources", "demand"),
+    [
+        (
+            lambda: check_cluster(RayOptions(), 4, use_gpu=False),
+            "4 workers need 4 CPUs, 1 CPU for each on one node",
+        ),
+        (
+            lambda: Workers(device="cpu").needs_gpu(2),
+            "1 worker needs 1 CPUs, 1 CPU for each on one node",
+        ),
+        (
+            lambda: Workers(device="cuda").needs_gpu(2),
+            "2 workers need 2 GPUs, 1 GPU for each on one node",
+        ),
+        (
+            start_prepare,
+            "1 worker needs 1 CPUs, 8 GiB memory, 1 CPU and 8 GiB memory for each on one node",
+        ),
+    ],
+    ids=["training", "evaluation", "evaluation on GPUs", "prepare"],
+)
+def test_a_job_on_a_cluster_of_zero_nodes_prints_its_demand_once(
+    request_resources: Callable[[], object],
+    demand: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(cli, "start_ray", lambda: None)
+    monkeypatch.setattr(cluster, "alive_nodes", list)
+    monkeypatch.setattr(cluster, "has_autoscaler", lambda: True)
+
+    cli.preflight(tables="s3://bucket/tables")
+    request_resources()
+
+    (note,) = capsys.readouterr().out.splitlines()
+    assert note.startswith(f"note: {demand}; the cluster has 0 ")
+    assert note.endswith("so this waits for its autoscaler to start more")
 
 
 def test_rays_report_of_a_lost_raylet_is_shortened_to_one_line(

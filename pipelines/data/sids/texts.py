@@ -206,13 +206,14 @@ def _part_pairs(uri: str) -> np.ndarray:
     return sorted_unique(_pair_keys(items, queries))
 
 
-def distinct_pairs(parts: list[str]) -> np.ndarray:
+def distinct_pairs(parts: list[str], start_ray: Callable[[], None]) -> np.ndarray:
     """Return the ascending keys of the pairs of all behaviours and candidates.
 
     `parts` are the files of the `sequences` table.
     """
     keys = np.zeros(0, dtype=np.int64)
-    for _, pairs in Engine().map_unordered(_part_pairs, [(uri,) for uri in parts]):
+    engine = Engine(start=start_ray)
+    for _, pairs in engine.map_unordered(_part_pairs, [(uri,) for uri in parts]):
         keys = sorted_unique(np.concatenate([keys, pairs]))
     return keys
 
@@ -420,13 +421,11 @@ class _LogEncoder:
         finished = self.find_finished("pairs")
         if finished:
             return finished
-        self.start_ray()
         started = time.monotonic()
         uri = join(self.output, "pairs")
         sequences = join(self.tables, "sequences")
-        keys = distinct_pairs(
-            part_uris(sequences, read_manifest(sequences, "sequences"))
-        )
+        files = part_uris(sequences, read_manifest(sequences, "sequences"))
+        keys = distinct_pairs(files, self.start_ray)
         size = min(max(len(keys) // TARGET_PARTS, MIN_PART_PAIRS), MAX_PART_PAIRS)
         blocks = [
             pa.table(list(_split_keys(keys[first : first + size])), names=PAIR)

@@ -55,6 +55,7 @@ from models.storage.tables import (
     write_part,
     writing,
 )
+from pipelines import cluster
 from pipelines.data.schemas import QUANTIZER, SIDS, TRIE
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.embed import (
@@ -223,9 +224,14 @@ def _start_task(
     """Start `_train_task` on the cluster, and return an iterator over its stream."""
     has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
     cpus_of_nodes = [
-        node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]
+        node["Resources"].get("CPU", 0)
+        for node in cluster.alive_nodes()
+        if not has_gpu or node["Resources"].get("GPU", 0) >= 1
     ]
-    num_cpus = min(4, max(1, *cpus_of_nodes))  # 1 if an autoscaler has no node yet
+    # 1 if an autoscaler has no node yet
+    num_cpus = min(4, max([1, *cpus_of_nodes]))
+    needs = {"CPU": num_cpus, "GPU": 1 if has_gpu else 0}
+    cluster.check_room(1, needs, "start larger nodes")
     task: Any = ray.remote(
         num_cpus=num_cpus,
         num_gpus=1 if has_gpu else 0,
