@@ -263,15 +263,21 @@ def prepare_run(
 def end_failed_run(run: tracking.RunRef) -> Iterator[None]:
     """End the MLflow run as FAILED or KILLED if the block raises.
 
-    The run stays open on SystemExit, by which a sweep stops a trial, and on
-    SupersededError, after which another job trains the run.
+    A run is marked as KILLED while its last checkpoint is saved, as a stopped job may
+    be killed before the checkpoint is complete. The run stays open on SystemExit, by
+    which a sweep stops a trial, and on SupersededError, after which another job trains
+    the run.
     """
+    marking = threading.Thread(target=tracking.end_stopped, args=[run], daemon=True)
     try:
-        yield
+        with STOP_REQUEST.call_on_request(marking.start):
+            yield
     except (SystemExit, attempts.SupersededError):
         raise
     except KeyboardInterrupt:
-        tracking.end_stopped(run)
+        if marking.ident is None:  # not raised by the signal handler of `jobs.cli`
+            marking.start()
+        marking.join()
         raise
     except BaseException:
         tracking.Logger(run).end("FAILED")

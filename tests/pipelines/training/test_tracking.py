@@ -23,7 +23,9 @@ from models.storage.uri import write_file
 from pipelines import tracking
 from pipelines.tracking import from_mlflow_name, resolve_uri, to_mlflow_name
 from pipelines.tracking.runs import artifact_location
-from pipelines.training.run import collect_numbers
+from pipelines.training import run as runs
+from pipelines.training.run import collect_numbers, end_failed_run
+from pipelines.training.stop import StopRequest
 
 ROOT = Path(__file__).parents[3]
 
@@ -392,6 +394,79 @@ def test_ending_a_stopped_run_takes_a_single_request(
 
     assert requests == ["update_run_info"]
     assert client.get_run(run.run_id).info.status == "KILLED"
+
+
+def test_a_stopped_run_is_killed_in_mlflow_while_its_checkpoint_is_saved(
+    tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tracking.open_run(
+        uri, "retrieval/x", "one", str(tmp_path), config={}, hashes={}
+    )
+    client = tracking.connect(uri)
+    stop_request = StopRequest()
+    monkeypatch.setattr(runs, "STOP_REQUEST", stop_request)
+
+    def read_status() -> str:
+        return str(client.get_run(run.run_id).info.status)
+
+    def save_checkpoint() -> None:
+        deadline_s = time.monotonic() + 120
+        while read_status() == "RUNNING" and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
+    statuses = []
+
+    def train() -> None:
+        with end_failed_run(run):
+            stop_request.request()
+            save_checkpoint()
+            statuses.append(read_status())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+
+    assert statuses == ["KILLED"]
+
+
+def test_a_checkpoint_is_saved_while_mlflow_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    is_saved = threading.Event()
+
+    def answer_late(run: tracking.RunRef) -> None:
+        is_saved.wait(120)
+        events.append("killed")
+
+    stop_request = StopRequest()
+    monkeypatch.setattr(runs, "STOP_REQUEST", stop_request)
+    monkeypatch.setattr(tracking, "end_stopped", answer_late)
+
+    def train() -> None:
+        with end_failed_run(tracking.RunRef("", "", "")):
+            stop_request.request()
+            events.append("saved")
+            is_saved.set()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+
+    assert events == ["saved", "killed"]  # once
+
+
+def test_a_run_interrupted_without_a_signal_handler_is_killed_in_mlflow(
+    tmp_path: Path, uri: str
+) -> None:
+    run = tracking.open_run(
+        uri, "retrieval/x", "one", str(tmp_path), config={}, hashes={}
+    )
+
+    with pytest.raises(KeyboardInterrupt), end_failed_run(run):
+        raise KeyboardInterrupt
+
+    assert tracking.connect(uri).get_run(run.run_id).info.status == "KILLED"
 
 
 def test_a_stopped_training_does_not_wait_for_a_slow_server(
