@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import ray
 import torch
 
+from models.retrieval.tokenizers import rqkmeans
 from models.retrieval.tokenizers.config import RqvaeConfig
 from pipelines import faults
 from pipelines.data.sids import tokenize
@@ -71,6 +73,7 @@ def test_the_precision_that_a_worker_used_before_has_no_effect() -> None:
 def test_a_training_that_loses_its_worker_restarts(
     ray_local: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rqkmeans, "PROGRESS_INTERVAL_S", math.inf)
     expected_lines: list[str] = []
     expected = train_codes(EMBEDDINGS, RQVAE, expected_lines.append).codes
     # On a cluster the training is a Ray task.
@@ -82,7 +85,8 @@ def test_a_training_that_loses_its_worker_restarts(
 
     assert len(killed) == 1
     assert np.array_equal(codes, expected)
-    assert lines == expected_lines
+    # a slow worker also prints lines within its steps
+    assert [line for line in lines if line in expected_lines] == expected_lines
     with (
         kill_workers(tokenize.MAX_STARTS),
         pytest.raises(ray.exceptions.RayError) as error,
