@@ -246,19 +246,20 @@ class ActionsDataset(RequestDataset):
         return math.ceil(len(self) / batch_size)
 
     def _sample_batch(
-        self, rows: NDArray[np.int64], rng: np.random.Generator
+        self, rows: NDArray[np.int64], seed: list[int]
     ) -> NDArray[np.int64]:
         """Draw where the sequences of a batch are cut, for the unit `split_sequence`.
 
         Args:
             rows: (B,) examples.
-            rng: Generator of the batch.
+            seed: Seed of the batch.
 
         Returns:
             (B, 2) example and number of its context events; `rows` for another unit.
         """
         if self.unit != "split_sequence":
             return rows
+        rng = np.random.default_rng(seed)
         share = (rng.random() + np.arange(len(rows)) * GOLDEN_RATIO) % 1
         shared = self.shared[rows]
         context = shared + (share * (self.lengths[rows] - shared)).astype(np.int64)

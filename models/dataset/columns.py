@@ -18,7 +18,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,9 +98,11 @@ def open_columns(
         if not (entry / "columns.json").exists():
             with FileLock(f"{entry}.lock"):
                 if not (entry / "columns.json").exists():
-                    parts = _read_parts(uris, hashes, parquet_columns)
-                    _write_entry(entry, (decode(table) for table in parts))
+                    parts = _decode_parts(uris, hashes, parquet_columns, decode)
+                    _write_entry(entry, parts)
                     _remove_unused(entry.parent)
+                    # Arrow would keep the freed memory of the parts.
+                    pa.default_memory_pool().release_unused()
         os.utime(entry / "columns.json")
         return _map_entry(entry)
     except OSError as error:
@@ -112,12 +114,15 @@ def columns_bytes(columns: Columns) -> int:
     return sum(array.nbytes for array in columns.values())
 
 
-def _read_parts(
-    uris: list[str], hashes: list[str], parquet_columns: list[str] | None
-) -> Iterable[pa.Table]:
-    """Yield the parts of a table, one at a time."""
+def _decode_parts(
+    uris: list[str],
+    hashes: list[str],
+    parquet_columns: list[str] | None,
+    decode: Decoder,
+) -> Iterator[Columns]:
+    """Yield the arrays of each part of a table."""
     for uri, sha256 in zip(uris, hashes, strict=True):
-        yield read_parquet(uri, parquet_columns, sha256)
+        yield decode(read_parquet(uri, parquet_columns, sha256))
 
 
 class _ColumnFile:
@@ -175,6 +180,7 @@ def _write_entry(entry: Path, parts: Iterable[Columns]) -> None:
                 if name not in files:
                     files[name] = _ColumnFile(unfinished / name, values)
                 files[name].append(values)
+            del columns, values  # before the next part is decoded
         shapes = {name: file.close() for name, file in files.items()}
         (unfinished / "columns.json").write_text(json.dumps(shapes))
         unfinished.rename(entry)

@@ -186,9 +186,14 @@ class RequestDataset:
         raise NotImplementedError
 
     def _sample_batch(
-        self, rows: NDArray[np.int64], rng: np.random.Generator
+        self, rows: NDArray[np.int64], seed: list[int]
     ) -> NDArray[np.int64]:
-        """Return the (b,) examples of a training batch, sampled anew in each epoch."""
+        """Return the (b,) examples of a training batch, sampled anew in each epoch.
+
+        Args:
+            rows: (b,) indices of the examples.
+            seed: Seed of the batch.
+        """
         return rows
 
     # Methods that all families share.
@@ -303,13 +308,17 @@ class RequestDataset:
         sample = np.random.default_rng(0).permutation(len(self))[:limit]
         self._sampled = np.sort(self.rows()[sample])
 
+    def _select_sampled(self, values: NDArray) -> NDArray:
+        """Return the (n,) values of all examples, without those not sampled."""
+        return values if self._sampled is None else values[self._sampled]
+
     def num_steps(self, batch_size: int) -> int:
         """Return the number of global batches of an epoch.
 
         Args:
             batch_size: Weight of a global batch, such as its number of requests.
         """
-        return count_steps(self.weights[self.rows()], batch_size)
+        return count_steps(self._select_sampled(self.weights), batch_size)
 
     def epoch_rows(
         self, batch_size: int, *, seed: int = 0, epoch: int = 0, skip: int = 0
@@ -322,10 +331,9 @@ class RequestDataset:
             epoch: Number of the epoch, from 0.
             skip: Number of steps to skip, to resume a run.
         """
-        rows = self.rows()
         batches = order_epoch(
-            self.lengths[rows],
-            self.weights[rows],
+            self._select_sampled(self.lengths),
+            self._select_sampled(self.weights),
             batch_size,
             self.num_steps(batch_size),
             seed=seed,
@@ -333,8 +341,8 @@ class RequestDataset:
             skip=skip,
         )
         for step, batch in enumerate(batches, skip):
-            rng = np.random.default_rng([seed, epoch, step])
-            yield self._sample_batch(rows[batch], rng)[self.rank :: self.world]
+            rows = batch if self._sampled is None else self._sampled[batch]
+            yield self._sample_batch(rows, [seed, epoch, step])[self.rank :: self.world]
 
     def epoch(
         self,
@@ -364,7 +372,7 @@ class RequestDataset:
                     batch = batch.pad_to_buckets(self.max_history)
                 yield batch
             else:
-                stand_in = self._sample_batch(self.rows()[:1], np.random.default_rng(0))
+                stand_in = self._sample_batch(self.rows()[:1], [0])
                 yield replace(self.collate(stand_in), is_stand_in=True)
 
     def evaluation_rows(self, limit: int = 0) -> NDArray[np.int64]:

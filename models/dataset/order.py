@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from models.ragged import split_evenly
+from models.ragged import narrow_indices, split_evenly
 
 WINDOW_STEPS = 64
 """Number of steps whose examples are sorted together by length, so that a batch has
@@ -56,7 +56,8 @@ def order_epoch(
     Yields:
         (b,) indices of a batch's examples; no batch is empty.
     """
-    order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
+    order = narrow_indices(np.arange(len(lengths)))
+    np.random.default_rng([seed, epoch]).shuffle(order)
     is_uniform = bool((weights == 1).all())
     if is_uniform:
         edges = np.minimum(np.arange(steps + 1) * batch_size, len(order))
@@ -65,7 +66,7 @@ def order_epoch(
     first_window = skip - skip % WINDOW_STEPS
     for first in range(first_window, steps, WINDOW_STEPS):
         last = min(first + WINDOW_STEPS, steps)
-        window = order[edges[first] : edges[last]]
+        window = order[edges[first] : edges[last]].astype(np.int64)
         window = window[np.argsort(lengths[window], kind="stable")]
         cuts = edges[first : last + 1] - edges[first]
         if not is_uniform:

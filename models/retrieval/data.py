@@ -34,10 +34,12 @@ from models.dataset.encoding import (
     to_tensor,
 )
 from models.ragged import (
+    find_rows,
     find_sorted,
     gather_ranges,
     lengths_to_offsets,
     lengths_to_starts,
+    narrow_indices,
     pad_indices,
     pad_ragged,
     row_numbers,
@@ -250,11 +252,11 @@ class RetrievalDataset(RequestDataset):
     default_max_history = 20
     request_unit = "requests with a history"
 
-    requests: NDArray[np.int64]
+    requests: NDArray[np.integer]
     """(m,) index of each request of the split in the columns."""
     end: NDArray[np.int32]
     """(n,) behaviours of the user before an example's last request."""
-    first: NDArray[np.int64]
+    first: NDArray[np.integer]
     """(n + 1,) index in `requests` of each example's first request."""
 
     @classmethod
@@ -275,19 +277,21 @@ class RetrievalDataset(RequestDataset):
         columns = self.columns
         self.request_offsets = lengths_to_offsets(columns["requests_per_user"])
         requests = self._select_requests()
-        user_row = np.searchsorted(self.request_offsets, requests, side="right") - 1
         end = columns["history_end"][requests]
         is_example = (end > 0) | (self.unit == "behaviour")
-        self.skipped_users = user_row[~is_example]
-        self.requests = requests[is_example]
-        user_row, end = user_row[is_example], end[is_example]
+        self.skipped_users = find_rows(self.request_offsets, requests[~is_example])
+        self.requests = narrow_indices(requests[is_example])
+        end = end[is_example]
+        user_row = narrow_indices(find_rows(self.request_offsets, self.requests))
         first = self._window_starts(user_row, end)
         self.num_requests = self.num_learned = len(self.requests)
         self.num_without_history = int((end == 0).sum())
         self.user = user_row[first]
         self.end = max_per_run(end, first)
-        self.first = np.append(first, self.num_requests)
-        self.lengths = np.minimum(self.end, np.int32(self.max_history))
+        self.first = narrow_indices(np.append(first, self.num_requests))
+        # one or two bytes per example, which numpy sorts by radix
+        length_type = np.min_scalar_type(-1 - self.max_history)
+        self.lengths = np.minimum(self.end, self.max_history).astype(length_type)
         self.weights = np.ones(len(first), np.int8)
 
     def _select_requests(self) -> NDArray[np.int64]:
@@ -303,7 +307,7 @@ class RetrievalDataset(RequestDataset):
         return requests
 
     def _window_starts(
-        self, user_row: NDArray[np.int64], end: NDArray[np.int32]
+        self, user_row: NDArray[np.integer], end: NDArray[np.int32]
     ) -> NDArray[np.int64]:
         """Return the indices of the requests at which an example begins.
 

@@ -13,16 +13,19 @@ Shapes: `I` items, `Q` queries, `P` pairs of item and query, `F` features, `K` l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from models.custom_features import CustomFeatures
+from models.dataset.columns import Columns, open_columns
+from models.dataset.encoding import request_columns
 from models.ragged import find_sorted, lengths_to_offsets
 from models.storage.inputs import Inputs
 from models.storage.tables import (
@@ -31,7 +34,6 @@ from models.storage.tables import (
     TableVersion,
     UserError,
     has_manifest,
-    iter_parts,
     join,
     read_manifest,
     read_table,
@@ -425,18 +427,42 @@ def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
 def _feature_scale(uri: str, num_features: int) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation (F,) of features over train candidates.
 
-    Only the first part of the table with train candidates is read.
+    Only the first part of the table with train candidates is read. The results are
+    cached, so one worker of a node reads the part.
 
     Raises:
         UserError: If the table has no train candidate.
     """
-    for table in iter_parts(uri, "sequences", ["requests"]):
-        requests = table["requests"].combine_chunks().flatten()
-        train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
-        vectors = pc.struct_field(train, "features").flatten().to_numpy()
-        values = vectors.reshape(-1, max(1, num_features))[:, :num_features]
-        if len(values):
-            features = torch.from_numpy(values.astype(np.float64))
-            std = features.std(0, correction=0)
-            return features.mean(0).float(), torch.where(std > 1e-6, std, 0.0).float()
+    manifest = read_manifest(uri)
+    for part in manifest.files:
+        scale = open_columns(
+            uri,
+            "feature_scale",
+            request_columns("split", "features"),
+            lambda table: _measure_features(table, num_features),
+            manifest=replace(manifest, files=[part]),
+            settings=num_features,
+        )
+        if len(scale["mean"]):
+            return torch.tensor(scale["mean"][0]), torch.tensor(scale["std"][0])
     raise UserError(f"{uri} has no train request; check the split of jobs.prepare")
+
+
+def _measure_features(table: pa.Table, num_features: int) -> Columns:
+    """Measure the features of the train candidates of one part of `sequences`.
+
+    Returns:
+        `mean` and `std`, each (1, F) float32, or (0, F) without train candidates.
+    """
+    requests = table["requests"].combine_chunks().flatten()
+    train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
+    vectors = pc.struct_field(train, "features").flatten().to_numpy()
+    values = vectors.reshape(-1, max(1, num_features))[:, :num_features]
+    if not len(values):
+        nothing = np.zeros((0, num_features), np.float32)
+        return {"mean": nothing, "std": nothing}
+    features = torch.from_numpy(values.astype(np.float64))
+    mean = features.mean(0).float()
+    std = features.std(0, correction=0)
+    std = torch.where(std > 1e-6, std, 0.0).float()
+    return {"mean": mean.numpy()[None], "std": std.numpy()[None]}

@@ -466,7 +466,7 @@ def _join_custom_features(
         custom_features: Features of the log.
         columns: Column (n,) of each custom feature by name.
     """
-    features = vectors.astype(np.float32)
+    features = vectors.astype(np.float32, copy=False)
     if not custom_features.names:
         return features
     return np.concatenate([features, custom_features.matrix(columns, len(vectors))], 1)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,19 @@ def test_a_table_is_decoded_once_and_again_for_other_settings(cache, table):
     open_columns(table, "test", ["value"], record_and_decode, settings=settings)
     assert len(part_sizes) == 2 * len(PARTS)
     assert len(list_entries(cache)) == 2
+
+
+def test_a_part_is_freed_before_the_next_one_is_decoded(cache, table):
+    parts: list[weakref.ref] = []
+
+    def check_and_decode(part: pa.Table) -> dict[str, np.ndarray]:
+        assert [reference() for reference in parts] == [None] * len(parts)
+        decoded = decode(part)
+        parts.extend(weakref.ref(array) for array in (part, *decoded.values()))
+        return decoded
+
+    open_columns(table, "test", ["value"], check_and_decode)
+    assert len(parts) == 3 * len(PARTS)
 
 
 def test_a_failed_decode_leaves_nothing_in_the_cache(cache, table):

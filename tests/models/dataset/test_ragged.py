@@ -39,6 +39,15 @@ def test_row_numbers_repeat_each_row_by_its_length(lengths):
     assert ragged.row_numbers(lengths).tolist() == expected
 
 
+@given(st.lists(st.sampled_from([0, 7, 2**31 - 1, 2**31, 2**40]), max_size=3))
+def test_narrow_indices_keep_their_values_in_int32_if_all_fit(values):
+    index = np.array(sorted(values), np.int64)
+    narrow = ragged.narrow_indices(index)
+    assert narrow.tolist() == index.tolist()
+    fits = all(value < 2**31 for value in values)
+    assert narrow.dtype == (np.int32 if fits else np.int64)
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=12))
 def test_a_run_begins_where_any_key_changes(keys):
     expected = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]]

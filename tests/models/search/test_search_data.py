@@ -8,13 +8,21 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from models.dataset import columns
+from models.dataset.columns import CACHE_VARIABLE
 from models.dataset.encoding import request_number
-from models.search.catalogue import SearchCatalogue, SearchText, pair_key
+from models.search.catalogue import (
+    SearchCatalogue,
+    SearchText,
+    _feature_scale,
+    pair_key,
+)
 from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset
-from models.storage.tables import UserError, join, read_table
+from models.storage.tables import UserError, commit, join, read_table, write_part
 from tests.fixtures.search_tables import (
     FEATURES,
     LABELS,
@@ -22,6 +30,9 @@ from tests.fixtures.search_tables import (
     make_request,
     write_tables,
 )
+
+REQUEST = pa.struct([("split", pa.string()), ("features", pa.list_(pa.float32()))])
+"""Fields of a request that the features are measured from."""
 
 NO_HISTORY: dict[str, list] = {
     "item_index": [],
@@ -264,6 +275,32 @@ def test_the_catalogue_has_mean_and_standard_deviation_of_train_features(search)
     values = np.array(features).reshape(-1, len(FEATURES))
     assert np.allclose(catalogue.feature_mean, values.mean(0), atol=1e-5)
     assert np.allclose(catalogue.feature_std, values.std(0), atol=1e-5)
+
+
+def test_features_are_measured_once_per_node(search, tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    first = SearchCatalogue.load(*search)
+
+    def fail(*arguments: object) -> None:
+        raise AssertionError("the table is decoded again")
+
+    monkeypatch.setattr(columns, "read_parquet", fail)
+    again = SearchCatalogue.load(*search)
+    assert again.feature_mean.tolist() == first.feature_mean.tolist()
+    assert again.feature_std.tolist() == first.feature_std.tolist()
+
+
+def test_features_are_measured_on_the_first_part_with_train_candidates(tmp_path):
+    schema = pa.schema([("requests", pa.list_(REQUEST))])
+    parts = []
+    for split, value in (("test", 1.0), ("train", 2.0), ("train", 5.0)):
+        requests = [[{"split": split, "features": [value, 0.0]}]]
+        part = pa.table({"requests": pa.array(requests, pa.list_(REQUEST))})
+        parts.append(write_part(str(tmp_path), part.cast(schema)))
+    commit(str(tmp_path), "sequences", schema, parts, config={}, inputs={})
+
+    mean, std = _feature_scale(str(tmp_path), 2)
+    assert (mean.tolist(), std.tolist()) == ([2.0, 0.0], [0.0, 0.0])
 
 
 def test_text_of_other_items_is_rejected(search, tmp_path):
