@@ -34,7 +34,11 @@ from papers.published import (
     param_value,
 )
 from pipelines.comparison.load import load_rows
-from pipelines.comparison.over_users import bootstrap_intervals, load_paired_metric
+from pipelines.comparison.over_users import (
+    MIN_USERS,
+    bootstrap_intervals,
+    load_paired_metric,
+)
 from pipelines.comparison.plots import group_controlled, to_number
 from pipelines.comparison.rows import Row, lower_is_better, ratio
 from pipelines.comparison.table import Table, percent
@@ -477,7 +481,8 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
         f"{', '.join(totals)}.",
         f"A claim that one system is above or below another holds where its direction "
         f"does and its size lies within the printed range, {SIZE_FACTOR:g} times "
-        f"widened. The rules are in claims.yaml, the figures from kept runs alone.",
+        f"widened. The rules are in claims.yaml, the figures from kept runs alone. "
+        f"Logs with fewer than {MIN_USERS} test users decide nothing.",
         "ours: the mean over pairs of runs, each a student and its teacher, or two "
         "models of one seed. 95%: the interval of a bootstrap over users.",
     ]
@@ -494,12 +499,18 @@ def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def verdicts(rows: Sequence[Row], papers: Papers) -> list[Verdict]:
-    """Return the verdicts on all claims, from rows of real logs."""
-    real = [row for row in rows if not row.simulated]
+    """Return the verdicts on all claims."""
+    decisive_rows = [row for row in rows if is_decisive(row)]
     decisions = []
     for claim in read_claims(papers):
-        decisions += decide(claim, real, papers)
+        decisions += decide(claim, decisive_rows, papers)
     return decisions
+
+
+def is_decisive(row: Row) -> bool:
+    """Return whether a row is of a real log, with enough users if evaluated on test."""
+    num_users = row.mean("test/users")
+    return not row.simulated and (math.isnan(num_users) or num_users >= MIN_USERS)
 
 
 @dataclass

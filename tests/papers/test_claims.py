@@ -95,6 +95,7 @@ class Store:
         end: bool = True,
         sequences: str = "s",
         users: Sequence[float] = (),
+        num_users: float = USERS["Games"],
         **model: object,
     ) -> None:
         """Log a run of a model.
@@ -107,6 +108,7 @@ class Store:
             end: Whether the run is finished.
             sequences: Hash of the table of sequences.
             users: NDCG@10 of each user.
+            num_users: Number of test users.
             **model: Options of the model, by default a `sid_mlp`.
         """
         config = {
@@ -123,8 +125,8 @@ class Store:
             "best/ndcg@10": ndcg,
             "test/users_per_s": speed,
             "sids/branching/1": 1.5,
+            "test/users": num_users,
         }
-        metrics["test/users"] = USERS["Games"]
         logger.log(metrics, 1)
         logger.flush()
         logger.tag(**{tracking.WEIGHTS_TAG: run})
@@ -178,6 +180,18 @@ def test_simulated_logs_decide_nothing(store: Store, papers: Papers) -> None:
     assert store.decide(papers)["keeps"].verdict == HOLDS
     store.mark_as_simulated("teacher")
     assert store.decide(papers)["keeps"].verdict == OPEN
+
+
+@pytest.mark.parametrize(("num_users", "verdict"), [(199, OPEN), (200, HOLDS)])
+def test_logs_of_few_test_users_decide_nothing(
+    empty_store: Store, papers: Papers, num_users: int, verdict: str
+) -> None:
+    empty_store.log("teacher", 0.03, name="tiger", num_users=num_users)
+    empty_store.log(
+        "student", 0.03, alpha=0.7, teacher_hash="teacher", num_users=num_users
+    )
+
+    assert empty_store.decide(papers)["keeps"].verdict == verdict
 
 
 def test_students_are_compared_with_their_teacher(store: Store, papers: Papers) -> None:
