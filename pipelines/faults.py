@@ -68,6 +68,10 @@ NODE = re.compile(r"\[Node ([^\]\s]+)\]|\bip[=:] ?(\d+(?:\.\d+){3})")
 PATH = re.compile(r"(?:No space left on device|Disk quota exceeded):? '([^']+)'")
 """Path of the file in the text of an OSError."""
 
+SETUP = "Failed to set up runtime environment"
+"""Message of Ray if it could not prepare the environment of a job's processes on a
+node."""
+
 
 def iter_causes(
     error: BaseException | None, include_context: bool = False
@@ -150,12 +154,18 @@ def explain_full_disk(error: BaseException, root: BaseException) -> str | None:
     path = PATH.search(text)
     file = getattr(error, "filename", None) or (path and path[1])
     location = f" on node {node[1] or node[2]}" if node else ""
+    remedy = "free some space"
     if file:
         location += f" at {file}"
+    if SETUP in text:
+        if not file:
+            location += " in Ray's temporary folder"
+        # Ray's agent on the node repeats the error of an environment that failed
+        remedy += " and restart Ray on that node, which else repeats the error"
     lines = [" ".join(line.split()) for line in str(error).splitlines()]
     reasons = [line for line in lines if DISK_FULL.search(line)]
     reason = reasons[0] if reasons else first_line(error)
-    return f"the disk is full{location} ({reason[:MAX_REASON_CHARS]}); free some space"
+    return f"the disk is full{location} ({reason[:MAX_REASON_CHARS]}); {remedy}"
 
 
 def explain_memory(error: BaseException) -> str | None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from mlflow.entities import Metric, RunTag
+from mlflow.utils.autologging_utils import BatchMetricsLogger
 
 from pipelines.tracking.curves import Curves
 from pipelines.tracking.names import to_mlflow_name
@@ -168,9 +169,36 @@ STOP_PATIENCE_S = 3.0
 for its own metrics: a stopped job has 25 s in all."""
 
 
+class FencedMetricsLogger(BatchMetricsLogger):
+    """MLflow's sender of system metrics, which sends none of an older attempt.
+
+    Args:
+        run: Run to log to.
+        check_attempt: Called before metrics are sent; raises SupersededError if a newer
+            attempt logs to the run, which ends MLflow's monitor.
+    """
+
+    def __init__(self, run: RunRef, check_attempt: Callable[[], None]) -> None:
+        super().__init__(run.run_id, tracking_uri=run.uri)
+        self.check_attempt = check_attempt
+
+    def flush(self) -> None:
+        """Send the recorded metrics."""
+        self.check_attempt()
+        super().flush()
+
+
 @contextmanager
-def log_system_metrics(run: RunRef) -> Iterator[None]:
-    """Log the use of this machine's CPU, memory, disk, network and GPU in the block."""
+def log_system_metrics(
+    run: RunRef, check_attempt: Callable[[], None]
+) -> Iterator[None]:
+    """Log the use of this machine's CPU, memory, disk, network and GPU in the block.
+
+    Args:
+        run: Run to log to.
+        check_attempt: Called before metrics are sent; raises SupersededError if a newer
+            attempt logs to the run.
+    """
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     monitor = SystemMetricsMonitor(
@@ -180,6 +208,7 @@ def log_system_metrics(run: RunRef) -> Iterator[None]:
         tracking_uri=run.uri,
         samples_before_logging=1,
     )
+    monitor.mlflow_logger = FencedMetricsLogger(run, check_attempt)
     monitor.start()
     try:
         yield

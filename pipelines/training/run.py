@@ -410,11 +410,16 @@ def open_run(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "inputs": inputs.folders(),
         "given": training.model_class.config_to_dict(training.given_model),
-        "code": code_version(),
-        "submission_id": submission_id(),
+        **describe_job(),
+        "jobs": [describe_job()],
     }
     write_record(config.folder, record)
     return record
+
+
+def describe_job() -> dict[str, str]:
+    """Return the version of the code and the Ray submission id of this job."""
+    return {"code": code_version(), "submission_id": submission_id()}
 
 
 def reopen_run(
@@ -486,10 +491,10 @@ def record_code(
     run: tracking.RunRef,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Add the versions of the code and the job that continue a run to its record.
+    """Add the version of the code and the job that continue a run to its record.
 
-    If the code has changed since, a note and MLflow's tags report all versions, as the
-    results come from more than one.
+    If the code has changed since, a note reports it. `run.json` and MLflow's tags keep
+    all versions and jobs, as the results come from all of them.
 
     Args:
         folder: Folder of the run.
@@ -500,17 +505,27 @@ def record_code(
     Returns:
         The new content of `run.json`, which is written already.
     """
+    job = describe_job()
     old_code = record.get("code", "unknown")
-    code = code_version()
-    if code != old_code:
+    if job["code"] != old_code:
         say(
             f"note: this run was trained by the code {old_code}, and continues with "
-            f"{code}"
+            f"{job['code']}"
         )
-    record = {**record, "code": code, "submission_id": submission_id()}
+    # runs of earlier releases have no `jobs`
+    jobs = record.get(
+        "jobs",
+        [{"code": old_code, "submission_id": record.get("submission_id", "")}],
+    )
+    if job != jobs[-1]:
+        jobs = [*jobs, job]
+    record = {**record, **job, "jobs": jobs}
     write_record(folder, record)
     logger = tracking.Logger(run)
-    tags = {tracking.CODE_TAG: code, tracking.SUBMISSION_TAG: submission_id()}
+    tags = {
+        tracking.CODE_TAG: job["code"],
+        tracking.SUBMISSION_TAG: job["submission_id"],
+    }
     for tag, value in tags.items():
         values = [part for part in logger.tags.get(tag, "").split(", ") if part]
         if value and value not in values[-1:]:

@@ -259,14 +259,16 @@ def run_task(task: Task, worker: WorkerContext) -> None:
     require_tables(name, config.inputs, task.hashes)
     state = run.resume(config.folder, last) if last else None
     if worker.rank == 0:
-        for line in describe_run(run, worker, last, state):
+        for line in describe_run(run, worker, config.ray.num_workers, last, state):
             worker.say(line)
     with ExitStack() as stack:
         stack.callback(worker.uploads.wait)  # also if a sweep stops the training
         logger = None
         if worker.rank == 0 and task.run:
             logger = open_logger(task, task.run, run, worker, last)
-            stack.enter_context(tracking.log_system_metrics(task.run))
+            stack.enter_context(
+                tracking.log_system_metrics(task.run, logger.check_attempt)
+            )
         if run.model.trains_by_gradient:
             try:
                 with STOP_REQUEST.defer_to_loop():
@@ -285,9 +287,17 @@ def run_task(task: Task, worker: WorkerContext) -> None:
             worker.say(f"waited {flush_seconds:.0f} s for MLflow to store the metrics")
 
 
+def describe_workers(world_size: int, num_workers: int) -> str:
+    """Return the number of workers, and the requested number if nodes are missing."""
+    if world_size < num_workers:
+        return f"{world_size} of {pluralize(num_workers, 'worker')}"
+    return pluralize(world_size, "worker")
+
+
 def describe_run(
     run: TrainingRun,
     worker: WorkerContext,
+    num_workers: int,
     last: Checkpoint | None,
     state: dict[str, Any] | None,
 ) -> Iterator[str]:
@@ -296,11 +306,12 @@ def describe_run(
     Args:
         run: Model and data of the training.
         worker: Context of rank 0.
+        num_workers: Number of workers that the options request.
         last: Checkpoint that the training continues from, or None.
         state: State of the training loop in that checkpoint, or None.
     """
     yield (
-        f"{pluralize(worker.world_size, 'worker')} on {worker.device.type}, "
+        f"{describe_workers(worker.world_size, num_workers)} on {worker.device.type}, "
         f"{pluralize(torch.get_num_threads(), 'thread')} each; "
         f"{pluralize(count_parameters(run), 'parameter')}"
     )

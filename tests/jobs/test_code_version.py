@@ -68,6 +68,14 @@ def test_a_run_that_continues_with_other_code_reports_it(
     record = json.loads((tmp_path / "runs/one/run.json").read_text())
     assert record["code"].endswith(second.name)
     assert record["submission_id"] == "raysubmit_2"
+    assert [job["code"].split()[-1] for job in record["jobs"]] == [
+        first.name,
+        second.name,
+    ]
+    assert [job["submission_id"] for job in record["jobs"]] == [
+        "raysubmit_1",
+        "raysubmit_2",
+    ]
     assert checkpoint.read(tmp_path / "runs/one/best").code in (
         record["code"],
         record["code"].replace(second.name, first.name),

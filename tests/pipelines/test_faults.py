@@ -18,7 +18,8 @@ import pytest
 import safetensors.torch
 import torch
 from pyarrow import fs
-from ray.train import WorkerGroupError
+from ray.exceptions import RuntimeEnvSetupError
+from ray.train import ControllerError, WorkerGroupError
 
 from models.storage.tables import UserError
 from pipelines.faults import explain, find_user_error, is_permanent
@@ -95,6 +96,23 @@ def test_a_full_disk_is_reported_with_the_node_and_path_of_the_error() -> None:
     assert str(explain(task_error)).startswith(
         "the disk is full on node 192.0.2.8 at /mnt/spill/part ([Errno 28] No space left"
     )
+
+
+def test_a_full_temporary_folder_of_ray_is_reported_with_its_remedy() -> None:
+    error = ControllerError(
+        RuntimeEnvSetupError(
+            "Could not create the actor because its associated runtime env failed to "
+            "be created.\n[Node 192.0.2.7] Traceback (most recent call last):\n"
+            "OSError: [Errno 28] No space left on device"
+        )
+    )
+
+    assert str(explain(error)).startswith(
+        "the disk is full on node 192.0.2.7 in Ray's temporary folder (OSError: [Errno "
+        "28] No space left on device); free some space and restart Ray on that node, "
+        "which else repeats the error, then run the same command again"
+    )
+    assert is_permanent(error)
 
 
 def test_a_missing_file_of_the_storage_is_named(tmp_path: Path) -> None:

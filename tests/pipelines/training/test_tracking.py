@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.storage import locks
+from models.storage import attempts, locks
 from models.storage.tables import UserError
 from models.storage.uri import write_file
 from pipelines import tracking
@@ -467,6 +468,39 @@ def test_a_run_interrupted_without_a_signal_handler_is_killed_in_mlflow(
         raise KeyboardInterrupt
 
     assert tracking.connect(uri).get_run(run.run_id).info.status == "KILLED"
+
+
+def test_system_metrics_end_when_a_newer_attempt_trains_the_run(
+    tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+    run = tracking.open_run(
+        uri, "retrieval/x", "one", str(tmp_path), config={}, hashes={}
+    )
+    client = tracking.connect(uri)
+    folder = str(tmp_path / "one")
+    attempt = attempts.begin(folder)
+    metric = "system/cpu_utilization_percentage"
+
+    def count_points() -> int:
+        return len(client.get_metric_history(run.run_id, metric))
+
+    check_attempt = partial(attempts.require_current, folder, attempt)
+    with tracking.log_system_metrics(run, check_attempt):
+        (monitor,) = [
+            thread
+            for thread in threading.enumerate()
+            if thread.name == "SystemMetricsMonitor"
+        ]
+        while not count_points():
+            assert monitor.is_alive()
+            time.sleep(0.05)
+        attempts.begin(folder)
+        monitor.join(120)
+        assert not monitor.is_alive()
+        num_points = count_points()
+
+    assert count_points() == num_points
 
 
 def test_a_stopped_training_does_not_wait_for_a_slow_server(

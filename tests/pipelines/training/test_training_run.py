@@ -31,6 +31,7 @@ from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult, stream_progress
+from pipelines.training.worker import describe_workers
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.search_tables import ITEM_MODEL, write_search
 from tests.fixtures.training_tables import write_tables
@@ -135,6 +136,12 @@ def test_two_workers_train_as_one_process(training: Training) -> None:
 def test_validation_counts_every_user_once(training: Training) -> None:
     counts = training.read_history("val/examples")
     assert [point.value for point in counts] == [60] * FIT.max_epochs
+
+
+def test_missing_workers_are_reported() -> None:
+    assert describe_workers(1, 2) == "1 of 2 workers"
+    assert describe_workers(2, 2) == "2 workers"
+    assert describe_workers(1, 1) == "1 worker"
 
 
 def test_progress_is_reported(training: Training) -> None:
