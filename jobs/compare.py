@@ -72,6 +72,7 @@ def run(config: Config) -> None:
     """Print the tables, write the requested files, and register the best run."""
     cli.say_loading("mlflow")
     from pipelines import tracking
+    from pipelines.comparison.floors import explain_missing_floors
     from pipelines.comparison.load import compare
     from pipelines.comparison.runs import select
     from pipelines.comparison.tables import best_table, tables
@@ -87,6 +88,9 @@ def run(config: Config) -> None:
     if best:
         all_tables.append(best)
     print("\n\n".join(table.text() for table in all_tables))
+    if not (config.sweep or config.run):
+        for comparison in comparisons:
+            print(explain_missing_floors(comparison), end="")
     write_files(config, uri, comparisons, all_tables)
     if config.register:
         register_best(comparisons[0], config.register)

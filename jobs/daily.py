@@ -479,7 +479,8 @@ class Day:
         if is_below and not self.config.register_below_floor:
             print(
                 f"not registered: the model is below {verdicts[0]['floor']}, a model "
-                f"without training; to register it, set register_below_floor: true"
+                f"without training; register_below_floor: true registers such models "
+                f"from the next day on"
             )
             return
         version = register(run, self.config.register, metric)

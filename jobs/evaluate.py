@@ -106,6 +106,12 @@ class Config(TigerOptions, SidMlpOptions, AtSpeedOptions):
         if self.batch_inference == "":
             raise ValueError("--batch_inference is empty; give a folder for the table")
         others = list(self.recommend_options())
+        ignored = [*others, "split"] if self.split else others
+        if self.nearest and ignored:
+            raise ValueError(
+                f"--{ignored[0]} is given with --nearest, which ranks no requests; "
+                f"remove --{ignored[0]}"
+            )
         if self.batch_inference:
             others.append("batch_inference")
         if self.export and others:
@@ -159,11 +165,13 @@ def write_nearest_items(config: Config, inputs: Inputs, file: str) -> None:
     """Write the nearest items of each item to a Parquet file, and print its columns."""
     from pipelines.evaluation.nearest import write_nearest
 
-    num_items = write_nearest(config.checkpoint, inputs, file, config.k)
+    num_items, num_empty = write_nearest(config.checkpoint, inputs, file, config.k)
     print(
-        f"The {config.k} nearest items of {pluralize(num_items, 'item')} are in "
-        f"{file}: item_id, nearest (best first), score."
+        f"The nearest items of {pluralize(num_items, 'item')}, at most {config.k} "
+        f"each, are in {file}: item_id, nearest (best first), score."
     )
+    if num_empty:
+        print(f"note: the lists of {pluralize(num_empty, 'item')} are empty")
 
 
 def write_program(config: Config, inputs: Inputs, file: str) -> None:

@@ -85,8 +85,7 @@ def describe_floor(config: TrainConfig, result: TrainingResult) -> str:
     """Compare a training with the models without training of its MLflow experiment.
 
     Returns:
-        A warning if the training is no better, a note if the experiment has none of
-        these models, otherwise an empty string.
+        A warning if the training is no better, otherwise an empty string.
     """
     from models import registry
     from pipelines.comparison.floors import best_trained_floor
@@ -97,16 +96,8 @@ def describe_floor(config: TrainConfig, result: TrainingResult) -> str:
         return ""
     names = registry.find_floors(model_class.family)
     floor = best_trained_floor(result.run, config.fit.metric) if names else None
-    warning = describe_no_gain(
+    return describe_no_gain(
         best.metrics, config.fit, floor, model_class.trains_by_gradient
-    )
-    if warning or floor or not names:
-        return warning
-    folder = "" if model_class.family == "retrieval" else f"{model_class.family}/"
-    files = ", ".join(f"jobs/configs/{folder}{name}.yaml" for name in names)
-    return (
-        f"note: {result.run.experiment} has no model without training to compare with; "
-        f"train them in seconds: {files}\n"
     )
 
 
@@ -127,10 +118,9 @@ def print_result(config: TrainConfig, result: TrainingResult) -> None:
             f"Trained {best.name} for {pluralize(result.epochs, 'epoch')} in "
             f"{result.seconds:.0f} s."
         )
-        comparison = describe_floor(config, result)
-        print(comparison, end="")
-        if not comparison.startswith("warning"):
-            print(describe_late_best(best.epoch, result.epochs, config.fit), end="")
+        warning = describe_floor(config, result)
+        late_best = describe_late_best(best.epoch, result.epochs, config.fit)
+        print(warning or late_best, end="")
     model_class = registry.find(best.name)
     metrics = "  ".join(
         f"{name} {format_metric(best.metrics.get(name))}"

@@ -24,6 +24,7 @@ from pipelines.comparison.over_users import (
     bootstrap_intervals,
     group_rows,
     load_paired_metric,
+    newest_runs,
 )
 from pipelines.comparison.rows import (
     ALL_ITEMS,
@@ -111,6 +112,30 @@ def explain_ranking(rows: Sequence[Row]) -> str:
     return f"{repeats}, so the ranking without known items comes first."
 
 
+def explain_missing_floors(comparison: Comparison) -> str:
+    """Return a note if trained models are compared without a model without training.
+
+    It is empty if there is a floor, if nothing was trained, or if the family has no
+    floors.
+    """
+    rows = comparison.rows
+    trained = [
+        row for row in rows if row.model in registry.MODELS and not is_floor(row)
+    ]
+    if not trained or len(trained) < len(rows):
+        return ""
+    family = registry.find(trained[0].model).family
+    folder = "" if family == "retrieval" else f"{family}/"
+    names = registry.find_floors(family)
+    if not names:
+        return ""
+    files = ", ".join(f"jobs/configs/{folder}{name}.yaml" for name in names)
+    return (
+        f"note: {trained[0].experiment} has no model without training to compare with; "
+        f"train them in seconds: {files}\n"
+    )
+
+
 def best_floors(groups: Sequence[Group]) -> dict[tuple[str, ...], Group]:
     """Return the best floor of each log and ranking, by `Row.log`.
 
@@ -124,16 +149,13 @@ def best_floors(groups: Sequence[Group]) -> dict[tuple[str, ...], Group]:
     return best
 
 
-def judge(interval: Interval, num_users: int, metric: str) -> str:
+def judge(interval: Interval, metric: str) -> str:
     """Return the verdict on a model and its floor.
 
     Args:
         interval: Interval of the model's paired difference to the floor.
-        num_users: Number of users; below `MIN_USERS` the verdict is `-`.
         metric: Name of the metric.
     """
-    if num_users < MIN_USERS:
-        return "-"
     if interval.is_noise:
         return UNDECIDED
     is_better = (interval.mean > 0) != lower_is_better(metric)
@@ -197,7 +219,7 @@ def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, 
         "low": interval.low,
         "high": interval.high,
         "users": users,
-        "verdict": judge(interval, users, metric),
+        "verdict": judge(interval, metric),
     }
 
 
@@ -242,9 +264,15 @@ def floor_tables(comparison: Comparison) -> list[Table]:
         cells = [row[:1] + row[2:] for row in cells]
     ranking_note = explain_ranking(comparison.rows)
     notes = [ranking_note] if ranking_note else []
+    if KNOWN_LEFT_OUT in {group.row.ranking for group in trained}:
+        notes.append(
+            "With known items left out, a request for an item of the history counts as "
+            "a miss of every model."
+        )
     notes.append(
         "The best model without training of each ranking, by test; differences per "
-        "user with a bootstrap over users."
+        f"user with a bootstrap over users. Below {MIN_USERS} users there is no "
+        "verdict."
     )
     if any(row.folds for row in comparison.rows):
         notes.append(FOLDS_NOTE)
@@ -260,22 +288,23 @@ def to_floor_cells(group: Group, floor: Group, metric: str) -> list[list[str]]:
         floor: Runs of the best floor.
         metric: Name of the metric per user, without its split.
     """
-    paired = load_paired_metric(tuple(product(group.runs, floor.runs)), metric)
+    pairs = tuple(product(newest_runs(group), newest_runs(floor)))
+    paired = load_paired_metric(pairs, metric)
     if paired is None:
         return []
     (interval,) = bootstrap_intervals(paired.difference[None], paired.counts)
-    users = len(paired.counts)
     base = paired.base_mean
+    has_verdict = paired.num_users >= MIN_USERS
     return [
         [
-            group.row.label,
+            group.label,
             group.row.ranking,
             floor.row.model,
             f"{base:.4f}",
-            f"{users:,}",
+            f"{paired.num_users:,}",
             f"{interval.mean:+.4f}",
             str(interval),
             percent(interval.mean / base if base else math.nan),
-            judge(interval, users, metric),
+            judge(interval, metric) if has_verdict else "-",
         ]
     ]

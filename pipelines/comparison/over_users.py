@@ -43,7 +43,7 @@ DRAWS = 2000
 
 FOLDS_NOTE = (
     "Over folds, which weigh the same, a user counts once in each; that makes the "
-    "interval somewhat too narrow."
+    "interval somewhat too narrow. Users are those of the largest fold."
 )
 """Note on intervals over the users of several folds."""
 
@@ -73,6 +73,11 @@ class Group:
     def name(self) -> str:
         """The common prefix of the runs' names, and the options of the evaluation."""
         return replace(self.row, runs=self.runs).name
+
+    @property
+    def label(self) -> str:
+        """The name, prefixed by the model's name unless it begins with the model's."""
+        return replace(self.row, runs=self.runs).label
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,8 @@ class PairedMetric:
     counts: NDArray[np.number]
     """(U,) requests per user; of several folds scaled so that all folds weigh the
     same."""
+    num_users: int
+    """Number of users; of several folds, in the fold with the most users."""
 
     @property
     def base_mean(self) -> float:
@@ -271,6 +278,7 @@ def concatenate_folds(folds: Sequence[PairedMetric]) -> PairedMetric:
         difference=np.concatenate([fold.difference for fold in folds]),
         base=np.concatenate([fold.base for fold in folds]),
         counts=np.concatenate(weights),
+        num_users=max(fold.num_users for fold in folds),
     )
 
 
@@ -298,7 +306,8 @@ def load_fold_metric(
     if not values or not len(counts):  # no user has a request that the metric counts
         return None
     base = np.mean(base_values, 0)
-    return PairedMetric(users, np.mean(values, 0) - base, base, counts)
+    difference = np.mean(values, 0) - base
+    return PairedMetric(users, difference, base, counts, num_users=len(counts))
 
 
 def over_users_tables(comparison: Comparison) -> list[Table]:
@@ -316,7 +325,7 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
         intervals = bootstrap_intervals(differences, counts)
         for (pair, paired), interval in zip(pairs, intervals, strict=True):
             base = paired.base_mean
-            cells.append(to_cells(pair, interval, base, len(counts), metric))
+            cells.append(to_cells(pair, interval, base, paired.num_users, metric))
     if not cells:
         return []
     header = ["model", "against", "pairs of runs", "users", f"test/{metric}"]

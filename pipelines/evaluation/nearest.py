@@ -15,7 +15,9 @@ from models.storage.uri import write_file
 from pipelines.training.record import find_checkpoint
 
 
-def write_nearest(checkpoint: str, inputs: Inputs, file: str, k: int) -> int:
+def write_nearest(
+    checkpoint: str, inputs: Inputs, file: str, k: int
+) -> tuple[int, int]:
     """Write a Parquet file with `item_id`, `nearest` (best first) and `score`.
 
     Args:
@@ -25,7 +27,7 @@ def write_nearest(checkpoint: str, inputs: Inputs, file: str, k: int) -> int:
         k: Number of nearest items.
 
     Returns:
-        N, the number of rows.
+        N, the number of rows, and the number of rows whose list is empty.
     """
     loaded = LoadedModel.load(find_checkpoint(checkpoint), inputs)
     # (N, K) each; items are negative after the end of a shorter list
@@ -47,4 +49,4 @@ def write_nearest(checkpoint: str, inputs: Inputs, file: str, k: int) -> int:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
     write_file(file, sink.getvalue().to_pybytes())
-    return len(ids)
+    return len(ids), nearest.count([])

@@ -169,8 +169,9 @@ def origin_tags(hashes: dict[str, str]) -> dict[str, str]:
 
 def command_line() -> str:
     """Return the command line of this job, at most `MAX_COMMAND_LENGTH` characters."""
-    job = f"python -m jobs.{Path(sys.argv[0]).stem}"
-    return " ".join([job, *sys.argv[1:]])[:MAX_COMMAND_LENGTH]
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name if spec else f"jobs.{Path(sys.argv[0]).stem}"
+    return " ".join([f"python -m {module}", *sys.argv[1:]])[:MAX_COMMAND_LENGTH]
 
 
 def log_params(client: MlflowClient, run_id: str, config: dict[str, Any]) -> None:

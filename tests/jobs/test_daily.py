@@ -68,6 +68,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "continue_training": {"fit": {"replay_fraction": 0.2, "max_epochs": 1}},
         "max_drop": {"recall@10": 1.0},
         "register": "simulated",
+        "register_below_floor": True,
     }
     (folder / "daily.yaml").write_text(yaml.safe_dump(content | changes))
     return folder / "daily.yaml"
@@ -309,7 +310,13 @@ def test_a_model_below_the_untrained_baselines_is_not_registered(
         "input": str(tmp_path / "raw"),
         "split": {"val_fraction": 0.1, "test_fraction": 0.3},
     }
-    config = write_config(tmp_path, train=untrained, tokenize={}, prepare=prepare)
+    config = write_config(
+        tmp_path,
+        train=untrained,
+        tokenize={},
+        prepare=prepare,
+        register_below_floor=False,
+    )
     (tmp_path / "raw").symlink_to(tmp_path / "all")
 
     run(cli.parse(Config, ["--config", str(config)]))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from models.retrieval.sasrec import SASRecConfig
 from models.storage import checkpoint
 from models.training.fit import FitConfig
 from pipelines import tracking
+from pipelines.tracking.runs import command_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -234,3 +236,12 @@ def test_the_shipped_configs_are_valid(name: str) -> None:
     config = ["--config", str(ROOT / f"jobs/configs/{name}.yaml")]
     parsed = cli.config_from_words(job, [*config, *words])
     assert registry.find_by_config(parsed.model).name == name
+
+
+def test_the_command_of_a_run_names_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["floors.py", "--log", "gowalla"])
+    spec = ModuleSpec("papers.floors", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    assert command_line() == "python -m papers.floors --log gowalla"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert command_line() == "python -m jobs.floors --log gowalla"

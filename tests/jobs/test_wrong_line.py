@@ -136,6 +136,10 @@ WRONG_LINES = [
         "--allowed is given without",
     ),
     (
+        f"{EVALUATE} --tables {{tables}} --sids {{sids}} --nearest {{runs}}/near --unseen true",
+        "--unseen is given with --nearest, which ranks no requests; remove --unseen",
+    ),
+    (
         f"{EVALUATE} --tables {{tables}} --sids {{sids}} --batch_inference {{runs}}/out --allowed {{home}}/log.csv",
         "log.csv has the row 'user,item,ms'; give one item id per line",
     ),

@@ -54,16 +54,18 @@ class OwnItems(Popularity):
     def recommend(self, batch: HistoryBatch, k: int) -> tuple[Tensor, Tensor]:
         """Return items and scores, (B, k) both, the user's own items first."""
         num_items = len(self.counts)
-        frequency = history_counts(batch, num_items)  # (B, N)
+        # float64, so that a large frequency leaves recency its digits
+        frequency = history_counts(batch, num_items).double()  # (B, N)
         items = real_items(batch, num_items)  # (B, T), `num_items` at padding
         position = torch.arange(items.shape[1], device=items.device)
         # 1 for a history's last behaviour, falling by 1 / (L + 1) per behaviour
         distance = batch.history_length[:, None] - 1 - position
-        recency = 1 - distance / (self.config.max_history + 1)
+        recency = 1 - distance.double() / (self.config.max_history + 1)
         # (B, N): recency of each item's last occurrence; the extra column is padding
         last_recency = frequency.new_zeros((len(items), num_items + 1))
         last_recency.scatter_reduce_(1, items, recency, "amax")
         own_scores = frequency + last_recency[:, :num_items]
         popular = popular_below_zero(self.counts)
-        scores = torch.where(frequency > 0, own_scores, popular)
-        return best_allowed(scores, k, batch)
+        scores = torch.where(frequency > 0, own_scores, popular.double())
+        best_items, best_scores = best_allowed(scores, k, batch)
+        return best_items, best_scores.float()

@@ -111,6 +111,13 @@ def test_own_items_ranks_by_frequency_then_recency_then_popularity() -> None:
     assert bool((scores.diff(dim=1) <= 0).all())
 
 
+def test_the_latest_of_equally_frequent_items_comes_first_in_long_histories() -> None:
+    history = [3] * 300 + [7] * 300
+    model = fit_model(draw_behaviours(), name="own_items", max_history=100_000)
+    items, _ = model.recommend(to_requests([history]), 2)
+    assert items.tolist() == [[7, 3]]
+
+
 def test_scores_of_own_items_do_not_depend_on_the_batch() -> None:
     model = fit_model(draw_behaviours(), name="own_items")
 

@@ -19,6 +19,7 @@ from pipelines.comparison.floors import (
     best_trained_floor,
     compare_per_user,
     describe_verdict,
+    explain_missing_floors,
     explain_ranking,
     floor_tables,
     judge,
@@ -29,7 +30,13 @@ from pipelines.comparison.over_users import Interval
 from pipelines.comparison.rows import ALL_ITEMS, KNOWN_LEFT_OUT, Row, Run
 from pipelines.comparison.runs import select
 from pipelines.evaluation.floors import Floor
-from tests.fixtures.comparison_rows import evaluate_run, to_result
+from tests.fixtures.comparison_rows import (
+    NDCG,
+    evaluate_run,
+    make_comparison,
+    make_row,
+    to_result,
+)
 
 NUM_USERS = 600
 
@@ -47,13 +54,23 @@ def test_repeats_decide_which_ranking_comes_first() -> None:
     assert explain_ranking([]) == ""
 
 
-def test_a_verdict_needs_an_interval_without_zero_and_enough_users() -> None:
+def test_a_verdict_needs_an_interval_without_zero() -> None:
     above, below = Interval(0.1, 0.05, 0.15), Interval(-0.1, -0.15, -0.05)
-    assert judge(above, NUM_USERS, "ndcg@10") == CLEARS
-    assert judge(below, NUM_USERS, "ndcg@10") == BELOW
-    assert judge(below, NUM_USERS, "log_loss") == CLEARS
-    assert judge(Interval(0.1, -0.1, 0.3), NUM_USERS, "ndcg@10") == UNDECIDED
-    assert judge(above, 100, "ndcg@10") == "-"
+    assert judge(above, "ndcg@10") == CLEARS
+    assert judge(below, "ndcg@10") == BELOW
+    assert judge(below, "log_loss") == CLEARS
+    assert judge(Interval(0.1, -0.1, 0.3), "ndcg@10") == UNDECIDED
+
+
+def test_trained_models_without_a_floor_have_a_note() -> None:
+    trained = make_row("sasrec", {NDCG: 0.2})
+    floor = make_row("ease", {NDCG: 0.1})
+    note = explain_missing_floors(make_comparison([trained]))
+    assert note.startswith("note: retrieval/x has no model without training")
+    assert "jobs/configs/ease.yaml" in note
+    assert explain_missing_floors(make_comparison([trained, floor])) == ""
+    assert explain_missing_floors(make_comparison([floor])) == ""
+    assert explain_missing_floors(make_comparison([])) == ""
 
 
 def pack_values(values: list[float], first_user: int = 0) -> dict[str, str]:
@@ -103,8 +120,9 @@ def log_run(
 
 @pytest.mark.long
 def test_each_ranking_is_compared_with_its_best_floor(
-    new_store: Callable[[Path], str], tmp_path: Path
+    new_store: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The older of two runs with the same seed does not count."""
     uri, hashes = new_store(tmp_path), {"sequences": "s", "items": "i"}
     low, middle, high = (
         [value, value / 2] * (NUM_USERS // 2) for value in (0.2, 0.4, 0.6)
@@ -112,6 +130,7 @@ def test_each_ranking_is_compared_with_its_best_floor(
     for name, plain, unseen in (
         ("own_items", high, low),
         ("ease", low, middle),
+        ("sasrec", low, low),
         ("sasrec", middle, high),
     ):
         evaluations = [({}, plain), ({"unseen": True}, unseen)]
@@ -126,7 +145,12 @@ def test_each_ranking_is_compared_with_its_best_floor(
     ]
     assert float(table.cells[0][5]) == pytest.approx(-0.15, abs=0.001)
     assert "30.0% of the test requests" in table.notes[0]
+    assert "counts as a miss of every model" in table.notes[1]
     assert [row.ranking for row in comparison.rows[:3]] == [ALL_ITEMS] * 3
+
+    monkeypatch.setattr("pipelines.comparison.floors.MIN_USERS", NUM_USERS + 1)
+    (table,) = floor_tables(comparison)
+    assert [line[-1] for line in table.cells] == ["-", "-"]
 
 
 @pytest.mark.long
@@ -146,6 +170,14 @@ def test_a_training_is_compared_with_floors_on_the_same_tables(
 def test_floors_of_rankers_are_rates_and_not_the_logged_order() -> None:
     assert registry.find_floors("search") == ["pair_ctr", "item_ctr"]
     assert registry.find_floors("actions") == ["base_rate", "item_rate"]
+
+
+def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:
+    """Otherwise jobs.daily would register models that are below the floor."""
+    low, high = pack_values([0.1, 0.2] * 50), pack_values([0.4, 0.6] * 50)
+    result = to_result({"ndcg@10": 0.15}, {"ndcg@10": low}, examples=100)
+    floors = [Floor("ease", {"ndcg@10": 0.5}, {"ndcg@10": high})]
+    assert judge_result(result, floors, "ndcg@10")["verdict"] == BELOW
 
 
 def test_a_search_model_is_judged_by_its_floor_on_the_same_users() -> None:
