@@ -47,15 +47,12 @@ minilm=(--encoder minilm --pca 128 --embeddings "$out/minilm" --embed.workers 1)
 quickstart() { row quickstart tfidf; }
 patience_8() { row patience_8 tfidf --fit.patience 8; }
 minilm() { tokenize minilm 2 256 "${minilm[@]}"; row minilm minilm; }
-minilm_3_levels() { tokenize minilm_3_levels 3 256 "${minilm[@]}"; row minilm_3_levels minilm_3_levels; }
 tfidf_3_levels() { tokenize tfidf_3_levels 3 256 "${tfidf[@]}"; row tfidf_3_levels tfidf_3_levels; }
-codes_128() { tokenize codes_128 2 128 "${tfidf[@]}"; row codes_128 codes_128; }
 history_12() { row history_12 tfidf --model.max_history 12; }
 width_128() { row width_128 tfidf --model.d_model 128 --model.d_ff 512 --model.d_kv 32 --fit.lr 0.004; }
 no_smoothing() { row no_smoothing tfidf --model.label_smoothing 0; }
 
 [ -e "$tables/statistics.json" ] || job prepare --source "jobs/configs/sources/$(basename "$log").yaml" --input "$log" --output "$tables"
 tokenize tfidf 2 256 "${tfidf[@]}"
-[ $# -gt 0 ] || set -- quickstart patience_8 no_smoothing history_12 width_128 codes_128 tfidf_3_levels minilm \
-  minilm_3_levels
+[ $# -gt 0 ] || set -- quickstart history_12 no_smoothing width_128 tfidf_3_levels minilm patience_8
 for name in "$@"; do "$name"; done
