@@ -41,18 +41,18 @@ row() {  # NAME CODES OPTION...
   done
 }
 
-tfidf=(--encoder tfidf)
-minilm=(--encoder minilm --pca 128 --embeddings "$out/minilm" --embed.workers 1)
+tfidf_encoder=(--encoder tfidf)
+minilm_encoder=(--encoder minilm --pca 128 --embeddings "$out/minilm" --embed.workers 1)
 
 quickstart() { row quickstart tfidf; }
 patience_8() { row patience_8 tfidf --fit.patience 8; }
-minilm() { tokenize minilm 2 256 "${minilm[@]}"; row minilm minilm; }
-tfidf_3_levels() { tokenize tfidf_3_levels 3 256 "${tfidf[@]}"; row tfidf_3_levels tfidf_3_levels; }
+minilm() { tokenize minilm 2 256 "${minilm_encoder[@]}"; row minilm minilm; }
+tfidf_3_levels() { tokenize tfidf_3_levels 3 256 "${tfidf_encoder[@]}"; row tfidf_3_levels tfidf_3_levels; }
 history_12() { row history_12 tfidf --model.max_history 12; }
 width_128() { row width_128 tfidf --model.d_model 128 --model.d_ff 512 --model.d_kv 32 --fit.lr 0.004; }
 no_smoothing() { row no_smoothing tfidf --model.label_smoothing 0; }
 
 [ -e "$tables/statistics.json" ] || job prepare --source "jobs/configs/sources/$(basename "$log").yaml" --input "$log" --output "$tables"
-tokenize tfidf 2 256 "${tfidf[@]}"
+tokenize tfidf 2 256 "${tfidf_encoder[@]}"
 [ $# -gt 0 ] || set -- quickstart history_12 no_smoothing width_128 tfidf_3_levels minilm patience_8
 for name in "$@"; do "$name"; done
