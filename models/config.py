@@ -306,17 +306,7 @@ def build(
 def _check_values(
     kind: type, content: dict[str, Any], where: str, label: Callable[[str], str]
 ) -> None:
-    """Check keys and numbers, because pydantic accepts true and false as 1 and 0.
-
-    Args:
-        kind: Dataclass to build.
-        content: Values by field.
-        where: Prefix of the keys in messages.
-        label: Formats a key for messages.
-
-    Raises:
-        ValueError: For an unknown key, and for a boolean or NaN in place of a number.
-    """
+    """Check keys and numbers, because pydantic accepts true and false as 1 and 0."""
     hints = get_type_hints(kind)
     defaults = {field.name: field.default for field in fields(kind)}
     for key, value in content.items():
@@ -359,16 +349,7 @@ def _sections(option: Any, value: Any) -> Iterator[tuple[Any, str, dict[str, Any
 
 
 def _find_field(kind: Any, path: Iterable[Any]) -> tuple[list[str], Any, Any]:
-    """Follow a path of keys through nested dataclasses and mappings.
-
-    Args:
-        kind: Outermost dataclass.
-        path: Keys; the first key that is neither a field nor in a mapping ends the
-            path.
-
-    Returns:
-        The followed keys; the type and the default of the last key.
-    """
+    """Follow a path of keys through nested dataclasses and mappings."""
     keys: list[str] = []
     default: Any = None
     for part in path:

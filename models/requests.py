@@ -247,17 +247,7 @@ class Requests:
 def _check_count(
     name: str, values: Iterable[Any] | None, count: int, default: Any = None
 ) -> list[Any]:
-    """Return the values as a list of `count` entries.
-
-    Args:
-        name: Name of the list, for the message.
-        values: The values; None for `count` times the default.
-        count: Required number of values.
-        default: Value to use if `values` is None.
-
-    Raises:
-        UserError: If the number of values is not `count`.
-    """
+    """Return the values as a list of `count` entries."""
     entries = [default] * count if values is None else list(values)
     if len(entries) != count:
         raise UserError(
@@ -268,11 +258,7 @@ def _check_count(
 
 
 def _check_finite(name: str, values: Floats) -> Floats:
-    """Return the values unchanged if they are not too large.
-
-    Raises:
-        UserError: If a value, or its float32 square, is infinite.
-    """
+    """Return the values unchanged if they are not too large."""
     if (np.abs(values) > LARGEST_NUMBER).any():
         raise UserError(
             f"{name} has an infinite number, or one over {LARGEST_NUMBER:g}; give NaN "
@@ -282,11 +268,7 @@ def _check_finite(name: str, values: Floats) -> Floats:
 
 
 def _list_custom_names(features: CustomFeatures) -> dict[str, list[str]]:
-    """Return the names of the log's custom features, by kind.
-
-    Names are without the prefix of the tables' columns. The kinds, `numbers` and
-    `categories`, are the names of the requests' columns.
-    """
+    """Return the names of the log's custom features, by kind."""
     if not features.names:
         return {}
     prefixes = {"numbers": NUMBER, "categories": CATEGORY}

@@ -354,13 +354,7 @@ class Days:
 
     @staticmethod
     def _limit_steps(run: TrainingRun, options: FitConfig, steps: int) -> FitConfig:
-        """Return options for about `steps` steps, and sample the training examples.
-
-        Args:
-            run: The training, whose examples are reduced to a random sample.
-            options: Options of the training.
-            steps: Approximate number of steps.
-        """
+        """Return options for about `steps` steps, and sample the training examples."""
         epochs = math.ceil(steps / run.train.steps(0))
         run.train.dataset.keep_random(round(steps / epochs * options.batch_size))
         return replace(options, max_epochs=epochs)
@@ -368,12 +362,6 @@ class Days:
     @staticmethod
     def _fit(run: TrainingRun, options: FitConfig, folder: Path, label: str) -> int:
         """Train, save the checkpoint of the best epoch, and return the number of steps.
-
-        Args:
-            run: Model and data of the training.
-            options: Options of the training.
-            folder: Folder of the checkpoint.
-            label: Name of the training in progress messages.
         """
         last_step = 0
         for event in fit(

@@ -10,9 +10,10 @@ rankings of all users and a test evaluation; the trials of a sweep; the answers 
 served model per family, and the metrics of its MLflow run.
 
 Nothing is imported from the project. The commands run, and their tables, tensors and
-metrics are compared by content, so files and tensors may have other names. So the script
-works for any checkout whose commands are the same. Compare on one machine, as other
-processors sum in another order. It takes eight minutes on two cores.
+metrics are compared by content, so files and tensors may have other names. Every model
+is trained by jobs.train with one worker. With --old the checkout is c13c8484; the words
+of its command lines that were renamed since stand in NEW_WORDS. Compare on one machine,
+as other processors sum in another order. It takes ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -189,8 +190,9 @@ SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
         ],
     ),
 }
-"""The model that jobs.train trains and that is served, options of its answers, and frames
-of requests, by kind of log."""
+"""The served model, options of its answers, and frames of requests, by kind of log."""
+NEW_WORDS: dict[str, str] = {}
+"""Words of the command lines of c13c8484 that have another name today, and that name."""
 
 SERVE = """
 import json, sys, mlflow, pandas
@@ -241,8 +243,9 @@ def read_training(run: Path) -> dict[str, Any]:
 class Checkout:
     """A checkout whose commands run two at a time, and their results."""
 
-    def __init__(self, checkout: Path, work: Path) -> None:
+    def __init__(self, checkout: Path, work: Path, new_words: dict[str, str]) -> None:
         self.checkout = checkout
+        self.new_words = new_words
         self.work = work
         self.start_time = time.monotonic()
         self.cores = Semaphore(2)
@@ -264,7 +267,7 @@ class Checkout:
             for key, value in os.environ.items()
             if not key.startswith(("MLFLOW_", "RAY_"))
         }
-        command = [sys.executable, *map(str, words)]
+        command = [sys.executable, *(self.new_words.get(str(w), str(w)) for w in words)]
         with self.cores:
             if self.error:
                 raise SystemExit(self.error)
@@ -366,28 +369,17 @@ class Checkout:
             config.write_text(
                 yaml.safe_dump({"model": {"name": name, **model}, "fit": fit})
             )
-            if name == served:
-                storage = [
-                    "--storage",
-                    runs,
-                    "--name",
-                    name,
-                    "--experiment",
-                    kind,
-                    "--ray.threads",
-                    1,
-                ]
-                self.python("-m", "jobs.train", "--config", config, *inputs, *storage)
-            else:
-                self.python(
-                    "-m",
-                    "models.train",
-                    "--config",
-                    config,
-                    *inputs,
-                    "--output",
-                    runs / name,
-                )
+            words = ["--name", name, "--experiment", kind, "--ray.threads", 1]
+            self.python(
+                "-m",
+                "jobs.train",
+                "--config",
+                config,
+                *inputs,
+                "--storage",
+                runs,
+                *words,
+            )
             return read_training(runs / name)
 
         def test(name: str) -> dict[str, Any]:
@@ -508,13 +500,19 @@ def main() -> None:
         choices=list(LOGS),
         help="logs; by default all",
     )
+    parser.add_argument(
+        "--old",
+        action="store_true",
+        help="the checkout is c13c8484, whose command lines have the old words",
+    )
     parser.add_argument("--write", help="file for the results")
     parser.add_argument(
         "--compare", help="file of --write with the results to compare with"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
-        checkout = Checkout(Path(options.checkout).absolute(), Path(work))
+        new_words = {} if options.old else NEW_WORDS
+        checkout = Checkout(Path(options.checkout).absolute(), Path(work), new_words)
         results = checkout.compute_results(options.kinds)
     if options.write:
         Path(options.write).write_text(json.dumps(results, indent=2) + "\n")

@@ -286,12 +286,7 @@ class Grid:
         return trials
 
     def _build_trial(self, settings: Point, point: Point) -> Trial:
-        """Build the trial of a point.
-
-        Args:
-            settings: Values of all settings, by dotted key.
-            point: Values of the axes alone.
-        """
+        """Build the trial of a point."""
         is_training = self.kind == "train"
         sections: dict[str, dict[str, Any]] = {"model": {}, "fit": {}, "evaluate": {}}
         section_names = ("model", "fit") if is_training else ("evaluate",)
@@ -326,12 +321,7 @@ class Grid:
         )
 
     def _build_model(self, options: dict[str, Any]) -> Any:
-        """Build a model's config, with its paths made absolute.
-
-        Args:
-            options: Options of the model, which are changed in place: `name` is removed
-                and paths become absolute.
-        """
+        """Build a model's config, with its paths made absolute."""
         if "name" not in options:
             raise UserError(
                 f"the grid {self.name} names no model; give it a config, or "
@@ -348,11 +338,7 @@ class Grid:
         return self._build(config_class, options, "model.")
 
     def _build_fit(self, options: dict[str, Any]) -> FitConfig:
-        """Build the options of the training loop, with the grid's metric.
-
-        Args:
-            options: Options of the training loop; the metric is added in place.
-        """
+        """Build the options of the training loop, with the grid's metric."""
         metric = self.metric.removeprefix("val/")
         if options.setdefault("metric", metric) != metric:
             raise UserError(

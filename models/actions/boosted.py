@@ -107,14 +107,7 @@ class BoostedActions(ActionsModel):
         return torch.cat([*numbers, counts], -1)[batch.candidate_valid]
 
     def _match_context(self, batch: ActionsBatch) -> Tensor:
-        """Match the context events of each candidate by each key.
-
-        The first key matches all earlier events, the second one events of the same
-        item, and the others events with the same known value of a category.
-
-        Returns:
-            (B, J, C, T) float32, 1 for a match.
-        """
+        """Match the context events of each candidate by each key."""
         context = batch.item.shape[1]
         end = batch.count_earlier()[:, context:, None]  # (B, C, 1)
         is_earlier = torch.arange(context, device=end.device) < end  # (B, C, T)
@@ -139,13 +132,7 @@ class BoostedActions(ActionsModel):
         return values[:, :context], values[:, context:]
 
     def _item_attributes(self, name: str, item: Tensor, batch: ActionsBatch) -> Tensor:
-        """Return attributes (..., width) of items; padding reads item 0.
-
-        Args:
-            name: `numbers` or `categories`.
-            item: (...) `item_index`; from I on, items number the new items of `batch`.
-            batch: Batch with the attributes of new items.
-        """
+        """Return attributes (..., width) of items; padding reads item 0."""
         table = getattr(self, name).to(item.device)
         new_rows = getattr(batch, f"new_{name}")
         if new_rows is not None:

@@ -219,13 +219,7 @@ class ActionsDataset(RequestDataset):
     def _count_not_learned(
         self, begin: NDArray, context: NDArray, shared: NDArray
     ) -> NDArray[np.int64]:
-        """Return `shared` with the old events of examples that are not replayed.
-
-        Args:
-            begin: (n,) index of each example's first event in the columns.
-            context: (n,) number of context events.
-            shared: (n,) number of events that another example learns.
-        """
+        """Return `shared` with the old events of examples that are not replayed."""
         assert self.new_examples is not None
         old_before = np.append(
             0, np.cumsum(self.columns["time"] < self.new_examples.since)
@@ -249,13 +243,6 @@ class ActionsDataset(RequestDataset):
         self, rows: NDArray[np.int64], seed: list[int]
     ) -> NDArray[np.int64]:
         """Draw where the sequences of a batch are cut, for the unit `split_sequence`.
-
-        Args:
-            rows: (B,) examples.
-            seed: Seed of the batch.
-
-        Returns:
-            (B, 2) example and number of its context events; `rows` for another unit.
         """
         if self.unit != "split_sequence":
             return rows

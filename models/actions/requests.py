@@ -173,11 +173,7 @@ class NewItems:
 
 
 def _read_field(column: str, items: Sequence[Item]) -> pa.Array:
-    """Return the values (n,) of one column of new items, null where missing.
-
-    Raises:
-        UserError: If a value has another type or is infinite.
-    """
+    """Return the values (n,) of one column of new items, null where missing."""
     is_number = column.startswith(NUMBER)
     name = field_name(column)
     values = [item.get(name) for item in items]
@@ -319,14 +315,7 @@ class ActionsRequests(Requests):
         return Request(candidates, scored, num_events, parts, list(new.values()))
 
     def _parse_times(self, row: Row, count: int) -> list[int]:
-        """Return the time in ms of each event of the history.
-
-        Without the column of times, the events get consecutive times before all times
-        of logs.
-
-        Raises:
-            UserError: If a time is missing or earlier than the time before it.
-        """
+        """Return the time in ms of each event of the history."""
         times = row.entries("history_time_ms", count)
         if row.value("history_time_ms") is None:
             return [EARLIEST_MS + position for position in range(count)]
@@ -344,11 +333,7 @@ class ActionsRequests(Requests):
         return times
 
     def _parse_actions(self, row: Row, count: int) -> Floats:
-        """Return the actions (count, A) of the history.
-
-        Raises:
-            UserError: If an action is not from 0 to 1.
-        """
+        """Return the actions (count, A) of the history."""
         default = np.zeros((count, len(self.actions)), np.float32)
         action = row.vectors("history_actions", default)
         is_invalid = (action < 0) | (action > 1)
@@ -364,15 +349,7 @@ class ActionsRequests(Requests):
     def _parse_viewer(
         self, row: Row, name: str, count: int, events: list[int], num_scored: int
     ) -> NDArray[np.int64]:
-        """Return the code of a viewer-side category for each event and candidate.
-
-        Args:
-            row: Row of the request.
-            name: Name of the category.
-            count: Number of events of the history.
-            events: Positions in the history of the events that are read.
-            num_scored: Number of candidates, which have the category of the request.
-        """
+        """Return the code of a viewer-side category for each event and candidate."""
         history = row.entries(f"history_viewer_{name}", count)
         request_value = row.value(f"viewer_{name}")
         values = [history[i] for i in events] + [request_value] * num_scored

@@ -88,10 +88,6 @@ class FastSearch:
 
     def _split_heads(self, decoder: SidMlpDecoder, embedding: Tensor) -> None:
         """Split the first layers of the heads into parts for z and for earlier codes.
-
-        Args:
-            decoder: Decoder with the heads.
-            embedding: (codes of all levels, D) embeddings.
         """
         tokens, dim = self.tokens, embedding.shape[1]
         heads = [cast(nn.Sequential, head) for head in decoder.heads]
@@ -170,21 +166,12 @@ class FastSearch:
         return self._apply_readout(query, scores.softmax(-1) @ history.states)
 
     def _project_query(self, query: Tensor) -> Tensor:
-        """Return queries (B, D) in the key space of each head, (B, H, D).
-
-        `query_key` holds the query projection of each head, folded with its key
-        projection, so that keys need no projection.
-        """
+        """Return queries (B, D) in the key space of each head, (B, H, D)."""
         projected = functional.linear(query, self.query_key)
         return projected.unflatten(1, (self.readout.attention.heads, -1))
 
     def _apply_readout(self, query: Tensor, mixed: Tensor) -> Tensor:
-        """Compute z (B, D) from the attention of the readout.
-
-        Args:
-            query: (B, D) queries.
-            mixed: (B, H, D) mean of the states by the weights of each head.
-        """
+        """Compute z (B, D) from the attention of the readout."""
         readout = self.readout
         attended = functional.linear(mixed.flatten(1), self.value_output)
         z = readout.norm1(query + attended)
@@ -257,18 +244,7 @@ class FastSearch:
     def _search(
         self, z_part: Tensor, k: int, beam: int, children: bool, allowed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Search with PyTorch, level by level.
-
-        Args:
-            z_part: (B, L * N) contribution of z to the hidden layers of all heads.
-            k: Number of leaves.
-            beam: Number of beams.
-            children: As in `beam_search`.
-            allowed: As in `beam_search`.
-
-        Returns:
-            Leaves and scores, (B, k) both.
-        """
+        """Search with PyTorch, level by level."""
         trie, device = self.student.trie, z_part.device
         users = z_part.shape[0]
         level_parts = z_part.chunk(trie.levels, 1)  # L times (B, N)
@@ -305,20 +281,7 @@ class FastSearch:
     def _hidden_layers(
         self, level: int, z_part: Tensor, rows: Tensor, beams: Beams, children: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the hidden layers of a level's head for the beams that need them.
-
-        Args:
-            level: Level of the head.
-            z_part: (B, N) contribution of z.
-            rows: (B, W, level) table rows of the codes of each beam.
-            beams: Beams of the level before.
-            children: Whether scores are normalised over the valid children.
-
-        Returns:
-            Hidden layers (R, N), and the row of each beam in them (B, W), -1 for beams
-            that need none. On a GPU, where the number of rows would synchronise with
-            the host, every beam has a hidden layer, and the rows are None.
-        """
+        """Compute the hidden layers of a level's head for the beams that need them."""
         offsets = self.student.trie.offsets(level)
         node, num_beams = beams.node, rows.shape[1]
         table_rows = rows.flatten(0, 1)  # (B * W, level)
@@ -351,21 +314,7 @@ class FastSearch:
         children: bool,
         allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the scores of all children of the beams.
-
-        Args:
-            level: Level of the children.
-            x: (R, N) hidden layers of the level's head.
-            hidden_row: (B, W) row of each beam in `x`, -1 if its only child has
-                probability 1; None if every beam has a row.
-            beams: Beams of the level before.
-            children: Whether scores are normalised over the valid children, otherwise
-                over all codes.
-            allowed: As in `beam_search`.
-
-        Returns:
-            Scores (B, W * M), -inf for invalid children, and edges (B, W, M).
-        """
+        """Compute the scores of all children of the beams."""
         trie = self.student.trie
         logits = self.outputs[level](x).float()
         # (B, W, M), ascending along the flattened beams
@@ -393,15 +342,7 @@ class FastSearch:
 
 
 def _code_contributions(weight: Tensor, codes: list[Tensor]) -> Tensor:
-    """Return the contribution of each earlier code to a hidden layer.
-
-    Args:
-        weight: (N, levels * D) weight of the hidden layer for the earlier codes.
-        codes: (C_l, D) embeddings of the codes of each earlier level.
-
-    Returns:
-        (C_0 + C_1 + ..., N), or an empty tensor without earlier levels.
-    """
+    """Return the contribution of each earlier code to a hidden layer."""
     if not codes:
         return weight.new_zeros(0)
     weights = weight.split(codes[0].shape[1], 1)

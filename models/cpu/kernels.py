@@ -127,14 +127,7 @@ def _library(compiler: str) -> ctypes.CDLL | None:
 
 
 def _build_library(compiler: str) -> Path:
-    """Return the library in the user's cache folder, compiled if it is missing.
-
-    The file name is a hash of source, compiler and processor. The finished library is
-    moved into place, so that several processes can build it at the same time.
-
-    Raises:
-        OSError: If other users can write to the folder, or the compiler fails.
-    """
+    """Return the library in the user's cache folder, compiled if it is missing."""
     source = SOURCE.read_text()
     features = _cpu_features()
     build = repr((source, compiler, FLAGS, platform.machine(), features))
@@ -184,11 +177,7 @@ def _cpu_features() -> list[str]:
 def _check_tensor(
     name: str, x: Tensor, *shape: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return `x` as a contiguous tensor.
-
-    Raises:
-        ValueError: If `x` has another shape or type, or is not on the CPU.
-    """
+    """Return `x` as a contiguous tensor."""
     if x.shape != shape or x.dtype != dtype or x.device.type != "cpu":
         raise ValueError(
             f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; give {shape}, "
@@ -198,18 +187,7 @@ def _check_tensor(
 
 
 def _check_spans(begin: Tensor, num_rows: int) -> tuple[Tensor, int]:
-    """Check offsets of users into rows.
-
-    Args:
-        begin: (B + 1,) int64 offsets.
-        num_rows: Number of rows.
-
-    Returns:
-        `begin` as a contiguous tensor, and the largest number of rows of a user.
-
-    Raises:
-        ValueError: If the offsets are not ascending from 0 to `num_rows`.
-    """
+    """Check offsets of users into rows."""
     begin = _check_tensor("begin", begin, len(begin), dtype=torch.long)
     edges = begin.tolist()
     sizes = [end - start for start, end in pairwise(edges)]

@@ -163,10 +163,7 @@ class _ColumnFile:
 
 
 def _write_array(file: BinaryIO, values: NDArray) -> None:
-    """Write the bytes of an array.
-
-    `ndarray.tofile` reports a full disk without `errno` and without the system's words.
-    """
+    """Write the bytes of an array."""
     file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 

@@ -188,12 +188,7 @@ class RequestDataset:
     def _sample_batch(
         self, rows: NDArray[np.int64], seed: list[int]
     ) -> NDArray[np.int64]:
-        """Return the (b,) examples of a training batch, sampled anew in each epoch.
-
-        Args:
-            rows: (b,) indices of the examples.
-            seed: Seed of the batch.
-        """
+        """Return the (b,) examples of a training batch, sampled anew in each epoch."""
         return rows
 
     # Methods that all families share.

@@ -172,19 +172,7 @@ def _merge_heads(*tensors: Tensor | None) -> list[Any]:
 def _tiles(
     q: Tensor, k: Tensor, bound: Tensor | None, group: int | None, self_k: Tensor | None
 ) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """Yield the attention weights tile by tile.
-
-    Args:
-        q: (B * H, L, d) scaled queries.
-        k: (B * H, T, d) keys.
-        bound: (B, L) bounds as in `prefix_product`; None for plain causal attention.
-        group: As in `prefix_product`.
-        self_k: (B * H, L, d) keys of the queries themselves, or None.
-
-    Yields:
-        Heads, queries and keys of the tile as slices, and its weights (heads, queries,
-        keys) in float32 or more. With `self_k` the weights have one more column.
-    """
+    """Yield the attention weights tile by tile."""
     above_diagonal = q.new_full((TILE_QUERIES, TILE_QUERIES), -torch.inf).triu(1)
     positions = max(k.shape[1], q.shape[1])
     index = torch.arange(positions, device=q.device, dtype=torch.int32)
@@ -233,18 +221,7 @@ def _tiles(
 def _visible_keys(
     bound: Tensor, index: Tensor, keys: slice, skip_unread_keys: bool
 ) -> tuple[slice, Tensor | None]:
-    """Return the keys of a tile, and a mask of the keys hidden by the bounds.
-
-    Args:
-        bound: (heads, queries, 1) bounds of the tile's queries.
-        index: (T,) positions of all keys.
-        keys: Keys that any query of the tile may attend to.
-        skip_unread_keys: Whether to leave out keys that all bounds hide.
-
-    Returns:
-        The keys as a slice from 0, and a mask (heads, queries, keys), true for hidden
-        keys, or None if no key is hidden.
-    """
+    """Return the keys of a tile, and a mask of the keys hidden by the bounds."""
     shortest = 0
     if skip_unread_keys:
         shortest, longest = (int(x) for x in bound.aminmax())
@@ -254,14 +231,6 @@ def _visible_keys(
 
 
 def _outside_group(index: Tensor, group: int) -> Tensor:
-    """Return a mask of the keys that are not in a query's group, or come after it.
-
-    Args:
-        index: (n,) positions of the queries of a tile, which are also the keys.
-        group: Number of positions of a group.
-
-    Returns:
-        (n, n) bool, by query and key.
-    """
+    """Return a mask of the keys that are not in a query's group, or come after it."""
     query = index[:, None]
     return (index < query // group * group) | (index > query)

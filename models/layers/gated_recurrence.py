@@ -84,10 +84,7 @@ def _run_chunk(
     beta: Tensor | None,
     memory: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run `gated_recurrence` over the C positions of a chunk.
-
-    See `gated_recurrence` for the arguments. Here `beta` has shape (B, H, C, 1).
-    """
+    """Run `gated_recurrence` over the C positions of a chunk."""
     # (B, H, C): log decay from before the chunk up to each position. In float64, as
     # differences of large sums would lose digits.
     total = log_decay.double().cumsum(-1)

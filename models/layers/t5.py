@@ -341,16 +341,7 @@ class Stack(nn.Module):
 
 
 def _bucket(distance: Tensor, sizes: T5Sizes, bidirectional: bool) -> Tensor:
-    """Return T5's bucket of each relative position.
-
-    Small distances have a bucket each; buckets of larger distances are logarithmic.
-
-    Args:
-        distance: (...) position of the key minus position of the query.
-        sizes: Number of buckets and largest distance.
-        bidirectional: Whether later keys have buckets of their own; otherwise they
-            share the bucket of distance 0.
-    """
+    """Return T5's bucket of each relative position."""
     count = sizes.buckets // 2 if bidirectional else sizes.buckets
     offset = (distance > 0).long() * count if bidirectional else 0
     distance = distance.abs() if bidirectional else (-distance).clamp(min=0)

@@ -309,12 +309,7 @@ class RetrievalDataset(RequestDataset):
     def _window_starts(
         self, user_row: NDArray[np.integer], end: NDArray[np.int32]
     ) -> NDArray[np.int64]:
-        """Return the indices of the requests at which an example begins.
-
-        Args:
-            user_row: (m,) user of each request; requests are sorted by user and time.
-            end: (m,) behaviours before each request.
-        """
+        """Return the indices of the requests at which an example begins."""
         if self.unit != "user" or len(user_row) == 0:
             return np.arange(len(user_row))
         first_of_user = run_starts(user_row)

@@ -110,19 +110,7 @@ def _search_by_graph(
     precision: str,
     fuse: bool,
 ) -> Ranked:
-    """Run a search on a GPU through a CUDA graph of the batch's shape.
-
-    Args:
-        model: The model, which stores the graphs until its weights change.
-        name: Name of the graphs: all arguments of the search besides the batch.
-        batch: Histories of B requests.
-        search: Search to capture and replay.
-        precision: Precision of matrix products, as in `RecommendOptions`.
-        fuse: Whether torch.compile fuses kernels.
-
-    Raises:
-        UserError: If a score is not finite.
-    """
+    """Run a search on a GPU through a CUDA graph of the batch's shape."""
     padded = batch.histories.pad_to_buckets(model.config.max_history, ("B", "T"))
 
     def make_graphs() -> CudaGraphs[Ranked]:

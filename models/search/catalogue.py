@@ -226,16 +226,7 @@ class SearchText:
     def _select_pairs(
         self, keys: NDArray[np.int64], is_pair: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Select the vectors of a batch's distinct pairs.
-
-        Args:
-            keys: (n,) `pair_key` of each use.
-            is_pair: (n,) whether the use has an item and a query.
-
-        Returns:
-            (p,) rows in `pairs` of the distinct pairs, and the (n,) index of each use
-            in these rows; -1 for a use without a pair or without a vector.
-        """
+        """Select the vectors of a batch's distinct pairs."""
         distinct_keys, index = _distinct_rows(keys, is_pair)
         row, is_encoded = self.find_pairs(distinct_keys)
         if is_encoded.all():
@@ -371,8 +362,6 @@ def _distinct_rows(
     values: NDArray, is_used: NDArray[np.bool_]
 ) -> tuple[NDArray, NDArray[np.int64]]:
     """Return the distinct used values, ascending, and the index of each value in them.
-
-    The index of an unused value is -1.
     """
     index = np.full(len(values), -1)
     distinct, index[is_used] = np.unique(values[is_used], return_inverse=True)
@@ -403,11 +392,7 @@ def _open_queries(uri: str, num_queries: int) -> NDArray[np.float32]:
 
 
 def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
-    """Load the documents' tokens, or return None if the table does not exist.
-
-    Raises:
-        UserError: If the tokens were made from other items.
-    """
+    """Load the documents' tokens, or return None if the table does not exist."""
     if not has_manifest(uri):
         return None
     manifest = read_manifest(uri, "tokens")
@@ -425,14 +410,7 @@ def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
 
 
 def _feature_scale(uri: str, num_features: int) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation (F,) of features over train candidates.
-
-    Only the first part of the table with train candidates is read. The results are
-    cached, so one worker of a node reads the part.
-
-    Raises:
-        UserError: If the table has no train candidate.
-    """
+    """Return mean and standard deviation (F,) of features over train candidates."""
     manifest = read_manifest(uri)
     for part in manifest.files:
         scale = open_columns(
@@ -449,11 +427,7 @@ def _feature_scale(uri: str, num_features: int) -> tuple[Tensor, Tensor]:
 
 
 def _measure_features(table: pa.Table, num_features: int) -> Columns:
-    """Measure the features of the train candidates of one part of `sequences`.
-
-    Returns:
-        `mean` and `std`, each (1, F) float32, or (0, F) without train candidates.
-    """
+    """Measure the features of the train candidates of one part of `sequences`."""
     requests = table["requests"].combine_chunks().flatten()
     train = requests.filter(pc.equal(pc.struct_field(requests, "split"), "train"))
     vectors = pc.struct_field(train, "features").flatten().to_numpy()

@@ -278,11 +278,7 @@ class SearchDataset(RequestDataset):
         )
 
     def _window_begin(self, end: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first behaviour of the window that serves each request.
-
-        Args:
-            end: (m,) number of behaviours before each request.
-        """
+        """Return the first behaviour of the window that serves each request."""
         stride = 1
         if self.unit == "user":
             stride = max(1, int(self.max_history * (1 - self.window_overlap)))
@@ -367,16 +363,7 @@ class SearchDataset(RequestDataset):
 def _limit_runs(
     starts: NDArray[np.int64], total: int, longest: int
 ) -> NDArray[np.int64]:
-    """Cut runs into runs of at most `longest` values.
-
-    Args:
-        starts: Index of the first value of each run, ascending from 0.
-        total: Number of values.
-        longest: Maximum length of a run.
-
-    Returns:
-        Index of the first value of each shorter run.
-    """
+    """Cut runs into runs of at most `longest` values."""
     is_start = np.zeros(total, bool)
     is_start[starts] = True
     index = np.arange(total)
@@ -459,13 +446,7 @@ def decode_sequences(
 def _join_custom_features(
     vectors: NDArray, custom_features: CustomFeatures, columns: dict[str, pa.Array]
 ) -> NDArray[np.float32]:
-    """Append custom features to the feature vectors (n, F) of the table.
-
-    Args:
-        vectors: (n, F) features.
-        custom_features: Features of the log.
-        columns: Column (n,) of each custom feature by name.
-    """
+    """Append custom features to the feature vectors (n, F) of the table."""
     features = vectors.astype(np.float32, copy=False)
     if not custom_features.names:
         return features

@@ -96,12 +96,7 @@ class RequestText:
         )
 
     def _query_vectors(self, queries: list[str], index: NDArray[np.int64]) -> Floats:
-        """Return the vectors (q, W) of queries.
-
-        Args:
-            queries: (q,) texts.
-            index: (q,) `query_index` of each query, -1 for new queries.
-        """
+        """Return the vectors (q, W) of queries."""
         vectors = np.zeros((len(queries), self.text.width), np.float32)
         is_new = index < 0
         vectors[~is_new] = self.text.queries[index[~is_new]]
@@ -113,19 +108,7 @@ class RequestText:
     def _pair_vectors(
         self, keys: NDArray[np.int64], queries: list[str], index: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], Floats]:
-        """Return the keys of the pairs that have a vector, and the vectors.
-
-        Without an encoder, pairs that are not in the catalogue are left out.
-
-        Args:
-            keys: (p,) `pair_key` of each pair, with queries numbered as in `queries`.
-            queries: (q,) texts.
-            index: (q,) `query_index` of each query, -1 for new queries.
-
-        Returns:
-            (n,) keys, ascending, and (n, W) vectors, or (n, 2 W) if the text has joint
-            vectors, which follow the vectors of the pairs.
-        """
+        """Return the keys of the pairs that have a vector, and the vectors."""
         item, query = np.divmod(keys, len(queries) + 1)
         query = query - 1
         catalogue_query = index[query]
@@ -148,13 +131,6 @@ class RequestText:
 
     def _encode(self, texts: list[tuple[int, str]]) -> Floats:
         """Return the vectors of texts that are not in the catalogue, encoded or cached.
-
-        Args:
-            texts: (n,) item and query, with `NO_ITEM` for a query alone. Either all
-                texts are queries alone, or none is.
-
-        Returns:
-            (n, W) vectors of queries, or (n, W or 2 W) vectors of pairs.
         """
 
         def encode(missing: list[tuple[int, str]]) -> Floats:
@@ -262,18 +238,7 @@ class SearchRequests(Requests):
         return Request(candidates, scored, len(behaviours), parts)
 
     def _parse_features(self, row: Row, prefix: str, items: Sequence[str]) -> Floats:
-        """Return the features (n, F) of candidates or of behaviours.
-
-        Features of items that the request leaves out are read from the catalogue. For
-        candidates, counts are read from the table of counts, and hour and weekday are
-        computed from the request's time. All other missing features get their mean.
-
-        Args:
-            row: Row of the request.
-            prefix: Beginning of the columns' names: empty for candidates, `history_`
-                for behaviours.
-            items: (n,) item ids.
-        """
+        """Return the features (n, F) of candidates or of behaviours."""
         index = pa.array([self.index.get(item) for item in items], pa.int64())
         item_features = {
             name: self.item_features[name].combine_chunks().take(index)
@@ -344,14 +309,7 @@ class SearchRequests(Requests):
     def _warn_about_pairs(
         self, name: str, item: NDArray, query: NDArray, text: SearchText
     ) -> None:
-        """Warn about pairs that have no vector and cannot be encoded.
-
-        Args:
-            name: Source of the pairs, for the message.
-            item: (n,) item of each pair.
-            query: (n,) query of each pair, or NO_QUERY.
-            text: Vectors that the batch reads.
-        """
+        """Warn about pairs that have no vector and cannot be encoded."""
         if self.text.encoder or not text.width:
             return
         keys = pair_key(item, query, text.num_queries)[query != NO_QUERY]

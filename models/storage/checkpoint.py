@@ -212,10 +212,7 @@ def _write_files(
     state: dict[str, Any] | None,
     extra: Mapping[str, bytes],
 ) -> None:
-    """Write the files of a checkpoint, except `config.json`, into a local folder.
-
-    The sizes and hashes of the files are set in `metadata`.
-    """
+    """Write the files of a checkpoint, except `config.json`, into a local folder."""
     if state is not None and "weights" in state:
         state = dict(state)
         safetensors.torch.save_file(state.pop("weights"), str(folder / WEIGHTS))
@@ -366,10 +363,7 @@ def _attempt_and_step(name: str) -> tuple[Attempt, int]:
 
 
 def _steps(folder: str) -> list[str]:
-    """Return the folder names of a run's checkpoints, newest first.
-
-    Incomplete checkpoints are included.
-    """
+    """Return the folder names of a run's checkpoints, newest first."""
     filesystem, path = open_uri(folder)
     infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     names = [info.base_name for info in infos if STEP.fullmatch(info.base_name)]

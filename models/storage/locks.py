@@ -84,17 +84,7 @@ def hold_lock(
 
 @contextmanager
 def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
-    """Hold a lock at a URI, an object that its holder rewrites as a heartbeat.
-
-    The object names its holder, and a thread rewrites it every `HEARTBEAT_S` seconds.
-    Another process that requests the lock watches the object by its own clock, so no
-    clocks of different machines are compared. If the object changes, its holder is
-    alive, and the request fails after `wait` seconds. If the object does not change for
-    `EXPIRES_S` seconds, it is overwritten. Every write is conditional on the object's
-    version, so only one of several writers succeeds. A holder that cannot reach the
-    storage for `EXPIRES_S` seconds may lose its lock; its next heartbeat detects this,
-    and the block ends with a UserError.
-    """
+    """Hold a lock at a URI, an object that its holder rewrites as a heartbeat."""
     # imported late: jobs with local paths do not need obstore
     from obstore.exceptions import BaseError
 
@@ -148,15 +138,7 @@ class _LockObject:
         """Version of the object that this process last wrote."""
 
     def acquire(self, busy: str, wait: float) -> None:
-        """Wait until this process holds the lock.
-
-        Args:
-            busy: Message if another process holds the lock.
-            wait: Seconds to wait for the lock.
-
-        Raises:
-            UserError: If another holder still sends heartbeats after `wait` seconds.
-        """
+        """Wait until this process holds the lock."""
         deadline = time.monotonic() + wait
         previous: tuple[str, Any] | None = None
         unchanged_since = time.monotonic()
@@ -192,12 +174,6 @@ class _LockObject:
 
     def write(self, version: Any) -> bool:
         """Overwrite a version of the object, and return whether this process holds it.
-
-        A write may have succeeded although obstore reports a conflict: if a response is
-        lost, obstore writes again. So the object is read to see who holds it.
-
-        Args:
-            version: Version to overwrite; None to create the object.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -212,10 +188,7 @@ class _LockObject:
         return True
 
     def release(self) -> None:
-        """Delete the object if this process holds it.
-
-        If the storage does not respond, the lock expires.
-        """
+        """Delete the object if this process holds it."""
         from obstore.exceptions import BaseError
 
         with suppress(BaseError):
@@ -225,10 +198,7 @@ class _LockObject:
 
 
 def _open_store(uri: str, bucket: str) -> Any:
-    """Open a bucket through obstore.
-
-    Endpoint, region and credentials are taken from the URI's pyarrow file system.
-    """
+    """Open a bucket through obstore."""
     from obstore import store
 
     filesystem, _ = open_uri(uri)

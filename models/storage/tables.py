@@ -696,12 +696,7 @@ def check_output(
 
 
 def _find_foreign(uri: str, is_output: Callable[[str], bool]) -> str | None:
-    """Return the name of a visible file or folder that no job has written, or None.
-
-    Args:
-        uri: Folder to search.
-        is_output: Returns whether a job writes a file or folder of this name.
-    """
+    """Return the name of a visible file or folder that no job has written, or None."""
     filesystem, root = open_uri(uri)
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return None

@@ -196,11 +196,7 @@ def storage_errors(uri: str) -> Iterator[None]:
 
 
 def _check_bucket(filesystem: fs.FileSystem, path: str, uri: str) -> None:
-    """Send a first request to a bucket that has not responded yet.
-
-    Raises:
-        OSError: If the request fails after few retries.
-    """
+    """Send a first request to a bucket that has not responded yet."""
     parts = urlsplit(uri)
     bucket_id = (parts.scheme, parts.netloc, parts.query)
     if bucket_id in _reachable_buckets:

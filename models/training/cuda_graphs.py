@@ -110,11 +110,7 @@ class CudaGraphs(Generic[Result]):
         return result
 
     def _run_plain(self, batch: Batch) -> Result:
-        """Run without a graph, on the stream that graphs are captured on.
-
-        Buffers that a first call allocates, such as workspaces, then belong to that
-        stream.
-        """
+        """Run without a graph, on the stream that graphs are captured on."""
         if self.device.type != "cuda":
             return self.run(batch)
         main_stream = torch.cuda.current_stream(self.device)
@@ -125,12 +121,7 @@ class CudaGraphs(Generic[Result]):
         return result
 
     def _capture(self, batch: Batch) -> tuple[Callable[[], Result], Batch] | None:
-        """Capture a graph for the shape of a batch.
-
-        Returns:
-            A function that replays the graph, and the graph's input tensors; None if
-            the capture fails.
-        """
+        """Capture a graph for the shape of a batch."""
         inputs = batch.map(lambda value: value.to(self.device, copy=True))
         if self.device.type != "cuda":
             return lambda: self.run(inputs), inputs
@@ -158,9 +149,6 @@ class CudaGraphs(Generic[Result]):
 
 
 def _reset_generator(device: torch.device) -> None:
-    """Give the random number generator a new state after a failed capture.
-
-    A failed capture leaves the generator bound to the capture.
-    """
+    """Give the random number generator a new state after a failed capture."""
     default = torch.cuda.default_generators[device.index or 0]
     default.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())

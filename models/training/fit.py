@@ -644,10 +644,7 @@ class _Loop:
         self.agreement = Agreement(self.world)
 
     def run(self) -> Iterator[StepEvent | HeartbeatEvent | EpochEvent]:
-        """Yield the events of all epochs that are left.
-
-        The caller ends the run after an event with `stop` or `interrupted`.
-        """
+        """Yield the events of all epochs that are left."""
         for epoch in range(self.cursor.epoch, self.config.max_epochs):
             yield from self._run_epoch(epoch)
 
@@ -672,12 +669,7 @@ class _Loop:
     def _run_step(
         self, batches: Iterator[Batch], steps: int
     ) -> Iterator[StepEvent | HeartbeatEvent]:
-        """Take one step and yield its events, if any.
-
-        Args:
-            batches: Batches of one epoch, in order.
-            steps: Number of steps of the epoch.
-        """
+        """Take one step and yield its events, if any."""
         config, cursor = self.config, self.cursor
         batch = self.meter.next_batch(batches)
         torch.manual_seed(step_seed(config.seed, self.rank, cursor.step))
@@ -699,11 +691,7 @@ class _Loop:
             self.meter.clear()
 
     def _choose_actions(self, is_last: bool) -> _StepActions:
-        """Decide what follows a step; all ranks decide the same.
-
-        Args:
-            is_last: Whether the step is the last one of its epoch.
-        """
+        """Decide what follows a step; all ranks decide the same."""
         config, step = self.config, self.cursor.step
         action = self.agreement.max_action(self.next_action())
         if action == ASK:
@@ -732,11 +720,7 @@ class _Loop:
     def _make_step_event(
         self, actions: _StepActions, steps: int, lr: float, norm: Tensor
     ) -> StepEvent:
-        """Read the measurements since the last point, validate if due, and report.
-
-        Raises:
-            UserError: If the loss is not finite.
-        """
+        """Read the measurements since the last point, validate if due, and report."""
         cursor = self.cursor
         self.meter.add_to(cursor)
         cursor.window.lr, cursor.window.grad_norm = lr, float(norm)
@@ -790,11 +774,7 @@ class _Loop:
         )
 
     def _end_epoch(self) -> StepEvent | EpochEvent:
-        """Validate if due and move to the next epoch.
-
-        Returns:
-            The epoch's event, or a step event if the validation was interrupted.
-        """
+        """Validate if due and move to the next epoch."""
         config, cursor = self.config, self.cursor
         epoch = cursor.epoch + 1
         is_last = epoch == config.max_epochs
@@ -817,11 +797,7 @@ class _Loop:
         )
 
     def _validate(self, is_last: bool = False) -> dict[str, Any] | None:
-        """Validate and return event fields, or None if the validation was stopped.
-
-        Args:
-            is_last: Whether the run ends anyway, so that no early stop is reported.
-        """
+        """Validate and return event fields, or None if the validation was stopped."""
         began = time.perf_counter()
         with fsdp.gather_weights(self.model):
             result = run_validation(
@@ -870,11 +846,7 @@ class _Loop:
         return state
 
     def _count_steps(self, epoch: int) -> int:
-        """Return the number of steps of an epoch: the fewest batches of any rank.
-
-        Raises:
-            UserError: If a rank has no batch.
-        """
+        """Return the number of steps of an epoch: the fewest batches of any rank."""
         steps = self.train_batches.steps(epoch)
         if self.world > 1:
             (fewest,) = all_reduce([steps], self.world, self.device, dist.ReduceOp.MIN)

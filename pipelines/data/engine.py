@@ -474,10 +474,7 @@ def _concat(tables: Iterable[pa.Table]) -> pa.Table:
 def _map_in_threads(
     function: Callable[[Any], Any], values: Iterable[Any]
 ) -> Iterator[Any]:
-    """Yield `function(value)` for each value, in order.
-
-    Threads run in parallel where polars, numpy and Arrow release the interpreter lock.
-    """
+    """Yield `function(value)` for each value, in order."""
     with ThreadPoolExecutor(MAX_THREADS) as pool:
         yield from pool.map(function, values)
 

@@ -141,11 +141,7 @@ def has_finished(output_uri: str) -> bool:
 def _count_partitions(
     source: Log, input_uri: str, output_uri: str, config: PrepareConfig, extends: bool
 ) -> int:
-    """Return the number of partitions of the events.
-
-    It is the configured number, or the number of the tables that the run appends to, or
-    derived from the size of the raw files.
-    """
+    """Return the number of partitions of the events."""
     if config.partitions:
         return config.partitions
     if extends:
@@ -160,16 +156,7 @@ def _count_partitions(
 def _create_engine(
     config: PrepareConfig, partitions: int, start: Callable[[], None], extends: bool
 ) -> Engine:
-    """Return an engine that runs in this process for a small log, otherwise on Ray.
-
-    A configured number of partitions always uses Ray.
-
-    Args:
-        config: Settings.
-        partitions: Number of partitions of the events.
-        start: Starts Ray.
-        extends: Whether files are appended to existing events.
-    """
+    """Return an engine that runs in this process for a small log, otherwise on Ray."""
     max_in_process = MAX_APPENDED_PARTITIONS if extends else 1
     return Engine(
         config.ray_data,
@@ -180,11 +167,7 @@ def _create_engine(
 
 
 def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> dict[str, Any]:
-    """Return the split as manifests record it.
-
-    The cut times are computed from the events, unless a finished table of the same
-    events records them.
-    """
+    """Return the split as manifests record it."""
     config, has_clock_times = run.config, events.info["clock"]
     if config.catalogue is not None:
         return read_split(config.catalogue, has_clock_times)

@@ -63,18 +63,7 @@ def read_config(
 def _merge_layers(
     layers: tuple[dict[str, Any], ...], sections: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Merge layers of settings.
-
-    Args:
-        layers: Values by key; later layers override earlier ones.
-        sections: Dataclass of each key whose value is a mapping.
-
-    Returns:
-        Values of the other keys, and values by section and key.
-
-    Raises:
-        UserError: for an unknown key, or a section that is not a mapping.
-    """
+    """Merge layers of settings."""
     plain = [f.name for f in fields(PrepareConfig) if f.name != "kind_config"]
     valid_keys = list(dict.fromkeys([*plain, *sections]))
     values: dict[str, Any] = {}
@@ -134,13 +123,7 @@ def resolve_config(
 
 
 def _check_files_exist(source: Log, input_uri: str, catalogue: str | None) -> None:
-    """Raise UserError if the log's files or the frozen catalogue are missing.
-
-    Args:
-        source: Mapping of the raw log.
-        input_uri: Folder of the raw files.
-        catalogue: Folder of the tables with the frozen catalogue, or None.
-    """
+    """Raise UserError if the log's files or the frozen catalogue are missing."""
     # each listing raises if it is empty
     source.event_files(input_uri)
     source.user_files(input_uri)
@@ -164,13 +147,7 @@ def _check_behaviour(source: Log, config: PrepareConfig) -> None:
 
 
 def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
-    """Raise UserError if settings conflict with each other, the log or the kind.
-
-    Args:
-        source: Mapping of the raw log.
-        config: Settings.
-        split: Resolved kind of split.
-    """
+    """Raise UserError if settings conflict with each other, the log or the kind."""
     info, name = source.info, config.kind
     kind, moment = KINDS[name], config.counts_as_of
     history = info.get("history")

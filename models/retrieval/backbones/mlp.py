@@ -80,11 +80,7 @@ class RoleMlp(nn.Module):
         return self.outer(dropout(functional.gelu(self.norm(hidden)), dropout_p))
 
     def _infer_on_cpu(self, x: Tensor, mean: Tensor, owner: Tensor) -> Tensor:
-        """Return the result of `forward` without dropout, with less work.
-
-        [x; mean] W = x W_x + mean W_mean, and the second term is computed once per
-        request.
-        """
+        """Return the result of `forward` without dropout, with less work."""
         x_weight, mean_weight = self.inner.weight.tensor_split(2, 1)
         # per request: (B, width)
         request_hidden = functional.linear(mean, mean_weight, self.inner.bias)

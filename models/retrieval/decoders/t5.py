@@ -305,16 +305,7 @@ class SharedKV:
         return logits.narrow(1, first, size) - logits.logsumexp(1, keepdim=True)
 
     def _attend_to_codes(self, q: Tensor, codes: list[Tensor], bias: Tensor) -> Tensor:
-        """Attend from the newest code of each beam to all codes of the beam.
-
-        Args:
-            q: (N, H * K) queries of the newest codes.
-            codes: Keys and values (n, 2 * H * K) per level.
-            bias: (H, level + 1) position bias.
-
-        Returns:
-            (N, H * K)
-        """
+        """Attend from the newest code of each beam to all codes of the beam."""
         heads = self.decoder.heads
         if kernels.ready(q):
             return kernels.beam_attention(q, codes, self.ancestors, bias, heads)
@@ -390,15 +381,7 @@ class T5Target:
         return logits.float().log_softmax(-1).narrow(-1, first, size)
 
     def _bias(self, tree: Tree, widths: list[int]) -> Tensor:
-        """Return the attention bias (R, H, T, T) over the prefixes of a tree.
-
-        A prefix attends to itself and its ancestors, with T5's position bias by prefix
-        length. All other keys get -inf.
-
-        Args:
-            tree: Prefixes of R users.
-            widths: Number of prefixes W_l of each length l.
-        """
+        """Return the attention bias (R, H, T, T) over the prefixes of a tree."""
         device = self.decoder.embedding.weight.device
         lengths = [
             torch.full((width,), length, device=device)

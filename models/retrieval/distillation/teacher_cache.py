@@ -214,14 +214,7 @@ class _CacheTable:
         datasets: list[RetrievalDataset],
         table_hashes: Mapping[str, str],
     ) -> None:
-        """Name the table by the hash of all inputs.
-
-        Args:
-            folder: Folder of the cache.
-            output: The teacher's output.
-            datasets: This rank's datasets of the output's splits.
-            table_hashes: Hashes of the catalogue's tables, by name.
-        """
+        """Name the table by the hash of all inputs."""
         self.output, self.datasets = output, datasets
         self.rank, self.world = datasets[0].rank, datasets[0].world
         self.inputs = {**table_hashes, "weights": output.weights}
@@ -236,11 +229,7 @@ class _CacheTable:
         self.uri = join(folder, f"{output.name}-{key}")
 
     def compute_if_missing(self, device: torch.device) -> bool:
-        """Compute the table on all ranks unless it exists.
-
-        Returns:
-            Whether the table existed.
-        """
+        """Compute the table on all ranks unless it exists."""
         lock: AbstractContextManager[bool | None] = nullcontext()
         if self.rank == 0:
             lock = _lock_if_missing(self.uri)
@@ -285,11 +274,7 @@ class _CacheTable:
                 yield dataset.collate(batch_rows)
 
     def open(self) -> tuple[CachedStates, Manifest]:
-        """Open the table.
-
-        Raises:
-            UserError: If the table is damaged or lacks a request of the datasets.
-        """
+        """Open the table."""
         needed = np.concatenate([dataset.request_numbers for dataset in self.datasets])
         width = int(self.output.config["width"])
         try:
@@ -316,16 +301,7 @@ class _CacheTable:
 
 
 def _encode_states(request: Tensor, states: Tensor, lengths: Tensor) -> pa.Table:
-    """Return rows of the cache.
-
-    Args:
-        request: (B,) `request_number` of each request, on the CPU.
-        states: (B, S, D) vectors.
-        lengths: (B,) number of vectors of each request.
-
-    Raises:
-        UserError: If a number exceeds half precision.
-    """
+    """Return rows of the cache."""
     is_real = real_positions(lengths, states.shape[1])
     values = states[is_real].half().cpu()  # (sum of lengths, D)
     if not bool(values.isfinite().all()):
@@ -342,15 +318,7 @@ def _encode_states(request: Tensor, states: Tensor, lengths: Tensor) -> pa.Table
 
 
 def _decode_states(table: pa.Table, width: int) -> Columns:
-    """Decode one part of the cache.
-
-    Args:
-        table: Rows of the part, one per request.
-        width: Width D of a vector.
-
-    Returns:
-        request (R,), length (R,) in vectors, states (sum of lengths, D).
-    """
+    """Decode one part of the cache."""
     lists = table["states"].combine_chunks()
     values = lists.flatten().to_numpy().reshape(-1, width)
     length = pc.list_value_length(lists).to_numpy() // width
@@ -359,10 +327,7 @@ def _decode_states(table: pa.Table, width: int) -> Columns:
 
 @contextmanager
 def _lock_if_missing(uri: str) -> Iterator[bool]:
-    """Yield whether the table exists, and hold its lock if it does not.
-
-    Other runs that need the table wait for the lock.
-    """
+    """Yield whether the table exists, and hold its lock if it does not."""
     if has_manifest(uri):
         yield True
         return

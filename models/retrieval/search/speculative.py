@@ -277,14 +277,7 @@ class _Pass:
     def run(
         self, beams: Beams, waiting: list[list[Beams]], result: SpeculativeResult
     ) -> None:
-        """Draft, verify, and advance each request as far as its drafts are accepted.
-
-        Args:
-            beams: Beams of the requests at the start of the pass.
-            waiting: Per length: beams from which a pass has to start, extended in
-                place.
-            result: Items and counts, written in place.
-        """
+        """Draft, verify, and advance each request as far as its drafts are accepted."""
         length = beams.codes.shape[2]
         tree, drafts = _draft(self.draft, self.trie, beams, self.options, self.noise)
         verified = self.target(beams.rows, tree, length)
@@ -355,10 +348,7 @@ class _Pass:
         return min(self.options.beam, self.trie.edges[level])
 
     def _choose(self, level: int, pairs: _Pairs, noise: Noise | None) -> Tensor:
-        """Return the pairs (R, W) of the next beams, without regard to drafts.
-
-        The pairs are the best pairs, or samples if there is `noise`.
-        """
+        """Return the pairs (R, W) of the next beams, without regard to drafts."""
         scores = pairs.scores
         if noise is not None:
             scores = scores + noise.gumbel(pairs.edge)
@@ -367,14 +357,7 @@ class _Pass:
     def _score_drafts(
         self, level: int, beams: Beams, drafts: Drafts, pairs: _Pairs
     ) -> Tensor:
-        """Return the draft's scores (R, P) of all pairs.
-
-        Args:
-            level: Level of the children.
-            beams: Beams of the target.
-            drafts: The draft's scores of the beams.
-            pairs: Pairs of the target.
-        """
+        """Return the draft's scores (R, P) of all pairs."""
         scores, _, _ = score_pairs(
             self.trie,
             level,
@@ -397,13 +380,6 @@ class _Pass:
         noise: Noise,
     ) -> Tensor:
         """Return the pairs (R, W) of the next beams by the rule of the relaxed search.
-
-        Args:
-            level: Level of the children.
-            pairs: Pairs of the target.
-            draft_scores: (R, P) scores of the pairs by the draft.
-            pair_of_draft: (R, N) pair of each drafted prefix, P for none.
-            noise: Random numbers of the requests.
         """
         select_pairs = select_exact
         if self.options.rule == "published":
@@ -420,20 +396,7 @@ class _Pass:
         beams: Beams,
         pairs: _Pairs,
     ) -> Tensor:
-        """Find the target's pair of each drafted prefix of the next length.
-
-        Args:
-            level: Level of the children.
-            drafts: Drafts of the beams' length and of the next length.
-            row: (R,) index of each request among the requests of the pass.
-            prefix: (R, W) index of each beam among the drafts of its length.
-            beams: Beams of the target.
-            pairs: Pairs of the target.
-
-        Returns:
-            (R, N) indices of pairs; P, one past the last, for prefixes that extend none
-            of the target's beams.
-        """
+        """Find the target's pair of each drafted prefix of the next length."""
         current, following = drafts
         num_prefixes, num_pairs = current.node.shape[1], pairs.scores.shape[1]
         beam = torch.arange(prefix.shape[1], device=prefix.device).expand(prefix.shape)
@@ -464,12 +427,7 @@ def _extend(beams: Beams, pairs: _Pairs, position: Tensor) -> Beams:
 
 
 def _invert(pair_of_draft: Tensor, num_pairs: int) -> Tensor:
-    """Return the drafted prefix (R, P) of each pair, -1 for pairs without a draft.
-
-    Args:
-        pair_of_draft: (R, N) pair of each drafted prefix, P for none.
-        num_pairs: Number P of pairs.
-    """
+    """Return the drafted prefix (R, P) of each pair, -1 for pairs without a draft."""
     index = torch.arange(pair_of_draft.shape[1], device=pair_of_draft.device)
     draft_of_pair = pair_of_draft.new_full((len(pair_of_draft), num_pairs + 1), -1)
     draft_of_pair.scatter_(1, pair_of_draft, index.expand(pair_of_draft.shape))
@@ -484,17 +442,7 @@ def _finish(
     noise: Noise | None,
     result: SpeculativeResult,
 ) -> None:
-    """Write the items of the last level to `result`, ranked by the target's score.
-
-    Args:
-        trie: Trie of the catalogue.
-        pairs: Pairs of the last level.
-        rows: (R,) indices of the requests.
-        options: Options of the search.
-        noise: Random numbers to sample the items by before they are ranked; None to
-            rank all items.
-        result: Items and scores, written in place.
-    """
+    """Write the items of the last level to `result`, ranked by the target's score."""
     k = result.items.shape[1]
     scores = pairs.scores
     count = max(options.beam, k)
@@ -513,11 +461,7 @@ def _finish(
 def _draft(
     draft: Draft, trie: Trie, beams: Beams, options: Speculation, noise: Noise | None
 ) -> tuple[Tree, list[Drafts]]:
-    """Draft a tree from the target's beams.
-
-    Returns:
-        The tree, and its drafts by length from the target's beams on.
-    """
+    """Draft a tree from the target's beams."""
     tree, length = Tree(), beams.codes.shape[2]
     last = min(length + options.steps, trie.levels - 1)
     node = parent = beams.node  # the first drafts have no parents

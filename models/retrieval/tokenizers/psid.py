@@ -25,16 +25,7 @@ from models.storage.tables import UserError
 def _nearest_first(
     residuals: np.ndarray, codebook: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the `width` nearest centroids of each residual, nearest first.
-
-    Args:
-        residuals: (P, D) residuals.
-        codebook: (K, D) centroids.
-        width: Number of centroids.
-
-    Returns:
-        Codes and distances, (P, width) both.
-    """
+    """Return the `width` nearest centroids of each residual, nearest first."""
     squares = (
         (codebook**2).sum(1)
         - 2 * residuals @ codebook.T

@@ -73,12 +73,7 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
 
 
 def _parse_rows(content: bytes, uri: str) -> Any:
-    """Decompress and parse a file; arguments are as in `parse_published`.
-
-    Returns:
-        A list of pairs (item_id, codes) for a valid file. A JSON file may have any
-        other value.
-    """
+    """Decompress and parse a file; arguments are as in `parse_published`."""
     name = uri.lower().removesuffix(".gz")
     if not name.endswith((".json", ".csv")):
         raise UserError(

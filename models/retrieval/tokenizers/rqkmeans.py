@@ -231,12 +231,7 @@ def kmeans(
 def _seed_centres(
     points: Tensor, k: int, generator: torch.Generator, progress: Progress
 ) -> Training[Tensor]:
-    """Choose initial centres (k, D) by greedy k-means++.
-
-    Each step draws several candidates with probabilities proportional to their squared
-    distance to the seeds, and selects the candidate that minimises the total distance.
-    Plain k-means++, with one candidate, prefers outliers in high dimensions.
-    """
+    """Choose initial centres (k, D) by greedy k-means++."""
     num_candidates = 2 + int(math.log(k))
     uniform = torch.rand(k, num_candidates, generator=generator, dtype=torch.float64)
     uniform = uniform.to(points.device)

@@ -279,9 +279,6 @@ class ActionsConfig:
 
     def _resolve_tasks(self, info: dict[str, Any]) -> dict[str, Task]:
         """Return the tasks, and one for each bool label that is not a task's `label`.
-
-        Raises:
-            ValueError: If a label does not fit its task, or there is no task.
         """
         tasks = dict(self.tasks)
         for name, task in tasks.items():
@@ -298,11 +295,7 @@ class ActionsConfig:
         return tasks
 
     def _resolve_inputs(self, info: dict[str, Any]) -> dict[str, Input]:
-        """Return the inputs with their ranges, and one for each bool label not read.
-
-        Raises:
-            ValueError: If a label does not fit its input, or there is no input.
-        """
+        """Return the inputs with their ranges, and one for each bool label not read."""
         labels, ranges = info["labels"], info.get("ranges", {})
         inputs = {
             name: value.check(name, labels, ranges)

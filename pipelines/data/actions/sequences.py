@@ -199,10 +199,7 @@ class PartLabelStats:
 def _part_label_stats(
     catalogue: Any, builder: ActionsBuilder, uri: str
 ) -> PartLabelStats:
-    """Compute the statistics of the events part at `uri`.
-
-    `catalogue` is the `Vocabulary` of items, or a reference to it.
-    """
+    """Compute the statistics of the events part at `uri`."""
     part = EventsPart.open(
         read_part(uri, builder.columns, IDS), Lookups(catalogue), None
     )
@@ -279,15 +276,7 @@ def compute_label_stats(step: ActionsStep, builder: ActionsBuilder) -> LabelStat
 
 
 def _check_splits(num_events: dict[str, int], split_info: dict[str, Any]) -> None:
-    """Check that every split has an event.
-
-    Args:
-        num_events: Number of events per split.
-        split_info: Kind and boundaries of the split, as manifests record them.
-
-    Raises:
-        UserError: If a split has none.
-    """
+    """Check that every split has an event."""
     empty = [name for name in SPLITS if not num_events[name]]
     if not empty:
         return
@@ -305,16 +294,7 @@ def _check_splits(num_events: dict[str, int], split_info: dict[str, Any]) -> Non
 def _find_constants(
     actions: ActionsConfig, parts: list[PartLabelStats], num_train: int
 ) -> dict[str, str]:
-    """Describe the tasks and inputs that are constant in training.
-
-    Args:
-        actions: Tasks and inputs.
-        parts: Statistics of all parts.
-        num_train: Number of training impressions, at least 1.
-
-    Returns:
-        The constant value as a text, by `task NAME` or `action NAME`.
-    """
+    """Describe the tasks and inputs that are constant in training."""
     constant = {}
     for name in actions.tasks:
         positives = sum(part.positives[name] for part in parts)

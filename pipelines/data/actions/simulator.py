@@ -201,15 +201,7 @@ def draw_feed(settings: FeedSettings) -> Feed:
 def _select_shown_items(
     settings: FeedSettings, time: np.ndarray | None, uniform: np.ndarray
 ) -> np.ndarray:
-    """Return the item of each impression, (E,) int32.
-
-    Args:
-        settings: Settings of the feed.
-        time: (E,) times in ms, or None. With times, a window of equally many items
-            moves over the items in the course of the log. Without times, items with low
-            indices are popular.
-        uniform: (E,) random numbers in [0, 1).
-    """
+    """Return the item of each impression, (E,) int32."""
     if time is None:
         return (settings.items * uniform**POPULARITY_SKEW).astype(np.int32)
     shown_ms = settings.shown_days * DAY_MS
@@ -221,8 +213,6 @@ def _select_shown_items(
 
 def _make_items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
     """Return the `items` file: titles, descriptions and authors of items of kinds (I,).
-
-    An author shows items of one kind only.
     """
     num_items = len(kind)
     num_authors = max(1, num_items // ITEMS_PER_AUTHOR // len(ITEM_KINDS))  # per kind

@@ -77,11 +77,6 @@ def check_events(tables: Tables, rules: dict[str, Rule]) -> None:
 
 def _check_duplicates(events: pl.DataFrame, info: dict[str, Any], rule: Rule) -> None:
     """Check that events are distinct or, if duplicates are kept, their recorded number.
-
-    Args:
-        events: Rows of `events`.
-        info: `info` of their manifest.
-        rule: Rule that rows and violations are added to.
     """
     rule.rows = events.height
     num_duplicates = events.height - events.n_unique()
@@ -99,16 +94,7 @@ def _check_duplicates(events: pl.DataFrame, info: dict[str, Any], rule: Rule) ->
 
 
 def _check_known_times(events: pl.DataFrame, info: dict[str, Any], rule: Rule) -> None:
-    """Check the times at which late labels become known.
-
-    An event has such a time if and only if the label is set. It is not before the
-    event, and if the log declares a delay, exactly the delay after the event.
-
-    Args:
-        events: Rows of `events`.
-        info: `info` of their manifest.
-        rule: Rule that rows and violations are added to.
-    """
+    """Check the times at which late labels become known."""
     for name, declared in info.get("known", {}).items():
         rule.rows += events.height
         time, known = pl.col("timestamp_ms"), pl.col(f"known_{name}")
@@ -183,8 +169,6 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
 
 def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     """Return the events that count for the k-core: all events, or the training events.
-
-    With several folds, only the training window that all of them share counts.
     """
     split = tables.info["split"]
     core_window = tables.manifests["items"].info["core_window"]
@@ -198,8 +182,6 @@ def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
 
 def _check_item_order(tables: Tables, rule: Rule) -> None:
     """Check that `item_index` is dense, and that items are distinct and sorted by id.
-
-    Appended items follow the earlier ones in any order.
     """
     manifest = tables.manifests["items"]
     row = pl.int_range(pl.len(), dtype=pl.Int32)
@@ -218,16 +200,7 @@ def _check_item_order(tables: Tables, rule: Rule) -> None:
 def _filter_core(
     events: pl.DataFrame, core: int, protected: pl.Series, is_frozen: bool
 ) -> pl.DataFrame:
-    """Return the events of the k-core, by the naive algorithm.
-
-    It drops users and items with fewer than `core` events until nothing changes.
-
-    Args:
-        events: Events that count.
-        core: Minimum number of events.
-        protected: Ids of items that are not dropped.
-        is_frozen: Whether all other items are dropped at once, whatever their events.
-    """
+    """Return the events of the k-core, by the naive algorithm."""
     is_protected = pl.col("item_id").is_in(protected.implode())
     if is_frozen:
         return events.filter(is_protected).filter(pl.len().over("user_id") >= core)

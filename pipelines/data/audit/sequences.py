@@ -281,11 +281,7 @@ def check_folds(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
 
 
 def _check_fold_bounds(tables: Tables, split: dict[str, Any], rule: Rule) -> None:
-    """Check that the last fold has the windows of the split and ends with the log.
-
-    The first fold must have behaviours to train on. The log of tables with a frozen
-    catalogue may end at another time.
-    """
+    """Check that the last fold has the windows of the split and ends with the log."""
     folds = split["folds"]
     last = folds[-1]
     for name in ("val_start_ms", "test_start_ms"):
@@ -333,16 +329,7 @@ def _check_fold_lengths(folds: list[dict[str, int]], rule: Rule) -> None:
 def _check_fold_counts(
     tables: Tables, folds: list[dict[str, int]], time: pl.Series, rule: Rule
 ) -> None:
-    """Check the recorded number of requests in each window.
-
-    The test window of the last fold has no end: a fresh log may be longer.
-
-    Args:
-        tables: Tables under audit, which are read into memory.
-        folds: Windows of the folds.
-        time: Times of all requests in ms.
-        rule: Rule that rows and violations are added to.
-    """
+    """Check the recorded number of requests in each window."""
     recorded = tables.info.get("requests_per_fold") or []
     if len(recorded) != len(folds):
         rule.add_violation(

@@ -152,17 +152,7 @@ def _events_settings(run: Run, num_partitions: int) -> dict[str, Any]:
 def _check_append(
     run: Run, earlier: Manifest, settings: dict[str, Any], files: LogFiles
 ) -> LogFiles:
-    """Check that files can be appended to the events, and return the new files.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        earlier: Manifest of the events that are appended to.
-        settings: Settings of the events of this run.
-        files: All files of the log.
-
-    Raises:
-        UserError: if appending would give other tables than reading all files at once.
-    """
+    """Check that files can be appended to the events, and return the new files."""
     source, old = run.source, earlier.info["stamps"]
     old_user_files = {*earlier.info["user_files"]}
     old_files = old.keys() - old_user_files
@@ -255,14 +245,7 @@ def _combine_digests(digests: list[str]) -> str:
 def _read_files(
     run: Run, files: LogFiles, settings: dict[str, Any], earlier: Manifest | None
 ) -> tuple[Manifest, EventStats]:
-    """Read event files, and commit `events` and `rejects`.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        files: Files to read.
-        settings: Settings of the events.
-        earlier: Manifest of the events that are appended to, or None.
-    """
+    """Read event files, and commit `events` and `rejects`."""
     partitions = settings["partitions"]
     run.report(
         f"events: reading {pluralize(len(files.events), 'file')} into "
@@ -317,12 +300,7 @@ def _read_files(
 def _read_users(
     run: Run, files: LogFiles
 ) -> tuple[pa.Table | None, dict[str, str], RejectCounts]:
-    """Read the user files.
-
-    Returns:
-        The rows (None without user files), the hash of each file, and the counts of
-        rejected rows.
-    """
+    """Read the user files."""
     digests = {file: hashlib.sha256() for file in files.users}
     users = run.source.read_users(run.input, digests)
     check_missing(users.missing if users else {}, "user", run.input)
@@ -335,10 +313,7 @@ def _read_users(
 def _check_result(
     run: Run, files: list[str], result: ReadResult, earlier: Manifest | None
 ) -> None:
-    """Raise UserError if there are no rows, no valid events or too many rejects.
-
-    A first run must read rows, but appended files may be empty.
-    """
+    """Raise UserError if there are no rows, no valid events or too many rejects."""
     if not result.rejected.rows_read and not earlier:
         raise UserError(
             f"{run.input} has no rows in {', '.join(files[:3])}; check --input"
@@ -474,12 +449,7 @@ class EventsReader:
         yield ReadSummary(piece_index, summary)
 
     def _add_partitions(self, events: pa.Table, piece_index: int) -> pa.Table:
-        """Return events with their partition, in the schema of the shuffle.
-
-        Args:
-            events: Events of a block.
-            piece_index: Index of the piece.
-        """
+        """Return events with their partition, in the schema of the shuffle."""
         columns = {
             name: events[name]
             for name in self.schema.names
@@ -580,23 +550,14 @@ class PartitionWriter:
         )
 
     def _read_part(self, path: str, schema: pa.Schema) -> pa.Table:
-        """Read a part of an earlier run in the schema of the shuffle.
-
-        With `ties: log_order`, positions are ranks among tied events and serve as their
-        `log_place`.
-        """
+        """Read a part of an earlier run in the schema of the shuffle."""
         names = ["position" if name == LOG_PLACE else name for name in schema.names]
         part = read_parquet(join(self.events_uri, path), names).select(names)
         return part.rename_columns(schema.names).cast(schema)
 
 
 def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> Match:
-    """Count the users of one partition that have a row in the user files.
-
-    Args:
-        user: (E,) dictionary-encoded user of each event.
-        described: Rows of the user files, or None.
-    """
+    """Count the users of one partition that have a row in the user files."""
     if described is None:
         return Match()
     ids = described["user_id"].cast(user.dictionary.type)
@@ -706,14 +667,7 @@ def read_partitions(
 def _create_reader(
     run: Run, files: list[str], num_partitions: int, users: pa.Table | None
 ) -> EventsReader:
-    """Split the event files into pieces, and return their reader.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        files: Event files, relative to the input folder.
-        num_partitions: Number of partitions.
-        users: Rows of the user files, or None.
-    """
+    """Split the event files into pieces, and return their reader."""
     size = run.engine.settings.read_mb << 20
     pieces = []
     for file in files:
@@ -737,18 +691,7 @@ def _add_summaries(
     summaries: dict[int, PieceSummary],
     is_first: bool,
 ) -> None:
-    """Add the summaries of all reads to the result, in the order of the files.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        result: Result, changed in place.
-        reader: Reader of the pieces.
-        summaries: Summaries by index of the piece.
-        is_first: Whether the events are not appended to existing ones.
-
-    Raises:
-        UserError: if no file of a first run has a column of the mapping.
-    """
+    """Add the summaries of all reads to the result, in the order of the files."""
     missing = []
     digests: dict[str, list[str]] = {file: [] for file, _ in reader.pieces}
     for piece_index, (file, _) in enumerate(reader.pieces):
@@ -777,14 +720,7 @@ def _check_num_events(
     existing: dict[int, WrittenPartition],
     new_events: int,
 ) -> None:
-    """Raise RuntimeError unless the parts have the rows of old and new events.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        result: Result with all partitions.
-        existing: Parts of earlier runs, by partition.
-        new_events: Number of events that were read.
-    """
+    """Raise RuntimeError unless the parts have the rows of old and new events."""
     rows = sum(written.part.rows for written in result.partitions)
     expected = new_events + sum(old.part.rows for old in existing.values())
     if run.config.duplicates == "drop":

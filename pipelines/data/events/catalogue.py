@@ -175,18 +175,7 @@ class Catalogue:
 def _choose_items(
     run: Run, files: list[str], stats: EventStats, split: dict[str, Any]
 ) -> Catalogue:
-    """Choose the items of the catalogue.
-
-    The catalogue has the items in the k-core, all items of the item files with
-    `items.keep: all`, and when appending all items of the earlier version, which come
-    first.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        files: Item files, relative to the input folder.
-        stats: Statistics of the events.
-        split: Kind and boundaries of the split, as manifests record them.
-    """
+    """Choose the items of the catalogue."""
     described, hashes = None, dict[str, str]()
     if run.source.keeps_all_items:
         described, hashes = read_item_ids(run, files)
@@ -346,14 +335,7 @@ class ItemsReader:
     def _metadata_rows(
         self, rows: pa.Table, file: int, first_row: int, item: np.ndarray
     ) -> pa.Table:
-        """Return the rows of items of the catalogue, in the schema of the exchange.
-
-        Args:
-            rows: (R,) rows of a block of the file.
-            file: Index of the file.
-            first_row: Index of the block's first row in the file.
-            item: (R,) item_index, -1 outside the catalogue.
-        """
+        """Return the rows of items of the catalogue, in the schema of the exchange."""
         inside = np.flatnonzero(item >= 0)
         rows = rows.take(pa.array(inside))
         values = {name: rows[name] for name in rows.column_names}
@@ -454,14 +436,7 @@ class RangeWriter:
 
 
 def _count_differing(metadata: pl.DataFrame) -> int:
-    """Count the repeated rows that differ from the first row of their item.
-
-    Within a file, a row is compared with the item's first row in the file. Of these
-    first rows, one per file, each distinct one except one is counted.
-
-    Args:
-        metadata: Rows sorted by file and row.
-    """
+    """Count the repeated rows that differ from the first row of their item."""
     first_of_file = pl.col(CONTENT).first().over("item_index", FILE)
     within_files = metadata.filter(pl.col(CONTENT) != first_of_file).height
     first_rows = metadata.unique(
@@ -571,17 +546,7 @@ def _check_files_unchanged(
 def _match_items(
     run: Run, catalogue: Catalogue, written: WrittenItems, stats: EventStats
 ) -> Match:
-    """Count the items in the k-core that have metadata, and their behaviours.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        catalogue: Items of the k-core.
-        written: Written items.
-        stats: Statistics of the events.
-
-    Raises:
-        UserError: if the share of items or behaviours is below `min_matched`.
-    """
+    """Count the items in the k-core that have metadata, and their behaviours."""
     in_core, missing = catalogue.in_core, written.missing
     # (items in the core,) behaviours on each, as both arrays of ids are sorted
     is_in_core = pc.is_in(stats.items, in_core).to_numpy(zero_copy_only=False)

@@ -126,19 +126,7 @@ def copy_items(
 def _copy_parts(
     run: Run, uri: str, original: Manifest, schema: pa.Schema, stats: EventStats
 ) -> tuple[list[Part], pa.Array]:
-    """Copy the parts of the original items.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        uri: Folder of the original table `items`.
-        original: Manifest of the original items.
-        schema: Schema of the items.
-        stats: Statistics of the events of this log.
-
-    Returns:
-        The written parts, and a (N,) bool array: whether an item of the events is among
-        the original items.
-    """
+    """Copy the parts of the original items."""
     parts = []
     inside = pa.nulls(len(stats.items), pa.bool_()).fill_null(False)
     for source, part in zip(part_uris(uri, original), original.files, strict=True):
@@ -152,17 +140,7 @@ def _copy_parts(
 def _check_share(
     run: Run, catalogue: str, stats: EventStats, inside: pa.Array
 ) -> float:
-    """Return the share of behaviours on items of the catalogue.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        catalogue: URI of the tables with the catalogue, for the message.
-        stats: Statistics of the events.
-        inside: (N,) bool: whether an item of the events is in the catalogue.
-
-    Raises:
-        UserError: if the share is below `min_matched`, or 0.
-    """
+    """Return the share of behaviours on items of the catalogue."""
     is_inside = inside.to_numpy(zero_copy_only=False)
     on_catalogue = int(stats.counts[is_inside].sum())
     share = on_catalogue / max(int(stats.counts.sum()), 1)

@@ -92,20 +92,7 @@ def _read_pairs(
     items: Vocabulary,
     uri: str,
 ) -> pa.Table:
-    """Read the user and the item of each counted behaviour of a part.
-
-    Args:
-        behaviour: Label that makes an event a behaviour; None if every event is a
-            behaviour.
-        is_late: Whether the label is known later than its event.
-        before_ms: Epoch ms; only behaviours known earlier are counted. None counts all.
-        items: Vocabulary of the item ids.
-        uri: Parquet file of the part.
-
-    Returns:
-        Table with the columns `user`, a code within the part in ascending order, and
-        `item`, the item's index in the vocabulary.
-    """
+    """Read the user and the item of each counted behaviour of a part."""
     columns = ["user_id", "item_id", *label_columns(behaviour)]
     if before_ms is not None:
         columns += ["timestamp_ms", *known_columns(behaviour, is_late)]
@@ -121,16 +108,7 @@ def _read_pairs(
 
 
 def _count_items(is_in_core: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
-    """Count the behaviours per item of a part, without users below the core.
-
-    Args:
-        is_in_core: (N,) bool: whether the last round kept an item.
-        core: Minimum number of behaviours of a user on kept items.
-        pairs: Table of `_read_pairs`.
-
-    Returns:
-        Table with the columns `item` and `count`, only for kept items.
-    """
+    """Count the behaviours per item of a part, without users below the core."""
     user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
     is_counted = is_in_core[item]
     if len(item):

@@ -82,11 +82,7 @@ def add_missing_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.Array]:
-    """Encode strings by the rank of their value.
-
-    Returns:
-        (E,) int32 index of each string in the sorted distinct values, and these values.
-    """
+    """Encode strings by the rank of their value."""
     encoded = pc.dictionary_encode(strings)
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()
@@ -99,16 +95,7 @@ def _sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.A
 def _sort_by_user_and_time(
     user: np.ndarray, times: pa.ChunkedArray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sort events by user and time.
-
-    Args:
-        user: (E,) rank of each event's user.
-        times: (E,) epoch ms of each event.
-
-    Returns:
-        (E,) row numbers in sorted order, and (E - 1,) bool: whether a sorted row has
-        the user and the time of its predecessor.
-    """
+    """Sort events by user and time."""
     time = times.to_numpy()
     first = int(time.min())
     span = int(time.max()) - first + 1
@@ -150,15 +137,7 @@ class _Ties:
         same_as_previous: np.ndarray,
         schema: pa.Schema,
     ) -> _Ties:
-        """Collect the tied rows of a sorted partition.
-
-        Args:
-            table: (E,) events in any order.
-            order: (E,) row numbers by user and time.
-            same_as_previous: (E - 1,) bool: whether a sorted row is tied with its
-                predecessor.
-            schema: Schema of the events.
-        """
+        """Collect the tied rows of a sorted partition."""
         rows = np.zeros(len(order), dtype=bool)
         rows[1:] |= same_as_previous
         rows[:-1] |= same_as_previous
@@ -184,13 +163,7 @@ class _Ties:
 def _sort_by_log_place(
     frame: pl.DataFrame, schema: pa.Schema, keep_duplicates: bool
 ) -> _SortedTies:
-    """Sort tied events by their row in the log, and then by position.
-
-    Args:
-        frame: Tied events, with the columns `group`, `row` and `log_place`.
-        schema: Schema of the events.
-        keep_duplicates: Whether duplicates take up ranks.
-    """
+    """Sort tied events by their row in the log, and then by position."""
     frame = frame.sort("group", LOG_PLACE, "position")
     # Equal rows need not be adjacent in the log; the earliest is no duplicate.
     content = pl.struct([*schema.names, "group"])
@@ -204,12 +177,7 @@ def _sort_by_log_place(
 
 
 def _sort_by_content(frame: pl.DataFrame, schema: pa.Schema) -> _SortedTies:
-    """Sort tied events by all columns, so that duplicates are adjacent.
-
-    Args:
-        frame: Tied events, with the columns `group` and `row`.
-        schema: Schema of the events.
-    """
+    """Sort tied events by all columns, so that duplicates are adjacent."""
     first_keys = ["request_id", "position", "item_id"]
     other_keys = [name for name in schema.names if name not in (*first_keys, "user_id")]
     frame = frame.sort("group", *first_keys, *other_keys)
@@ -237,17 +205,7 @@ class _SortedTies:
     def apply(
         self, order: np.ndarray, tied: np.ndarray, keep_duplicates: bool
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Reorder the tied rows of a partition and drop duplicates.
-
-        Args:
-            order: (E,) row numbers by user and time.
-            tied: (E,) bool: whether a row of `order` is tied.
-            keep_duplicates: Keep events that repeat another event in every column.
-
-        Returns:
-            Row numbers in the final order, and their new positions, None without
-            `log_place`.
-        """
+        """Reorder the tied rows of a partition and drop duplicates."""
         order = order.copy()
         order[tied] = order[tied][self.tie_order]
         positions = None

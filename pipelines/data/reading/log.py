@@ -380,9 +380,6 @@ class Log(Files):
 
     def _check_sections(self) -> None:
         """Build the times of labels, and check the names of columns and the sections.
-
-        Raises:
-            ValueError: If a name, a section or the time of a label is invalid.
         """
         for name, label in self.labels.items():
             self.labels[name] = self._build_label_time(name, label)
@@ -420,13 +417,7 @@ class Log(Files):
             )
 
     def _build_label_time(self, name: str, label: Label) -> Label:
-        """Return the label with its `time` as an instance of `Time`.
-
-        The time has the unit of the log's time by default.
-
-        Raises:
-            ValueError: If the time or the delay of the label is invalid.
-        """
+        """Return the label with its `time` as an instance of `Time`."""
         key, time = f"labels.{name}", label.time
         if label.delay_minutes is not None and not self.has_clock_times:
             raise ValueError(
@@ -770,13 +761,7 @@ class Log(Files):
     def _check_required(
         self, missing: dict[str, str], folders: Iterable[str], uri: str
     ) -> None:
-        """Raise a UserError if a column that every event needs is missing.
-
-        Args:
-            missing: Hints by missing column.
-            folders: Columns in the names of folders.
-            uri: File, for the message.
-        """
+        """Raise a UserError if a column that every event needs is missing."""
         for name in self._required_columns(folders):
             if name in missing:
                 raise UserError(
@@ -785,11 +770,7 @@ class Log(Files):
                 )
 
     def _file_expressions(self, folders: Iterable[str]) -> list[str]:
-        """Return expressions whose columns are all columns of the file.
-
-        An expression that also reads elements of lists or names of folders is replaced
-        by its columns of the file.
-        """
+        """Return expressions whose columns are all columns of the file."""
         folders = list(folders)
         # each expression with the columns it may read that are not in the file
         pairs = [(text, folders) for text in self._list_expressions]
@@ -817,14 +798,7 @@ class Log(Files):
     def _frame_events(
         self, rows: pl.DataFrame, uri: str, users: pa.Table | None, piece_index: int
     ) -> Iterator[Rows]:
-        """Yield converted rows of a frame, one per event.
-
-        Args:
-            rows: Rows of the file, with the columns in names of folders.
-            uri: File, for messages.
-            users: Rows of `read_users`, or None.
-            piece_index: Index of the piece in the log.
-        """
+        """Yield converted rows of a frame, one per event."""
         if self.sequence:
             lists = evaluate_list(rows, self.sequence, "sequence", uri)
             yield from self._list_events(rows, lists, self.item, 0, uri, users)
@@ -839,14 +813,7 @@ class Log(Files):
     def _convert_rows(
         self, piece: pl.DataFrame, uri: str, users: pa.Table | None, piece_index: int
     ) -> Rows:
-        """Convert raw rows to columns of events.
-
-        Args:
-            piece: Raw rows, one per event.
-            uri: File, for messages.
-            users: Rows of `read_users`, or None.
-            piece_index: Index of the piece in the log.
-        """
+        """Convert raw rows to columns of events."""
         rows = Rows(piece, self._expressions, uri)
         rows.parse_ids("user_id")
         if self.explode:
@@ -877,14 +844,6 @@ class Log(Files):
 
     def _add_lists(self, rows: pl.DataFrame, uri: str) -> pl.DataFrame:
         """Add the lists to explode, the positions of their elements, and request ids.
-
-        The request id is a hash of the row's values by column name, without its row
-        number, so equal rows of two files are one request. Empty lists and lists of
-        unequal length become null; the column UNEQUAL marks the rows of the latter.
-
-        Args:
-            rows: Rows of the file, with the column ROW.
-            uri: File, for messages.
         """
         if not self.explode:
             return rows
@@ -912,16 +871,7 @@ class Log(Files):
     def _history_events(
         self, rows: pl.DataFrame, uri: str, users: pa.Table | None
     ) -> Iterator[Rows]:
-        """Yield the earlier behaviours in the rows, one row each.
-
-        Repeated lists of a user are used once. Rows without a user or a time are
-        skipped, because `_frame_events` rejects them.
-
-        Args:
-            rows: Rows of the file.
-            uri: File, for messages.
-            users: Rows of `read_users`, or None.
-        """
+        """Yield the earlier behaviours in the rows, one row each."""
         history, time = self.history, self.event_time
         if history is None or not len(rows):
             return
@@ -961,16 +911,7 @@ class Log(Files):
         uri: str,
         users: pa.Table | None,
     ) -> Iterator[Rows]:
-        """Yield the rows of events from lists of items, one row per item.
-
-        Args:
-            rows: Rows of the file.
-            lists: List of items of each row.
-            last: Expression of an item after the end of the list, or None.
-            begin: Time of the first item; item k has the time `begin` + k.
-            uri: File, for messages.
-            users: Rows of `read_users`, or None.
-        """
+        """Yield the rows of events from lists of items, one row per item."""
         items = lists.cast(pl.List(pl.String)).fill_null([])
         if last:
             evaluated, _ = evaluate(rows, {"last": last}, uri)
@@ -1007,10 +948,7 @@ def _parse_folders(file: str) -> dict[str, str]:
 
 
 def _parse_folder_value(value: str) -> pl.Expr:
-    """Return the literal of a column's value in the name of a folder.
-
-    Hive percent-encodes values and has a special name for null.
-    """
+    """Return the literal of a column's value in the name of a folder."""
     is_null = value == "__HIVE_DEFAULT_PARTITION__"
     return pl.lit(None if is_null else unquote(value), pl.String)
 
@@ -1048,14 +986,7 @@ def check_names(names: Iterable[Any], key: str) -> None:
 def _check_section(
     name: str, section: Section | None, id_key: str, optional_keys: tuple[str, ...]
 ) -> None:
-    """Raise a ValueError for a section without ids, or with unsupported keys.
-
-    Args:
-        name: Name of the section in messages, such as "items".
-        section: The section, or None.
-        id_key: Required key of the ids: "item" or "user".
-        optional_keys: Other supported keys, besides the keys of `Files`.
-    """
+    """Raise a ValueError for a section without ids, or with unsupported keys."""
     if section is None:
         return
     if not getattr(section, id_key):
@@ -1077,11 +1008,7 @@ def _check_section(
 
 
 def _changed_fields(value: Any) -> Any:
-    """Convert a dataclass to a dict of the fields that differ from their defaults.
-
-    Dataclasses inside fields and dicts are converted, too. Other values are returned
-    unchanged.
-    """
+    """Convert a dataclass to a dict of the fields that differ from their defaults."""
     if isinstance(value, dict):
         return {key: _changed_fields(inner) for key, inner in value.items()}
     if not is_dataclass(value):
@@ -1096,11 +1023,7 @@ def _changed_fields(value: Any) -> Any:
 
 
 def _expand_short_forms(content: dict[str, Any]) -> dict[str, Any]:
-    """Expand the short forms of a mapping and of its sections.
-
-    A list of columns becomes a mapping from name to column. A label that is a string
-    becomes the `column` of a label.
-    """
+    """Expand the short forms of a mapping and of its sections."""
     expanded = dict(content)
     for key, value in content.items():
         if key in COLUMN_LISTS and isinstance(value, list):

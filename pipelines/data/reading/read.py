@@ -340,10 +340,7 @@ def read_frames(
 
 
 def _encoding_error(uri: str, encoding: str) -> UserError:
-    """Return the error for a file in another encoding.
-
-    The message names the line, if it is in the first block of the file.
-    """
+    """Return the error for a file in another encoding."""
     with _open(uri) as stream:
         head = stream.read(BLOCK_BYTES)
     location = ""
@@ -405,13 +402,6 @@ def _read_blocks(
     uri: str, files: Files, digest: Any, piece: FilePart | None, size: int | None = None
 ) -> Generator[bytes, None, None]:
     """Yield the text as UTF-8 in blocks of about `size` bytes, which may split lines.
-
-    Args:
-        uri: File.
-        files: Format of the file.
-        digest: Hash that is updated with the raw bytes, or None.
-        piece: Part of the file; None for the whole file.
-        size: Bytes per block; by default BLOCK_BYTES.
     """
     size = size or BLOCK_BYTES
     decoder = None
@@ -440,11 +430,7 @@ def _read_blocks(
 
 
 def _read_head(uri: str, files: Files) -> bytes:
-    """Return the first block of the text that is not blank.
-
-    Raises:
-        UserError: If the file is empty.
-    """
+    """Return the first block of the text that is not blank."""
     with closing(_read_blocks(uri, files, None, None, 1 << 18)) as blocks:
         head = next((block for block in blocks if block.strip()), b"")
     if not head:
@@ -459,17 +445,7 @@ def _empty_file_error(uri: str) -> UserError:
 
 
 def _find_row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
-    """Return the first position from `byte` on at which a row begins.
-
-    A line within quotes may look like a row of CSV. So in a CSV file with quotes, a row
-    begins at the first line from which 20 rows have as many columns as the header.
-
-    Args:
-        stream: Stream of the file's bytes.
-        uri: URI of the file.
-        files: Format of the file.
-        byte: Position in the file.
-    """
+    """Return the first position from `byte` on at which a row begins."""
     if byte == 0:
         return 0
     stream.seek(byte - 1)
@@ -532,16 +508,7 @@ def _mark_escapes(text: bytes, files: Files) -> bytes:
 def _unescape(
     rows: pl.DataFrame, files: Files, mark: str, delimiter: str
 ) -> pl.DataFrame:
-    r"""Restore delimiters, quotes and escaped characters in values.
-
-    With the escape character `\`, `\\` becomes `\` and `\N` null, as in MySQL.
-
-    Args:
-        rows: Parsed rows.
-        files: Format of the file.
-        mark: Character that replaces the delimiter.
-        delimiter: Delimiter in the file.
-    """
+    r"""Restore delimiters, quotes and escaped characters in values."""
     value = pl.col(pl.String)
     if mark != delimiter:
         rows = rows.with_columns(value.str.replace_all(mark, delimiter, literal=True))
@@ -560,11 +527,7 @@ def _unescape(
 def _read_csv(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """Yield the rows of a CSV file; arguments as in `read_frames`.
-
-    The parsers need a delimiter of one byte. A longer delimiter is replaced by a mark,
-    and restored in values and broken lines.
-    """
+    """Yield the rows of a CSV file; arguments as in `read_frames`."""
     delimiter = files.detect_delimiter(uri).encode()
     mark = delimiter if len(delimiter) == 1 else DELIMITER_MARK
     names, header_lines = _read_header(uri, files, delimiter, mark)
@@ -610,11 +573,7 @@ def _read_csv(
 
 
 def _skip_lines(text: bytes, count: int) -> tuple[bytes, int]:
-    """Remove up to `count` complete lines from the start of a text.
-
-    Returns:
-        The rest of the text, and the number of lines still to remove.
-    """
+    """Remove up to `count` complete lines from the start of a text."""
     while count and (line_end := text.find(b"\n") + 1):
         text = text[line_end:]
         count -= 1
@@ -624,21 +583,7 @@ def _skip_lines(text: bytes, count: int) -> tuple[bytes, int]:
 def _read_header(
     uri: str, files: Files, delimiter: bytes, mark: bytes
 ) -> tuple[list[str], int]:
-    """Read the header of a CSV file.
-
-    Args:
-        uri: File.
-        files: Format of the file.
-        delimiter: Delimiter in the file.
-        mark: Single character that replaces the delimiter.
-
-    Returns:
-        Names of all columns, and the number of header lines. Repeated names get a
-        numeric suffix, as in pandas.
-
-    Raises:
-        UserError: If the file is empty, in another encoding, or its header is invalid.
-    """
+    """Read the header of a CSV file."""
     head = _read_head(uri, files)
     if head[:400].count(0) * 4 > len(head[:400]):
         raise _encoding_error(uri, files.encoding)
@@ -674,14 +619,7 @@ def _read_header(
 
 
 def _check_delimiter(uri: str, header: str, delimiter: str, missing: str) -> None:
-    """Raise a UserError if another delimiter would split a header of one column.
-
-    Args:
-        uri: File, for the message.
-        header: Single column of the header.
-        delimiter: Delimiter in use.
-        missing: Name of a missing column, for the message.
-    """
+    """Raise a UserError if another delimiter would split a header of one column."""
     for other in ("\t", ";", "::", "|", ",", " "):
         if other in header:
             raise UserError(
@@ -713,19 +651,7 @@ def _parse_csv(
     columns: list[str],
     last: bool,
 ) -> ParsedText:
-    """Parse a text that begins with a row.
-
-    Arrow parses the text if all quotes enclose whole values of one line. Otherwise
-    Python's strict reader parses it line by line.
-
-    Args:
-        text: Text, with marked delimiters.
-        files: Format of the file.
-        delimiter: Single character that separates columns.
-        names: Names of all columns.
-        columns: Columns to return.
-        last: Whether the text ends with the file.
-    """
+    """Parse a text that begins with a row."""
     text = _mark_escapes(text, files)
     end = len(text) if last else text.rfind(b"\n") + 1
     if _is_regular(text[:end], files, delimiter):
@@ -764,11 +690,7 @@ def _is_regular(text: bytes, files: Files, delimiter: str) -> bool:
 def _parse_with_arrow(
     text: bytes, files: Files, delimiter: str, names: list[str], columns: list[str]
 ) -> tuple[pa.Table | None, np.ndarray, Broken]:
-    """Parse rows of one line each with Arrow; arguments as in `_parse_csv`.
-
-    Returns:
-        Table of the rows (None without rows), their indices (rows,), and broken lines.
-    """
+    """Parse rows of one line each with Arrow; arguments as in `_parse_csv`."""
     if not text.strip(b"\r\n"):
         return None, np.zeros(0, np.int64), []
     broken: Broken = []
@@ -817,12 +739,7 @@ def _restore_quotes(line: str, files: Files) -> str:
 
 
 def _row_numbers(num_rows: int, broken: Broken) -> np.ndarray:
-    """Return the (rows,) indices of valid rows among all rows of a text.
-
-    Args:
-        num_rows: Number of valid rows.
-        broken: Broken lines with their indices.
-    """
+    """Return the (rows,) indices of valid rows among all rows of a text."""
     is_row = np.ones(num_rows + len(broken), bool)
     is_row[[number for number, *_ in broken]] = False
     return np.flatnonzero(is_row)
@@ -839,14 +756,7 @@ class _RecordReader:
     def __init__(
         self, lines: list[str], files: Files, delimiter: str, width: int
     ) -> None:
-        """Begin with the first line.
-
-        Args:
-            lines: Lines with their line ends.
-            files: Format of the file.
-            delimiter: Single character that separates columns.
-            width: Number of columns.
-        """
+        """Begin with the first line."""
         self.lines, self.files = lines, files
         self.delimiter, self.width = delimiter, width
         self.position = 0
@@ -858,14 +768,7 @@ class _RecordReader:
         """Last line of the latest value that spanned lines which look like rows."""
 
     def read(self) -> tuple[list[str], str]:
-        """Read the record that begins at `position`, and advance `position`.
-
-        Returns:
-            The cells, and the reason why the record is broken, "" for a valid one.
-
-        Raises:
-            csv.Error: If a value is not closed. `position` is unchanged then.
-        """
+        """Read the record that begins at `position`, and advance `position`."""
         if self.reader is None:
             self.reader_start = self.position
             remaining = range(self.position, len(self.lines))
@@ -953,11 +856,7 @@ def _hint_at_quotes(record: str, reason: str, files: Files) -> str:
 
 
 def _look_like_rows(lines: list[str], delimiter: str, width: int) -> bool:
-    """Return whether all lines of a value look like rows.
-
-    A line looks like a row if it has `width` columns, and numbers in the same columns
-    as the first line.
-    """
+    """Return whether all lines of a value look like rows."""
 
     def are_numbers(line: str) -> list[bool]:
         return [
@@ -1014,17 +913,7 @@ def _read_lines(
 def _parse_text_lines(
     text: bytes, uri: str, expressions: list[str], row: int
 ) -> tuple[ParsedRows, int]:
-    """Parse lines of text; blank lines are skipped.
-
-    Args:
-        text: Whole lines.
-        uri: File, for messages.
-        expressions: Columns or SQL expressions.
-        row: Index of the first row in the piece.
-
-    Returns:
-        The rows, and the number of rows.
-    """
+    """Parse lines of text; blank lines are skipped."""
     all_lines = text.decode().replace("\r\n", "\n").split("\n")
     lines = [line for line in all_lines if line.strip()]
     rows = pl.DataFrame(
@@ -1038,20 +927,7 @@ def _parse_text_lines(
 def _parse_json_lines(
     text: bytes, uri: str, expressions: list[str], row: int
 ) -> tuple[ParsedRows, int]:
-    """Parse whole JSON lines; a column of mixed types becomes text.
-
-    Args:
-        text: Whole lines.
-        uri: File, for messages.
-        expressions: Columns or SQL expressions.
-        row: Index of the first row in the piece.
-
-    Returns:
-        The rows, and the number of valid and broken lines.
-
-    Raises:
-        UserError: If the first lines of a piece have no valid JSON object.
-    """
+    """Parse whole JSON lines; a column of mixed types becomes text."""
     broken: Broken = []
     if b"\\ud" in text or b"\\uD" in text:
         text = LONE_SURROGATE.sub(rb"\1\\ufffd", text)
@@ -1112,18 +988,7 @@ def _json_kind(value: Any) -> str:
 def _parse_objects(
     lines: list[bytes], expressions: list[str]
 ) -> tuple[list[str], Broken]:
-    """Parse JSON lines one by one.
-
-    Lines are broken if they are not JSON objects, or if the value of a column has
-    another kind than in most lines.
-
-    Args:
-        lines: Lines that are not blank.
-        expressions: Columns or SQL expressions.
-
-    Returns:
-        JSON of the columns of each valid line, and the broken lines.
-    """
+    """Parse JSON lines one by one."""
     objects: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str] = {}
     for line_index, line in enumerate(lines):
@@ -1156,15 +1021,7 @@ def _parse_objects(
 
 
 def _find_rare_kinds(objects: dict[int, dict[str, Any]], name: str) -> dict[int, str]:
-    """Find rows whose value of a column has another kind than most values.
-
-    Args:
-        objects: Rows by line.
-        name: Name of the column.
-
-    Returns:
-        Reasons for rejection by line.
-    """
+    """Find rows whose value of a column has another kind than most values."""
     # null and an empty list fit every kind, also a list of objects
     kinds = {
         line_index: _json_kind(row[name])
@@ -1184,10 +1041,7 @@ def _find_rare_kinds(objects: dict[int, dict[str, Any]], name: str) -> dict[int,
 def _read_json_value(
     uri: str, files: Files, expressions: list[str], digest: Any, piece: FilePart | None
 ) -> Iterator[ParsedRows]:
-    """Yield the rows of a file with one JSON value; arguments as in `read_frames`.
-
-    The value is an array of objects, or an object whose keys are ids.
-    """
+    """Yield the rows of a file with one JSON value; arguments as in `read_frames`."""
 
     def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         built = dict(pairs)
@@ -1266,12 +1120,7 @@ def _read_parquet(
 
 
 def _rows_per_frame(group: Any, columns: list[str]) -> int:
-    """Return the number of rows that take about BLOCK_BYTES in memory.
-
-    Args:
-        group: Metadata of the row group.
-        columns: Columns to read.
-    """
+    """Return the number of rows that take about BLOCK_BYTES in memory."""
     size = 0
     for i in range(group.num_columns):
         column = group.column(i)
@@ -1282,10 +1131,7 @@ def _rows_per_frame(group: Any, columns: list[str]) -> int:
 
 
 def _to_text(column: pa.Array) -> Any:
-    """Convert a column for polars: bytes and 256-bit decimals become text.
-
-    Bytes that are not UTF-8 become null.
-    """
+    """Convert a column for polars: bytes and 256-bit decimals become text."""
     kind = column.type
     is_bytes = (
         pa.types.is_binary(kind)

@@ -456,14 +456,7 @@ class Rows:
     def _row_rejects(
         self, is_rejected: pl.Series, reason: pl.Series, file: str, start: int
     ) -> pa.Table:
-        """Return the rejected rows in the schema `REJECTS`.
-
-        Args:
-            is_rejected: Mask of the rejected rows.
-            reason: Reason of each row.
-            file: Name of the file, relative to the input folder.
-            start: Start of the piece of the file.
-        """
+        """Return the rejected rows in the schema `REJECTS`."""
         names = [name for name in self.raw.columns if not name.startswith("__")]
         source = pl.struct(names).struct.json_encode().str.slice(0, MAX_QUOTED_CHARS)
         rejects = self.raw.filter(is_rejected).select(
@@ -651,21 +644,7 @@ def evaluate(rows: pl.DataFrame, expressions: dict[str, str], uri: str) -> Evalu
 def _evaluate_readable(
     rows: pl.DataFrame, name: str, text: str, uri: str, error: Exception
 ) -> Evaluated:
-    """Evaluate an expression that polars cannot evaluate on all rows.
-
-    The distinct values that the expression cannot read are located by bisection.
-
-    Args:
-        rows: Rows of the file.
-        name: Name of the result.
-        text: Column or SQL expression.
-        uri: File, for messages.
-        error: Error of polars for all rows.
-
-    Raises:
-        UserError: If the expression does not fit the types of the columns, or there are
-            too many unreadable values.
-    """
+    """Evaluate an expression that polars cannot evaluate on all rows."""
     expression = _to_expression(text, rows.columns).alias(VALUE)
     roots = dict.fromkeys(root_columns(text, rows.columns))
     names = [root for root in roots if root in rows.columns]
@@ -702,11 +681,7 @@ def _evaluate_readable(
 
 
 def _locate_unreadable(rows: pl.DataFrame, expression: pl.Expr) -> list[int] | None:
-    """Locate by bisection the rows that an expression cannot evaluate.
-
-    Returns:
-        Indices of the rows, or None if MAX_EVALUATIONS do not suffice.
-    """
+    """Locate by bisection the rows that an expression cannot evaluate."""
     ranges = [(0, len(rows))]
     unreadable: list[int] = []
     evaluations = 0

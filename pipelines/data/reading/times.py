@@ -166,14 +166,7 @@ def _parse_typed(values: pl.Series, time: Time) -> pl.Series:
 def _reject_times(
     values: pl.Series, parsed: pl.Series, time: Time, what: str
 ) -> pl.Series:
-    """Return (n,) reasons why times are rejected, null for valid times.
-
-    Args:
-        values: (n,) values of the log.
-        parsed: (n,) epoch ms, null for invalid values.
-        time: Notation of the values.
-        what: Name of the column, for messages.
-    """
+    """Return (n,) reasons why times are rejected, null for valid times."""
     if time.format:
         expected, key = f"a time as {time.format}", "time.format"
     else:
@@ -304,11 +297,7 @@ def _parse_by_python(text: str, time: Time) -> int | None:
 
 
 def _parse_numbers(number: pl.Series, time: Time) -> pl.Series:
-    """Convert numbers of a unit to epoch ms, null for invalid numbers.
-
-    Decimals are truncated to the millisecond. Floats are first rounded to the
-    microsecond, which removes their rounding errors.
-    """
+    """Convert numbers of a unit to epoch ms, null for invalid numbers."""
     factor, divisor = UNITS.get(time.unit, (1, 1))
     if number.dtype.is_integer():
         number = number.cast(pl.Int64, strict=False)
@@ -352,16 +341,7 @@ def _parse_by_polars(text: pl.Series, time: Time) -> pl.Series:
 
 
 def _convert_format(column: pl.Expr, time_format: str) -> tuple[pl.Expr, list[str]]:
-    """Convert a format of `strptime` to one of polars.
-
-    Args:
-        column: Expression of the texts.
-        time_format: Format of the texts for `strptime`.
-
-    Returns:
-        The texts with a decimal point, and a list with the format, empty if polars may
-        parse it differently from Python.
-    """
+    """Convert a format of `strptime` to one of polars."""
     if time_format.count(",") == 1 and ",%f" in time_format:  # a decimal comma
         time_format = time_format.replace(",%f", "%.f")
         column = column.str.replace(r",(\d+)", ".$1")
@@ -373,14 +353,7 @@ def _convert_format(column: pl.Expr, time_format: str) -> tuple[pl.Expr, list[st
 def _parse_format(
     column: pl.Expr, polars_format: str, zone: str | None, is_date: bool
 ) -> pl.Expr:
-    """Parse texts of one format to epoch ms, null for other texts.
-
-    Args:
-        column: Expression of the texts.
-        polars_format: Format of the texts for polars.
-        zone: Time zone of texts without one; None for UTC.
-        is_date: Whether the texts are dates without a time of day.
-    """
+    """Parse texts of one format to epoch ms, null for other texts."""
     has_zone = "%z" in polars_format
     if is_date:
         dates = column.str.to_date(polars_format, strict=False)
@@ -401,10 +374,7 @@ def _parse_format(
 
 
 def _parse_iso(text: str) -> datetime:
-    """Parse an ISO 8601 time, or a variant that PostgreSQL and other systems write.
-
-    Variants have the offset `+00`, a blank before the offset, or UTC or GMT in letters.
-    """
+    """Parse an ISO 8601 time, or a variant that PostgreSQL and other systems write."""
     text = re.sub(r"\s*(UTC|GMT|[Zz])$", "+00:00", text)
     return datetime.fromisoformat(re.sub(r"\s+(?=[+-]\d\d(:?\d\d)?$)", "", text))
 

@@ -162,16 +162,7 @@ class RetrievalStep(SequencesStep):
         }
 
     def _check(self, count: Counter[str], usable: dict[str, int]) -> None:
-        """Check that the table is of use.
-
-        Args:
-            count: Counts of all parts.
-            usable: Requests with a history, by split.
-
-        Raises:
-            UserError: If no request can be trained on or, with the catalogue of other
-                tables, there is no user.
-        """
+        """Check that the table is of use."""
         config = self.run.config
         if config.catalogue is None:
             require_training(

@@ -48,18 +48,7 @@ SHARES = (0.6, 0.3, 0.1)
 def _draw_items(
     world: World, lengths: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw the items of all users' events.
-
-    One pass draws the n-th event of all users that have one.
-
-    Args:
-        world: Clusters of items, and tastes of users.
-        lengths: Number of events (U,) of each user, descending.
-        rng: Random generator.
-
-    Returns:
-        The items (E,), grouped by user and in the order of their events.
-    """
+    """Draw the items of all users' events."""
     first = lengths_to_starts(lengths)
     items = np.empty(int(lengths.sum()), dtype=np.int32)
     num_items = len(world.cluster)

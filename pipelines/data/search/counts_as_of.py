@@ -175,11 +175,6 @@ def _write_buckets(
     run: Run, events: Manifest, counter: SearchCounter
 ) -> tuple[list[Part], Counter[str]]:
     """Count the events of all buckets of keys, and write a part of `counts` for each.
-
-    The caller writes the manifest.
-
-    Returns:
-        The parts in the order of the buckets, and the number of keys by kind.
     """
     queries = run.tables.read_vocabulary("queries", "query")
     vocabularies = run.tables.read_catalogue(), queries
@@ -207,16 +202,7 @@ def _write_bucket(
     bucket: int,
     rows: pa.Table,
 ) -> WrittenBucket:
-    """Count the events of one bucket, and write a row per key.
-
-    Args:
-        uri: Folder of the table `counts`.
-        counter: Counts the events before the snapshot time.
-        catalogue: Ids of items.
-        queries: Texts of queries.
-        bucket: Index of the bucket.
-        rows: Events of the bucket, in the columns that `counter.read_keys` returns.
-    """
+    """Count the events of one bucket, and write a row per key."""
     tables: list[pa.Table] = []
     num_keys: Counter[str] = Counter()
     vocabularies = {"item": catalogue, "query": queries}

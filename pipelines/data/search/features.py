@@ -147,17 +147,7 @@ class SearchCounter(KeyCounter):
     def _count(
         self, kind: str, key: np.ndarray, rows: Columns
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Count the labels of one kind of key.
-
-        Args:
-            kind: Kind of key: `item`, `query` or `pair`.
-            key: Integers (E,) that identify the keys.
-            rows: Times and labels of the events.
-
-        Returns:
-            The counts (E, W, M) as of the time `as_of`, and the gap (E,) in ms to the
-            key's previous event.
-        """
+        """Count the labels of one kind of key."""
         windows, delay = self.config.windows_ms, self.config.delay_ms
         labels, as_of = COUNTED[kind], rows["as_of"]
         flags = _stack_labels(rows, labels)

@@ -206,13 +206,7 @@ class SearchBuilder(SequenceBuilder):
 def _count_spread(
     searches: EventRequests, time: np.ndarray, count: Counter[str]
 ) -> None:
-    """Count requests whose results have different times, and find the longest one.
-
-    Args:
-        searches: Request of each event.
-        time: Times (E,) of the events in ms.
-        count: Counter that the kind's statistics are added to, in place.
-    """
+    """Count requests whose results have different times, and find the longest one."""
     spread = searches.spread(time)
     count["requests_spread"] = len(sorted_unique(searches.first[spread > 0]))
     count["max_spread_ms"] = int(spread.max())
@@ -221,13 +215,7 @@ def _count_spread(
 def _count_candidates(
     draft: PartDraft, is_clicked: np.ndarray, count: Counter[str]
 ) -> None:
-    """Count candidates, and requests with all or no clicks, for each split.
-
-    Args:
-        draft: Requests and features of the part.
-        is_clicked: Clicks (E,) bool of the events.
-        count: Counter that the kind's statistics are added to, in place.
-    """
+    """Count candidates, and requests with all or no clicks, for each split."""
     requests = draft.requests
     num_candidates = requests.lengths  # (R,)
     clicks = is_clicked[requests.candidate].astype(np.int64)  # (C,)
@@ -354,11 +342,7 @@ class SearchStep(SequencesStep):
         return info
 
     def _check_positions(self, count: Counter[str]) -> None:
-        """Check that positions count from 0, as pages and models expect.
-
-        Raises:
-            UserError: If a result has position 1 and none has position 0.
-        """
+        """Check that positions count from 0, as pages and models expect."""
         column = self.run.source.position
         if column and count["at_position_1"] and not count["at_position_0"]:
             raise UserError(

@@ -187,19 +187,7 @@ class Searches:
 def _draw_intents(
     world: World, lengths: np.ndarray, query_driven: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the intent and the query of each search.
-
-    One pass draws the n-th search of all users that have one.
-
-    Args:
-        world: Clusters of items, and tastes of users.
-        lengths: Number of searches (U,) of each user, descending.
-        query_driven: Share of searches whose query names the intent.
-        rng: Random generator.
-
-    Returns:
-        The clusters of the intents (S,) and of the queries (S,), grouped by user.
-    """
+    """Draw the intent and the query of each search."""
     first = lengths_to_starts(lengths)
     intent = np.empty(int(lengths.sum()), dtype=np.int32)
     query_cluster = np.empty_like(intent)
@@ -228,15 +216,7 @@ def _draw_intents(
 def _draw_results(
     world: World, intent: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw the distinct items (S, P) that searches show, in random order.
-
-    The results from one cluster are neighbours in popularity.
-
-    Args:
-        world: Clusters of items.
-        intent: Cluster (S,) of each search's intent.
-        rng: Random generator.
-    """
+    """Draw the distinct items (S, P) that searches show, in random order."""
     num_searches, num_clusters = len(intent), len(world.following_cluster)
     # consecutive offsets from 1 give distinct clusters other than the intent
     offset = rng.integers(0, num_clusters - 1, num_searches)
@@ -421,8 +401,6 @@ def _query_texts(
     world: World, query_cluster: np.ndarray, rng: np.random.Generator
 ) -> pa.Array:
     """Return the texts (S,) of queries, from the words of the cluster that they name.
-
-    `simulation.item_texts` takes noun and style of a cluster by the same rule.
     """
     cluster = np.arange(len(world.following_cluster))
     noun = pl.Series(NOUNS).gather(cluster % len(NOUNS))

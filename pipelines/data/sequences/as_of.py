@@ -48,16 +48,7 @@ def make_as_of_tables(run: Run) -> dict[str, Manifest]:
 
 
 def _make_table(run: Run, name: str, section: Section) -> Manifest:
-    """Make the table of one section, unless it is up to date.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        name: Name of the section.
-        section: Files and columns of the section.
-
-    Raises:
-        UserError: If the files have no valid row, or too many invalid rows.
-    """
+    """Make the table of one section, unless it is up to date."""
     table = f"{PREFIX}{name}"
     files = section.list_files(run.input, "feature")
     settings = {"as_of": run.source.config["as_of"][name]}
@@ -108,14 +99,7 @@ class WrittenTable:
 def _write_table(
     section: Section, input_uri: str, files: list[str], uri: str
 ) -> WrittenTable:
-    """Read the files of a section, and write their rows sorted by id and time.
-
-    Args:
-        section: Columns of the section.
-        input_uri: Folder of the log.
-        files: Files below it.
-        uri: Folder of the table.
-    """
+    """Read the files of a section, and write their rows sorted by id and time."""
     rejected = RejectCounts()
     hashes: dict[str, str] = {}
     missing = []

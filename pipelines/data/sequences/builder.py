@@ -539,10 +539,7 @@ class SequenceBuilder(ABC):
 def _drop_users_without_request(
     part: EventsPart, row: np.ndarray, requests: Requests
 ) -> np.ndarray:
-    """Return the behaviours (N,) of users with a request.
-
-    A truncated user has none if all requests are older than the remaining behaviours.
-    """
+    """Return the behaviours (N,) of users with a request."""
     has_row = np.zeros(part.num_users, dtype=bool)
     has_row[part.user[requests.row]] = True
     return row if has_row.all() else row[has_row[part.user[row]]]
@@ -746,15 +743,7 @@ def _build_and_write(
     uri: str,
     pieces: list[Columns] | None = None,
 ) -> BuiltPart:
-    """Build and write the sequences of an events part, and return their statistics.
-
-    Args:
-        sequences_uri: The `sequences` table.
-        builder: Builds the rows.
-        lookups: Lookups, or references to them.
-        uri: File of the events part.
-        pieces: Counts of the events; None if nothing is counted.
-    """
+    """Build and write the sequences of an events part, and return their statistics."""
     events = read_part(uri, builder.columns, builder.ids)
     built = builder.build(events, lookups.fetch(), pieces)
     assert built.table is not None

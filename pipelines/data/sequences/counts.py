@@ -301,15 +301,7 @@ def _address(
     rows: np.ndarray,
     columns: Columns,
 ) -> pa.Table:
-    """Convert columns of a part's rows to a table to exchange.
-
-    Args:
-        partition: Partition (n,) that each row is sent to.
-        part: Index of the part.
-        kind_index: Index of the kind of key.
-        rows: Row numbers (n,) in the part.
-        columns: Columns (n, ...) of the rows.
-    """
+    """Convert columns of a part's rows to a table to exchange."""
     address: Columns = {
         KEY: partition.astype(np.int32),
         "part": np.full(len(rows), part, np.int32),

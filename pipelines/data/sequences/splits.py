@@ -100,11 +100,7 @@ class SplitConfig:
             raise ValueError("split has both val_start and val_days; give one of them")
 
     def _parse_starts(self) -> None:
-        """Convert `val_start` and `test_start` to epoch ms.
-
-        Raises:
-            ValueError: If one is not a time, or they are not in order.
-        """
+        """Convert `val_start` and `test_start` to epoch ms."""
         val_start = epoch_ms(self.val_start, "split.val_start")
         test_start = epoch_ms(self.test_start, "split.test_start")
         if not val_start < test_start:
@@ -225,19 +221,7 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
 def _cut_folds(
     stats: EventStats, starts: list[int], num_folds: int
 ) -> list[dict[str, int]]:
-    """Compute the windows of each fold, oldest first.
-
-    The last fold has the windows of the split. Each fold before it has windows of the
-    same lengths, which are earlier by the length of the test window.
-
-    Args:
-        stats: Statistics of all events.
-        starts: Starts of the validation and the test window of the split.
-        num_folds: Number of folds.
-
-    Raises:
-        UserError: If the first fold has nothing to train on.
-    """
+    """Compute the windows of each fold, oldest first."""
     val_start, test_start = starts
     test_end = stats.last_ms + 1
     length = test_end - test_start
@@ -308,17 +292,7 @@ def nth_times(stats: EventStats, ranks: list[int], engine: Engine) -> list[int]:
 def _times_in_hours(
     behaviour: str | None, hours: list[int], uri: str
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Count the behaviours of a part at each time within some hours.
-
-    Args:
-        behaviour: Label that makes an event a behaviour; None if all events are.
-        hours: Starts of the hours in ms.
-        uri: File of the events part.
-
-    Returns:
-        For each hour the distinct times (n,) in ms, and the number (n,) of behaviours
-        at each.
-    """
+    """Count the behaviours of a part at each time within some hours."""
     table = read_part(uri, ["timestamp_ms", *label_columns(behaviour)], ())
     time = table["timestamp_ms"].to_numpy()
     if behaviour:
@@ -434,20 +408,7 @@ def format_moment(time_ms: int) -> str:
 def _draw_last_two(
     time: np.ndarray, begin: np.ndarray, end: np.ndarray, ids: tuple[pa.Array, pa.Array]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the last two requests of users, with a hash as the tie-breaker.
-
-    The hash is of user, time and item. If item ids were the tie-breaker, the largest id
-    of a basket would always be the target.
-
-    Args:
-        time: Times (R,) of all requests.
-        begin: Index (u,) of each user's first request.
-        end: Index (u,) after each user's last request.
-        ids: User ids (R,) and item ids (R,) of the requests.
-
-    Returns:
-        The last requests (u,) and the second-last requests (u,).
-    """
+    """Find the last two requests of users, with a hash as the tie-breaker."""
     # the requests of each user that may be among the last two
     tails = []
     for first, stop in zip(begin, end, strict=True):

@@ -171,20 +171,7 @@ def _encode_new(
     say: Say,
     start_ray: Callable[[], None],
 ) -> np.ndarray | None:
-    """Encode the texts of the new items; TF-IDF also encodes those of old items.
-
-    Args:
-        texts: Texts of all items.
-        num_old: Number of old items, which come first.
-        num_fit: Number of items that TF-IDF is fitted on.
-        source: Encoder and its options.
-        say: Prints progress.
-        start_ray: Called before texts are encoded in Ray actors.
-
-    Returns:
-        Embeddings (N, E) of all items by TF-IDF, (N - num_old, E) of the new items by
-        another encoder, or None if there are no new items.
-    """
+    """Encode the texts of the new items; TF-IDF also encodes those of old items."""
     if source.encoder != "tfidf":
         start_ray()
     if len(texts) == num_old:
@@ -202,19 +189,7 @@ def _select_new(
     item_ids: list[str],
     say: Say,
 ) -> np.ndarray:
-    """Project embeddings like the old ones, and return the new items' embeddings.
-
-    Args:
-        encoded: Embeddings (items, E) of all items if they are precomputed or by
-            TF-IDF, otherwise of the new items.
-        old: Embeddings of the old items.
-        source: Origin of the embeddings.
-        item_ids: Ids of all items.
-        say: Prints a message.
-
-    Raises:
-        UserError: If embeddings of old items are recomputed and have changed.
-    """
+    """Project embeddings like the old ones, and return the new items' embeddings."""
     has_old_width = encoded.shape[1] == old.encoder_width
     vectors = encoded
     if old.projection and has_old_width:
@@ -234,22 +209,7 @@ def _check_unchanged(
     precomputed: PrecomputedEmbeddings | None,
     say: Say,
 ) -> None:
-    """Check that the embeddings of the old items have not changed.
-
-    An item without a row in an earlier file of precomputed embeddings may have one now:
-    its codes stay, and `say` reports the number of these items.
-
-    Args:
-        old: Embeddings from which the codes were made.
-        recomputed: Embeddings (num_old, width) of the same items now, or None if their
-            width has changed.
-        item_ids: Ids of the items.
-        precomputed: The user's embeddings, or None for TF-IDF.
-        say: Prints a message.
-
-    Raises:
-        UserError: If an embedding differs by more than rounding.
-    """
+    """Check that the embeddings of the old items have not changed."""
     example = ""
     if recomputed is not None:
         root_mean_square = np.sqrt(np.square(old.vectors, dtype=np.float64).mean())
@@ -413,19 +373,7 @@ def _check_extensible(
     items_uri: str,
     config: TokenizerConfig,
 ) -> None:
-    """Check that existing SIDs can be extended with these items and this tokenizer.
-
-    Args:
-        old: Manifest of the existing SIDs.
-        old_output: Folder of the existing SIDs, for messages.
-        items: Manifest of the `items` table.
-        items_uri: Folder of the `items` table, for messages.
-        config: Options of the tokenizer.
-
-    Raises:
-        UserError: If the SIDs are published, the tokenizer has other options, or the
-            items do not extend the items of the SIDs.
-    """
+    """Check that existing SIDs can be extended with these items and this tokenizer."""
     if config.tokenizer == "published":
         raise UserError(
             "--extend needs trained codebooks; give a --published file that also has "
@@ -488,19 +436,7 @@ def _extend_codes(
     old_info: dict[str, Any],
     config: TokenizerConfig,
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Assign codes to the new items, which follow the old items.
-
-    Args:
-        embeddings: Embeddings (N, width) of all items.
-        old_codes: Codes (M, C + conflict levels) of the old items.
-        arrays: The quantizer: `codebooks` (C, K, D), and the weights of the RQ-VAE's
-            encoder, if there is one.
-        old_info: Information in the manifest of the old codes.
-        config: Tokenizer and its options.
-
-    Returns:
-        Codes (N, C + conflict levels) of all items, and measures for the manifest.
-    """
+    """Assign codes to the new items, which follow the old items."""
     codebooks = arrays["codebooks"]
     sizes = old_info["codebook_sizes"]
     num_levels = len(codebooks)

@@ -122,11 +122,7 @@ def _parse_lines(uri: str, content: bytes) -> list[object]:
 
 
 def _index_ids(uri: str, ids: list[object]) -> dict[str, int]:
-    """Return the row of each item id.
-
-    Raises:
-        UserError: If a row has no id, or an id occurs twice.
-    """
+    """Return the row of each item id."""
     row_of_id: dict[str, int] = {}
     for row, raw_id in enumerate(ids):
         item_id = clean_id(str(raw_id))

@@ -175,10 +175,7 @@ def _vector_columns(joint: bool) -> tuple[str, ...]:
 
 
 def _pair_keys(items: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """Pack pairs into int64 keys (pairs,) that sort by item, then query.
-
-    The upper 32 bits are item_index, the lower query_index + 1, as -1 means no query.
-    """
+    """Pack pairs into int64 keys (pairs,) that sort by item, then query."""
     return items.astype(np.int64) << 32 | queries.astype(np.int64) + 1
 
 
@@ -273,14 +270,7 @@ class _LogEncoder:
     def write_texts(
         self, texts: dict[str, list[str]], tfidf: TfidfEncoder | None
     ) -> dict[str, Manifest]:
-        """Write the tables of single texts that are not up to date.
-
-        One pass encodes the texts of all tables.
-
-        Args:
-            texts: Texts of each table.
-            tfidf: Fitted TF-IDF encoder, or None to encode in Ray actors.
-        """
+        """Write the tables of single texts that are not up to date."""
         started = time.monotonic()
         manifests: dict[str, Manifest] = {}
         for name in texts:
@@ -309,14 +299,7 @@ class _LogEncoder:
     def commit_embeddings(
         self, name: str, texts: list[str], vectors: np.ndarray, started: float
     ) -> Manifest:
-        """Write a table of embeddings with one row per text.
-
-        Args:
-            name: `items` or `queries`.
-            texts: Texts, ordered by item_index or query_index.
-            vectors: Their embeddings (texts, width).
-            started: `time.monotonic()` at the start of the encoding.
-        """
+        """Write a table of embeddings with one row per text."""
         uri = join(self.output, name)
         key = "item_index" if name == "items" else "query_index"
         parts = write_vectors(uri, vectors, key)
@@ -351,13 +334,7 @@ class _LogEncoder:
     def extended_versions(
         self, name: str, settings: dict[str, Any], inputs: dict[str, str]
     ) -> list[str]:
-        """Return the hashes of earlier versions whose texts keep their embeddings.
-
-        Args:
-            name: `items` or `queries`.
-            settings: Settings of the new version.
-            inputs: Hashes of its inputs, by name.
-        """
+        """Return the hashes of earlier versions whose texts keep their embeddings."""
         uri = join(self.output, name)
         if self.encoder == "tfidf" or not has_manifest(uri):
             return []
@@ -412,11 +389,6 @@ class _LogEncoder:
         self, items: list[str], queries: list[str], tfidf: TfidfEncoder | None
     ) -> Manifest:
         """Write the table of pairs, sorted by item, then query; -1 is the empty query.
-
-        Args:
-            items: Texts of the items.
-            queries: Texts of the queries.
-            tfidf: Fitted TF-IDF encoder, or None to use `self.encoder`.
         """
         finished = self.find_finished("pairs")
         if finished:

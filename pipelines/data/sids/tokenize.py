@@ -143,22 +143,7 @@ def _train_task(
     fit_items: np.ndarray | None,
     num_threads: int,
 ) -> Iterator[Progress | TrainedCodes]:
-    """Train codebooks and assign codes to all items.
-
-    If a worker is lost, Ray runs the task again and skips the elements that it has
-    received, so every run must yield the same elements. Threads and precision are set
-    explicitly, because sums in another order would give other codes, and the worker
-    process may have run another task before.
-
-    Args:
-        embeddings: Embeddings (N, width) of all items.
-        config: Tokenizer and its options.
-        fit_items: Indices of the items to fit codebooks on, or None for all.
-        num_threads: Number of PyTorch threads.
-
-    Yields:
-        Progress, and at the end the codes.
-    """
+    """Train codebooks and assign codes to all items."""
     with _num_threads(num_threads), matmul_precision("highest"):
         vectors = torch.tensor(
             embeddings, device="cuda" if torch.cuda.is_available() else "cpu"
@@ -294,15 +279,7 @@ def _make_unique(
     measures: dict[str, Any],
     say: Say,
 ) -> _Codes:
-    """Measure codes, and append conflict levels if needed.
-
-    Args:
-        codes: Codes (N, C) of the items.
-        sizes: Number of codes per level.
-        conflict: Whether to append conflict levels.
-        measures: Further measures to record.
-        say: Prints a note if a second conflict level is needed.
-    """
+    """Measure codes, and append conflict levels if needed."""
     measures = {
         **measures,
         **measure_collisions(codes),
@@ -325,17 +302,7 @@ def _make_unique(
 def _published_codes(
     items: pa.Table, sids: dict[str, list[int]], uri: str, say: Say
 ) -> _Codes:
-    """Look up the published SIDs of the items.
-
-    Args:
-        items: The `items` table.
-        sids: Published SID of each item id.
-        uri: File of the SIDs, for messages.
-        say: Prints a note if a second conflict level is needed.
-
-    Raises:
-        UserError: If an item has no published SID.
-    """
+    """Look up the published SIDs of the items."""
     codes = catalogue_codes(sids, items["item_id"].to_pylist(), uri)
     # over all of the file's SIDs, so that sizes do not depend on the k-core
     sizes = (np.array(list(sids.values())).max(0) + 1).tolist()
@@ -462,14 +429,7 @@ def _write_embeddings(
     say: Say,
     start_ray: Callable[[], None],
 ) -> str:
-    """Write the embeddings unless they are up to date, and return their hash.
-
-    `overwrite` does not rewrite shared embeddings that are up to date: another
-    tokenizer may use them.
-
-    Raises:
-        UserError: If the output has SIDs, but not the embeddings they were made from.
-    """
+    """Write the embeddings unless they are up to date, and return their hash."""
     uri = paths.embeddings
     if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
         raise UserError(
@@ -533,15 +493,7 @@ def _write_codes(
     inputs: dict[str, str],
     started: float,
 ) -> None:
-    """Write the `sids` table, and the `quantizer` table of trained codes.
-
-    Args:
-        paths: Folders.
-        codes: Codes and their measures.
-        config: Tokenizer and its options.
-        inputs: Hashes of the inputs, by name.
-        started: `time.monotonic()` at the start of the job.
-    """
+    """Write the `sids` table, and the `quantizer` table of trained codes."""
     settings = config.relevant_settings()
     if codes.arrays:
         write_quantizer(paths.quantizer, codes.arrays, config=settings, inputs=inputs)

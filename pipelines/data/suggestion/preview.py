@@ -117,22 +117,7 @@ def _read_first_rows(
     read: ReadFile,
     origins: dict[str, str],
 ) -> Preview:
-    """Read the first rows of the first, the last and the middle file.
-
-    A file is read until there are rows, and no column is missing in all of them.
-
-    Args:
-        input_uri: Input folder, for messages.
-        clock: Whether times are clock times.
-        kind: "events", "items", "users" or "as_of.NAME".
-        files: Files of the kind.
-        read: Yields the blocks of a file.
-        origins: Column or SQL expression in the raw file, by column.
-
-    Raises:
-        UserError: If all files are read to their ends, and have no rows or lack a
-            column.
-    """
+    """Read the first rows of the first, the last and the middle file."""
     blocks: list[Block] = []
     rejected = RejectCounts()
     read_files = list(dict.fromkeys([files[0], files[-1], files[len(files) // 2]]))

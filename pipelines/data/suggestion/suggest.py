@@ -276,11 +276,7 @@ def _first_rows(uri: str, files: Files, names: list[str]) -> pl.DataFrame:
 
 
 def _detect_encoding(uri: str) -> tuple[str, pl.DataFrame]:
-    """Detect the encoding of a text file.
-
-    Returns:
-        UTF-8, UTF-16 or else cp1252, and a frame with the first lines.
-    """
+    """Detect the encoding of a text file."""
     for encoding in ("utf-8", "utf-16"):
         files = Files(format="lines", encoding=encoding)
         with suppress(UserError, StopIteration):
@@ -359,16 +355,7 @@ def detect_csv_format(
 
 
 def _find_delimiter(text: str, kind: str | None, default: str) -> str:
-    """Return the delimiter whose count in the first row occurs in most rows.
-
-    Args:
-        text: First lines of the file.
-        kind: Format of the suffix of the file, or None.
-        default: Default delimiter of the suffix.
-
-    Raises:
-        UserError: If the suffix is unknown and no delimiter fits.
-    """
+    """Return the delimiter whose count in the first row occurs in most rows."""
     quoted = r'(?<![^\t;,|:\n])"(?:[^"\\]|\\.|"")*"(?![^\t;,|:\n\r])'
     rows = re.sub(quoted, "q", text).split("\n")[:200]
     matching_rows = {}
@@ -389,11 +376,7 @@ def _find_delimiter(text: str, kind: str | None, default: str) -> str:
 
 
 def _lacks_header(rows: list[list[str]]) -> bool:
-    """Return whether a cell of the first line has a number like most later lines.
-
-    Numbers within cells are compared as if they were equal, so 2024-01-31 is like
-    2023-12-01.
-    """
+    """Return whether a cell of the first line has a number like most later lines."""
     width = len(rows[0])
     masked = [
         [re.sub(r"\d+", "0", cell) for cell in row] for row in rows if len(row) == width
