@@ -22,9 +22,15 @@ def test_every_folder_is_within_its_budget() -> None:
     sizes = dict.fromkeys(budgets, 0)
     for top in {folder.split("/")[0] for folder in budgets}:
         for file in (ROOT / top).rglob("*.py"):
-            names = [str(parent.relative_to(ROOT)) for parent in file.parents[:-1] if parent.is_relative_to(ROOT)]
+            names = [
+                str(parent.relative_to(ROOT))
+                for parent in file.parents[:-1]
+                if parent.is_relative_to(ROOT)
+            ]
             sizes[next(name for name in names if name in budgets)] += count_tokens(file)
-    rows = [f"{size:>9,} of {budgets[name]:>9,}  {name}" for name, size in sizes.items()]
+    rows = [
+        f"{size:>9,} of {budgets[name]:>9,}  {name}" for name, size in sizes.items()
+    ]
     tests = sum(size for name, size in sizes.items() if name.startswith("tests"))
     print(*rows, f"source {sum(sizes.values()) - tests:,}, tests {tests:,}", sep="\n")
     assert {n: s for n, s in sizes.items() if s > budgets[n]} == {}
