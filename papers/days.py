@@ -361,7 +361,7 @@ class Days:
 
     @staticmethod
     def _fit(run: TrainingRun, options: FitConfig, folder: Path, label: str) -> int:
-        """Train, save the checkpoint of the best epoch, and return the number of steps."""
+        """Train, save the checkpoint of the best epoch, and return its steps."""
         last_step = 0
         for event in fit(
             run.model,

@@ -242,7 +242,7 @@ class ActionsDataset(RequestDataset):
     def _sample_batch(
         self, rows: NDArray[np.int64], seed: list[int]
     ) -> NDArray[np.int64]:
-        """Draw where the sequences of a batch are cut, for the unit `split_sequence`."""
+        """Draw the cuts of a batch's sequences, for the unit `split_sequence`."""
         if self.unit != "split_sequence":
             return rows
         rng = np.random.default_rng(seed)

@@ -87,7 +87,7 @@ class FastSearch:
         self.value_output = value_output.to(dtype)  # (D, H * D)
 
     def _split_heads(self, decoder: SidMlpDecoder, embedding: Tensor) -> None:
-        """Split the first layers of the heads into parts for z and for earlier codes."""
+        """Split the first layers of the heads into parts for z and earlier codes."""
         tokens, dim = self.tokens, embedding.shape[1]
         heads = [cast(nn.Sequential, head) for head in decoder.heads]
         norms = [cast(nn.LayerNorm, head[1]) for head in heads]

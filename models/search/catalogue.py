@@ -361,7 +361,7 @@ def pair_key(item: Any, query: Any, num_queries: int) -> Any:
 def _distinct_rows(
     values: NDArray, is_used: NDArray[np.bool_]
 ) -> tuple[NDArray, NDArray[np.int64]]:
-    """Return the distinct used values, ascending, and the index of each value in them."""
+    """Return the distinct used values, ascending, and each value's index in them."""
     index = np.full(len(values), -1)
     distinct, index[is_used] = np.unique(values[is_used], return_inverse=True)
     return distinct, index

@@ -130,7 +130,7 @@ class RequestText:
         return keys, vectors
 
     def _encode(self, texts: list[tuple[int, str]]) -> Floats:
-        """Return the vectors of texts that are not in the catalogue, encoded or cached."""
+        """Return the vectors of texts not in the catalogue, encoded or cached."""
 
         def encode(missing: list[tuple[int, str]]) -> Floats:
             assert self.encoder is not None, "texts are encoded only with an encoder"

@@ -173,7 +173,7 @@ class _LockObject:
         return bytes(result.bytes()).decode(errors="replace"), version
 
     def write(self, version: Any) -> bool:
-        """Overwrite a version of the object, and return whether this process holds it."""
+        """Overwrite a version of the object, and return if this process holds it."""
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         prefix = f"{self.holder}; {self.id}."

@@ -379,7 +379,7 @@ class _Pass:
         pair_of_draft: Tensor,
         noise: Noise,
     ) -> Tensor:
-        """Return the pairs (R, W) of the next beams by the rule of the relaxed search."""
+        """Return the pairs (R, W) of the next beams by the relaxed search's rule."""
         select_pairs = select_exact
         if self.options.rule == "published":
             select_pairs = select_published

@@ -278,7 +278,7 @@ class ActionsConfig:
         return ActionsConfig(tasks, inputs, replace(counts, counted_labels=labels))
 
     def _resolve_tasks(self, info: dict[str, Any]) -> dict[str, Task]:
-        """Return the tasks, and one for each bool label that is not a task's `label`."""
+        """Return the tasks, and one for each bool label other than a task's `label`."""
         tasks = dict(self.tasks)
         for name, task in tasks.items():
             task.check(name, info["labels"])

@@ -212,7 +212,7 @@ def _select_shown_items(
 
 
 def _make_items(kind: np.ndarray, rng: np.random.Generator) -> pa.Table:
-    """Return the `items` file: titles, descriptions and authors of items of kinds (I,)."""
+    """Return the `items` file: titles, descriptions, authors of items of kinds (I,)."""
     num_items = len(kind)
     num_authors = max(1, num_items // ITEMS_PER_AUTHOR // len(ITEM_KINDS))  # per kind
     author = kind * num_authors + rng.integers(0, num_authors, num_items)

@@ -76,7 +76,7 @@ def check_events(tables: Tables, rules: dict[str, Rule]) -> None:
 
 
 def _check_duplicates(events: pl.DataFrame, info: dict[str, Any], rule: Rule) -> None:
-    """Check that events are distinct or, if duplicates are kept, their recorded number."""
+    """Check that events are distinct or, if kept, their recorded number."""
     rule.rows = events.height
     num_duplicates = events.height - events.n_unique()
     recorded = info.get("duplicates_kept")
@@ -167,7 +167,7 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
 
 
 def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
-    """Return the events that count for the k-core: all events, or the training events."""
+    """Return the events that count for the k-core: all or the training events."""
     split = tables.info["split"]
     core_window = tables.manifests["items"].info["core_window"]
     if core_window != "train" or split.get("val_start_ms") is None:
@@ -179,7 +179,7 @@ def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _check_item_order(tables: Tables, rule: Rule) -> None:
-    """Check that `item_index` is dense, and that items are distinct and sorted by id."""
+    """Check that `item_index` is dense, and items distinct and sorted by id."""
     manifest = tables.manifests["items"]
     row = pl.int_range(pl.len(), dtype=pl.Int32)
     previous = pl.col("item_id").shift(1)

@@ -379,7 +379,7 @@ class Log(Files):
         check_sql([*self._expressions.values(), *self._list_expressions])
 
     def _check_sections(self) -> None:
-        """Build the times of labels, and check the names of columns and the sections."""
+        """Build the times of labels, and check the names of columns and sections."""
         for name, label in self.labels.items():
             self.labels[name] = self._build_label_time(name, label)
         for kind in ("labels", "numbers", "categories", "explode", "as_of"):
@@ -842,7 +842,7 @@ class Log(Files):
         return rows
 
     def _add_lists(self, rows: pl.DataFrame, uri: str) -> pl.DataFrame:
-        """Add the lists to explode, the positions of their elements, and request ids."""
+        """Add the lists to explode, their elements' positions, and request ids."""
         if not self.explode:
             return rows
         lists = {

@@ -401,7 +401,7 @@ def hint_at_column(column: str, present: Collection[str]) -> str:
 def _read_blocks(
     uri: str, files: Files, digest: Any, piece: FilePart | None, size: int | None = None
 ) -> Generator[bytes, None, None]:
-    """Yield the text as UTF-8 in blocks of about `size` bytes, which may split lines."""
+    """Yield UTF-8 text in blocks of about `size` bytes, which can split lines."""
     size = size or BLOCK_BYTES
     decoder = None
     if files.needs_decoding:

@@ -174,7 +174,7 @@ class WrittenBucket:
 def _write_buckets(
     run: Run, events: Manifest, counter: SearchCounter
 ) -> tuple[list[Part], Counter[str]]:
-    """Count the events of all buckets of keys, and write a part of `counts` for each."""
+    """Count the events of all buckets of keys, and write each's part of `counts`."""
     queries = run.tables.read_vocabulary("queries", "query")
     vocabularies = run.tables.read_catalogue(), queries
     results = export_counts(

@@ -400,7 +400,7 @@ def taste_from_clicks(
 def _query_texts(
     world: World, query_cluster: np.ndarray, rng: np.random.Generator
 ) -> pa.Array:
-    """Return the texts (S,) of queries, from the words of the cluster that they name."""
+    """Return the texts (S,) of queries, from the words of the cluster they name."""
     cluster = np.arange(len(world.following_cluster))
     noun = pl.Series(NOUNS).gather(cluster % len(NOUNS))
     style = pl.Series(STYLES).gather((cluster // len(NOUNS) + cluster) % len(STYLES))

@@ -388,7 +388,7 @@ class _LogEncoder:
     def write_pairs(
         self, items: list[str], queries: list[str], tfidf: TfidfEncoder | None
     ) -> Manifest:
-        """Write the table of pairs, sorted by item, then query; -1 is the empty query."""
+        """Write the pairs, sorted by item, then query; -1 is the empty query."""
         finished = self.find_finished("pairs")
         if finished:
             return finished
