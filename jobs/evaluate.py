@@ -8,8 +8,7 @@ and to MLflow, as a child run of the training whose params are the options.
 
 Instead of the metrics, --batch_inference FOLDER writes a table: the top K items of all
 users, or of all requests of --split, or the scores of all candidates of the split.
---allowed FILE limits the ranked items. --export FILE.pt2 writes a student as a program
-of torch.export.
+--allowed FILE limits the ranked items.
 """
 
 from __future__ import annotations
@@ -66,16 +65,13 @@ class Config(TigerOptions, SidMlpOptions, AtSpeedOptions):
     allowed: str | None = None
     """File with the ids of the items that --batch_inference may recommend: text with an
     id per line, or CSV or Parquet with a column item_id."""
-    export: str | None = None
-    """Write a SID-MLP or SID-MLP++ to this file as a program of torch.export, and check
-    that it ranks as the model does."""
     nearest: str | None = None
     """Write the K nearest items of each item to this Parquet file: by cosine similarity
     of SASRec's item embeddings or of the embeddings of TIGER's codes, or the neighbours
     of item_knn."""
     k: int = 20
-    """Number of items: per item with --nearest, per user or request with --export and,
-    for a model that ranks the catalogue, with --batch_inference."""
+    """Number of items: per item with --nearest, and with --batch_inference of a model
+    that ranks the catalogue per user or request."""
     batch_size: int = 256
     """Requests per batch."""
     user_stride: int = 1
@@ -98,26 +94,20 @@ class Config(TigerOptions, SidMlpOptions, AtSpeedOptions):
                 "--allowed is given without --batch_inference; metrics rank the whole "
                 "catalogue, remove --allowed"
             )
-        if self.nearest and (self.batch_inference or self.export):
+        if self.nearest and self.batch_inference:
             raise ValueError(
-                "--nearest is given with --batch_inference or --export; run "
-                "jobs.evaluate once for each"
+                "--nearest is given with --batch_inference; run jobs.evaluate once for "
+                "each"
             )
         if self.batch_inference == "":
             raise ValueError("--batch_inference is empty; give a folder for the table")
-        others = list(self.recommend_options())
-        ignored = [*others, "split"] if self.split else others
+        ignored = list(self.recommend_options())
+        if self.split:
+            ignored.append("split")
         if self.nearest and ignored:
             raise ValueError(
                 f"--{ignored[0]} is given with --nearest, which ranks no requests; "
                 f"remove --{ignored[0]}"
-            )
-        if self.batch_inference:
-            others.append("batch_inference")
-        if self.export and others:
-            raise ValueError(
-                f"--{others[0]} is given with --export, which uses the options of the "
-                f"checkpoint; remove --{others[0]}"
             )
 
     def recommend_options(self) -> dict[str, Any]:
@@ -127,7 +117,7 @@ class Config(TigerOptions, SidMlpOptions, AtSpeedOptions):
 
 
 def run(config: Config) -> Result | None:
-    """Measure a checkpoint, or write its rankings, nearest items or exported program.
+    """Measure a checkpoint, or write its rankings or nearest items.
 
     Returns:
         The metrics, or None if a file or table is written instead.
@@ -147,13 +137,9 @@ def run(config: Config) -> Result | None:
     if config.tracking_uri:
         tracking.check_store(config.tracking_uri)
     checked = check_evaluation(config.checkpoint, inputs, config.recommend_options())
-    cli.preflight(
-        **folders, batch_inference=config.batch_inference, export=config.export
-    )
+    cli.preflight(**folders, batch_inference=config.batch_inference)
     if config.nearest:
         write_nearest_items(config, inputs, config.nearest)
-    elif config.export:
-        write_program(config, inputs, config.export)
     elif config.batch_inference:
         write_inference(config, inputs, config.batch_inference)
     else:
@@ -172,32 +158,6 @@ def write_nearest_items(config: Config, inputs: Inputs, file: str) -> None:
     )
     if num_empty:
         print(f"note: the lists of {pluralize(num_empty, 'item')} are empty")
-
-
-def write_program(config: Config, inputs: Inputs, file: str) -> None:
-    """Export a student as a program of torch.export, and print how to use it."""
-    from pipelines.serving.export import export
-
-    num_requests = export(
-        config.checkpoint,
-        inputs,
-        file,
-        k=config.k,
-        batch_size=config.batch_size,
-        device=config.device,
-    )
-    print(
-        f"Exported to {file}: (history, history_length, user) -> (items, scores), top "
-        f"{config.k}."
-    )
-    print(
-        f"  checked     the same items in the same order as the model for "
-        f"{pluralize(num_requests, 'request')}"
-    )
-    print(
-        "  use it      models.retrieval.search.export.load_exported, or "
-        "torch.export.load(FILE).module()"
-    )
 
 
 def write_inference(config: Config, inputs: Inputs, folder: str) -> None:

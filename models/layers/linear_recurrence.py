@@ -1,7 +1,6 @@
 """The linear recurrence h_t = decay * h_{t-1} + x_t with one decay per channel.
 
-    h = linear_recurrence(x, decay)         # (B, L, D), all positions at once
-    h = key_value_recurrence(k, v, decay)   # with x = k * v, fused on GPUs
+    h = linear_recurrence(x, decay)  # (B, L, D), all positions at once
 
 The parallel form splits the positions into about sqrt(L) chunks. All chunks run their
 recurrence side by side, the last states are passed from chunk to chunk, and each
@@ -14,10 +13,7 @@ Shapes: `B` rows, `L` positions, `D` channels, `N` chunks of `K` positions.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-from functools import cache
 from typing import Any
 
 import torch
@@ -37,35 +33,6 @@ def linear_recurrence(x: Tensor, decay: Tensor) -> Tensor:
         (B, L, D) in the dtype of `x`.
     """
     return Recurrence.apply(x, decay.float())
-
-
-def key_value_recurrence(k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-    """Return the `linear_recurrence` of k * v (Eq. 7 and 8 of QGS).
-
-    A GPU with Triton computes it in one pass over memory, unless TRIELINE_KERNELS=0.
-
-    Args:
-        k: (B, L, D) keys.
-        v: (B, L, D) values.
-        decay: (D,) decays in (0, 1).
-
-    Returns:
-        (B, L, D) in the dtype of `k`.
-    """
-    if k.is_cuda and fused_available():
-        from models.layers.linear_recurrence_triton import FusedRecurrence
-
-        return FusedRecurrence.apply(k, v, decay.float())
-    return linear_recurrence(k * v, decay)
-
-
-@cache
-def fused_available() -> bool:
-    """Return whether Triton is installed and TRIELINE_KERNELS is not 0."""
-    return (
-        os.environ.get("TRIELINE_KERNELS") != "0"
-        and importlib.util.find_spec("triton") is not None
-    )
 
 
 class Recurrence(torch.autograd.Function):

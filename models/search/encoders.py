@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.layers.hstu import HSTULayer
-from models.layers.linear_recurrence import Decay, key_value_recurrence
+from models.layers.linear_recurrence import Decay, linear_recurrence
 from models.storage.tables import UserError
 from models.text.text_encoder import load_encoder
 
@@ -44,7 +44,7 @@ class LinearHSTULayer(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """Return the states (B, T, D) of all positions of `h` (B, T, D)."""
         q, k, v, u = self.projections(h)
-        c = key_value_recurrence(k, v, self.decay())  # (B, T, D): Eq. 7 and 8
+        c = linear_recurrence(k * v, self.decay())  # (B, T, D): Eq. 7 and 8
         return h + functional.dropout(q * c * u, self.dropout, self.training)
 
 

@@ -1,1 +1,1 @@
-"""Serve checkpoints: as MLflow models, by Ray Serve, or as exported programs."""
+"""Serve checkpoints: as MLflow models, or by Ray Serve."""

@@ -23,27 +23,17 @@ Relaxed search: the target's beams are sampled. Let p be the softmax over all pa
 (beam, next code) of the target's summed log-probabilities, and q the softmax of the
 draft's log-probabilities over the same pairs. Drafts are sampled from q without
 replacement (the highest log q + Gumbel noise, in descending order) instead of by beam
-search, because the test min(1, p/q) is meant for samples of q. There are two rules:
+search, because the test min(1, p/q) is meant for samples of q. By the rule of the
+AtSpeed paper, each draft is accepted with probability min(1, p/q), independently. If
+more than `beam` are accepted, a random subset is used; if fewer, the other beams are
+sampled from max(p - q, 0) over the pairs that were not accepted (or from p if no mass
+is left). With one draft for one beam, this is speculative sampling and follows p
+exactly. With more drafts, accepted pairs are biased to min(p, q), as drafts are
+accepted independently. (In the tests, with 4 drafts for 2 beams, the total variation
+distance to the target's distribution is 0.21.) Scores of results are always the
+target's.
 
-- "published", the rule of the AtSpeed paper: each draft is accepted with probability
-  min(1, p/q), independently. If more than `beam` are accepted, a random subset is used;
-  if fewer, the other beams are sampled from max(p - q, 0) over the pairs that were not
-  accepted (or from p if no mass is left). With one draft for one beam, this is
-  speculative sampling and follows p exactly. With more drafts, accepted pairs are
-  biased to min(p, q), as drafts are accepted independently. (In the tests, with 4
-  drafts for 2 beams, the total variation distance to the target's distribution is 0.21,
-  and 0.01 by the exact rule, which is sampling noise.) Scores of results are always the
-  target's.
-- "exact": beams are filled one by one, each by recursive rejection over the remaining
-  drafts. With p the target's distribution for this beam (without the chosen pairs) and
-  q the draft's for the next draft (without the examined ones), a draft is accepted with
-  probability min(1, p/q). Otherwise p becomes max(p - q, 0) / sum and the next draft is
-  examined; after the last one, the beam is sampled from p. The beams of a step are
-  therefore exactly `beam` samples without replacement from the target's p. Only drafts
-  that extend a chosen beam count, and later steps are drafted again.
-
-The last code is sampled from p under both rules; then items are ranked by the target's
-score.
+The last code is sampled from p; then items are ranked by the target's score.
 
 Shapes: `B` requests, `R` of them that are at the same length, `W` beams, `N` drafted
 beams, `M` children of the widest node, `P = W * M` pairs of a beam and its next code,
@@ -54,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -65,8 +55,6 @@ from models.retrieval.parts import Scorer
 from models.retrieval.search.beam import score_pairs
 from models.retrieval.search.topk import select, top_k
 from models.retrieval.search.trie import Trie
-
-Rule = Literal["published", "exact"]
 
 Draft = Callable[[Tensor], Scorer]
 """Makes the draft's scorer for requests, given by their indices (R,)."""
@@ -117,8 +105,6 @@ class Speculation:
     children: bool = False
     """Whether to normalise log-probabilities over the valid children, as in
     `beam_search`."""
-    rule: Rule = "published"
-    """Rule of the relaxed search."""
     allowed: Tensor | None = None
     """(E,) mask of the edges that lead to allowed items, as in `beam_search`."""
 
@@ -307,9 +293,13 @@ class _Pass:
                 position = self._choose(level, pairs, noise)
             else:
                 beam_drafts = drafts[step].select(row, prefix)
-                draft_scores = self._score_drafts(level, beams, beam_drafts, pairs)
-                position = self._sample(
-                    level, pairs, draft_scores, pair_of_draft, noise
+                position = select_published(
+                    p=_softmax(pairs.scores),
+                    q=_softmax(self._score_drafts(level, beams, beam_drafts, pairs)),
+                    pair_of_draft=pair_of_draft,
+                    beam=self._width(level),
+                    noise=noise,
+                    edge=pairs.edge,
                 )
             beams = _extend(beams, pairs, position)
             prefix = _invert(pair_of_draft, pairs.scores.shape[1]).gather(1, position)
@@ -370,21 +360,6 @@ class _Pass:
         missing = pairs.scores.shape[1] - scores.shape[1]
         scores = functional.pad(scores, (0, missing))
         return scores.masked_fill(pairs.scores == -torch.inf, -torch.inf)
-
-    def _sample(
-        self,
-        level: int,
-        pairs: _Pairs,
-        draft_scores: Tensor,
-        pair_of_draft: Tensor,
-        noise: Noise,
-    ) -> Tensor:
-        """Return the pairs (R, W) of the next beams by the relaxed search's rule."""
-        select_pairs = select_exact
-        if self.options.rule == "published":
-            select_pairs = select_published
-        p, q = _softmax(pairs.scores), _softmax(draft_scores)
-        return select_pairs(p, q, pair_of_draft, self._width(level), noise, pairs.edge)
 
     def _locate_drafts(
         self,
@@ -539,59 +514,6 @@ def select_published(
     return select(keys, beam)
 
 
-def select_exact(
-    p: Tensor, q: Tensor, pair_of_draft: Tensor, beam: int, noise: Noise, edge: Tensor
-) -> Tensor:
-    """Select pairs by recursive rejection: `beam` samples of p without replacement.
-
-    Arguments and result are as in `select_published`.
-    """
-    rows, num_pairs = torch.arange(len(p), device=p.device), p.shape[1]
-    num_drafts = pair_of_draft.shape[1]
-    draft_index = torch.arange(num_drafts, device=p.device)
-    uniform = noise.uniform(draft_index.expand(pair_of_draft.shape), "accept")
-    # an extra column for drafts without a pair
-    p = functional.pad(p, (0, 1))
-    q = functional.pad(q, (0, 1))
-    target = p  # distribution of the beam that is being filled
-    is_taken = torch.zeros_like(p, dtype=torch.bool)
-    num_filled = torch.zeros_like(rows)
-    for draft in range(num_drafts):
-        pair = pair_of_draft[:, draft]
-        is_examined = (pair < num_pairs) & (num_filled < beam)
-        total = q.sum(1, keepdim=True)
-        proposal = torch.where(total > 0, q / total, 0.0)
-        threshold = uniform[:, draft] * proposal[rows, pair]
-        accept = is_examined & (threshold < target[rows, pair])
-        reject = (is_examined & ~accept).unsqueeze(1)
-        is_taken[rows, pair] |= accept
-        num_filled += accept
-        residual = (target - proposal).clamp(min=0)
-        target = torch.where(reject, _normalize(residual, target), target)
-        remaining = _normalize(p.masked_fill(is_taken, 0.0), target)
-        target = torch.where(accept.unsqueeze(1), remaining, target)
-        examined_pair = torch.where(is_examined, pair, num_pairs).unsqueeze(1)
-        q = q.scatter(1, examined_pair, 0.0)
-    # without the extra column
-    p = p[:, :-1]
-    target = target[:, :-1]
-    is_taken = is_taken[:, :-1]
-    # sample the beam that is being filled, then the others from p
-    log_target = target.masked_fill(is_taken, 0.0).log()
-    sampled = select(log_target + noise.gumbel(edge, "residual"), 1)
-    has_room = (num_filled < beam).unsqueeze(1)
-    is_sampled = torch.zeros_like(is_taken).scatter_(1, sampled, has_room)
-    gumbel = noise.gumbel(edge)
-    keys = torch.where(is_taken | is_sampled, torch.inf, p.log() + gumbel)
-    return select(keys, beam)
-
-
-def _normalize(weights: Tensor, default: Tensor) -> Tensor:
-    """Return `weights` (R, P) with row sums of 1; `default` replaces rows of zeros."""
-    total = weights.sum(1, keepdim=True)
-    return torch.where(total > 0, weights / total, default)
-
-
 class Noise:
     """Random numbers by hashing, equal in every batch and on every device.
 
@@ -599,8 +521,8 @@ class Noise:
     level, the use of the number, and an id.
     """
 
-    USES = ("drafts", "accept", "residual", "beams")
-    """Uses of numbers, which have independent numbers."""
+    SALTS: ClassVar = {"drafts": 1, "accept": 2, "beams": 4}
+    """Uses of numbers, which have independent numbers, and their salts up to 4."""
 
     def __init__(self, keys: Tensor, length: int, level: int = 0) -> None:
         """Start the numbers of a pass.
@@ -623,10 +545,9 @@ class Noise:
 
         Args:
             ids: (R, P) ids, such as edges; equal ids of a request have equal numbers.
-            use: One of `USES`.
+            use: A key of `SALTS`.
         """
-        stage = self.length * 64 + self.level
-        salt = stage * len(self.USES) + self.USES.index(use) + 1
+        salt = (self.length * 64 + self.level) * 4 + self.SALTS[use]
         request = mix_bits(mix_bits(self.keys) + salt).unsqueeze(1)
         bits = mix_bits(request + (ids + 1) * GOLDEN_RATIO)
         # the highest 53 bits, as a float64 has

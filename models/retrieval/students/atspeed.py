@@ -40,7 +40,6 @@ from models.retrieval.parts import History, Scorer, real_positions
 from models.retrieval.recommend import drop_history_items, recommender, truncate_history
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.speculative import (
-    Rule,
     Speculation,
     SpeculativeResult,
     mix_bits,
@@ -99,9 +98,6 @@ class AtSpeedSConfig(AtSpeedConfig):
 class AtSpeedRConfig(AtSpeedConfig):
     """Options of AtSpeed-R: relaxed verification, with sampled beams."""
 
-    rule: Rule = "published"
-    """Rule of acceptance: `published` tests each draft independently; `exact` makes
-    beams follow the teacher's distribution (`search/speculative.py`)."""
     seed: int = 0
     """Seed of the samples. A request's samples depend on the seed, its user and its
     history only."""
@@ -257,7 +253,6 @@ class AtSpeed(Student):
         )
         keys = None
         if isinstance(config, AtSpeedRConfig):
-            options = replace(options, rule=config.rule)
             keys = request_keys(batch, config.seed if seed is None else seed)
         elif seed is not None:
             raise ValueError(

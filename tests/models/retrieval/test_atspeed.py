@@ -195,9 +195,8 @@ def test_a_draft_with_the_teachers_weights_needs_one_pass() -> None:
     assert undrafted.passes.tolist() == [4] * 9
 
 
-@pytest.mark.parametrize("rule", ["published", "exact"])
-def test_relaxed_search_samples_items_and_gives_the_teachers_scores(rule: str) -> None:
-    model, batch = build_student("atspeed_r", rule=rule), make_requests(8)
+def test_relaxed_search_samples_items_and_gives_the_teachers_scores() -> None:
+    model, batch = build_student("atspeed_r"), make_requests(8)
     all_items, all_scores = build_teacher(1).recommend(batch, 30, beam=1000)
 
     items, scores = model.recommend(batch, 5)

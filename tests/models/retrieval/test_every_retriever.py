@@ -652,7 +652,6 @@ REJECTED: list[tuple[str, dict[str, Any], str]] = [
     ("atspeed_r", {"draft_beam": 0}, "draft_beam is 0, it must be at least 1"),
     ("atspeed_r", {"m": 1}, "m 1 is not 0"),
     ("atspeed_r", {"draft_steps": -1}, "draft_steps is -1, it must be at least 0"),
-    ("atspeed_r", {"rule": "strict"}, "rule is .*strict"),
     ("lc_rec", {"width": 30, "num_heads": 4}, "a multiple of 8"),
     ("lc_rec", {"dropout": 1.0}, "dropout 1.0 is not in"),
     ("lc_rec", {"tasks": ["item_to_title"]}, "give 'next'"),

@@ -1,4 +1,4 @@
-"""Test the evaluation of students: its options, export, and comparison with teachers."""
+"""Test the evaluation of students: its options and comparison with teachers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from jobs.evaluate import Config, run
 from jobs.options import parse
-from models.build import load_model
-from models.retrieval.data import Catalogue, RetrievalDataset
-from models.retrieval.search.export import load_exported
 from models.storage import checkpoint
 from models.storage.checkpoint import weights_hash
 from models.storage.inputs import Inputs
@@ -25,7 +20,6 @@ from pipelines import tracking
 from pipelines.comparison.load import compare
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables as build_tables
-from pipelines.serving.export import differs
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -142,40 +136,6 @@ def test_students_are_compared_with_each_evaluation_of_their_teacher(
         assert row[4] == f"{metrics['ndcg@10']:.4f}"
 
 
-@pytest.mark.long
-def test_an_exported_student_ranks_as_the_model_does(
-    students: Students, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    file = tmp_path / "new" / "student.pt2"
-    options = students.options("student-1", "--export", str(file), "--k", "7")
-
-    assert run(parse(Config, options)) is None
-
-    message = "same items in the same order as the model for 60 requests"
-    assert message in capsys.readouterr().out
-    catalogue = Catalogue.load(students.tables, students.sids)
-    model, _ = load_model(students.folder / "student-1", catalogue)
-    examples = RetrievalDataset.load(f"{students.tables}/sequences", "test")
-    batch = examples.collate(np.array([3, 17, 29]))
-    items, scores = load_exported(file)(batch.history, batch.history_length, batch.user)
-    expected_items, expected_scores = model.recommend(batch, 7)
-    assert items.tolist() == expected_items.tolist()
-    torch.testing.assert_close(scores, expected_scores)
-
-
-@pytest.mark.long
-def test_unusable_exports_are_refused(students: Students, tmp_path: Path) -> None:
-    options = students.options("student-1", "--export", str(tmp_path / "student.pt2"))
-    teacher_options = students.options("tiger", "--export", str(tmp_path / "tiger.pt2"))
-
-    with pytest.raises(UserError, match="a Tiger of this config cannot be exported"):
-        run(parse(Config, teacher_options))
-    with pytest.raises(UserError, match="cannot write /proc/student"):
-        run(parse(Config, [*options, "--export", "/proc/student.pt2"]))
-    with pytest.raises(UserError, match="beam is given with --export"):
-        parse(Config, [*options, "--beam", "3"])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -196,22 +156,3 @@ def test_options_without_effect_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         students.evaluate("student-1", *options)
-
-
-def test_rankings_may_differ_only_by_rounding() -> None:
-    scores = torch.tensor([[-1.0, -2.0, -2.000001, -4.0, -5.0]])
-    items = torch.tensor([[10, 11, 12, 13, 14]])
-
-    def ranking_differs(ranking: list[int], score_change: float = 0.0) -> bool:
-        changed = scores + score_change
-        return bool(differs(torch.tensor([ranking]), changed, items, scores))
-
-    assert not ranking_differs([10, 11, 12, 13, 14], score_change=1e-6)
-    assert not ranking_differs([10, 12, 11, 13, 14])  # a tie
-    # The last item may tie with the first one that was left out.
-    assert not ranking_differs([10, 11, 12, 13, 99])
-    assert ranking_differs([11, 10, 12, 13, 14])
-    assert ranking_differs([10, 11, 12, 99, 14])
-    assert ranking_differs([10, 11, 12, 13, 14], score_change=0.01)
-    no_results = torch.full_like(scores, -torch.inf)
-    assert not differs(items, no_results, items, no_results).any()

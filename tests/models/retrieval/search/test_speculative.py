@@ -219,52 +219,40 @@ def name_case(value: Any) -> str:
     """Return the id of a parameter: the options of a speculation, "" for a draft."""
     if isinstance(value, list):
         return ""
-    name = f"{value.rule}-{value.beam}-{value.draft_beam}-{value.steps}"
+    name = f"{value.beam}-{value.draft_beam}-{value.steps}"
     return name if value.allowed is None else f"{name}-some"
 
 
 @pytest.mark.parametrize(
     ("speculation", "draft"),
     [
-        (Speculation(2, 2, 4, rule="exact"), draw_tables(2)),
-        (Speculation(2, 4, 4, rule="exact"), draw_tables(2)),
-        (Speculation(2, 5, 1, rule="exact"), draw_tables(2, spread=3)),
-        (Speculation(3, 4, 4, rule="exact"), draw_tables(1)),
-        (Speculation(2, 9, 2, rule="exact"), draw_tables(3)),
-        (Speculation(1, 1, 4, rule="exact"), draw_tables(2)),
-        (Speculation(1, 1, 4, rule="published"), draw_tables(2)),
-        (Speculation(1, 1, 2, rule="published"), draw_tables(3, spread=3)),
-        (Speculation(2, 4, 0, rule="published"), draw_tables(2)),
-        (Speculation(2, 4, 4, rule="exact", allowed=ALLOWED), draw_tables(2)),
-        (Speculation(1, 1, 4, rule="published", allowed=ALLOWED), draw_tables(2)),
+        (Speculation(1, 1, 4), draw_tables(2)),
+        (Speculation(1, 1, 2), draw_tables(3, spread=3)),
+        (Speculation(2, 4, 0), draw_tables(2)),
+        (Speculation(2, 4, 0, allowed=ALLOWED), draw_tables(2)),
+        (Speculation(1, 1, 4, allowed=ALLOWED), draw_tables(2)),
     ],
     ids=name_case,
 )
 def test_relaxed_search_samples_the_distribution_of_the_target(
     speculation: Speculation, draft: list[Tensor]
 ) -> None:
-    """The exact rule does so for all drafts, the published rule for one beam."""
+    """The published rule does so for one beam, and without drafts for all."""
     assert abs(chi_square_excess(draw_tables(1), draft, speculation)) < 4
 
 
 def test_the_published_rule_does_not_sample_the_target_with_several_beams() -> None:
     """Two beams have four drafted beams."""
-    target, draft = draw_tables(1), draw_tables(2)
-    published = Speculation(2, 4, 4, rule="published")
-    exact = Speculation(2, 4, 4, rule="exact")
-    assert chi_square_excess(target, draft, published) > 20
-    assert chi_square_excess(target, draft, exact, seed=1) < 4
+    published = Speculation(2, 4, 4)
+    assert chi_square_excess(draw_tables(1), draw_tables(2), published) > 20
 
 
-@pytest.mark.parametrize("rule", ["published", "exact"])
-def test_a_draft_that_equals_the_target_is_accepted_more_often(rule: Any) -> None:
+def test_a_draft_that_equals_the_target_is_accepted_more_often() -> None:
     target = repeat_request(draw_tables(1), 500)
     acceptance = []
     for tables in (draw_tables(1), draw_tables(2, spread=3)):
         draft = repeat_request(tables, 500)
-        result, _ = search(
-            target, draft, TRIE, 2, Speculation(2, 4, rule=rule), torch.arange(500)
-        )
+        result, _ = search(target, draft, TRIE, 2, Speculation(2, 4), torch.arange(500))
         acceptance.append(float(result.accepted.sum() / result.drafted.sum()))
     assert acceptance[0] > max(0.6, acceptance[1] + 0.1), acceptance
 
@@ -272,18 +260,17 @@ def test_a_draft_that_equals_the_target_is_accepted_more_often(rule: Any) -> Non
 @given(
     problem=search_problems(),
     keyed=st.booleans(),
-    rule=st.sampled_from(["published", "exact"]),
     k=st.integers(1, 5),
 )
 @settings(max_examples=25)
 def test_a_request_gets_the_same_distinct_items_alone_and_in_a_batch(
-    problem: Any, keyed: bool, rule: Any, k: int
+    problem: Any, keyed: bool, k: int
 ) -> None:
     scorer, trie, codes = problem
     draft = add_noise(scorer, torch.Generator().manual_seed(1), 0.9)
     users = len(scorer.tables[0])
     keys = torch.arange(users) * 7 + 3 if keyed else None
-    speculation = Speculation(3, 4, rule=rule)
+    speculation = Speculation(3, 4)
 
     together, _ = search(scorer, draft, trie, k, speculation, keys)
 
