@@ -4,7 +4,7 @@
     python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
     python -m jobs.compare --run RUN --run OTHER_RUN
 
-Runs that differ only in their seed or fold are averaged into one row. --markdown FILE
+Runs that differ only in their seed are averaged into one row. --markdown FILE
 writes the tables as Markdown, --html FILE one self-contained page with plots: learning
 curves, accuracy against requests per second, the effect of a sweep's axes.
 """

@@ -14,7 +14,6 @@ import torch
 
 from models import registry
 from models.build import load_model
-from models.dataset.folds import count_folds, find_train_end, resolve_fold
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
@@ -60,11 +59,6 @@ class LoadedModel:
         model, _ = load_model(uri, trained)
         return cls(metadata, model.to(device), catalogue)
 
-    def fold(self, inputs: Inputs) -> int | None:
-        """Return the number of the fold on which the model is evaluated."""
-        info = read_manifest(inputs.sequences, "sequences").info
-        return evaluation_fold(self.checkpoint, info, inputs.sequences)
-
     def load_examples(
         self,
         inputs: Inputs,
@@ -90,57 +84,11 @@ class LoadedModel:
         return dataset_class.load(
             inputs.sequences,
             split,
-            fold=self.fold(inputs),
             unit=self.model.eval_unit,
             max_history=max_history,
             rank=rank,
             world=world,
             **dataset_class.dataset_options(config, self.catalogue),
-        )
-
-
-def evaluation_fold(
-    metadata: Checkpoint, info: Mapping[str, Any], uri: str
-) -> int | None:
-    """Return the number of the fold to evaluate a checkpoint on.
-
-    Args:
-        metadata: `config.json` of the checkpoint.
-        info: `info` of the manifest of sequences.
-        uri: Folder of the table, for messages.
-
-    Returns:
-        The number of the training's fold, or of the last fold if the training had none;
-        None for a table without folds.
-
-    Raises:
-        UserError: If the table does not have the fold, or the model was trained on
-            requests after the fold's training window.
-    """
-    if not count_folds(info):
-        return None
-    fold = resolve_fold(info, metadata.fit.get("fold"), uri)
-    check_trained_before(metadata, find_train_end(info, fold), "the model")
-    return fold
-
-
-def check_trained_before(metadata: Checkpoint, end: int | None, noun: str) -> None:
-    """Check that a checkpoint was not trained on requests after a time.
-
-    Args:
-        metadata: `config.json` of the checkpoint.
-        end: Time in ms, such as the end of a training window; None skips the check.
-        noun: Name of the checkpoint in the message, such as `the teacher`.
-
-    Raises:
-        UserError: If the training window of the checkpoint ends later.
-    """
-    until = metadata.learned.get("until")
-    if end is not None and until is not None and until > end:
-        raise UserError(
-            f"{noun} was trained on requests before {until} ms, but the training of "
-            f"this fold ends at {end} ms; give a checkpoint of the same fold or of an "
-            "earlier fold (fit.fold)"
         )
 
 

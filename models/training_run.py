@@ -25,7 +25,6 @@ from models.custom_features import adopt_scales
 from models.dataset.batch import Batch
 from models.dataset.columns import cache_folder
 from models.dataset.dataset import NewExamples, RequestDataset
-from models.dataset.folds import find_train_end
 from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue, select_inputs
 from models.model import Model
@@ -144,7 +143,7 @@ class TrainingRun:
         since = last.learned.get("since", 0) if last else trained_until(initial, fit)
         new = NewExamples(since, fit.replay_fraction, fit.seed)
         train, val = load_datasets(
-            model_class, config, catalogue, inputs, new, rank, world, fit.fold
+            model_class, config, catalogue, inputs, new, rank, world
         )
         if not len(train):
             raise UserError(explain_empty_training(since, init, inputs))
@@ -177,7 +176,7 @@ class TrainingRun:
             fit=fit,
             device=device,
             world=world,
-            until=find_train_end(info, train.fold),
+            until=info.get("split", {}).get("val_start_ms"),
             messages=messages,
             progress_unit=progress_unit,
         )
@@ -449,7 +448,6 @@ def load_datasets(
     new: NewExamples,
     rank: int,
     world: int,
-    fold: int | None = None,
 ) -> tuple[RequestDataset, RequestDataset]:
     """Load the training and the validation dataset of this worker.
 
@@ -461,12 +459,9 @@ def load_datasets(
         new: Selection of the training examples.
         rank: Rank of this worker.
         world: Number of workers.
-        fold: Number of the fold, from 1; None for the last fold, and for tables without
-            folds.
     """
     dataset_class = model_class.dataset_class
     common: dict[str, Any] = {
-        "fold": fold,
         "max_history": config.max_history,
         "rank": rank,
         "world": world,

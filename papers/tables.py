@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from papers.noninferiority import MARGIN, SIGNIFICANCE, non_inferiority
-from pipelines.comparison.rows import Comparison, Row, ratio, repeats_heading
+from pipelines.comparison.rows import Comparison, Row, ratio
 from pipelines.comparison.table import Table
 from pipelines.comparison.tables import task_entropies, task_name
 
@@ -77,7 +77,7 @@ def non_inferiority_tables(
     header = [
         "student",
         "teacher",
-        repeats_heading(rows),
+        "seeds",
         name,
         "teacher's",
         "difference",
@@ -142,7 +142,7 @@ def relative_tables(rows: Sequence[Row]) -> list[Table]:
     header = [
         "model",
         "run",
-        repeats_heading(rows),
+        "seeds",
         "eval loss",
         "mean NE",
         *(f"{task_name(name)} NE" for name in shown),
@@ -162,8 +162,8 @@ def format_change(row: Row, baseline: Row, name: str, repeats: Sequence[str]) ->
         row: Compared row.
         baseline: Row to compare with.
         name: Name of the metric.
-        repeats: Repeats to average over, which are pairs of seed and fold; with
-            several, the standard deviation is added.
+        repeats: Repeats to average over, which are seeds; with several, the
+            standard deviation is added.
     """
     values, base_values = row.by_repeat(name), baseline.by_repeat(name)
     changes = [

@@ -43,10 +43,7 @@ Point = dict[str, Any]
 
 SEED = "fit.seed"
 """Key of the seed, which every grid of trainings can have as an axis. Runs that differ
-only in seed and fold are one row of a comparison."""
-
-FOLD = "fit.fold"
-"""Key of the fold, an axis of every grid on tables with folds."""
+only in the seed are one row of a comparison."""
 
 INPUTS = ("sids", "text")
 """Input folders that a point can replace."""
@@ -170,12 +167,10 @@ class Grid:
 
         Args:
             smoke: Whether to apply the `smoke` section of the grid file.
-            axes: Values that the user gives, by key. Every grid accepts
-                `fit.seed` and `fit.fold`.
+            axes: Values that the user gives, by key. Every grid accepts `fit.seed`.
 
         Raises:
-            UserError: If the grid does not have one of the axes, or has folds and a
-                scheduler.
+            UserError: If the grid does not have one of the axes.
         """
         grid = self
         if smoke:
@@ -185,20 +180,13 @@ class Grid:
             }
             grid = replace(grid, scheduler=Scheduler(), **{**self.smoke, **nested})
         for key in axes or {}:
-            if key not in grid.axes and key not in (SEED, FOLD):
+            if key not in grid.axes and key != SEED:
                 suggestion = did_you_mean(key, grid.axes, "it has none")
                 raise UserError(
                     f"the grid {self.name} has no axis '{key}' to give values to; "
                     f"{suggestion}"
                 )
-        grid = replace(grid, axes={**grid.axes, **(axes or {})})
-        if FOLD in grid.axes and grid.scheduler.name != "none":
-            raise UserError(
-                f"the grid {self.name} has the axis {FOLD} and the scheduler "
-                f"{grid.scheduler.name}, which would stop the trials of harder folds; "
-                "leave one of them out"
-            )
-        return grid.expand_seeds()
+        return replace(grid, axes={**grid.axes, **(axes or {})}).expand_seeds()
 
     def expand_seeds(self) -> Grid:
         """Return the grid with `seeds` turned into a fixed setting and an axis."""

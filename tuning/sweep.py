@@ -709,35 +709,29 @@ def collect_result(
 
 
 def find_best(results: list[TrialResult]) -> TrialResult | None:
-    """Return the best trial of the settings with the largest mean over their repeats.
+    """Return the best trial of the settings with the largest mean over their seeds.
 
-    A repeat is a pair of seed and fold. The mean is over the repeats for which all
-    settings have a value, so that a failed trial neither helps nor harms its settings.
-    Settings without any value are left out. If no repeat is common to all settings, as
-    in a grid with random seeds, each mean is over all repeats of its settings.
-
-    Returns:
-        The best trial, or None if no trial has a value. With folds it is a trial of the
-        last fold, which has the newest training requests.
+    The mean is over the seeds for which all settings have a value, so that a failed
+    trial neither helps nor harms its settings. Settings without any value are left out.
+    If no seed is common to all settings, as in a grid with random seeds, each mean is
+    over all seeds of its settings. None if no trial has a value.
     """
     measured = [
         (result, result.value) for result in results if result.value is not None
     ]
-    values_by_settings: dict[str, dict[tuple[Any, Any], float]] = {}
+    values_by_settings: dict[str, dict[Any, float]] = {}
     for result, value in measured:
         settings = tracking.settings_key(result.point)
-        repeat = (result.point.get("fit.seed"), result.point.get("fit.fold"))
-        values_by_settings.setdefault(settings, {})[repeat] = value
+        seed = result.point.get("fit.seed")
+        values_by_settings.setdefault(settings, {})[seed] = value
     if not measured:
         return None
-    repeats_by_settings = [set(values) for values in values_by_settings.values()]
-    shared_repeats = set.intersection(*repeats_by_settings)
+    shared_seeds = set.intersection(*map(set, values_by_settings.values()))
 
-    def sort_key(candidate: tuple[TrialResult, float]) -> tuple[float, int, float]:
+    def sort_key(candidate: tuple[TrialResult, float]) -> tuple[float, float]:
         result, value = candidate
         values = values_by_settings[tracking.settings_key(result.point)]
-        mean = statistics.fmean(values[repeat] for repeat in shared_repeats or values)
-        return mean, result.point.get("fit.fold") or 0, value
+        return statistics.fmean(values[seed] for seed in shared_seeds or values), value
 
     best, _ = max(measured, key=sort_key)
     return best

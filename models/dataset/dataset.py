@@ -27,7 +27,6 @@ from torch import Tensor
 
 from models.dataset.batch import Batch
 from models.dataset.columns import Columns, columns_bytes, open_columns
-from models.dataset.folds import assign_fold, resolve_fold
 from models.dataset.order import count_steps, order_epoch
 from models.ragged import lengths_to_offsets
 from models.storage.tables import Manifest, UserError, sequences_manifest
@@ -86,8 +85,6 @@ class RequestDataset:
     from such requests."""
     skipped_users: NDArray[np.integer]
     """(s,) table row of the user of each of the s requests without an example."""
-    fold: int | None = None
-    """Number of the fold, of a table that is cut into folds."""
 
     def __init__(
         self,
@@ -204,7 +201,6 @@ class RequestDataset:
         rank: int = 0,
         world: int = 1,
         new: NewExamples | None = None,
-        fold: int | None = None,
         **options: Any,
     ) -> Self:
         """Load the examples of one split of a `sequences` table.
@@ -218,13 +214,10 @@ class RequestDataset:
             rank: Rank of this worker.
             world: Number of workers.
             new: Selection of the training examples; None for all.
-            fold: Number of the fold, from 1, of a table with folds; None for the last
-                fold.
             options: Options of the family, from `dataset_options`.
 
         Raises:
-            UserError: If the table is of another family, is damaged, has no users or
-                does not have the fold.
+            UserError: If the table is of another family, is damaged or has no users.
         """
         manifest = sequences_manifest(uri, cls.kind)
         if not manifest.rows:
@@ -237,10 +230,6 @@ class RequestDataset:
             manifest=manifest,
             settings=cls.decoder_settings(manifest),
         )
-        fold = resolve_fold(manifest.info, fold, uri)
-        if fold is not None:
-            cuts, times = manifest.info["split"], columns["request_time"]
-            columns = {**columns, "split": assign_fold(cuts, fold, times)}
         return cls(
             columns,
             split,
@@ -249,7 +238,6 @@ class RequestDataset:
             rank=rank,
             world=world,
             new=new,
-            fold=fold,
             **options,
         )
 

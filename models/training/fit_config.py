@@ -77,9 +77,6 @@ class FitConfig:
     it, and fp32 elsewhere. Validation always runs in fp32."""
     seed: int = 0
     """Random seed of the initial weights, the order of batches and dropout."""
-    fold: int | None = None
-    """Number of the fold, from 1, whose training, validation and test windows are used,
-    for tables made with `split.folds`; the last fold by default."""
     log_every_steps: int = 50
     """Steps between logged training losses."""
     checkpoint_every_steps: int = 0
@@ -103,7 +100,6 @@ class FitConfig:
         )
         check_least(self, (*steps, "train_examples", "eval_examples"), 0, "fit.")
         check_least(self, ("weight_decay", "clip_norm"), 0, "fit.")
-        check_least(self, ("fold",), 1, "fit.")
         if isinstance(self.eval_options, str) or not all(
             isinstance(key, str) for key in self.eval_options
         ):

@@ -16,7 +16,6 @@ from typing import Any
 from models import registry
 from models.metrics.per_user_metrics import decode_values
 from pipelines.comparison.over_users import (
-    FOLDS_NOTE,
     MIN_USERS,
     PER_USER_METRIC,
     Group,
@@ -45,7 +44,7 @@ from pipelines.tracking import RunRef, connect, to_mlflow_name
 CLEARS, BELOW, UNDECIDED = "clears it", "below it", "not told apart"
 """Verdicts on a model and its floor."""
 
-VALIDATION_PARAMS = ("fit.eval_options.unseen", "fit.eval_examples", "fit.fold")
+VALIDATION_PARAMS = ("fit.eval_options.unseen", "fit.eval_examples")
 """Params that must be equal for the validations of two trainings to be comparable."""
 
 
@@ -274,8 +273,6 @@ def floor_tables(comparison: Comparison) -> list[Table]:
         f"user with a bootstrap over users. Below {MIN_USERS} users there is no "
         "verdict."
     )
-    if any(row.folds for row in comparison.rows):
-        notes.append(FOLDS_NOTE)
     title = "Against the best model without training"
     return [Table(title, header, cells, notes, num_words)]
 
@@ -294,14 +291,14 @@ def to_floor_cells(group: Group, floor: Group, metric: str) -> list[list[str]]:
         return []
     (interval,) = bootstrap_intervals(paired.difference[None], paired.counts)
     base = paired.base_mean
-    has_verdict = paired.num_users >= MIN_USERS
+    has_verdict = len(paired.counts) >= MIN_USERS
     return [
         [
             group.label,
             group.row.ranking,
             floor.row.model,
             f"{base:.4f}",
-            f"{paired.num_users:,}",
+            f"{len(paired.counts):,}",
             f"{interval.mean:+.4f}",
             str(interval),
             percent(interval.mean / base if base else math.nan),

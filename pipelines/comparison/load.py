@@ -6,7 +6,7 @@ comparison = compare(select(uri, ["retrieval/DATASET"]))
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ PARAMS_WITHOUT_EFFECT = {
     "model.teacher",
     "model.teacher_cache",
     "fit.seed",
-    "fit.fold",
     "fit.log_every_steps",
     "fit.eval_batch_size",
     "fit.checkpoint_every_steps",
@@ -165,7 +164,6 @@ def split_evaluations(selection: Selection, training: Any) -> list[Row]:
         sids=Path(params.get("sids", "")).name,
         uri=selection.uri,
         evaluation_id=training.info.run_id,
-        fold=read_fold(params),
     )
     metrics = read_metrics(training)
     training_metrics = {
@@ -237,17 +235,9 @@ def read_identity(params: dict[str, str], tags: dict[str, str]) -> dict[str, str
     identity |= {
         name: value for name, value in tags.items() if name.startswith("table.")
     }
-    if "split.folds" in params:  # equal numbers of folds make fold numbers comparable
-        identity["split.folds"] = params["split.folds"]
     if "evaluate.batch_size" in params:  # a trial that evaluates a checkpoint
         identity["checkpoint"] = params.get("checkpoint", "")
     return identity
-
-
-def read_fold(params: Mapping[str, str]) -> str:
-    """Return the number of a training's fold, or "" for tables without folds."""
-    fold = params.get("fit.fold", "")
-    return fold if fold.isdigit() else ""
 
 
 def default_params(params: dict[str, str]) -> dict[str, str]:
@@ -304,8 +294,6 @@ def read_defaults(config_class: type) -> dict[str, Any]:
 def find_best_run(comparison: Comparison) -> Run:
     """Return the finished run that is best on validation.
 
-    With folds it is a run of the last fold, which has the newest training requests.
-
     Raises:
         UserError: If no finished run has the metric.
     """
@@ -322,6 +310,4 @@ def find_best_run(comparison: Comparison) -> Run:
             f"no finished run of {comparison.selection.title} has {metric}; train one, "
             "or choose another --metric"
         )
-    last_fold = max(int(run.fold or 0) for run in runs)
-    newest = [run for run in runs if int(run.fold or 0) == last_fold]
-    return min(newest, key=lambda run: comparison.sign * run.metrics[metric])
+    return min(runs, key=lambda run: comparison.sign * run.metrics[metric])

@@ -41,12 +41,6 @@ from pipelines.evaluation.record import artifact_name
 DRAWS = 2000
 """Number of draws of the bootstrap."""
 
-FOLDS_NOTE = (
-    "Over folds, which weigh the same, a user counts once in each; that makes the "
-    "interval somewhat too narrow. Users are those of the largest fold."
-)
-"""Note on intervals over the users of several folds."""
-
 MIN_USERS = 200
 """Smallest number of users for which an interval has a verdict."""
 
@@ -91,7 +85,7 @@ class Pair:
     runs: tuple[tuple[Run, Run], ...]
     """Pairs of a run of the group and a run of the base."""
     training_difference: str
-    """Differences of their trainings in steps, batch size, seeds or folds."""
+    """Differences of their trainings in steps, batch size or seeds."""
 
     @classmethod
     def from_groups(
@@ -121,10 +115,7 @@ class PairedMetric:
     base: NDArray[np.float64]
     """(U,) metric of the base."""
     counts: NDArray[np.number]
-    """(U,) requests per user; of several folds scaled so that all folds weigh the
-    same."""
-    num_users: int
-    """Number of users; of several folds, in the fold with the most users."""
+    """(U,) requests per user."""
 
     @property
     def base_mean(self) -> float:
@@ -217,11 +208,7 @@ def pair_groups(comparison: Comparison) -> list[Pair]:
         base = best.setdefault(group.row.log, group)
         if base is group or group.teacher is base.row:
             continue
-        runs = [
-            (run, base_run)
-            for run, base_run in product(newest_runs(group), newest_runs(base))
-            if run.fold == base_run.fold
-        ]
+        runs = list(product(newest_runs(group), newest_runs(base)))
         pairs.append(Pair.from_groups(group, base, runs))
     return pairs
 
@@ -237,7 +224,7 @@ def pair_teacher(group: Group, teacher: Row) -> Pair:
 
 
 def newest_runs(group: Group) -> list[Run]:
-    """Return the newest run of each seed and fold, and all runs without a seed."""
+    """Return the newest run of each seed, and all runs without a seed."""
     return list({run.repeat: run for run in group.runs}.values())
 
 
@@ -246,48 +233,12 @@ def load_paired_metric(
 ) -> PairedMetric | None:
     """Load a metric per user, averaged over pairs of runs with the same users.
 
-    Pairs of different folds are ignored. The users of several folds are concatenated,
-    so that a user counts once per fold, and `counts` are scaled so that all folds weigh
-    the same.
-
     Args:
         runs: Pairs of a run of a model and a run of its base.
         metric: Name of a metric per user, without its split.
 
     Returns:
         The averages, or None if no pair has the metric for the same users.
-    """
-    by_fold: dict[str, list[tuple[Run, Run]]] = {}
-    for run, base_run in runs:
-        if run.fold == base_run.fold:
-            by_fold.setdefault(run.fold, []).append((run, base_run))
-    folds = []
-    for fold in sorted(by_fold):
-        paired = load_fold_metric(by_fold[fold], metric)
-        if paired is not None:
-            folds.append(paired)
-    return concatenate_folds(folds) if len(folds) > 1 else next(iter(folds), None)
-
-
-def concatenate_folds(folds: Sequence[PairedMetric]) -> PairedMetric:
-    """Return the metrics of several folds as one, in which all folds weigh the same."""
-    mean_requests = np.mean([fold.counts.sum() for fold in folds])
-    weights = [fold.counts * (mean_requests / fold.counts.sum()) for fold in folds]
-    return PairedMetric(
-        users=" ".join(fold.users for fold in folds),
-        difference=np.concatenate([fold.difference for fold in folds]),
-        base=np.concatenate([fold.base for fold in folds]),
-        counts=np.concatenate(weights),
-        num_users=max(fold.num_users for fold in folds),
-    )
-
-
-def load_fold_metric(
-    runs: Sequence[tuple[Run, Run]], metric: str
-) -> PairedMetric | None:
-    """Load a metric per user, averaged over pairs of runs of one fold.
-
-    Arguments and result are the same as of `load_paired_metric`.
     """
     users = ""
     counts = np.zeros(0, np.int64)
@@ -307,7 +258,7 @@ def load_fold_metric(
         return None
     base = np.mean(base_values, 0)
     difference = np.mean(values, 0) - base
-    return PairedMetric(users, difference, base, counts, num_users=len(counts))
+    return PairedMetric(users, difference, base, counts)
 
 
 def over_users_tables(comparison: Comparison) -> list[Table]:
@@ -325,7 +276,7 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
         intervals = bootstrap_intervals(differences, counts)
         for (pair, paired), interval in zip(pairs, intervals, strict=True):
             base = paired.base_mean
-            cells.append(to_cells(pair, interval, base, paired.num_users, metric))
+            cells.append(to_cells(pair, interval, base, len(counts), metric))
     if not cells:
         return []
     header = ["model", "against", "pairs of runs", "users", f"test/{metric}"]
@@ -335,8 +286,6 @@ def over_users_tables(comparison: Comparison) -> list[Table]:
         f"bootstrap over users ({DRAWS:,} draws) and does not cover other seeds. Below "
         f"{MIN_USERS} users there is no verdict."
     )
-    if any(row.folds for row in comparison.rows):
-        note += f" {FOLDS_NOTE}"
     return [Table("On the same users", header, cells, [note])]
 
 

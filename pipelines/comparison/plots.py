@@ -424,7 +424,7 @@ def group_controlled(rows: Sequence[Row], key: str) -> list[list[Row]]:
 
 
 def draw_settings(comparison: Comparison, colours: Colours) -> list[Drawing]:
-    """Draw the effect of each axis of a sweep, over all seeds and folds.
+    """Draw the effect of each axis of a sweep, over all seeds.
 
     Without a sweep, a numeric option of the models' configs takes the place of an axis
     if it has at least `MIN_VALUES` values with all other options equal.
@@ -452,12 +452,12 @@ def draw_settings(comparison: Comparison, colours: Colours) -> list[Drawing]:
 
 
 def swept_settings(comparison: Comparison) -> list[str]:
-    """Return the compared sweep's axes except seed and fold; [] without a sweep."""
+    """Return the compared sweep's axes except the seed; [] without a sweep."""
     sweep = comparison.selection.sweep
     if not sweep:
         return []
     axes = json.loads(sweep.data.tags.get("sweep.axes", "[]"))
-    return [key for key in axes if key not in ("fit.seed", "fit.fold")]
+    return [key for key in axes if key != "fit.seed"]
 
 
 def numeric_settings(rows: Sequence[Row]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rows of a comparison: trainings that differ only in their seed or fold.
+"""Rows of a comparison: trainings that differ only in their seed.
 
 `load.py` groups MLflow runs into rows. A training that was evaluated with several
 options, such as all items and known items left out, has a row for each.
@@ -23,8 +23,8 @@ from pipelines.comparison.runs import Selection
 TEACHER_PARAMS = ("model.teacher_hash", "model.encoder_hash")
 """Params in which students differ if their teachers differ only in their seed."""
 
-SEED_SUFFIX = re.compile(r"[-_]?(seed|fold)[-_]?\d*$")
-"""End of the common prefix of run names that differ in their seed or fold."""
+SEED_SUFFIX = re.compile(r"[-_]?seed[-_]?\d*$")
+"""End of the common prefix of run names that differ in their seed."""
 
 ALL_ITEMS, KNOWN_LEFT_OUT = "all items", "known items left out"
 """Names of the two rankings of the catalogue: with and without items of the history."""
@@ -98,19 +98,16 @@ class Run:
     """Tracking URI of the store."""
     evaluation_id: str = ""
     """Id of the MLflow run with the metrics per user on test."""
-    fold: str = ""
-    """Number of the fold, or an empty string for tables without folds."""
 
     @property
     def repeat(self) -> str:
-        """Seed and fold as text, by which the runs of two rows are paired."""
-        seed = self.seed or self.id
-        return f"{seed} of fold {self.fold}" if self.fold else seed
+        """The seed, by which the runs of two rows are paired; the id without one."""
+        return self.seed or self.id
 
 
 @dataclass
 class Row:
-    """Runs that differ only in seed or fold, with the same evaluation options."""
+    """Runs that differ only in their seed, with the same evaluation options."""
 
     model: str
     """Name of the model in the registry."""
@@ -168,8 +165,7 @@ class Row:
     def by_repeat(self, metric: str) -> dict[str, float]:
         """Return the values of a metric by repeat, each of the newest run.
 
-        A repeat is a pair of seed and fold. A run without a seed, such as a timing, has
-        its id as the seed.
+        A run without a seed, such as a timing, has its id as the repeat.
         """
         return {
             run.repeat: run.metrics[metric]
@@ -178,12 +174,12 @@ class Row:
         }
 
     def mean(self, metric: str) -> float:
-        """Return the mean of a metric over seeds and folds; NaN if no run has it."""
+        """Return the mean of a metric over seeds; NaN if no run has it."""
         values = self.by_repeat(metric).values()
         return statistics.fmean(values) if values else math.nan
 
     def deviation(self, metric: str) -> float:
-        """Return the sample standard deviation over seeds and folds; NaN for one."""
+        """Return the sample standard deviation over seeds; NaN for one."""
         values = self.by_repeat(metric).values()
         return statistics.stdev(values) if len(values) > 1 else math.nan
 
@@ -213,7 +209,7 @@ class Row:
         return self.experiment
 
     def describe_training_difference(self, other: Row) -> str:
-        """Return in which of steps, batch size, seeds and folds two trainings differ.
+        """Return in which of steps, batch size and seeds two trainings differ.
 
         Returns:
             Text such as "steps 1,000 / 2,000; batch 64 / 128", or an empty string if
@@ -237,19 +233,13 @@ class Row:
             return True
         return registry.find(self.model).trains_by_gradient
 
-    @property
-    def folds(self) -> list[str]:
-        """Numbers of the folds in ascending order; [] for tables without folds."""
-        return sorted({run.fold for run in self.runs if run.fold}, key=int)
-
     def describe_training(self) -> dict[str, str]:
-        """Return steps, batch size, seeds and folds as text, empty if unknown."""
+        """Return steps, batch size and seeds as text, empty if unknown."""
         steps = self.mean("train/steps")
         return {
             "steps": "" if math.isnan(steps) else f"{steps:,.0f}",
             "batch": self.params.get("fit.batch_size", ""),
             "seeds": ", ".join(sorted({run.seed for run in self.runs})),
-            "folds": ", ".join(self.folds),
         }
 
     def identity(self, without: Collection[str] = ()) -> tuple[Any, ...]:
@@ -314,11 +304,6 @@ def lower_is_better(metric: str) -> bool:
     return last in ("mse", "median_s") or last.endswith(
         ("entropy", "entropy_train", "loss", "seconds", "memory_mb")
     )
-
-
-def repeats_heading(rows: Sequence[Row]) -> str:
-    """Return the heading of a column of repeats: "seeds" unless the rows have folds."""
-    return "repeats" if any(row.folds for row in rows) else "seeds"
 
 
 def repeat_share(rows: Sequence[Row]) -> float:

@@ -17,7 +17,7 @@ from models import registry
 from models.config import pluralize
 from pipelines.comparison.floors import floor_tables
 from pipelines.comparison.over_users import over_users_tables
-from pipelines.comparison.rows import Comparison, Row, ratio, repeats_heading
+from pipelines.comparison.rows import Comparison, Row, ratio
 from pipelines.comparison.table import Table, percent
 
 METRICS = (
@@ -64,19 +64,17 @@ def runs_table(comparison: Comparison) -> Table:
     measured = {name for row in rows for name in row.metric_names()}
     names = dict.fromkeys([f"val/{metric}", *METRICS, f"test/{metric}"])
     metrics = [name for name in names if name in measured]
-    has_folds = any(row.folds for row in rows)
     cells = [
         [
             row.model,
             name_row(row, rows),
             str(len({run.seed for run in row.runs})),
-            *([str(len(row.folds) or 1)] if has_folds else []),
             *(format_mean(row, name) for name in metrics),
             format_count(row, "test/examples"),
         ]
         for row in rows
     ]
-    header = ["model", "run", "seeds", *["folds"] * has_folds, *metrics, "requests"]
+    header = ["model", "run", "seeds", *metrics, "requests"]
     notes = [*describe_columns(comparison, bool(metrics)), *describe_rows(rows)]
     notes += comparison.selection.notes
     return Table(comparison.selection.title, header, cells, notes)
@@ -114,11 +112,6 @@ def describe_columns(comparison: Comparison, is_measured: bool) -> list[str]:
         )
     if any(len({run.seed for run in row.runs}) > 1 for row in rows):
         notes.append("±: sample standard deviation over the seeds of a row.")
-    if any(len(row.folds) > 1 for row in rows):
-        notes.append(
-            "folds: windows of time (fit.fold) that a row is the mean over, each with "
-            "its own training; ± is over the folds too."
-        )
     return notes
 
 
@@ -256,7 +249,7 @@ def best_cells(comparison: Comparison) -> list[list[str]]:
 
 
 def compare_with_best(comparison: Comparison) -> list[Table]:
-    """Test each row against the best row of its log, paired by seed and fold.
+    """Test each row against the best row of its log, paired by seed.
 
     Returns:
         One table, or an empty list if no row shares two repeats with the best row.
@@ -275,7 +268,7 @@ def compare_with_best(comparison: Comparison) -> list[Table]:
     header = [
         "model",
         "run",
-        repeats_heading(comparison.rows),
+        "seeds",
         f"{metric} less the best's",
         "relative",
         "p",
@@ -286,11 +279,6 @@ def compare_with_best(comparison: Comparison) -> list[Table]:
         f"the best: {names}. p: two-sided paired t-test over shared seeds; with few "
         "seeds only large, steady differences are below 0.05."
     )
-    if any(row.folds for row in best_by_log.values()):
-        note += (
-            " Runs are paired by seed and fold. The training window of a fold contains "
-            "the windows of earlier folds, so p is somewhat too small."
-        )
     return [Table("Against the best, seed by seed", header, cells, [note])]
 
 

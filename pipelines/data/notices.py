@@ -127,10 +127,3 @@ def _warn_of_splits(info: dict) -> Iterator[str]:
                 f"there are only {requests[name]:,} {name} {noun}: metrics on them "
                 f"are noise; use a longer log"
             )
-    for fold, fold_requests in enumerate(info.get("requests_per_fold", [])[:-1], 1):
-        for name in SPLITS:
-            if fold_requests[name] < MIN_REQUESTS:
-                yield (
-                    f"fold {fold} has only {fold_requests[name]:,} {name} {noun}; use "
-                    f"fewer --split.folds or a longer log"
-                )

@@ -26,8 +26,7 @@ class PrepareConfig:
     all users and items with a behaviour in `core_window`."""
     core_window: Literal["all", "train"] = "all"
     """Events that the k-core counts: `all`, the whole log, as in the papers; `train`,
-    the training window of a temporal split, with several folds the window of the first
-    fold."""
+    the training window of a temporal split."""
     ties: Literal["strict", "log_order"] = "strict"
     """`strict`: a history holds only strictly earlier events. `log_order`: it also
     holds events of the same time that come earlier in the log; `position` is then the

@@ -36,7 +36,6 @@ from pipelines.data.events.columns import Vocabulary
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.rows import RejectCounts
-from pipelines.data.sequences.splits import train_end_ms
 
 Report = Callable[[str], None]
 """Prints a line that a user reads."""
@@ -291,11 +290,10 @@ class Run:
         """Return the epoch ms before which the k-core counts behaviours, or None.
 
         None stands for the whole log, which also counts with the catalogue of other
-        tables. With several folds, only the training window that all folds have in
-        common counts.
+        tables.
         """
         whole_log = self.config.core_window == "all" or self.config.catalogue
-        return None if whole_log else train_end_ms(split)
+        return None if whole_log else int(split["val_start_ms"])
 
     def sequences_info(
         self,

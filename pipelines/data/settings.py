@@ -172,13 +172,6 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
             "use --split.kind temporal or core_window all",
         ),
         (
-            config.split.folds > 1 and name != "retrieval",
-            f"split.folds is {config.split.folds}, which only kind retrieval supports, "
-            "because features of other kinds depend on the cuts of one split; remove "
-            "it, and prepare one set of tables per window with --split.val_start and "
-            "--split.test_start",
-        ),
-        (
             is_late and config.ties != "strict",
             f"ties is {config.ties}, but label '{config.behaviour}' becomes known "
             "later than its event, so the order of the log is not the order in which "

@@ -13,14 +13,13 @@ import torch
 
 from models import registry
 from models.loaded_model import (
-    evaluation_fold,
     read_versions,
     replace_sequences_version,
 )
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_manifest, table_hashes
+from models.storage.tables import UserError, table_hashes
 from pipelines import cluster
 from pipelines.training.record import find_checkpoint
 
@@ -62,8 +61,6 @@ def check_evaluation(
     checkpoint.check(
         saved, uri, replace_sequences_version(versions, saved), extending=True
     )
-    sequences = read_manifest(inputs.sequences, "sequences")
-    evaluation_fold(saved, sequences.info, inputs.sequences)  # raises for a wrong fold
     return CheckedEvaluation(uri, saved, given_options, table_hashes(versions))
 
 

@@ -234,7 +234,6 @@ def count_trained_items(
     train: Any = loaded.model.dataset_class.load(
         inputs.sequences,
         "train",
-        fold=loaded.fold(inputs),
         unit="behaviour",
         max_history=1,
         rank=rank,

@@ -88,13 +88,12 @@ def from_mlflow_name(name: str) -> str:
 
 
 def settings_key(point: dict[str, Any]) -> str:
-    """Return a text that is equal for trials that differ only in their seed or fold.
+    """Return a text that is equal for trials that differ only in their seed.
 
     Args:
         point: Values of the sweep's axes.
     """
-    repeats = ("fit.seed", "fit.fold")
-    settings = {key: value for key, value in point.items() if key not in repeats}
+    settings = {key: value for key, value in point.items() if key != "fit.seed"}
     return json.dumps(settings, sort_keys=True)
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from models import registry
 from models.build import parse_options
 from models.config import path_fields
-from models.dataset.folds import describe_windows, find_train_end, resolve_fold
-from models.loaded_model import check_trained_before, load_catalogue
+from models.loaded_model import load_catalogue
 from models.model import Model
 from models.storage import checkpoint
 from models.storage.input_folders import CHECKPOINT
@@ -43,9 +42,6 @@ class CheckedTraining:
     """End of the error message if the run of this name has other settings."""
     init_weights: str | None = None
     """SHA-256 of the weights that the training starts from; None for random weights."""
-    windows: dict[str, int] = field(default_factory=dict)
-    """Number of folds, and start times of the windows of this training's fold; empty
-    for tables without folds."""
     notes: list[str] = field(default_factory=list)
     """Messages to show before the training."""
 
@@ -57,16 +53,11 @@ class CheckedTraining:
     @property
     def identity(self) -> dict[str, Any]:
         """Settings in `run.json` that a continued run must share."""
-        fit = asdict(self.config.fit)
-        if fit["fold"] is None:  # of tables without folds
-            del fit["fold"]
         identity: dict[str, Any] = {
             "model": self.model_class.config_to_dict(self.config.model),
-            "fit": fit,
+            "fit": asdict(self.config.fit),
             "ray": {"num_workers": self.config.ray.num_workers},
         }
-        if self.windows:
-            identity["split"] = self.windows
         if self.init_weights:
             identity["init"] = self.init_weights
         return identity
@@ -114,16 +105,10 @@ def check_training(
         init_checkpoint = checkpoint.read(init)
         check_init(init_checkpoint, init, catalogue.versions, model_class, config.fit)
         init_weights = init_checkpoint.sha256[checkpoint.WEIGHTS]
-    sequences = config.inputs.sequences
-    info = read_manifest(sequences, "sequences").info
-    fold = resolve_fold(info, config.fit.fold, sequences)
-    if fold is not None and not record:
-        check_origins(resolved, init, find_train_end(info, fold))
     return CheckedTraining(
         config=replace(
             config,
             model=resolved,
-            fit=replace(config.fit, fold=fold),
             ray=ray,
             inputs=config.inputs.select(name, model_class.extra_inputs),
             init=init,
@@ -133,26 +118,8 @@ def check_training(
         hashes=catalogue.hashes,
         remedy=remedy,
         init_weights=init_weights,
-        windows=describe_windows(info, fold),
         notes=[] if record else describe_unread_columns(model_class, config.inputs),
     )
-
-
-def check_origins(model: Any, init: str | None, train_end: int | None) -> None:
-    """Raise UserError if a model starts from one that was trained on later requests.
-
-    Args:
-        model: The resolved config, which may name a teacher.
-        init: URI of the checkpoint whose weights the training starts from, or None.
-        train_end: Time in ms before which all training requests lie.
-    """
-    origins = {"the model of --init": init}
-    for option in path_fields(type(model), "checkpoint"):
-        origins[f"model.{option}"] = getattr(model, option)
-    for noun, uri in origins.items():
-        if uri:
-            origin = checkpoint.read(checkpoint.locate(uri))
-            check_trained_before(origin, train_end, noun)
 
 
 def check_fsdp(model_class: type[Model]) -> None:

@@ -223,8 +223,6 @@ class _CacheTable:
             "max_history": datasets[0].max_history,
             "splits": list(output.splits),
         }
-        if datasets[0].fold is not None:
-            self.settings["fold"] = datasets[0].fold
         key = fingerprint(self.settings, self.inputs)[:16]
         self.uri = join(folder, f"{output.name}-{key}")
 

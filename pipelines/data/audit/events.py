@@ -173,9 +173,7 @@ def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     if core_window != "train" or split.get("val_start_ms") is None:
         return events
     known = "timestamp_ms" if tables.all_shown else tables.known_time_column
-    starts = [fold["val_start_ms"] for fold in split.get("folds", ())]
-    train_end = min(starts or [split["val_start_ms"]])
-    return events.filter(pl.col(known) < train_end)
+    return events.filter(pl.col(known) < split["val_start_ms"])
 
 
 def _check_item_order(tables: Tables, rule: Rule) -> None:

@@ -35,7 +35,6 @@ RULES = {
     "history": "history_end counts behaviours known strictly before the request",
     "targets": "request i is for behaviour i; a search has the results of its id",
     "splits": "requests are in the split of their rank or time; the cuts are right",
-    "folds": "test windows are equally long and adjacent, and end with the log",
     "tasks": "in a log of actions, tasks and actions are computed from the labels",
     "counts": "counts in the manifest of sequences equal those of the table",
     "queries": "in a search log, query_index is dense, in the order of the queries",
@@ -89,8 +88,6 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     skipped = {*kind.skipped_rules}
     if not any(name.startswith("known_") for name in tables.event_columns):
         skipped.add("known")
-    if not (tables.info.get("split") or {}).get("folds"):
-        skipped.add("folds")
     return [rule for name, rule in rules.items() if name not in skipped]
 
 

@@ -6,7 +6,6 @@ behaviours and of requests have one row each, with `row` and `index` (`base.py`)
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,10 +53,9 @@ class UnfoldedSequences:
 
 
 def unfold(tables: Tables, rules: dict[str, Rule]) -> UnfoldedSequences:
-    """Check splits, folds and lengths of lists, and unfold the lists of `sequences`."""
+    """Check splits and lengths of lists, and unfold the lists of `sequences`."""
     all_requests = request_rows(tables.sequences)
     per_split = check_splits(tables, all_requests, rules["splits"])
-    check_folds(tables, all_requests, rules["folds"])
     users = check_lengths(tables.sequences, rules["behaviours"])
     requests = all_requests.join(users.select("row"), on="row", how="semi")
     behaviours = behaviour_rows(users)
@@ -258,101 +256,6 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
         REQUEST + " at {timestamp_ms}: in {split}, belongs to {expected}",
     )
     return count_per_split(requests)
-
-
-def check_folds(tables: Tables, requests: pl.DataFrame, rule: Rule) -> None:
-    """Check that the folds' windows adjoin and have equal lengths, and their counts.
-
-    The manifest records the number of requests in each window.
-
-    Args:
-        tables: Tables under audit, which are read into memory.
-        requests: Requests of all users.
-        rule: Rule that rows and violations are added to.
-    """
-    split = tables.info.get("split") or {}
-    folds = split.get("folds") or []
-    if not folds:
-        return
-    rule.rows += requests.height
-    _check_fold_bounds(tables, split, rule)
-    _check_fold_lengths(folds, rule)
-    _check_fold_counts(tables, folds, requests["timestamp_ms"], rule)
-
-
-def _check_fold_bounds(tables: Tables, split: dict[str, Any], rule: Rule) -> None:
-    """Check that the last fold has the windows of the split and ends with the log."""
-    folds = split["folds"]
-    last = folds[-1]
-    for name in ("val_start_ms", "test_start_ms"):
-        if last[name] != split[name]:
-            rule.add_violation(
-                f"fold {len(folds)}: {name} is {last[name]}, but {split[name]} in the "
-                f"split"
-            )
-    if tables.manifests["items"].info.get("catalogue_of"):
-        return
-    events = tables.events
-    if not tables.all_shown:
-        events = tables.filter_behaviours(events)
-    first_ms, last_ms = events.select(
-        first=pl.col("timestamp_ms").min(), last=pl.col("timestamp_ms").max()
-    ).row(0)
-    if last["test_end_ms"] != last_ms + 1:
-        rule.add_violation(
-            f"fold {len(folds)}: test ends at {last['test_end_ms']}, the log at "
-            f"{last_ms + 1}"
-        )
-    if folds[0]["val_start_ms"] <= first_ms:
-        rule.add_violation("fold 1: no behaviour is earlier than its validation")
-
-
-def _check_fold_lengths(folds: list[dict[str, int]], rule: Rule) -> None:
-    """Check that test windows follow each other, and that folds have equal lengths."""
-    val_lengths = [fold["test_start_ms"] - fold["val_start_ms"] for fold in folds]
-    test_lengths = [fold["test_end_ms"] - fold["test_start_ms"] for fold in folds]
-    lengths = list(zip(val_lengths, test_lengths, strict=True))
-    for number, (fold, following) in enumerate(itertools.pairwise(folds), 1):
-        if fold["test_end_ms"] != following["test_start_ms"]:
-            rule.add_violation(
-                f"fold {number}: test ends at {fold['test_end_ms']}, but that of the "
-                f"next fold begins at {following['test_start_ms']}"
-            )
-        val_length, test_length = lengths[number - 1]
-        if lengths[number - 1] != lengths[-1]:
-            rule.add_violation(
-                f"fold {number}: windows of {val_length} and {test_length} ms, but "
-                f"{val_lengths[-1]} and {test_lengths[-1]} ms in the last fold"
-            )
-
-
-def _check_fold_counts(
-    tables: Tables, folds: list[dict[str, int]], time: pl.Series, rule: Rule
-) -> None:
-    """Check the recorded number of requests in each window."""
-    recorded = tables.info.get("requests_per_fold") or []
-    if len(recorded) != len(folds):
-        rule.add_violation(
-            f"the manifest counts requests of {len(recorded)} folds, the split has "
-            f"{len(folds)}"
-        )
-    # not strict: lists of different lengths are reported above
-    for number, (fold, counts) in enumerate(zip(folds, recorded, strict=False), 1):
-        val_start, test_start = fold["val_start_ms"], fold["test_start_ms"]
-        is_test = time >= test_start
-        if number < len(folds):
-            is_test &= time < fold["test_end_ms"]
-        expected = {
-            "train": (time < val_start).sum(),
-            "val": time.is_between(val_start, test_start, closed="left").sum(),
-            "test": is_test.sum(),
-        }
-        for name in SPLITS:
-            if counts.get(name) != expected[name]:
-                rule.add_violation(
-                    f"fold {number}: the manifest says {counts.get(name)} {name} "
-                    f"requests, their times give {expected[name]}"
-                )
 
 
 def rank_in_time(tables: Tables, requests: pl.DataFrame) -> pl.Series:

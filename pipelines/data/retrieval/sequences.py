@@ -24,8 +24,6 @@ from pipelines.data.sequences.builder import (
 )
 from pipelines.data.sequences.splits import (
     SPLITS,
-    describe_folds,
-    folds_info,
     require_training,
     tied_targets_info,
 )
@@ -156,7 +154,6 @@ class RetrievalStep(SequencesStep):
         self._check(built.count, usable)
         return {
             **tied_targets_info(built.count),
-            **folds_info(self.split, built.count),
             "requests": requests,
             "requests_without_history": without_history,
         }
@@ -184,5 +181,3 @@ class RetrievalStep(SequencesStep):
         self.run.report(
             f"sequences: {pluralize(sequences.rows, 'user')} in {seconds:.1f} s"
         )
-        for line in describe_folds(sequences.info):
-            self.run.report(line)

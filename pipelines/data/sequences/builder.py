@@ -57,7 +57,6 @@ from pipelines.data.sequences.custom_features import (
 from pipelines.data.sequences.splits import (
     SPLITS,
     assign_splits,
-    count_by_fold,
     count_tied,
 )
 
@@ -499,7 +498,6 @@ class SequenceBuilder(ABC):
         )
         table = self._arrange_columns(draft, count)
         _count_rows(draft, count)
-        count.update(count_by_fold(self.split, requests.time))
         return BuiltPart(table, count, self.training_stats(draft, table))
 
     def _assign_splits(

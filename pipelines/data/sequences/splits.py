@@ -1,4 +1,4 @@
-"""Splits of requests into training, validation and test, and folds over time.
+"""Splits of requests into training, validation and test.
 
 Shapes: R requests, U users.
 """
@@ -53,10 +53,6 @@ class SplitConfig:
     The cuts move with the end of the log."""
     test_days: float | None = None
     """Days of the test window, which ends with the last behaviour."""
-    folds: int = 1
-    """Number of evaluations of a temporal split, for kind `retrieval`: test windows of
-    equal length that follow each other and end with the test window, each after its
-    own validation window. `fit.fold` of a training chooses one."""
 
     def __post_init__(self) -> None:
         check_choices(self, "split.")
@@ -74,12 +70,6 @@ class SplitConfig:
             )
         self._check_windows()
         check_least(self, ["val_days", "test_days"], 0, "split.")
-        check_least(self, ["folds"], 1, "split.")
-        if self.folds > 1 and self.kind == "leave_last_out":
-            raise ValueError(
-                f"split.folds is {self.folds}, but split.kind is leave_last_out; folds "
-                f"are windows of time: use temporal"
-            )
         if self.val_start is not None:
             self._parse_starts()
 
@@ -112,12 +102,9 @@ class SplitConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that are set, as plain values."""
-        values = {
+        return {
             name: value for name, value in asdict(self).items() if value is not None
         }
-        if self.folds == 1:
-            del values["folds"]
-        return values
 
     def resolve(self, has_clock_times: bool) -> str:
         """Return the kind of split for a log with or without clock times.
@@ -129,11 +116,6 @@ class SplitConfig:
             raise UserError(
                 f"split.kind is {self.kind}, but the log has no clock times, only an "
                 f"order of events within each user; use --split.kind leave_last_out"
-            )
-        if self.folds > 1 and not has_clock_times:
-            raise UserError(
-                f"split.folds is {self.folds}, but the log has no clock times, only an "
-                f"order of events within each user; remove split.folds"
             )
         if self.kind == "auto":
             return "temporal" if has_clock_times else "leave_last_out"
@@ -177,12 +159,11 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
 
     Returns:
         The split as manifests record it: `val_start_ms` and `test_start_ms`, the first
-        timestamps of the windows. With several folds, `folds` has both times of each
-        fold, and `test_end_ms`, the first timestamp after its test window.
+        timestamps of the windows.
 
     Raises:
-        UserError: If a window would be empty, the folds are longer than the log, or
-            timestamps are too coarse to place the boundaries.
+        UserError: If a window would be empty, or timestamps are too coarse to place
+            the boundaries.
     """
     if config.val_start is not None or config.val_days is not None:
         val_start, test_start = _configured_starts(stats, config)
@@ -207,48 +188,11 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
                 f"{stats.first_ms} ms; use larger fractions or --split.kind "
                 f"leave_last_out"
             )
-    split = {
+    return {
         "kind": "temporal",
         "val_start_ms": val_start,
         "test_start_ms": test_start,
     }
-    if config.folds > 1:
-        starts = [val_start, test_start]
-        split["folds"] = _cut_folds(stats, starts, config.folds)
-    return split
-
-
-def _cut_folds(
-    stats: EventStats, starts: list[int], num_folds: int
-) -> list[dict[str, int]]:
-    """Compute the windows of each fold, oldest first."""
-    val_start, test_start = starts
-    test_end = stats.last_ms + 1
-    length = test_end - test_start
-    first_val_start = val_start - (num_folds - 1) * length
-    if first_val_start <= stats.first_ms:
-        max_folds = 1 + (val_start - stats.first_ms - 1) // length
-        raise UserError(
-            f"split.folds is {num_folds}, but fold 1 would have nothing to train on: "
-            f"its validation would begin at {first_val_start} ms, the log begins at "
-            f"{stats.first_ms}; use at most {max_folds}, or a smaller "
-            f"split.test_fraction or split.test_days"
-        )
-    shifts = [length * number for number in reversed(range(num_folds))]
-    return [
-        {
-            "val_start_ms": val_start - shift,
-            "test_start_ms": test_start - shift,
-            "test_end_ms": test_end - shift,
-        }
-        for shift in shifts
-    ]
-
-
-def train_end_ms(split: dict[str, Any]) -> int:
-    """Return the end in ms of the training window that all folds share."""
-    folds = split.get("folds") or [split]
-    return int(folds[0]["val_start_ms"])
 
 
 def _configured_starts(stats: EventStats, config: SplitConfig) -> list[int]:
@@ -339,64 +283,6 @@ def assign_splits(
     code[test] = SPLITS.index("test")
     code[val] = SPLITS.index("val")
     return code
-
-
-def count_by_fold(split: Mapping[str, Any], time: np.ndarray) -> dict[str, int]:
-    """Count the requests in each window of each fold.
-
-    Requests after the test window of a fold are not counted for it.
-
-    Args:
-        split: Kind and boundaries of the split, as manifests record them.
-        time: Times (R,) of the requests in ms.
-
-    Returns:
-        The counts by `fold_NUMBER_SPLIT`, such as `fold_1_test`.
-    """
-    count = {}
-    for number, fold in enumerate(split.get("folds", ()), 1):
-        ends = [fold["val_start_ms"], fold["test_start_ms"], fold["test_end_ms"]]
-        if number == len(split["folds"]):
-            ends.pop()
-        code = np.digitize(time, ends)
-        for index, name in enumerate(SPLITS):
-            count[f"fold_{number}_{name}"] = int((code == index).sum())
-    return count
-
-
-def folds_info(
-    split: Mapping[str, Any], count: Mapping[str, int]
-) -> dict[str, list[dict[str, int]]]:
-    """Return the entry `requests_per_fold` of manifests; no entry without folds.
-
-    Args:
-        split: Kind and boundaries of the split, as manifests record them.
-        count: Sums of `count_by_fold` over all parts.
-    """
-    numbers = range(1, 1 + len(split.get("folds", ())))
-    requests = [
-        {name: count[f"fold_{number}_{name}"] for name in SPLITS} for number in numbers
-    ]
-    return {"requests_per_fold": requests} if requests else {}
-
-
-def describe_folds(info: Mapping[str, Any]) -> list[str]:
-    """Describe each fold in a line, given the `info` of the manifest of `sequences`."""
-    folds = info["split"].get("folds", ())
-    lines = []
-    for number, (fold, requests) in enumerate(
-        zip(folds, info.get("requests_per_fold", ()), strict=True), 1
-    ):
-        counts = ", ".join(f"{requests[name]:,} {name}" for name in SPLITS)
-        moments = [
-            format_moment(fold[f"{name}_ms"])
-            for name in ("val_start", "test_start", "test_end")
-        ]
-        lines.append(
-            f"fold {number} of {len(folds)}: validation from {moments[0]}, test from "
-            f"{moments[1]} to before {moments[2]}: {counts} requests"
-        )
-    return lines
 
 
 def format_moment(time_ms: int) -> str:

@@ -20,7 +20,6 @@ import ray
 import torch
 
 from models.cpu.matmul import matmul_precision
-from models.dataset.folds import count_folds, find_train_end
 from models.retrieval.data import RetrievalDataset
 from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers import rqkmeans, rqvae
@@ -104,23 +103,8 @@ class TokenizerPaths:
 
 
 def find_train_items(sequences_uri: str) -> np.ndarray:
-    """Return the items (n,) of training requests and their histories, ascending.
-
-    With several folds, these are the training requests of the first fold: all folds
-    train on them.
-    """
-    info = read_manifest(sequences_uri, "sequences").info
-    fold = 1 if count_folds(info) else None
-    return RetrievalDataset.load(sequences_uri, "train", fold=fold).visited_items()
-
-
-def _train_item_inputs(sequences_uri: str) -> dict[str, str]:
-    """Return the inputs that determine `find_train_items`, for the manifest."""
-    sequences = read_manifest(sequences_uri, "sequences")
-    inputs = {"sequences": sequences.hash}
-    if count_folds(sequences.info):
-        inputs["train_end_ms"] = str(find_train_end(sequences.info, 1))
-    return inputs
+    """Return the items (n,) of training requests and their histories, ascending."""
+    return RetrievalDataset.load(sequences_uri, "train").visited_items()
 
 
 @dataclass(frozen=True)
@@ -553,7 +537,7 @@ def tokenize(
                 paths, source, overwrite, say, start_ray
             )
         if config.on_train_items:
-            inputs |= _train_item_inputs(paths.sequences)
+            inputs["sequences"] = read_manifest(paths.sequences, "sequences").hash
         settings = config.relevant_settings()
         finished = (
             None if overwrite else find_finished(paths.sids, "sids", settings, inputs)

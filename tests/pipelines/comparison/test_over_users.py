@@ -15,9 +15,7 @@ from pipelines.comparison.load import compare
 from pipelines.comparison.over_users import (
     Interval,
     Pair,
-    PairedMetric,
     bootstrap_intervals,
-    concatenate_folds,
     group_rows,
     over_users_tables,
     to_cells,
@@ -136,22 +134,6 @@ def test_students_of_several_teachers_keep_the_evaluation_options_in_their_name(
         "sid_mlp-* [unseen]",
     ]
     assert groups[1].label == "sid_mlp-* [unseen]"
-
-
-def test_folds_weigh_the_same_and_repeat_users() -> None:
-    folds = [
-        PairedMetric(
-            users=f"fold {num_users}",
-            difference=np.full(num_users, difference),
-            base=np.ones(num_users),
-            counts=np.full(num_users, 4),
-            num_users=num_users,
-        )
-        for num_users, difference in ((50, 0.2), (150, 0.4))
-    ]
-    both = concatenate_folds(folds)
-    assert both.num_users == 150
-    assert both.difference @ both.counts / both.counts.sum() == pytest.approx(0.3)
 
 
 @pytest.mark.long
