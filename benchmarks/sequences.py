@@ -34,9 +34,8 @@ from benchmarks.harness import Row, make_row, run_module
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import parse_log
-from pipelines.data.retrieval.simulator import simulate_retrieval
 from pipelines.data.sequences.splits import SplitConfig
-from pipelines.data.simulation import Settings
+from pipelines.data.simulation import Settings, draw_interactions, write_log
 from pipelines.ray_inside import SHUFFLE_ENV
 
 EVENTS_PER_USER = 20
@@ -145,7 +144,8 @@ def sequences(
             log = f"{folder}/log-{events}"
             users = max(1, events // EVENTS_PER_USER)
             items = max(8, events // EVENTS_PER_ITEM)
-            simulate_retrieval(log, Settings(users, items, events))
+            settings = Settings(users, items, events)
+            write_log(log, "retrieval", settings, draw_interactions)
             params = {
                 "events": events,
                 "users": users,

@@ -44,7 +44,7 @@ LOGS: dict[str, tuple[str, list[str], list[str], str]] = {
         ["--counts_as_of", "2024-03-01"],
         "--text",
     ),
-    "actions": ("simulated_feed", ["--kind", "feed"], [], "--text"),
+    "actions": ("simulated_feed", ["--kind", "actions"], [], "--text"),
 }
 """Mapping file, options of the simulator, options of jobs.prepare, and the option that
 names semantic IDs or text, by kind of log."""

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Interleaved, AttnLFA and AttnMVP on a simulated feed whose items are new (jobs.simulate --kind feed --shown_days 7), five
+# Interleaved, AttnLFA and AttnMVP on a simulated feed whose items are new (jobs.simulate --kind actions --shown_days 7), five
 # seeds, each measured on test:
 #
 #   papers/results/fresh_feed.sh OUT      OUT: where the log, tables and runs go
 #
 # Only a user's own actions tell whether it likes dogs or cats: the normalised entropy of like is 1 without them and 0.469
-# at best, as jobs.simulate prints. The same line again keeps the finished trials and continues. At its end the
+# at best. The same line again keeps the finished trials and continues. At its end the
 # runs are kept in papers/results/fresh_feed.jsonl.
 set -euo pipefail
 out=$(realpath -m "$1")
@@ -13,7 +13,7 @@ python=$(command -v python)
 cd "$(dirname "$0")/../.."
 mkdir -p "$out"
 
-[ -e "$out/raw/simulation.json" ] || "$python" -m jobs.simulate --kind feed --shown_days 7 --users 1500 --items 6000 \
+[ -e "$out/raw/simulation.json" ] || "$python" -m jobs.simulate --kind actions --shown_days 7 --users 1500 --items 6000 \
   --events 60000 --output "$out/raw"
 [ -e "$out/tables/statistics.json" ] || "$python" -m jobs.prepare --source jobs/configs/sources/simulated_feed.yaml \
   --input "$out/raw" --output "$out/tables"

@@ -8,8 +8,8 @@
 #   MODELS='qgs qgs_paper_loss no_history base'
 #
 # simulated: a log of 20,000 users and 200,000 searches in which taste decides (--disliked_click 0.05), about 6 minutes a QGS
-# and 3 of the others on a core of AMD EPYC. jobs.simulate prints the best possible GAUC of the latest tenth, which the
-# models are tested on: 0.7622 by the intent alone, 0.7918 by the intent and earlier clicks. beauty_search: with EPOCHS=3
+# and 3 of the others on a core of AMD EPYC. The best possible GAUC of the latest tenth, which the
+# models are tested on, is 0.7622 by the intent alone, 0.7918 by the intent and earlier clicks. beauty_search: with EPOCHS=3
 # and MODELS='qgs no_history', 2 minutes a run.
 # The same line again keeps the finished work and continues. Then, for each part:
 #

@@ -13,7 +13,7 @@ from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
-from pipelines.data.simulation import Settings
+from pipelines.data.simulation import Settings, SimulatedLog
 
 
 class Kind(ABC):
@@ -44,12 +44,8 @@ class Kind(ABC):
     training."""
     skipped_rules: ClassVar[tuple[str, ...]] = ()
     """Audit rules that do not apply to tables of the kind."""
-    simulated_name: ClassVar[str]
-    """Name of the kind in `jobs.simulate --kind`."""
     simulated_source: ClassVar[str]
     """Name of the mapping file that reads simulated logs."""
-    simulator_settings: ClassVar[type[Settings]] = Settings
-    """Dataclass of the size, the seed and the parameters of simulated logs."""
 
     @abstractmethod
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
@@ -112,10 +108,5 @@ class Kind(ABC):
         yield from ()
 
     @abstractmethod
-    def simulate(self, output: str, settings: Any) -> Iterator[str]:
-        """Write a simulated log, and yield lines on the best metrics models can reach.
-
-        Args:
-            output: Folder of the log.
-            settings: Instance of `simulator_settings`.
-        """
+    def draw_log(self, settings: Settings) -> SimulatedLog:
+        """Draw a simulated log of the kind."""

@@ -1,6 +1,10 @@
-"""Parts that all simulators of logs share: settings, item texts, times and writing.
+"""Simulated logs of three kinds with known causes.
 
-Results on a simulated log are always labelled as simulated.
+    settings = Settings(users=200, items=120, events=2400)
+    write_log("raw", "search", settings, draw_searches)
+
+A log is `events-*.parquet` in the order of time, `items.parquet` and, written last,
+`simulation.json`. Results on a simulated log are always labelled as simulated.
 """
 
 from __future__ import annotations
@@ -9,41 +13,37 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar
+from functools import partial
+from typing import Literal, Self
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.random import Generator, default_rng
 from pyarrow import fs
 
+from models.config import check_least, check_positive
 from models.ragged import lengths_to_starts
 from models.storage.tables import UserError, join, open_uri
-from models.storage.uri import check_writable, write_file
+from models.storage.uri import read_json, write_file
 
 RECORD = "simulation.json"
 """Name of the file with the settings of a simulated log, which is written last."""
-
-VERSION = 1
-"""Version of the simulators; raised when a seed gives another log."""
-
-NEXT_ITEMS = 3
-"""Number of items that are likely to follow an item."""
-
-CLUSTERS_PER_USER = 3
-"""Number of clusters that a user likes."""
 
 POPULARITY_SKEW = 2.0
 """Exponent of the popularity of items: of n items, the one at index n * u**skew is
 drawn, u uniform, so that values above 1 favour low indices."""
 
+DAY_MS = 86_400_000
+
 START_MS = 1_704_067_200_000
 """Start of simulated logs in epoch ms: 1 January 2024, UTC."""
 
-SPAN_MS = 90 * 86_400_000
+SPAN_MS = 90 * DAY_MS
 """Length of simulated logs in ms."""
 
-ROWS_PER_FILE = 1 << 20
+EVENTS_PER_FILE = 1 << 20
 
 # Split from text: eighty words in quotes of their own are harder to read.
 NOUNS = """
@@ -72,7 +72,7 @@ Lunden Marlowe Norvane Oakridge Penrose Quillon Rowanta Silvern Tamsin
 
 @dataclass(frozen=True)
 class Settings:
-    """Size and seed of a simulated log."""
+    """Size, seed and causes of a simulated log."""
 
     users: int = 1500
     """Number of users, each with at least one event or search."""
@@ -81,44 +81,43 @@ class Settings:
     events: int = 15_000
     """Exact number of events or searches."""
     seed: int = 42
-    """Seed; the same seed and sizes give the same log, byte for byte."""
-    files: int = field(default=1, kw_only=True)
+    """Seed; the same settings give the same log, byte for byte."""
+    files: int = 1
     """Minimum number of files with equally many events, in the order of time; a large
     log has more files."""
-
-    unit: ClassVar[str] = "events"
-    """Plural noun for what `events` counts."""
+    taste: Literal["user", "class"] = "user"
+    """Search: the makers that a user likes: some makers (`user`), or all makers of one
+    of two classes (`class`)."""
+    disliked_click: float = 0.25
+    """Search: probability of a click, given a look, on a result of the intent whose
+    maker the user does not like; for a liked maker it is 0.85."""
+    shown_days: float = 0.0
+    """Feed: days for which an item is shown, so that later items are new; 0: the whole
+    log."""
 
     def __post_init__(self) -> None:
-        if self.users < 1:
-            raise ValueError(
-                f"users is {self.users}, but must be at least 1; use a positive number"
-            )
-        if self.items < 8:
-            raise ValueError(
-                f"items is {self.items}, but must be at least 8 to form clusters; use "
-                f"a larger catalogue"
-            )
-        if self.events < self.users:
-            raise ValueError(
-                f"events is {self.events} for {self.users} users; use at least one "
-                f"event per user"
-            )
-        if not 1 <= self.files <= self.events:
-            raise ValueError(
-                f"files is {self.files}; use 1 to {self.events}, the number of events"
-            )
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; use 0 or more")
-
-    def describe(self) -> str:
-        """Return the text that `jobs.simulate` prints after the sizes of the log."""
-        return ""
+        check_positive(self, ["users", "files"])
+        check_least(self, ["items"], 8)  # four clusters of two
+        check_least(self, ["events"], self.users)
+        check_least(self, ["seed", "shown_days"], 0)
 
 
 @dataclass(frozen=True)
-class World:
-    """Ground truth of a simulated log: K clusters, N items, U users."""
+class SimulatedLog:
+    """Rows of a simulated log: E events or searches, with W rows each."""
+
+    columns: dict[str, np.ndarray]
+    """(E,) or (E, W) values of each column; one of them is `timestamp_ms`."""
+    items: pl.DataFrame
+    """Rows of the item file."""
+    labels: dict[str, pl.Series] = field(default_factory=dict)
+    """Texts of the columns, beside `user_id` and `item_id`, that index texts."""
+    rows_per_event: int = 1
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Latent clusters of items: K clusters, N items."""
 
     cluster: np.ndarray
     """(N,) cluster of each item."""
@@ -126,38 +125,31 @@ class World:
     """(N,) items grouped by cluster, popular items first."""
     starts: np.ndarray
     """(K + 1,) offset of each cluster's first item in `members`."""
-    following_cluster: np.ndarray
-    """(K,) cluster that follows each cluster, in one cycle through all clusters."""
-    following: np.ndarray
-    """(N, NEXT_ITEMS) items that follow each item, the likeliest first."""
-    tastes: np.ndarray
-    """(U, CLUSTERS_PER_USER) clusters that each user likes."""
+
+    @classmethod
+    def draw(cls, num_items: int, rng: Generator) -> Self:
+        """Draw clusters of equal size, about as many as items per cluster."""
+        num_clusters = max(4, math.isqrt(num_items))
+        members = rng.permutation(num_items)
+        starts = np.arange(num_clusters + 1) * num_items // num_clusters
+        cluster = np.empty_like(members)
+        cluster[members] = np.repeat(np.arange(num_clusters), np.diff(starts))
+        return cls(cluster, members, starts)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def popular_items(
+        self, cluster: np.ndarray, uniform: np.ndarray, count: int = 1
+    ) -> np.ndarray:
+        """Return items (n, count) of clusters (n,), consecutive ones by popularity."""
+        size = np.diff(self.starts)[cluster][:, None]
+        first = (size * uniform[:, None] ** POPULARITY_SKEW).astype(int)
+        rank = (first + np.arange(count)) % size
+        return self.members[self.starts[cluster][:, None] + rank]
 
 
-def make_world(settings: Settings) -> World:
-    """Draw clusters of items, successors of items and tastes of users."""
-    rng = np.random.default_rng([settings.seed, 1])
-    clusters = int(np.clip(np.sqrt(settings.items), 4, len(NOUNS) * len(STYLES)))
-    members = rng.permutation(settings.items).astype(np.int32)
-    starts = np.arange(clusters + 1) * settings.items // clusters
-    cluster = np.empty(settings.items, dtype=np.int32)
-    cluster[members] = np.repeat(np.arange(clusters), np.diff(starts))
-    cycle = rng.permutation(clusters)
-    following_cluster = np.empty(clusters, dtype=np.int32)
-    following_cluster[cycle] = np.roll(cycle, -1)
-    # (N, 1) next cluster of each item, and (N, NEXT_ITEMS) offsets of items in it
-    next_cluster = following_cluster[cluster][:, None]
-    sizes = np.diff(starts)
-    uniform = rng.random((settings.items, NEXT_ITEMS))
-    offset = (uniform * sizes[next_cluster]).astype(np.int64)
-    following = members[starts[next_cluster] + offset]
-    # the exponent makes some clusters more popular than others
-    uniform = rng.random((settings.users, CLUSTERS_PER_USER))
-    tastes = (clusters * uniform**1.5).astype(np.int32)
-    return World(cluster, members, starts, following_cluster, following, tastes)
-
-
-def draw_lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
+def draw_lengths(settings: Settings, rng: Generator) -> np.ndarray:
     """Draw the number of events of each user from a long-tailed distribution.
 
     Returns:
@@ -171,7 +163,7 @@ def draw_lengths(settings: Settings, rng: np.random.Generator) -> np.ndarray:
     return np.sort(lengths)[::-1]
 
 
-def draw_times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def draw_times(lengths: np.ndarray, rng: Generator) -> np.ndarray:
     """Draw the times of events: sessions within a part of the log's span.
 
     Args:
@@ -192,169 +184,362 @@ def draw_times(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     length = (1 - start) * rng.uniform(0.2, 1.0, len(lengths))
     relative_time = np.repeat(start, lengths) + share * np.repeat(length, lengths)
     index = np.arange(total) - np.repeat(first, lengths)  # within the user
-    return START_MS + (relative_time * SPAN_MS).astype(np.int64) + index
+    return START_MS + (relative_time * SPAN_MS).astype(int) + index
 
 
-def make_ids(prefix: str, count: int) -> pa.Array:
+def make_ids(prefix: str, count: int) -> pl.Series:
     """Return (count,) ids: the prefix and a number from 0, padded to a fixed width."""
     numbers = pl.int_range(count, eager=True).cast(pl.String)
-    ids = prefix + numbers.str.zfill(len(str(count - 1)))
-    return ids.to_arrow().cast(pa.string())
+    return prefix + numbers.str.zfill(len(str(count - 1)))
 
 
-def item_texts(world: World, ids: pa.Array, rng: np.random.Generator) -> pa.Table:
-    """Return titles, brands and descriptions made of the words of each item's cluster.
+def cluster_words(cluster: int) -> tuple[str, str]:
+    """Return the style and the noun of a cluster; no other cluster has both."""
+    style = STYLES[(cluster // len(NOUNS) + cluster) % len(STYLES)]
+    return style, NOUNS[cluster % len(NOUNS)]
 
-    Args:
-        world: Clusters of the items.
-        ids: (N,) ids of the items.
-        rng: Random generator.
 
-    Returns:
-        Table with the columns item_id, title, brand and description.
-    """
-    count, clusters = len(world.cluster), len(world.starts) - 1
-    noun = np.arange(clusters) % len(NOUNS)
-    style = (np.arange(clusters) // len(NOUNS) + np.arange(clusters)) % len(STYLES)
-    # (K, 3) makers and (K, 6) traits of each cluster
-    makers = rng.integers(0, len(MAKERS), (clusters, 3))
-    traits = np.array([rng.permutation(len(TRAITS))[:6] for _ in range(clusters)])
-    cluster = world.cluster
-    # (N, 3) three of the six traits for each item
+def item_texts(clusters: Clusters, rng: Generator) -> pl.DataFrame:
+    """Return ids, titles, brands and descriptions, made of the words of clusters."""
+    count = len(clusters.cluster)
+    # (K, 3) makers and (K, 6) traits of each cluster, three of the six for each item
+    makers = rng.integers(0, len(MAKERS), (len(clusters), 3))
+    traits = np.array([rng.permutation(len(TRAITS))[:6] for _ in clusters.starts[1:]])
     chosen = np.argsort(rng.random((count, 6)), axis=1)[:, :3]
-
-    def words(vocabulary: list[str], index: np.ndarray) -> pl.Series:
-        return pl.Series(vocabulary).gather(index)
-
-    trait = [words(TRAITS, traits[cluster, chosen[:, i]]) for i in range(3)]
-    frame = pl.DataFrame(
+    maker = makers[clusters.cluster, rng.integers(0, 3, count)]
+    trait = traits[clusters.cluster[:, None], chosen]
+    model = rng.integers(100, 1000, count)
+    titles, descriptions = [], []
+    for item, cluster in enumerate(clusters.cluster.tolist()):
+        style, noun = cluster_words(cluster)
+        brand = MAKERS[maker[item]]
+        a, b, c = (TRAITS[index] for index in trait[item])
+        titles.append(f"{brand} {style.title()} {noun} {model[item]}, {a}")
+        descriptions.append(f"{b.title()} {style} {noun}, {c}, made by {brand}.")
+    return pl.DataFrame(
         {
-            "item_id": pl.Series(ids),
-            "brand": words(MAKERS, makers[cluster, rng.integers(0, 3, count)]),
-            "style": words(STYLES, style[cluster]),
-            "noun": words(NOUNS, noun[cluster]),
-            "a": trait[0],
-            "b": trait[1],
-            "c": trait[2],
-            "model": pl.Series(rng.integers(100, 1000, count)),
+            "item_id": make_ids("i", count),
+            "title": titles,
+            "brand": pl.Series(MAKERS).gather(maker),
+            "description": descriptions,
         }
     )
-    texts = frame.select(
-        "item_id",
-        pl.format(
-            "{} {} {} {}, {}",
-            "brand",
-            pl.col("style").str.to_titlecase(),
-            "noun",
-            "model",
-            "a",
-        ).alias("title"),
-        "brand",
-        pl.format(
-            "{} {} {}, {}, made by {}.",
-            pl.col("b").str.to_titlecase(),
-            "style",
-            "noun",
-            "c",
-            "brand",
-        ).alias("description"),
-    )
-    return texts.to_arrow().cast(
-        pa.schema([(name, pa.string()) for name in texts.columns])
-    )
 
 
-def write_parquet(uri: str, table: pa.Table) -> None:
-    """Write a table as a Parquet file of a raw log."""
-    filesystem, path = open_uri(uri)
-    with filesystem.open_output_stream(path) as stream:
-        pq.write_table(
-            table, stream, compression="zstd", compression_level=1, store_schema=False
-        )
-
-
-def is_simulated(output_dir: str, settings: Settings, kind: str = "retrieval") -> bool:
-    """Return whether the folder holds the finished log of these settings.
+def write_log(
+    output: str,
+    kind: str,
+    settings: Settings,
+    draw_log: Callable[[Settings], SimulatedLog],
+) -> bool:
+    """Write a log into a new or empty folder.
 
     Args:
-        output_dir: Folder of the log.
+        output: Local path or URI of the folder.
+        kind: Kind of the log.
         settings: Settings of the log.
-        kind: Name of the simulator, as in `jobs.simulate --kind`.
-    """
-    filesystem, path = open_uri(join(output_dir, RECORD))
-    if filesystem.get_file_info(path).type != fs.FileType.File:
-        return False
-    with filesystem.open_input_stream(path) as stream:
-        return bool(stream.read().decode() == to_record(settings, kind))
+        draw_log: Draws the log.
 
-
-def to_record(settings: Settings, kind: str) -> str:
-    """Return the content of `simulation.json`: the settings that reproduce the log."""
-    return json.dumps(
-        {"simulated": kind, "version": VERSION, **asdict(settings)},
-        indent=2,
-        sort_keys=True,
-    )
-
-
-def clear_log(output_dir: str) -> None:
-    """Remove an earlier simulated log.
+    Returns:
+        False if the folder already holds the log of these settings.
 
     Raises:
         UserError: if the folder holds other files.
     """
-    filesystem, root = open_uri(output_dir)
-    entries = filesystem.get_file_info(fs.FileSelector(root))
-    for entry in entries:
-        name = entry.base_name
-        if name not in (RECORD, "items.parquet") and not name.startswith("events-"):
-            raise UserError(
-                f"{output_dir} holds '{name}', which is not a file of a simulated log; "
-                f"choose a new or empty folder"
-            )
-    # Without the record, which is removed first, the other files are an unfinished log.
-    for entry in sorted(entries, key=lambda entry: entry.base_name != RECORD):
-        filesystem.delete_file(entry.path)
+    record = {"simulated": kind, **asdict(settings)}
+    if read_json(join(output, RECORD)) == record:
+        return False
+    filesystem, root = open_uri(output)
+    if filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True)):
+        raise UserError(f"{output} holds other files; choose a new or empty folder")
+    filesystem.create_dir(root)
+    log = draw_log(settings)
+    write_table = partial(
+        pq.write_table,
+        filesystem=filesystem,
+        compression="zstd",
+        compression_level=1,
+        store_schema=False,
+    )
+    labels = {
+        "user_id": make_ids("u", settings.users),
+        "item_id": log.items["item_id"],
+        **log.labels,
+    }
+    order = np.argsort(log.columns["timestamp_ms"], kind="stable")
+    per_file = min(EVENTS_PER_FILE, math.ceil(len(order) / settings.files))
+    for number, first in enumerate(range(0, len(order), per_file)):
+        columns = {}
+        for name, values in log.columns.items():
+            rows = values[order[first : first + per_file]]
+            if rows.ndim == 1:
+                rows = np.repeat(rows, log.rows_per_event)
+            column = pa.array(rows.reshape(-1), from_pandas=True)  # NaN becomes null
+            if name in labels:
+                column = pa.DictionaryArray.from_arrays(column, labels[name])
+            columns[name] = column
+        write_table(pa.table(columns), f"{root}/events-{number:05d}.parquet")
+    write_table(log.items.to_arrow(), f"{root}/items.parquet")
+    write_file(join(output, RECORD), json.dumps(record).encode())
+    return True
 
 
-def create_log_folder(output_dir: str) -> None:
-    """Create an empty folder for a log, at a local path or URI.
+CLUSTERS_PER_USER = 3
+"""Number of clusters that a user likes."""
 
-    Raises:
-        UserError: if the folder holds other files or cannot be written.
+FOLLOW = 0.6
+"""Share of the events that follow the user's previous item."""
+
+TASTE = 0.3
+"""Share of the events in one of the user's clusters."""
+
+SHARES = (0.6, 0.3, 0.1)
+"""Probabilities of the items that follow an item."""
+
+
+def draw_interactions(settings: Settings) -> SimulatedLog:
+    """Draw a retrieval log, in which the next item follows from the history.
+
+    Items fall into latent clusters. Each cluster has a following cluster, and each item
+    a few following items in it. A user has a few clusters. An event is drawn from one
+    of three sources: the items that follow the user's previous item, the items of the
+    user's clusters, or all items.
     """
-    check_writable(output_dir)
-    filesystem, root = open_uri(output_dir)
-    filesystem.create_dir(root, recursive=True)
-    clear_log(output_dir)
+    rng = default_rng([settings.seed, 1])
+    clusters = Clusters.draw(settings.items, rng)
+    cycle = rng.permutation(len(clusters))
+    next_cluster = np.empty_like(cycle)
+    next_cluster[cycle] = np.roll(cycle, -1)
+    # (N, SHARES) items that follow each item, the likeliest first
+    uniform = rng.random((settings.items, len(SHARES)))
+    offset = uniform * np.diff(clusters.starts)[next_cluster][clusters.cluster, None]
+    start = clusters.starts[next_cluster][clusters.cluster, None]
+    following = clusters.members[start + offset.astype(int)]
+    # the exponent makes some clusters more popular than others
+    uniform = rng.random((settings.users, CLUSTERS_PER_USER))
+    tastes = (len(clusters) * uniform**1.5).astype(int)
+
+    rng = default_rng([settings.seed, 2])
+    lengths = draw_lengths(settings, rng)
+    first = lengths_to_starts(lengths)
+    item = np.empty(settings.events, dtype=int)
+    for position in range(lengths[0]):
+        # lengths descend, so the users with an event at this position come first
+        num_users = np.count_nonzero(lengths > position)
+        event = first[:num_users] + position
+        cause, uniform, choice = rng.random((3, num_users))
+        taste = (choice * CLUSTERS_PER_USER).astype(int)
+        cluster = tastes[np.arange(num_users), taste]
+        liked = clusters.popular_items(cluster, uniform)[:, 0]
+        any_item = clusters.members[(settings.items * uniform).astype(int)]
+        item[event] = np.where(cause < FOLLOW + TASTE, liked, any_item)
+        if position:
+            follower = np.searchsorted(np.cumsum(SHARES)[:-1], choice, side="right")
+            followers = following[item[event - 1], follower]
+            item[event] = np.where(cause < FOLLOW, followers, item[event])
+    time = draw_times(lengths, rng)
+    user = np.repeat(rng.permutation(settings.users), lengths)
+    items = item_texts(clusters, rng)
+    columns = {"user_id": user, "item_id": item, "timestamp_ms": time}
+    return SimulatedLog(columns, items)
 
 
-def write_log(
-    output_dir: str,
-    kind: str,
-    settings: Settings,
-    time: np.ndarray,
-    make_rows: Callable[[np.ndarray, int], pa.Table],
-    make_items: Callable[[], pa.Table],
-    width: int = 1,
-) -> None:
-    """Write `events-*.parquet` in the order of time, `items.parquet`, and the settings.
+RESULTS_BY_CLUSTER = (4, 3, 1, 1, 1)
+"""Results of a search from each of five clusters, of which the first is the intent."""
 
-    Args:
-        output_dir: Folder of the log.
-        kind: Name of the simulator, as in `jobs.simulate --kind`.
-        settings: Settings of the log.
-        time: (E,) epoch ms of each event or search.
-        make_rows: Returns the rows of a file, given the indices of its events or
-            searches and the rank in time of the first one.
-        make_items: Returns the rows of the item file.
-        width: Number of rows of each event or search.
+RESULTS = sum(RESULTS_BY_CLUSTER)
+"""Results of a search."""
+
+LIKED_MAKERS = 6
+"""Number of makers that each user likes, with `taste` `user`."""
+
+LOOK = 1 / (1 + 0.3 * np.arange(RESULTS))
+"""(P,) probability that a user looks at a position."""
+
+PURCHASE = np.array([0.05, 0.4])
+"""Probability of a purchase, given a click: [maker is liked]."""
+
+STYLED = 0.5
+"""Share of the queries that name style and noun; the others name the noun."""
+
+
+def draw_searches(settings: Settings) -> SimulatedLog:
+    """Draw S searches with P results, whose clicks follow the query and the taste.
+
+    A search has an intent, which is a cluster of items that the query names. It shows
+    results of the intent and of four other clusters. A click has three causes: the
+    result is of the intent, the user likes its maker, and the user looked at its
+    position (position bias). Purchases and dwell time follow the taste of the user who
+    clicked. With `taste` `class` makers are cheap or fine, and a user likes the makers
+    of one class: a few earlier clicks, for any query, predict clicks also on makers
+    that the user has not clicked yet.
     """
-    order = np.argsort(time, kind="stable")
-    max_per_file = max(1, ROWS_PER_FILE // width)
-    per_file = min(max_per_file, math.ceil(len(order) / settings.files))
-    for file_index, first in enumerate(range(0, len(order), per_file)):
-        table = make_rows(order[first : first + per_file], first)
-        write_parquet(join(output_dir, f"events-{file_index:05d}.parquet"), table)
-    write_parquet(join(output_dir, "items.parquet"), make_items())
-    write_file(join(output_dir, RECORD), to_record(settings, kind).encode())
+    check_least(settings, ["items"], 36)  # six clusters
+    clusters = Clusters.draw(settings.items, default_rng([settings.seed, 1]))
+    rng = default_rng([settings.seed, 3])
+    items = item_texts(clusters, rng)
+    maker = np.array([MAKERS.index(brand) for brand in items["brand"]])  # (N,)
+    is_styled = rng.random(settings.events) < STYLED
+
+    rng = default_rng([settings.seed, 2])
+    lengths = draw_lengths(settings, rng)
+    user = np.repeat(rng.permutation(settings.users), lengths)
+    first = lengths_to_starts(lengths)
+    intent = np.empty(settings.events, dtype=int)
+    for position in range(lengths[0]):
+        # lengths descend, so the users with a search at this position come first
+        num_users = np.count_nonzero(lengths > position)
+        uniform = rng.random((5, num_users))[3]
+        intent[first[:num_users] + position] = len(clusters) * uniform
+    time = draw_times(lengths, rng)
+
+    # consecutive offsets from 1 give distinct clusters other than the intent
+    offset = rng.integers(0, len(clusters) - 1, (settings.events, 1))
+    other = (offset + np.arange(len(RESULTS_BY_CLUSTER) - 1)) % (len(clusters) - 1)
+    cluster = np.hstack(
+        [intent[:, None], (intent[:, None] + 1 + other) % len(clusters)]
+    )
+    shown = [
+        clusters.popular_items(cluster[:, index], rng.random(settings.events), count)
+        for index, count in enumerate(RESULTS_BY_CLUSTER)
+    ]
+    item = rng.permuted(np.hstack(shown), axis=1)  # (S, P)
+
+    rank = np.argsort(rng.random((settings.users, len(MAKERS))), axis=1)
+    likes = rank < LIKED_MAKERS  # (U, makers)
+    if settings.taste == "class":
+        # every second maker is fine
+        likes_cheap = rank[:, :1] < len(MAKERS) // 2
+        likes = likes_cheap == (np.arange(len(MAKERS)) % 2 == 1)
+    liked = likes[user[:, None], maker[item]].astype(int)
+    in_intent = (clusters.cluster[item] == intent[:, None]).astype(int)
+    # given a look: [result is of the intent][maker is liked]
+    chance = np.array([[0.02, 0.06], [settings.disliked_click, 0.85]])
+    click = rng.random(item.shape) < chance[in_intent, liked] * LOOK
+    purchase = click & (rng.random(item.shape) < PURCHASE[liked])
+    # about 13 s, and 36 s on results that the user likes
+    dwell = np.exp(rng.normal(9.5 + liked, 0.6))
+
+    # of K clusters, text c is the noun of cluster c, text K + c its style and noun
+    words = [cluster_words(cluster) for cluster in range(len(clusters))]
+    queries = [noun for _, noun in words] + [" ".join(pair) for pair in words]
+    labels = {
+        "search_id": make_ids("s", settings.events),
+        "query": pl.Series(queries),
+    }
+    # searches are numbered in the order of time
+    number = np.argsort(np.argsort(time, kind="stable"))
+    columns = {
+        "user_id": user,
+        "search_id": number,
+        "timestamp_ms": time,
+        "query": intent + len(clusters) * is_styled,
+        "item_id": item,
+        "position": np.broadcast_to(np.arange(RESULTS, dtype=np.int32), item.shape),
+        "click": click,
+        "purchase": purchase,
+        "dwell_ms": np.where(click, dwell, np.nan).astype(np.float32),
+    }
+    return SimulatedLog(columns, items, labels, RESULTS)
+
+
+PROBABILITY = {
+    "like": (0.1, 0.9),
+    "comment": (0.02, 0.2),
+    "share": (0.01, 0.1),
+    "follow": (0.005, 0.05),
+    "hide": (0.3, 0.02),
+}
+"""Probabilities of each action: on an item of the kind that the user does not like, and
+on an item of the kind that the user likes."""
+
+DWELL_MS = (4_000, 25_000)
+"""Medians of the dwell time: for a kind that the user does not like, and for a kind
+that the user likes."""
+
+LOG_DWELL_STD = 0.7
+"""Standard deviation of the logarithm of the dwell time."""
+
+ITEMS_PER_AUTHOR = 8
+"""Mean number of items per author."""
+BREEDS = {
+    "dog": "beagle collie dachshund greyhound husky labrador poodle spaniel terrier "
+    "whippet",
+    "cat": "abyssinian bengal birman burmese manx persian ragdoll siamese sphynx tabby",
+}
+ACTIVITIES = """
+asleep bathing climbing hiding hunting jumping playing running stretching yawning
+""".split()  # noqa: SIM905
+PLACES = """
+attic balcony beach forest garden kitchen meadow rooftop sofa staircase
+""".split()  # noqa: SIM905
+
+
+def draw_feed(settings: Settings) -> SimulatedLog:
+    """Draw a feed of E impressions: the dog and cat users of AttnMVP (Fig. 4).
+
+    Half of the N items show dogs, half cats. Half of the users like dogs and not cats,
+    the other half the reverse. Items are drawn from the same distribution for every
+    user, so the two kinds of users differ neither in the items they saw nor in the
+    items' total actions, only in their own actions. With `shown_days` each item is
+    shown for this number of days only, and items are spread over the whole log. Most
+    items of validation and test are then new: their ids carry no information, but
+    their kind, author and text do.
+    """
+    rng = default_rng([settings.seed, 2])
+    kind = rng.permutation(np.arange(settings.items) % 2)  # (N,) dog, cat
+    taste = rng.permutation(
+        np.arange(settings.users) % 2
+    )  # (U,) the kind that a user likes
+    lengths = draw_lengths(settings, rng)
+    user = np.repeat(rng.permutation(settings.users), lengths)
+    uniform = rng.random(settings.events)
+    if settings.shown_days:
+        time = draw_times(lengths, default_rng([settings.seed, 4]))
+        shown_ms = settings.shown_days * DAY_MS
+        span_ms = time.max() - START_MS + shown_ms + 1
+        age = (time - START_MS + shown_ms * uniform) / span_ms
+        item = (settings.items * age).astype(int)
+    else:
+        item = (settings.items * uniform**POPULARITY_SKEW).astype(int)
+    liked = (kind[item] == taste[user]).astype(int)
+    actions = {
+        name: rng.random(settings.events) < np.array(probability)[liked]
+        for name, probability in PROBABILITY.items()
+    }
+    log_dwell = rng.normal(np.log(DWELL_MS)[liked], LOG_DWELL_STD)
+    if not settings.shown_days:
+        time = draw_times(lengths, rng)
+    items = make_items(kind, default_rng([settings.seed, 3]))
+    columns = {
+        "user_id": user,
+        "item_id": item,
+        "timestamp_ms": time,
+        **actions,
+        "dwell_ms": np.exp(log_dwell).astype(np.float32),
+    }
+    return SimulatedLog(columns, items)
+
+
+def make_items(kind: np.ndarray, rng: Generator) -> pl.DataFrame:
+    """Return the titles, descriptions and authors of items of kinds (N,)."""
+    num_items = len(kind)
+    num_authors = max(1, num_items // ITEMS_PER_AUTHOR // 2)  # per kind
+    author = kind * num_authors + rng.integers(0, num_authors, num_items)
+    author_ids = make_ids("a", num_authors * 2)
+    breed, activity, place = rng.integers(0, 10, (3, num_items))
+    kinds = [("dog", "cat")[index] for index in kind]
+    titles, descriptions = [], []
+    for item, name in enumerate(kinds):
+        action = ACTIVITIES[activity[item]]
+        titles.append(f"{BREEDS[name].split()[breed[item]].title()} {action}")
+        descriptions.append(f"A {name} {action} in the {PLACES[place[item]]}.")
+    return pl.DataFrame(
+        {
+            "item_id": make_ids("i", num_items),
+            "title": titles,
+            "description": descriptions,
+            "author": author_ids.gather(author),
+            "kind": kinds,
+        }
+    )

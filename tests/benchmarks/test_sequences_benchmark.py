@@ -14,7 +14,8 @@ from models.storage.tables import read_table
 
 def test_both_variants_write_the_same_rows(tmp_path: Path) -> None:
     log = str(tmp_path / "log")
-    benchmark.simulate_retrieval(log, benchmark.Settings(150, 40, 3000, 1))
+    settings = benchmark.Settings(150, 40, 3000, 1)
+    benchmark.write_log(log, "retrieval", settings, benchmark.draw_interactions)
 
     benchmark.run_trieline(log, str(tmp_path / "trieline"))
     benchmark.run_polars(log, str(tmp_path / "polars"))
@@ -32,7 +33,7 @@ def test_a_failed_variant_is_a_line_with_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(  # an empty log
-        benchmark, "simulate_retrieval", lambda log, settings: Path(log).mkdir()
+        benchmark, "write_log", lambda log, *options: Path(log).mkdir()
     )
     # Only the variant that starts no Ray.
     monkeypatch.setattr(benchmark, "VARIANTS", {"polars": benchmark.run_polars})

@@ -135,7 +135,6 @@ def check_changes(tables, rules, core_users):
 
 class Changes(Retrieval):
     name = "changes"
-    simulated_name = "changes"
     skipped_rules = ()
 
     def make_sequences(self, run, events, items, split):

@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs import cli, simulate
+from jobs import cli
 from jobs.daily import Config, lowest_accepted, run
 from jobs.options import to_words
 from models.storage import checkpoint
 from models.storage.tables import read_manifest
 from pipelines import tracking
 from pipelines.comparison.floors import BELOW
+from pipelines.data.simulation import Settings, draw_interactions, write_log
 from pipelines.data.suggestion.suggest import suggest
 from pipelines.serving.registered_model import find_versions
 
@@ -38,10 +39,8 @@ DAYS = 4
 
 def simulate_days(folder: Path) -> None:
     """Write a simulated log to `folder / "all"`, with a file of events per day."""
-    config = simulate.Config(
-        output=str(folder / "all"), users=200, items=60, events=2000, files=DAYS
-    )
-    simulate.run(config)
+    settings = Settings(200, 60, 2000, files=DAYS)
+    write_log(str(folder / "all"), "retrieval", settings, draw_interactions)
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -297,10 +296,8 @@ def test_a_model_below_the_untrained_baselines_is_not_registered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A learning rate of nearly 0 leaves SASRec random."""
-    log = simulate.Config(
-        output=str(tmp_path / "all"), users=800, items=60, events=6000
-    )
-    simulate.run(log)
+    settings = Settings(800, 60, 6000)
+    write_log(str(tmp_path / "all"), "retrieval", settings, draw_interactions)
     untrained = {
         "config": str(ROOT / "jobs/configs/sasrec.yaml"),
         "fit": {"max_epochs": 1, "lr": 1e-9},

@@ -250,7 +250,6 @@ WRONG_LINES = [
     *[
         (f"simulate --output {{runs}}/out {words}", message)
         for words, message in (
-            ("--kind feed --query_driven 0.5", "add --kind search"),
             ("--users 0", "users is 0"),
             ("--users many", "users"),
             ("--evnts 5", "the nearest key is 'events'"),

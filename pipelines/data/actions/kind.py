@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import polars as pl
@@ -11,17 +10,12 @@ from models.storage.tables import Manifest
 from pipelines.data.actions.audit import check_actions_tables
 from pipelines.data.actions.config import ActionsConfig, check_actions
 from pipelines.data.actions.sequences import make_actions
-from pipelines.data.actions.simulator import (
-    ITEM_KINDS,
-    FeedSettings,
-    best_entropy,
-    simulate_feed,
-)
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
+from pipelines.data.simulation import Settings, SimulatedLog, draw_feed
 
 
 class Actions(Kind):
@@ -42,9 +36,7 @@ class Actions(Kind):
     text_tables = ("items",)
     first_model = "attn_mvp"
     skipped_rules = ("history", "known", "targets", "queries")
-    simulated_name = "feed"
     simulated_source = "simulated_feed"
-    simulator_settings = FeedSettings
 
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Raise UserError for settings that do not fit a log of actions."""
@@ -62,11 +54,6 @@ class Actions(Kind):
         """Check the rules on `sequences`; users with catalogue events must be in it."""
         return check_actions_tables(tables, rules)
 
-    def simulate(self, output: str, settings: FeedSettings) -> Iterator[str]:
-        """Write a feed, and yield the best normalised entropy that models can reach."""
-        simulate_feed(output, settings)
-        yield (
-            f"half of the users like {ITEM_KINDS[0]}s, the others {ITEM_KINDS[1]}s; "
-            f"only their actions reveal it: the normalised entropy of like is 1 "
-            f"without actions and {best_entropy('like'):.3f} at best"
-        )
+    def draw_log(self, settings: Settings) -> SimulatedLog:
+        """Draw a feed of dog and cat users."""
+        return draw_feed(settings)

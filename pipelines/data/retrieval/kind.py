@@ -15,10 +15,9 @@ from pipelines.data.reading.durations import DAY_MS
 from pipelines.data.reading.log import Log
 from pipelines.data.retrieval.audit import check_retrieval_tables
 from pipelines.data.retrieval.sequences import RetrievalStep
-from pipelines.data.retrieval.simulator import simulate_retrieval
 from pipelines.data.run import Run
 from pipelines.data.sequences.builder import make_sequences
-from pipelines.data.simulation import Settings
+from pipelines.data.simulation import Settings, SimulatedLog, draw_interactions
 
 MAX_TIED = 0.1
 """Share of requests without a history because of ties that causes a notice."""
@@ -36,7 +35,6 @@ class Retrieval(Kind):
     allows_repeats = True
     first_model = "tiger"
     skipped_rules = ("tasks", "queries", "features", "windows")
-    simulated_name = "retrieval"
     simulated_source = "simulated"
 
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
@@ -55,13 +53,9 @@ class Retrieval(Kind):
         check_retrieval_tables(tables, rules)
         return core_users
 
-    def simulate(self, output: str, settings: Settings) -> Iterator[str]:
-        """Write a retrieval log, and yield no line.
-
-        The best metrics of the log are not known.
-        """
-        simulate_retrieval(output, settings)
-        yield from ()
+    def draw_log(self, settings: Settings) -> SimulatedLog:
+        """Draw a log in which items follow from the user's last item and clusters."""
+        return draw_interactions(settings)
 
     def warn(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
         """Yield a line if many training requests have no history."""

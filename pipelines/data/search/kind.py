@@ -18,9 +18,9 @@ from pipelines.data.search.config import SearchConfig, check_search
 from pipelines.data.search.counts_as_of import make_counts
 from pipelines.data.search.features import check_feature_names, feature_names
 from pipelines.data.search.sequences import make_search
-from pipelines.data.search.simulator import SearchSettings, best_gauc, simulate_search
 from pipelines.data.sequences.custom_features import default_groups
 from pipelines.data.sequences.splits import SPLITS
+from pipelines.data.simulation import Settings, SimulatedLog, draw_searches
 
 
 class Search(Kind):
@@ -44,9 +44,7 @@ class Search(Kind):
     text_tables = ("items", "queries", "pairs", "tokens")
     first_model = "qgs"
     skipped_rules = ("tasks",)
-    simulated_name = "search"
     simulated_source = "simulated_search"
-    simulator_settings = SearchSettings
 
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Raise UserError for settings or names of features that do not fit the log."""
@@ -85,13 +83,6 @@ class Search(Kind):
                     f"log"
                 )
 
-    def simulate(self, output: str, settings: SearchSettings) -> Iterator[str]:
-        """Write a search log, and yield the best GAUC that rankers can reach."""
-        world, log = simulate_search(output, settings)
-        for searches, latest in (
-            ("all searches", 1.0),
-            ("the latest tenth, which models are tested on", 0.1),
-        ):
-            best = best_gauc(world, log, latest)
-            values = [f"{name} {value:.4f}" for name, value in best.items()]
-            yield f"best GAUC of clicks over {searches}, by {', '.join(values)}"
+    def draw_log(self, settings: Settings) -> SimulatedLog:
+        """Draw searches with clicks, purchases and dwell time."""
+        return draw_searches(settings)

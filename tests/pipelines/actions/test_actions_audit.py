@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from models.storage.tables import read_manifest
-from pipelines.data.actions.simulator import FeedSettings, simulate_feed
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
+from pipelines.data.simulation import Settings, draw_feed, write_log
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 
 SOURCE = (
@@ -30,7 +30,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     users.
     """
     folder = tmp_path_factory.mktemp("feed")
-    simulate_feed(str(folder / "raw"), FeedSettings(60, 40, 900, 3))
+    write_log(str(folder / "raw"), "actions", Settings(60, 40, 900, 3), draw_feed)
     source, defaults = load_source(str(SOURCE))
     counts = {
         "keys": ["item", "author", "user"],

@@ -1,154 +1,120 @@
-"""The simulated log has exact sizes, depends on its seed alone, and its items follow
-from a user's last item and from their cluster.
+"""Simulated logs have exact sizes, depend on their settings alone, and behaviours follow
+the causes that the settings name.
 """
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pytest
-from sklearn.feature_extraction.text import TfidfVectorizer
 
+from jobs import cli, simulate
 from models.storage.tables import UserError
-from pipelines.data import simulation
-from pipelines.data.retrieval.simulator import FOLLOW, SHARES, simulate_retrieval
-from pipelines.data.simulation import Settings, is_simulated, make_world
+from pipelines.data.kinds import KINDS
+from pipelines.data.simulation import DAY_MS, MAKERS, Settings, write_log
 
 
-def hash_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a folder."""
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir())
-    }
+def draw_log(folder: Path, kind: str, settings: Settings) -> pl.DataFrame:
+    """Write a log, and return its rows with the columns of their items."""
+    assert write_log(str(folder), kind, settings, KINDS[kind].draw_log)
+    log = pl.read_parquet(folder / "events-*.parquet")
+    items = pl.read_parquet(folder / "items.parquet")
+    assert items["item_id"].n_unique() == settings.items
+    return log.join(items, on="item_id", maintain_order="left")
 
 
-def read_events(folder: Path) -> pl.DataFrame:
-    """Return the events of all files of a log."""
-    return pl.read_parquet(folder / "events-*.parquet")
-
-
-@pytest.mark.parametrize(
-    ("users", "items", "count"),
-    [(1500, 400, 15_000), (1, 8, 1), (7, 8, 8), (50, 1000, 50), (3, 20, 5000)],
-)
-def test_sizes_are_exact_and_times_increase_per_user(
-    tmp_path: Path, users: int, items: int, count: int
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(200, 60, 2000), (1, 36, 1), (50, 1000, 50)])
+def test_sizes_are_exact_and_equal_settings_give_equal_rows(
+    tmp_path: Path, kind: str, sizes: tuple[int, int, int]
 ) -> None:
-    simulate_retrieval(str(tmp_path), Settings(users, items, count, seed=3))
+    settings = Settings(*sizes, seed=1, files=3)
+    log = draw_log(tmp_path / "a", kind, settings)
 
-    log = read_events(tmp_path)
-    assert len(log) == count
-    assert log["user_id"].n_unique() == users
+    assert not write_log(str(tmp_path / "a"), kind, settings, KINDS[kind].draw_log)
+    assert log.equals(draw_log(tmp_path / "b", kind, settings))
+    assert not log.equals(draw_log(tmp_path / "c", kind, Settings(*sizes, seed=2)))
     assert log["timestamp_ms"].is_sorted()
-    gaps = log.select(gap=pl.col("timestamp_ms").diff().over("user_id"))
-    assert (gaps["gap"].drop_nulls() > 0).all()
-    catalogue = pl.read_parquet(tmp_path / "items.parquet")
-    assert catalogue["item_id"].n_unique() == items
-    assert set(log["item_id"]) <= set(catalogue["item_id"])
-    assert catalogue.null_count().sum_horizontal().item() == 0
+    assert log["user_id"].n_unique() == sizes[0]
+    assert len(log) == sizes[2] * (10 if kind == "search" else 1)
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(
+def test_items_follow_from_the_last_item_and_not_from_popularity(
     tmp_path: Path,
 ) -> None:
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        simulate_retrieval(str(tmp_path / name), Settings(200, 50, 2000, seed))
+    log = draw_log(tmp_path, "retrieval", Settings()).sort("user_id", "timestamp_ms")
 
-    hashes, other_hashes = hash_files(tmp_path / "a"), hash_files(tmp_path / "c")
-    assert hash_files(tmp_path / "b") == hashes
-    assert other_hashes["events-00000.parquet"] != hashes["events-00000.parquet"]
+    last = pl.col("item_id").shift().over("user_id").alias("last")
+    pairs = log.with_columns(last).drop_nulls("last").group_by("last", "item_id").len()
+    ranked = pairs.with_columns(
+        pl.col("len").rank("ordinal", descending=True).over("last")
+    )
+    following = ranked.filter(pl.col("len") <= 3).join(pairs, on=["last", "item_id"])
+    assert 0.6 < following["len_right"].sum() / pairs["len"].sum() < 0.75
+    popular = log["item_id"].value_counts(sort=True)["count"].head(10).sum()
+    assert popular / len(log) < 0.15
 
 
-def test_a_new_log_replaces_all_files_of_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_clicks_follow_the_query_the_position_and_the_class_of_makers(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(simulation, "ROWS_PER_FILE", 300)
-    first, second = Settings(100, 50, 1000, 1), Settings(100, 50, 500, 1)
-    simulate_retrieval(str(tmp_path), first)
-    assert len(list(tmp_path.glob("events-*"))) == 4
-    assert is_simulated(str(tmp_path), first)
+    settings = Settings(1000, taste="class", disliked_click=0.05)
+    log = draw_log(tmp_path, "search", settings)
 
-    simulate_retrieval(str(tmp_path), second)
+    searches = log.group_by("search_id").agg(pl.col("item_id", "position").n_unique())
+    assert set(searches["item_id"]) == set(searches["position"]) == {10}
+    by_position = log.group_by("position").agg(pl.col("click").mean()).sort("position")
+    assert by_position["click"][0] > 2 * by_position["click"][-1]
+    noun = pl.col("query").str.split(" ").list.last()
+    is_named = pl.col("description").str.contains(pl.format(" {},", noun))
+    is_fine = pl.col("brand").is_in(MAKERS[1::2])
+    clicks = dict(log.group_by(is_named).agg(pl.col("click").mean()).rows())
+    assert clicks[True] > 5 * clicks[False]
+    # of each user, the class with more clicks
+    of_class = log.filter("click", is_named).group_by("user_id").agg(is_fine.mean())
+    assert (of_class["brand"] - 0.5).abs().mean() > 0.35
+    assert log.filter(pl.col("dwell_ms").is_null() == pl.col("click")).is_empty()
 
-    assert len(read_events(tmp_path)) == 500
-    assert not is_simulated(str(tmp_path), first)
+
+def test_users_like_dogs_or_cats_among_items_that_all_are_shown(tmp_path: Path) -> None:
+    settings = Settings(200, 3000, 60_000, shown_days=7)
+    log = draw_log(tmp_path, "actions", settings)
+
+    rates = log.group_by("user_id", "kind").agg(pl.col("like").mean())
+    by_kind = rates.pivot("kind", index="user_id", values="like")
+    likes = by_kind["dog"] - by_kind["cat"]
+    assert likes.abs().min() > 0.3
+    assert (likes > 0).sum() == 100
+    dogs = log.group_by("user_id").agg((pl.col("kind") == "dog").mean())
+    assert dogs["kind"].mean() == pytest.approx(0.5, abs=0.02)
+    shown = log.group_by("item_id").agg(
+        days=(pl.col("timestamp_ms").max() - pl.col("timestamp_ms").min()) / DAY_MS
+    )
+    assert 6 < shown["days"].max() <= 8
 
 
 def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
-    simulate_retrieval(str(tmp_path), Settings(100, 50, 500, 1))
     (tmp_path / "thesis.txt").write_text("mine")
-
-    with pytest.raises(UserError, match=r"thesis\.txt"):
-        simulate_retrieval(str(tmp_path), Settings(100, 50, 500, 1))
-
-    assert len(read_events(tmp_path)) == 500
+    with pytest.raises(UserError, match="holds other files"):
+        draw_log(tmp_path, "retrieval", Settings())
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize(
     "sizes", [(0, 50, 10, 1), (10, 7, 10, 1), (10, 50, 9, 1), (10, 50, 10, -1)]
 )
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="use"):
+    with pytest.raises(ValueError, match="it must be at least"):
         Settings(*sizes)
 
 
-def test_items_follow_from_the_last_item_and_not_from_popularity(
-    tmp_path: Path,
+def test_the_job_names_the_mapping_of_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world = simulate_retrieval(str(tmp_path), Settings(1500, 400, 15_000, 42))
-
-    log = read_events(tmp_path).sort("user_id", "timestamp_ms")
-    log = log.with_columns(
-        item=pl.col("item_id").str.slice(1).cast(pl.Int64),
-        last=pl.col("item_id").shift().over("user_id").str.slice(1).cast(pl.Int64),
-    )
-    pairs = log.drop_nulls("last")
-    item, last = pairs["item"].to_numpy(), pairs["last"].to_numpy()
-    share_following = (world.following[last] == item[:, None]).any(axis=1).mean()
-    assert FOLLOW < share_following < FOLLOW + 0.05
-    share_first = (world.following[last, 0] == item).mean()
-    assert abs(share_first - FOLLOW * SHARES[0]) < 0.05
-    popular = log["item"].value_counts(sort=True).head(10)["item"]
-    assert pairs["item"].is_in(popular.implode()).mean() < 0.15
-
-
-def test_clusters_follow_each_other_in_one_cycle() -> None:
-    world = make_world(Settings(users=1500, items=400, events=15_000, seed=42))
-
-    cluster = 0
-    visited: set[int] = set()
-    while cluster not in visited:
-        visited.add(cluster)
-        cluster = int(world.following_cluster[cluster])
-    assert len(visited) == len(world.following_cluster)
-    next_cluster = world.following_cluster[world.cluster]  # of each item
-    assert (world.cluster[world.following] == next_cluster[:, None]).all()
-
-
-def test_the_nearest_text_is_of_the_same_cluster(tmp_path: Path) -> None:
-    world = simulate_retrieval(str(tmp_path), Settings(100, 400, 1000, 42))
-
-    catalogue = pl.read_parquet(tmp_path / "items.parquet")
-    texts = (catalogue["title"] + " " + catalogue["description"]).to_list()
-    vectors = TfidfVectorizer().fit_transform(texts)
-    similarity = np.asarray((vectors @ vectors.T).todense())
-    np.fill_diagonal(similarity, -1)
-    nearest = similarity.argmax(axis=1)
-    assert (world.cluster[nearest] == world.cluster).mean() > 0.95
-
-
-def test_each_cluster_has_words_that_no_other_has() -> None:
-    world = make_world(Settings(users=1, items=2000, events=1, seed=0))
-    ids = simulation.make_ids("i", 2000)
-
-    texts = simulation.item_texts(world, ids, np.random.default_rng(0))
-
-    titles = [title.split(",")[0].split() for title in texts["title"].to_pylist()]
-    words = [tuple(title[1:3]) for title in titles]
-    num_clusters = len(world.starts) - 1
-    words_and_clusters = set(zip(words, world.cluster.tolist(), strict=True))
-    assert len(set(words)) == len(words_and_clusters) == num_clusters
+    words = ["--kind", "search", "--users", "20", "--output", str(tmp_path / "raw")]
+    config = cli.parse(simulate.Config, words)
+    simulate.run(config)
+    assert "sources/simulated_search.yaml" in capsys.readouterr().out
+    simulate.run(config)
+    assert "up to date" in capsys.readouterr().out

@@ -18,8 +18,8 @@ from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.schemas import QUERIES
-from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config
+from pipelines.data.simulation import Settings, draw_searches, write_log
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 
 SOURCE = (
@@ -31,7 +31,7 @@ SOURCE = (
 def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     """Tables of a small simulated log, in two parts."""
     folder = tmp_path_factory.mktemp("search")
-    simulate_search(str(folder / "raw"), SearchSettings(60, 60, 400, 3, 0.5))
+    write_log(str(folder / "raw"), "search", Settings(60, 60, 400, 3), draw_searches)
     source, defaults = load_source(str(SOURCE))
     config = read_config(
         defaults,

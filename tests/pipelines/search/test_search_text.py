@@ -41,12 +41,19 @@ from models.text.text_encoder import TextEncoder
 from models.training.fit import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
-from pipelines.data.search.simulator import SearchSettings, simulate_search
 from pipelines.data.settings import read_config
 from pipelines.data.sids import texts as log_texts
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log, fit_tfidf_encoder
-from pipelines.data.simulation import MAKERS, NOUNS, STYLES, TRAITS
+from pipelines.data.simulation import (
+    MAKERS,
+    NOUNS,
+    STYLES,
+    TRAITS,
+    Settings,
+    draw_searches,
+    write_log,
+)
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 from tests.fixtures.trainings import build_training
@@ -89,7 +96,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     """Tables of a small simulated log, in two parts."""
     folder = tmp_path_factory.mktemp("text")
-    simulate_search(str(folder / "raw"), SearchSettings(20, 50, 60, 3, 0.5))
+    write_log(str(folder / "raw"), "search", Settings(20, 50, 60, 3), draw_searches)
     source, defaults = load_source(str(SOURCE))
     prepare(
         source,
