@@ -561,7 +561,6 @@ def codebook_size(num_items: int) -> int:
 def simulate_log(config: Config, folders: Folders, steps: Steps) -> None:
     """Run jobs.simulate for the raw log of a family."""
     flow = FLOWS[folders.family]
-    kind = KINDS[folders.family].simulated_name
     options = {
         "output": str(folders.raw),
         "users": config.users,
@@ -570,8 +569,8 @@ def simulate_log(config: Config, folders: Folders, steps: Steps) -> None:
         **flow.simulate,
         "seed": SEED,
     }
-    if kind != simulate.Config.kind:
-        options = {"kind": kind, **options}
+    if folders.family != simulate.Config.kind:
+        options = {"kind": folders.family, **options}
     steps.run("Simulate a raw log", "simulate", options)
 
 
