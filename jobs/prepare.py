@@ -34,7 +34,7 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import load_source
 from pipelines.data.reading.unread import describe_unread
 from pipelines.data.settings import read_config, resolve_config
-from pipelines.data.suggestion.preview import check_rejects, lines, preview, warnings
+from pipelines.data.suggestion.preview import lines, preview, warnings
 from pipelines.data.suggestion.suggest import suggest
 
 
@@ -104,7 +104,8 @@ def run(config: Config) -> dict[str, Any]:
     if config.dry_run:
         for line in [*lines(sample), *describe_unread(source, config.input)]:
             print(line)
-        check_rejects(sample, settings.max_rejects)
+        for part in sample:
+            part.rejected.check(settings.max_rejects, f" of the {part.kind}")
         print("next: the same command without --dry-run makes the tables")
         return {}
     for line in warnings(sample):

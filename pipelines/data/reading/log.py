@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
@@ -629,7 +630,9 @@ class Log(Files):
             what="event file",
             exclude=self._section_patterns,
         )
-        formats = {self.detect_format(file): file for file in files}
+        formats = {}
+        if len({PurePosixPath(file).suffix for file in files}) > 1:
+            formats = {self.detect_format(join(input_uri, f)): f for f in files}
         if len(formats) > 1:
             examples = [f"{name} ({file})" for name, file in formats.items()]
             raise UserError(

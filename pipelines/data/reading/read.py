@@ -136,24 +136,27 @@ class Files:
         """Whether text must be converted because it is not UTF-8 or ASCII."""
         return codecs.lookup(self.encoding).name not in ("utf-8", "utf-8-sig", "ascii")
 
-    def detect_format(self, file: str) -> str:
-        """Return the configured format, or else the format of the file's suffix.
+    def detect_format(self, uri: str) -> str:
+        """Return the configured format, or else that of the file.
 
-        The suffix of a compression is ignored.
+        Files that begin like Parquet are Parquet, whatever their suffix. The suffix of
+        a compression is ignored.
 
         Raises:
             UserError: If the format is unknown or the compression is not supported.
         """
-        suffixes = [s[1:].lower() for s in PurePosixPath(file).suffixes]
+        if self.format is None and is_parquet(uri):
+            return "parquet"
+        suffixes = [s[1:].lower() for s in PurePosixPath(uri).suffixes]
         if suffixes and suffixes[-1] in ("xz", "zip", "7z", "rar"):
             raise UserError(
-                f"{file} is compressed as {suffixes[-1]}, which is not supported; use "
+                f"{uri} is compressed as {suffixes[-1]}, which is not supported; use "
                 f"gzip, bz2 or zstd"
             )
         suffixes = [s for s in suffixes if s not in COMPRESSED_SUFFIXES]
         if self.format is None and (not suffixes or suffixes[-1] not in SUFFIXES):
             raise UserError(
-                f"the name of {file} does not indicate its format; set 'format' to one "
+                f"the name of {uri} does not indicate its format; set 'format' to one "
                 f"of {', '.join(FORMATS)}"
             )
         return self.format or SUFFIXES[suffixes[-1]]
@@ -294,6 +297,14 @@ def _detect_compression(head: bytes) -> str | None:
 def _is_array(head: bytes) -> bool:
     """Return whether a text begins with a JSON array."""
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def is_parquet(uri: str) -> bool:
+    """Return whether a file begins like Parquet; false if it cannot be read."""
+    filesystem, path = open_uri(uri)
+    with suppress(OSError), filesystem.open_input_file(path) as stream:
+        return stream.read(4) == b"PAR1"
+    return False
 
 
 def _open(uri: str) -> Any:
