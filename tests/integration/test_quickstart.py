@@ -91,7 +91,7 @@ def test_a_log_of_another_family_is_refused(tmp_path: Path) -> None:
     [
         (
             {"data": "{folder}"},
-            "unheard holds no file that can be read as a log: it is empty",
+            "unheard has columns of users and items",
         ),
         (
             {"data": "{folder}", "source": "no.yaml"},

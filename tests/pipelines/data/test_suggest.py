@@ -608,3 +608,27 @@ def test_a_folder_without_a_log_is_refused(tmp_path: Path, text: str) -> None:
 
     with pytest.raises(UserError, match="users and items"):
         suggest(str(tmp_path))
+
+
+def test_a_dry_run_prints_the_first_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/log.csv").write_text(SALES + "c1,a1,soon\n")
+    source, output = tmp_path / "source.yaml", str(tmp_path / "tables")
+    words = ["--source", str(source), "--input", str(tmp_path / "raw"), "--dry-run"]
+    words += ["--output", output, "--max_rejects", "0.1"]
+    mapping = (
+        "files: log.csv\nuser: customer\nitem: article\ntime: {column: at, unit: s}\n"
+    )
+
+    source.write_text(mapping)
+    prepare.main(prepare.parse(words))
+
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "41 rows, 1 rejected" in printed
+    assert "timestamp_ms at, s 2023-11-14 22:13:20 |" in printed
+    source.write_text(mapping.replace("customer", "custmer"))
+    with pytest.raises(UserError, match="customer"):
+        prepare.main(prepare.parse(words))
+    assert not Path(output).exists()
