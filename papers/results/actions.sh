@@ -5,7 +5,7 @@
 #
 # The same line again keeps the finished trials and continues. Some 40 minutes on 2 cores. Then:
 #
-#   python -m papers.kept --experiment actions/kuairand --sweep models --tracking_uri sqlite:///OUT/runs/mlflow.db \
+#   python -m papers.pages --keep actions/kuairand --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --output papers/results/actions.jsonl
 set -euo pipefail
 log=$(realpath "$1") out=$(realpath -m "$2")

@@ -10,7 +10,7 @@
 # epochs of 4 to 6 minutes on 2 cores with bfloat16 instructions, a student 20 s an epoch. It can be stopped at any
 # time; the same command continues from the last 200 steps. Then:
 #
-#   python -m papers.kept --experiment retrieval/beauty --tracking_uri sqlite:///OUT/runs/mlflow.db \
+#   python -m papers.pages --keep retrieval/beauty --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --output papers/results/beauty.jsonl
 set -euo pipefail
 log=$(realpath "$1") out=$(realpath -m "$2")

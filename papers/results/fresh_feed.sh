@@ -20,5 +20,5 @@ mkdir -p "$out"
 "$python" -m jobs.audit --tables "$out/tables"
 "$python" -m jobs.sweep --grid tuning/grids/fresh_feed.yaml --tables "$out/tables" --storage "$out/runs" --name fresh_feed \
   --experiment actions/fresh_feed --options.concurrency 1 --ray.threads 1
-"$python" -m papers.kept --experiment actions/fresh_feed --sweep fresh_feed --tracking_uri "sqlite:///$out/runs/mlflow.db" \
+"$python" -m papers.pages --keep actions/fresh_feed --tracking_uri "sqlite:///$out/runs/mlflow.db" \
   --output papers/results/fresh_feed.jsonl

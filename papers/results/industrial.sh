@@ -6,7 +6,7 @@
 # One small TIGER teaches its students, one small LLaMA of random weights those of LC-Rec. All search the same trie with
 # 20 beams. The same line again keeps the finished work and continues. Then:
 #
-#   python -m papers.kept --experiment retrieval/industrial --tracking_uri sqlite:///OUT/runs/mlflow.db \
+#   python -m papers.pages --keep retrieval/industrial --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --output papers/results/industrial.jsonl
 set -euo pipefail
 log=$(realpath "$1") out=$(realpath -m "$2") seed=${3:-42}

@@ -9,7 +9,7 @@
 #
 # The same line again keeps the finished work and continues. Then:
 #
-#   python -m papers.kept --experiment retrieval/questions --tracking_uri sqlite:///OUT/runs/mlflow.db \
+#   python -m papers.pages --keep retrieval/questions --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --output papers/results/questions.jsonl
 set -euo pipefail
 log=$(realpath "$1") out=$(realpath -m "$2")

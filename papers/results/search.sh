@@ -13,7 +13,7 @@
 # and MODELS='qgs no_history', 2 minutes a run.
 # The same line again keeps the finished work and continues. Then, for each part:
 #
-#   python -m papers.kept --experiment search/PART --tracking_uri sqlite:///OUT/PART/runs/mlflow.db \
+#   python -m papers.pages --keep search/PART --tracking_uri sqlite:///OUT/PART/runs/mlflow.db \
 #       --output papers/results/search_PART.jsonl
 set -euo pipefail
 out=$(realpath -m "$1")

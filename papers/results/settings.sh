@@ -8,7 +8,7 @@
 #
 # The same line again keeps the finished work and continues. Then:
 #
-#   python -m papers.kept --experiment retrieval/settings --tracking_uri sqlite:///OUT/runs/mlflow.db \
+#   python -m papers.pages --keep retrieval/settings --tracking_uri sqlite:///OUT/runs/mlflow.db \
 #       --output papers/results/settings.jsonl
 set -euo pipefail
 log=$(realpath "$1") out=$(realpath -m "$2")

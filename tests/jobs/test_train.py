@@ -239,9 +239,9 @@ def test_the_shipped_configs_are_valid(name: str) -> None:
 
 
 def test_the_command_of_a_run_names_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["floors.py", "--log", "gowalla"])
-    spec = ModuleSpec("papers.floors", None)
+    monkeypatch.setattr(sys, "argv", ["pages.py", "--keep", "x"])
+    spec = ModuleSpec("papers.pages", None)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
-    assert command_line() == "python -m papers.floors --log gowalla"
+    assert command_line() == "python -m papers.pages --keep x"
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert command_line() == "python -m jobs.floors --log gowalla"
+    assert command_line() == "python -m jobs.pages --keep x"

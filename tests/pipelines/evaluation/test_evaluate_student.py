@@ -15,7 +15,6 @@ from models.storage.checkpoint import weights_hash
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.training.fit import FitConfig
-from papers.tables import paper_tables
 from pipelines import tracking
 from pipelines.comparison.load import compare
 from pipelines.comparison.runs import select
@@ -98,8 +97,8 @@ def students(
 def test_students_are_compared_with_each_evaluation_of_their_teacher(
     students: Students,
 ) -> None:
-    constrained = students.evaluate("tiger")
-    unconstrained = students.evaluate("tiger", "--constrained", "false")
+    students.evaluate("tiger")
+    students.evaluate("tiger", "--constrained", "false")
     first = students.evaluate("student-1")
     assert students.evaluate("student-1", "--path", "plain") == first
     second = students.evaluate("student-2")
@@ -123,17 +122,6 @@ def test_students_are_compared_with_each_evaluation_of_their_teacher(
         "student-2 [scores codebook]",
     }
     assert ["student-*", "tiger", "2", "60"] in [line[:4] for line in same_users.cells]
-    (student_table, *_) = paper_tables(comparison)
-    rows = {tuple(row[:2]): row for row in student_table.cells}
-    mean = (first["ndcg@10"] + second["ndcg@10"]) / 2
-    for teacher_row, metrics in (
-        ("tiger", constrained),
-        ("tiger [constrained False]", unconstrained),
-    ):
-        row = rows["student-*", teacher_row]
-        assert row[2] == "2"
-        assert row[3].startswith(f"{mean:.4f} ± ")
-        assert row[4] == f"{metrics['ndcg@10']:.4f}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# The models without training of retrieval, and the quickstart's SASRec, TIGER and SID-MLP, three seeds, each measured on
+# test over all items and without the items of the user's history:
+#
+#   papers/results/small.sh LOG OUT [MODEL...]      LOG: the folder, named as its file in jobs/configs/sources; OUT: where
+#                                            tables and runs go; MODEL: popularity own_items item_knn ease, and trained
+#                                            (all three); by default all
+#   SEEDS='42 43 44' LEVELS=2 CODES=256     as the quickstart: a code for at least 8 items, 3 levels above 16,384 items
+#
+# The same line again keeps the finished work and continues. Its end writes papers/results/small_LOG.jsonl.
+set -euo pipefail
+log=$(realpath "$1") out=$(realpath -m "$2")
+shift 2
+python=$(command -v python)
+cd "$(dirname "$0")/../.."
+mkdir -p "$out"
+
+name=$(basename "$log")
+tables=$out/tables sids=$out/sids
+SEEDS=${SEEDS:-42 43 44}
+
+job() { "$python" -m "jobs.$@"; }
+
+row() {  # NAME CONFIG OPTION...
+  local row=$1 config=$2
+  shift 2
+  job train --config "jobs/configs/$config.yaml" --tables "$tables" --sids "$sids" --storage "$out/runs" --name "$row" \
+    --experiment "retrieval/$name" "$@"
+  job evaluate --checkpoint "$out/runs/$row" --tables "$tables" --sids "$sids" --split test
+  job evaluate --checkpoint "$out/runs/$row" --tables "$tables" --sids "$sids" --split test --unseen true
+}
+
+trained() {
+  for seed in $SEEDS; do
+    fit=(--fit.seed "$seed" --fit.eval_examples 2000 --ray.threads 1)
+    row "sasrec-$seed" sasrec "${fit[@]}" --fit.max_epochs 60
+    row "tiger-$seed" tiger_small "${fit[@]}" --fit.max_epochs 35
+    row "sid_mlp-$seed" sid_mlp_small "${fit[@]}" --model.teacher "$out/runs/tiger-$seed"
+  done
+}
+
+[ -e "$tables/statistics.json" ] || job prepare --source "jobs/configs/sources/$name.yaml" --input "$log" --output "$tables"
+[ -e "$sids/trie/manifest.json" ] || job tokenize --tables "$tables" --output "$sids" --tokenizer rqkmeans \
+  --rqkmeans.levels "${LEVELS:-2}" --rqkmeans.codebook_size "${CODES:-256}" --encoder tfidf
+[ $# -gt 0 ] || set -- popularity own_items item_knn ease trained
+for model in "$@"; do
+  if [ "$model" = trained ]; then trained; else row "$model" "$model"; fi
+done
+"$python" -m papers.pages --keep "retrieval/$name" --tracking_uri "sqlite:///$out/runs/mlflow.db" \
+  --output "papers/results/small_$name.jsonl"
