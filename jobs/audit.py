@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from jobs import cli
 from models.config import pluralize
-from models.storage.input_folders import require_folders
 from models.storage.tables import UserError
 
 
@@ -35,7 +34,6 @@ def run(config: Config) -> None:
     from pipelines.data.audit.rules import audit, report
 
     start = time.monotonic()
-    require_folders(tables=config.tables)
     rules = audit(
         config.tables, lambda step: print(f"audit: {step}", file=sys.stderr, flush=True)
     )

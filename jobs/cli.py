@@ -12,13 +12,11 @@ import gc
 import importlib
 import logging
 import os
-import re
 import select
 import shlex
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import traceback
 import warnings
@@ -28,10 +26,8 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from jobs.options import parse, read_mapping, say_loading, to_words
-from models.config import pluralize
-from models.error_text import first_line
+from models.error_text import one_line
 from models.storage.tables import RAY_PACKAGE, UserError
-from models.storage.uri import check_buckets_first
 from pipelines.faults import explain, find_user_error
 from pipelines.training.stop import STOP_REQUEST
 
@@ -98,13 +94,9 @@ def _start_ray(num_cpus: int | None) -> None:
             break
         except Exception as error:  # ray.init raises a bare Exception on a timeout
             ray.shutdown()
-            reason = first_line(error)
+            reason = one_line(error)
             if attempt == MAX_START_ATTEMPTS:
-                raise UserError(
-                    f"a local Ray did not start ({reason}); check free memory, disk "
-                    f"space in /tmp and the load of the machine, then run the same "
-                    f"command again"
-                ) from error
+                raise UserError(f"a local Ray did not start ({reason})") from error
             print(
                 f"note: a local Ray did not start ({reason}); starting attempt "
                 f"{attempt + 1} of {MAX_START_ATTEMPTS}"
@@ -112,57 +104,32 @@ def _start_ray(num_cpus: int | None) -> None:
 
 
 def preflight(**paths: str | None) -> None:
-    """Join the cluster of a submitted job, and check that its nodes can read the paths.
-
-    Without a cluster (RAY_ADDRESS is unset), do nothing: the job starts a local Ray
-    later.
+    """Join the cluster of a submitted job; without RAY_ADDRESS, do nothing.
 
     Args:
         paths: Paths by the name of the option; None for an option that is unset.
 
     Raises:
-        UserError: if the cluster does not answer, or if a path is local to one node of
-            a larger cluster.
+        UserError: If the cluster does not answer, or if a path is in the working folder
+            of a submitted job, which Ray removes.
     """
     if not os.environ.get("RAY_ADDRESS"):
         return
+    for option, path in paths.items():
+        parts = Path(path).absolute().parts if path and "://" not in path else ()
+        if any(map(RAY_PACKAGE.fullmatch, parts)):
+            raise UserError(
+                f"--{option} is {path}, in the job's working folder, which Ray removes"
+            )
     start_ray()
-    from pipelines.cluster import check_paths
-
-    check_paths(paths)
-
-
-def check_cpus(num_workers: int, cpus_per_worker: float, remedy: str) -> None:
-    """Raise UserError if this machine has too few CPUs for the workers of a local Ray.
-
-    The CPUs of a cluster are checked after the job has joined it.
-
-    Args:
-        num_workers: Number of workers.
-        cpus_per_worker: CPUs of each worker; may be a fraction.
-        remedy: Advice in the message, such as `set --ray.num_workers 1`.
-    """
-    cpus = os.cpu_count() or 1
-    max_workers = int(cpus / cpus_per_worker) if cpus_per_worker else num_workers
-    if os.environ.get("RAY_ADDRESS") or num_workers <= max_workers:
-        return
-    need = "needs" if num_workers == 1 else "need"
-    raise UserError(
-        f"{pluralize(num_workers, 'worker')} {need} {num_workers * cpus_per_worker:g} "
-        f"CPUs, {cpus_per_worker:g} CPU for each; this machine has {cpus}, room for "
-        f"{max_workers}; {remedy}, or submit the job to a cluster (docs/cluster.md)"
-    )
 
 
 def join_cluster(address: str) -> None:
     """Connect to a running cluster.
 
     Raises:
-        UserError: within seconds, if nothing answers at the address or the cluster
-            rejects the token.
+        UserError: If nothing answers at the address, or Ray cannot join the cluster.
     """
-    check_address(address)
-    check_token(address)
     import ray
 
     from pipelines.ray_inside import shorten_raylet_errors
@@ -170,98 +137,19 @@ def join_cluster(address: str) -> None:
     if not os.environ.get(TRACEBACK):
         shorten_raylet_errors()
     try:
+        if address not in ("auto", "local"):
+            # Ray itself waits for minutes
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         # The dashboard shows the workers' output. Messages for the user are reported
         # to the driver.
         ray.init(
             log_to_driver=bool(os.environ.get(TRACEBACK)), logging_level=logging.WARNING
         )
-    except (
-        ray.exceptions.RayError,
-        ConnectionError,
-        RuntimeError,
-        ValueError,
-    ) as error:
+    except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"cannot join the Ray cluster at RAY_ADDRESS={address} "
-            f"({first_line(error)}); check the address, and the cluster's token: "
-            f"{TOKEN_REMEDY}"
+            f"cannot join the Ray cluster at RAY_ADDRESS={address} ({one_line(error)})"
         ) from error
-
-
-TOKEN_REMEDY = (
-    "make one where the cluster is started (ray get-auth-token --generate), copy it to "
-    "~/.ray/auth_token or into RAY_AUTH_TOKEN on this machine, and export "
-    "RAY_AUTH_MODE=token"
-)
-"""Advice in messages about a missing or rejected token."""
-
-
-def check_address(address: str) -> None:
-    """Raise UserError if RAY_ADDRESS is invalid or nothing answers there within 5 s."""
-    if address in ("auto", "local"):
-        return
-    match = re.fullmatch(
-        r"(?:ray://)?(\[[0-9a-fA-F:]+\]|[^\s:/@\[\]]+):(\d{1,5})", address
-    )
-    if match is None or not 0 < int(match[2]) < 65536:
-        raise UserError(
-            f"RAY_ADDRESS={address} is no address of a Ray cluster; give HOST:PORT "
-            f"(6379 by default), ray://HOST:10001 or auto, or unset it to start a "
-            f"local Ray"
-        )
-    host, port = match[1].strip("[]"), int(match[2])
-    try:
-        socket.create_connection((host, port), timeout=5).close()
-    except OSError as error:
-        raise UserError(
-            f"nothing answers at RAY_ADDRESS={address} ({error.strerror or error}); "
-            f"start the cluster, correct the address, or unset it to start a local Ray"
-        ) from error
-
-
-def read_token() -> str:
-    """Return this client's token, from where Ray looks for it, or an empty string."""
-    token = os.environ.get("RAY_AUTH_TOKEN")
-    if token:
-        return token.strip()
-    path = Path(
-        os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
-    )
-    return path.read_text().strip() if path.is_file() else ""
-
-
-def check_token(address: str) -> None:
-    """Raise UserError if the cluster rejects this client's token.
-
-    Ray itself retries a rejected token for minutes. A probe finds out at once.
-    """
-    import grpc
-
-    from pipelines.ray_inside import probe_token
-
-    token = read_token()
-    mode = os.environ.get("RAY_AUTH_MODE", "").lower()
-    if mode == "token" and not token:
-        raise UserError(
-            f"there is no token for the Ray cluster at RAY_ADDRESS={address}; "
-            f"{TOKEN_REMEDY}"
-        )
-    if address in ("auto", "local") or address.startswith("ray://"):
-        return
-    status = probe_token(address, token if mode != "disabled" else "")
-    if status in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        wanted = "a token, and this client has none"
-        if token:
-            wanted = "another token than this client's"
-        raise UserError(
-            f"the Ray cluster at RAY_ADDRESS={address} wants {wanted}; {TOKEN_REMEDY}"
-        )
-    if status != grpc.StatusCode.OK:
-        raise UserError(
-            f"the server at RAY_ADDRESS={address} is no Ray cluster "
-            f"({status.name.lower()}); give the address that `ray start --head` "
-            f"printed, or unset it to start a local Ray"
-        )
 
 
 _signals: list[int] = []
@@ -315,28 +203,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 GRACE_S = 25.0
 """Seconds that a stopped job has to end its MLflow run; Kubernetes kills after 30."""
-
-
-def save_traceback(error: BaseException) -> str:
-    """Write the traceback of an error to a temporary file.
-
-    With TRIELINE_TRACEBACK set, write it to stderr as well.
-
-    Returns:
-        End of the error message: the name of the file or, if it cannot be written, how
-        to see the traceback.
-    """
-    text = "".join(traceback.format_exception(error))
-    if os.environ.get(TRACEBACK):
-        sys.stderr.write(text)
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="trieline-", suffix=".log", delete=False
-        ) as file:
-            file.write(text)
-        return f" (traceback in {file.name})"
-    except OSError:  # the disk is full
-        return " (TRIELINE_TRACEBACK=1 shows the traceback)"
 
 
 def is_output_closed() -> bool:
@@ -437,7 +303,6 @@ def main(
     try:
         catch_signals()
         set_ray_defaults()
-        check_buckets_first()
         # A file or pipe then receives each line as it is printed.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
@@ -467,13 +332,12 @@ def exit_with_error(error: Exception) -> NoReturn:
     if isinstance(error, BrokenPipeError) and is_output_closed():
         sys.exit(141)
     user_error = find_user_error(error)
-    fault = None if user_error else explain(error)
-    if user_error is None and fault is None:
-        traceback.print_exc()
-        sys.exit(1)
-    # Otherwise Ray also prints the errors of other tasks that failed for this reason.
-    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-    message = user_error or f"{fault}{save_traceback(error)}"
-    print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
-    sys.stderr.flush()
+    message = str(user_error) if user_error else explain(error)
+    if message is None or os.environ.get(TRACEBACK):
+        traceback.print_exception(error)
+    if message is not None:
+        # Otherwise Ray also prints the errors of other tasks with this cause.
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        sys.stderr.flush()
     sys.exit(1)

@@ -53,13 +53,12 @@ class Config:
             )
         if self.sweep and self.run:
             raise ValueError(
-                f"both --sweep {self.sweep} and --run {self.run[0]} are given; remove "
-                f"one of them"
+                f"both --sweep {self.sweep} and --run {self.run[0]} are given"
             )
         if self.register and not (self.sweep or self.run) and len(self.experiment) > 1:
             raise ValueError(
                 f"--register {self.register} takes the best run of one experiment, and "
-                f"{len(self.experiment)} are given; give one --experiment"
+                f"{len(self.experiment)} are given"
             )
         if set(self.register or "") & set("/:"):
             raise ValueError(
@@ -72,7 +71,6 @@ def run(config: Config) -> None:
     """Print the tables, write the requested files, and register the best run."""
     cli.say_loading("mlflow")
     from pipelines import tracking
-    from pipelines.comparison.floors import explain_missing_floors
     from pipelines.comparison.load import compare
     from pipelines.comparison.runs import select
     from pipelines.comparison.tables import best_table, tables
@@ -88,9 +86,6 @@ def run(config: Config) -> None:
     if best:
         all_tables.append(best)
     print("\n\n".join(table.text() for table in all_tables))
-    if not (config.sweep or config.run):
-        for comparison in comparisons:
-            print(explain_missing_floors(comparison), end="")
     write_files(config, uri, comparisons, all_tables)
     if config.register:
         register_best(comparisons[0], config.register)

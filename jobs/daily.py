@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from jobs.options import merge_options
-from models.config import did_you_mean
 from models.storage.inputs import Inputs
 from models.storage.locks import hold_lock
 from models.storage.tables import UserError, has_manifest, join, read_manifest
-from models.storage.uri import absolute, check_writable, read_json, write_file
+from models.storage.uri import absolute, read_json, write_file
 
 if TYPE_CHECKING:
     from models.model import Model
@@ -132,8 +131,7 @@ class Day:
         if self.config.register and reason:
             raise UserError(
                 f"register is {self.config.register}, and the model "
-                f"'{self.model_class.name}' cannot be served: {reason}; remove "
-                f"register, or train another model"
+                f"'{self.model_class.name}' cannot be served: {reason}"
             )
 
     def read_days(self) -> None:
@@ -378,10 +376,7 @@ class Day:
         metrics = self.model_class.metric_names(catalogue)
         for metric in self.config.max_drop:
             if metric not in metrics:
-                raise UserError(
-                    f"max_drop.{metric} is no metric of '{name}'; "
-                    f"{did_you_mean(metric, metrics)}"
-                )
+                raise UserError(f"max_drop.{metric} is no metric of '{name}'")
 
     def evaluate(self, checkpoint: str, **options: Any) -> Result:
         """Evaluate a checkpoint on the test split, which holds the day.
@@ -521,7 +516,6 @@ def run(config: Config) -> None:
     """Run the steps of the day, under a lock on the output folder."""
     day = Day(config)
     day.check()
-    check_writable(config.output)
     busy = f"another jobs.daily is writing to {config.output}; wait until it ends"
     with hold_lock(join(absolute(config.output), ".daily.lock"), busy):
         day.run()

@@ -14,9 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 from jobs import cli
-from models.storage.input_folders import require_folders
 from models.storage.tables import join, read_manifest
-from models.storage.uri import check_writable
 from models.text.text_encoder import check_encoder
 from pipelines.data.kinds import KINDS
 from pipelines.data.sids.config import TextConfig
@@ -48,12 +46,9 @@ def run(config: Config) -> None:
     cli.say_loading("ray")
     from pipelines.data.sids.texts import encode_log
 
-    require_folders(tables=config.tables)
-
     def say(message: str) -> None:
         print(f"[{time.monotonic() - start_s:6.1f}s] {message}", flush=True)
 
-    check_writable(config.output)
     cli.preflight(tables=config.tables, output=config.output)
     manifests = encode_log(
         config.tables,

@@ -25,9 +25,7 @@ from models.retrieval.options import (
     SidMlpOptions,
     TigerOptions,
 )
-from models.storage.input_folders import require_folders
 from models.storage.inputs import Inputs
-from models.storage.uri import check_writable
 
 if TYPE_CHECKING:
     from models.storage.checkpoint import Checkpoint
@@ -95,19 +93,15 @@ class Config(TigerOptions, SidMlpOptions, AtSpeedOptions):
                 "catalogue, remove --allowed"
             )
         if self.nearest and self.batch_inference:
-            raise ValueError(
-                "--nearest is given with --batch_inference; run jobs.evaluate once for "
-                "each"
-            )
+            raise ValueError("--nearest is given with --batch_inference")
         if self.batch_inference == "":
-            raise ValueError("--batch_inference is empty; give a folder for the table")
+            raise ValueError("--batch_inference is empty")
         ignored = list(self.recommend_options())
         if self.split:
             ignored.append("split")
         if self.nearest and ignored:
             raise ValueError(
-                f"--{ignored[0]} is given with --nearest, which ranks no requests; "
-                f"remove --{ignored[0]}"
+                f"--{ignored[0]} is given with --nearest, which ranks no requests"
             )
 
     def recommend_options(self) -> dict[str, Any]:
@@ -132,7 +126,6 @@ def run(config: Config) -> Result | None:
         "sids": config.sids,
         "text": config.text,
     }
-    require_folders(**folders)
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
         tracking.check_store(config.tracking_uri)
@@ -165,7 +158,6 @@ def write_inference(config: Config, inputs: Inputs, folder: str) -> None:
     from pipelines.evaluation.checks import Workers
     from pipelines.evaluation.inference import InferenceOptions, infer_all
 
-    check_writable(folder)
     manifest, existed = infer_all(
         config.checkpoint,
         inputs,
@@ -311,11 +303,9 @@ def describe_result(result: Result, metadata: Checkpoint, inputs: Inputs) -> lis
 def describe_limits(result: Result, metadata: Checkpoint, inputs: Inputs) -> list[str]:
     """Return notes on what restricts the metrics.
 
-    The notes are about a sample of users, tables that differ from the training's, and
-    targets that `--unseen` excludes.
+    The notes are about a sample of users, and tables that differ from the training's.
     """
     from models.loaded_model import read_versions
-    from models.retrieval.metrics import EXAMPLES, FIRST_PREFIX
     from models.storage import checkpoint
 
     notes = []
@@ -324,23 +314,9 @@ def describe_limits(result: Result, metadata: Checkpoint, inputs: Inputs) -> lis
         notes.append(f"note: measured on every {stride}th user of the split")
     versions = read_versions(metadata.name, inputs)
     if checkpoint.is_extended(metadata, "sequences", versions):
-        notes.append(
-            f"note: {inputs.tables} extends the tables of the training; the model has "
-            f"not learned about items added since"
-        )
+        notes.append(f"note: {inputs.tables} extends the tables of the training")
     elif result.is_fresh(metadata):
-        notes.append(
-            f"note: {inputs.tables} is another log than that of the training; it may "
-            f"contain training events"
-        )
-    if result.options.get("unseen"):
-        repeats = int(result.examples - result.metrics[FIRST_PREFIX + EXAMPLES])
-        if repeats:
-            notes.append(
-                f"note: {pluralize(repeats, 'request')} of {result.examples:,} have a "
-                f"target from the history, which --unseen leaves out; {FIRST_PREFIX} "
-                f"measures the others"
-            )
+        notes.append(f"note: {inputs.tables} is another log than the training's")
     return notes
 
 

@@ -43,7 +43,6 @@ from models.config import (
     union_members,
 )
 from models.storage.tables import UserError
-from models.storage.uri import refuse_secrets
 
 Config = TypeVar("Config")
 
@@ -207,10 +206,7 @@ def split_words(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            raise UserError(
-                f"'{word}' belongs to no option; give --OPTION VALUE, and quote a "
-                f"value that contains spaces; see --help for all"
-            )
+            raise UserError(f"'{word}' belongs to no option")
         key, equals, value = word[2:].partition("=")
         key = key.replace("-", "_")
         if equals:
@@ -282,7 +278,7 @@ def convert_words(
         if word is None and option and bool in union_members(option.kind):
             word = "true"
         if word is None:
-            raise UserError(f"--{key} has no value; give one after it")
+            raise UserError(f"--{key} has no value")
         value = option.parse_word(word) if option else parse_scalar(word)
         appends = isinstance(value, list) and not word.startswith("[")
         yield Setting(key, value, f"--{key}", appends)
@@ -300,9 +296,7 @@ def refuse_unknown(key: str, options: Mapping[str, Option], source: str = "") ->
     in_mapping = any(key.startswith(f"{name}.") for name in mappings)
     if key not in options and not in_mapping:
         suggestion = did_you_mean_key(key, options)
-        raise UserError(
-            f"unknown key '{key}'{source}; {suggestion}; see --help for all"
-        )
+        raise UserError(f"unknown key '{key}'{source}; {suggestion}")
 
 
 @dataclass(frozen=True)
@@ -330,10 +324,7 @@ class Values:
             if option.default is MISSING and ".".join(option.path) not in self.labels
         ]
         if missing:
-            pronoun = "them" if len(missing) > 1 else "it"
-            raise UserError(
-                f"missing: {', '.join(missing)}; give {pronoun}, see --help for all"
-            )
+            raise UserError(f"missing: {', '.join(missing)}")
 
     def build(self, kind: type[Config]) -> Config:
         """Build the dataclass.
@@ -374,7 +365,7 @@ def read_values(
     files = [word or "" for key, word in words if key == "config"]
     words = [(key, word) for key, word in words if key != "config"]
     if "" in files:
-        raise UserError("--config has no value; give one after it")
+        raise UserError("--config has no value")
     layers = [*layers, *map(read_layer, files)]
 
     def flatten_layers(options: Mapping[str, Option]) -> list[Setting]:
@@ -409,7 +400,7 @@ def read_values(
 
 def read_layer(uri: str) -> Layer:
     """Read a YAML config file."""
-    return Layer(read_yaml(uri, "check --config, and see --help for the keys"), uri)
+    return Layer(read_yaml(uri), uri)
 
 
 def choose_variant(
@@ -494,7 +485,6 @@ def _merge_by_key(
     merged: dict[str, Setting] = {}
     for setting in settings:
         key, value = setting.key, setting.value
-        refuse_secrets(value, setting.label)
         option, earlier = options.get(key), merged.get(key)
         if option and get_origin(option.kind) is dict and not isinstance(value, dict):
             raise UserError(

@@ -25,7 +25,6 @@ from pyarrow import fs
 from jobs import cli
 from jobs.options import Values, exit_with_help, read_values
 from models.config import pluralize
-from models.storage.input_folders import require_folders
 from models.storage.tables import UserError, open_uri
 from models.storage.uri import write_file
 from pipelines.data.kinds import KINDS
@@ -92,7 +91,6 @@ def run(config: Config) -> dict[str, Any]:
     start_s = time.perf_counter()
     source, settings = config.log, config.settings
     print(f"reading {config.input}", flush=True)
-    require_folders(input=config.input, catalogue=settings.catalogue)
     cli.preflight(
         input=config.input, output=config.output, catalogue=settings.catalogue
     )
@@ -182,16 +180,13 @@ class Suggestion:
 
 def run_suggestion(config: Suggestion) -> None:
     """Guess a source file from a raw log, and print it or write it to a new file."""
-    require_folders(suggest=config.suggest)
     text = suggest(config.suggest, config.kind).text
     if config.output is None:
         print(text, end="")
         return
     filesystem, path = open_uri(config.output)
     if filesystem.get_file_info(path).type != fs.FileType.NotFound:
-        raise UserError(
-            f"{config.output} exists; name another file as --output, or remove it"
-        )
+        raise UserError(f"{config.output} exists")
     write_file(config.output, text.encode())
     prepare = cli.command_line(
         "jobs.prepare", source=config.output, input=config.suggest, output="TABLES"

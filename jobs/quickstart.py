@@ -28,7 +28,6 @@ from jobs import cli, simulate, time_budget, train
 from jobs.options import merge_options
 from jobs.time_budget import Probe, Schedule
 from models.config import check_positive, pluralize
-from models.storage.input_folders import require_folders
 from models.storage.tables import UserError, join, read_manifest
 from models.text.text_encoder import check_encoder
 from pipelines.data.kinds import KINDS
@@ -422,7 +421,6 @@ def locate(config: Config) -> Folders:
             f"--output is {config.output}; the quickstart writes to a local folder, "
             f"give a local path"
         )
-    require_folders(data=config.data)
     if config.data:
         name = Path(config.data).resolve().name
     else:

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from models.config import path_fields, pluralize
-from models.storage.input_folders import require_folders
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
-from models.storage.uri import absolute, check_writable, join
-from pipelines.training.config import FEWER, RayOptions, TrackingOptions
+from models.storage.uri import absolute, join
+from pipelines.training.config import RayOptions, TrackingOptions
 from tuning.options import Options, SweepConfig
 
 if TYPE_CHECKING:
@@ -153,10 +152,6 @@ def run(config: Config) -> SweepResult | None:
     if config.dry_run:
         print_trials(grid, trials)
         return None
-    require_folders(tables=config.tables, sids=config.sids, text=config.text)
-    check_writable(str(config.storage))
-    workers = config.ray.num_workers if grid.kind == "train" else 1
-    cli.check_cpus(workers, config.ray.cpus_per_worker, FEWER)
 
     def start() -> None:
         cli.preflight(
@@ -189,8 +184,7 @@ def run(config: Config) -> SweepResult | None:
         raise UserError(
             f"{len(failed)} of {pluralize(len(trials), 'trial')} failed "
             f"({failed[0].name}: {failed[0].error}), so the best trial is the best of "
-            f"an incomplete grid; fix the cause, then the same command runs the failed "
-            f"trials"
+            f"an incomplete grid"
         )
     return result
 

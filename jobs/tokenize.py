@@ -22,9 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jobs import cli
 from models.config import pluralize
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
-from models.storage.input_folders import require_folders
 from models.storage.tables import Manifest, join
-from models.storage.uri import check_writable
 from models.text.text_encoder import check_encoder
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.precomputed import SUFFIXES, read_precomputed
@@ -86,8 +84,7 @@ class Config:
             raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
         if self.embeddings and self.tokenizer == "published":
             raise ValueError(
-                f"embeddings is {self.embeddings!r}, but published SIDs need none; "
-                f"remove it"
+                f"embeddings is {self.embeddings!r}, but published SIDs need none"
             )
         if bool(self.id) != self.has_custom_embeddings:
             raise ValueError(
@@ -223,14 +220,12 @@ def resolve_source(config: Config, items: str, shared: str) -> EmbeddingSource:
     from pipelines.data.sids.embed import EmbeddingSource, embed_origin
     from pipelines.data.sids.tokenize import check_folders, check_items
 
-    require_folders(tables=config.tables, embeddings=shared, extend=config.extend)
     cli.preflight(
         tables=config.tables,
         embeddings=shared,
         extend=config.extend,
         output=config.output,
     )
-    check_writable(config.output)
     check_folders(config.output, shared)
     precomputed = None
     if config.has_custom_embeddings:
@@ -243,18 +238,14 @@ def resolve_source(config: Config, items: str, shared: str) -> EmbeddingSource:
 
 
 def print_result(config: Config, sids: Manifest, trie: Manifest) -> None:
-    """Print the quality of the SIDs, the drift of extended SIDs, and advice."""
+    """Print the quality of the SIDs, and the drift of extended SIDs."""
     from pipelines.data.sids.extend import describe_drift
 
     lines = describe_quality(sids, trie)
     if "drift" in sids.info:
-        lines += describe_drift(sids.info["drift"])
+        lines.append(describe_drift(sids.info["drift"]))
     for line in lines:
         print(line)
-    codes_in_use = sids.info["levels"][0]["used"]
-    advice = config.sids_config().describe_sparse_codes(sids.rows, codes_in_use)
-    if advice:
-        print(f"note: {advice} --overwrite")
 
 
 if __name__ == "__main__":

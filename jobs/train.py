@@ -19,10 +19,7 @@ from typing import TYPE_CHECKING
 
 from jobs import cli
 from models.config import pluralize
-from models.storage.input_folders import require_folders
-from models.storage.uri import check_writable
-from models.training.fit_config import FitConfig
-from pipelines.training.config import FEWER, TrainConfig
+from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from pipelines.training.run import TrainingResult
@@ -30,75 +27,40 @@ if TYPE_CHECKING:
 Config = TrainConfig
 
 
-def describe_late_best(best_epoch: int, num_epochs: int, fit: FitConfig) -> str:
-    """Return a note that more epochs may help, if the best epoch is the last one.
-
-    The note is empty after a run that was measured only once.
-
-    Args:
-        best_epoch: Best epoch by validation.
-        num_epochs: Number of epochs of the run.
-        fit: Options of the training.
-    """
-    if not best_epoch == num_epochs == fit.max_epochs > fit.eval_every_epochs:
-        return ""
-    return (
-        f"note: the best epoch is the last; more epochs may be better, "
-        f"--fit.max_epochs {2 * num_epochs} continues the training\n"
-    )
-
-
 def describe_no_gain(
-    metrics: Mapping[str, float],
-    fit: FitConfig,
-    floor: tuple[str, float] | None = None,
-    trains_by_gradient: bool = True,
+    metrics: Mapping[str, float], metric: str, floor: tuple[str, float] | None = None
 ) -> str:
     """Return a warning if the best epoch is no better than a model without training.
 
     Args:
         metrics: Validation metrics of the best epoch.
-        fit: Options of the training.
-        floor: Name of the best model without training, and its value of `fit.metric`.
-            With None, only chance level is compared, which `metrics` imply.
-        trains_by_gradient: Whether the advice is on epochs and learning rates.
+        metric: Metric of the training (`fit.metric`).
+        floor: Name of the best model without training, and its value of `metric`. With
+            None, only chance level is compared, which `metrics` imply.
     """
     from models.metrics.ranking_metrics import describe_chance_level
 
     comparison = describe_chance_level(metrics)
-    value = metrics.get(fit.metric, math.nan)
+    value = metrics.get(metric, math.nan)
     if floor and value < floor[1]:
-        comparison = f"{fit.metric} {value:.4f}, {floor[0]} {floor[1]:.4f}"
+        comparison = f"{metric} {value:.4f}, {floor[0]} {floor[1]:.4f}"
     if not comparison:
         return ""
-    warning = f"warning: no better than without training ({comparison})"
-    if not trains_by_gradient:
-        return f"{warning}: give the model more days or other features\n"
-    return (
-        f"{warning}: train longer, --fit.max_epochs {3 * fit.max_epochs} continues the "
-        f"training; or train under another --name with a larger --fit.lr than "
-        f"{fit.lr:g} or a smaller --fit.batch_size\n"
-    )
+    return f"warning: no better than without training ({comparison})\n"
 
 
 def describe_floor(config: TrainConfig, result: TrainingResult) -> str:
-    """Compare a training with the models without training of its MLflow experiment.
-
-    Returns:
-        A warning if the training is no better, otherwise an empty string.
-    """
+    """Return a warning if a training is no better than models without training."""
     from models import registry
     from pipelines.comparison.floors import best_trained_floor
 
-    best = result.best
-    model_class = registry.find(best.name)
+    model_class = registry.find(result.best.name)
     if model_class.is_floor or model_class.is_diagnostic:
         return ""
+    metric = config.fit.metric
     names = registry.find_floors(model_class.family)
-    floor = best_trained_floor(result.run, config.fit.metric) if names else None
-    return describe_no_gain(
-        best.metrics, config.fit, floor, model_class.trains_by_gradient
-    )
+    floor = best_trained_floor(result.run, metric) if names else None
+    return describe_no_gain(result.best.metrics, metric, floor)
 
 
 def print_result(config: TrainConfig, result: TrainingResult) -> None:
@@ -118,9 +80,9 @@ def print_result(config: TrainConfig, result: TrainingResult) -> None:
             f"Trained {best.name} for {pluralize(result.epochs, 'epoch')} in "
             f"{result.seconds:.0f} s."
         )
-        warning = describe_floor(config, result)
-        late_best = describe_late_best(best.epoch, result.epochs, config.fit)
-        print(warning or late_best, end="")
+        print(describe_floor(config, result), end="")
+        if best.epoch == config.fit.max_epochs > config.fit.eval_every_epochs:
+            print("note: the best epoch is the last (--fit.max_epochs)")
     model_class = registry.find(best.name)
     metrics = "  ".join(
         f"{name} {format_metric(best.metrics.get(name))}"
@@ -144,11 +106,7 @@ def run(config: TrainConfig) -> TrainingResult:
     from pipelines.training.settings import check_training
 
     folders = config.inputs.folders()
-    require_folders(**folders)
-    check_writable(config.storage)
     training = check_training(config)
-    ray = training.config.ray
-    cli.check_cpus(ray.fewest_workers, ray.cpus_per_worker, FEWER)
     cli.preflight(**folders, storage=config.storage)
     say = partial(print, flush=True)
     result = run_training(training, say=say, start=cli.start_ray)

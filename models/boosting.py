@@ -57,8 +57,7 @@ class TreeConfig:
         check_least(self, ("learning_rate", "lambda_l2"), 0)
         if not 0 < self.feature_fraction <= 1:
             raise ValueError(
-                f"feature_fraction {self.feature_fraction} is not in (0, 1]; "
-                "give a fraction, 1 for all"
+                f"feature_fraction {self.feature_fraction} is not in (0, 1]"
             )
 
 

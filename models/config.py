@@ -1,6 +1,6 @@
 """Typed configurations from YAML files, with suggestions for unknown keys.
 
-content = read_yaml("jobs/configs/sasrec.yaml", "check --config")
+content = read_yaml("jobs/configs/sasrec.yaml")
 fit = build(FitConfig, content["fit"], "fit.")
 """
 
@@ -170,25 +170,22 @@ def check_dropout(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not 0 <= value < 1:
-            raise ValueError(f"{name} {value} is not in [0, 1); give a fraction")
+            raise ValueError(f"{name} {value} is not in [0, 1)")
 
 
-def check_known(
-    names: Iterable[str], known: Iterable[str], message: Callable[[str, str], str]
-) -> None:
+def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
     """Raise UserError for the first unknown name.
 
     Args:
         names: Names to check.
         known: Valid names.
-        message: Returns the error message, given the unknown and the nearest valid
-            name.
+        what: Setting with the names, for the message.
     """
     valid_names = list(known)
     for name in names:
         if name not in valid_names:
-            suggestion = nearest(name, valid_names) if valid_names else "none"
-            raise UserError(message(name, suggestion))
+            suggestion = did_you_mean(name, valid_names, "none is valid")
+            raise UserError(f"{what} has '{name}'; {suggestion}")
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
@@ -209,12 +206,8 @@ class UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
-    """Read the mapping in a YAML file.
-
-    Args:
-        uri: Path or URI of the file.
-        remedy: End of error messages, which says how to fix the error.
+def read_yaml(uri: str) -> dict[str, Any]:
+    """Read the mapping in a YAML file, given its path or URI.
 
     Raises:
         UserError: If the file does not exist or does not contain a mapping.
@@ -223,35 +216,26 @@ def read_yaml(uri: str, remedy: str) -> dict[str, Any]:
     try:
         with filesystem.open_input_stream(path) as stream:
             content = yaml.load(stream.read(), UniqueKeyLoader)
-    except FileNotFoundError as error:
-        raise UserError(f"cannot read {uri} (no such file); {remedy}") from error
     except OSError as error:
-        raise UserError(f"cannot read {uri} ({one_line(error)}); {remedy}") from error
+        raise UserError(f"cannot read {uri} ({one_line(error)})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = one_line(error, None)
-        raise UserError(f"{uri} is not valid YAML: {reason}; {remedy}") from error
+        raise UserError(f"{uri} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
-        raise UserError(
-            f"{uri} holds {type(content).__name__}, not a mapping; {remedy}"
-        )
+        raise UserError(f"{uri} holds {type(content).__name__}, not a mapping")
     return content
 
 
-def read_configs(uris: Iterable[str], remedy: str) -> dict[str, Any]:
+def read_configs(uris: Iterable[str]) -> dict[str, Any]:
     """Merge the sections of several YAML files.
 
     Values of later files override values of earlier files.
-
-    Args:
-        uris: Paths or URIs of the files.
-        remedy: End of error messages, which says how to fix the error.
 
     Raises:
         UserError: If a file does not exist or does not contain a mapping.
     """
     content: dict[str, Any] = {}
     for uri in uris:
-        for name, section in read_yaml(uri, remedy).items():
+        for name, section in read_yaml(uri).items():
             earlier = content.get(name)
             if isinstance(section, dict) and isinstance(earlier, dict):
                 section = {**earlier, **section}
@@ -293,7 +277,7 @@ def build(
     path, option, default = _find_field(kind, fault["loc"])
     key = where + ".".join(path)
     if fault["type"] == "missing":
-        raise ValueError(f"{label(key)} is missing; add '{path[-1]}: ...'")
+        raise ValueError(f"{label(key)} is missing")
     value = fault["input"]
     is_text = str in union_members(option) and not isinstance(value, dict | list)
     quotes = "; write it in quotes" if is_text else ""

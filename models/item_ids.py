@@ -88,7 +88,7 @@ def parse_item_ids(
         UserError: If `values` is not a list of ids.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise UserError(f"{column} is {values!r}; give a list of item ids, {without}")
+        raise UserError(f"{column} is {values!r}")
     return [parse_item_id(column, value) for value in values]
 
 

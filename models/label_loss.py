@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import did_you_mean
 from models.storage.tables import UserError
 from models.training.distributed import global_mean
 
@@ -39,21 +38,12 @@ class LabelOptions:
     def __post_init__(self) -> None:
         for name, weight in self.label_weights.items():
             if not weight >= 0:
-                raise ValueError(
-                    f"label_weights has {weight} for '{name}'; give a number of at "
-                    "least 0"
-                )
+                raise ValueError(f"label_weights has {weight} for '{name}'")
         for name, mask in self.label_masks.items():
             if name == mask:
-                raise ValueError(
-                    f"label_masks has '{name}' for itself; name the label that must "
-                    f"be true first"
-                )
+                raise ValueError(f"label_masks has '{name}' for itself")
         if not 0 < self.negative_rate <= 1:
-            raise ValueError(
-                f"negative_rate {self.negative_rate} is not in (0, 1]; give a share, "
-                f"1 for all"
-            )
+            raise ValueError(f"negative_rate {self.negative_rate} is not in (0, 1]")
 
     @property
     def correction(self) -> float:
@@ -92,10 +82,7 @@ def check_label(name: str, labels: Sequence[str], option: str) -> None:
         option: Name of the option that sets `name`, for the message.
     """
     if name not in labels:
-        raise UserError(
-            f"{option} names '{name}', which is not a label of the tables; "
-            f"{did_you_mean(name, list(labels))}"
-        )
+        raise UserError(f"{option} names '{name}', which is not a label of the tables")
 
 
 def select_measured(labels: Tensor, masks: Sequence[int | None]) -> Tensor:

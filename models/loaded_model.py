@@ -182,5 +182,5 @@ def require_tables(name: str, inputs: Inputs, checked: Mapping[str, str]) -> Non
             raise UserError(
                 f"the table '{table}' was replaced since this job checked it: "
                 f"{expected[:12]} was checked, {str(current.get(table))[:12]} is there "
-                "now; choose another --name to train on the new tables"
+                "now"
             )

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from models.config import did_you_mean_key
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.dataset import RequestDataset
 from models.requests import Requests
@@ -125,12 +124,7 @@ class Model(nn.Module):
         names = [f.name for f in fields(cls.config_class)]
         for key in options:
             if key not in names:
-                remedy = did_you_mean_key(
-                    f"model.{key}", [f"model.{name}" for name in names]
-                )
-                raise UserError(
-                    f"unknown key 'model.{key}' for the model '{cls.name}'; {remedy}"
-                )
+                raise UserError(f"unknown key 'model.{key}' for the model '{cls.name}'")
         try:
             return cls.config_class(**options)
         except (ValueError, TypeError) as error:
@@ -191,15 +185,6 @@ class Model(nn.Module):
             info: `info` of the manifest of `sequences`.
         """
         return cls.requests_class.list_names(info)
-
-    @classmethod
-    def list_unread(cls, info: Mapping[str, Any]) -> list[str]:
-        """Return the columns that the model ignores, which are printed before training.
-
-        Args:
-            info: `info` of the manifest of `sequences`.
-        """
-        return []
 
     def prepare_training(
         self, catalogue: Any, datasets: Mapping[str, RequestDataset]

@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from models.config import did_you_mean
 from models.custom_features import CATEGORY, NUMBER, CustomFeatures
 from models.dataset.batch import Batch
 from models.item_ids import parse_item_ids
@@ -77,12 +76,7 @@ class Row(dict[str, Any]):
         lists = self.value(name) or {}
         for key in lists:
             if key not in keys:
-                hint = did_you_mean(
-                    key, keys, f"it reads no {name.removeprefix('history_')}"
-                )
-                raise UserError(
-                    f"{name} has '{key}', which the model does not read; {hint}"
-                )
+                raise UserError(f"{name} has '{key}', which the model does not read")
         return {
             key: _check_count(f"'{key}' of {name}", values, count)
             for key, values in lists.items()
@@ -103,10 +97,7 @@ class Row(dict[str, Any]):
         if vectors is None:
             return default
         if any(vector is None for vector in vectors):
-            raise UserError(
-                f"{name} has an entry without numbers; give NaN for unknown values, or "
-                "leave the column out"
-            )
+            raise UserError(f"{name} has an entry without numbers")
         widths = {len(vector) for vector in vectors} or {width}
         if len(vectors) != count or widths != {width}:
             given_widths = ", ".join(map(str, sorted(widths)))
@@ -250,10 +241,7 @@ def _check_count(
     """Return the values as a list of `count` entries."""
     entries = [default] * count if values is None else list(values)
     if len(entries) != count:
-        raise UserError(
-            f"{name} has {len(entries)} entries where {count} are expected; give one "
-            "for each candidate or behaviour"
-        )
+        raise UserError(f"{name} has {len(entries)} entries where {count} are expected")
     return entries
 
 
@@ -261,8 +249,7 @@ def _check_finite(name: str, values: Floats) -> Floats:
     """Return the values unchanged if they are not too large."""
     if (np.abs(values) > LARGEST_NUMBER).any():
         raise UserError(
-            f"{name} has an infinite number, or one over {LARGEST_NUMBER:g}; give NaN "
-            "for unknown values"
+            f"{name} has an infinite number, or one over {LARGEST_NUMBER:g}"
         )
     return values
 

@@ -25,13 +25,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from models import registry
-from models.config import build, did_you_mean_key, read_configs
+from models.config import build, read_configs
 from models.storage import attempts, checkpoint
 from models.storage.checkpoint import BEST, Checkpoint
-from models.storage.input_folders import require_folders
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join
-from models.storage.uri import check_buckets_first
 from models.training.fit import (
     CONTINUE,
     STOP,
@@ -68,7 +66,7 @@ def check_same(previous: Checkpoint, current: Checkpoint, output: str) -> None:
             if old[key] != new[key]:
                 raise UserError(
                     f"{output} was started with {section}.{key} {old[key]}, not "
-                    f"{new[key]}; give another --output"
+                    f"{new[key]}"
                 )
 
 
@@ -194,28 +192,22 @@ def load_configs(uris: list[str], init: str | None) -> tuple[Any, FitConfig]:
     Raises:
         UserError: If a section, an option or a value is not valid.
     """
-    content = read_configs(uris, "check --config")
+    content = read_configs(uris)
     for section, values in content.items():
         if section not in SECTIONS:
-            raise UserError(
-                f"unknown key '{section}'; {did_you_mean_key(section, SECTIONS)}"
-            )
+            raise UserError(f"unknown key '{section}'")
         if not isinstance(values, dict):
-            raise UserError(
-                f"'{section}' is {values!r}, it must be a mapping; correct the config"
-            )
+            raise UserError(f"'{section}' is {values!r}, it must be a mapping")
     model_options = content.get("model", {})
     name = model_options.pop("name", None)
     if name is None:
-        raise UserError(
-            f"{uris[-1]} has no model.name; give the config of a model before it"
-        )
+        raise UserError(f"{uris[-1]} has no model.name")
     try:
         fit_config = build(FitConfig, content.get("fit", {}), "fit.")
         check_replay(fit_config, init)
         config = build(registry.find(name).config_class, model_options, "model.")
     except (TypeError, ValueError) as error:
-        raise UserError(f"{error}; correct the config") from error
+        raise UserError(f"{error}") from error
     return config, fit_config
 
 
@@ -246,7 +238,6 @@ def train(options: argparse.Namespace) -> None:
     """
     output = options.output
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    require_folders(tables=options.tables, sids=options.sids, text=options.text)
     inputs = Inputs(options.tables, options.sids, options.text)
     config, fit_config = load_configs(options.config, options.init)
     init = checkpoint.locate(options.init) if options.init else None
@@ -275,7 +266,6 @@ def train(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line that the module describes."""
     options = parse_arguments(argv)
-    check_buckets_first()
     try:
         train(options)
     except UserError as error:

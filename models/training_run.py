@@ -146,7 +146,8 @@ class TrainingRun:
             model_class, config, catalogue, inputs, new, rank, world
         )
         if not len(train):
-            raise UserError(explain_empty_training(since, init, inputs))
+            newer = f" newer than the training of {init or 'this run'}" if since else ""
+            raise UserError(f"{inputs.sequences} has no train request{newer}")
         torch.manual_seed(fit.seed)
         module = model_class(config, catalogue).to(device)
         messages = []
@@ -395,14 +396,13 @@ def check_init(
     if not model_class.trains_by_gradient:
         raise UserError(
             f"'{model_class.name}' is not trained by gradient, so it cannot start from "
-            "a checkpoint; leave out --init"
+            "a checkpoint"
         )
     checkpoint.check(initial, init, versions, model_class.name, extending=True)
     if fit.replay_fraction < 1 and not initial.learned.get("until"):
         raise UserError(
             f"fit.replay_fraction is {fit.replay_fraction:g}, but the training of the "
-            "--init checkpoint has no end time; leave out fit.replay_fraction, or "
-            "prepare its tables with a split by time"
+            "--init checkpoint has no end time"
         )
 
 
@@ -419,25 +419,6 @@ def trained_until(initial: Checkpoint | None, fit: FitConfig) -> int:
     if initial is None or fit.replay_fraction == 1:
         return 0
     return int(initial.learned["until"])
-
-
-def explain_empty_training(since: int, init: str | None, inputs: Inputs) -> str:
-    """Return the error message for a training without examples.
-
-    Args:
-        since: Time in ms from which all training examples are used, or 0.
-        init: Checkpoint of the option --init, if given.
-        inputs: Folders of the tables.
-    """
-    if since:
-        return (
-            f"no training example is newer than the training of {init or 'this run'}; "
-            "wait for new data, or raise fit.replay_fraction"
-        )
-    return (
-        f"{inputs.sequences} has no train request with a history; check the split "
-        "of jobs.prepare"
-    )
 
 
 def load_datasets(
@@ -502,10 +483,7 @@ def check_fit(fit: FitConfig, model_class: type[Model], catalogue: Any) -> None:
     for key in fit.eval_options:
         if key in options:
             continue
-        remedy = "it has no options"
-        if options:
-            remedy = f"{did_you_mean(key, options)}; it takes {', '.join(options)}"
         raise UserError(
             f"fit.eval_options has '{key}', which is not an option of `recommend` of "
-            f"'{name}'; {remedy}"
+            f"'{name}'"
         )

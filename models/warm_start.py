@@ -125,10 +125,7 @@ def load_extended_weights(
         target.copy_(weights)
     for name, target in targets.items():
         if target.numel() and target.data_ptr() not in loaded:
-            raise OtherTablesError(
-                f"{uri} does not fit the model: it has no {name}; give a checkpoint of "
-                "this model, or train a new model"
-            )
+            raise OtherTablesError(f"{uri} does not fit the model: it has no {name}")
     check_finite(model, uri)
     return messages
 

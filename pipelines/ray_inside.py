@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import grpc
 import ray
 
 SHUFFLE_ENV = {
@@ -117,32 +116,6 @@ def first_line_of_error(text: str) -> str:
     """Return the first line of an error, without ` Last 20 lines ...` at its end."""
     first = text.strip().partition("\n")[0]
     return first.partition(" Last 20 lines")[0]
-
-
-def probe_token(address: str, token: str) -> grpc.StatusCode:
-    """Return the status of a request with a token to a cluster, within 10 seconds.
-
-    `ray.init` would retry for minutes if the cluster rejects the token.
-
-    Args:
-        address: HOST:PORT of the cluster's GCS.
-        token: The token; an empty string sends none.
-    """
-    try:
-        from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-    except ImportError:
-        return grpc.StatusCode.OK
-    metadata = [("authorization", f"Bearer {token}")] if token else []
-    with grpc.insecure_channel(address) as channel:
-        try:
-            # mypy does not see the classes, which are generated at import
-            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
-            stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-            stub.CheckAlive(request, 10, metadata)
-        except grpc.RpcError as error:
-            code: grpc.StatusCode = error.code()
-            return code
-    return grpc.StatusCode.OK
 
 
 @contextmanager

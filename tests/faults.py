@@ -150,7 +150,6 @@ class Deployment:
             **environment,
             "RAY_ADDRESS": self.cluster.address,
             "MLFLOW_TRACKING_URI": self.store,
-            "TRIELINE_SHARED": str(folder),
             "OMP_NUM_THREADS": "1",
         }
         self.raw = folder / "raw"

@@ -185,9 +185,7 @@ def write_tables(text: str) -> str:
         before, begin, rest = text.partition(first)
         _, end, after = rest.partition(last)
         if not begin or not end:
-            raise ValueError(
-                f"the page has no lines '{first}' and '{last}'; write both where the table belongs"
-            )
+            raise ValueError(f"the page has no lines '{first}' and '{last}'")
         text = f"{before}{first}\n{table}\n{last}{after}"
     return text
 

@@ -27,7 +27,6 @@ from models.config import (
     build,
     check_choices,
     check_least,
-    did_you_mean,
     path_fields,
     read_configs,
     read_yaml,
@@ -50,8 +49,6 @@ INPUTS = ("sids", "text")
 
 SMOKE = ("fixed", "axes", "points", "samples", "seeds")
 """Keys that the `smoke` section of a grid file can replace."""
-
-EXAMPLE = "give a file such as tuning/grids/sid_mlp.yaml"
 
 
 @dataclass
@@ -181,10 +178,8 @@ class Grid:
             grid = replace(grid, scheduler=Scheduler(), **{**self.smoke, **nested})
         for key in axes or {}:
             if key not in grid.axes and key != SEED:
-                suggestion = did_you_mean(key, grid.axes, "it has none")
                 raise UserError(
-                    f"the grid {self.name} has no axis '{key}' to give values to; "
-                    f"{suggestion}"
+                    f"the grid {self.name} has no axis '{key}' to give values to"
                 )
         return replace(grid, axes={**grid.axes, **(axes or {})}).expand_seeds()
 
@@ -215,8 +210,7 @@ class Grid:
             factors.append(self._zip_axes(group))
         if not factors:
             raise UserError(
-                f"the grid {self.name} is empty: it has neither axes nor points; add "
-                "axes to its file"
+                f"the grid {self.name} is empty: it has neither axes nor points"
             )
         points = []
         for parts in itertools.product(*factors):
@@ -262,7 +256,7 @@ class Grid:
                     "'[...]' instead"
                 )
         files = [self.config] if isinstance(self.config, str) else self.config or []
-        base = flatten_sections(read_configs(files, EXAMPLE))
+        base = flatten_sections(read_configs(files))
         base = {**base, **self.fixed, **settings}
         points = self.list_points()
         if self.samples is not None and self.samples < len(points):
@@ -270,7 +264,7 @@ class Grid:
             points = [points[index] for index in sorted(drawn)]
         trials = [self._build_trial({**base, **point}, point) for point in points]
         if len({trial.id for trial in trials}) < len(trials):
-            raise UserError(f"the grid {self.name} has a point twice; remove one")
+            raise UserError(f"the grid {self.name} has a point twice")
         return trials
 
     def _build_trial(self, settings: Point, point: Point) -> Trial:
@@ -311,10 +305,7 @@ class Grid:
     def _build_model(self, options: dict[str, Any]) -> Any:
         """Build a model's config, with its paths made absolute."""
         if "name" not in options:
-            raise UserError(
-                f"the grid {self.name} names no model; give it a config, or "
-                "fixed.model.name"
-            )
+            raise UserError(f"the grid {self.name} names no model")
         config_class = registry.find(str(options.pop("name"))).config_class
         folders = path_fields(config_class, "checkpoint", "folder")
         encoders = path_fields(config_class, "encoder")
@@ -331,7 +322,7 @@ class Grid:
         if options.setdefault("metric", metric) != metric:
             raise UserError(
                 f"fit.metric is {options['metric']}, the grid {self.name} ranks by "
-                f"{self.metric}; leave it out"
+                f"{self.metric}"
             )
         fit: FitConfig = self._build(FitConfig, options, "fit.")
         return fit
@@ -349,7 +340,7 @@ def load_grid(path: str) -> Grid:
     Raises:
         UserError: If the file is missing or has unknown keys or wrong values.
     """
-    content = {"name": Path(path).stem, **read_yaml(path, EXAMPLE)}
+    content = {"name": Path(path).stem, **read_yaml(path)}
     files = content.get("config") or []
     if isinstance(files, str):
         files = [files]

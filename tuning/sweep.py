@@ -330,16 +330,14 @@ def require_best(
     if num_unfinished:
         raise UserError(
             f"the sweep '{config.name}' stopped with {num_unfinished} of "
-            f"{len(results)} trials unfinished; run the same command again to continue"
+            f"{len(results)} trials unfinished"
         )
     if best is None:
         errors = [
             f" ({result.name}: {result.error})" for result in results if result.error
         ]
         raise UserError(
-            f"no trial of the sweep {config.folder} has a value; fix what failed and "
-            "run the same command again, or choose another --name for other settings"
-            f"{''.join(errors[:1])}"
+            f"no trial of the sweep {config.folder} has a value{''.join(errors[:1])}"
         )
     return best
 
@@ -401,11 +399,7 @@ def prepare_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
     load = cache(load_catalogue)
     trainings = {}
     for name, trial in spec.trials.items():
-        remedy = (
-            f"choose another --name, or remove {spec.folder}/{name} to train this "
-            "trial again"
-        )
-        training = check_training(spec.train_config(trial), remedy, load)
+        training = check_training(spec.train_config(trial), load)
         record = read_record(training.config.folder)
         if record and record["status"] != "opening":
             check_continues(training, record)
@@ -443,8 +437,7 @@ def prepare_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]
         record = read_record(join(spec.folder, trial.name))
         if record and record.get("evaluate") != trial.evaluate:
             raise UserError(
-                f"{trial.name} was measured with other options in {spec.folder}; "
-                "choose another --name"
+                f"{trial.name} was measured with other options in {spec.folder}"
             )
         family = registry.find(evaluated.name).family
         hashes[trial.name] = evaluated.hashes
@@ -469,8 +462,7 @@ def find_experiment(spec: SweepSpec, option: str | None) -> str | None:
         if run.uri != spec.uri or option not in (None, run.experiment):
             raise UserError(
                 f"the trials in {spec.folder} are in the experiment {run.experiment} "
-                f"at {run.uri}, not in {option or run.experiment} at {spec.uri}; give "
-                "--tracking_uri and --experiment as before, or choose another --name"
+                f"at {run.uri}, not in {option or run.experiment} at {spec.uri}"
             )
         return run.experiment
     return option
@@ -663,7 +655,7 @@ def limit_concurrency(spec: SweepSpec, concurrency: int) -> int:
     if concurrency or spec.num_workers == 1:
         return concurrency
     needs = worker_resources(spec.ray, wants_gpu(spec.ray))
-    room = cluster.count_room(cluster.alive_nodes(), needs) // spec.num_workers
+    room = cluster.count_room(needs) // spec.num_workers
     return max(room, MIN_QUEUED_TRIALS if has_autoscaler() else 1)
 
 
@@ -783,8 +775,7 @@ def resolve_best_trial(path: str) -> str:
     if without_result:
         raise UserError(
             f"{len(without_result)} of {len(content['trials'])} trials of the sweep "
-            f"{path} are not finished, such as {without_result[0]}; run the sweep's "
-            "command again, or give the folder of a trial"
+            f"{path} are not finished, such as {without_result[0]}"
         )
     return join(sweep_folder, content["best"])
 

@@ -107,8 +107,7 @@ class ActionsConfig(LabelOptions):
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice num_heads "
-                f"{self.num_heads}; change either (rotary embeddings rotate pairs of a "
-                "head's channels)"
+                f"{self.num_heads}"
             )
 
 

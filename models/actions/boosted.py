@@ -163,10 +163,7 @@ class BoostedActions(ActionsModel):
         columns, labels = self._concat_batches(train)
         val_columns, val_labels = self._concat_batches(val)
         if not len(val_labels):
-            raise UserError(
-                "the val split is empty, so boosting cannot stop; check the split of "
-                "jobs.prepare"
-            )
+            raise UserError("the val split is empty, so boosting cannot stop")
         self.boosters = []
         for task in range(len(self.labels)):
             label = np.ascontiguousarray(labels[:, task])

@@ -191,8 +191,7 @@ class ActionsCatalogue:
         items = read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
             raise UserError(
-                f"{join(tables, 'items')}: item_index is not dense and sorted from 0; "
-                "run jobs.prepare again"
+                f"{join(tables, 'items')}: item_index is not dense and sorted from 0"
             )
         scales = scales or {}
         attributes = Attributes.from_items(items, scales)

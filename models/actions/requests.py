@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
-from models.config import did_you_mean
 from models.custom_features import CATEGORY, NUMBER
-from models.error_text import first_line
+from models.error_text import one_line
 from models.item_ids import parse_item_id
 from models.ragged import concat_columns, lengths_to_starts
 from models.requests import Columns, Request, Requests, Row, find_bundled_inputs
@@ -124,21 +123,15 @@ class NewItems:
         by_id: dict[str, Item] = {}
         for item in items:
             if not (item or {}).get("item_id"):
-                raise UserError(
-                    "new_items has an item without item_id; give each item the id "
-                    "under which the request refers to it"
-                )
+                raise UserError("new_items has an item without item_id")
             item_id = parse_item_id("new_items", item["item_id"])
             if item_id in by_id:
-                raise UserError(f"new_items has '{item_id}' twice; give each item once")
+                raise UserError(f"new_items has '{item_id}' twice")
             for name in item:
                 if name not in ("item_id", *self.names):
-                    suggestion = did_you_mean(
-                        name, self.names, "it reads no field but item_id"
-                    )
                     raise UserError(
                         f"new_items has the field '{name}' for '{item_id}', which the "
-                        f"model does not read; {suggestion}"
+                        f"model does not read"
                     )
             by_id[item_id] = item
         return by_id
@@ -184,13 +177,10 @@ def _read_field(column: str, items: Sequence[Item]) -> pa.Array:
     except pa.ArrowException as error:
         kind = "numbers" if is_number else "strings"
         raise UserError(
-            f"'{name}' of new_items has values that are not {kind} "
-            f"({first_line(error)}); give {kind}"
+            f"'{name}' of new_items has values that are not {kind} ({one_line(error)})"
         ) from error
     if is_number and pc.any(pc.is_inf(array)).as_py():
-        raise UserError(
-            f"'{name}' of new_items has an infinite number; leave out unknown values"
-        )
+        raise UserError(f"'{name}' of new_items has an infinite number")
     return array
 
 
@@ -320,16 +310,10 @@ class ActionsRequests(Requests):
         if row.value("history_time_ms") is None:
             return [EARLIEST_MS + position for position in range(count)]
         if None in times:
-            raise UserError(
-                "history_time_ms has an entry without a time; give one time per event, "
-                "or leave the column out"
-            )
+            raise UserError("history_time_ms has an entry without a time")
         for time, next_time in pairwise(times):
             if next_time < time:
-                raise UserError(
-                    f"history_time_ms falls from {time} to {next_time}; give the "
-                    "history oldest first"
-                )
+                raise UserError(f"history_time_ms falls from {time} to {next_time}")
         return times
 
     def _parse_actions(self, row: Row, count: int) -> Floats:

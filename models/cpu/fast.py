@@ -206,8 +206,7 @@ class FastSearch:
         if list(trie.codebook_sizes) != sizes:
             raise ValueError(
                 f"the model scores {sizes} codes by level, the trie has "
-                f"{list(trie.codebook_sizes)}; give the semantic IDs with which the "
-                f"model was trained"
+                f"{list(trie.codebook_sizes)}"
             )
         z_part = functional.linear(z, self.z_weight, self.z_bias)  # (B, L * N)
         if not torch.compiler.is_compiling() and not len(z):

@@ -179,10 +179,7 @@ def _check_tensor(
 ) -> Tensor:
     """Return `x` as a contiguous tensor."""
     if x.shape != shape or x.dtype != dtype or x.device.type != "cpu":
-        raise ValueError(
-            f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}; give {shape}, "
-            f"{dtype} on the CPU"
-        )
+        raise ValueError(f"{name} is {tuple(x.shape)}, {x.dtype} on {x.device}")
     return x.contiguous()
 
 
@@ -356,10 +353,7 @@ def beam_search(
         ValueError: If sizes do not fit together.
     """
     if not sizes or min(sizes) < 1 or beam < 1 or keep < 1:
-        raise ValueError(
-            f"sizes are {list(sizes)}, beam is {beam} and keep is {keep}; give at "
-            f"least one size, and numbers of at least 1"
-        )
+        raise ValueError(f"sizes are {list(sizes)}, beam is {beam} and keep is {keep}")
     width = hidden.shape[-1] // len(sizes)
     hidden = _check_tensor("hidden", hidden, len(hidden), len(sizes) * width)
     # the fields of `Level` in kernels.cpp, level after level

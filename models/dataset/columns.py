@@ -10,12 +10,10 @@ pressure, so tables larger than memory can be read.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +27,6 @@ from numpy.typing import NDArray
 
 from models.storage.tables import (
     Manifest,
-    UserError,
     part_uris,
     read_manifest,
     read_parquet,
@@ -84,8 +81,7 @@ def open_columns(
             content of the table.
 
     Raises:
-        UserError: If a part is missing or damaged, or the cache's disk is full or
-            cannot be written.
+        UserError: If a part is missing or damaged.
     """
     manifest = manifest or read_manifest(uri)
     uris = part_uris(uri, manifest)
@@ -93,20 +89,17 @@ def open_columns(
     key = [FORMAT_VERSION, layout, hashes, parquet_columns, settings]
     digest = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:32]
     entry = cache_folder() / f"{layout}-{digest}"
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        if not (entry / "columns.json").exists():
-            with FileLock(f"{entry}.lock"):
-                if not (entry / "columns.json").exists():
-                    parts = _decode_parts(uris, hashes, parquet_columns, decode)
-                    _write_entry(entry, parts)
-                    _remove_unused(entry.parent)
-                    # Arrow would keep the freed memory of the parts.
-                    pa.default_memory_pool().release_unused()
-        os.utime(entry / "columns.json")
-        return _map_entry(entry)
-    except OSError as error:
-        raise _cache_error(error, entry.parent) from error
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    if not (entry / "columns.json").exists():
+        with FileLock(f"{entry}.lock"):
+            if not (entry / "columns.json").exists():
+                parts = _decode_parts(uris, parquet_columns, decode)
+                _write_entry(entry, parts)
+                _remove_unused(entry.parent)
+                # Arrow would keep the freed memory of the parts.
+                pa.default_memory_pool().release_unused()
+    os.utime(entry / "columns.json")
+    return _map_entry(entry)
 
 
 def columns_bytes(columns: Columns) -> int:
@@ -116,13 +109,12 @@ def columns_bytes(columns: Columns) -> int:
 
 def _decode_parts(
     uris: list[str],
-    hashes: list[str],
     parquet_columns: list[str] | None,
     decode: Decoder,
 ) -> Iterator[Columns]:
     """Yield the arrays of each part of a table."""
-    for uri, sha256 in zip(uris, hashes, strict=True):
-        yield decode(read_parquet(uri, parquet_columns, sha256))
+    for uri in uris:
+        yield decode(read_parquet(uri, parquet_columns))
 
 
 class _ColumnFile:
@@ -217,19 +209,3 @@ def _remove_unused(folder: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-
-
-def _cache_error(error: OSError, folder: Path) -> Exception:
-    """Return a UserError for a full or unwritable disk, otherwise the error itself."""
-    if error.errno == errno.ENOSPC:
-        return UserError(
-            f"the disk of the cache {folder} on {socket.gethostname()} is full; free "
-            f"some space, or set "
-            f"{CACHE_VARIABLE} to another folder"
-        )
-    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return UserError(
-            f"the cache {folder} cannot be written; set {CACHE_VARIABLE} to a folder "
-            "that you may write"
-        )
-    return error

@@ -114,11 +114,7 @@ class RequestDataset:
             UserError: If the family has no such split.
         """
         if split not in self.splits:
-            *first_splits, last_split = self.splits
-            raise UserError(
-                f"models of {self.kind} have no split '{split}'; choose "
-                f"{', '.join(first_splits)} or {last_split}"
-            )
+            raise UserError(f"models of {self.kind} have no split '{split}'")
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not below the number of workers {world}")
         self.columns = columns
@@ -221,7 +217,7 @@ class RequestDataset:
         """
         manifest = sequences_manifest(uri, cls.kind)
         if not manifest.rows:
-            raise UserError(f"{uri} has no users; check the filters of jobs.prepare")
+            raise UserError(f"{uri} has no users")
         columns = open_columns(
             uri,
             cls.kind,

@@ -9,11 +9,6 @@ from torch import Tensor
 
 from models.storage.tables import UserError
 
-DAMAGED_MODEL = (
-    "its training diverged or its weights are damaged: train with a lower fit.lr, "
-    "or use another checkpoint"
-)
-
 
 def check_finite(scores: Tensor, tail: bool = False) -> Tensor:
     """Return the scores unchanged if all are finite.
@@ -34,6 +29,6 @@ def check_finite(scores: Tensor, tail: bool = False) -> Tensor:
     if num_invalid:
         raise UserError(
             f"the model gives {num_invalid} of {scores.numel()} scores that are not "
-            f"finite; {DAMAGED_MODEL}"
+            f"finite"
         )
     return scores

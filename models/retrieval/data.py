@@ -103,9 +103,7 @@ class Catalogue:
         items_table = join(tables_uri, "items")
         num_items = read_manifest(items_table, "items").rows
         if num_items == 0:
-            raise UserError(
-                f"{items_table} has no rows; check the filters of jobs.prepare"
-            )
+            raise UserError(f"{items_table} has no rows")
         if sids_uri is None:
             return cls(num_items, versions=versions, tables=tables_uri)
 
@@ -117,7 +115,7 @@ class Catalogue:
             raise UserError(
                 f"{sids_uri} has semantic IDs of {codes.shape[0]} items with "
                 f"{codes.shape[1]} levels, but there are {num_items} items and "
-                f"{len(sizes)} codebooks; run jobs.tokenize again"
+                f"{len(sizes)} codebooks"
             )
         try:
             trie = Trie(codes, sizes)
@@ -149,10 +147,7 @@ def read_codes(table: pa.Table, name: str) -> Tensor:
         )
     index = table["item_index"].to_numpy()
     if not np.array_equal(index, np.arange(len(index))):
-        raise UserError(
-            f"{name}: item_index is not dense and sorted from 0; run jobs.tokenize "
-            "again"
-        )
+        raise UserError(f"{name}: item_index is not dense and sorted from 0")
     codes = lists.flatten().to_numpy().astype(np.int64).reshape(len(index), -1)
     return torch.from_numpy(codes)
 

@@ -187,9 +187,7 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     """
     count = float(sums.get(EXAMPLES, 0.0))
     if not count:
-        raise ValueError(
-            "no examples were evaluated, so there is no mean; check the split"
-        )
+        raise ValueError("no examples were evaluated, so there is no mean")
     first_count = float(sums.get(FIRST_PREFIX + EXAMPLES, 0.0))
     averages: dict[str, float] = {}
     for name, value in sums.items():

@@ -58,18 +58,6 @@ class RetrievalModel(Model):
         """
         return Catalogue.load(inputs.tables, inputs.sids)
 
-    @classmethod
-    def list_unread(cls, info: Mapping[str, Any]) -> list[str]:
-        """Return the labels and features of the log, which retrieval models ignore."""
-        behaviour = info.get("behaviour")
-        labels = [name for name in info.get("labels") or {} if name != behaviour]
-        unread = {
-            "numbers": info.get("numbers"),
-            "categories": info.get("categories"),
-            "labels": labels,
-        }
-        return [f"{kind} {', '.join(names)}" for kind, names in unread.items() if names]
-
     def recommend(
         self, batch: HistoryBatch, k: int, **options: Any
     ) -> tuple[Tensor, Tensor]:
@@ -108,10 +96,7 @@ class RetrievalModel(Model):
         """
         vectors = self.item_vectors()
         if vectors is None:
-            raise UserError(
-                f"'{self.name}' has no item vectors; use a checkpoint of sasrec, "
-                "tiger or item_knn"
-            )
+            raise UserError(f"'{self.name}' has no item vectors")
         return nearest_by_cosine(vectors, k)
 
     def item_vectors(self) -> Tensor | None:

@@ -60,8 +60,7 @@ class StudentOptions(BeamOptions):
         super().__post_init__()
         if self.constrained is False and self.scores:
             raise ValueError(
-                f"--scores {self.scores} has no effect with --constrained false; "
-                "remove one of them"
+                f"--scores {self.scores} has no effect with --constrained false"
             )
 
 
@@ -77,8 +76,7 @@ class SidMlpOptions(StudentOptions):
         super().__post_init__()
         if self.constrained is False and self.path:
             raise ValueError(
-                f"--path {self.path} has no effect with --constrained false; "
-                "remove one of them"
+                f"--path {self.path} has no effect with --constrained false"
             )
 
 

@@ -107,10 +107,7 @@ class SidTokens(nn.Module):
         """
         super().__init__()
         if catalogue.sids is None or catalogue.trie is None:
-            raise UserError(
-                "the model needs semantic IDs; give --sids, the output folder of "
-                "jobs.tokenize"
-            )
+            raise UserError("the model needs semantic IDs")
         self.sizes = list(catalogue.codebook_sizes)
         self.first = [1 + sum(self.sizes[:level]) for level in range(len(self.sizes))]
         self.first_user = 1 + sum(self.sizes)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.dataset.batch import Batch
 from models.dataset.encoding import hash_strings
-from models.item_ids import WITHOUT_ALLOWED, clean_id, parse_allowed
+from models.item_ids import clean_id, parse_allowed
 from models.requests import Columns, Requests, Row
 from models.retrieval.data import RetrievalDataset
 from models.storage.tables import UserError
@@ -78,8 +78,7 @@ class RetrievalRequests(Requests):
         index = [self.index[item] for item in allowed if item in self.index]
         if not index:
             raise UserError(
-                f"allowed has {len(ids)} ids, and none of an item of the catalogue; "
-                f"{WITHOUT_ALLOWED}"
+                f"allowed has {len(ids)} ids, and none of an item of the catalogue"
             )
         mask = torch.zeros(len(self.items), dtype=torch.bool)
         return mask.index_fill(0, torch.tensor(index), True)

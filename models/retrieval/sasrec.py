@@ -48,8 +48,7 @@ class SASRecConfig:
         )
         if self.dim % self.num_heads:
             raise ValueError(
-                f"dim {self.dim} is not a multiple of num_heads {self.num_heads}; "
-                "change one of them"
+                f"dim {self.dim} is not a multiple of num_heads {self.num_heads}"
             )
         check_dropout(self, "dropout")
 

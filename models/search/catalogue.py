@@ -118,10 +118,7 @@ class SearchText:
             _encoder_settings(read_manifest(join(uri, name))) for name in present
         ]
         if any(table_settings != settings[0] for table_settings in settings):
-            raise UserError(
-                f"the tables of {uri} were encoded with different settings; run "
-                "jobs.encode again"
-            )
+            raise UserError(f"the tables of {uri} were encoded with different settings")
         items_uri = join(uri, "items")
         documents = read_vectors(
             read_table(items_uri), "embedding", items.rows, items_uri
@@ -138,10 +135,7 @@ class SearchText:
             num_queries,
         )
         if (np.diff(pair_keys) <= 0).any():
-            raise UserError(
-                f"{join(uri, 'pairs')} is not sorted by item and query; run "
-                "jobs.encode again"
-            )
+            raise UserError(f"{join(uri, 'pairs')} is not sorted by item and query")
         num_pairs = len(pair_keys)
         return cls(
             items=documents,
@@ -235,8 +229,7 @@ class SearchText:
             missing_key = int(distinct_keys[~is_encoded][0])
             item, query = divmod(missing_key, self.num_queries + 1)
             raise UserError(
-                f"the text has no embedding of item {item} with query {query - 1}; run "
-                "jobs.encode again on these tables"
+                f"the text has no embedding of item {item} with query {query - 1}"
             )
         encoded_index = np.where(is_encoded, np.cumsum(is_encoded) - 1, -1)
         # index -1 reads the appended -1
@@ -385,7 +378,7 @@ def _open_queries(uri: str, num_queries: int) -> NDArray[np.float32]:
     if not np.array_equal(index, np.arange(num_queries)):
         raise UserError(
             f"{uri} has {len(index)} rows that are not the {num_queries} queries in "
-            "order; run jobs.encode again"
+            "order"
         )
     return columns["embedding"]
 
@@ -396,7 +389,7 @@ def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
         return None
     manifest = read_manifest(uri, "tokens")
     if manifest.inputs.get("items") != items.hash:
-        raise UserError(f"{uri} was made from other items; run jobs.encode again")
+        raise UserError(f"{uri} was made from other items")
     lists = read_table(uri, "tokens")["tokens"].combine_chunks()
     begin = lengths_to_offsets(pc.list_value_length(lists).to_numpy())
     tokens = torch.from_numpy(lists.flatten().to_numpy().copy())
@@ -422,7 +415,7 @@ def _feature_scale(uri: str, num_features: int) -> tuple[Tensor, Tensor]:
         )
         if len(scale["mean"]):
             return torch.tensor(scale["mean"][0]), torch.tensor(scale["std"][0])
-    raise UserError(f"{uri} has no train request; check the split of jobs.prepare")
+    raise UserError(f"{uri} has no train request")
 
 
 def _measure_features(table: pa.Table, num_features: int) -> Columns:

@@ -134,8 +134,7 @@ class Counts:
             if table_settings[name] != model_settings[name]:
                 raise UserError(
                     f"{uri} was counted with {name} {table_settings[name]}, the tables "
-                    f"of the model with {model_settings[name]}; prepare the log with "
-                    "the model's source file"
+                    f"of the model with {model_settings[name]}"
                 )
         table = read_table(uri, "counts")
         has_item = pc.is_valid(table["item_id"])

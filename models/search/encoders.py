@@ -171,8 +171,7 @@ def load_pretrained(path: str) -> BertModel:
     encoder = load_encoder(path)
     if encoder.config.model_type != "bert":
         raise UserError(
-            f"the encoder {path} has the model type '{encoder.config.model_type}'; "
-            "give an encoder of type 'bert'"
+            f"the encoder {path} has the model type '{encoder.config.model_type}'"
         )
     return encoder  # type: ignore[no-any-return]
 
@@ -195,16 +194,14 @@ def copy_pretrained(encoder: CausalBert, path: str) -> None:
     source_sizes = bert_sizes(pretrained.config)
     if model_sizes != source_sizes:
         raise UserError(
-            f"the BERT at {path} has {source_sizes}, the model has {model_sizes}; "
-            "give a BERT with the sizes of the model"
+            f"the BERT at {path} has {source_sizes}, the model has {model_sizes}"
         )
     bert.encoder.load_state_dict(pretrained.encoder.state_dict())
     length = bert.config.max_position_embeddings
     positions = pretrained.embeddings.position_embeddings.weight
     if length > len(positions):
         raise UserError(
-            f"max_history {length} exceeds the {len(positions)} positions of {path}; "
-            "lower max_history"
+            f"max_history {length} exceeds the {len(positions)} positions of {path}"
         )
     with torch.no_grad():
         bert.embeddings.position_embeddings.weight.copy_(positions[:length])

@@ -65,11 +65,7 @@ class ItemTower(nn.Module):
 
         documents = catalogue.text.documents
         if documents is None:
-            raise UserError(
-                "the text has no tokens for an item tower to read; run jobs.encode "
-                "again with the same options, with a transformers encoder, or leave "
-                "model.item_tower out"
-            )
+            raise UserError("the text has no tokens for an item tower to read")
         config = AutoConfig.for_model(**model)
         lengths = documents.begin.diff()
         required = {
@@ -84,8 +80,7 @@ class ItemTower(nn.Module):
         if catalogue.text.width != config.hidden_size or is_too_small:
             raise UserError(
                 f"the text needs width {catalogue.text.width} and at least {required}, "
-                f"the item tower has width {config.hidden_size} and {sizes}; give the "
-                "encoder of jobs.encode as model.item_tower"
+                f"the item tower has width {config.hidden_size} and {sizes}"
             )
         self.encoder = remove_pooler(AutoModel.from_config(config))
         self.pooling, self.normalize = documents.pooling, documents.normalize
@@ -192,7 +187,7 @@ class HLLMConfig(QGSConfig):
         if self.item_tower and self.token != "item":
             raise ValueError(
                 f"item_tower is '{self.item_tower}', which token '{self.token}' does "
-                "not read; use token item"
+                "not read"
             )
 
 

@@ -105,8 +105,7 @@ class QGSConfig(RankerConfig):
         check_positive(self, ("width", "num_layers", "num_heads", "ffn"))
         if self.encoder != "linear_hstu" and self.width % self.num_heads:
             raise ValueError(
-                f"width {self.width} is not a multiple of num_heads {self.num_heads}; "
-                "change either"
+                f"width {self.width} is not a multiple of num_heads {self.num_heads}"
             )
         check_least(self, ("infonce_weight",), 0)
         if not self.temperature > 0:
@@ -116,13 +115,12 @@ class QGSConfig(RankerConfig):
         if self.pretrained and self.encoder != "transformer":
             raise ValueError(
                 f"pretrained is '{self.pretrained}', which encoder '{self.encoder}' "
-                "cannot load; use encoder transformer"
+                "cannot load"
             )
         if self.match and not (self.infonce_weight and self.next_item == "document"):
             raise ValueError(
                 "match is true, which needs InfoNCE over documents, but next_item is "
-                f"'{self.next_item}' and infonce_weight is {self.infonce_weight:g}; "
-                "use next_item document and a weight above 0"
+                f"'{self.next_item}' and infonce_weight is {self.infonce_weight:g}"
             )
 
 

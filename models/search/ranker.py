@@ -108,7 +108,7 @@ class RankerConfig(LabelOptions):
         if self.group_width % self.group_heads:
             raise ValueError(
                 f"group_width {self.group_width} is not a multiple of group_heads "
-                f"{self.group_heads}; change either"
+                f"{self.group_heads}"
             )
 
 

@@ -219,7 +219,7 @@ class SearchRequests(Requests):
         if self.config.reads_times and None in times:
             raise UserError(
                 "history_time_ms is missing, and the model reads the time of each "
-                "behaviour; give the times in ms"
+                "behaviour"
             )
         history_features = self._parse_features(row, "history_", history)
         features = self._parse_features(row, "", candidates)

@@ -20,6 +20,7 @@ run.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,9 +42,7 @@ from models.storage.attempts import UNNUMBERED, Attempt, require_current
 from models.storage.tables import (
     TableVersion,
     UserError,
-    add_seal,
     check_file_names,
-    check_seal,
     join,
     open_uri,
 )
@@ -122,8 +121,8 @@ class Checkpoint:
             self.best["folder"] = previous.best_folder
 
     def to_json(self) -> str:
-        """Return the content of `config.json`, with a hash of itself."""
-        return add_seal(asdict(self))
+        """Return the content of `config.json`."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True, default=str)
 
 
 class Uploads:
@@ -461,33 +460,22 @@ def read(uri: str | Path) -> Checkpoint:
     filesystem, path = open_uri(str(uri))
     config_path = f"{path}/{CONFIG}"
     if not exists(uri):
-        raise UserError(
-            f"{uri} is not a checkpoint: it holds no {CONFIG}; give the folder that "
-            "jobs.train printed"
-        )
+        raise UserError(f"{uri} is not a checkpoint: it holds no {CONFIG}")
     try:
         with filesystem.open_input_stream(config_path) as stream:
-            content = check_seal(stream.read())
-        content.pop("shards", None)  # written by older versions
+            content = json.loads(stream.read())
         metadata = Checkpoint(**content)
         # raises if they are no mappings
         metadata.model, metadata.files = dict(metadata.model), dict(metadata.files)
         check_file_names(metadata.files)
     except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{config_path} is damaged ({error}); use another checkpoint or train again"
-        ) from error
+        raise UserError(f"{config_path} is damaged ({error})") from error
     for name, size in metadata.files.items():
         info = filesystem.get_file_info(f"{path}/{name}")
         if info.type != fs.FileType.File:
-            raise UserError(
-                f"{uri}/{name} is missing; use another checkpoint or train again"
-            )
+            raise UserError(f"{uri}/{name} is missing")
         if info.size != size:
-            raise UserError(
-                f"{uri}/{name} has {info.size} bytes, {CONFIG} says {size}: truncated "
-                "or replaced; use another checkpoint or train again"
-            )
+            raise UserError(f"{uri}/{name} has {info.size} bytes, {CONFIG} says {size}")
     return metadata
 
 
@@ -507,7 +495,7 @@ def verify_file(folder: Path, name: str, uri: str | Path) -> Path:
     if actual != expected:
         raise UserError(
             f"{uri}/{name} is damaged: its SHA-256 is {actual[:12]}, {CONFIG} says "
-            f"{expected[:12]}; use another checkpoint or train again"
+            f"{expected[:12]}"
         )
     return folder / name
 
@@ -516,17 +504,6 @@ def weights_hash(uri: str) -> str:
     """Verify and return the SHA-256 of the weights of a checkpoint."""
     with local(uri) as folder:
         return _hash(verify_file(folder, WEIGHTS, uri))
-
-
-def _remedy(table: str) -> str:
-    """Return the remedy for a table that differs from a checkpoint's table."""
-    if table.startswith("text_"):
-        action = "give the --text that it was trained with"
-    elif table in ("sids", "trie"):
-        action = "give the --sids that it was trained with"
-    else:
-        action = "evaluate on the tables that it was trained on"
-    return f"{action}, or train again"
 
 
 def is_extended(
@@ -573,8 +550,7 @@ def check(
     """
     if name is not None and metadata.name != name:
         raise UserError(
-            f"{uri} is a checkpoint of the model '{metadata.name}', not of '{name}'; "
-            f"give a checkpoint of '{name}'"
+            f"{uri} is a checkpoint of the model '{metadata.name}', not of '{name}'"
         )
     for table, trained in metadata.hashes.items():
         version = versions.get(table)
@@ -582,19 +558,17 @@ def check(
             continue
         if version is None:
             raise UserError(
-                f"{uri} was trained with a table '{table}' that is not given; "
-                f"{_remedy(table)}"
+                f"{uri} was trained with a table '{table}' that is not given"
             )
         is_accepted = extending and is_extended(metadata, table, versions)
         if version.hash != trained and not is_accepted:
             raise OtherTablesError(
                 f"{uri} belongs to another table '{table}': {trained[:12]} was trained "
-                f"on, {version.hash[:12]} is given; {_remedy(table)}"
+                f"on, {version.hash[:12]} is given"
             )
     if metadata.hashes and OPTIONAL in versions and OPTIONAL not in metadata.hashes:
         raise UserError(
-            f"{uri} was trained without text, and a table '{OPTIONAL}' is given; leave "
-            "out --text"
+            f"{uri} was trained without text, and a table '{OPTIONAL}' is given"
         )
 
 
@@ -610,8 +584,7 @@ def load_weights(model: nn.Module, uri: str | Path) -> None:
             check_finite(model, uri)
         except RuntimeError as error:
             raise UserError(
-                f"{uri} does not fit the model: {one_line(error)}; give a checkpoint "
-                "of this model"
+                f"{uri} does not fit the model: {one_line(error)}"
             ) from error
 
 
@@ -626,7 +599,7 @@ def check_finite(model: nn.Module, uri: str | Path) -> None:
         if not bool(weight.isfinite().all()):
             raise UserError(
                 f"the weights of {uri} are not all finite ({name}): its training "
-                "diverged; train with a lower fit.lr, or use another checkpoint"
+                "diverged"
             )
 
 
@@ -640,8 +613,7 @@ def load_state(uri: str | Path) -> dict[str, Any]:
     with local(uri) as folder:
         if not (folder / STATE).exists():
             raise UserError(
-                f"{uri} holds no {STATE}, so training cannot resume from it; use the "
-                "run's last checkpoint"
+                f"{uri} holds no {STATE}, so training cannot resume from it"
             )
         names = [STATE, *sorted(filter(SHARD.fullmatch, read(uri).files))]
         parts: list[dict[str, Any]] = []

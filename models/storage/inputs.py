@@ -12,10 +12,10 @@ from models.storage.tables import TableVersion, UserError, join, read_manifest
 from models.storage.uri import absolute
 
 MADE_BY = {
-    "sids": ("semantic IDs", "jobs.tokenize"),
-    "text": ("text embeddings", "jobs.encode"),
+    "sids": "semantic IDs; give --sids, the output of jobs.tokenize",
+    "text": "text embeddings; give --text, the output of jobs.encode",
 }
-"""Content of each optional folder, and the job that creates it, by option."""
+"""Content of each optional folder, for messages."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,10 @@ class Inputs:
                 )
                 for name, made_from in manifest.inputs.items():
                     if name in versions and versions[name].hash != made_from:
-                        _, job = MADE_BY.get(option, ("tables", "jobs.prepare"))
                         raise UserError(
                             f"{join(folder, table)} was made from other {name} "
                             f"({made_from[:12]}, these are "
-                            f"{versions[name].hash[:12]}); point at tables that belong "
-                            f"together or run {job} again"
+                            f"{versions[name].hash[:12]})"
                         )
                 name = f"text_{table}" if option == "text" else table
                 versions[name] = TableVersion.from_manifest(manifest)
@@ -93,10 +91,6 @@ class Inputs:
         """
         for option, is_required in reads.items():
             if is_required and not getattr(self, option):
-                content, job = MADE_BY[option]
-                raise UserError(
-                    f"the model '{model}' needs {content}; give --{option} with the "
-                    f"folder that {job} made"
-                )
+                raise UserError(f"the model '{model}' needs {MADE_BY[option]}")
         folders = {option: getattr(self, option) for option in reads}
         return Inputs(self.tables, **folders)

@@ -36,12 +36,7 @@ EXPIRES_S = 30.0
 
 
 @contextmanager
-def hold_lock(
-    uri: str,
-    busy: str,
-    wait: float = 0,
-    remedy: str = "choose an output folder that you may write",
-) -> Iterator[None]:
+def hold_lock(uri: str, busy: str, wait: float = 0) -> Iterator[None]:
     """Hold the lock file at a path or URI while the block runs.
 
     A local lock is a kernel lock, which excludes processes of this machine. A lock at a
@@ -51,11 +46,10 @@ def hold_lock(
         uri: Path or URI of the lock file.
         busy: Message if another process holds the lock.
         wait: Seconds to wait for the lock.
-        remedy: End of the message if the lock file cannot be written.
 
     Raises:
-        UserError: If another process holds the lock, or the lock file cannot be
-            written, or, at the end of the block, if a lock at a URI was lost.
+        UserError: If another process holds the lock, or, at the end of the block, if a
+            lock at a URI was lost.
     """
     filesystem, file_path = open_uri(uri)
     if not isinstance(filesystem, fs.LocalFileSystem):
@@ -69,10 +63,6 @@ def hold_lock(
         lock.acquire(wait, poll_interval=0.2)
     except Timeout as error:
         raise UserError(busy) from error
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {path.parent} ({error.strerror}); {remedy}"
-        ) from error
     try:
         yield
     finally:
@@ -115,8 +105,7 @@ def _hold_lock_object(uri: str, busy: str, wait: float) -> Iterator[None]:
     if lost.is_set():
         raise UserError(
             f"another process acquired the lock {uri} meanwhile, because this process "
-            f"sent no heartbeat for {EXPIRES_S:g} s; both may have written to the "
-            "folder, so check its content, or remove the folder and start again"
+            f"sent no heartbeat for {EXPIRES_S:g} s"
         )
 
 

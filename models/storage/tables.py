@@ -14,8 +14,8 @@ table, and readers read only the listed files. Jobs lock their output while they
 (`writing`), because `commit` would remove the parts of another job.
 
 Damage is detected when data is read. A part is read into memory once, hashed, and
-parsed from memory (`read_parquet`), and the manifest contains a hash of its own content
-(`add_seal`). So a flipped bit leads to an error that names the file.
+parsed from memory (`read_parquet`), so a flipped bit leads to an error that names the
+file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from models.error_text import first_line
+from models.error_text import one_line
 from models.storage.locks import LOCK, hold_lock
 from models.storage.uri import (
     UserError,
@@ -62,9 +62,6 @@ LARGEST_NUMBER = 1.8e19
 """Largest float32 whose square is finite. In many exports larger numbers, such as
 FLT_MAX, mark a missing value."""
 
-
-SEAL = "seal"
-"""Key in a JSON file for the hash of all other content of the file."""
 
 PART = re.compile(r"part-([0-9a-f]{20})\.parquet")
 """Pattern of the name of a part, with the first digits of the part's SHA-256."""
@@ -152,31 +149,6 @@ def table_hashes(versions: Mapping[str, TableVersion]) -> dict[str, str]:
     return {name: version.hash for name, version in versions.items()}
 
 
-def add_seal(content: dict[str, Any]) -> str:
-    """Return the content as JSON, with a hash that `check_seal` verifies."""
-    plain = json.loads(json.dumps(content, default=str))
-    return json.dumps({**plain, SEAL: _seal(plain)}, indent=2, sort_keys=True)
-
-
-def check_seal(text: bytes | str) -> dict[str, Any]:
-    """Parse the JSON from `add_seal` and verify its hash.
-
-    Raises:
-        ValueError: If the text is damaged.
-    """
-    content = json.loads(text)
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds {type(content).__name__}, not a mapping")
-    if content.pop(SEAL, None) != _seal(content):
-        raise ValueError("its content does not match its seal")
-    return content
-
-
-def _seal(content: dict[str, Any]) -> str:
-    """Return the hash of JSON content."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def check_file_names(names: Iterable[str]) -> None:
     """Raise ValueError if a name is not a plain file name, such as a path."""
     for name in names:
@@ -201,26 +173,19 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
             than `table`.
     """
     if not has_manifest(uri):
-        raise UserError(
-            f"{uri} is not a table: it holds no {MANIFEST}; run the job that makes it "
-            "again, or point at a finished table"
-        )
+        raise UserError(f"{uri} is not a table: it holds no {MANIFEST}")
     filesystem, path = open_uri(join(uri, MANIFEST))
     with storage_errors(uri), filesystem.open_input_stream(path) as stream:
         text = stream.read()
     try:
-        content = check_seal(text)
+        content = json.loads(text)
         content["files"] = [Part(**part) for part in content["files"]]
         manifest = Manifest(**content)
         check_file_names(part.path for part in manifest.files)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{join(uri, MANIFEST)} is damaged ({error}); make the table again"
-        ) from error
+        raise UserError(f"{join(uri, MANIFEST)} is damaged ({error})") from error
     if table is not None and manifest.table != table:
-        raise UserError(
-            f"{uri} holds the table '{manifest.table}', not '{table}'; check the path"
-        )
+        raise UserError(f"{uri} holds the table '{manifest.table}', not '{table}'")
     return manifest
 
 
@@ -260,15 +225,11 @@ def part_uris(uri: str, manifest: Manifest) -> list[str]:
         )
     for part, info in zip(manifest.files, infos, strict=True):
         if info.type != fs.FileType.File:
-            raise UserError(
-                f"{join(uri, part.path)} is missing; make the table {uri} again with "
-                "--overwrite"
-            )
+            raise UserError(f"{join(uri, part.path)} is missing")
         if info.size != part.bytes:
             raise UserError(
                 f"{join(uri, part.path)} has {info.size} bytes, its manifest says "
-                f"{part.bytes}: truncated or replaced; make the table {uri} again with "
-                "--overwrite"
+                f"{part.bytes}"
             )
     return [join(uri, part.path) for part in manifest.files]
 
@@ -276,18 +237,15 @@ def part_uris(uri: str, manifest: Manifest) -> list[str]:
 def read_parquet(
     uri: str,
     columns: list[str] | None = None,
-    sha256: str = "",
     dictionary: Iterable[str] = (),
 ) -> pa.Table:
-    """Read one Parquet file, and verify its hash.
+    """Read one Parquet file, and verify the hash in its name.
 
     The whole file is read and hashed, even if only some columns are returned.
 
     Args:
         uri: Path or URI of the file.
         columns: Columns to return; None for all.
-        sha256: First digits of the expected hash. If empty, the digits in the file name
-            are expected, and files whose name has no digits are not verified.
         dictionary: Columns to return dictionary-encoded.
 
     Raises:
@@ -295,24 +253,18 @@ def read_parquet(
     """
     filesystem, path = open_uri(uri)
     part = PART.fullmatch(posixpath.basename(path))
-    expected = sha256 or (part[1] if part else "")
     try:
         with filesystem.open_input_file(path) as file:
             content = file.read_buffer()
-        actual = hashlib.sha256(content).hexdigest() if expected else ""
-        if not actual.startswith(expected):
-            raise UserError(
-                f"{uri} is damaged: its SHA-256 is {actual[:12]}, not {expected[:12]} "
-                "as when it was written; make it again with --overwrite"
-            )
+        if part and hashlib.sha256(content).hexdigest()[: len(part[1])] != part[1]:
+            raise UserError(f"{uri} is damaged: its content does not match its name")
         parquet = pq.ParquetFile(
             pa.BufferReader(content), read_dictionary=list(dictionary)
         )
         return parquet.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"{uri} is not a readable Parquet file ({first_line(error)}); make it "
-            "again with --overwrite"
+            f"{uri} is not a readable Parquet file ({one_line(error)})"
         ) from error
 
 
@@ -334,8 +286,8 @@ def iter_parts(
         UserError: If the table is missing, damaged, or has another name than `table`.
     """
     manifest = manifest or read_manifest(uri, table)
-    for part, part_uri in zip(manifest.files, part_uris(uri, manifest), strict=True):
-        yield read_parquet(part_uri, columns, part.sha256)
+    for part_uri in part_uris(uri, manifest):
+        yield read_parquet(part_uri, columns)
 
 
 def read_table(
@@ -358,10 +310,7 @@ def read_table(
     """
     parts = list(iter_parts(uri, table, columns, manifest))
     if not parts:
-        raise UserError(
-            f"the table {uri} has no rows; check the input and the filters of the job "
-            "that made it"
-        )
+        raise UserError(f"the table {uri} has no rows")
     return pa.concat_tables(parts)
 
 
@@ -460,8 +409,7 @@ RAY_PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+")
 def code_version() -> str:
     """Return the package version and an identifier of the running code.
 
-    The identifier is the git commit of a clean checkout, otherwise the package that Ray
-    unpacked, otherwise a hash of the project's Python files.
+    The identifier is the package that Ray unpacked, otherwise the git commit.
     """
     try:
         release = version("trieline")
@@ -469,11 +417,9 @@ def code_version() -> str:
         release = "unknown"
     commit = run_git("describe", "--always", "--dirty") or ""
     packages = [name for name in Path(__file__).parts if RAY_PACKAGE.fullmatch(name)]
-    if commit and not commit.endswith("-dirty"):
-        return f"{release} {commit}"
     if packages:
         return f"{release} {packages[-1]}"
-    return " ".join(filter(None, (release, commit, f"code {code_hash()[:12]}")))
+    return f"{release} {commit}".rstrip()
 
 
 def submission_id() -> str:
@@ -484,17 +430,6 @@ def submission_id() -> str:
     """
     settings = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     return str(settings.get("metadata", {}).get("job_submission_id", ""))
-
-
-def code_hash() -> str:
-    """Return the SHA-256 of the Python files of this project's packages."""
-    root = Path(__file__).parents[2]
-    code = hashlib.sha256()
-    for package in ("models", "pipelines", "tuning", "jobs"):
-        for path in sorted((root / package).rglob("*.py")):
-            code.update(f"{path.relative_to(root)}\n".encode())
-            code.update(path.read_bytes())
-    return code.hexdigest()
 
 
 def run_git(*args: str) -> str | None:
@@ -579,11 +514,11 @@ def replace_tables(tables: Mapping[str, Manifest]) -> None:
         if missing:
             raise UserError(
                 f"{join(uri, min(missing))} was removed before its table was complete: "
-                f"another job writes to {uri} too; wait for it, then run this one "
-                "again or choose another output folder"
+                f"another job writes to {uri} too"
             )
     for uri, manifest in tables.items():
-        write_file(join(uri, MANIFEST), add_seal(asdict(manifest)).encode())
+        text = json.dumps(asdict(manifest), indent=2, sort_keys=True, default=str)
+        write_file(join(uri, MANIFEST), text.encode())
     for uri, manifest in tables.items():
         clear(uri, {part.path for part in manifest.files} | {MANIFEST})
 
@@ -642,17 +577,11 @@ def check_table_folder(uri: str, table: str) -> None:
         except UserError:  # damaged: the job replaces the table
             return
         if current != table:
-            raise UserError(
-                f"{uri} holds the table '{current}', not '{table}'; choose a new or "
-                "empty folder"
-            )
+            raise UserError(f"{uri} holds the table '{current}', not '{table}'")
         return
     foreign = _find_foreign(uri, lambda name: bool(JOB_FILES.fullmatch(name)))
     if foreign:
-        raise UserError(
-            f"{uri} holds '{foreign}', which is not part of a table; choose a new or "
-            "empty folder"
-        )
+        raise UserError(f"{uri} holds '{foreign}', which is not part of a table")
 
 
 def has_earlier_table(uri: str, table: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from models.error_text import first_line
+from models.error_text import one_line
 from models.storage.tables import UserError
 from models.text.text_encoder import pretrained_source
 
@@ -101,15 +101,14 @@ def build_model(config: dict[str, Any], longest: int) -> nn.Module:
     except (ValueError, KeyError) as error:
         raise UserError(
             f"cannot build the language model {config.get('model_type')} "
-            f"({first_line(error)}); check lm_model"
+            f"({one_line(error)})"
         ) from error
     values = full_config.to_dict()
     for limit in ("max_position_embeddings", "n_positions", "sliding_window"):
         if values.get(limit) and values[limit] < longest:
             raise UserError(
                 f"prompts with responses have up to {longest} tokens, but the language "
-                f"model has {limit} {values[limit]}; lower model.max_history or give "
-                f"another model.lm"
+                f"model has {limit} {values[limit]}"
             )
     return model
 
@@ -198,8 +197,7 @@ def load_pretrained(lm: nn.Module, name: str) -> None:
     pretrained_weights = pretrained.state_dict()
     if weights.keys() != pretrained_weights.keys():
         raise UserError(
-            f"{name} has other weights than a causal language model with its config; "
-            f"give a causal language model"
+            f"{name} has other weights than a causal language model with its config"
         )
     with torch.no_grad():
         for key, value in weights.items():

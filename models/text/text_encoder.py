@@ -33,7 +33,7 @@ import pyarrow as pa
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from models.error_text import first_line
+from models.error_text import one_line
 from models.storage.tables import LARGEST_NUMBER, UserError
 from models.storage.uri import absolute
 
@@ -215,8 +215,6 @@ def pretrained_source(
     Raises:
         UserError: If loading fails within the context.
     """
-    from huggingface_hub import constants
-
     location = locate_encoder(name)
     is_folder = Path(location).is_dir()
     # suppress warnings about retries, since the error below explains the failure
@@ -227,20 +225,8 @@ def pretrained_source(
             "local_files_only": is_folder or not is_hub_reachable(),
         }
     except (OSError, ValueError) as error:
-        *choices, last_choice = [
-            "a folder with a transformers model",
-            "a name of the model hub if it can be reached",
-            *built_in,
-        ]
-        remedy = f"give {', '.join(choices)} or {last_choice}"
-        if is_folder:
-            remedy = f"check that its folder is complete, or {remedy}"
-        elif constants.HF_HUB_OFFLINE:
-            remedy = f"{remedy} (HF_HUB_OFFLINE disables the hub; unset it)"
-        reason = first_line(error).rstrip(".")
-        raise UserError(
-            f"cannot load the {what} {name} ({reason}); {remedy}"
-        ) from error
+        reason = one_line(error).rstrip(".")
+        raise UserError(f"cannot load the {what} {name} ({reason})") from error
 
 
 def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
@@ -270,7 +256,7 @@ def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
             fields = [field for _, field, _, _ in string.Formatter().parse(template)]
         except ValueError as error:
             raise UserError(
-                f"embed.template {template!r} is malformed ({error}); write '{{title}}'"
+                f"embed.template {template!r} is malformed ({error})"
             ) from error
         used = [field for field in fields if field is not None]
         unknown = [name for name in used if name not in by_name]
@@ -281,9 +267,7 @@ def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
             )
     if not used:
         raise UserError(
-            f"the items have no text to embed (columns: {', '.join(columns)}); name "
-            f"text columns in the source's mapping, or use --tokenizer published with "
-            f"existing SIDs"
+            f"the items have no text to embed (columns: {', '.join(columns)})"
         )
     return {name: by_name[name] for name in dict.fromkeys(used)}
 
@@ -413,8 +397,7 @@ class TextEncoder:
         if not is_valid.all():
             raise UserError(
                 f"the encoder {self.name} returns {(~is_valid).sum():,} numbers that "
-                f"are not finite or over {LARGEST_NUMBER:g}: its weights are damaged; "
-                f"use another encoder"
+                f"are not finite or over {LARGEST_NUMBER:g}: its weights are damaged"
             )
         return vectors
 

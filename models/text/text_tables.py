@@ -34,18 +34,12 @@ def read_vectors(table: pa.Table, column: str, rows: int, name: str) -> Tensor:
         UserError: If the number of rows or the order of the key differs.
     """
     if len(table) != rows:
-        raise UserError(
-            f"{name} has {len(table)} rows where {rows} are expected; run jobs.encode "
-            f"again"
-        )
+        raise UserError(f"{name} has {len(table)} rows where {rows} are expected")
     keys = [key for key in ("item_index", "query_index") if key in table.column_names]
     if len(keys) == 1:
         index = table[keys[0]].to_numpy().astype(np.int64)
         if not np.array_equal(index, np.arange(rows)):
-            raise UserError(
-                f"{name}: {keys[0]} is not dense and sorted from 0; run jobs.encode "
-                f"again"
-            )
+            raise UserError(f"{name}: {keys[0]} is not dense and sorted from 0")
     vectors = table[column].combine_chunks()
     flat = vectors.flatten().to_numpy()
     matrix = flat.reshape(rows, vectors.type.list_size).astype(np.float32)

@@ -727,10 +727,7 @@ class _Loop:
         means = cursor.window.to_fields()
         loss = means["loss"]
         if not math.isfinite(loss):
-            raise UserError(
-                f"the loss is {loss} at step {cursor.step}; lower fit.lr "
-                f"({self.config.lr}) or set fit.clip_norm to 1"
-            )
+            raise UserError(f"the loss is {loss} at step {cursor.step}")
         validation = self._validate() if actions.validates else {}
         if validation is None:
             return self._make_interrupted_event()
@@ -759,9 +756,7 @@ class _Loop:
         if validation is None:
             return self._make_interrupted_event()
         cursor.stopped = bool(validation["stop_reason"])
-        # a checkpoint of an older version has no window
-        has_window = cursor.window.steps > 0
-        means = cursor.window.to_fields() if has_window else cursor.epoch_means()
+        means = cursor.window.to_fields()
         cursor.window = Window()
         return StepEvent(
             step=cursor.step,
@@ -852,10 +847,7 @@ class _Loop:
             (fewest,) = all_reduce([steps], self.world, self.device, dist.ReduceOp.MIN)
             steps = int(fewest)
         if steps == 0:
-            raise UserError(
-                "the training split gives a worker no batch; use fewer workers or a "
-                "smaller fit.batch_size"
-            )
+            raise UserError("the training split gives a worker no batch")
         return steps
 
 
@@ -996,10 +988,7 @@ def run_validation(
         return None
     count = sum(rows for _, rows in results)
     if count == 0:
-        raise UserError(
-            "the validation split has no request; check the split in the tables' "
-            "manifest"
-        )
+        raise UserError("the validation split has no request")
     total: Sums = {}
     for sums, _ in results:  # by rank, so that the sum is bit-identical on every rank
         for name, value in sums.items():
@@ -1011,8 +1000,7 @@ def run_validation(
     if not math.isfinite(metrics[config.metric]):
         raise UserError(
             f"fit.metric is {config.metric}, which is not defined on the {count:,} "
-            "rows of the validation split, so no checkpoint can be the best; choose "
-            "another fit.metric, or validate on more examples (fit.eval_examples)"
+            "rows of the validation split, so no checkpoint can be the best"
         )
     return metrics, count
 

@@ -108,7 +108,7 @@ class FitConfig:
                 "as {beam: 20}"
             )
         if not self.lr > 0:
-            raise ValueError(f"fit.lr is {self.lr}, it must be above 0; try 0.001")
+            raise ValueError(f"fit.lr is {self.lr}, it must be above 0")
         check_shares(self, ["warmup_share", "replay_fraction"], "fit.")
         check_choices(self, "fit.")
 
@@ -123,5 +123,5 @@ def check_replay(fit: FitConfig, init: str | None) -> None:
     if fit.replay_fraction < 1 and not init:
         raise ValueError(
             f"fit.replay_fraction is {fit.replay_fraction:g}, but there is no "
-            "checkpoint to continue from; add --init, or leave out fit.replay_fraction"
+            "checkpoint to continue from"
         )

@@ -151,6 +151,6 @@ def group_parameters(
     for prefix in lr_multipliers.keys() - matched:
         raise UserError(
             f"lr_multipliers has '{prefix}', but no trained parameter's name starts "
-            f"with it; leave it out"
+            f"with it"
         )
     return groups

@@ -111,30 +111,6 @@ def explain_ranking(rows: Sequence[Row]) -> str:
     return f"{repeats}, so the ranking without known items comes first."
 
 
-def explain_missing_floors(comparison: Comparison) -> str:
-    """Return a note if trained models are compared without a model without training.
-
-    It is empty if there is a floor, if nothing was trained, or if the family has no
-    floors.
-    """
-    rows = comparison.rows
-    trained = [
-        row for row in rows if row.model in registry.MODELS and not is_floor(row)
-    ]
-    if not trained or len(trained) < len(rows):
-        return ""
-    family = registry.find(trained[0].model).family
-    folder = "" if family == "retrieval" else f"{family}/"
-    names = registry.find_floors(family)
-    if not names:
-        return ""
-    files = ", ".join(f"jobs/configs/{folder}{name}.yaml" for name in names)
-    return (
-        f"note: {trained[0].experiment} has no model without training to compare with; "
-        f"train them in seconds: {files}\n"
-    )
-
-
 def best_floors(groups: Sequence[Group]) -> dict[tuple[str, ...], Group]:
     """Return the best floor of each log and ranking, by `Row.log`.
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models import registry
-from models.config import did_you_mean, flatten
 from models.storage.tables import UserError
-from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.comparison.rows import (
     Comparison,
@@ -56,10 +53,7 @@ def compare(selection: Selection, metric: str | None = None) -> Comparison:
     if not any(run.finished for row in rows for run in row.runs) and not any(
         row.metric_names() for row in rows
     ):
-        raise UserError(
-            f"no run of {selection.title} at {selection.uri} is finished; wait for "
-            "one, or train one"
-        )
+        raise UserError(f"no run of {selection.title} at {selection.uri} is finished")
     metric = choose_metric(selection, rows, metric)
     teachers = []
     if selection.teachers:
@@ -77,10 +71,8 @@ def choose_metric(selection: Selection, rows: Sequence[Row], metric: str | None)
     """
     measured = {name.split("/", 1)[1] for row in rows for name in row.metric_names()}
     if metric is not None and metric not in measured:
-        suggestion = did_you_mean(metric, sorted(measured), "none is evaluated yet")
         raise UserError(
-            f"no run of {selection.title} has the metric '{metric}' on val or test; "
-            f"{suggestion}"
+            f"no run of {selection.title} has the metric '{metric}' on val or test"
         )
     if metric is None and selection.sweep is not None:
         metric = selection.sweep.data.tags.get("sweep.metric", "").split("/", 1)[-1]
@@ -143,7 +135,6 @@ def split_evaluations(selection: Selection, training: Any) -> list[Row]:
     # params cannot change, so a continued training has its new values as tags
     continued = {key: value for key, value in tags.items() if key.startswith("fit.")}
     params = {
-        **default_params(training.data.params),
         **training.data.params,
         **continued,
     }
@@ -240,55 +231,6 @@ def read_identity(params: dict[str, str], tags: dict[str, str]) -> dict[str, str
     return identity
 
 
-def default_params(params: dict[str, str]) -> dict[str, str]:
-    """Return the defaults of options that are newer than a run.
-
-    The defaults of new options keep the behaviour of earlier versions. With them, runs
-    of an earlier version share a row with runs of this one.
-
-    Args:
-        params: MLflow params of the run.
-    """
-    defaults: dict[str, str] = {}
-    for prefix, config_class in find_config_classes(params).items():
-        defaults |= flatten(read_defaults(config_class), prefix)
-    # the default of a whole section, such as None, does not apply to a run that has
-    # options of the section
-    sections = set()
-    for name in params:
-        parts = name.split(".")
-        sections |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
-    return {
-        name: value
-        for name, value in defaults.items()
-        if name not in params and name not in sections
-    }
-
-
-def find_config_classes(params: dict[str, str]) -> dict[str, type]:
-    """Return the config dataclasses of a run by the prefix of their params.
-
-    Besides the model, a param such as `model.draft.name` can name a further model.
-    """
-    classes = {}
-    for name, model in params.items():
-        is_model = name.startswith("model.") and name.endswith(".name")
-        if is_model and model in registry.MODELS:
-            classes[name.removesuffix("name")] = registry.find(model).config_class
-    if any(name.startswith("fit.") for name in params):
-        classes["fit."] = FitConfig
-    return classes
-
-
-def read_defaults(config_class: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass by field, without fields that have none."""
-    defaults = {}
-    for option in fields(config_class):
-        if option.default_factory is not MISSING:
-            defaults[option.name] = option.default_factory()
-        elif option.default is not MISSING:
-            defaults[option.name] = option.default
-    return defaults
 
 
 def find_best_run(comparison: Comparison) -> Run:
@@ -306,8 +248,5 @@ def find_best_run(comparison: Comparison) -> Run:
         if run.finished and metric in run.metrics
     ]
     if not runs:
-        raise UserError(
-            f"no finished run of {comparison.selection.title} has {metric}; train one, "
-            "or choose another --metric"
-        )
+        raise UserError(f"no finished run of {comparison.selection.title} has {metric}")
     return min(runs, key=lambda run: comparison.sign * run.metrics[metric])

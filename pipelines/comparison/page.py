@@ -104,9 +104,7 @@ def write(content: str, path: str) -> None:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(content)
     except OSError as error:
-        raise UserError(
-            f"cannot write {path} ({error.strerror}); choose another file"
-        ) from error
+        raise UserError(f"cannot write {path} ({error.strerror})") from error
 
 
 def log_page(selection: Selection, content: str, markdown: str) -> str:

@@ -131,9 +131,7 @@ def select_sweep(
         run for run in trainings if run.data.tags.get(PARENT_TAG) == sweep.info.run_id
     ]
     if not trials:
-        raise UserError(
-            f"the sweep '{name}' at {uri} has no trials yet; start it with jobs.sweep"
-        )
+        raise UserError(f"the sweep '{name}' at {uri} has no trials yet")
     hashes = {run.data.params.get("model.teacher_hash") for run in trials} - {None}
     teachers = [
         run for run in trainings if run.data.tags.get(tracking.WEIGHTS_TAG) in hashes
@@ -204,10 +202,7 @@ def select_trainings(
     ]
     if not selected:
         details = "".join(f"; {note}" for note in notes)
-        raise UserError(
-            f"the experiment '{title}' at {uri} has no runs; train one with jobs.train"
-            f"{details}"
-        )
+        raise UserError(f"the experiment '{title}' at {uri} has no runs{details}")
     return Selection(uri, title, selected, experiments, notes=notes)
 
 
@@ -275,21 +270,9 @@ def keep_best_trials(
         count, total = num_selected[sweep.info.run_id], num_trials[sweep.info.run_id]
         notes += describe_incomplete(sweep)
         if count < total:
-            notes.append(describe_left_out(sweep.info.run_name, count, total))
+            name = sweep.info.run_name
+            notes.append(f"{name}: {count} of {total} trials here; all: --sweep {name}")
     return selected, notes
-
-
-def describe_left_out(sweep: str, count: int, total: int) -> str:
-    """Return a note that `count` of the `total` trials of a sweep are compared."""
-    compared = f"the {count} of the best settings are here"
-    if count == 0:
-        compared = "none is here"
-    if count == 1:
-        compared = "the best is here"
-    return (
-        f"{sweep}: of its {pluralize(total, 'trial')} {compared}; all of them: "
-        f"--sweep {sweep}"
-    )
 
 
 def describe_incomplete(sweep: Any) -> list[str]:
@@ -301,8 +284,7 @@ def describe_incomplete(sweep: Any) -> list[str]:
     if not incomplete:
         return []
     return [
-        f"{sweep.info.run_name}: {incomplete}, so its best is of an incomplete grid; "
-        "the sweep's command again runs them"
+        f"{sweep.info.run_name}: {incomplete}, so its best is of an incomplete grid"
     ]
 
 
@@ -332,10 +314,7 @@ def find_run(runs: Sequence[Any], name: str, kind: str, uri: str) -> Any:
     matches = [run for run in runs if name in (run.info.run_id, run.info.run_name)]
     if len(matches) > 1:
         ids = ", ".join(run.info.run_id for run in matches)
-        raise UserError(
-            f"{len(matches)} {kind}s at {uri} are called '{name}'; give the id of one: "
-            f"{ids}"
-        )
+        raise UserError(f"{len(matches)} {kind}s at {uri} are called '{name}': {ids}")
     if not matches:
         names = [run.info.run_name for run in runs]
         raise UserError(tracking.describe_unknown(kind, name, uri, names))

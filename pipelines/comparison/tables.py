@@ -322,8 +322,7 @@ def paired_t_test(differences: Sequence[float]) -> float:
     """
     if len(differences) < 2:
         raise ValueError(
-            f"there are {len(differences)} differences, the test needs at least 2; "
-            "train more seeds"
+            f"there are {len(differences)} differences, the test needs at least 2"
         )
     deviation, mean = statistics.stdev(differences), statistics.fmean(differences)
     if deviation == 0:  # equal differences: t is infinite, or 0 / 0

@@ -80,8 +80,7 @@ class RayDataConfig:
             raise ValueError(
                 f"ray_data.resource_limits.memory_gb is {limits.memory_gb:g}, less "
                 f"than the {self.memory_gb:g} that one task reserves "
-                f"(ray_data.memory_gb); raise the limit or lower "
-                f"ray_data.memory_gb"
+                f"(ray_data.memory_gb)"
             )
 
 
@@ -322,8 +321,7 @@ class Engine:
         self.start()
         self.start = None
         needs = {"CPU": 1, "memory": self.settings.memory_gb * 2**30}
-        remedy = "lower --ray_data.memory_gb, start larger nodes"
-        cluster.check_room(1, needs, remedy)
+        cluster.check_room(1, needs)
 
     def _task_options(self) -> dict[str, Any]:
         """Return the Ray options of every task."""

@@ -104,10 +104,7 @@ class OutputTables:
         if self.append:
             return None
         if self.is_complete:
-            raise UserError(
-                f"{uri} was made from other inputs or settings; add --overwrite to "
-                f"replace it, or choose another --output"
-            )
+            raise UserError(f"{uri} was made from other inputs or settings")
         self.report(
             f"{name}: replaced, because it was made from other inputs or settings by a "
             f"run that did not finish"

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from models.config import build, check_known, did_you_mean_key
+from models.config import build, check_known
 from models.storage.tables import UserError, check_output, join, read_manifest
-from models.storage.uri import check_writable
 from pipelines.data.engine import RayDataConfig
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare_config import PrepareConfig, raise_first
@@ -54,8 +53,7 @@ def read_config(
         raise UserError(str(error)) from error
     if settings.duplicates != "drop" and not KINDS[name].allows_repeats:
         raise UserError(
-            f"duplicates is {settings.duplicates}, which only kind retrieval supports; "
-            f"use drop for kind {name}, whose requests show an item once"
+            f"duplicates is {settings.duplicates}, which only kind retrieval supports"
         )
     return settings
 
@@ -69,13 +67,7 @@ def _merge_layers(
     values: dict[str, Any] = {}
     section_values: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for layer in layers:
-        check_known(
-            layer,
-            valid_keys,
-            lambda key, near: (
-                f"unknown key 'prepare.{key}'; {did_you_mean_key(key, valid_keys)}"
-            ),
-        )
+        check_known(layer, valid_keys, "prepare")
         for key, value in layer.items():
             if value is None:
                 continue
@@ -118,7 +110,6 @@ def resolve_config(
     _check_combinations(source, config, split)
     _check_files_exist(source, input_uri, config.catalogue)
     check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
-    check_writable(output_uri)
     return replace(config, split=replace(config.split, kind=split))
 
 

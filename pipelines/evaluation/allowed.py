@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from models.error_text import first_line
+from models.error_text import one_line
 from models.item_ids import parse_item_ids
 from models.storage.tables import UserError, join, open_uri, read_table
 from models.storage.uri import storage_errors
@@ -42,17 +42,14 @@ def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
     read = read_parquet_ids if content[:4] == b"PAR1" else read_text_ids
     ids = parse_item_ids(uri, read(content, uri))
     if not ids:
-        raise UserError(
-            f"{uri} has no item id, so nothing could be recommended; give the ids of "
-            "the allowed items"
-        )
+        raise UserError(f"{uri} has no item id, so nothing could be recommended")
     items = read_table(join(tables, "items"), "items", [COLUMN])[COLUMN].to_pylist()
     item_index = {item: index for index, item in enumerate(items)}
     unknown = [item for item in dict.fromkeys(ids) if item not in item_index]
     if unknown:
         raise UserError(
             f"{uri} has {len(unknown):,} ids that are not among the {len(items):,} "
-            f"items of {tables}, the first is {unknown[0]!r}; leave them out"
+            f"items of {tables}, the first is {unknown[0]!r}"
         )
     mask = torch.zeros(len(items), dtype=torch.bool)
     mask[[item_index[item] for item in ids]] = True
@@ -74,8 +71,7 @@ def read_parquet_ids(content: bytes, uri: str) -> list[object]:
         return file.read([COLUMN])[COLUMN].to_pylist()
     except (pa.ArrowException, KeyError) as error:
         raise UserError(
-            f"{uri} is not a Parquet file with a column {COLUMN} "
-            f"({first_line(error)}); give one"
+            f"{uri} is not a Parquet file with a column {COLUMN} ({one_line(error)})"
         ) from error
 
 
@@ -94,9 +90,7 @@ def read_text_ids(content: bytes, uri: str) -> list[str]:
         lines = csv.reader(io.StringIO(content.decode("utf-8-sig")))
         rows = [row for row in lines if any(map(str.strip, row))]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(
-            f"{uri} is not UTF-8 text ({error}); give one item id per line"
-        ) from error
+        raise UserError(f"{uri} is not UTF-8 text ({error})") from error
     column, width = 0, 1
     header = [name.strip() for name in rows[0]] if rows else []
     if COLUMN in header:

@@ -78,11 +78,8 @@ def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     available = registry.find(name).recommend_options()
     for key in given_options:
         if key not in available:
-            remedy = (
-                f"it takes {', '.join(available)}" if available else "it takes none"
-            )
             raise UserError(
-                f"the model '{name}' has no option --{key} when recommending; {remedy}"
+                f"the model '{name}' has no option --{key} when recommending"
             )
     options_class = registry.find(name).options_class
     if options_class:
@@ -126,10 +123,9 @@ class Workers:
         """
         has_gpu = self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         if self.device != "cuda" and not has_gpu:
-            cluster.check_room(1, {"CPU": 1}, "start larger nodes")
+            cluster.check_room(1, {"CPU": 1})
             return False
-        remedy = "lower --shards or use --device cpu"
-        cluster.check_room(num_tasks, {"GPU": 1}, remedy)
+        cluster.check_room(num_tasks, {"GPU": 1})
         return True
 
 
@@ -144,5 +140,5 @@ def resolve_device(option: str) -> torch.device:
     if option == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if option == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but PyTorch sees no GPU here; use --device cpu")
+        raise UserError("--device cuda, but PyTorch sees no GPU here")
     return torch.device(option)

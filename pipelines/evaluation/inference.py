@@ -262,8 +262,8 @@ class Inference:
         """Load the user ids of a file of `sequences`."""
         sequences = self.task.inputs.sequences
         manifest = read_manifest(sequences, "sequences")
-        uri, sha256 = part_uris(sequences, manifest)[file], manifest.files[file].sha256
-        self.users = read_parquet(uri, ["user_id"], sha256)["user_id"].combine_chunks()
+        uri = part_uris(sequences, manifest)[file]
+        self.users = read_parquet(uri, ["user_id"])["user_id"].combine_chunks()
         self.first_user = sum(part.rows for part in manifest.files[:file])
         self.file = file
 
@@ -527,10 +527,7 @@ def find_finished(
         return None
     if is_up_to_date(output, expected):
         return read_manifest(output, kind.table)
-    raise UserError(
-        f"{output} holds other {kind.table}; choose another folder or replace it "
-        "with --overwrite"
-    )
+    raise UserError(f"{output} holds other {kind.table}")
 
 
 def describe_ranked(kind: type[Inference], options: InferenceOptions) -> dict[str, Any]:
@@ -566,16 +563,13 @@ def choose_kind(
     model_class = registry.find(name)
     reason = model_class.reason_not_served()
     if reason:
-        raise UserError(
-            f"the model '{name}' is not served: {reason}; give --checkpoint of another "
-            "model"
-        )
+        raise UserError(f"the model '{name}' is not served: {reason}")
     if model_class.ranks == "catalogue":
         return RequestInference if options.split else UserInference
     if options.allowed:
         raise UserError(
             f"--allowed is {options.allowed}, but the model '{name}' scores given "
-            "candidates; leave it out"
+            "candidates"
         )
     return CandidateInference
 

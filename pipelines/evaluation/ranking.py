@@ -126,8 +126,7 @@ def evaluate(
     shards = measure_shards(task)
     if sum(shard.requests for shard in shards) == 0:
         raise UserError(
-            f"the split '{split}' of {inputs.tables} has no request with a history; "
-            "choose another --split"
+            f"the split '{split}' of {inputs.tables} has no request with a history"
         )
     result = to_result(task, checked, shards, time.monotonic() - began)
     return result, checked.checkpoint

@@ -134,8 +134,7 @@ def record_result(
     except (MlflowException, UserError) as error:
         raise UserError(
             f"the metrics are in {path}, but not in MLflow: run {training.run_id} at "
-            f"{training.uri} ({one_line(error)}); give the --tracking_uri of the "
-            "store that has the run, and evaluate again"
+            f"{training.uri} ({one_line(error)})"
         ) from error
     return path
 

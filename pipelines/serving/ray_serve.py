@@ -150,11 +150,6 @@ class Replica:
         from models.storage.tables import UserError
 
         self.refusals = (UserError, MlflowException)
-        if not hasattr(self.model.unwrap_python_model(), "check_body"):
-            raise UserError(
-                f"{self.version} was registered before requests were checked; register "
-                "its run again"
-            )
         self.answer_batched.set_max_batch_size(options.max_batch_size)  # type: ignore[attr-defined]
         self.answer_batched.set_batch_wait_timeout_s(options.batch_wait_timeout_s)  # type: ignore[attr-defined]
         Thread(target=self.follow, args=[options], daemon=True).start()

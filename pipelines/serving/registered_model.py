@@ -85,16 +85,10 @@ def check_servable(training: Any, run: tracking.RunRef) -> None:
     params, tags = training.data.params, training.data.tags
     name = training.info.run_name
     if "model.name" not in params or "checkpoint" not in tags:
-        raise UserError(
-            f"the run '{name}' at {run.uri} has no checkpoint to register; name a "
-            "finished one"
-        )
+        raise UserError(f"the run '{name}' at {run.uri} has no checkpoint to register")
     reason = registry.find(params["model.name"]).reason_not_served()
     if reason:
-        raise UserError(
-            f"the model '{params['model.name']}' is not served: {reason}; register "
-            "another"
-        )
+        raise UserError(f"the model '{params['model.name']}' is not served: {reason}")
     owner = checkpoint.read(tags["checkpoint"]).tracking.get("run_id")
     if owner != run.run_id:
         raise UserError(
@@ -114,6 +108,5 @@ def find_versions(client: Any, name: str) -> list[ModelVersion]:
         return list(client.search_model_versions(f"name = '{name}'"))
     except MlflowException as error:
         raise UserError(
-            f"'{name}' is no name for a registered model ({error.message}); choose "
-            "another"
+            f"'{name}' is no name for a registered model ({error.message})"
         ) from error

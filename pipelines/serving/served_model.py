@@ -44,7 +44,7 @@ if Path(__file__).with_name("code").joinpath("models.zip").is_file():
 
 from models import registry
 from models.build import load_model
-from models.config import nearest, pluralize
+from models.config import pluralize
 from models.item_ids import parse_allowed
 from models.metrics.scores import check_finite
 from models.requests import Row, find_bundled_inputs
@@ -106,7 +106,7 @@ class ServedModel(PythonModel):
         defaults = model_class.requests_class.settings
         # MLflow drops unknown keys of a server's config, so they are checked here
         server_config = json.loads(os.environ.get("SERVING_MODEL_CONFIG") or "{}")
-        refuse_unknown("SERVING_MODEL_CONFIG", server_config, defaults, {})
+        refuse_unknown("SERVING_MODEL_CONFIG", server_config, defaults)
         settings = {**defaults, **(context.model_config or {})}
         scales = saved.learned.get("scales")
         catalogue = model_class.load_catalogue(
@@ -141,13 +141,7 @@ class ServedModel(PythonModel):
         Raises:
             UserError: If a key is unknown, or not exactly one key has rows.
         """
-        columns, params = signature_names(model)
-        refuse_unknown(
-            "the request",
-            body,
-            (*ROW_KEYS, "params"),
-            dict.fromkeys(params, "params") | dict.fromkeys(columns, "each record"),
-        )
+        refuse_unknown("the request", body, (*ROW_KEYS, "params"))
         row_keys = [key for key in ROW_KEYS if key in body]
         if len(row_keys) != 1:
             raise UserError(
@@ -199,9 +193,7 @@ class CatalogueRanker:
             UserError: If `k` is out of range, or a request cannot be parsed.
         """
         if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
-            raise UserError(
-                f"k is {k}; give the number of items to recommend, from 1 to {MAX_K:,}"
-            )
+            raise UserError(f"k is {k}")
         encoded, num_allowed = self.encode_allowed(allowed)
         requests = [self.requests.parse(row) for row in rows]
         rankings = self.rank(requests, k, unseen, encoded)
@@ -380,31 +372,11 @@ def sort_candidates(
     return ranked + others, scores + [math.nan] * len(others)
 
 
-def refuse_unknown(
-    part: str,
-    names: Iterable[str],
-    valid: Collection[str],
-    other_parts: Mapping[str, str],
-) -> None:
-    """Raise UserError for the first name that is not valid in a part of a request.
-
-    Args:
-        part: Name of the part, for the message.
-        names: Names to check.
-        valid: Names that are valid in the part.
-        other_parts: Parts of the request by names that are valid there, for the
-            message.
-    """
+def refuse_unknown(part: str, names: Iterable[str], valid: Collection[str]) -> None:
+    """Raise UserError for the first name that is not valid in a part of a request."""
     for name in names:
-        if name in valid:
-            continue
-        similar = nearest(name, [*valid, *other_parts])
-        remedy = f"the nearest is '{similar}'"
-        if similar == name:
-            remedy = f"it belongs to {other_parts[name]}"
-        elif similar in other_parts:
-            remedy += f", of {other_parts[similar]}"
-        raise UserError(f"{part} has '{name}', which is not known there; {remedy}")
+        if name not in valid:
+            raise UserError(f"{part} has '{name}', which is not known there")
 
 
 def signature_names(model: PyFuncModel) -> tuple[list[str], list[str]]:
@@ -429,17 +401,13 @@ def check_request(model: PyFuncModel, data: Any, params: Any) -> Any:
             None.
     """
     columns, param_names = signature_names(model)
-    refuse_unknown(
-        "a record", column_names(data), columns, dict.fromkeys(param_names, "params")
-    )
+    refuse_unknown("a record", column_names(data), columns)
     if not isinstance(params, dict):
         return params  # None, or a type that MLflow rejects
-    refuse_unknown("params", params, param_names, dict.fromkeys(columns, "each record"))
+    refuse_unknown("params", params, param_names)
     for name, value in params.items():
         if value is None:
-            raise UserError(
-                f"params has no value for '{name}'; give one or leave it out"
-            )
+            raise UserError(f"params has no value for '{name}'")
     if "allowed" in params:
         return params | {"allowed": parse_allowed(params["allowed"])}
     return params

@@ -107,8 +107,4 @@ def describe_unknown(kind: str, name: str, uri: str, available: Iterable[str]) -
         available: Names in the store.
     """
     names = sorted(set(available) - {"Default"})
-    if kind != "experiment":
-        return f"there is no {kind} '{name}' at {uri}; {did_you_mean(name, names)}"
-    listing = f"there are {', '.join(names)}" if names else "no experiment is there"
-    suggestion = f"; {did_you_mean(name, names)}" if len(names) > 1 else ""
-    return f"the experiment '{name}' is not at {uri}; {listing}{suggestion}"
+    return f"there is no {kind} '{name}' at {uri}; {did_you_mean(name, names)}"

@@ -112,9 +112,7 @@ def open_run(
         client.delete_run(run.info.run_id)
         raise UserError(
             f"cannot write to {run.info.artifact_uri} ({one_line(error)}), the "
-            f"artifact store of the experiment '{experiment}'; check its address and "
-            "credentials, or give another --experiment or a tracking server as "
-            "--tracking_uri"
+            f"artifact store of the experiment '{experiment}'"
         ) from error
     return RunRef(uri, experiment, run.info.run_id)
 
@@ -289,9 +287,7 @@ def reopen(run: RunRef) -> None:
         client.update_run(run.run_id, status="RUNNING")
     except MlflowException as error:
         raise UserError(
-            f"the MLflow run {run.run_id} of this training is not at {run.uri}; give "
-            "the --tracking_uri that it was started with, or start again with "
-            "--overwrite"
+            f"the MLflow run {run.run_id} of this training is not at {run.uri}"
         ) from error
 
 
@@ -306,8 +302,7 @@ def delete(run: RunRef) -> None:
     except (MlflowException, UserError) as error:
         raise UserError(
             f"the MLflow run {run.run_id} of the overwritten training cannot be "
-            f"deleted at {run.uri} ({one_line(error)}); delete it with mlflow runs "
-            "delete, or comparisons include it"
+            f"deleted at {run.uri} ({one_line(error)})"
         ) from error
 
 

@@ -27,7 +27,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from models.error_text import one_line
 from models.storage.locks import hold_lock
 from models.storage.tables import UserError
-from models.storage.uri import refuse_secrets
 
 for logger_name in ("mlflow", "alembic"):
     logging.getLogger(logger_name).setLevel(logging.WARNING)
@@ -62,7 +61,6 @@ def resolve_uri(option: str | None, storage: str) -> str:
             support it.
     """
     uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
-    refuse_secrets(uri, "the tracking URI")
     if not uri:
         if "://" in storage:
             raise UserError(
@@ -72,13 +70,12 @@ def resolve_uri(option: str | None, storage: str) -> str:
         return sqlite_uri(Path(storage).expanduser() / "mlflow.db")
     if uri.startswith("file:") or "://" not in uri:
         raise UserError(
-            f"the tracking URI {uri} is a folder, which MLflow no longer supports; use "
-            "sqlite:///ABSOLUTE/PATH/mlflow.db or a tracking server"
+            f"the tracking URI {uri} is a folder, which MLflow no longer supports"
         )
     if uri.startswith(SQLITE) and not uri.startswith("sqlite:////"):
         raise UserError(
             f"the tracking URI {uri} is relative, so workers elsewhere would write "
-            f"other files; use {sqlite_uri(Path(sqlite_file(uri)))}"
+            f"other files"
         )
     return uri
 
@@ -111,9 +108,7 @@ def find_store(option: str | None) -> str:
     """
     uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri and not Path("runs/mlflow.db").is_file():
-        raise UserError(
-            "no MLflow store is named; give --tracking_uri, as jobs.train prints it"
-        )
+        raise UserError("no MLflow store is named")
     uri = resolve_uri(uri or sqlite_uri(Path("runs/mlflow.db")), ".")
     check_store(uri)
     return uri
@@ -126,10 +121,7 @@ def check_store(uri: str) -> None:
     """
     file = sqlite_file(resolve_uri(uri, "."))
     if file and not Path(file).is_file():
-        raise UserError(
-            f"there is no MLflow store at {uri}; give the --tracking_uri that "
-            "jobs.train prints"
-        )
+        raise UserError(f"there is no MLflow store at {uri}")
 
 
 def view_command(uri: str, mlflow: str = "mlflow") -> str:
@@ -187,10 +179,7 @@ def connect(uri: str) -> MlflowClient:
         problem = "cannot reach MLflow"
         if SERVER_ERROR in str(error):
             problem = "MLflow answers with errors"
-        raise UserError(
-            f"{problem} at {uri} ({one_line(error)}); start it or give another "
-            "--tracking_uri"
-        ) from error
+        raise UserError(f"{problem} at {uri} ({one_line(error)})") from error
 
 
 def create_store(file: str) -> None:

@@ -23,9 +23,6 @@ from models.storage.tables import join
 from models.storage.uri import absolute
 from models.training.fit_config import FitConfig, check_replay
 
-FEWER = "lower --ray.num_workers or --ray.cpus_per_worker"
-"""Remedy if there is no room for the workers."""
-
 
 @dataclass(frozen=True)
 class RayOptions:
@@ -108,9 +105,7 @@ class TrackingOptions:
 def check_run_name(name: str) -> None:
     """Raise ValueError if a run's folder cannot have this name."""
     if name in ("", ".", "..", "mlartifacts") or "/" in name:
-        raise ValueError(
-            f"the run's name is '{name}'; it names a folder, so give a word without '/'"
-        )
+        raise ValueError(f"the run's name is '{name}'")
 
 
 class ModelConfigs(Mapping[str, type]):

@@ -13,6 +13,9 @@ from models.storage.uri import absolute, read_json, write_file
 RUN = "run.json"
 """Name of the record in a run's folder."""
 
+OTHER = "choose another --name, or --overwrite"
+"""End of messages about a run of the same name with other settings."""
+
 MAY_CHANGE = {
     "log_every_steps",
     "eval_batch_size",
@@ -83,7 +86,6 @@ def check_same(
     record: dict[str, Any],
     identity: dict[str, Any],
     hashes: dict[str, str],
-    remedy: str,
 ) -> None:
     """Raise UserError if a run would continue with other settings or tables.
 
@@ -91,13 +93,10 @@ def check_same(
         record: The run's `run.json`.
         identity: Settings of the training (`CheckedTraining.identity`).
         hashes: Hashes of its tables, by table name.
-        remedy: End of the error message that names the user's options.
     """
     model, expected = record["config"]["model"]["name"], identity["model"]["name"]
     if model != expected:
-        raise UserError(
-            f"the run is of the model '{model}', not '{expected}'; {remedy}"
-        )
+        raise UserError(f"the run is of the model '{model}', not '{expected}'; {OTHER}")
     before, now = flatten(record["config"]), flatten(identity)
     if is_longer(record, identity["fit"]["max_epochs"]):
         before["fit.max_epochs"] = now["fit.max_epochs"]
@@ -106,10 +105,10 @@ def check_same(
         if not may_change and before.get(key) != now.get(key):
             raise UserError(
                 f"the run was started with {key} {before.get(key)}, not "
-                f"{now.get(key)}; {remedy}"
+                f"{now.get(key)}; {OTHER}"
             )
     for table, value in hashes.items():
         if record["hashes"].get(table) != value:
             raise UserError(
-                f"the run was started with another table '{table}'; {remedy}"
+                f"the run was started with another table '{table}'; {OTHER}"
             )

@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models import registry
 from models.config import pluralize
-from models.error_text import first_line
+from models.error_text import one_line
 from models.storage import attempts, checkpoint
 from models.storage.attempts import Attempt
 from models.storage.checkpoint import BEST, Checkpoint
@@ -55,7 +55,7 @@ from models.storage.tables import (
 )
 from pipelines import cluster, faults, tracking
 from pipelines.serving import package
-from pipelines.training.config import FEWER, RayOptions, TrainConfig
+from pipelines.training.config import RayOptions, TrainConfig
 from pipelines.training.fencing import FencedTorchConfig
 from pipelines.training.record import (
     RUN,
@@ -162,8 +162,6 @@ def run_training(
     """
     began = time.monotonic()
     config = training.config
-    for note in training.notes:
-        say(f"note: {note}")
     with lock_run(config.storage, config.name, trial.lock_timeout_s):
         record = find_record(training)
         if record and is_complete(record, config.fit.max_epochs):
@@ -218,14 +216,13 @@ def is_complete(record: dict[str, Any], max_epochs: int) -> bool:
 
 def check_continues(training: CheckedTraining, record: dict[str, Any]) -> None:
     """Raise UserError if a run was begun with other settings, tables or experiment."""
-    check_same(record, training.identity, training.hashes, training.remedy)
+    check_same(record, training.identity, training.hashes)
     config = training.config
     experiment = record["tracking"]["experiment"]
     if config.tracking.experiment not in (None, "", experiment):
         raise UserError(
             f"the run '{config.name}' is in the experiment {experiment}, not "
-            f"{config.tracking.experiment}; leave out --experiment, or "
-            f"{training.remedy}"
+            f"{config.tracking.experiment}"
         )
 
 
@@ -350,8 +347,7 @@ def check_resources(
         tracking.check_nodes(str(config.tracking.tracking_uri), nodes)
     elif use_gpu and not torch.cuda.is_available():
         raise UserError(
-            "ray.use_gpu is true, and this machine has no GPU that PyTorch finds; "
-            "leave it out"
+            "ray.use_gpu is true, and this machine has no GPU that PyTorch finds"
         )
 
 
@@ -631,7 +627,11 @@ def run_workers(
                 furthest_step = max(step, furthest_step)
                 if failures > options.max_failures or faults.is_permanent(error):
                     raise
-                say(describe_retry(error, failures, options.max_failures))
+                reason = one_line(list(faults.iter_causes(error))[-1])
+                say(
+                    f"note: {reason}; continuing from the last checkpoint, "
+                    f"{failures} of {options.max_failures} times"
+                )
                 time.sleep(RETRY_PAUSE_S)
             finally:
                 thread.shutdown(wait=False)
@@ -683,16 +683,6 @@ def make_trainer(
             failure_config=FailureConfig(max_failures=0),
             callbacks=list(callbacks),  # type: ignore[arg-type]  # the type of Train V1
         ),
-    )
-
-
-def describe_retry(error: BaseException, failures: int, max_failures: int) -> str:
-    """Return a note that the training continues after a loss of workers."""
-    root_cause = list(faults.iter_causes(error))[-1]
-    reason = faults.explain(error) or first_line(root_cause)
-    return (
-        f"note: {reason.partition(';')[0]}; continuing from the last checkpoint, "
-        f"{failures} of {max_failures} times"
     )
 
 
@@ -801,9 +791,8 @@ def worker_resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
 
 def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
     """Raise UserError if the cluster can never hold the workers."""
-    remedy = f"{FEWER}, or give --ray.use_gpu false" if use_gpu else FEWER
     fewest = min(options.min_workers or workers, workers)
-    cluster.check_room(fewest, worker_resources(options, use_gpu), remedy)
+    cluster.check_room(fewest, worker_resources(options, use_gpu))
 
 
 def is_simulated(tables: str) -> bool:
@@ -871,8 +860,7 @@ def delete_run(folder: str, say: Callable[[str], None]) -> None:
         )
     if record is None and entries:
         raise UserError(
-            f"{folder} is not the folder of a run, so --overwrite does not delete it; "
-            "choose another --name"
+            f"{folder} is not the folder of a run, so --overwrite does not delete it"
         )
     if record:
         delete_mlflow_run(record, say)

@@ -7,7 +7,7 @@ run_training(training)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from models import registry
@@ -16,9 +16,8 @@ from models.config import path_fields
 from models.loaded_model import load_catalogue
 from models.model import Model
 from models.storage import checkpoint
-from models.storage.input_folders import CHECKPOINT
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, join, read_manifest
+from models.storage.tables import UserError
 from models.text.text_encoder import resolve_encoder_path
 from models.training_run import check_fit, check_init
 from pipelines.tracking import resolve_uri
@@ -38,12 +37,8 @@ class CheckedTraining:
     """Config of the model before it was resolved."""
     hashes: dict[str, str]
     """Hashes of the tables that the model reads, by table name."""
-    remedy: str
-    """End of the error message if the run of this name has other settings."""
     init_weights: str | None = None
     """SHA-256 of the weights that the training starts from; None for random weights."""
-    notes: list[str] = field(default_factory=list)
-    """Messages to show before the training."""
 
     @property
     def model_class(self) -> type[Model]:
@@ -65,28 +60,20 @@ class CheckedTraining:
 
 def check_training(
     config: TrainConfig,
-    remedy: str = "",
     load: Callable[[str, Inputs], Any] = load_catalogue,
 ) -> CheckedTraining:
     """Check a training against its tables and checkpoints, without writing anything.
 
     Args:
         config: Configuration as the user gave it.
-        remedy: End of the error message if the run of this name has other settings; by
-            default it suggests another name or --overwrite.
         load: Load the catalogue of a model, by model name and inputs.
 
     Raises:
         UserError: If options, tables and checkpoints do not fit together.
     """
-    remedy = remedy or (
-        f"choose another --name, or --overwrite the run '{config.name}' in "
-        f"{config.storage}"
-    )
     model_class = registry.find_by_config(config.model)
     name = model_class.name
     tracking_uri = resolve_uri(config.tracking.tracking_uri, config.storage)
-    check_checkpoint_names(config)
     model = locate_encoders(config.model)
     catalogue = load(name, config.inputs)
     record = None if config.overwrite else read_record(config.folder)
@@ -116,9 +103,7 @@ def check_training(
         ),
         given_model=model,
         hashes=catalogue.hashes,
-        remedy=remedy,
         init_weights=init_weights,
-        notes=[] if record else describe_unread_columns(model_class, config.inputs),
     )
 
 
@@ -126,10 +111,8 @@ def check_fsdp(model_class: type[Model]) -> None:
     """Raise UserError if a model cannot be trained with sharded weights."""
     if model_class.supports_fsdp:
         return
-    supported = [name for name in registry.MODELS if registry.find(name).supports_fsdp]
     raise UserError(
-        f"ray.fsdp is true, but '{model_class.name}' is not trained in shards; "
-        f"{', '.join(supported)} are; leave it out"
+        f"ray.fsdp is true, but '{model_class.name}' is not trained in shards"
     )
 
 
@@ -137,24 +120,8 @@ def check_batch(batch_size: int, workers: int) -> None:
     """Raise UserError if a batch cannot be divided equally among the workers."""
     if batch_size % workers:
         raise UserError(
-            f"fit.batch_size {batch_size} does not divide by {workers} workers; choose "
-            f"a multiple of {workers}"
+            f"fit.batch_size {batch_size} does not divide by {workers} workers"
         )
-
-
-def check_checkpoint_names(config: TrainConfig) -> None:
-    """Raise UserError if an option names a run where it needs the run's folder."""
-    for option in path_fields(type(config.model), "checkpoint"):
-        path = str(getattr(config.model, option) or "")
-        folders = (path, join(path, "best"))
-        if not path or "/" in path or any(map(CHECKPOINT.matches, folders)):
-            continue
-        run = join(config.storage, path)
-        if CHECKPOINT.matches(run):
-            raise UserError(
-                f"model.{option} is {path}, the name of a run; give the run's folder, "
-                f"which is {run}"
-            )
 
 
 def locate_encoders(model: Any) -> Any:
@@ -188,18 +155,3 @@ def resolve_model(model: Any, catalogue: Any, record: dict[str, Any] | None) -> 
         if not record or not is_finished or record.get("given") != given_model:
             raise
         return parse_options(record["config"]["model"])[1]
-
-
-def describe_unread_columns(model_class: type[Model], inputs: Inputs) -> list[str]:
-    """Return a note that names the table columns that a model does not read.
-
-    The list is empty if the model reads all columns.
-    """
-    info = read_manifest(inputs.sequences, "sequences").info
-    unread = model_class.list_unread(info)
-    if not unread:
-        return []
-    return [
-        f"'{model_class.name}' reads items and their order, of these tables not the "
-        f"{'; '.join(unread)}"
-    ]

@@ -287,13 +287,6 @@ def run_task(task: Task, worker: WorkerContext) -> None:
             worker.say(f"waited {flush_seconds:.0f} s for MLflow to store the metrics")
 
 
-def describe_workers(world_size: int, num_workers: int) -> str:
-    """Return the number of workers, and the requested number if nodes are missing."""
-    if world_size < num_workers:
-        return f"{world_size} of {pluralize(num_workers, 'worker')}"
-    return pluralize(world_size, "worker")
-
-
 def describe_run(
     run: TrainingRun,
     worker: WorkerContext,
@@ -310,8 +303,11 @@ def describe_run(
         last: Checkpoint that the training continues from, or None.
         state: State of the training loop in that checkpoint, or None.
     """
+    workers = pluralize(num_workers, "worker")
+    if worker.world_size < num_workers:
+        workers = f"{worker.world_size} of {workers}"
     yield (
-        f"{describe_workers(worker.world_size, num_workers)} on {worker.device.type}, "
+        f"{workers} on {worker.device.type}, "
         f"{pluralize(torch.get_num_threads(), 'thread')} each; "
         f"{pluralize(count_parameters(run), 'parameter')}"
     )

@@ -14,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from models.storage import checkpoint
-from models.storage.tables import RAY_PACKAGE, code_hash
+from models.storage.tables import RAY_PACKAGE
 
 ROOT = Path(__file__).parents[2]
 MODEL = ("--model.name", "sasrec", "--model.dim", "16", "--model.max_history", "12")
@@ -85,19 +85,3 @@ def test_a_run_that_continues_with_other_code_reports_it(
     packages = [version.split()[-1] for version in versions]
     assert packages == [first.name, second.name]
     assert tags["ray.submission_id"] == "raysubmit_1, raysubmit_2"
-
-
-def test_the_hash_of_the_code_depends_only_on_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = copy_code(tmp_path, "_ray_pkg_0")
-    monkeypatch.setattr(
-        "models.storage.tables.__file__", str(package / "models/storage/tables.py")
-    )
-    hash_of_copy = code_hash()
-    (package / "models/new.py").write_text("")
-    hash_of_changed_copy = code_hash()
-    monkeypatch.undo()
-
-    assert hash_of_copy == code_hash()
-    assert hash_of_changed_copy != hash_of_copy

@@ -424,7 +424,7 @@ def test_a_browser_draws_the_plots_in_the_colours_of_its_scheme(
         ),
         (
             ["--sweep", "alphas", "--run", "sasrec-1"],
-            "both --sweep alphas and --run sasrec-1 are given; remove one of them",
+            "both --sweep alphas and --run sasrec-1 are given",
         ),
         (["--html", "page.html"], "no runs are selected"),
     ],
@@ -439,7 +439,5 @@ def test_a_wrong_selection_is_refused(
 def test_a_name_of_two_runs_is_refused(store: str, tmp_path: Path) -> None:
     for _ in range(2):
         log_run(store, tmp_path, "twin", {"name": "tiger"}, {"best/ndcg@10": 0.1})
-    with pytest.raises(
-        UserError, match=r"2 runs at .* are called 'twin'; give the id of one: \w+, \w+"
-    ):
+    with pytest.raises(UserError, match=r"2 runs at .* are called 'twin'"):
         select(store, runs=["twin"])

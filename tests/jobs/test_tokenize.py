@@ -160,7 +160,7 @@ def test_items_without_text_are_refused_on_request(tmp_path: Path) -> None:
         "--tokenizer",
         "rqkmeans",
     ]
-    message = r"3 of 40 items have no text in title; use a template with more columns"
+    message = r"3 of 40 items have no text in title"
     words += ["--rqkmeans.codebook_size", "8", "--embed.empty", "error"]
     for encoder in ("minilm", "tfidf"):
         with pytest.raises(UserError, match=f"^{message}"):

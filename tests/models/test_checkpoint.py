@@ -22,7 +22,7 @@ from models.build import build_model, load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import TableVersion, UserError, add_seal, check_seal
+from models.storage.tables import TableVersion, UserError
 from models.storage.uri import open_uri
 from models.train import main
 from models.training.fit import FitConfig
@@ -174,7 +174,7 @@ def test_training_with_pytorch_alone_continues_a_finished_run_without_steps(
     config.write_text(json.dumps({"model": SASREC, "fit": {**fit, "max_epochs": 4}}))
     with pytest.raises(
         SystemExit,
-        match=r"run was started with fit.max_epochs 3, not 4; give another --output",
+        match=r"run was started with fit.max_epochs 3, not 4",
     ):
         main(arguments)
 
@@ -248,13 +248,13 @@ def test_a_checkpoint_that_names_files_of_other_folders_is_rejected(
 ) -> None:
     checkpoint.save(tmp_path / "best", *build_linear(1))
     config = tmp_path / "best/config.json"
-    content = check_seal(config.read_text())
+    content = json.loads(config.read_text())
 
-    config.write_text(add_seal({**content, "files": files}))
+    config.write_text(json.dumps({**content, "files": files}))
 
     with pytest.raises(
         UserError,
-        match=r"config\.json is damaged \(.*\); use another checkpoint or train again",
+        match=r"config\.json is damaged \(.*\)",
     ):
         checkpoint.read(tmp_path / "best")
 

@@ -290,7 +290,7 @@ def test_a_replay_without_a_checkpoint_is_rejected(
     config = make_fit_config("sasrec", replay_fraction=0.5)
     with pytest.raises(
         UserError,
-        match=r"fit.replay_fraction is 0.5, but there is no checkpoint .*; add --init",
+        match=r"fit.replay_fraction is 0.5, but there is no checkpoint .*",
     ):
         build_training(MODELS["sasrec"], config, inputs)
 

@@ -14,9 +14,7 @@ import pytest
 from models.storage.locks import LOCK
 from models.storage.tables import (
     UserError,
-    add_seal,
     check_output,
-    check_seal,
     clear,
     code_version,
     commit,
@@ -30,7 +28,6 @@ from models.storage.tables import (
     write_part,
     writing,
 )
-from models.storage.uri import check_writable
 from pipelines.data.events.columns import read_part
 from pipelines.data.schemas import SIDS, embeddings_schema
 
@@ -127,7 +124,7 @@ def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     with writing(str(tmp_path / "t")):
         with pytest.raises(
             UserError,
-            match=r"t is being written by another process; wait for it or choose another",
+            match=r"t is being written by another process",
         ):
             writing(str(tmp_path / "t")).__enter__()
         write_sids(tmp_path / "t", build_sids([1]))
@@ -196,29 +193,12 @@ def test_a_flipped_bit_anywhere_in_a_part_is_detected(tmp_path: Path) -> None:
     for table in (build_sids(*([i, 1] for i in range(40))), vectors, events):
         part = tmp_path / write_part(str(tmp_path), table).path
         readers = (read_parquet, read_part) if table is events else (read_parquet,)
-        message = rf"{part.name} is damaged: its SHA-256.*; make it again with --over"
+        message = f"{part.name} is damaged"
         for _ in flip_bits(part):
             for read in readers:
                 with pytest.raises(UserError, match=message):
                     read(str(part))
         assert read_parquet(str(part)).equals(table)
-
-
-def test_a_flipped_bit_in_a_manifest_is_detected_or_without_effect(
-    tmp_path: Path,
-) -> None:
-    uri = write_sids(tmp_path / "t", build_sids([1, 2], [3, 4]))
-    manifest = read_manifest(uri)
-    messages = []
-    for _ in flip_bits(tmp_path / "t" / "manifest.json"):
-        try:
-            assert read_manifest(uri) == manifest
-        except UserError as error:
-            messages.append(str(error))
-
-    assert all("manifest.json is damaged" in message for message in messages)
-    assert all("make the table again" in message for message in messages)
-    assert len(messages) > 100
 
 
 @pytest.mark.parametrize(
@@ -231,13 +211,10 @@ def test_a_manifest_with_a_path_outside_its_folder_is_refused(
     uri = write_sids(tmp_path / "t", build_sids([1]))
     write_part(str(tmp_path), build_sids([2]))
     manifest = tmp_path / "t" / "manifest.json"
-    content = check_seal(manifest.read_text())
+    content = json.loads(manifest.read_text())
     content["files"][0]["path"] = path
-    manifest.write_text(add_seal(content))
-    with pytest.raises(
-        UserError,
-        match=r"manifest\.json is damaged \(the path .* is not a file name\); make the",
-    ):
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="is not a file name"):
         read_table(uri)
 
 
@@ -250,21 +227,8 @@ def test_a_table_of_another_name_is_refused(tmp_path: Path) -> None:
 def test_a_missing_part_is_refused(tmp_path: Path) -> None:
     uri = write_sids(tmp_path / "t", build_sids([1]))
     (tmp_path / "t" / read_manifest(uri).files[0].path).unlink()
-    with pytest.raises(UserError, match="is missing; make the table"):
+    with pytest.raises(UserError, match="is missing"):
         read_table(uri)
-
-
-def test_a_manifest_without_seal_is_refused(tmp_path: Path) -> None:
-    uri = write_sids(tmp_path / "t", build_sids([1]))
-    (tmp_path / "t" / "manifest.json").write_text(json.dumps({"table": "sids"}))
-    with pytest.raises(UserError, match="is damaged"):
-        read_table(uri)
-
-
-def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write to"):
-        check_writable(str(tmp_path / "file" / "t"))
 
 
 def test_a_new_output_is_accepted_and_not_created(tmp_path: Path) -> None:
@@ -285,7 +249,7 @@ def test_an_output_with_foreign_files_is_refused(tmp_path: Path) -> None:
     check_output(str(out), tables, ["statistics.json"])
     with pytest.raises(
         UserError,
-        match=r"out holds 'statistics.json' and no table 'sids' of an earlier run; choose a new or",
+        match=r"out holds 'statistics.json' and no table 'sids' of an earlier run",
     ):
         check_output(str(out), tables)
 
@@ -307,7 +271,7 @@ def test_a_folder_with_another_table_is_no_output(tmp_path: Path) -> None:
     assert has_earlier_table(str(out / "sids"), "sids")
     with pytest.raises(
         UserError,
-        match=r"sids holds the table 'sids', not 'recommendations'; choose a new or empty",
+        match=r"sids holds the table 'sids', not 'recommendations'",
     ):
         has_earlier_table(str(out / "sids"), "recommendations")
     with pytest.raises(

@@ -167,7 +167,7 @@ def test_points_are_crossed_with_axes() -> None:
         ({"axes": {}}, "the grid g is empty: it has neither axes nor points"),
         (
             {"axes": {"fit.lr": []}},
-            r"the axis 'fit.lr' of the grid g has no values; give --axes.fit.lr '\[A, B\]'",
+            r"the axis 'fit.lr' of the grid g has no values",
         ),
         ({"axes": {"sids": None}}, "the axis 'sids' of the grid g has no values"),
         (
@@ -190,7 +190,7 @@ def test_points_are_crossed_with_axes() -> None:
                 "base": {},
                 "axes": {"fit.lr": [1]},
             },
-            r"of kind evaluate has no use for 'fit\.lr'; it takes evaluate\.…, sids, text, checkpoint",
+            r"of kind evaluate has no use for 'fit\.lr'",
         ),
         (
             {
@@ -199,11 +199,11 @@ def test_points_are_crossed_with_axes() -> None:
                 "base": {},
                 "axes": {"evaluate.beam": [1]},
             },
-            "needs checkpoints; give --axes.checkpoint",
+            "needs checkpoints",
         ),
         (
             {"axes": {"dim": [1]}},
-            r"of kind train has no use for 'dim'; it takes model\.",
+            r"of kind train has no use for 'dim'",
         ),
         ({"axes": {"fit.lr": [0.1, -1]}}, r"fit.lr is -1.0, it must be above 0"),
         ({"axes": {"model.dropout": [2]}}, "the grid g: dropout 2.0 is not in"),
@@ -230,9 +230,7 @@ def test_grids_without_valid_trials_are_refused(
 
 
 def test_axes_get_values_only_by_axes_options() -> None:
-    with pytest.raises(
-        UserError, match=r"'fit.lr' is an axis of the grid g; give --axes.fit.lr"
-    ):
+    with pytest.raises(UserError, match=r"'fit.lr' is an axis of the grid g"):
         build_grid().trials({"fit.lr": 1})
     with pytest.raises(
         UserError,
@@ -267,7 +265,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
             "source: x\nscheduler: {name: asha, grase: 1}",
             "unknown key 'scheduler.grase'; the nearest key is 'scheduler.grace'",
         ),
-        ("source: x\nsmoke: {fixd: 1}", "smoke has the key 'fixd'; it takes fixed"),
+        ("source: x\nsmoke: {fixd: 1}", "smoke has the key 'fixd'"),
         ("source: x\nmetric: ndcg@10", "starts with val/"),
     ],
 )

@@ -247,9 +247,7 @@ def test_the_name_of_a_sweep_with_other_options_is_refused(
         UserError, match=r"was started with another table '(items|sequences)'"
     ):
         halved.run(HALVED, inputs=Inputs(other_tables))
-    with pytest.raises(
-        UserError, match=r"was started with model\.dim 16, not 8; choose another --name"
-    ):
+    with pytest.raises(UserError, match=r"was started with model\.dim 16, not 8"):
         halved.run(build_grid(fixed={"model.dim": 8}))
 
 
@@ -463,7 +461,7 @@ def test_a_sweep_whose_only_trial_failed_continues_when_repeated(
 
     with pytest.raises(
         UserError,
-        match=r"no trial of .*/lost has a value; fix what failed .* \(lr-0.01-\w+: the teacher",
+        match=r"no trial of .*/lost has a value",
     ):
         halved.run(grid, name="lost", inputs=inputs, say=move_teacher)
     with pytest.raises(UserError, match=r"the teacher .* is neither a checkpoint"):
@@ -591,14 +589,14 @@ def test_impossible_trials_are_refused_before_any_starts(halved: HalvedSweep) ->
             {"tracking_uri": "http://127.0.0.1:9"},
         ),
         ("is not a table", build_grid(), {"inputs": Inputs(str(halved.folder))}),
-        ("needs semantic IDs; give --sids", build_grid(model={"name": "tiger"}), {}),
+        ("needs semantic IDs", build_grid(model={"name": "tiger"}), {}),
         (
             "needs 100 CPUs, .*the cluster has 2",
             build_grid(),
             {"ray": RayOptions(cpus_per_worker=100)},
         ),
         (
-            "fit.batch_size 9 does not divide by 2 workers; choose a multiple of 2",
+            "fit.batch_size 9 does not divide by 2 workers",
             build_grid(axes={"fit.batch_size": [8, 9]}),
             {"ray": RayOptions(num_workers=2, cpus_per_worker=0.5)},
         ),

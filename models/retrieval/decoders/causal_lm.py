@@ -130,7 +130,7 @@ def require_prompt(history: History) -> tuple[Memory, Tensor]:
     if history.memory is None or history.query is None:
         raise UserError(
             "decoding by a language model needs the keys and values of the prompt, "
-            "which the teacher cache does not store; leave model.teacher_cache out"
+            "which the teacher cache does not store"
         )
     return history.memory, history.query
 

@@ -77,7 +77,7 @@ class SidMlpConfig(StudentConfig):
         if self.attention_width % self.attention_heads:
             raise ValueError(
                 f"attention_width {self.attention_width} does not divide by "
-                f"attention_heads {self.attention_heads}; give a multiple"
+                f"attention_heads {self.attention_heads}"
             )
         check_dropout(self, "dropout", "attention_dropout")
         self._check_ablations()
@@ -85,28 +85,18 @@ class SidMlpConfig(StudentConfig):
     def _check_ablations(self) -> None:
         """Raise a ValueError if options of ablations exclude each other."""
         if self.shared_head and self.prefix != "sum":
-            raise ValueError(
-                "shared_head needs the same input per level; set prefix sum"
-            )
+            raise ValueError("shared_head needs the same input per level")
         if self.readout == "mean" and not self.context_ffn:
-            raise ValueError(
-                "readout mean has no feed-forward; leave context_ffn out or set "
-                "readout attention"
-            )
+            raise ValueError("readout mean has no feed-forward")
         if self.readout == "per_digit" and self.prefix in ("none", "cascade"):
             raise ValueError(
                 "readout per_digit reads the prefix, which it cannot with prefix "
-                f"{self.prefix}; set prefix concat or sum"
+                f"{self.prefix}"
             )
         if self.prefix == "none" and self.embeddings == "random":
-            raise ValueError(
-                "embeddings random has no effect with prefix none; set embeddings "
-                "teacher or another prefix"
-            )
+            raise ValueError("embeddings random has no effect with prefix none")
         if self.prefix == "cascade" and self.m > 0:
-            raise ValueError(
-                f"prefix cascade starts at the first level; set m {self.m} to 0"
-            )
+            raise ValueError("prefix cascade starts at the first level")
 
 
 def query_state(history: History) -> Tensor:

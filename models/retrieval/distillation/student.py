@@ -117,7 +117,7 @@ class ReusesDecoder(Decoder):
         """Raise UserError, as a decoder without states of all levels cannot teach."""
         raise UserError(
             f"a student with m {self.first_level} cannot be a teacher, as it decodes "
-            "only its last levels; use a student with m 0"
+            "only its last levels"
         )
 
     def teacher_forced(self, history: History, codes: Tensor) -> Sequence[Tensor]:
@@ -170,10 +170,7 @@ class Student(TaughtModel, Retriever):
         decoder = self.build_decoder(config, teacher)
         levels = decoder.tokens.levels
         if config.m >= levels:
-            raise UserError(
-                f"m {config.m} leaves no level of {levels} to the student; give a "
-                "smaller m"
-            )
+            raise UserError(f"m {config.m} leaves no level of {levels} to the student")
         if config.m:
             teacher_decoder = teacher.decoder.requires_grad_(False)
             decoder = ReusesDecoder(teacher_decoder, decoder, config.m)
@@ -225,10 +222,7 @@ class Student(TaughtModel, Retriever):
             UserError: If the student was loaded without one.
         """
         if not self._teacher:
-            raise UserError(
-                "the student has no teacher to learn from; train it with jobs.train "
-                "and --model.teacher"
-            )
+            raise UserError("the student has no teacher to learn from")
         return self._teacher[0]
 
     def encode(self, batch: HistoryBatch) -> History:

@@ -128,8 +128,7 @@ def resolve_teacher(config: C, catalogue: Catalogue) -> C:
         config_value = getattr(config, name)
         if config_value and config_value != value:
             raise UserError(
-                f"model.{name} is {config_value}, the teacher {uri} has {value}; "
-                f"leave model.{name} out, or use the teacher that the run started with"
+                f"model.{name} is {config_value}, the teacher {uri} has {value}"
             )
     cache = absolute(config.teacher_cache) if config.teacher_cache else ""
     return replace(config, teacher=uri, teacher_cache=cache, **resolved)
@@ -149,9 +148,7 @@ def load_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
             weights have changed since the config was resolved.
     """
     if not config.teacher:
-        raise UserError(
-            "model.teacher is not set; give the folder of the trained teacher"
-        )
+        raise UserError("model.teacher is not set")
     uri = checkpoint.locate(config.teacher, "teacher")
     weights = checkpoint.weights_hash(uri)
     if config.teacher_hash not in ("", weights):

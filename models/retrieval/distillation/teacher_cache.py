@@ -291,8 +291,7 @@ class _CacheTable:
                 raise UserError(f"it lacks {missing:,} of {len(needed):,} requests")
         except UserError as error:
             raise UserError(
-                f"the teacher cache {self.uri} cannot be used ({error}); remove the "
-                f"folder {self.uri}, and the next training computes it again"
+                f"the teacher cache {self.uri} cannot be used ({error})"
             ) from error
         states = CachedStates(columns["request"], columns["length"], columns["states"])
         return states, manifest
@@ -306,7 +305,7 @@ def _encode_states(request: Tensor, states: Tensor, lengths: Tensor) -> pa.Table
         largest = float(states.abs().max())
         raise UserError(
             f"the teacher's states reach {largest:.3g}, more than half precision holds "
-            "(65504); leave model.teacher_cache out"
+            "(65504)"
         )
     offsets = lengths_to_offsets(lengths.cpu().numpy() * states.shape[2])
     lists = pa.ListArray.from_arrays(
@@ -330,8 +329,7 @@ def _lock_if_missing(uri: str) -> Iterator[bool]:
         yield True
         return
     busy = f"{uri} is being computed by another process"
-    remedy = "give model.teacher_cache a folder that you may write"
-    with hold_lock(join(uri, LOCK), busy, math.inf, remedy):
+    with hold_lock(join(uri, LOCK), busy, math.inf):
         yield has_manifest(uri)
 
 

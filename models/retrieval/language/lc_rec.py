@@ -112,7 +112,7 @@ class LcRecConfig:
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} does not give each of {self.num_heads} heads an "
-                f"even width; give a multiple of {2 * self.num_heads}"
+                f"even width"
             )
         check_dropout(self, "dropout", "lora_dropout")
         if not 0 < self.task_share <= 1:
@@ -121,10 +121,7 @@ class LcRecConfig:
                 "tasks, set tasks: [next]"
             )
         if "next" not in self.tasks or not set(self.tasks) <= set(TASKS):
-            raise ValueError(
-                f"tasks are {self.tasks}; give 'next', which recommending needs, and "
-                f"others of {TASKS}"
-            )
+            raise ValueError(f"tasks are {self.tasks}")
 
 
 def choose_tokenizer(config: LcRecConfig, titles: list[str] | None) -> Tokenizer:
@@ -215,8 +212,7 @@ class LcRec(Retriever):
         if titles is None:
             raise UserError(
                 f"the items have no text column '{config.title}', which the tasks "
-                f"{', '.join(tasks)} need; set model.title to a text column of the "
-                "source file, or model.tasks to [next]"
+                f"{', '.join(tasks)} need"
             )
         tokenizer = choose_tokenizer(config, titles)
         tokens, lengths = encode_titles(tokenizer, titles, config.title_tokens)
@@ -314,8 +310,7 @@ def require_lc_rec(teacher: Retriever) -> LcRec:
     """
     if not isinstance(teacher, LcRec):
         raise UserError(
-            f"the teacher is a '{teacher.name}', but this model uses a language model; "
-            "give an LC-Rec as model.teacher"
+            f"the teacher is a '{teacher.name}', but this model uses a language model"
         )
     return teacher
 

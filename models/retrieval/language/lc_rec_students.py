@@ -145,7 +145,7 @@ class EarlyReadouts(nn.Module):
         if self.layer >= num_layers:
             raise UserError(
                 f"layer {config.layer} exceeds the {num_layers} layers of the language "
-                f"model; give 1 to {num_layers}"
+                f"model"
             )
         self.query = nn.Linear(backbone.embedding.embedding_dim, config.width)
         self.layers = nn.ModuleList(

@@ -114,8 +114,7 @@ class Pretrained:
         self.begin = [] if begin is None else [begin]
         if self.tokenizer.eos_token_id is None:
             raise UserError(
-                f"the tokenizer of {name} has no end token, which titles need; give "
-                "another model.lm"
+                f"the tokenizer of {name} has no end token, which titles need"
             )
         self.end = self.tokenizer.eos_token_id
 

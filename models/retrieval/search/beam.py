@@ -71,7 +71,7 @@ def beam_search(
         # -inf at all further levels if there are fewer prefixes than beams
         score = scores.gather(1, position)
         log_probs = scorer.step(parents, token.gather(1, position))
-    raise ValueError("the trie has no levels; it needs at least one codebook")
+    raise ValueError("the trie has no levels")
 
 
 def score_pairs(
@@ -101,8 +101,7 @@ def score_pairs(
     if log_probs.shape[-1] != trie.codebook_sizes[level]:
         raise ValueError(
             f"the model scores {log_probs.shape[-1]} codes at level {level}, the trie "
-            f"has {trie.codebook_sizes[level]}; give the semantic IDs that it was "
-            f"trained with"
+            f"has {trie.codebook_sizes[level]}"
         )
     edge, valid = trie.get_children(level, node)  # (B, W, M)
     token = trie.tokens(level)[edge]

@@ -20,9 +20,7 @@ def select(scores: Tensor, k: int) -> Tensor:
     """
     batch, width = scores.shape
     if k > width:
-        raise ValueError(
-            f"k {k} exceeds the {width} scores; give a k of at most {width}"
-        )
+        raise ValueError(f"k {k} exceeds the {width} scores")
     if k == width:
         return torch.arange(width, device=scores.device).expand(batch, width)
     if scores.device.type != "cpu" or torch.compiler.is_compiling():

@@ -27,14 +27,10 @@ def check_codes(codes: Tensor, codebook_sizes: tuple[int, ...]) -> None:
     """
     items, levels = codes.shape
     if not items:
-        raise UserError(
-            "there are 0 items and a trie needs at least 1; check the filters of "
-            "jobs.prepare"
-        )
+        raise UserError("there are 0 items and a trie needs at least 1")
     if levels != len(codebook_sizes):
         raise ValueError(
-            f"codes have {levels} levels and there are {len(codebook_sizes)} "
-            f"codebooks; give one each"
+            f"codes have {levels} levels and there are {len(codebook_sizes)} codebooks"
         )
     for level, size in enumerate(codebook_sizes):
         level_codes = codes[:, level]
@@ -42,7 +38,7 @@ def check_codes(codes: Tensor, codebook_sizes: tuple[int, ...]) -> None:
         if len(outside):
             raise UserError(
                 f"code {int(outside[0])} at level {level} is outside of its "
-                f"codebook of {size}; run jobs.tokenize again"
+                f"codebook of {size}"
             )
 
 
@@ -101,8 +97,7 @@ class Trie(nn.Module):
             duplicate = int((~is_new).nonzero()[0])
             raise UserError(
                 f"items {int(order[duplicate - 1])} and {int(order[duplicate])} have "
-                f"the same codes {ordered[duplicate].tolist()}; add a conflict level "
-                f"or use --tokenizer psid"
+                f"the same codes {ordered[duplicate].tolist()}"
             )
         self.register_buffer("leaves", order, persistent=False)
 

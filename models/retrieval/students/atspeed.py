@@ -171,10 +171,7 @@ class AtSpeed(Student):
         """
         backbone, target = teacher.backbone, teacher.decoder
         if not isinstance(backbone, T5Backbone) or not isinstance(target, T5Decoder):
-            raise UserError(
-                "AtSpeed verifies with its teacher's T5 decoder; give a TIGER as "
-                "model.teacher"
-            )
+            raise UserError("AtSpeed verifies with its teacher's T5 decoder")
         sizes = replace(
             backbone.sizes,
             num_decoder_layers=config.draft_layers,
@@ -255,10 +252,7 @@ class AtSpeed(Student):
         if isinstance(config, AtSpeedRConfig):
             keys = request_keys(batch, config.seed if seed is None else seed)
         elif seed is not None:
-            raise ValueError(
-                f"seed {seed} has no effect, as AtSpeed-S does not sample; leave seed "
-                "out"
-            )
+            raise ValueError(f"seed {seed} has no effect, as AtSpeed-S does not sample")
         history = self.teacher_outputs("encoder", batch) or self.backbone.infer(batch)
 
         def make_draft_scorer(rows: Tensor) -> Scorer:

@@ -47,7 +47,7 @@ class EarnConfig(JointConfig):
         if self.register_layer < 1:
             raise ValueError(
                 f"register_layer {self.register_layer} is below 1, so no layer would "
-                "read the history; give at least 1"
+                "read the history"
             )
 
 
@@ -71,7 +71,7 @@ class EarnBackbone(ExtendedT5):
         if layer > num_layers:
             raise UserError(
                 f"register_layer {layer} exceeds the teacher's {num_layers} encoder "
-                f"layers; give 1 to {num_layers}"
+                f"layers"
             )
         self.layer = layer
 

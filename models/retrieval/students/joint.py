@@ -34,7 +34,7 @@ class JointConfig(TeacherConfig):
         if self.teacher_cache:
             raise ValueError(
                 f"teacher_cache {self.teacher_cache} cannot be used, as the states "
-                "change in every training step; leave teacher_cache out"
+                "change in every training step"
             )
 
 
@@ -62,6 +62,6 @@ def require_tiger(teacher: Retriever) -> Tiger:
     if not isinstance(teacher, Tiger):
         raise UserError(
             f"the teacher is a '{teacher.name}', but training starts from the weights "
-            "of a TIGER; give a TIGER as model.teacher"
+            "of a TIGER"
         )
     return teacher

@@ -46,10 +46,7 @@ class OneLayer(Student):
         """
         backbone = teacher.backbone
         if not isinstance(backbone, T5Backbone):
-            raise UserError(
-                "the model 'one_layer' has a layer of its teacher's T5; give a TIGER "
-                "as model.teacher"
-            )
+            raise UserError("the model 'one_layer' has a layer of its teacher's T5")
         return T5Decoder(
             backbone.tokens,
             replace(backbone.sizes, num_decoder_layers=1),

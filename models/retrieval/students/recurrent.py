@@ -340,7 +340,7 @@ class Mamba2Student(Student):
         if inner % config.head_width:
             raise UserError(
                 f"the inner width {inner} of mamba2 is not a multiple of head_width "
-                f"{config.head_width}; give a head_width that divides expand * width"
+                f"{config.head_width}"
             )
 
         def make_mixer(width: int) -> Mamba2:

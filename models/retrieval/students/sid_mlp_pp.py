@@ -65,7 +65,7 @@ class SidMlpPpEncoder(TaughtModel):
         if type(teacher.backbone) is not T5Backbone:
             raise UserError(
                 "sid_mlp_pp_encoder matches the states of TIGER's encoder, which a "
-                f"'{teacher.name}' does not have; give a TIGER as model.teacher"
+                f"'{teacher.name}' does not have"
             )
         self.backbone = MlpBackbone(teacher.backbone, config)
         self._catalogue = catalogue
@@ -197,12 +197,12 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
         if self.end_to_end and self.encoder:
             raise ValueError(
                 f"encoder {self.encoder} and end_to_end cannot be set together, as "
-                "end_to_end trains its own encoder; leave one of them out"
+                "end_to_end trains its own encoder"
             )
         if self.m:
             raise ValueError(
                 f"m {self.m} is not 0, but the teacher's decoder cannot read the "
-                "student's encoder; set m to 0"
+                "student's encoder"
             )
 
 
@@ -290,11 +290,7 @@ def resolve_encoder(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpCon
             model, on other tables, or with another teacher.
     """
     if not config.encoder:
-        raise UserError(
-            "model.encoder is not set; give the folder of a trained sid_mlp_pp_encoder "
-            "(jobs.train --config jobs/configs/sid_mlp_pp_encoder.yaml), or set "
-            "model.end_to_end to true"
-        )
+        raise UserError("model.encoder is not set")
     uri = checkpoint.locate(config.encoder, "encoder")
     stage_1 = checkpoint.read(uri)
     checkpoint.check(stage_1, uri, catalogue.versions, SidMlpPpEncoder.name)
@@ -304,8 +300,7 @@ def resolve_encoder(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpCon
     if stage_1_teacher_hash != config.teacher_hash:
         raise UserError(
             f"the encoder {uri} matches another teacher ({stage_1_teacher_hash[:12]}) "
-            f"than {config.teacher} ({config.teacher_hash[:12]}); leave model.teacher "
-            "out, or train stage 1 with this teacher"
+            f"than {config.teacher} ({config.teacher_hash[:12]})"
         )
     weights = checkpoint.weights_hash(uri)
     if config.encoder_hash not in ("", weights):

@@ -77,9 +77,7 @@ def add_conflict_levels(
         raise UserError(
             f"{largest} items share the codes {codes[ranks.argmax()].tolist()}, "
             f"{MAX_CONFLICT_LEVELS} conflict codes tell at most "
-            f"{limit**MAX_CONFLICT_LEVELS} apart; use more levels, a larger codebook, "
-            f"a richer --embed.template, or --tokenizer psid, which needs no conflict "
-            f"code"
+            f"{limit**MAX_CONFLICT_LEVELS} apart"
         )
     digits = [ranks % limit]
     if largest > limit:

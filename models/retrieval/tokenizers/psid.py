@@ -76,7 +76,7 @@ def assign_unique_codes(quantized: Quantized, config: PsidConfig) -> np.ndarray:
     if size**depth < len(codes):
         raise UserError(
             f"{len(codes)} items need as many SIDs, {depth} levels of {size} codes "
-            f"have {size**depth}; use more levels or a larger codebook"
+            f"have {size**depth}"
         )
     chosen = codebooks[np.arange(depth), codes]  # (N, C, D)
     distances = np.linalg.norm(vectors - chosen.sum(1), axis=1)
@@ -127,7 +127,7 @@ def find_free_codes(
             raise UserError(
                 f"item {item} has no free SID among its nearest codes, and "
                 f"{width**depth} combinations are more than psid.max_candidates "
-                f"{config.max_candidates}; use a larger codebook"
+                f"{config.max_candidates}"
             )
         for codes in exhaustive_candidates(vector, codebooks, width).tolist():
             if is_free(tuple(codes)):
@@ -135,8 +135,7 @@ def find_free_codes(
         if width == size:
             raise UserError(
                 f"item {item} gets no SID, as all {width**depth} of {depth} levels of "
-                f"{size} codes are taken; run jobs.tokenize again with more levels or "
-                f"a larger codebook"
+                f"{size} codes are taken"
             )
         width = min(width * 2, size)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from models.error_text import first_line
+from models.error_text import one_line
 from models.storage.tables import UserError, open_uri
 
 TOKEN = re.compile(r"<?[A-Za-z]+_(\d+)>?")
@@ -121,8 +121,7 @@ def read_published(uri: str) -> tuple[dict[str, list[int]], str]:
             content = stream.read()
     except OSError as error:
         raise UserError(
-            f"cannot read the published SIDs {uri} ({first_line(error)}); check "
-            f"--published"
+            f"cannot read the published SIDs {uri} ({one_line(error)})"
         ) from error
     return parse_published(content, uri), hashlib.sha256(content).hexdigest()
 
@@ -146,7 +145,6 @@ def catalogue_codes(
     if missing:
         raise UserError(
             f"{uri} has SIDs of {len(sids)} items, but none for {len(missing)} of the "
-            f"catalogue's {len(item_ids)} (such as {missing[0]!r}); use SIDs made for "
-            f"this catalogue, or train your own"
+            f"catalogue's {len(item_ids)} (such as {missing[0]!r})"
         )
     return np.array([sids[item] for item in item_ids], dtype=np.int64)

@@ -198,8 +198,7 @@ def kmeans(
     """
     if len(points) < k:
         raise UserError(
-            f"{k} codes per level need at least {k} items, there are {len(points)}; "
-            f"set codebook_size lower"
+            f"{k} codes per level need at least {k} items, there are {len(points)}"
         )
     centres = yield from _seed_centres(points, k, generator, progress)
     previous = torch.full((len(points),), -1, device=points.device)

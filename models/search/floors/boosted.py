@@ -152,14 +152,11 @@ class Boosted(SearchModel):
         if train_labels.all() or not train_labels.any():
             raise UserError(
                 f"all {len(train_labels):,} training candidates have the same "
-                f"'{self.labels[0]}'; check the labels"
+                f"'{self.labels[0]}'"
             )
         val_columns, val_labels = self._concat_batches(val)
         if not len(val_labels):
-            raise UserError(
-                "the val split is empty, so boosting cannot stop; check the split of "
-                "jobs.prepare"
-            )
+            raise UserError("the val split is empty, so boosting cannot stop")
         self.booster = grow_trees(
             train_columns,
             train_labels,
@@ -211,7 +208,7 @@ class Boosted(SearchModel):
             raise UserError(
                 f"the trees split by the categories {list(content['values'])}, but the "
                 f"tables have {names} as the categories with at most "
-                f"{MAX_SPLIT_VALUES} values; train the model again"
+                f"{MAX_SPLIT_VALUES} values"
             )
         self.booster = Booster(model_str=content["trees"])
         self.training_codes = [

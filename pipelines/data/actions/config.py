@@ -60,17 +60,14 @@ class Task:
                 "a task needs either 'label' or 'any'; give exactly one of them"
             )
         if self.above is not None and self.at_least is not None:
-            raise ValueError("a task has both 'above' and 'at_least'; give one of them")
+            raise ValueError("a task has both 'above' and 'at_least'")
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise ValueError(
                 f"a task's threshold is {self.threshold}; give a finite number, such "
                 f"as 10000"
             )
         if self.any is not None and self.threshold is not None:
-            raise ValueError(
-                "'any' takes bool labels, which have no threshold; remove 'above' and "
-                "'at_least'"
-            )
+            raise ValueError("'any' takes bool labels, which have no threshold")
 
     @property
     def threshold(self) -> float | None:
@@ -97,14 +94,10 @@ class Task:
             kind = label_type(label, labels, f"tasks.{name}")
             if kind == "bool" and self.threshold is not None:
                 raise ValueError(
-                    f"tasks.{name}: label '{label}' is bool, which has no "
-                    f"threshold; remove 'above' and 'at_least'"
+                    f"tasks.{name}: label '{label}' is bool, which has no threshold"
                 )
             if kind != "bool" and self.threshold is None:
-                raise ValueError(
-                    f"tasks.{name}: label '{label}' is a number; give 'above' or "
-                    f"'at_least'"
-                )
+                raise ValueError(f"tasks.{name}: label '{label}' is a number")
 
     def values(self, events: pa.Table) -> np.ndarray:
         """Return the task (E,) bool of each event; a missing label counts as false."""
@@ -160,10 +153,7 @@ class Input:
         kind = label_type(self.label, labels, f"inputs.{name}")
         if kind == "bool":
             if self.range is not None or self.log_unit is not None:
-                raise ValueError(
-                    f"inputs.{name}: label '{self.label}' is bool; remove 'range' and "
-                    f"'log_unit'"
-                )
+                raise ValueError(f"inputs.{name}: label '{self.label}' is bool")
             return self
         bounds = self.range or ranges.get(self.label)
         if bounds is None:
@@ -218,9 +208,7 @@ class Counts(WindowSettings):
 
     def __post_init__(self) -> None:
         if not self.keys or len(set(self.keys)) < len(self.keys):
-            raise ValueError(
-                f"counts.keys is {self.keys}; give at least one key, and each key once"
-            )
+            raise ValueError(f"counts.keys is {self.keys}")
         if not self.windows_days:
             raise ValueError(
                 "counts.windows_days is empty; give at least one length in days, such "
@@ -263,8 +251,7 @@ class ActionsConfig:
         for key in counts.keys:
             if key not in keys:
                 raise ValueError(
-                    f"counts.keys has '{key}', which is not an attribute of items; use "
-                    f"{', '.join(keys)}"
+                    f"counts.keys has '{key}', which is not an attribute of items"
                 )
         labels = counts.counted_labels
         if labels is None:
@@ -272,8 +259,7 @@ class ActionsConfig:
         for label in labels:
             if label not in tasks:
                 raise ValueError(
-                    f"counts.counted_labels has '{label}', which is not a task; use "
-                    f"{', '.join(tasks)}"
+                    f"counts.counted_labels has '{label}', which is not a task"
                 )
         return ActionsConfig(tasks, inputs, replace(counts, counted_labels=labels))
 

@@ -286,8 +286,7 @@ def _check_splits(num_events: dict[str, int], split_info: dict[str, Any]) -> Non
     )
     raise UserError(
         f"the cuts at {val_start} and {test_start} leave no event in "
-        f"{' and '.join(empty)} ({counts}); choose split.val_start and "
-        f"split.test_start within the log, or larger fractions"
+        f"{' and '.join(empty)} ({counts})"
     )
 
 
@@ -418,9 +417,9 @@ class ActionsStep(SequencesStep):
         Raises:
             UserError: If no event can be trained on.
         """
-        count, config = built.count, self.run.config
+        count = built.count
         events = built.per_split("requests")
-        require_training(events, count, config.max_events, "event", self.split["kind"])
+        require_training(events, "event")
         mean, std = feature_scale(built.training, events["train"])
         positives = np.sum([part.positives for part in built.training], axis=0)
         rates = (positives / events["train"]).tolist()

@@ -105,14 +105,11 @@ class Tables:
         """
         frames = []
         for part_index, part in enumerate(self.manifests[table].files):
-            rows = read_parquet(join(self.uri, table, part.path), None, part.sha256)
+            rows = read_parquet(join(self.uri, table, part.path))
             frame = pl.DataFrame(pl.from_arrow(rows))
             frames.append(frame.with_columns(part=pl.lit(part_index, pl.Int32)))
         if not frames:
-            raise UserError(
-                f"{join(self.uri, table)} has no files; make the tables again with "
-                f"jobs.prepare --overwrite"
-            )
+            raise UserError(f"{join(self.uri, table)} has no files")
         return pl.concat(frames)
 
     @cached_property

@@ -83,7 +83,7 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     except pl.exceptions.ColumnNotFoundError as error:
         raise UserError(
             f"{uri} was not written by this version of jobs.prepare: "
-            f"{str(error).partition(';')[0]}; make the tables again"
+            f"{str(error).partition(';')[0]}"
         ) from error
     skipped = {*kind.skipped_rules}
     if not any(name.startswith("known_") for name in tables.event_columns):

@@ -315,12 +315,10 @@ def _check_result(
 ) -> None:
     """Raise UserError if there are no rows, no valid events or too many rejects."""
     if not result.rejected.rows_read and not earlier:
-        raise UserError(
-            f"{run.input} has no rows in {', '.join(files[:3])}; check --input"
-        )
+        raise UserError(f"{run.input} has no rows in {', '.join(files[:3])}")
     run.check_rejects(result.rejected)
     if not result.partitions:
-        raise UserError(f"{run.input} has no valid event; see the reasons above")
+        raise UserError(f"{run.input} has no valid event")
     check_matched(result.matched, "user", run.config.min_matched, run.report)
 
 

@@ -97,7 +97,7 @@ def _check_files_present(run: Run, files: list[str]) -> None:
     if missing:
         raise UserError(
             f"{run.input} has no file {missing[0]}, but --append reads all item files "
-            f"again; keep the old item files in the folder"
+            f"again"
         )
 
 
@@ -232,7 +232,7 @@ def extend_catalogue(old: pa.Array, ids: pa.Array) -> pa.Array:
         raise UserError(
             f"--append must keep all items, but {len(gone):,} items, such as "
             f"'{gone[0]}', are no longer in the catalogue, because an item file lacks "
-            f"them or the training window ends earlier; use --overwrite"
+            f"them or the training window ends earlier"
         )
     new = ids.filter(pc.invert(pc.is_in(ids, old)))
     return pa.concat_arrays([old, new])
@@ -537,10 +537,7 @@ def _check_files_unchanged(
     """Raise UserError if an item file changed between its two reads."""
     for file, digest in catalogue.file_hashes.items():
         if written.hashes[file] != digest:
-            raise UserError(
-                f"{join(run.input, file)} changed while it was being read; run the "
-                f"same command again"
-            )
+            raise UserError(f"{join(run.input, file)} changed while it was being read")
 
 
 def _match_items(

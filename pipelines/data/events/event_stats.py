@@ -171,9 +171,7 @@ class StatsCollector:
         """
         if not self.times:
             raise UserError(
-                f"no event has label '{self.behaviour}' set, so there are no "
-                f"behaviours; choose another 'behaviour', or remove it to use every "
-                f"event"
+                f"no event has label '{self.behaviour}' set, so there are no behaviours"
             )
         items, counts = self.items.sort()
         return EventStats(

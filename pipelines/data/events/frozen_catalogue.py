@@ -45,8 +45,7 @@ def read_split(catalogue: str, has_clock_times: bool) -> dict[str, Any]:
     split = dict(read_manifest(join(catalogue, "items"), "items").info["split"])
     if split["kind"] == "temporal" and not has_clock_times:
         raise UserError(
-            f"{catalogue} is split by time, but this log has no clock times; set "
-            f"'time' as in the source file of {catalogue}"
+            f"{catalogue} is split by time, but this log has no clock times"
         )
     return split
 
@@ -113,8 +112,7 @@ def copy_items(
     if items.hash != original.hash:
         raise UserError(
             f"the items of {catalogue} were written by another version in another "
-            f"format, so models trained on them would not accept these tables; write "
-            f"both with the same version"
+            f"format, so models trained on them would not accept these tables"
         )
     run.report(
         f"items: the {items.rows:,} of {catalogue}; {share:.1%} of the behaviours are "
@@ -129,8 +127,8 @@ def _copy_parts(
     """Copy the parts of the original items."""
     parts = []
     inside = pa.nulls(len(stats.items), pa.bool_()).fill_null(False)
-    for source, part in zip(part_uris(uri, original), original.files, strict=True):
-        rows = read_parquet(source, None, part.sha256)
+    for source in part_uris(uri, original):
+        rows = read_parquet(source)
         ids = rows["item_id"].combine_chunks().cast(stats.items.type)
         inside = pc.or_(inside, pc.is_in(stats.items, ids))
         parts.append(write_part(run.tables.table_uri("items"), rows.cast(schema)))

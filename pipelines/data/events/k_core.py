@@ -77,8 +77,7 @@ def core_items(
         is_still_in_core = (counts >= core) | is_always_kept
         if not counts[is_still_in_core].any():
             raise UserError(
-                f"no item remains in the {core}-core of {stats.behaviours:,} "
-                f"behaviours; set a lower --core"
+                f"no item remains in the {core}-core of {stats.behaviours:,} behaviours"
             )
         if (is_still_in_core == is_in_core).all():
             return stats.items.filter(pa.array(is_in_core)), rounds

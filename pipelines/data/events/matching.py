@@ -78,52 +78,8 @@ def check_matched(
         f"{match.ids_matched:,} of {match.ids:,} {noun}s ({share_of_ids:.1%}), with "
         f"{share_of_events:.1%} of the events, have a row in the {noun} files: events "
         f"have {', '.join(map(repr, match.unmatched)) or 'none'}, the {noun} files "
-        f"{', '.join(map(repr, match.others)) or 'none'}; {suggest_remedy(match, noun)}"
+        f"{', '.join(map(repr, match.others)) or 'none'}"
     )
     if match.share < min_matched:
-        raise UserError(
-            f"{line}; to accept this, set `prepare: {{min_matched: 0}}` in the source "
-            f"file, or pass --min_matched 0 to jobs.prepare (now {min_matched:g})"
-        )
+        raise UserError(f"{line}, below --min_matched {min_matched:g}")
     report(f"warning: {line}")
-
-
-def suggest_remedy(match: Match, noun: str) -> str:
-    """Return a remedy for ids without a row, depending on the format of the ids."""
-    if match.ids_matched and not differ_in_format(match.unmatched, match.others):
-        return f"both have the same format, so the {noun} files lack the others"
-    return (
-        f"convert them to one format, such as with lpad, lower or regexp_replace, or "
-        f"check that {noun}s.{noun} names the column with the ids of the events"
-    )
-
-
-def differ_in_format(ids: list[str], others: list[str]) -> bool:
-    """Return whether the ids of two lists have different kinds of characters.
-
-    An empty list differs from no other list.
-    """
-    kinds = {kind for text in ids for kind in character_kinds(text)}
-    other_kinds = {kind for text in others for kind in character_kinds(text)}
-    return bool(kinds) and bool(other_kinds) and kinds != other_kinds
-
-
-def character_kinds(text: str) -> set[str]:
-    """Return the kinds of characters of an id.
-
-    The kinds are digits, lower-case letters, capital letters, every other character,
-    and zeros that lead a number.
-    """
-    kinds = set()
-    for character in text:
-        if character.isdigit():
-            kinds.add("0")
-        elif character.islower():
-            kinds.add("a")
-        elif character.isupper():
-            kinds.add("A")
-        else:
-            kinds.add(character)
-    if text.startswith("0") and len(text) > 1 and text.isdigit():
-        kinds.add("leading zeros")
-    return kinds

@@ -35,8 +35,7 @@ class WindowSettings:
         if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
             raise ValueError(
                 f"{section}.windows_days begins with {days[0]}, which is not longer "
-                f"than delay_minutes {self.delay_minutes}; use longer windows or a "
-                f"shorter delay"
+                f"than delay_minutes {self.delay_minutes}"
             )
 
     @property

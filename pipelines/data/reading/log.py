@@ -110,10 +110,7 @@ class Label:
                 f"{', '.join(LABEL_TYPES)}"
             )
         if self.time is not None and self.delay_minutes is not None:
-            raise ValueError(
-                "a label has both 'time' and 'delay_minutes'; use the one that "
-                "determines when the label is known"
-            )
+            raise ValueError("a label has both 'time' and 'delay_minutes'")
         delay = self.delay_minutes
         if delay is not None and not 0 < delay <= MAX_DELAY_MINUTES:
             raise ValueError(
@@ -124,7 +121,7 @@ class Label:
             if self.type != "float32":
                 raise ValueError(
                     f"a label of type {self.type} has 'range', which only float32 "
-                    f"labels support; remove it"
+                    f"labels support"
                 )
             check_range(self.range)
 
@@ -362,10 +359,7 @@ class Log(Files):
         if self.sequence is not None:
             others = (self.explode, self.labels, self.history, self.position)
             if self.time or self.request or any(others):
-                raise ValueError(
-                    "'sequence' reads lists without times or labels; remove 'time', "
-                    "'request', 'explode', 'labels', 'history' and 'position'"
-                )
+                raise ValueError("'sequence' reads lists without times or labels")
             object.__setattr__(self, "time", Time(unit="order"))
         elif self.item is None or self.time is None:
             missing = "item" if self.item is None else "time"
@@ -412,24 +406,21 @@ class Log(Files):
                 f"both order); add it, for example 'time: {{column: at, unit: ms}}'"
             )
         if not section.features.names:
-            raise ValueError(
-                f"as_of.{name} has no features; add 'numbers' or 'categories'"
-            )
+            raise ValueError(f"as_of.{name} has no features")
 
     def _build_label_time(self, name: str, label: Label) -> Label:
         """Return the label with its `time` as an instance of `Time`."""
         key, time = f"labels.{name}", label.time
         if label.delay_minutes is not None and not self.has_clock_times:
             raise ValueError(
-                f"{key}.delay_minutes needs clock times, but time.unit is order; use "
-                f"'{key}.time'"
+                f"{key}.delay_minutes needs clock times, but time.unit is order"
             )
         if time is None or isinstance(time, Time):
             return label
         if self.event_time.column is None:
             raise ValueError(
                 f"{key}.time needs a log with times, but events are in the order of "
-                f"rows; remove it"
+                f"rows"
             )
         time = {"column": time} if isinstance(time, str) else dict(time)
         defaults = {}
@@ -439,8 +430,7 @@ class Log(Files):
         if built.has_clock_times != self.has_clock_times:
             raise ValueError(
                 f"{key}.time is {built.notation}, and the log's time "
-                f"{self.event_time.notation}; use clock times for both, or order for "
-                f"both"
+                f"{self.event_time.notation}"
             )
         return replace(label, time=built)
 
@@ -448,15 +438,9 @@ class Log(Files):
         """Raise a ValueError if `history` does not fit the times and labels."""
         flags = [name for name, label in self.labels.items() if label.type == "bool"]
         if not self.has_clock_times:
-            raise ValueError(
-                "'history' needs a log with clock times; use 'sequence' for lists "
-                "without times"
-            )
+            raise ValueError("'history' needs a log with clock times")
         if history.labels is None and flags:
-            raise ValueError(
-                f"'history.labels' is missing; list the labels that are true for its "
-                f"items, of {', '.join(flags)}, or []"
-            )
+            raise ValueError("'history.labels' is missing")
         unknown = [name for name in history.labels or [] if name not in flags]
         if unknown:
             raise ValueError(
@@ -637,7 +621,7 @@ class Log(Files):
             examples = [f"{name} ({file})" for name, file in formats.items()]
             raise UserError(
                 f"{input_uri} has events as {' and as '.join(examples)}, which may be "
-                f"the same events; set 'files' to a pattern of one format"
+                f"the same events"
             )
         return files
 
@@ -766,10 +750,7 @@ class Log(Files):
         """Raise a UserError if a column that every event needs is missing."""
         for name in self._required_columns(folders):
             if name in missing:
-                raise UserError(
-                    f"{uri} has no column '{name}'; {missing[name]}; correct the "
-                    f"source file or the log"
-                )
+                raise UserError(f"{uri} has no column '{name}'; {missing[name]}")
 
     def _file_expressions(self, folders: Iterable[str]) -> list[str]:
         """Return expressions whose columns are all columns of the file."""
@@ -975,12 +956,11 @@ def check_names(names: Iterable[Any], key: str) -> None:
         if METRIC_CUTOFF.search(name):
             raise ValueError(
                 f"'{name}' in '{key}' ends like the cutoff of a metric such as "
-                f"ndcg_at_10; use another name"
+                f"ndcg_at_10"
             )
         if key in ("labels", "tasks") and name in METRIC_WORDS:
             raise ValueError(
-                f"'{name}' in '{key}' is reserved for metrics such as {name}/gauc; use "
-                f"another name"
+                f"'{name}' in '{key}' is reserved for metrics such as {name}/gauc"
             )
 
 
@@ -1003,9 +983,7 @@ def _check_section(
     for kind in ("texts", "attributes", "numbers", "categories"):
         check_names(getattr(section, kind), f"{name}.{kind}")
     if name == "users" and not section.attributes:
-        raise ValueError(
-            "users.attributes is empty; list at least one column, or remove users"
-        )
+        raise ValueError("users.attributes is empty")
 
 
 def _changed_fields(value: Any) -> Any:
@@ -1064,7 +1042,7 @@ def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
     Raises:
         UserError: If the file is missing or damaged, or a key or value is invalid.
     """
-    content = read_yaml(uri, "check --source")
+    content = read_yaml(uri)
     prepare = content.pop("prepare", None) or {}
     if not isinstance(prepare, dict):
         raise UserError(

@@ -223,9 +223,7 @@ def list_files(
     try:
         infos = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
     except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(
-            f"the input folder {input_uri} cannot be read; check --input"
-        ) from error
+        raise UserError(f"the input folder {input_uri} cannot be read") from error
     names = (
         info.path[len(root) :].lstrip("/")
         for info in infos
@@ -240,10 +238,7 @@ def list_files(
         and not ("/" in name and JOB_FILES.fullmatch(name.rsplit("/", 1)[1]))
     )
     if required and not files:
-        raise UserError(
-            f"{input_uri} has no {what} like '{pattern}'; check --input and the "
-            f"pattern in the source file"
-        )
+        raise UserError(f"{input_uri} has no {what} like '{pattern}'")
     return files
 
 
@@ -345,8 +340,7 @@ def read_frames(
         if "invalid UTF8" in str(error):
             raise _encoding_error(uri, files.encoding) from error
         raise UserError(
-            f"{uri} cannot be read as {kind} ({one_line(error)}); it may be "
-            f"truncated, damaged or of another format: copy it again or set 'format'"
+            f"{uri} cannot be read as {kind} ({one_line(error)})"
         ) from error
 
 
@@ -449,9 +443,7 @@ def _read_head(uri: str, files: Files) -> bytes:
 
 
 def _empty_file_error(uri: str) -> UserError:
-    return UserError(
-        f"{uri} is empty; copy it again or remove it from the input folder"
-    )
+    return UserError(f"{uri} is empty")
 
 
 def _find_row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
@@ -560,8 +552,7 @@ def _read_csv(
         unparsed = unparsed[parsed.num_bytes :]
         if len(unparsed) > MAX_ROW_BYTES:
             raise UserError(
-                f"{uri}: row {first_row:,} is longer than {MAX_ROW_BYTES >> 20} MiB; "
-                f"set quote: '' if quotes are plain characters"
+                f"{uri}: row {first_row:,} is longer than {MAX_ROW_BYTES >> 20} MiB"
             )
         if parsed.table is None:
             rows = pl.DataFrame(schema=dict.fromkeys(columns, pl.String))
@@ -598,10 +589,7 @@ def _read_header(
     if head[:400].count(0) * 4 > len(head[:400]):
         raise _encoding_error(uri, files.encoding)
     if b"\r" in head and b"\n" not in head:
-        raise UserError(
-            f"{uri} has carriage returns as line ends; convert them to line feeds "
-            f"(tr '\\r' '\\n')"
-        )
+        raise UserError(f"{uri} has carriage returns as line ends")
     if files.header:
         return files.header, 0
     marked = _mark_escapes(head.replace(delimiter, mark), files)
@@ -904,17 +892,12 @@ def _read_lines(
             continue
         partial_line += block
         if len(partial_line) > MAX_ROW_BYTES:
-            raise UserError(
-                f"{uri} has a line of more than {MAX_ROW_BYTES >> 20} MiB; write one "
-                f"row per line"
-            )
+            raise UserError(f"{uri} has a line of more than {MAX_ROW_BYTES >> 20} MiB")
     if partial_line.strip():
         frame, frame_rows = parse(partial_line, uri, expressions, num_rows)
         num_rows += frame_rows
         if kind == "jsonl" and frame.broken and frame.broken[-1][0] == num_rows - 1:
-            raise UserError(
-                f"{uri} ends within a JSON object, so it is truncated; copy it again"
-            )
+            raise UserError(f"{uri} ends within a JSON object, so it is truncated")
         yield frame
     if not num_rows and piece is None:
         raise _empty_file_error(uri)
@@ -953,10 +936,7 @@ def _parse_json_lines(
         lines = [line for line in text.split(b"\n") if line.strip()]
         valid, broken = _parse_objects(lines, expressions)
         if not valid and not row:
-            raise UserError(
-                f"{uri} is not JSON lines ({broken[0][1]}); write one JSON object per "
-                f"line, or set 'format'"
-            ) from None
+            raise UserError(f"{uri} is not JSON lines ({broken[0][1]})") from None
         rows = _read_ndjson("\n".join(valid).encode())
     columns, missing = select_columns(expressions, rows.columns)
     numbers = _row_numbers(len(rows), broken) + row
@@ -1067,15 +1047,12 @@ def _read_json_value(
             strict=False,
         )
     except ValueError as error:
-        raise UserError(
-            f"{uri} is not valid JSON ({error}); it may be truncated: copy it again"
-        ) from error
+        raise UserError(f"{uri} is not valid JSON ({error})") from error
     if isinstance(content, dict):
         content = [{"key": key, "value": value} for key, value in content.items()]
     elif files.detect_format(uri) == "keyed" or not isinstance(content, list):
         raise UserError(
-            f"{uri} is a JSON {type(content).__name__}, not an object {{id: ...}}; set "
-            f"another 'format'"
+            f"{uri} is a JSON {type(content).__name__}, not an object {{id: ...}}"
         )
     if not content:
         raise _empty_file_error(uri)

@@ -123,8 +123,7 @@ class RejectCounts:
             raise UserError(
                 f"{self.rejects:,} of {self.rows_read:,} rows{rows} ({share:.2%}) "
                 f"break the schema, over the limit max_rejects {max_rejects:.2%}; most "
-                f"often {reason}{example}; fix the source file or the log, or raise "
-                f"--max_rejects"
+                f"often {reason}{example}"
             )
 
 
@@ -153,10 +152,7 @@ def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
         input_uri: Input folder, for the message.
     """
     for name, hint in missing.items():
-        raise UserError(
-            f"no {what} file of {input_uri} has a column '{name}'; {hint}; correct the "
-            f"source file"
-        )
+        raise UserError(f"no {what} file of {input_uri} has a column '{name}'; {hint}")
 
 
 class Rows:
@@ -191,10 +187,7 @@ class Rows:
 
     def _type_error(self, target: str, expected: str) -> UserError:
         text, kind = self.expressions[target], self.evaluated[target].dtype
-        return UserError(
-            f"{self.uri}: '{text}' is {kind}, not {expected}; convert it in the log or "
-            f"with a SQL expression"
-        )
+        return UserError(f"{self.uri}: '{text}' is {kind}, not {expected}")
 
     def parse_ids(self, target: str, missing: str = "missing") -> None:
         """Store a column as ids; texts such as nan and null count as missing.
@@ -208,14 +201,8 @@ class Rows:
         """
         values, what = self.evaluated[target], self.expressions[target]
         if values.dtype.is_nested() or values.dtype.is_temporal():
-            remedy = (
-                "name a field of it"
-                if isinstance(values.dtype, pl.Struct)
-                else "explode lists of items"
-            )
             raise UserError(
-                f"{self.uri}: '{what}' is {values.dtype}, not text or integers; "
-                f"{remedy}"
+                f"{self.uri}: '{what}' is {values.dtype}, not text or integers"
             )
         ids = clean_ids(values)
         self.values[target] = ids
@@ -718,15 +705,11 @@ def check_sql(expressions: Iterable[str]) -> None:
             if re.fullmatch(r"[^()'\"|]+", text):  # a column named like an SQL keyword
                 continue
             raise ValueError(
-                f"'{text}' is not a SQL expression ({one_line(error)}); correct it, "
-                f"with unusual names of columns in double quotes"
+                f"'{text}' is not a SQL expression ({one_line(error)})"
             ) from error
         try:
             is_per_row = meta.is_length_preserving() or meta.is_literal()
         except pl.exceptions.PolarsError:  # `in` needs columns
             is_per_row = True
         if not is_per_row or re.search(r"(?i)\bover\s*\(", text):
-            raise ValueError(
-                f"'{text}' is not an expression of one row; use the columns of one row "
-                f"without sums, windows or other aggregates"
-            )
+            raise ValueError(f"'{text}' is not an expression of one row")

@@ -29,12 +29,6 @@ def list_unread(log: Log, input_uri: str) -> list[str]:
     ]
 
 
-def find_similar(log: Log, input_uri: str, unread: list[str]) -> list[str]:
-    """Return the unread files whose names differ from event files only in numbers."""
-    patterns = {mask_digits(file) for file in log.event_files(input_uri)}
-    return [file for file in unread if mask_digits(file) in patterns]
-
-
 def mask_digits(file: str) -> str:
     """Replace each number in the name of a file by `*`."""
     return re.sub(r"\d+", "*", file)
@@ -56,21 +50,9 @@ def name_files(files: list[str]) -> str:
 
 
 def describe_unread(log: Log, input_uri: str) -> list[str]:
-    """Return messages about the files of the folder that the mapping does not read."""
+    """Return a note on the files of the folder that the mapping does not read."""
     try:
         unread = list_unread(log, input_uri)
     except UserError:
         return []  # reported by the step that reads these files
-    similar = find_similar(log, input_uri, unread)
-    others = [file for file in unread if file not in similar]
-    lines = []
-    if similar:
-        lines.append(
-            f"warning: {name_files(similar)} in {input_uri} is not read, though its "
-            f"name is like the names of the event files; to read it, change "
-            f"'files: {log.files}' in the mapping, for example to "
-            f"'files: {mask_digits(similar[0])}'"
-        )
-    if others:
-        lines.append(f"note: no key of the mapping reads {name_files(others)}")
-    return lines
+    return [f"note: no key of the mapping reads {name_files(unread)}"] if unread else []

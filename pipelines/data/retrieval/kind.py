@@ -11,16 +11,12 @@ from models.storage.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
 from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.reading.durations import DAY_MS
 from pipelines.data.reading.log import Log
 from pipelines.data.retrieval.audit import check_retrieval_tables
 from pipelines.data.retrieval.sequences import RetrievalStep
 from pipelines.data.run import Run
 from pipelines.data.sequences.builder import make_sequences
 from pipelines.data.simulation import Settings, SimulatedLog, draw_interactions
-
-MAX_TIED = 0.1
-"""Share of requests without a history because of ties that causes a notice."""
 
 MAX_WITHOUT_HISTORY = 0.5
 """Share of training requests without a history, for any reason, that causes a
@@ -59,27 +55,10 @@ class Retrieval(Kind):
 
     def warn(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
         """Yield a line if many training requests have no history."""
-        requests = info["requests"]
-        without_history = info["requests_without_history"]
-        num_train, num_skipped = requests["train"], without_history["train"]
-        # a user's first behaviour never has a history; the others lack it by ties
-        num_tied = sum(without_history.values()) - info["users"]
-        line = (
-            f"{num_skipped:,} of {num_train:,} training requests "
-            f"({num_skipped / max(num_train, 1):.0%}) have no history and are skipped "
-            f"in training"
-        )
-        if info["ties"] == "strict" and num_tied > MAX_TIED * sum(requests.values()):
-            cause = "many have the same time"
-            if events.info["clock"] and events.info.get("grain_ms") == DAY_MS:
-                cause = "all times are days"
+        num_train = info["requests"]["train"]
+        num_skipped = info["requests_without_history"]["train"]
+        if num_skipped > MAX_WITHOUT_HISTORY * num_train:
             yield (
-                f"{line}: {cause}, and --ties strict excludes behaviours of the same "
-                f"time from the history; --ties log_order includes those earlier in "
-                f"the log"
-            )
-        elif num_skipped > MAX_WITHOUT_HISTORY * num_train:
-            yield (
-                f"{line}: most users have one behaviour; use a longer log, or a higher "
-                f"--core to select users with more"
+                f"{num_skipped:,} of {num_train:,} training requests have no history "
+                f"and are skipped in training (--ties {info['ties']})"
             )

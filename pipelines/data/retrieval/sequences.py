@@ -162,18 +162,11 @@ class RetrievalStep(SequencesStep):
         """Check that the table is of use."""
         config = self.run.config
         if config.catalogue is None:
-            require_training(
-                usable,
-                count,
-                config.max_events,
-                "request with a history",
-                self.split["kind"],
-                count["tied_rows"] if config.ties == "strict" else 0,
-            )
+            require_training(usable, "request with a history")
         elif not count["users"]:
             raise UserError(
                 f"no user has {max(config.core, 1)} behaviours on the catalogue of "
-                f"{config.catalogue}; use --core 0"
+                f"{config.catalogue}"
             )
 
     def report(self, sequences: Manifest, seconds: float) -> None:

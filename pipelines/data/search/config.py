@@ -63,7 +63,7 @@ class SearchConfig(WindowSettings):
                 if name in group_of:
                     raise ValueError(
                         f"search.groups has '{name}' in '{group_of[name]}' and again "
-                        f"in '{group}'; give each feature one group"
+                        f"in '{group}'"
                     )
                 group_of[name] = group
 

@@ -76,8 +76,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, as_of_ms: int) -> N
     as_of_text = _to_iso(as_of_ms)
     if as_of_ms <= events.info["first_ms"]:
         raise UserError(
-            f"counts_as_of is {as_of_text}, and the log has no event before it; give "
-            f"a later time"
+            f"counts_as_of is {as_of_text}, and the log has no event before it"
         )
     settings = {
         "counts_as_of": as_of_ms,

@@ -274,22 +274,10 @@ def check_feature_names(
             exist.
     """
     custom_names = [plain_name(column) for column in custom_columns]
-    check_known(
-        config.unknown_when_ranking,
-        custom_names,
-        lambda name, near: (
-            f"search.unknown_when_ranking has '{name}', which is not a custom feature "
-            f"of the log; the nearest is '{near}'"
-        ),
-    )
-    check_known(
-        chain.from_iterable(config.groups.values()),
-        [*names, *custom_names],
-        lambda name, near: (
-            f"search.groups has '{name}', which is not a feature of the log; the "
-            f"nearest is '{near}'"
-        ),
-    )
+    unknown = config.unknown_when_ranking
+    check_known(unknown, custom_names, "search.unknown_when_ranking")
+    grouped = chain.from_iterable(config.groups.values())
+    check_known(grouped, [*names, *custom_names], "search.groups")
 
 
 def features_unknown_when_ranking(

@@ -77,10 +77,8 @@ class Search(Kind):
             requests = info["requests"][name]
             if requests and info["requests_one_class"][name] == requests:
                 yield (
-                    f"all {requests:,} {name} requests have one class only, all "
-                    f"results or none with '{info['behaviour']}', so there is no "
-                    f"GAUC; check the labels, and that results without it are in the "
-                    f"log"
+                    f"all {requests:,} {name} requests have one class only, so there "
+                    f"is no GAUC"
                 )
 
     def draw_log(self, settings: Settings) -> SimulatedLog:

@@ -306,9 +306,7 @@ class SearchStep(SequencesStep):
             )
         self._check_positions(count)
         requests = built.per_split("requests")
-        require_training(
-            requests, count, config.max_events, "request", self.split["kind"]
-        )
+        require_training(requests, "request")
         windows = config.kind_config.windows_days if builder.is_windowed else []
         custom_groups = default_groups(source, config.kind_config.item_features)
         info = {

@@ -61,10 +61,7 @@ def _make_table(run: Run, name: str, section: Section) -> Manifest:
         [(_, written)] = run.engine.map_unordered(_write_table, [call])
         run.check_rejects(written.rejected, f" of {table}")
         if written.part is None:
-            raise UserError(
-                f"{run.input} has no valid row in {', '.join(files[:3])}; correct "
-                f"as_of.{name}"
-            )
+            raise UserError(f"{run.input} has no valid row in {', '.join(files[:3])}")
         info = {
             "key": section.key,
             "stamps": stamps,
@@ -251,12 +248,11 @@ def report_missing(
     Raises:
         UserError: If a table has no earlier row for any event.
     """
-    for name, manifest in manifests.items():
+    for name in manifests:
         num_missing = count[f"nothing_of_{name}"]
         if num_missing == num_events:
             raise UserError(
-                f"{name} has no row before any of the {num_events:,} events; correct "
-                f"its ids ('{manifest.info['key']}') or its times in the source file"
+                f"{name} has no row before any of the {num_events:,} events"
             )
         if num_missing:
             run.report(

@@ -64,16 +64,7 @@ def item_columns(source: Log, names: list[str]) -> pa.Schema:
     numbers, categories = source.items_numbers, source.items_columns[1]
     available = [*numbers, *categories]
 
-    def describe_unknown(name: str, near: str) -> str:
-        hint = f"; the nearest is '{near}'"
-        if not available:
-            hint = ", as the source file names none"
-        return (
-            f"item_features has '{name}', which is not an attribute or number of "
-            f"items{hint}"
-        )
-
-    check_known(names, available, describe_unknown)
+    check_known(names, available, "item_features")
     fields = [
         pa.field(NUMBER + name, pa.float32()) for name in names if name in numbers
     ]

@@ -77,17 +77,13 @@ class SplitConfig:
         """Raise ValueError if windows are given incompletely, twice, or without use."""
         for val, test in (("val_start", "test_start"), ("val_days", "test_days")):
             if (getattr(self, val) is None) != (getattr(self, test) is None):
-                raise ValueError(
-                    f"split has one of {val} and {test}; give both, or neither to "
-                    f"split by fractions"
-                )
+                raise ValueError(f"split has one of {val} and {test}")
             if getattr(self, val) is not None and self.kind not in ("auto", "temporal"):
                 raise ValueError(
-                    f"split.{val} splits by time, but split.kind is {self.kind}; use "
-                    f"temporal"
+                    f"split.{val} splits by time, but split.kind is {self.kind}"
                 )
         if self.val_start is not None and self.val_days is not None:
-            raise ValueError("split has both val_start and val_days; give one of them")
+            raise ValueError("split has both val_start and val_days")
 
     def _parse_starts(self) -> None:
         """Convert `val_start` and `test_start` to epoch ms."""
@@ -115,7 +111,7 @@ class SplitConfig:
         if self.kind == "temporal" and not has_clock_times:
             raise UserError(
                 f"split.kind is {self.kind}, but the log has no clock times, only an "
-                f"order of events within each user; use --split.kind leave_last_out"
+                f"order of events within each user"
             )
         if self.kind == "auto":
             return "temporal" if has_clock_times else "leave_last_out"
@@ -170,8 +166,7 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
         if not stats.first_ms < val_start < test_start <= stats.last_ms:
             raise UserError(
                 f"the cuts at {val_start} and {test_start} ms leave a split without "
-                f"events: the log runs from {stats.first_ms} to {stats.last_ms} ms; "
-                f"choose split.val_start and split.test_start within it, or fewer days"
+                f"events: the log runs from {stats.first_ms} to {stats.last_ms} ms"
             )
     else:
         before_val = 1 - config.val_fraction - config.test_fraction
@@ -185,8 +180,7 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
             raise UserError(
                 f"a temporal split by fractions is not possible: training would end at "
                 f"{val_start} and validation at {test_start} ms, but the log begins at "
-                f"{stats.first_ms} ms; use larger fractions or --split.kind "
-                f"leave_last_out"
+                f"{stats.first_ms} ms"
             )
     return {
         "kind": "temporal",
@@ -353,49 +347,14 @@ def tied_targets_info(count: Mapping[str, int]) -> dict[str, dict[str, int]]:
     return {"tied_targets": tied} if any(tied.values()) else {}
 
 
-def require_training(
-    num_requests: dict[str, int],
-    truncated: Mapping[str, int],
-    max_events: int,
-    noun: str,
-    split_kind: str,
-    num_tied: int = 0,
-) -> None:
-    """Check that there are requests to train on.
+def require_training(num_requests: dict[str, int], noun: str) -> None:
+    """Raise UserError if there is no request to train on.
 
     Args:
         num_requests: Number of usable requests per split.
-        truncated: Counts `truncated_users` and `truncated_events`.
-        max_events: Maximum number of behaviours per user.
         noun: Name of a request in the message.
-        split_kind: Kind of the split.
-        num_tied: Number of behaviours at the same time as another one of their user, if
-            ties are not in histories.
-
-    Raises:
-        UserError: If there is no training request.
     """
     if num_requests["train"]:
         return
     others = ", ".join(f"{num_requests[name]:,} {name}" for name in SPLITS[1:])
-    remedy = (
-        "move the cuts with --split.val_start and --split.test_start, or choose "
-        "another --split.kind"
-    )
-    if split_kind == "leave_last_out":
-        remedy = (
-            "use --split.kind temporal if the log has clock times; leave_last_out "
-            "needs users with four behaviours"
-        )
-    if num_tied:
-        remedy = (
-            f"{num_tied:,} behaviours have the time of another behaviour of their "
-            f"user: use --ties log_order, or {remedy}"
-        )
-    if truncated["truncated_events"]:
-        remedy = (
-            f"max_events {max_events:,} drops the oldest "
-            f"{truncated['truncated_events']:,} behaviours of "
-            f"{truncated['truncated_users']:,} users: raise --max_events, or {remedy}"
-        )
-    raise UserError(f"there is no training {noun} ({others}); {remedy}")
+    raise UserError(f"there is no training {noun} ({others})")

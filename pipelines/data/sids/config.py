@@ -10,10 +10,7 @@ from typing import Any, Literal
 
 from models.config import check_choices, check_least
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
-from models.storage.tables import read_manifest
-
-MIN_ITEMS_PER_CODE = 4
-"""Mean number of items per first code below which a smaller codebook is advised."""
+from models.storage.tables import UserError, read_manifest
 
 
 @dataclass(frozen=True)
@@ -115,53 +112,17 @@ class TokenizerConfig:
         """The tokenizer whose codebooks are trained: for `psid` it is `rqkmeans`."""
         return "rqkmeans" if self.tokenizer == "psid" else self.tokenizer
 
-    def describe_too_few_items(self, items_uri: str) -> str | None:
-        """Return an error message if a codebook has more codes than there are items."""
+    def check_num_items(self, items_uri: str) -> None:
+        """Raise UserError if a codebook has more codes than there are items."""
         if self.quantizer == "published":
-            return None
+            return
         codebook_size = getattr(self, self.quantizer).codebook_size
         num_items = read_manifest(items_uri, "items").rows
-        if num_items >= codebook_size:
-            return None
-        if num_items < 2:
-            return (
-                f"{items_uri} has {num_items} item, and semantic IDs need 2 or more; "
-                f"lower --core of jobs.prepare, or give a longer log"
+        if num_items < codebook_size:
+            raise UserError(
+                f"{self.quantizer}.codebook_size is {codebook_size}, more than the "
+                f"{num_items} items of {items_uri}"
             )
-        return (
-            f"{self.quantizer}.codebook_size is {codebook_size}, more than the "
-            f"{num_items} items of {items_uri}; use a smaller one, such as "
-            f"{self._suggested_option(num_items)}"
-        )
-
-    def describe_sparse_codes(self, num_items: int, num_first_codes: int) -> str | None:
-        """Return advice if few items share a first code and a smaller codebook helps.
-
-        Args:
-            num_items: Number of items with SIDs.
-            num_first_codes: Number of codes of the first level that are in use.
-        """
-        if self.quantizer == "published":
-            return None
-        if num_items >= MIN_ITEMS_PER_CODE * num_first_codes:
-            return None
-        codebook_size = getattr(self, self.quantizer).codebook_size
-        if self._suggested_size(num_items) >= codebook_size:
-            return None
-        return (
-            f"only {num_items / num_first_codes:.1f} items share a first code; below "
-            f"{MIN_ITEMS_PER_CODE} a model learns little about an item from similar "
-            f"ones: try {self._suggested_option(num_items)}"
-        )
-
-    def _suggested_option(self, num_items: int) -> str:
-        """Return the command-line option that sets `_suggested_size`."""
-        return f"--{self.quantizer}.codebook_size {self._suggested_size(num_items)}"
-
-    @staticmethod
-    def _suggested_size(num_items: int) -> int:
-        """Return the largest power of two of codes with `MIN_ITEMS_PER_CODE` each."""
-        return int(2 ** max(1, (num_items // MIN_ITEMS_PER_CODE).bit_length() - 1))
 
     @property
     def on_train_items(self) -> bool:

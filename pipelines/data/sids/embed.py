@@ -96,7 +96,7 @@ def item_texts(
         columns = ", ".join(text_columns(items.column_names, config.template))
         summary = f"{num_empty:,} of {len(texts):,} items have no text in {columns}"
         if config.empty == "error" or num_empty == len(texts):
-            raise UserError(f"{summary}; use a template with more columns")
+            raise UserError(f"{summary}")
         say(f"note: {summary}; their embeddings carry no information about them")
     if len(texts) > 1 and len(set(texts)) == 1:
         say(
@@ -189,8 +189,7 @@ def run_in_actors(
     """
     quiet_ray_data()
     resources = _actor_resources(config, gpus)
-    remedy = "lower --embed.memory_gb or give --embed.use_gpu false"
-    cluster.check_room(1, resources, remedy)
+    cluster.check_room(1, resources)
     num_actors = config.workers or default_num_actors(resources, len(blocks))
     num_actors = min(len(blocks), num_actors)
     device = "GPU" if "GPU" in resources else "CPU"
@@ -231,7 +230,7 @@ def default_num_actors(resources: dict[str, float], num_blocks: int) -> int:
         The number that fits the current nodes. With an autoscaler also one actor per
         `BLOCKS_PER_ACTOR` blocks, up to `MAX_DEFAULT_ACTORS`, whichever is more.
     """
-    room = cluster.count_room(cluster.alive_nodes(), resources)
+    room = cluster.count_room(resources)
     if not has_autoscaler():
         return room
     num_useful = math.ceil(num_blocks / BLOCKS_PER_ACTOR)
@@ -315,14 +314,12 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
         counts = vectorizer.fit_transform(texts)
     except ValueError as error:
         raise UserError(
-            f"TF-IDF finds no words in {len(texts)} texts ({error}); check "
-            f"embed.template"
+            f"TF-IDF finds no words in {len(texts)} texts ({error})"
         ) from error
     width = min(width, counts.shape[1] - 1, counts.shape[0] - 1)
     if width < 1:
         raise UserError(
-            f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts; it "
-            f"needs 2 of each or more"
+            f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts"
         )
     svd = TruncatedSVD(width, random_state=0)
     with np.errstate(invalid="ignore"):  # equal texts have no variance to divide by
@@ -444,8 +441,7 @@ def fit_pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
     if width > rank:
         raise UserError(
             f"--pca {width} is more than the {rank} dimensions that {len(vectors)} "
-            f"embeddings of width {vectors.shape[1]} span; use --pca {rank} or less, "
-            f"or 0 for none"
+            f"embeddings of width {vectors.shape[1]} span"
         )
     components = components[:, :width]
     signs = np.sign(components[np.abs(components).argmax(0), np.arange(width)])
@@ -499,10 +495,7 @@ def find_finished(
     if not has_manifest(uri):
         return None
     if not is_up_to_date(uri, fingerprint(config, inputs)):
-        raise UserError(
-            f"{uri} was made from other input or settings; use --overwrite, or another "
-            f"--output"
-        )
+        raise UserError(f"{uri} was made from other input or settings")
     return read_manifest(uri, table)
 
 

@@ -65,11 +65,6 @@ from pipelines.data.sids.tokenize import (
     write_trie,
 )
 
-MAX_DRIFT = 1.5
-"""Ratio of new to old items' error or collision rate above which training the codebooks
-again is advised."""
-MIN_COLLISION_RATE = 0.05
-"""Collision rate below which new items never cause advice."""
 MAX_ROUNDING = 1e-3
 """Differences of embeddings up to this share of their root mean square count as
 rounding: encoding equal texts again gives slightly different embeddings."""
@@ -128,10 +123,7 @@ def extend_embeddings(
     if manifest.config != settings or manifest.inputs.get("encoder") != inputs.get(
         "encoder"
     ):
-        raise UserError(
-            f"{old_uri} was made with another encoder, --pca or --embed; use the same "
-            f"options with --extend"
-        )
+        raise UserError(f"{old_uri} was made with another encoder, --pca or --embed")
     started = time.monotonic()
     old = _OldEmbeddings.read(old_uri, num_old)
     items = read_table(items_uri, "items")
@@ -231,14 +223,11 @@ def _check_unchanged(
         example = f", such as {item_ids[int(np.argmax(has_changed))]!r},"
     if precomputed:
         subject = f"embeddings of {precomputed.uri}"
-        remedy = "give a file with the old embeddings"
     else:
         subject = "texts, on which TF-IDF is fitted,"
-        remedy = "use an encoder such as minilm"
     raise UserError(
         f"the {subject} of items of {old.uri}{example} have changed, so new embeddings "
-        f"would not be comparable with the old ones; make the SIDs again without "
-        f"--extend, or {remedy}"
+        f"would not be comparable with the old ones"
     )
 
 
@@ -285,30 +274,16 @@ def measure_drift(
     }
 
 
-def describe_drift(measured: dict[str, Any]) -> list[str]:
-    """Format the measures of `measure_drift`, with advice if the drift is large."""
-    lines = [
+def describe_drift(measured: dict[str, Any]) -> str:
+    """Format the measures of `measure_drift`."""
+    return (
         f"{pluralize(measured['new_items'], 'item')} since the codebooks were trained: "
         f"variance not explained "
         f"{measured['error_new']:.4f} (old items {measured['error_old']:.4f}), "
         f"collision rate "
         f"{measured['collision_rate_new']:.4f} ({measured['collision_rate_old']:.4f}), "
         f"{measured['relaxed_new']:,} without their nearest codes"
-    ]
-    max_error = MAX_DRIFT * measured["error_old"]
-    max_rate = MAX_DRIFT * max(measured["collision_rate_old"], MIN_COLLISION_RATE)
-    measure = None
-    if measured["error_new"] > max_error:
-        measure = "variance not explained"
-    elif measured["collision_rate_new"] > max_rate:
-        measure = "collision rate"
-    if measure:
-        lines.append(
-            f"note: the {measure} of new items is over {MAX_DRIFT:g} times that of old "
-            f"items; train the codebooks again, without --extend, when models are next "
-            f"trained from scratch"
-        )
-    return lines
+    )
 
 
 def extend(
@@ -353,9 +328,7 @@ def extend(
         )
         is_in_place = paths.output == old_paths.output
         if existing and not (is_current or is_in_place or overwrite):
-            raise UserError(
-                f"{paths.output} holds other SIDs; use --overwrite, or another --output"
-            )
+            raise UserError(f"{paths.output} holds other SIDs")
         old_trie = read_manifest(old_paths.trie, "trie")
         if not is_current:
             _write_extended(paths, old_paths, config, source, say, start_ray)
@@ -375,20 +348,11 @@ def _check_extensible(
 ) -> None:
     """Check that existing SIDs can be extended with these items and this tokenizer."""
     if config.tokenizer == "published":
-        raise UserError(
-            "--extend needs trained codebooks; give a --published file that also has "
-            "the new items"
-        )
+        raise UserError("--extend needs trained codebooks")
     if old.config != config.relevant_settings():
-        raise UserError(
-            f"{old_output} was made with other options of the tokenizer; use the same "
-            f"options with --extend"
-        )
+        raise UserError(f"{old_output} was made with other options of the tokenizer")
     if old.info["items_hash"] not in (*items.extends, items.hash):
-        raise UserError(
-            f"{items_uri} does not extend the items of {old_output}; add new data with "
-            f"jobs.prepare --append"
-        )
+        raise UserError(f"{items_uri} does not extend the items of {old_output}")
 
 
 def _write_extended(

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from models.config import pluralize
-from models.error_text import first_line
+from models.error_text import one_line
 from models.item_ids import clean_id
 from models.storage.tables import LARGEST_NUMBER, UserError, open_uri
 
@@ -91,21 +91,17 @@ def read_precomputed(uri: str, id: str) -> PrecomputedEmbeddings:
     if len(ids) != len(vectors):
         raise UserError(
             f"{id} has {pluralize(len(ids), 'line')} and {uri} "
-            f"{pluralize(len(vectors), 'row')}; give one id per row"
+            f"{pluralize(len(vectors), 'row')}"
         )
     if not vectors.size:
         shape = " x ".join(map(str, vectors.shape))
-        raise UserError(
-            f"{uri} holds no embeddings: its array has {shape} numbers; give one row "
-            f"per item"
-        )
+        raise UserError(f"{uri} holds no embeddings: its array has {shape} numbers")
     is_usable = has_finite_distances(vectors)
     if not is_usable.all():
         row = int(np.argmin(is_usable))
         raise UserError(
             f"{uri} has numbers that are not finite or over {LARGEST_NUMBER:g}, first "
-            f"in row {row} (id {ids[row]!r}); remove these rows, or scale all vectors "
-            f"down"
+            f"in row {row} (id {ids[row]!r})"
         )
     row_of_id = _index_ids(uri, ids)
     return PrecomputedEmbeddings(uri, row_of_id, vectors, digest.hexdigest())
@@ -116,9 +112,7 @@ def _parse_lines(uri: str, content: bytes) -> list[object]:
     try:
         return list(content.decode("utf-8-sig").splitlines())
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{uri} is not UTF-8 text ({error}); write one id per line, in UTF-8"
-        ) from error
+        raise UserError(f"{uri} is not UTF-8 text ({error})") from error
 
 
 def _index_ids(uri: str, ids: list[object]) -> dict[str, int]:
@@ -127,15 +121,11 @@ def _index_ids(uri: str, ids: list[object]) -> dict[str, int]:
     for row, raw_id in enumerate(ids):
         item_id = clean_id(str(raw_id))
         if not item_id:
-            raise UserError(
-                f"{uri} has {raw_id!r} instead of an id in row {row}; remove rows "
-                f"without an id"
-            )
+            raise UserError(f"{uri} has {raw_id!r} instead of an id in row {row}")
         first_row = row_of_id.setdefault(item_id, row)
         if first_row != row:
             raise UserError(
-                f"{uri} has the item {item_id!r} twice, in rows {first_row} and {row}; "
-                f"give each item once"
+                f"{uri} has the item {item_id!r} twice, in rows {first_row} and {row}"
             )
     return row_of_id
 
@@ -161,9 +151,7 @@ def read_bytes(uri: str) -> bytes:
         with filesystem.open_input_file(path) as file:
             return bytes(file.read())
     except OSError as error:
-        raise UserError(
-            f"{uri} cannot be read ({first_line(error)}); check --embeddings and --id"
-        ) from error
+        raise UserError(f"{uri} cannot be read ({one_line(error)})") from error
 
 
 def read_npy(uri: str, content: bytes) -> np.ndarray:
@@ -179,14 +167,9 @@ def read_npy(uri: str, content: bytes) -> np.ndarray:
     try:
         vectors = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise UserError(
-            f"{uri} is not a NumPy array ({error}); write it with numpy.save"
-        ) from error
+        raise UserError(f"{uri} is not a NumPy array ({error})") from error
     if vectors.ndim != 2 or vectors.dtype.kind not in "fiu":
-        raise UserError(
-            f"{uri} holds {vectors.dtype} of shape {vectors.shape}; give numbers of "
-            f"shape (items, width)"
-        )
+        raise UserError(f"{uri} holds {vectors.dtype} of shape {vectors.shape}")
     return to_float32(vectors)
 
 
@@ -210,10 +193,7 @@ def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.nd
     try:
         table = pq.read_table(pa.BufferReader(content))
     except pa.ArrowException as error:
-        raise UserError(
-            f"{uri} is not a Parquet file ({first_line(error)}); give a .parquet or "
-            f".npy file"
-        ) from error
+        raise UserError(f"{uri} is not a Parquet file ({one_line(error)})") from error
     if id not in table.column_names:
         names = ", ".join(table.column_names)
         raise UserError(f"{uri} has no column '{id}'; --id is one of {names}")
@@ -230,7 +210,7 @@ def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.nd
     if list_names:
         return ids, _list_matrix(uri, list_names[0], columns[list_names[0]])
     if not columns:
-        raise UserError(f"{uri} has no columns of numbers; add the embeddings")
+        raise UserError(f"{uri} has no columns of numbers")
     _check_numeric(uri, columns)
     numbers = [
         to_float32(column.to_numpy(zero_copy_only=False)) for column in columns.values()
@@ -247,8 +227,7 @@ def _list_matrix(uri: str, name: str, lists: pa.Array) -> np.ndarray:
     widths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
     if widths.min() != widths.max():
         raise UserError(
-            f"{uri} has embeddings of {widths.min()} to {widths.max()} numbers; give "
-            f"all the same width"
+            f"{uri} has embeddings of {widths.min()} to {widths.max()} numbers"
         )
     return numbers.reshape(len(lists), -1)
 
@@ -257,9 +236,7 @@ def _check_numeric(uri: str, columns: dict[str, pa.Array]) -> None:
     """Raise a UserError if a column has other values than numbers."""
     others = [name for name, column in columns.items() if not is_number(column.type)]
     if others:
-        raise UserError(
-            f"{uri} has columns without numbers, {', '.join(others)}; remove them"
-        )
+        raise UserError(f"{uri} has columns without numbers, {', '.join(others)}")
 
 
 def to_float32(values: np.ndarray) -> np.ndarray:

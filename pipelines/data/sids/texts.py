@@ -125,9 +125,7 @@ class PairEncoder:
             name = self.encoder
             self.encoder = TextEncoder(name, *config.encoder_options())
             if self.joint and self.encoder.tokenizer.sep_token_id is None:
-                raise UserError(
-                    f"{name} has no [SEP] token; use --embed.query_condition query"
-                )
+                raise UserError(f"{name} has no [SEP] token")
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """Encode a block of pairs and write it as a part.
@@ -528,13 +526,9 @@ def choose_text_tables(
     """
     kind = KINDS[read_manifest(join(tables_uri, "sequences"), "sequences").info["kind"]]
     if not kind.text_tables:
-        kinds = " and ".join(
-            f"'{other.name}'" for other in KINDS.values() if other.text_tables
-        )
         raise UserError(
             f"{tables_uri} is of kind '{kind.name}', whose models read no embeddings "
-            f"of jobs.encode; it supports {kinds}. Use jobs.tokenize to make semantic "
-            f"IDs"
+            f"of jobs.encode"
         )
     check_output(
         output_uri,
@@ -546,12 +540,11 @@ def choose_text_tables(
     if config.query_condition == "joint" and "pairs" not in kind.text_tables:
         raise UserError(
             f"--embed.query_condition joint is only for searches, and {tables_uri} is "
-            f"of kind '{kind.name}'; remove it"
+            f"of kind '{kind.name}'"
         )
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError(
-            "tfidf has no [SEP] token, which --embed.query_condition joint needs; use "
-            "a transformers encoder, or --embed.query_condition query"
+            "tfidf has no [SEP] token, which --embed.query_condition joint needs"
         )
     item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder_version(encoder)
@@ -575,10 +568,7 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     settings = dict(manifest.config)
     name = settings.pop("encoder", None)
     if name is None:
-        raise UserError(
-            f"{text_uri} does not record the encoder it was made with; run jobs.encode "
-            f"again"
-        )
+        raise UserError(f"{text_uri} does not record the encoder it was made with")
     config = TextConfig(**settings)
     documents = item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder = (
@@ -594,7 +584,7 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     if difference > MAX_DIFFERENCE[config.precision]:
         raise UserError(
             f"the encoder {name} gives vectors that differ from those of {text_uri} by "
-            f"up to {difference:.2g}; run jobs.encode again with this encoder"
+            f"up to {difference:.2g}"
         )
     folder.mkdir(parents=True)
     encoder.save(folder)

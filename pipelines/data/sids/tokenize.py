@@ -194,13 +194,13 @@ def _start_task(
     has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
     cpus_of_nodes = [
         node["Resources"].get("CPU", 0)
-        for node in cluster.alive_nodes()
-        if not has_gpu or node["Resources"].get("GPU", 0) >= 1
+        for node in ray.nodes()
+        if node["Alive"] and (not has_gpu or node["Resources"].get("GPU", 0) >= 1)
     ]
     # 1 if an autoscaler has no node yet
     num_cpus = min(4, max([1, *cpus_of_nodes]))
     needs = {"CPU": num_cpus, "GPU": 1 if has_gpu else 0}
-    cluster.check_room(1, needs, "start larger nodes")
+    cluster.check_room(1, needs)
     task: Any = ray.remote(
         num_cpus=num_cpus,
         num_gpus=1 if has_gpu else 0,
@@ -416,10 +416,7 @@ def _write_embeddings(
     """Write the embeddings unless they are up to date, and return their hash."""
     uri = paths.embeddings
     if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
-        raise UserError(
-            f"{paths.sids} was made from other embeddings; use --overwrite, or another "
-            f"--output"
-        )
+        raise UserError(f"{paths.sids} was made from other embeddings")
     is_finished = bool(paths.shared_embeddings) and is_up_to_date(
         uri, fingerprint(*embed_origin(paths.items, source))
     )
@@ -444,8 +441,7 @@ def check_items(
     Raises:
         UserError: If there are fewer items than codes, or the texts are not valid.
     """
-    if message := config.describe_too_few_items(items_uri):
-        raise UserError(message)
+    config.check_num_items(items_uri)
     if embed:
         item_texts(read_table(items_uri, "items"), embed)
 

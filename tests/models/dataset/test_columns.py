@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import subprocess
@@ -15,9 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from models.dataset import columns as module
 from models.dataset.columns import MAX_UNUSED_S, cache_folder, open_columns
-from models.storage.tables import UserError, commit, write_part
+from models.storage.tables import commit, write_part
 
 PARTS = ([1, 2], [300], [], [0.5, 4.0])
 """Values of each part, whose narrowest types differ."""
@@ -124,36 +122,6 @@ def test_entries_that_were_not_opened_for_a_week_are_removed(cache, table):
 
     assert not old.exists()
     assert not unfinished.exists()
-
-
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (errno.ENOSPC, "the disk of the cache .* is full; free some space, or set"),
-        (errno.EROFS, "the cache .* cannot be written; set TRIELINE_CACHE to a folder"),
-    ],
-)
-def test_a_cache_that_cannot_be_written_is_an_error_with_a_remedy(
-    cache, table, monkeypatch, number, message
-):
-    def refuse(*arguments: object, **options: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(module.tempfile, "mkdtemp", refuse)
-    with pytest.raises(UserError, match=message):
-        open_columns(table, "test", ["value"], decode)
-
-
-@pytest.mark.skipif(
-    not Path("/dev/full").exists(), reason="/dev/full is a device of Linux"
-)
-def test_a_disk_that_fills_up_while_columns_are_written_is_an_error_with_a_remedy(
-    cache, table, monkeypatch
-):
-    full_disk = Path("/dev/full").open  # bound before the class is changed
-    monkeypatch.setattr(Path, "open", lambda path, mode: full_disk(mode))
-    with pytest.raises(UserError, match=r"the disk of the cache .* is full; free"):
-        open_columns(table, "test", ["value"], decode)
 
 
 def test_the_cache_is_in_the_users_cache_folder_by_default(monkeypatch, tmp_path):

@@ -456,7 +456,7 @@ def test_a_language_model_with_too_few_positions_is_rejected() -> None:
 
 @pytest.mark.parametrize("kind", ["bloom", "gemma", "gpt_neo", "mamba"])
 def test_an_unsupported_type_of_language_model_is_rejected(kind: str) -> None:
-    message = f"type '{kind}', which is not supported; give a model.lm"
+    message = f"type '{kind}', which is not supported"
     with pytest.raises(UserError, match=message):
         build_from_config(model_type=kind)
 
@@ -465,7 +465,7 @@ def test_low_rank_training_without_peft_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    message = "lora_rank 4 needs the optional package peft; run pip install peft"
+    message = "lora_rank 4 needs the optional package peft"
     with pytest.raises(UserError, match=message):
         build_lc_rec(lora_rank=4)
 

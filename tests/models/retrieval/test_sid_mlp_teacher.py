@@ -155,9 +155,7 @@ def test_a_missing_or_unfinished_teacher_is_rejected(
     taught: Taught, tmp_path: Path
 ) -> None:
     inputs = taught.inputs
-    check_rejected(
-        r"model\.teacher is not set; give the folder of a trained TIGER", "", inputs
-    )
+    check_rejected(r"model\.teacher is not set", "", inputs)
     check_rejected(
         r"the teacher .*/nowhere is neither a checkpoint nor a finished run",
         tmp_path / "nowhere",
@@ -181,7 +179,7 @@ def test_a_teacher_without_a_decoder_is_rejected(
     )
     checkpoint.save(tmp_path / "sasrec", sasrec.model, sasrec.checkpoint(epoch=1))
     check_rejected(
-        r"is of the model 'sasrec', which has no decoder; give .* one of tiger, ",
+        r"is of the model 'sasrec', which has no decoder",
         tmp_path / "sasrec",
         taught.inputs,
     )
@@ -191,7 +189,7 @@ def test_another_hash_of_the_teacher_and_too_many_reused_levels_are_rejected(
     taught: Taught,
 ) -> None:
     check_rejected(
-        r"teacher_hash is 0123, the teacher .* has .*; leave model\.teacher_hash out",
+        r"teacher_hash is 0123, the teacher .* has .*",
         taught.teacher,
         taught.inputs,
         teacher_hash="0123",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
@@ -28,8 +29,6 @@ from models.storage.inputs import Inputs
 from models.storage.locks import LOCK, hold_lock
 from models.storage.tables import (
     UserError,
-    add_seal,
-    check_seal,
     open_uri,
     read_manifest,
     read_table,
@@ -329,9 +328,7 @@ def encoder_table(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def check_rejected(distillation: Distillation, table: Path, reason: str) -> None:
     """Assert that a training rejects the cache of a table and names the remedy."""
-    message = (
-        rf"the teacher cache {table} cannot be used \(.*{reason}.*\); remove the folder"
-    )
+    message = rf"the teacher cache {table} cannot be used \(.*{reason}.*\)"
     with pytest.raises(UserError, match=message):
         distillation.build(table.parent)
 
@@ -340,9 +337,9 @@ def test_a_table_with_missing_requests_or_a_damaged_manifest_is_rejected(
     distillation: Distillation, encoder_table: Path
 ) -> None:
     path = encoder_table / "manifest.json"
-    manifest = check_seal(path.read_text())
+    manifest = json.loads(path.read_text())
 
-    path.write_text(add_seal({**manifest, "files": []}))
+    path.write_text(json.dumps({**manifest, "files": []}))
     check_rejected(distillation, encoder_table, "it lacks .* requests")
     path.write_text("{")
     check_rejected(distillation, encoder_table, "is damaged")
@@ -370,7 +367,7 @@ def test_a_cache_that_is_a_file_is_rejected(
     distillation: Distillation, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    message = r"cannot write to .*; give model\.teacher_cache a folder"
+    message = r"cannot write to .*"
     with pytest.raises(UserError, match=message):
         distillation.build(tmp_path / "file")
 

@@ -202,9 +202,7 @@ def test_training_starts_at_the_frozen_encoder_and_changes_it(
 
 def test_text_without_tokens_is_rejected(catalogue: SearchCatalogue) -> None:
     without = replace(catalogue, text=replace(catalogue.text, documents=None))
-    with pytest.raises(
-        UserError, match=r"no tokens for an item tower to read; run jobs\.encode again"
-    ):
+    with pytest.raises(UserError, match=r"no tokens for an item tower to read"):
         ItemTower(ITEM_MODEL, without)
 
 
@@ -245,7 +243,5 @@ def test_tokens_of_other_items_are_rejected(tmp_path: Path) -> None:
         {"pooling": "cls", "normalize": False},
         {"items": "other"},
     )
-    with pytest.raises(
-        UserError, match=r"tokens was made from other items; run jobs\.encode again"
-    ):
+    with pytest.raises(UserError, match=r"tokens was made from other items"):
         SearchCatalogue.load(tables, text)

@@ -81,7 +81,7 @@ def test_training_improves_gauc_and_its_checkpoint_has_equal_scores(search, tmp_
 def test_a_model_of_search_without_text_is_rejected(search):
     with pytest.raises(
         UserError,
-        match=r"needs text embeddings; give --text with the folder that jobs\.encode made",
+        match=r"needs text embeddings",
     ):
         build_training({"name": "base"}, FIT, Inputs(search[0]))
 

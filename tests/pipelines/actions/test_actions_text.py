@@ -69,7 +69,7 @@ def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> No
     num_missing = sum(not row["cat_author"] for row in items)
     with pytest.raises(
         UserError,
-        match=f"^{num_missing} of .* items have no text in author; use a template",
+        match=f"^{num_missing} of .* items have no text in author",
     ):
         choose_text_tables(
             tables,

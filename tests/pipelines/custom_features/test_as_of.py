@@ -167,7 +167,7 @@ def test_prices_of_other_ids_are_refused(raw: Path, tmp_path: Path) -> None:
     other_ids = prices.with_columns(id="other " + pl.col("id"))
     log = copy_with_prices(raw, tmp_path, other_ids)
 
-    error = r"as_of_prices has no row before any of the 10,000 events; correct its ids \('item_id'\)"
+    error = r"as_of_prices has no row before any of the 10,000 events"
     with pytest.raises(UserError, match=error):
         prepare_tables(tmp_path, log, WITH_PRICES)
 
@@ -191,7 +191,7 @@ def test_too_many_invalid_prices_are_refused(raw: Path, tmp_path: Path) -> None:
         ),
         (
             {"numbers": {}, "categories": {}},
-            "as_of.prices has no features; add 'numbers' or",
+            "as_of.prices has no features",
         ),
         ({"numbers": {"bm25": "price"}}, "'bm25' is the name of two features"),
         (

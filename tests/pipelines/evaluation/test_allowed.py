@@ -52,7 +52,7 @@ def test_every_layout_is_read_as_the_same_set(tables: str, tmp_path: Path) -> No
         (b"item_id,stock\n", "has no item id"),
         (
             b"item-001,3\n",
-            "has the row 'item-001,3'; give one item id per line, or a CSV with item_id",
+            "has the row 'item-001,3'",
         ),
         (b"item_id,stock\nitem-001\n", "has the row 'item-001'"),
         (b"\xff\xfe\x00", "is not UTF-8 text"),

@@ -162,7 +162,7 @@ def test_existing_scores_are_kept_or_replaced_with_overwrite(
 
     with pytest.raises(
         UserError,
-        match="holds other scores; choose another folder or replace it with --overwrite",
+        match="holds other scores",
     ):
         run(Config(**options, split="val"))
 

@@ -170,7 +170,7 @@ def test_counts_of_other_windows_or_delays_are_rejected(tmp_path: Path) -> None:
         other = {**info, "search": {**info["search"], name: value}}
         with pytest.raises(
             UserError,
-            match=f"was counted with {name} .*; prepare the log with the model's source file",
+            match=f"was counted with {name} .*",
         ):
             Counts.load(join(tables, "counts"), info["features"], other)
 
@@ -191,15 +191,15 @@ def test_a_moment_before_the_first_event_is_rejected(tmp_path: Path) -> None:
     [
         (
             {"counts_as_of": "noon"},
-            r"^counts_as_of is 'noon'; give a moment such as 2022-05-07 or epoch ms$",
+            r"^counts_as_of is 'noon'",
         ),
         (
             {"counts_as_of": 1_700_000_000},
-            r"^counts_as_of is 1700000000 ms, outside of the years 1980 to 2099; use a",
+            r"^counts_as_of is 1700000000 ms, outside of the years 1980 to 2099",
         ),
         (
             {"counts_as_of": "2020-01-01", "kind": "retrieval"},
-            r"^counts_as_of is set, which only kind search supports; remove it for kind retr",
+            r"^counts_as_of is set, which only kind search supports",
         ),
         (
             {"counts_as_of": "2020-01-01", "search": {"windows_days": []}},

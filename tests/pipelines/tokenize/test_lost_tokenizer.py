@@ -92,4 +92,4 @@ def test_a_training_that_loses_its_worker_restarts(
         pytest.raises(ray.exceptions.RayError) as error,
     ):
         train_codes(EMBEDDINGS, RQVAE, str)
-    assert str(faults.explain(error.value)).startswith("a process of Ray was lost")
+    assert "died" in str(faults.explain(error.value))

@@ -91,9 +91,7 @@ def test_another_file_needs_overwrite(items: str, tmp_path: Path) -> None:
     doubled = {"vector": pa.array((2 * VECTORS).tolist(), LISTS)}
     other_file = write_parquet(tmp_path, LAYOUTS["lists"] | doubled)
 
-    with pytest.raises(
-        UserError, match="was made from other input or settings; use --overwrite"
-    ):
+    with pytest.raises(UserError, match="was made from other input or settings"):
         embed_items(
             items, out, EmbeddingSource(precomputed=read_precomputed(other_file, "sku"))
         )
@@ -126,7 +124,7 @@ def test_a_file_without_rows_of_the_items_is_refused(
         ),
         (
             {"sku": IDS, "a": [1.0, 2.0, 3.4e38, 3.0, 4.0]},
-            "over 1.8e.19, first in row 2 .id 'i0009'.; remove these rows, or scale",
+            "over 1.8e.19, first in row 2 .id 'i0009'.",
         ),
         (
             {"sku": IDS, "a": [1.0, 2.0, -1.5e19, 3.0, 4.0]},
@@ -138,7 +136,7 @@ def test_a_file_without_rows_of_the_items_is_refused(
         ),
         (
             {"sku": IDS, "a": pa.array([[1.0], None, [2.0], [3.0], [4.0]], LISTS)},
-            "of 0 to 1 numbers; give all the",
+            "of 0 to 1 numbers",
         ),
         (
             {
@@ -155,7 +153,7 @@ def test_a_file_without_rows_of_the_items_is_refused(
         ({"item": IDS, "a": [1] * 5}, "has no column 'sku'; --id is one of item, a"),
         (
             {"sku": IDS, "a": [1] * 5, "title": IDS},
-            "has columns without numbers, title; remove them",
+            "has columns without numbers, title",
         ),
         ({"sku": IDS}, "has no columns of numbers"),
         (
@@ -182,7 +180,7 @@ def test_a_parquet_file_without_a_matrix_and_ids_is_refused(
         (
             VECTORS[0],
             "a",
-            r"float32 of shape \(3,\); give numbers of shape \(items, width\)",
+            r"float32 of shape \(3,\)",
         ),
         (np.array([["x"]]), "a", "holds <U1 of shape"),
         (np.array([[None]], object), "a", "is not a NumPy array"),

@@ -218,13 +218,11 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
         rqkmeans=RqkmeansConfig(levels=3, codebook_size=6),
         psid=PsidConfig(width=3),
     )
-    with pytest.raises(
-        UserError, match=r"sids was made from other input or settings; use --overwrite"
-    ):
+    with pytest.raises(UserError, match=r"sids was made from other input or settings"):
         tokenize_items(items_uri, tmp_path / "sids", RQ_OTHER)
     with pytest.raises(
         UserError,
-        match=r"embeddings was made from other input or settings; use --overwrite",
+        match=r"embeddings was made from other input or settings",
     ):
         tokenize_items(items_uri, tmp_path / "sids", pca_width=5)
     assert read_change_times(tmp_path / "sids") == change_times

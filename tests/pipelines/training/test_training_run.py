@@ -257,12 +257,10 @@ def test_a_finished_run_is_not_trained_again(training: Training) -> None:
 def test_a_name_belongs_to_one_run(training: Training) -> None:
     with pytest.raises(
         UserError,
-        match=r"of the model 'sasrec', not 'popularity'; choose another --name",
+        match=r"of the model 'sasrec', not 'popularity'",
     ):
         training.train(model={"name": "popularity"})
-    with pytest.raises(
-        UserError, match=r"started with fit\.lr 0\.01, not 0\.5; choose another --name"
-    ):
+    with pytest.raises(UserError, match=r"started with fit\.lr 0\.01, not 0\.5"):
         training.train(fit=replace(FIT, lr=0.5))
     with pytest.raises(UserError, match=r"started with model\.dim 16, not 8"):
         training.train(model={**SASREC, "dim": 8})
@@ -332,9 +330,7 @@ def test_impossible_options_are_refused_before_training(
 
 
 def test_a_sqlite_store_on_a_cluster_of_several_nodes_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"a file, and the cluster has 2 nodes; start a tracking server"
-    ):
+    with pytest.raises(UserError, match=r"a file, and the cluster has 2 nodes"):
         tracking.check_nodes("sqlite:////shared/mlflow.db", 2)
 
 

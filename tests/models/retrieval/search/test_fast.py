@@ -158,7 +158,7 @@ def test_a_search_for_no_items_and_a_trie_of_other_levels_are_rejected():
     with pytest.raises(ValueError, match="k 0 and beam 5 need to be at least 1"):
         model.recommend(batch, 0, beam=5)
     model.trie = Catalogue.from_codes(torch.tensor([[0, 0]]), (2, 2)).trie
-    message = r"scores \[4, 2, 2\] codes by level, the trie has \[2, 2\]; give"
+    message = r"scores \[4, 2, 2\] codes by level, the trie has \[2, 2\]"
     with pytest.raises(ValueError, match=message):
         model.recommend(batch, 2)
 

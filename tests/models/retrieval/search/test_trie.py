@@ -85,7 +85,7 @@ def test_the_edges_to_some_items_are_their_prefixes(catalogue, seed):
         ([[1, 1], [0, 1], [1, 1]], r"items 0 and 2 have the same codes \[1, 1\]"),
         (
             [[0, 2]],
-            "code 2 at level 1 is outside of its codebook of 2; run jobs.tokenize again",
+            "code 2 at level 1 is outside of its codebook of 2",
         ),
         ([[0, 1], [-1, 0]], "code -1 at level 0 is outside of its codebook of 2"),
     ],
