@@ -101,15 +101,6 @@ def test_the_frontier_has_the_points_that_no_other_point_dominates() -> None:
     assert frontier == sorted(frontier)
 
 
-def test_a_comparison_without_a_store_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(UserError, match="give --tracking_uri"):
-        run(Config(["retrieval/x"]))
-
-
 def test_a_running_run_without_a_live_process_is_marked_as_killed(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:

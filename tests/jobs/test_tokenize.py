@@ -130,15 +130,6 @@ def test_codebooks_larger_than_the_catalogue_are_refused(
     assert not (tmp_path / "sids").exists()
 
 
-@pytest.mark.parametrize("size", ["2", "256"])
-def test_a_catalogue_of_one_item_is_refused(tmp_path: Path, size: str) -> None:
-    tables = write_catalogue(tmp_path, ["green tea"])
-    words = ["--tables", str(tables), "--output", str(tmp_path / "sids")]
-    words += ["--encoder", "tfidf", "--tokenizer", "rqkmeans"]
-    with pytest.raises(UserError, match="has 1 item, and semantic IDs need 2 or more"):
-        job.run(parse(*words, "--rqkmeans.codebook_size", size))
-
-
 def test_the_suggested_codebook_size_is_smaller_than_the_present_one() -> None:
     config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(codebook_size=2))
     assert config.describe_sparse_codes(num_items=3, num_first_codes=2) is None
@@ -146,25 +137,6 @@ def test_the_suggested_codebook_size_is_smaller_than_the_present_one() -> None:
     assert "codebook_size 2" in str(
         config.describe_sparse_codes(num_items=9, num_first_codes=4)
     )
-
-
-def test_items_without_text_are_refused_on_request(tmp_path: Path) -> None:
-    tables = write_catalogue(
-        tmp_path, ["green tea", None, " \u00a0\t", "", *(f"tea {n}" for n in range(36))]
-    )
-    words = [
-        "--tables",
-        str(tables),
-        "--output",
-        str(tmp_path / "sids"),
-        "--tokenizer",
-        "rqkmeans",
-    ]
-    message = r"3 of 40 items have no text in title"
-    words += ["--rqkmeans.codebook_size", "8", "--embed.empty", "error"]
-    for encoder in ("minilm", "tfidf"):
-        with pytest.raises(UserError, match=f"^{message}"):
-            job.run(parse(*words, "--encoder", encoder))
 
 
 def test_incomplete_published_sids_do_not_replace_imported_ones(

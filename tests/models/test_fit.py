@@ -485,21 +485,6 @@ def test_step_seeds_differ_between_ranks_and_steps() -> None:
     assert len(seeds) == 3 * 8 * 50
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("batch_size", 0, "at least 1"),
-        ("lr", 0.0, "above 0"),
-        ("warmup_share", 2.0, "between 0 and 1"),
-    ],
-)
-def test_options_out_of_range_are_rejected(
-    field: str, value: float, message: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"fit\.{field} is .*{message}"):
-        FitConfig(**{field: value})
-
-
 EQUAL, UNEQUAL = (5, 5), (5, 3)
 """Number of batches of each of two workers."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from models.search import metrics
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.ranker import Ranker, RankerConfig
-from models.storage.tables import UserError, join
+from models.storage.tables import join
 from tests.fixtures.search_tables import write_search
 
 LABELS = ("click", "purchase", "share")
@@ -86,33 +85,6 @@ def test_a_label_without_measured_rows_has_no_loss() -> None:
     loss.backward()
     assert torch.isfinite(loss)
     assert not logits.grad[:, 1].any()  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"label_masks": {"purchas": "click"}},
-            "label_masks names 'purchas', which is not a label .*purchase",
-        ),
-        ({"label_masks": {"purchase": "clik"}}, "label_masks names 'clik'.*click"),
-        (
-            {"label_weights": {"likes": 2.0}},
-            "label_weights names 'likes', which is not a label of the tables",
-        ),
-        ({"label_weights": {"click": -1}}, "label_weights has -1 for 'click'"),
-        ({"label_masks": {"click": "click"}}, "label_masks has 'click' for itself"),
-        ({"negative_rate": 0.0}, r"negative_rate 0.0 is not in \(0, 1\]"),
-    ],
-)
-def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
-    def resolve() -> None:
-        label_options = LabelOptions(**options)
-        resolve_masks(LABELS, label_options.label_masks)
-        resolve_weights(LABELS, label_options.label_weights)
-
-    with pytest.raises((UserError, ValueError), match=message):
-        resolve()
 
 
 def test_the_loss_over_a_share_of_the_negatives_equals_the_weighted_loss_on_average() -> (

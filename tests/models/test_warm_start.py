@@ -283,18 +283,6 @@ def sasrec_days(tmp_path_factory: pytest.TempPathFactory) -> tuple[Inputs, str]:
     return Inputs(str(days.folder / "tables")), uri
 
 
-def test_a_replay_without_a_checkpoint_is_rejected(
-    sasrec_days: tuple[Inputs, str],
-) -> None:
-    inputs, _ = sasrec_days
-    config = make_fit_config("sasrec", replay_fraction=0.5)
-    with pytest.raises(
-        UserError,
-        match=r"fit.replay_fraction is 0.5, but there is no checkpoint .*",
-    ):
-        build_training(MODELS["sasrec"], config, inputs)
-
-
 SASREC = MODELS["sasrec"]
 
 

@@ -161,74 +161,6 @@ def test_points_are_crossed_with_axes() -> None:
     assert third.point == {"model.num_layers": 1, "fit.seed": 1}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"axes": {}}, "the grid g is empty: it has neither axes nor points"),
-        (
-            {"axes": {"fit.lr": []}},
-            r"the axis 'fit.lr' of the grid g has no values",
-        ),
-        ({"axes": {"sids": None}}, "the axis 'sids' of the grid g has no values"),
-        (
-            {"axes": {"model.dimm": [1]}},
-            "unknown key 'model.dimm'; the nearest key is 'model.dim'",
-        ),
-        ({"axes": {"fit.lrr": [1]}}, "the nearest key is 'fit.lr'"),
-        (
-            {"fixed": {"evaluate.beam": 5}},
-            "of kind train has no use for 'evaluate.beam'",
-        ),
-        (
-            {"fixed": {"checkpoint": "runs/x"}},
-            "of kind train has no use for 'checkpoint'",
-        ),
-        (
-            {
-                "kind": "evaluate",
-                "metric": "test/ndcg@10",
-                "base": {},
-                "axes": {"fit.lr": [1]},
-            },
-            r"of kind evaluate has no use for 'fit\.lr'",
-        ),
-        (
-            {
-                "kind": "evaluate",
-                "metric": "test/ndcg@10",
-                "base": {},
-                "axes": {"evaluate.beam": [1]},
-            },
-            "needs checkpoints",
-        ),
-        (
-            {"axes": {"dim": [1]}},
-            r"of kind train has no use for 'dim'",
-        ),
-        ({"axes": {"fit.lr": [0.1, -1]}}, r"fit.lr is -1.0, it must be above 0"),
-        ({"axes": {"model.dropout": [2]}}, "the grid g: dropout 2.0 is not in"),
-        ({"axes": {"fit.lr": [0.1, 0.1]}}, "has a point twice"),
-        (
-            {
-                "axes": {"fit.lr": [1], "fit.seed": [1, 2]},
-                "together": [["fit.lr", "fit.seed"]],
-            },
-            r"fit\.lr has 1, fit\.seed has 2",
-        ),
-        ({"fixed": {"model.name": "gru"}}, "'gru'"),
-        (
-            {"fixed": {"fit.metric": "recall@5"}},
-            "fit.metric is recall@5, the grid g ranks by val/ndcg@10",
-        ),
-    ],
-)
-def test_grids_without_valid_trials_are_refused(
-    fields: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        build_grid(**fields).trials()
-
-
 def test_axes_get_values_only_by_axes_options() -> None:
     with pytest.raises(UserError, match=r"'fit.lr' is an axis of the grid g"):
         build_grid().trials({"fit.lr": 1})
@@ -240,39 +172,6 @@ def test_axes_get_values_only_by_axes_options() -> None:
 
     (trial,) = build_grid().vary(False, {"fit.lr": [3]}).trials()
     assert trial.fit.lr == 3
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*none\.yaml"):
-        load_grid(str(tmp_path / "none.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[1, 2]", "holds list, not a mapping"),
-        ("axes: {", "is not valid YAML"),
-        (
-            "source: x\nfixed: {a: 1}\nfixed: {b: 2}",
-            "the key 'fixed' is duplicated.*line 3",
-        ),
-        (
-            "source: x\naxis: {}",
-            "g.yaml: unknown key 'axis'; the nearest key is 'axes'",
-        ),
-        ("axes: {}", "source"),
-        (
-            "source: x\nscheduler: {name: asha, grase: 1}",
-            "unknown key 'scheduler.grase'; the nearest key is 'scheduler.grace'",
-        ),
-        ("source: x\nsmoke: {fixd: 1}", "smoke has the key 'fixd'"),
-        ("source: x\nmetric: ndcg@10", "starts with val/"),
-    ],
-)
-def test_an_invalid_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "g.yaml").write_text(content)
-    with pytest.raises(UserError, match=message):
-        load_grid(str(tmp_path / "g.yaml"))
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)

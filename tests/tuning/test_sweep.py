@@ -239,18 +239,6 @@ def test_a_finished_sweep_is_not_run_again(halved: HalvedSweep) -> None:
     assert len(halved.find_trial_runs(repeated)) == 3
 
 
-def test_the_name_of_a_sweep_with_other_options_is_refused(
-    halved: HalvedSweep,
-) -> None:
-    other_tables, _ = write_tables(halved.folder / "others", items=20)
-    with pytest.raises(
-        UserError, match=r"was started with another table '(items|sequences)'"
-    ):
-        halved.run(HALVED, inputs=Inputs(other_tables))
-    with pytest.raises(UserError, match=r"was started with model\.dim 16, not 8"):
-        halved.run(build_grid(fixed={"model.dim": 8}))
-
-
 def test_a_sweeps_folder_stands_for_its_best_trial(halved: HalvedSweep) -> None:
     assert halved.result.best is not None
     best = halved.sweep_folder / halved.result.best.name

@@ -319,11 +319,6 @@ def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypat
     assert sizes == [2] * 5
 
 
-def test_an_unknown_split_is_rejected(tables):
-    with pytest.raises(UserError, match="actions have no split 'next'"):
-        load_examples(tables, "next")
-
-
 def test_tables_of_another_kind_are_rejected(tmp_path):
     retrieval, _ = write_tables(tmp_path)
     with pytest.raises(

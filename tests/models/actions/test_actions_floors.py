@@ -96,11 +96,6 @@ def test_new_items_have_the_base_rates(catalogue: Any, batch: dict[str, Any]) ->
     torch.testing.assert_close(scores, base.score(batch))
 
 
-def test_a_strength_of_zero_is_rejected() -> None:
-    with pytest.raises(ValueError, match="strength"):
-        ItemRateConfig(strength=0)
-
-
 def test_item_rates_are_saved_and_used_in_inference(
     tables: str, tmp_path: Path
 ) -> None:

@@ -451,25 +451,6 @@ def test_only_the_fusion_differs_in_size(catalogue):
     assert all(count["total"] == sum(count.values()) / 2 for count in counts.values())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"width": 0}, "width is 0, it must be at least 1"),
-        ({"dropout": 1.0}, "dropout 1.0 is not in"),
-        ({"id_dropout": -0.1}, "id_dropout -0.1 is not in"),
-        ({"item_ids": "none "}, "item_ids is 'none ', it must be"),
-        ({"action_weight": -1}, "action_weight is -1"),
-        (
-            {"width": 18, "num_heads": 6},
-            "width 18 is not a multiple of twice num_heads 6",
-        ),
-    ],
-)
-def test_invalid_options_are_rejected(changes, message):
-    with pytest.raises(ValueError, match=message):
-        fusions.AttnMVPConfig(**(SMALL | changes))
-
-
 NEGATIVE_RATE = 0.3
 
 

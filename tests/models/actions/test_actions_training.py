@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,13 +22,10 @@ from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
 from tests.fixtures.actions_tables import (
     TASKS,
-    build_user_row,
     write_actions,
-    write_rows,
 )
 from tests.fixtures.trainings import build_training
 
@@ -90,23 +86,6 @@ def test_a_trained_model_reports_all_metrics_and_its_checkpoint_has_equal_scores
     assert run.means(sums) == pytest.approx(
         run.means(loaded_sums), rel=0, abs=0, nan_ok=True
     )
-
-
-@pytest.mark.parametrize(
-    ("cuts", "message"),
-    [
-        ((9, 9), "the validation split has no request"),
-        ((0, 2), "has no train request"),
-    ],
-)
-def test_a_split_without_events_is_rejected(cuts, message, tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [
-        build_user_row(f"u{n}", [0, 1, 2], [1, 2, 3], [True, False, True], cuts, rng)
-        for n in range(4)
-    ]
-    with pytest.raises(UserError, match=message):
-        train_model(write_rows(tmp_path, rows, 3), "attn_lfa")
 
 
 @pytest.mark.parametrize(

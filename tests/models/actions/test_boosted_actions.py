@@ -19,7 +19,7 @@ from models.build import load_model
 from models.loaded_model import load_catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_table
+from models.storage.tables import read_table
 from models.training.fit import FitConfig
 from pipelines.evaluation.inference import infer_all
 from tests.fixtures.actions_tables import TASKS, write_actions
@@ -159,11 +159,3 @@ def test_a_task_of_one_class_is_predicted_by_its_rate(
     rates = model.score(batch).sigmoid()
     expected = torch.tensor(catalogue.train_rates, dtype=torch.float64)
     torch.testing.assert_close(rates, expected.expand_as(rates))
-
-
-def test_an_empty_val_split_is_rejected(
-    catalogue: ActionsCatalogue, batch: ActionsBatch
-) -> None:
-    model = BoostedActions(BoostedActionsConfig(**SMALL), catalogue)
-    with pytest.raises(UserError, match="the val split is empty"):
-        model.fit_in_one_pass([batch], [])

@@ -295,9 +295,3 @@ def test_mamba2_follows_its_equations() -> None:
     rms = (gated.square().mean() + 1e-5).sqrt()
     expected = mixer.out.weight @ (gated / rms * mixer.norm.weight)
     torch.testing.assert_close(output, expected, **EXACT)
-
-
-def test_a_head_width_that_does_not_divide_the_inner_width_is_rejected() -> None:
-    message = "head_width 5 does not divide the inner width 12"
-    with pytest.raises(ValueError, match=message):
-        Mamba2(6, 5, 4, 2, 4, chunk=8)

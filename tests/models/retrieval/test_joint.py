@@ -14,7 +14,6 @@ from models.layers.t5 import _bucket
 from models.retrieval.data import RequestBatch
 from models.retrieval.students.earn import EarnBackbone
 from models.retrieval.students.joint import Joint
-from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training.optimizers import group_parameters
 from tests.fixtures.small_retrieval import (
@@ -264,13 +263,3 @@ def test_a_factor_scales_the_steps_of_its_part() -> None:
     fast_change = (fast.state_dict()[name] - initial).abs().max()
     assert 5 < float(fast_change / slow_change) < 12
     assert len(events[-1].state["optimizer"]["param_groups"]) == 2
-
-
-def test_a_factor_of_a_part_without_trained_parameters_is_rejected() -> None:
-    model = build_untaught("nezha", rates={"head": 2.0})
-    model.decoder.heads.requires_grad_(False)
-    message = (
-        r"lr_multipliers has 'decoder\.heads', but no trained parameter's name starts"
-    )
-    with pytest.raises(UserError, match=message):
-        group_parameters(model, model.lr_multipliers())

@@ -5,7 +5,6 @@ It trains on the tokens of responses alone.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,19 +24,16 @@ from models.retrieval.language.prompts import (
     TASKS,
     TEMPLATE,
     Words,
-    encode_prompt,
     read_titles,
 )
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError
 from models.text import language_model
 from models.training.fit import FitConfig, fit
 from models.training_run import TrainingRun
 from tests.fixtures import training_tables
 from tests.fixtures.small_lc_rec import (
     KINDS,
-    LANGUAGE_MODELS,
     SIZES,
     TRAINED_SIZES,
     build_kind,
@@ -441,33 +437,6 @@ def test_a_checkpoint_does_not_need_the_pretrained_model(
     model: Any = setup.model.eval()
     items, _ = model.recommend(batch, 5)
     assert loaded.recommend(batch, 5)[0].tolist() == items.tolist()
-
-
-def build_from_config(**lm_model: Any) -> None:
-    """Build an LC-Rec from the config of a language model."""
-    prompt = encode_prompt(Words([], 0), "next")
-    LcRec(LcRecConfig(lm_model=lm_model, prompt=prompt), build_catalogue())
-
-
-def test_a_language_model_with_too_few_positions_is_rejected() -> None:
-    with pytest.raises(UserError, match="the language model has n_positions 30"):
-        build_from_config(**{**LANGUAGE_MODELS["gpt2"], "n_positions": 30})
-
-
-@pytest.mark.parametrize("kind", ["bloom", "gemma", "gpt_neo", "mamba"])
-def test_an_unsupported_type_of_language_model_is_rejected(kind: str) -> None:
-    message = f"type '{kind}', which is not supported"
-    with pytest.raises(UserError, match=message):
-        build_from_config(model_type=kind)
-
-
-def test_low_rank_training_without_peft_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    message = "lora_rank 4 needs the optional package peft"
-    with pytest.raises(UserError, match=message):
-        build_lc_rec(lora_rank=4)
 
 
 def iterate_base_weights(model: LcRec) -> Iterator[tuple[str, Tensor]]:

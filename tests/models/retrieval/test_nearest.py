@@ -10,7 +10,6 @@ import torch
 
 from models.build import build_model
 from models.retrieval.data import Catalogue, InteractionBatch
-from models.storage.tables import UserError
 from tests.fixtures.small_retrieval import TEACHER, build_catalogue
 
 ITEMS = 30
@@ -61,8 +60,3 @@ def test_nearest_items_of_item_knn_are_its_neighbours() -> None:
     assert items[4].tolist() == [5, 6, -1, -1, -1]
     assert scores[4, 0] > scores[4, 1] > 0
     assert (items[0] == -1).all()
-
-
-def test_a_model_without_item_vectors_is_rejected() -> None:
-    with pytest.raises(UserError, match="'popularity' has no item vectors"):
-        build("popularity").nearest_items(3)

@@ -278,26 +278,9 @@ def test_semantic_ids_of_other_tables_are_rejected(table, source, tables, write_
         Catalogue.load(str(tables), str(sids))
 
 
-def test_codes_outside_of_the_codebook_and_missing_items_are_rejected(
-    tables, write_sids
-):
-    too_large = write_sids([(0, 1), (1, 2)], SIZES, tables, name="too_large")
-    message = "code 2 at level 1 is outside of its codebook of 2"
-    with pytest.raises(UserError, match=message):
-        Catalogue.load(str(tables), str(too_large))
-    too_few = write_sids(CODES[:1], SIZES, tables, name="too_few")
-    with pytest.raises(UserError, match=r"run jobs.tokenize"):
-        Catalogue.load(str(tables), str(too_few))
-
-
 def test_sequences_of_other_items_are_rejected(tables, write_tables):
     other = write_tables({"a": [(1, 0), (2, 1)]}, 3, name="other")
     (tables / "items").rename(tables / "old")
     (other / "items").rename(tables / "items")
     with pytest.raises(UserError, match="sequences was made from other items"):
         Catalogue.load(str(tables))
-
-
-def test_a_missing_table_is_rejected(tmp_path: Path):
-    with pytest.raises(UserError, match="is not a table"):
-        RetrievalDataset.load(str(tmp_path), "train")

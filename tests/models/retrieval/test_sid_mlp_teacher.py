@@ -19,7 +19,7 @@ from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.students.sid_mlp import SidMlp
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import TableVersion, UserError
+from models.storage.tables import UserError
 from models.training.fit import EpochEvent, FitConfig
 from models.training_run import TrainingRun
 from tests.fixtures.training_tables import write_tables
@@ -220,19 +220,3 @@ def test_a_truncated_teacher_is_rejected(taught: Taught, tmp_path: Path) -> None
     weights = teacher / checkpoint.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-9])
     check_rejected(r"truncated or replaced", teacher, taught.inputs)
-
-
-def test_a_teacher_of_semantic_ids_with_more_levels_is_rejected(taught: Taught) -> None:
-    """The number of tokens is the same, so the tables' hashes show the difference."""
-    teacher = checkpoint.locate(taught.teacher)
-    catalogue = taught.catalogue
-    sizes = (4, 6, 1, 1)
-    codes = torch.cat([catalogue.sids[:, :2], torch.zeros(24, 2, dtype=torch.long)], 1)
-    trie = Catalogue.from_codes(codes, sizes).trie
-    versions = {**catalogue.versions, "sids": TableVersion("d" * 64)}
-    other = Catalogue(24, codes, sizes, trie, versions)
-    message = (
-        r"belongs to another table 'sids': \w+ was trained on, dddddddddddd is given"
-    )
-    with pytest.raises(UserError, match=message):
-        SidMlp.resolve_config(SidMlpConfig(teacher=teacher), other)

@@ -363,15 +363,6 @@ def test_a_damaged_part_is_rejected_and_a_removed_table_is_computed_again(
     assert "computed in" in setup.messages[0]
 
 
-def test_a_cache_that_is_a_file_is_rejected(
-    distillation: Distillation, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    message = r"cannot write to .*"
-    with pytest.raises(UserError, match=message):
-        distillation.build(tmp_path / "file")
-
-
 def pad_cached(
     states: CachedStates, numbers: list[int], target: int = 0
 ) -> History | None:

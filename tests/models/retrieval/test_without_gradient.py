@@ -26,7 +26,6 @@ from models.retrieval.data import (
 from models.retrieval.floors import item_knn
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
-from models.storage.tables import UserError
 from models.warm_start import load_extended_weights
 from tests.fixtures.batches import fill_batch
 
@@ -265,20 +264,6 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
     expected = np.bincount(train.targets, minlength=catalogue.num_items)
     assert model.counts.tolist() == expected.tolist()
     assert train.num_skipped == 0
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"name": "ease", "l2": 0}, "model.l2 is 0, it must be above 0"),
-        ({"name": "item_knn", "neighbours": 0}, "model.neighbours is 0"),
-        ({"name": "item_knn", "shrinkage": -1}, "model.shrinkage is -1"),
-        ({"name": "own_items", "max_history": 0}, "model.max_history is 0"),
-    ],
-)
-def test_impossible_options_are_rejected(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_options(config)
 
 
 @pytest.mark.parametrize("name", ["own_items", "item_knn", "ease"])

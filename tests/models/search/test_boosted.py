@@ -11,7 +11,6 @@ from typing import Any
 import lightgbm
 import numpy as np
 import pyarrow as pa
-import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
@@ -23,7 +22,7 @@ from models.search.data import SearchBatch
 from models.search.floors.boosted import Boosted, BoostedConfig, map_codes
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_table
+from models.storage.tables import read_table
 from models.training.fit import FitConfig
 from models.warm_start import load_extended_weights
 from pipelines.evaluation.inference import infer_all
@@ -301,34 +300,3 @@ def test_category_codes_are_mapped_to_the_trained_codes_by_value() -> None:
     trained = map_codes(category, ["Oslo", "Lima"])[torch.from_numpy(codes)]
 
     assert trained.tolist() == [1, 0, 2, 0, 0]
-
-
-def test_training_candidates_of_one_class_are_rejected() -> None:
-    train = draw_searches(0)
-    without_clicks = replace(train, labels=torch.zeros_like(train.labels))
-    with pytest.raises(
-        UserError, match="all 2,000 training candidates have the same 'click'"
-    ):
-        train_trees([without_clicks], [train])
-
-
-def test_an_empty_val_split_is_rejected() -> None:
-    with pytest.raises(UserError, match="the val split is empty"):
-        train_trees([draw_searches(0)], [])
-
-
-def test_options_out_of_range_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"feature_fraction 0 is not in \(0, 1\]"):
-        BoostedConfig(feature_fraction=0)
-
-
-def test_trees_split_by_a_category_that_now_has_too_many_values_are_rejected() -> None:
-    train = draw_searches(0)
-    state = train_trees([train], [train], num_iterations=2).get_extra_state()
-    many_cities = Category("cat_city", tuple(map(str, range(300))))
-    other_features = CustomFeatures(
-        CUSTOM_FEATURES.numbers, (CUSTOM_FEATURES.categories[0], many_cities)
-    )
-    model = Boosted(BoostedConfig(), build_catalogue(other_features))
-    with pytest.raises(UserError, match=r"split by the categories \['cat_city'\]"):
-        model.set_extra_state(state)

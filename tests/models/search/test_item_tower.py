@@ -200,38 +200,6 @@ def test_training_starts_at_the_frozen_encoder_and_changes_it(
     assert torch.equal(score_without_gradients(rebuilt, batch), after)
 
 
-def test_text_without_tokens_is_rejected(catalogue: SearchCatalogue) -> None:
-    without = replace(catalogue, text=replace(catalogue.text, documents=None))
-    with pytest.raises(UserError, match=r"no tokens for an item tower to read"):
-        ItemTower(ITEM_MODEL, without)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"hidden_size": 12}, {"vocab_size": 10}, {"max_position_embeddings": 5}],
-)
-def test_an_encoder_that_does_not_fit_the_tokens_is_rejected(
-    catalogue: SearchCatalogue, changes: dict[str, int]
-) -> None:
-    with pytest.raises(
-        UserError, match=r"give the encoder of jobs\.encode as model\.item_tower"
-    ):
-        ItemTower(ITEM_MODEL | changes, catalogue)
-
-
-def test_a_missing_encoder_is_rejected(
-    catalogue: SearchCatalogue, tmp_path: Path
-) -> None:
-    config = HLLMConfig(**SMALL, item_tower=str(tmp_path / "none"))
-    with pytest.raises(UserError, match="cannot load the encoder"):
-        HLLM.resolve_config(config, catalogue)
-
-
-def test_an_item_tower_with_pair_tokens_is_rejected() -> None:
-    with pytest.raises(ValueError, match="which token 'pair' does not read"):
-        HLLMConfig(item_tower="minilm", token="pair")
-
-
 def test_tokens_of_other_items_are_rejected(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path, users=4)
     tokens = read_table(join(text, "tokens"))

@@ -4,8 +4,6 @@ no AUC.
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from models.search import metrics
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.data import SearchDataset
 from models.search.qgs import QGS, QGSConfig
-from models.storage.tables import UserError, join
+from models.storage.tables import join
 from tests.fixtures.search_tables import make_request, write_tables
 
 OPTIONS: dict[str, Any] = {
@@ -98,22 +96,6 @@ def test_a_log_without_queries_trains_every_weight(tmp_path: Path) -> None:
     # DistributedDataParallel needs a gradient of every weight
     without = [name for name, weight in model.named_parameters() if weight.grad is None]
     assert without == []
-
-
-@pytest.mark.parametrize("name", ["tokens", "pairs"])
-def test_text_of_several_encoders_is_rejected(
-    odd_log: tuple[str, str], tmp_path: Path, name: str
-) -> None:
-    tables, text = odd_log
-    shutil.copytree(text, tmp_path / "text")
-    SearchCatalogue.load(tables, str(tmp_path / "text"))
-    path = tmp_path / "text" / name / "manifest.json"
-    manifest = json.loads(path.read_text())
-
-    path.write_text(json.dumps({**manifest, "config": {"encoder": "another"}}))
-
-    with pytest.raises(UserError, match="were encoded with different settings"):
-        SearchCatalogue.load(tables, str(tmp_path / "text"))
 
 
 def test_all_requests_and_candidates_are_in_the_batch(

@@ -5,7 +5,6 @@ the table gives them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -311,11 +310,6 @@ def test_text_of_other_items_is_rejected(search, tmp_path):
         SearchCatalogue.load(other, search[1])
 
 
-def test_an_unknown_split_is_rejected(search):
-    with pytest.raises(UserError, match="no split 'next'"):
-        SearchDataset.load(join(search[0], "sequences"), "next")
-
-
 @pytest.fixture
 def text(search) -> SearchText:
     return SearchCatalogue.load(*search).text
@@ -396,14 +390,3 @@ def test_batches_have_the_text_of_histories_once(search, text):
             assert_text_equals(text, batch, query, item, query_row, pair_row)
         distinct = {tuple(vector) for vector in batch.pair_text.tolist()}
         assert len(distinct) == len(batch.pair_text)
-
-
-def test_a_pair_without_text_is_rejected(search, text):
-    few_pairs = replace(text, pairs=text.pairs[:5], pair_keys=text.pair_keys[:5])
-    uri = join(search[0], "sequences")
-    examples = SearchDataset.load(uri, "train", max_history=8, text=few_pairs)
-
-    with pytest.raises(
-        UserError, match=r"the text has no embedding of item \d+ with query \d+"
-    ):
-        examples.collate(np.arange(len(examples)))

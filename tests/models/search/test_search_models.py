@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from models.search.catalogue import pair_key
-from models.search.qgs import QGSConfig
 from tests.fixtures.search_models import (
-    MATCH,
     VARIANTS,
     build_variant,
     compute_infonce_by_loop,
@@ -258,25 +256,3 @@ def test_match_adds_the_similarity_to_the_predicted_next_item_to_the_tower_input
             v = model.target.weight @ model.embed_documents(item)
             cosine = float((z * v).sum() / (z.norm() * v.norm()))
             assert float(inputs[0][n, -1]) == pytest.approx(cosine / 0.1, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"encoder": "hstu", "width": 30}, "not a multiple of num_heads"),
-        ({"query_condition": "all"}, "it must be one of query, joint, none"),
-        ({"temperature": 0}, "the paper uses 0.1"),
-        ({"pretrained": "x"}, "cannot load"),
-        ({"group_width": 12}, "not a multiple of group_heads"),
-        ({"dropout": 1.0}, "not in"),
-        ({"next_item": "item"}, "it must be one of token, document"),
-        (
-            {"match": True},
-            "next_item is 'token' and infonce_weight is 0.1",
-        ),
-        ({**MATCH, "infonce_weight": 0}, "infonce_weight is 0"),
-    ],
-)
-def test_invalid_options_are_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
-        QGSConfig(**options)

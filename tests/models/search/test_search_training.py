@@ -78,14 +78,6 @@ def test_training_improves_gauc_and_its_checkpoint_has_equal_scores(search, tmp_
         load_model(path, other_catalogue)
 
 
-def test_a_model_of_search_without_text_is_rejected(search):
-    with pytest.raises(
-        UserError,
-        match=r"needs text embeddings",
-    ):
-        build_training({"name": "base"}, FIT, Inputs(search[0]))
-
-
 @pytest.mark.parametrize(
     "path", sorted(CONFIGS.glob("search/*.yaml")), ids=lambda p: p.stem
 )

@@ -18,7 +18,7 @@ from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import load_source
-from pipelines.data.settings import read_config, resolve_config
+from pipelines.data.settings import read_config
 
 START = 1_600_000_000_000
 SOURCE = {
@@ -286,30 +286,6 @@ def test_a_changed_user_file_invalidates_the_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ({"users": {**USERS, "files": "nobody.csv"}}, "no user file like 'nobody.csv'"),
-        ({"users": {**USERS, "attributes": {}}}, "users.attributes is empty"),
-        ({"users": {**USERS, "atributes": {}}}, "nearest key is 'users.attributes'"),
-        (
-            {"users": USERS, "categories": {"age": "click"}},
-            "'age' is the name of two features",
-        ),
-    ],
-)
-def test_invalid_mappings_of_users_are_rejected(
-    tmp_path: Path, source: dict, message: str
-) -> None:
-    def resolve() -> None:
-        log_source, _, raw = write_raw_log(tmp_path / "raw", LOG, **source)
-        config = read_config({"kind": "actions", "core": 0})
-        resolve_config(log_source, raw, str(tmp_path / "tables"), config)
-
-    with pytest.raises(UserError, match=message):
-        resolve()
-
-
-@pytest.mark.parametrize(
     ("split", "message"),
     [
         (
@@ -332,61 +308,6 @@ def test_boundaries_that_leave_a_split_empty_are_rejected(
     with pytest.raises(UserError, match=message):
         prepare_log(tmp_path, LOG, {"split": split})
     assert not (tmp_path / "tables" / "sequences").exists()
-
-
-def test_a_log_whose_tasks_are_all_constant_is_rejected(tmp_path: Path) -> None:
-    constant = [LOG[0]]
-    for line in LOG[1:]:
-        user, item, time, *_ = line.split(",")
-        constant.append(f"{user},{item},{time},1,0,0,3")
-    with pytest.raises(UserError, match="every task is constant in training"):
-        prepare_log(tmp_path, constant)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split": {"kind": "leave_last_out"}}, "use temporal"),
-        ({"core": 5}, "use --core 0"),
-        ({"behaviour": "click"}, "every impression is a behaviour"),
-        ({"ties": "log_order"}, "--ties strict"),
-        ({"actions": {"tasks": {"t": {"label": "dwell"}}}}, "no label 'dwell'"),
-        ({"actions": {"task": {}}}, "nearest key is 'prepare.actions.tasks'"),
-        (
-            {"split": {"val_start": "2022-05-07", "test_start": "2022-05-06"}},
-            "swap them",
-        ),
-        ({"split": {"val_start": "soon", "test_start": "2022-05-06"}}, "give a moment"),
-        ({"split": {"val_days": 1}}, "one of val_days and test_days"),
-        (
-            {"split": {"val_days": 1, "test_days": 1, "val_start": 1, "test_start": 2}},
-            "both val_start and val_days",
-        ),
-    ],
-)
-def test_options_that_do_not_fit_a_log_of_actions_are_rejected(
-    tmp_path: Path, options: dict, message: str
-) -> None:
-    source, defaults, raw = write_raw_log(tmp_path / "raw", LOG)
-    with pytest.raises(UserError, match=message):
-        resolve_config(
-            source, raw, str(tmp_path / "tables"), read_config(defaults, options)
-        )
-
-
-@pytest.mark.parametrize("kind", ["auto", "temporal", "leave_last_out"])
-def test_a_log_of_actions_without_clock_times_is_rejected(
-    tmp_path: Path, kind: str
-) -> None:
-    source, defaults, raw = write_raw_log(
-        tmp_path / "raw", LOG, time={"column": "t", "unit": "order"}
-    )
-    defaults["split"] = {"kind": kind}
-    with pytest.raises(
-        UserError,
-        match=r"a log of actions needs clock times.*",
-    ):
-        resolve_config(source, raw, str(tmp_path / "tables"), read_config(defaults))
 
 
 def test_an_item_whose_number_is_text_is_rejected(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ options that are rejected.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -105,98 +104,6 @@ def test_bool_labels_without_an_entry_become_tasks_and_inputs() -> None:
     assert list(config.tasks) == ["long", "middling", "some", "click", "like"]
     assert list(config.inputs) == ["dwell", "click", "like"]
     assert config.counts.counted_labels == ["long", "middling", "some", "click", "like"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"tasks": {"t": {"label": "nothing"}}},
-            "no label 'nothing'; its labels are: click, like, dwell",
-        ),
-        ({"tasks": {"t": {"any": ["like", "nothing"]}}}, "no label 'nothing'"),
-        ({"tasks": {"t": {"label": "dwell"}}}, "give 'above' or 'at_least'"),
-        ({"tasks": {"t": {"label": "like", "above": 1}}}, "no threshold"),
-        ({"tasks": {"t": {"any": ["dwell"]}}}, "give 'above' or 'at_least'"),
-        ({"tasks": {"t": {"label": "like", "any": ["click"]}}}, "exactly one"),
-        (
-            {"tasks": {"t": {"label": "dwell", "above": 1, "at_least": 1}}},
-            "give one of them",
-        ),
-        ({"tasks": {"t": {"lable": "like"}}}, "lable"),
-        ({"tasks": {"t": "like"}}, "actions.tasks.t' is 'like'"),
-        ({"tasks": ["like"]}, "actions.tasks' is"),
-        (
-            {"tasks": {"long-dwell": {"label": "like"}}},
-            "'long-dwell' in 'tasks' is not a valid name",
-        ),
-        ({"tasks": {7: {"label": "like"}}}, "actions.tasks.7' is 7"),
-        (
-            {"tasks": {"mean": {"label": "like"}}},
-            "'mean' in 'tasks' is reserved for metrics",
-        ),
-        (
-            {"tasks": {"t": {"label": "dwell", "above": "10s"}}},
-            "actions.tasks.t.above' is '10s'",
-        ),
-        (
-            {"tasks": {"t": {"label": "dwell", "above": True}}},
-            "above' is true, it must be a number",
-        ),
-        (
-            {"tasks": {"t": {"label": "dwell", "at_least": float("nan")}}},
-            "at_least' is nan, it must be a number",
-        ),
-        (
-            {"tasks": {"t": {"label": "dwell", "at_least": float("inf")}}},
-            "threshold is inf",
-        ),
-        (
-            {"inputs": {"a b": {"label": "like"}}},
-            "'a b' in 'inputs' is not a valid name",
-        ),
-        (
-            {"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": "1s"}}},
-            "log_unit' is '1s'",
-        ),
-        ({"inputs": {"a": {"label": "dwell"}}}, "give its 'range'"),
-        (
-            {"inputs": {"a": {"label": "dwell", "range": [5, 1]}}},
-            "smallest and the largest",
-        ),
-        (
-            {"inputs": {"a": {"label": "dwell", "range": [5, math.inf]}}},
-            "smallest and the largest",
-        ),
-        (
-            {"inputs": {"a": {"label": "dwell", "range": [0, 5], "log_unit": 0}}},
-            "above 0",
-        ),
-        ({"inputs": {"a": {"label": "like", "range": [0, 1]}}}, "is bool"),
-        ({"counts": {"keys": ["maker"]}}, "use user, item, author"),
-        ({"counts": {"keys": ["user", "user"]}}, "each key once"),
-        ({"counts": {"keys": []}}, "at least one"),
-        ({"counts": {"windows_days": []}}, "at least one length"),
-        ({"counts": {"counted_labels": ["nothing"]}}, "is not a task"),
-        ({"counts": {"windows_days": [7, 1]}}, "ascending"),
-        ({"counts": {"delay_minutes": -1}}, "0 or more"),
-        ({"counts": {"windows_days": [0.5], "delay_minutes": 800}}, "longer windows"),
-        ({"counts": {"prior": 2}}, "between 0 and 1"),
-        ({"counts": {"strength": 0}}, "above 0"),
-    ],
-)
-def test_options_that_do_not_fit_the_log_are_rejected(
-    options: dict, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(ActionsConfig, options, "actions.").resolve(
-            {"labels": LABELS}, ["author"]
-        )
-
-
-def test_a_bool_label_with_a_reserved_name_is_rejected() -> None:
-    with pytest.raises(ValueError, match="'mean' in 'tasks' is reserved for metrics"):
-        ActionsConfig().resolve({"labels": LABELS | {"mean": "bool"}}, ["author"])
 
 
 def test_a_log_without_bool_labels_needs_tasks_and_inputs() -> None:

@@ -14,7 +14,6 @@ from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import choose_text_tables, encode_log, fit_tfidf_encoder
 from tests.fixtures.actions_tables import write_actions
-from tests.fixtures.training_tables import write_tables
 
 
 def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
@@ -41,28 +40,6 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     assert reported == ["items: up to date"]
 
 
-def test_a_log_of_a_kind_without_embeddings_is_rejected(tmp_path: Path) -> None:
-    write_tables(tmp_path / "retrieval")
-    with pytest.raises(
-        UserError,
-        match=r"is of kind 'retrieval', whose models read no embeddings of jobs.encode",
-    ):
-        choose_text_tables(
-            str(tmp_path / "retrieval/tables"),
-            "tfidf",
-            TextConfig(),
-            str(tmp_path / "text"),
-        )
-
-
-def test_items_without_text_are_rejected_before_ray_starts(tmp_path: Path) -> None:
-    tables, text = write_actions(tmp_path / "feed"), str(tmp_path / "text")
-    with pytest.raises(UserError, match="the items have no text to embed"):
-        encode_log(tables, text, "tfidf", say=str)
-    with pytest.raises(UserError, match="the items have no text to embed"):
-        choose_text_tables(tables, "tfidf", TextConfig(), text)
-
-
 def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> None:
     tables = write_actions(tmp_path, content=True)
     items = read_table(join(tables, "items")).to_pylist()
@@ -75,16 +52,5 @@ def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> No
             tables,
             "tfidf",
             TextConfig(template="{author}", empty="error"),
-            str(tmp_path / "text"),
-        )
-
-
-def test_the_joint_condition_is_rejected_for_feeds(tmp_path: Path) -> None:
-    tables = write_actions(tmp_path)
-    with pytest.raises(UserError, match="query_condition joint is only for searches"):
-        choose_text_tables(
-            tables,
-            "minilm",
-            TextConfig(query_condition="joint"),
             str(tmp_path / "text"),
         )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 from models.search.catalogue import SearchCatalogue
 from models.storage.tables import UserError, read_manifest, read_table
-from pipelines.data.reading.log import parse_log
 from pipelines.data.sequences.as_of import AsOfTable, join_as_of
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.custom_features_log import (
@@ -170,53 +168,3 @@ def test_prices_of_other_ids_are_refused(raw: Path, tmp_path: Path) -> None:
     error = r"as_of_prices has no row before any of the 10,000 events"
     with pytest.raises(UserError, match=error):
         prepare_tables(tmp_path, log, WITH_PRICES)
-
-
-def test_too_many_invalid_prices_are_refused(raw: Path, tmp_path: Path) -> None:
-    prices = pl.read_csv(raw / "prices.csv").with_columns(since=pl.lit(7))
-    log = copy_with_prices(raw, tmp_path, prices)
-
-    error = r"300 of 300 rows of as_of_prices \(100.00%\) break the schema"
-    with pytest.raises(UserError, match=error):
-        prepare_tables(tmp_path, log, WITH_PRICES)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"item": None}, "'as_of.prices.user' is missing"),
-        (
-            {"time": {"column": "since", "unit": "order"}},
-            "as_of.prices needs a 'time' like that of events",
-        ),
-        (
-            {"numbers": {}, "categories": {}},
-            "as_of.prices has no features",
-        ),
-        ({"numbers": {"bm25": "price"}}, "'bm25' is the name of two features"),
-        (
-            {"number": []},
-            "unknown key 'as_of.prices.number'; the nearest key is 'as_of.prices.numbers'",
-        ),
-    ],
-)
-def test_an_invalid_mapping_of_prices_is_refused(
-    change: dict[str, Any], message: str
-) -> None:
-    prices = AS_OF["prices"] | change
-    prices = {key: value for key, value in prices.items() if value is not None}
-
-    with pytest.raises(ValueError, match=message):
-        parse_log({**SOURCE, "as_of": {"prices": prices}})
-
-
-def test_a_kind_whose_models_do_not_read_custom_features_refuses_them(
-    raw: Path, tmp_path: Path
-) -> None:
-    settings = {"kind": "retrieval", "behaviour": None}
-
-    error = (
-        "as_of.prices has features of requests, which models of kind retrieval do not"
-    )
-    with pytest.raises(UserError, match=error):
-        prepare_tables(tmp_path, raw, WITH_PRICES, settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from models.storage.tables import UserError, read_manifest, read_table
+from models.storage.tables import read_manifest, read_table
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import feature_groups
 from pipelines.data.sequences import custom_features
@@ -73,23 +73,6 @@ def test_the_settings_may_group_features_by_name(tmp_path: Path, raw: Path) -> N
     assert "pair_ctr_7d" not in by_name["cross"]
 
 
-@pytest.mark.parametrize(
-    ("groups", "error"),
-    [
-        (
-            {"match": ["bm52"]},
-            "'bm52', which is not a feature of the log; the nearest is 'bm25'",
-        ),
-        ({"a": ["bm25"], "b": ["bm25"]}, "'bm25' in 'a' and again in 'b'"),
-    ],
-)
-def test_groups_of_unknown_or_repeated_features_are_refused(
-    tmp_path: Path, raw: Path, groups: dict[str, list[str]], error: str
-) -> None:
-    with pytest.raises(UserError, match=error):
-        prepare_tables(tmp_path, raw, settings={"search": {"groups": groups}})
-
-
 @pytest.fixture(scope="module")
 def tables_with_item_features(
     tmp_path_factory: pytest.TempPathFactory, raw: Path
@@ -131,25 +114,6 @@ def test_the_audit_finds_a_wrong_feature_of_an_item(
     tables = copy_with_change(tables_with_item_features, tmp_path, replace_brand)
 
     assert set(find_violations(tables)) == {"features"}
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        (
-            "brnd",
-            "item_features has 'brnd', which is not an attribute or number of items; the nearest is 'brand'",
-        ),
-        ("title", "item_features has 'title', which is not an attribute"),
-    ],
-)
-def test_item_features_that_items_do_not_have_are_refused(
-    tmp_path: Path, raw: Path, name: str, error: str
-) -> None:
-    settings = {"search": {"item_features": [name]}}
-
-    with pytest.raises(UserError, match=error):
-        prepare_tables(tmp_path, raw, settings=settings)
 
 
 def replace_number(rows: list[Row], info: Row) -> None:

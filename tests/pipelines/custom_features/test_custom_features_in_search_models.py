@@ -17,7 +17,7 @@ from models.custom_features import Category, CustomFeatures, CustomInputs, Numbe
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, join, read_manifest, read_table
+from models.storage.tables import join, read_manifest, read_table
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
 from tests.fixtures.custom_features_log import SOURCE, prepare_tables, write_random_text
@@ -208,16 +208,6 @@ def test_a_feature_unknown_when_ranking_is_read_of_behaviours_and_shown_results_
         other_shown_scores = module.score(other_candidates, shown=True)
         assert not torch.equal(other_shown_scores, shown_scores)
         assert not torch.equal(module.score(other_behaviours), scores)
-
-
-def test_an_unknown_feature_in_unknown_when_ranking_is_refused(
-    raw: Path, tmp_path: Path
-) -> None:
-    settings = {"search": {"unknown_when_ranking": ["town"]}}
-
-    error = "unknown_when_ranking has 'town', which is not a custom feature of the log"
-    with pytest.raises(UserError, match=error):
-        prepare_tables(tmp_path, raw, settings=settings)
 
 
 @pytest.mark.long

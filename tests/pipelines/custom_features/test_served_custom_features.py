@@ -15,7 +15,7 @@ import torch
 from models.search.data import SearchBatch, SearchDataset
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, join, read_table
+from models.storage.tables import join, read_table
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from pipelines import tracking
@@ -207,37 +207,6 @@ def test_a_missing_feature_is_served_like_one_without_a_known_value(
     no_numbers = serve(model, request | {"numbers": {}})
     no_values = {"numbers": {"bm25": [None] * count}}
     assert serve(model, request | no_values) == no_numbers
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (
-            {"numbers": {"bm52": [1.0]}},
-            "numbers has 'bm52', which the model does not read; the nearest is 'bm25'",
-        ),
-        (
-            {"history_categories": {"town": []}},
-            "history_categories has 'town', .*; the nearest is 'city'",
-        ),
-        (
-            {"categories": {"city": ["Rome"]}},
-            "'city' of categories has 1 entries where 5 are expected",
-        ),
-    ],
-)
-def test_a_request_with_wrong_custom_features_is_refused(
-    registered: tuple[TrainingRun, Any],
-    batch: SearchBatch,
-    tables: str,
-    change: Row,
-    error: str,
-) -> None:
-    _, model = registered
-    request = make_request(tables, batch)
-
-    with pytest.raises(UserError, match=error):
-        serve(model, request | change)
 
 
 def test_served_counts_as_of_a_request_give_the_scores_of_the_module(

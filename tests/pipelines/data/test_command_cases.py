@@ -20,7 +20,6 @@ from models.training.fit import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
-from pipelines.data.sids.precomputed import read_precomputed
 from pipelines.evaluation.inference import infer_all
 from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.trainings import build_training
@@ -109,14 +108,6 @@ def test_a_file_with_an_event_in_the_future_is_not_appended(tmp_path: Path) -> N
     prepare(source, str(raw), tables, config, report=list, existing="append")
     info = read_manifest(f"{tables}/sequences").info
     assert min(info["requests"].values()) > 30
-
-
-def test_an_embedding_of_the_largest_float_is_refused() -> None:
-    case = CASES / "d4_embedding_sentinel"
-    assert len(read_precomputed(str(case / "ok.parquet"), "i").row_of_id) == 40
-
-    with pytest.raises(UserError, match="not finite or over"):
-        read_precomputed(str(case / "sentinel.parquet"), "i")
 
 
 def test_scores_of_a_log_without_queries_are_written(tmp_path: Path) -> None:

@@ -303,19 +303,6 @@ def test_leave_last_out_leaves_short_histories_to_training() -> None:
     assert codes.tolist() == [0, 0, 0, 0, 0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"kind": "random"}, "one of auto"),
-        ({"val_fraction": 0.0}, "between 0 and 1"),
-        ({"val_fraction": 0.6, "test_fraction": 0.5}, "nothing to train on"),
-    ],
-)
-def test_an_invalid_split_is_refused(values: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        SplitConfig(**values)
-
-
 def test_a_temporal_split_needs_clock_times() -> None:
     assert SplitConfig().resolve(has_clock_times=True) == "temporal"
     assert SplitConfig().resolve(has_clock_times=False) == "leave_last_out"

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.storage.tables import UserError, read_table
+from models.storage.tables import read_table
 from pipelines.evaluation.allowed import read_allowed
 from tests.fixtures.training_tables import write_tables
 
@@ -39,43 +39,3 @@ def test_every_layout_is_read_as_the_same_set(tables: str, tmp_path: Path) -> No
     assert [mask.tolist() for mask, _ in sets] == [expected_mask] * 4
     # The hash of a.txt does not depend on its compression.
     assert len({sha256 for _, sha256 in sets}) == 3
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            b"item-001\nnew\nitem-002\nnewer\nnew\n",
-            "2 ids that are not among the 24 items of .*, the first is 'new'",
-        ),
-        (b"", "has no item id, so nothing could be recommended"),
-        (b"item_id,stock\n", "has no item id"),
-        (
-            b"item-001,3\n",
-            "has the row 'item-001,3'",
-        ),
-        (b"item_id,stock\nitem-001\n", "has the row 'item-001'"),
-        (b"\xff\xfe\x00", "is not UTF-8 text"),
-        (b"PAR1", "is not a Parquet file with a column item_id"),
-    ],
-)
-def test_an_invalid_file_is_refused_in_one_line(
-    content: bytes, message: str, tables: str, tmp_path: Path
-) -> None:
-    (tmp_path / "stock").write_bytes(content)
-    with pytest.raises(UserError, match=message) as raised:
-        read_allowed(str(tmp_path / "stock"), tables)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_missing_file_is_refused(tables: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot reach"):
-        read_allowed(str(tmp_path / "gone"), tables)
-
-
-def test_a_parquet_file_without_item_ids_is_refused(
-    tables: str, tmp_path: Path
-) -> None:
-    pq.write_table(pa.table({"sku": ["item-001"]}), tmp_path / "stock")
-    with pytest.raises(UserError, match="is not a Parquet file with a column item_id"):
-        read_allowed(str(tmp_path / "stock"), tables)

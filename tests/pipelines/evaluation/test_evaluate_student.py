@@ -13,7 +13,6 @@ from jobs.options import parse
 from models.storage import checkpoint
 from models.storage.checkpoint import weights_hash
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError
 from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.comparison.load import compare
@@ -122,25 +121,3 @@ def test_students_are_compared_with_each_evaluation_of_their_teacher(
         "student-2 [scores codebook]",
     }
     assert ["student-*", "tiger", "2", "60"] in [line[:4] for line in same_users.cells]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--beam", "0"], "--beam is 0, it must be at least 1"),
-        (
-            ["--constrained", "false", "--scores", "children"],
-            "--scores children has no effect with --constrained false",
-        ),
-        (
-            ["--constrained", "false", "--path", "plain"],
-            "--path plain has no effect with --constrained false",
-        ),
-        (["--decoder", "hf"], "the model 'sid_mlp' has no option --decoder"),
-    ],
-)
-def test_options_without_effect_are_refused(
-    students: Students, options: list[str], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        students.evaluate("student-1", *options)

@@ -202,20 +202,6 @@ def test_evaluation_in_shards_equals_the_whole(
     assert remote.metrics == pytest.approx(whole.metrics)
 
 
-def test_more_gpus_than_the_cluster_has_are_refused(
-    evaluation: Evaluation, ray_local: None
-) -> None:
-    path, inputs = evaluation.checkpoint_path("sasrec-1"), Inputs(evaluation.tables)
-    with pytest.raises(
-        UserError, match=r"1 worker needs 1 GPUs, .* the cluster has 0 GPUs"
-    ):
-        evaluate(path, inputs, split="val", workers=Workers(2, "cuda"))
-    with pytest.raises(UserError, match=r"2 workers need 2 GPUs, .* lower --shards"):
-        infer_all(
-            path, inputs, str(evaluation.folder / "none"), workers=Workers(2, "cuda")
-        )
-
-
 def test_results_are_logged_to_the_training_run_and_compared(
     evaluation: Evaluation, capsys: pytest.CaptureFixture
 ) -> None:
@@ -312,27 +298,6 @@ def test_undefined_metrics_are_written_as_null(evaluation: Evaluation) -> None:
     )
     assert content["metrics"]["gauc"] is None
     assert content["metrics"]["ndcg@10"] == result.metrics["ndcg@10"]
-
-
-def test_unusable_options_and_checkpoints_are_refused(
-    evaluation: Evaluation, tmp_path: Path
-) -> None:
-    sasrec, tiger = (
-        evaluation.checkpoint_path("sasrec-1"),
-        evaluation.checkpoint_path("tiger"),
-    )
-    with pytest.raises(
-        UserError, match="'sasrec' has no option --beam when recommending"
-    ):
-        evaluate(sasrec, Inputs(evaluation.tables), options={"beam": 3})
-    with pytest.raises(UserError, match="needs semantic IDs"):
-        evaluate(tiger, Inputs(evaluation.tables))
-    with pytest.raises(UserError, match="is not a checkpoint"):
-        evaluate(str(tmp_path), Inputs(evaluation.tables))
-    with pytest.raises(
-        UserError, match=r"'retrieval/smal' is not at .*there are retrieval/small"
-    ):
-        select(evaluation.uri, ["retrieval/smal"])
 
 
 def test_the_command_line_accepts_hyphens_and_refuses_unknown_keys() -> None:

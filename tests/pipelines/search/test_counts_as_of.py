@@ -175,17 +175,6 @@ def test_counts_of_other_windows_or_delays_are_rejected(tmp_path: Path) -> None:
             Counts.load(join(tables, "counts"), info["features"], other)
 
 
-def test_a_moment_before_the_first_event_is_rejected(tmp_path: Path) -> None:
-    rows = draw_searches()
-    source, config, raw = write_log(tmp_path, rows, None)
-    config.counts_as_of = min(row["ms"] for row in rows)
-    with pytest.raises(
-        UserError,
-        match=r"counts_as_of is 2019-\S+Z, and the log has no event before it",
-    ):
-        prepare(source, raw, str(tmp_path / "out"), config, report=str)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -123,32 +123,6 @@ def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
     assert info["split"] == {"kind": "leave_last_out"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"behaviour": None}, "set behaviour to one of: buy, click"),
-        ({"core": 5}, "use --core 0"),
-        ({"ties": "log_order"}, "use --ties strict"),
-        ({"kind": "serch"}, "one of retrieval, search"),
-        (
-            {"search": {"windows": [1]}},
-            "prepare.search.windows'; the nearest key is 'prepare.search.windows_days'",
-        ),
-        ({"search": [1]}, "a mapping"),
-        ({"split": "temporal"}, "a mapping"),
-    ],
-)
-def test_options_that_do_not_fit_a_search_log_are_rejected(
-    tmp_path: Path, changes: dict, message: str
-) -> None:
-    def prepare_with_changes() -> None:
-        source, config, raw = write_log(tmp_path, draw_searches(5), **changes)
-        prepare(source, raw, str(tmp_path / "out"), config, report=str)
-
-    with pytest.raises(UserError, match=message):
-        prepare_with_changes()
-
-
 def make_results(**changes: Any) -> list[dict]:
     """Make four results of one request, a second apart, with clicks on the first and
     third.

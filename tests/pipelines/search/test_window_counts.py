@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,19 +95,3 @@ def test_a_log_without_clock_times_has_position_features_only() -> None:
     )
 
     np.testing.assert_allclose(values, np.log1p([[0, 0], [9, 0], [10, 1]]), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"windows_days": [7, 1]}, "ascending"),
-        ({"delay_minutes": -1}, "0 or more"),
-        ({"windows_days": [0.5], "delay_minutes": 800}, "longer windows"),
-        ({"ctr_prior": 1.5}, "between 0 and 1"),
-        ({"ctr_strength": 0}, "above 0"),
-        ({"page_size": 0}, "at least 1"),
-    ],
-)
-def test_options_out_of_range_are_rejected(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SearchConfig(**options)

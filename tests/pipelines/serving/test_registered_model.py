@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -161,30 +160,6 @@ def test_unknown_items_are_counted_and_integers_are_ids(folder: Path) -> None:
     index["17"] = index["item-001"]  # as in a catalogue whose ids are digits
     for history in ([17], [np.int64(17)], ["17"]):
         assert predict(history)["item_id"][0] == answers["item_id"][3]
-
-
-def test_invalid_histories_and_numbers_of_items_are_refused(folder: Path) -> None:
-    model = load_first_trial(folder, "invalid")
-
-    def predict(*histories: Any, k: int = 3) -> pd.DataFrame:
-        frame = pd.DataFrame({"history": list(histories)})
-        return model.predict(frame, params={"k": k})
-
-    for k in (0, -1):
-        with pytest.raises(UserError, match=f"k is {k}; give the number"):
-            predict(["item-001"], k=k)
-    for item_id in (17.0, None, True, ["17"]):
-        message = re.escape(f"history has {item_id!r}; an item id is a string")
-        with pytest.raises(UserError, match=message):
-            predict(["item-001", item_id])
-    for history in (None, "item-001"):
-        message = f"history is {history!r}"
-        with pytest.raises(UserError, match=message):
-            model.unwrap_python_model().predict(
-                None, pd.DataFrame({"history": [history]})
-            )
-    with pytest.raises(UserError, match="history is None"):
-        predict(["item-001"], None)
 
 
 def test_rankings_are_restricted_to_allowed_and_unseen_items(folder: Path) -> None:

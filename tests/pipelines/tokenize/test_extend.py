@@ -210,17 +210,6 @@ def test_an_extension_that_does_not_fit_is_refused(
     assert read_table(f"{sids}/sids") == old_sids
 
 
-def test_an_item_without_a_free_code_is_refused() -> None:
-    nearest = np.zeros((1, 1), dtype=np.int64)
-    taken = np.arange(4)[:, None]
-    with pytest.raises(
-        UserError, match="item 4 gets no SID, as all 4 of 1 levels of 4 codes are taken"
-    ):
-        extend_codes(
-            np.ones((1, 3)), nearest, taken, np.eye(4, 3)[None], [], PsidConfig()
-        )
-
-
 @given(st.integers(0, 99), st.sampled_from([[], [3], [2, 4]]))
 def test_free_codes_are_distinct_and_the_nearest_ones_if_these_are_free(
     seed: int, conflicts: list[int]

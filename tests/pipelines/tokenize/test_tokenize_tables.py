@@ -329,10 +329,3 @@ def test_published_sids_replace_the_embeddings_of_earlier_sids(
         overwrite=True,
     )
     assert not (tmp_path / "sids/embeddings").exists()
-
-
-def test_a_published_file_and_another_tokenizer_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs --published FILE"):
-        TokenizerConfig("published")
-    with pytest.raises(ValueError, match="needs --published FILE"):
-        TokenizerConfig("rqvae", published="x.csv")

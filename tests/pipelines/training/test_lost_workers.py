@@ -27,7 +27,6 @@ from tests.fixtures.trainings import train
 
 pytestmark = pytest.mark.exhaustive
 
-ROOT = Path(__file__).parents[3]
 MODEL = {
     "name": "sasrec",
     "dim": 16,

@@ -136,10 +136,3 @@ def test_a_tuple_whose_every_bigram_exists_is_not_an_item():
     # unconstrained, the narrow beam ends at a tuple of no item
     items, _ = unconstrained_beam_search(TableScorer(tables), trie, 1, beam=1)
     assert items.tolist() == [[-1]]
-
-
-def test_a_search_for_no_items_is_rejected():
-    trie = Trie(torch.tensor([[0]]), (1,))
-    for search in (beam_search, unconstrained_beam_search):
-        with pytest.raises(ValueError, match="need to be at least 1"):
-            search(TableScorer([torch.zeros(1, 1, 1)]), trie, 0, 1)

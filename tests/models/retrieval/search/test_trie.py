@@ -93,8 +93,3 @@ def test_the_edges_to_some_items_are_their_prefixes(catalogue, seed):
 def test_equal_codes_and_codes_outside_of_the_codebook_are_rejected(codes, message):
     with pytest.raises(UserError, match=message):
         Trie(torch.tensor(codes), (2, 2))
-
-
-def test_a_trie_without_items_is_rejected():
-    with pytest.raises(UserError, match="there are 0 items"):
-        Trie(torch.zeros(0, 2, dtype=torch.long), (2, 2))

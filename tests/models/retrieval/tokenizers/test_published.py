@@ -13,7 +13,6 @@ from models.retrieval.tokenizers.published import (
     parse_published,
     read_published,
 )
-from models.storage.tables import UserError
 
 CODES = {"a": [1, 2, 3], "b": [0, 255, 7]}
 TOKENS = {"a": ["<a_1>", "<b_2>", "<c_3>"], "b": ["<a_0>", "<b_255>", "<c_7>"]}
@@ -48,42 +47,3 @@ def test_item_ids_are_stripped_of_white_space() -> None:
 def test_codes_are_in_the_order_of_the_catalogue_without_other_items() -> None:
     assert catalogue_codes(CODES, ["b"], "f").tolist() == [[0, 255, 7]]
     assert catalogue_codes(CODES, ["b", "a"], "f").tolist() == [[0, 255, 7], [1, 2, 3]]
-
-
-def test_catalogue_items_without_codes_are_rejected_with_counts() -> None:
-    message = r"SIDs of 2 items, but none for 2 of the catalogue's 3 \(such as 'c'\)"
-    with pytest.raises(UserError, match=message):
-        catalogue_codes(CODES, ["a", "c", "d"], "f.csv")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("x.csv", b"item,c1\na,1\n", "header 'item,c1'"),
-        ("x.csv", b"item_id,c1\na,1\na,2\n", "item 'a' twice"),
-        ("x.csv", b"item_id,c1\na,1\na ,2\n", "item 'a' twice"),
-        ("x.csv", b"item_id,c1,c2\na,1,2\nb,1\n", r"SIDs of \[1, 2\] codes"),
-        ("x.csv", b"item_id,c1\na,-1\n", "code '-1'"),
-        ("x.csv", b"item_id,c1\na,65536\n", "code '65536'"),
-        ("x.csv", b"item_id,c1\n", "all must have the same number"),
-        ("x.json", b'{"a": [1], "a": [2]}', "item 'a' twice"),
-        ("x.json", b'{"a": 3}', "not a JSON object"),
-        ("x.json", b'{"a": [1.5]}', "code 1.5"),
-        ("x.json", b'{"a": [true]}', "code True"),
-        ("x.json", b"[1, 2]", "not a JSON object"),
-        ("x.json", b'{"a": [1]', "damaged or not UTF-8"),
-        ("x.json.gz", b"\x1f\x8bdamaged", "damaged"),
-        ("x.tsv", b"", "neither .json nor .csv"),
-    ],
-)
-def test_malformed_files_are_rejected_with_their_name(
-    name: str, content: bytes, message: str
-) -> None:
-    with pytest.raises(UserError, match=message) as error:
-        parse_published(content, name)
-    assert name in str(error.value)
-
-
-def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read the published SIDs"):
-        read_published(str(tmp_path / "none.csv"))

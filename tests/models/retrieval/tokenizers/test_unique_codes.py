@@ -108,17 +108,6 @@ def test_equal_items_get_distinct_codes_in_a_fixed_order_until_none_is_free() ->
     assert np.array_equal(codes, again)
 
 
-def test_psid_rejects_too_many_items_too_many_candidates_and_a_width_of_0() -> None:
-    message = "10 items need as many SIDs, 2 levels of 3 codes have 9"
-    with pytest.raises(UserError, match=message):
-        assign_unique_codes(quantize_random(10, 3, 2, 0), PsidConfig())
-    wide = PsidConfig(width=4, max_candidates=10)
-    with pytest.raises(UserError, match=r"psid\.max_candidates 10"):
-        assign_unique_codes(quantize_random(12, 4, 3, 0), wide)
-    with pytest.raises(ValueError, match=r"psid\.width is 0"):
-        PsidConfig(width=0)
-
-
 CODE_ROWS = st.integers(1, 3).flatmap(
     lambda levels: st.lists(
         st.tuples(*[st.integers(0, 3)] * levels), min_size=1, max_size=60
