@@ -10,7 +10,6 @@ import pytest
 from jobs.evaluate import RECOMMEND_NAMES, Config
 from jobs.options import parse
 from models import registry
-from models.retrieval.model import RetrievalModel
 from models.storage.tables import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -75,14 +74,3 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
         UserError, match="--path is 'quick', it must be one of fast, plain"
     ):
         parse(Config, ["--checkpoint", "C", "--tables", "T", "--path", "quick"])
-
-
-def test_a_family_lists_the_columns_of_a_log_that_it_does_not_read() -> None:
-    info = {
-        "numbers": ["price"],
-        "categories": [],
-        "labels": {"click": "bool", "like": "bool"},
-        "behaviour": "click",
-    }
-    assert RetrievalModel.list_unread(info) == ["numbers price", "labels like"]
-    assert RetrievalModel.list_unread({}) == []

