@@ -85,9 +85,8 @@ class Column:
 
     def __init__(self, name: str, values: pl.Series) -> None:
         """Examine a column."""
-        self.name = name
-        self.sql = name if name.isidentifier() else f'"{name}"'
-        """The column within SQL expressions."""
+        self.name = name if name.isidentifier() else f'"{name}"'
+        """The column as SQL."""
         self.feature_name = re.sub(r"\W+", "_", name)
         self.words = split_name(name)
         self.has_id_word = self.has_word(ID)
@@ -196,11 +195,11 @@ class Column:
         """Set the SQL of a list of ids if the values are lists."""
         kind = self.values.dtype
         if isinstance(kind, pl.List) and not kind.inner.is_nested():
-            self.list_sql = self.sql
+            self.list_sql = self.name
         word = r"[\w:-]*\d[\w:-]*"
         for delimiter in " ,|;":
             if self.share(rf"^{word}([{delimiter}]{word})+$") > 0.5:
-                self.list_sql = f"string_to_array({self.sql}, '{delimiter}')"
+                self.list_sql = f"string_to_array({self.name}, '{delimiter}')"
 
 
 @dataclass

@@ -302,7 +302,7 @@ def _describe_time(log: FileGroup) -> tuple[dict[str, str], list[str]]:
     numbers = [c for c in log.columns if c.is_number and not c.has_word(OTHER_TIME)]
     by_word = {c.words[-1]: c for c in reversed(numbers) if c.words}
     if {"year", "month", "day"} <= set(by_word):
-        parts = [f"cast({by_word[w].sql} as varchar)" for w in ("year", "month", "day")]
+        parts = [f"cast({by_word[w].name} as varchar)" for w in ("year", "month", "day")]
         parts[1:] = [f"lpad({part}, 2, '0')" for part in parts[1:]]
         return {"column": " || '-' || ".join(parts), "format": "%Y-%m-%d"}, []
     return {"unit": "order"}, ["no times: is it the order of the rows?"]
@@ -313,7 +313,7 @@ def _suggest_labels(columns: list[Column], is_list: bool) -> dict[str, Any]:
     labels: dict[str, Any] = {}
     for c in [c for c in columns if c.is_outcome]:
         if is_list and not c.is_number:
-            items = c.list_sql or f"string_to_array({c.sql}, ' ')"
+            items = c.list_sql or f"string_to_array({c.name}, ' ')"
             sql = f"coalesce(array_contains({items}, shown), false)"
             labels[c.feature_name] = sql
         elif c.is_flag and not c.has_word("time|ms"):

@@ -528,6 +528,14 @@ def test_a_search_log_has_queries_and_clicks(
     assert "click" in mapping["prepare"]["behaviour"]
 
 
+def test_names_are_quoted_where_sql_needs_it(tmp_path: Path) -> None:
+    log = SALES.replace("customer,article", "user id,item (nr)")
+
+    mapping, _, _ = suggest_and_read(tmp_path, {"log.csv": log})
+
+    assert (mapping["user"], mapping["item"]) == ('"user id"', '"item (nr)"')
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])
 def test_an_encoding_is_detected(tmp_path: Path, encoding: str) -> None:
     content = SALES.replace("c1", "é").encode(encoding)
