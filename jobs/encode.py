@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from jobs import cli
 from models.storage.tables import join, read_manifest
-from models.text.text_encoder import check_encoder
 from pipelines.data.kinds import KINDS
 from pipelines.data.sids.config import TextConfig
 
@@ -35,9 +34,6 @@ class Config:
     overwrite: bool = False
     """Replace existing tables."""
     embed: TextConfig = field(default_factory=TextConfig)
-
-    def __post_init__(self) -> None:
-        check_encoder(self.encoder)
 
 
 def run(config: Config) -> None:

@@ -29,7 +29,6 @@ from jobs.options import merge_options
 from jobs.time_budget import Probe, Schedule
 from models.config import check_positive, pluralize
 from models.storage.tables import UserError, join, read_manifest
-from models.text.text_encoder import check_encoder
 from pipelines.data.kinds import KINDS
 from pipelines.data.reading.log import load_source
 from pipelines.data.suggestion.suggest import suggest
@@ -184,7 +183,6 @@ class Config:
 
     def __post_init__(self) -> None:
         check_positive(self, ["epochs", "users", "items", "events"])
-        check_encoder(self.encoder)
 
 
 class Steps:

@@ -23,7 +23,6 @@ from jobs import cli
 from models.config import pluralize
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
 from models.storage.tables import Manifest, join
-from models.text.text_encoder import check_encoder
 from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
 from pipelines.data.sids.precomputed import SUFFIXES, read_precomputed
 
@@ -79,7 +78,6 @@ class Config:
     psid: PsidConfig = field(default_factory=PsidConfig)
 
     def __post_init__(self) -> None:
-        check_encoder(self.encoder)
         if self.pca < 0:
             raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
         if self.embeddings and self.tokenizer == "published":

@@ -34,7 +34,7 @@ from models.config import (
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
 from models.storage.uri import absolute
-from models.text.text_encoder import resolve_encoder_path
+from models.text.pretrained import resolve_encoder_path
 from models.training.fit import FitConfig
 
 Point = dict[str, Any]

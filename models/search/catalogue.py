@@ -61,9 +61,8 @@ class DocumentTokens:
     begin: Tensor
     """(I + 1,) int64 index of each document's first token, and the end."""
     pooling: str
-    """`cls`: the first token's state; `mean`: the mean over all tokens."""
-    normalize: bool
-    """Whether the pooled state is scaled to length 1."""
+    """`cls`: the first token's state; `mean`: the mean over all tokens. It is then
+    scaled to length 1."""
 
 
 @dataclass(frozen=True)
@@ -397,7 +396,6 @@ def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
         tokens,
         torch.from_numpy(begin),
         manifest.info["pooling"],
-        manifest.info["normalize"],
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from models.layers.hstu import HSTULayer
 from models.layers.linear_recurrence import Decay, linear_recurrence
 from models.storage.tables import UserError
-from models.text.text_encoder import load_encoder
+from models.text.pretrained import load_encoder
 
 # importing transformers takes as long as importing PyTorch, in each worker process
 if TYPE_CHECKING:

@@ -35,7 +35,11 @@ from models.cpu.derived import cache_until_changed
 from models.search.catalogue import SearchCatalogue
 from models.search.qgs import QGS, QGSConfig
 from models.storage.tables import UserError
-from models.text.text_encoder import load_encoder, remove_pooler
+from models.text.pretrained import (
+    load_encoder,
+    pretrained_config,
+    remove_pooler,
+)
 
 MAX_CHUNK_TOKENS = 16_384
 """Maximum number of tokens of a chunk of several documents, padding included."""
@@ -53,7 +57,7 @@ class ItemTower(nn.Module):
         """Build the encoder without pretrained weights.
 
         Args:
-            model: Settings of the encoder, from `encoder_settings`.
+            model: Settings of the encoder, from `pretrained_config`.
             catalogue: Catalogue whose documents are encoded.
 
         Raises:
@@ -83,7 +87,7 @@ class ItemTower(nn.Module):
                 f"the item tower has width {config.hidden_size} and {sizes}"
             )
         self.encoder = remove_pooler(AutoModel.from_config(config))
-        self.pooling, self.normalize = documents.pooling, documents.normalize
+        self.pooling = documents.pooling
         self.register_buffer("tokens", documents.tokens, persistent=False)
         self.register_buffer("begin", documents.begin, persistent=False)
         self.lengths = lengths  # (I,), on the CPU, where chunk boundaries are computed
@@ -138,21 +142,7 @@ class ItemTower(nn.Module):
             pooled = states[:, 0]
         else:
             pooled = (states * inside[..., None]).sum(1) / inside.sum(1, keepdim=True)
-        return functional.normalize(pooled, dim=-1) if self.normalize else pooled
-
-
-def encoder_settings(path: str) -> dict[str, Any]:
-    """Return the model type and the non-default settings of the encoder at `path`.
-
-    Args:
-        path: Folder or name of a pretrained encoder, or `minilm`.
-    """
-    settings = load_encoder(path).config.to_diff_dict()
-    return {
-        name: value
-        for name, value in settings.items()
-        if name not in ("architectures", "dtype", "transformers_version")
-    }
+        return functional.normalize(pooled, dim=-1)
 
 
 @dataclass
@@ -210,7 +200,7 @@ class HLLM(QGS):
         config = super().resolve_config(config, catalogue)
         if not config.item_tower:
             return config
-        return replace(config, item_model=encoder_settings(config.item_tower))
+        return replace(config, item_model=pretrained_config(config.item_tower))
 
     def prepare_training(
         self, catalogue: Any, datasets: Mapping[str, Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from models.error_text import one_line
 from models.storage.tables import UserError
-from models.text.text_encoder import pretrained_source
+from models.text import pretrained
 
 SUPPORTED_TYPES = (
     "gpt2",
@@ -30,23 +29,12 @@ SUPPORTED_TYPES = (
 embeddings nor logits. Decoding shares one prefix among beams and adds codes to the
 vocabulary, which gives the same results as separate sequences only for these types."""
 
-IGNORED_KEYS = ("architectures", "dtype", "transformers_version", "_name_or_path")
-"""Keys of a pretrained config that do not describe the model."""
-
-
-def language_model_source(name: str) -> AbstractContextManager[dict[str, Any]]:
-    """Return a `pretrained_source` whose messages are about a language model."""
-    return pretrained_source(name, "language model", built_in=())
+LANGUAGE_MODEL = "language model"
 
 
 def pretrained_config(name: str) -> dict[str, Any]:
-    """Return the config of a pretrained model, without settings at their default."""
-    from transformers import AutoConfig
-
-    with language_model_source(name) as source:
-        config = AutoConfig.from_pretrained(**source)
-    settings = config.to_diff_dict()
-    return {key: value for key, value in settings.items() if key not in IGNORED_KEYS}
+    """Return the config of a pretrained language model, without default settings."""
+    return pretrained.pretrained_config(name, LANGUAGE_MODEL)
 
 
 def llama_config(
@@ -183,18 +171,14 @@ def load_pretrained(lm: nn.Module, name: str) -> None:
         UserError: If the pretrained model has other weights than `lm`.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    with language_model_source(name) as source:
-        pretrained = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    source = pretrained.load_pretrained(name, AutoModelForCausalLM, LANGUAGE_MODEL)
     weights = {
         key.replace(".base_layer", ""): value
         for key, value in lm.state_dict().items()
         if "lora_" not in key
     }
-    pretrained_weights = pretrained.state_dict()
+    pretrained_weights = source.state_dict()
     if weights.keys() != pretrained_weights.keys():
         raise UserError(
             f"{name} has other weights than a causal language model with its config"

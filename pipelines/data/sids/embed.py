@@ -1,10 +1,10 @@
 """Embeddings of items: texts of the `items` table through an encoder, then PCA.
 
-Any `transformers` encoder, by hub name or local path, runs in a pool of Ray Data
-actors. `minilm` is a model from a pip package; `tfidf` needs no weights. Items are
-encoded in ranges of a million: each distinct text of a range is encoded once, and its
-embeddings are written before the next range. The optional PCA needs the embeddings of
-all items in the driver's memory, items x width floats.
+Any encoder of `sentence-transformers` or `transformers`, by hub name or path, runs in a
+pool of Ray Data actors. `minilm` is a model from a pip package; `tfidf` needs no
+weights. Items are encoded in ranges of a million: each distinct text of a range is
+encoded once, and its embeddings are written before the next range. The optional PCA
+needs the embeddings of all items in the driver's memory, items x width floats.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from models.storage.tables import (
     read_table,
     write_part,
 )
+from models.text.pretrained import locate_encoder, pretrained_source
 from models.text.text_encoder import (
     TFIDF_OPTIONS,
     TextEncoder,
+    check_encoder,
     format_item_texts,
-    locate_encoder,
-    pretrained_source,
     text_columns,
 )
 from pipelines import cluster
@@ -124,9 +124,9 @@ def encoder_version(name: str) -> str:
     if not Path(location).is_dir():
         return str(getattr(config, "_commit_hash", None))
     digest = hashlib.sha256()
-    for file in sorted(Path(location).iterdir()):
+    for file in sorted(Path(location).rglob("*")):
         if file.suffix in (".json", ".safetensors", ".bin", ".txt", ".model"):
-            digest.update(file.name.encode())
+            digest.update(str(file.relative_to(location)).encode())
             with file.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
@@ -535,6 +535,7 @@ def embed_items(
         blocks = iter([vectors])
     else:
         if source.encoder != "tfidf":
+            check_encoder(source.encoder, *config.encoder_options())
             start_ray()
         texts = item_texts(items, config, say)
         blocks = embed_ranges(texts, source.encoder, config, say)

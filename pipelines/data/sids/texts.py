@@ -46,7 +46,7 @@ from models.storage.tables import (
     writing,
 )
 from models.storage.uri import absolute
-from models.text.text_encoder import TextEncoder, TfidfEncoder, load_tokenizer
+from models.text.text_encoder import TextEncoder, TfidfEncoder, check_encoder
 from pipelines.data.engine import Engine
 from pipelines.data.events.columns import sorted_unique
 from pipelines.data.kinds import KINDS
@@ -285,6 +285,7 @@ class _LogEncoder:
         elif tfidf is not None:
             vectors = tfidf.encode(all_texts)
         else:
+            check_encoder(self.encoder, *self.config.encoder_options())
             self.start_ray()
             vectors = encode_texts(all_texts, self.encoder, self.config, self.say)
         for name in missing:
@@ -351,12 +352,14 @@ class _LogEncoder:
             return finished
         started = time.monotonic()
         uri = join(self.output, "tokens")
-        tokenizer, max_length = load_tokenizer(self.encoder, self.config.max_tokens)
+        encoder = TextEncoder(self.encoder, *self.config.encoder_options())
         parts: list[Part] = []
         num_tokens = 0
         for start in range(0, len(documents), ROWS_PER_PART):
             rows = documents[start : start + ROWS_PER_PART]
-            encoded = tokenizer(rows, truncation=True, max_length=max_length)
+            encoded = encoder.tokenizer(
+                rows, truncation=True, max_length=encoder.max_tokens
+            )
             tokens = pa.array(encoded["input_ids"], TOKENS.field(1).type)
             index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
             table = pa.Table.from_arrays([index, tokens], schema=TOKENS)
@@ -373,7 +376,6 @@ class _LogEncoder:
             info={
                 "encoder": self.encoder,
                 "pooling": self.config.pooling,
-                "normalize": self.config.normalize,
             },
             timings={"tokens_s": round(time.monotonic() - started, 2)},
         )

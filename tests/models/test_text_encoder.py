@@ -1,0 +1,218 @@
+"""Test text encoders from folders: vectors beside a plain forward pass, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from models.storage.tables import UserError
+from models.text.text_encoder import TextEncoder, check_encoder, load_saved
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+WORDS = ("red", "green", "blue", "big", "small", "drill", "hose", "tape", "lamp")
+TEXTS = [" ".join(WORDS[(i * j) % 9] for j in range(1 + i % 7)) for i in range(1, 30)]
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "initializer_range": 0.5,
+}
+POSITIONS = 24
+
+
+def make_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    vocabulary = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    options = {"pad_token": "[PAD]", "model_max_length": POSITIONS, **options}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, **options)
+
+
+def save_bert(folder: Path, vocab_size: int = 13, **options: Any) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=vocab_size, max_position_embeddings=POSITIONS, **SIZES
+    )
+    BertModel(config).save_pretrained(folder)
+    make_tokenizer(**options).save_pretrained(folder)
+
+
+def save_half_bert(folder: Path) -> None:
+    save_bert(folder)
+    AutoModel.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
+
+
+def save_llama(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=13, max_position_embeddings=POSITIONS, **SIZES)
+    LlamaModel(config).save_pretrained(folder)
+    tokenizer = make_tokenizer(padding_side="left", pad_token=None, eos_token="[SEP]")
+    tokenizer.save_pretrained(folder)
+
+
+def save_roberta(folder: Path) -> None:
+    """Save a model with two positions fewer than its tokenizer and config say."""
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=13, max_position_embeddings=POSITIONS, pad_token_id=1, **SIZES
+    )
+    RobertaModel(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+ENCODERS: dict[str, Callable[[Path], None]] = {
+    "bert": save_bert,
+    "left padding": lambda folder: save_bert(folder, padding_side="left"),
+    "bfloat16": save_half_bert,
+    "llama without pad token": save_llama,
+    "roberta": save_roberta,
+}
+
+
+def encode_alone(folder: Path, text: str, pooling: str) -> np.ndarray:
+    """Encode one text by a plain forward pass in float32, so without padding."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    length = POSITIONS - 2 if model.config.model_type == "roberta" else POSITIONS
+    batch = make_tokenizer()(
+        text, truncation=True, max_length=length, return_tensors="pt"
+    )
+    with torch.inference_mode():
+        states = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).last_hidden_state[0]
+    vector = (states[0] if pooling == "cls" else states.mean(0)).numpy()
+    return vector / np.linalg.norm(vector)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_vector_does_not_depend_on_the_batch(
+    name: str, pooling: str, tmp_path: Path
+) -> None:
+    ENCODERS[name](tmp_path)
+    texts = [*TEXTS, "red " * 40]
+    vectors = TextEncoder(str(tmp_path), pooling, 256, 8).encode(texts)
+    alone = np.stack([encode_alone(tmp_path, text, pooling) for text in texts])
+    np.testing.assert_allclose(vectors, alone, atol=1e-5)
+
+
+def test_a_sentence_transformers_folder_decides_on_pooling(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    names = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {
+            "idx": i,
+            "name": str(i),
+            "path": path,
+            "type": f"sentence_transformers.models.{t}",
+        }
+        for i, (path, t) in enumerate(names.items())
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 16, "pooling_mode_cls_token": True}
+    (tmp_path / "1_Pooling" / "config.json").write_text(
+        json.dumps({**pooling, "pooling_mode_mean_tokens": False})
+    )
+    vectors = TextEncoder(str(tmp_path), "folder", 256, 8).encode(TEXTS)
+    expected = TextEncoder(str(tmp_path), "cls", 256, 8).encode(TEXTS)
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(vectors / lengths, expected, atol=1e-5)
+    assert (lengths > 1.5).all()  # the folder does not normalise
+
+
+def test_pairs_have_the_state_of_the_first_separator(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    encoder = TextEncoder(str(tmp_path), "cls", 256, 4)
+    seconds = TEXTS[::-1]
+    vectors = encoder.encode(TEXTS, seconds, separator=True)
+    model = AutoModel.from_pretrained(tmp_path).eval()
+    for row, pair in enumerate(zip(TEXTS, seconds, strict=True)):
+        batch = make_tokenizer()(*pair, return_tensors="pt")
+        with torch.inference_mode():
+            states = model(**batch).last_hidden_state[0]
+        first = batch["input_ids"][0].tolist().index(3)
+        expected = torch.nn.functional.normalize(states[[0, first]], dim=-1)
+        np.testing.assert_allclose(vectors[row], expected.flatten(), atol=1e-5)
+
+
+def test_a_saved_encoder_gives_the_same_vectors(tmp_path: Path) -> None:
+    save_bert(tmp_path / "bert")
+    encoder = TextEncoder(str(tmp_path / "bert"), "cls", 8, 4)
+    (tmp_path / "saved").mkdir()
+    encoder.save(tmp_path / "saved")
+    loaded = load_saved(tmp_path / "saved")
+    np.testing.assert_allclose(loaded.encode(TEXTS), encoder.encode(TEXTS), atol=1e-6)
+
+
+def remove_layer(folder: Path) -> None:
+    save_bert(folder)
+    file = folder / "model.safetensors"
+    weights = {k: v for k, v in load_file(file).items() if "layer.1" not in k}
+    save_file(weights, file, {"format": "pt"})
+
+
+def remove_tokenizer(folder: Path) -> None:
+    save_bert(folder)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def write_lfs_pointer(folder: Path) -> None:
+    save_bert(folder)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (folder / "model.safetensors").write_text(pointer)
+
+
+def add_own_code(folder: Path) -> None:
+    save_bert(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text("raise SystemExit('code of the folder ran')")
+
+
+@pytest.mark.parametrize(
+    ("save", "fragment"),
+    [
+        (remove_layer, "lacks 16 weights"),
+        (remove_tokenizer, "no tokenizer"),
+        (lambda folder: save_bert(folder, vocab_size=12), "12 token embeddings"),
+        (lambda folder: save_bert(folder, pad_token=None), "pad token"),
+        (write_lfs_pointer, "cannot load"),
+        (add_own_code, "code"),
+        (lambda folder: None, "cannot load"),
+    ],
+)
+def test_faulty_folders_are_refused_in_one_line(
+    save: Callable[[Path], None], fragment: str, tmp_path: Path
+) -> None:
+    save(tmp_path)
+    with pytest.raises(UserError, match=fragment) as caught:
+        check_encoder(str(tmp_path), "folder", 256, 8)
+    assert "\n" not in str(caught.value)
