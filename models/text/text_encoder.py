@@ -175,7 +175,7 @@ class TextEncoder:
         self.precision = precision
         with pretrained_source(name) as source:
             location = source.pop("pretrained_model_name_or_path")
-            model = SentenceTransformer(
+            model: Any = SentenceTransformer(
                 location, model_kwargs={"dtype": torch.float32}, **source
             )
             if pooling != "folder":

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from models.retrieval.data import Catalogue
 from models.storage.tables import UserError, join, read_manifest, read_table
-from models.text.language_model import language_model_source
+from models.text.language_model import LANGUAGE_MODEL
+from models.text.pretrained import pretrained_source
 
 TASKS = ("next", "next_title", "title_to_item", "item_to_title")
 """Sequential item prediction; asymmetric item prediction, whose response is the title;
@@ -108,7 +109,7 @@ class Pretrained:
         """
         from transformers import AutoTokenizer
 
-        with language_model_source(name) as source:
+        with pretrained_source(name, LANGUAGE_MODEL) as source:
             self.tokenizer = AutoTokenizer.from_pretrained(**source)
         begin = self.tokenizer.bos_token_id
         self.begin = [] if begin is None else [begin]
