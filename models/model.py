@@ -69,8 +69,6 @@ class Model(nn.Module):
     stops_early: ClassVar[bool] = False
     """Whether `fit_in_one_pass(train, val)` takes validation batches, for early
     stopping."""
-    supports_fsdp: ClassVar[bool] = False
-    """Whether FSDP can shard the model over workers."""
     can_teach: ClassVar[bool] = False
     """Whether students can be distilled from the model, because it has a backbone and a
     decoder."""
@@ -205,10 +203,6 @@ class Model(nn.Module):
     def lr_multipliers(self) -> dict[str, float]:
         """Return factors on the learning rate, by prefix of parameter names."""
         return {}
-
-    def fsdp_blocks(self) -> list[nn.Module]:
-        """Return the submodules that FSDP shards one by one."""
-        raise NotImplementedError
 
     def parameter_counts(self) -> dict[str, int]:
         """Return the numbers of learned parameters to report, by part of the model."""

@@ -4,8 +4,7 @@
     for event in fit(run.model, run.train, run.validate, run.fit, means=run.means):
         ...
 
-`python -m models.train` and the workers of `pipelines/training` both use this module,
-so they train equal models.
+The workers of `pipelines/training` use this module.
 """
 
 from __future__ import annotations

@@ -22,18 +22,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from pyarrow import fs
 from torch import nn
 
@@ -160,7 +159,6 @@ def save(
     model: nn.Module,
     metadata: Checkpoint,
     state: dict[str, Any] | None = None,
-    shards: Sequence[WrittenFile] = (),
     extra: Mapping[str, bytes] | None = None,
     completion: Completion | None = None,
 ) -> None:
@@ -172,27 +170,23 @@ def save(
         metadata: Content of `config.json`, which is written last.
         state: State to resume from. The state of a sharded model contains the full
             weights under `weights`.
-        shards: Files that `write_shards` has written into the folder.
         extra: Content of further files, by name.
         completion: Callbacks and upload thread; None completes the checkpoint at once.
     """
     completion = completion or Completion()
     filesystem, path = open_uri(str(uri))
     is_local = isinstance(filesystem, fs.LocalFileSystem)
-    if is_local and not shards:
+    if is_local:
         _make_empty_folder(filesystem, path)
     staging = None if is_local else TemporaryDirectory()
     folder = Path(staging.name if staging else path)
     _write_files(folder, model, metadata, state, extra or {})
-    metadata.files |= {shard.name: shard.size for shard in shards}
-    metadata.sha256 |= {shard.name: shard.sha256 for shard in shards}
     config = metadata.to_json().encode()
 
     def upload() -> None:
         if staging:
             with staging:
-                if not shards:
-                    _make_empty_folder(filesystem, path)
+                _make_empty_folder(filesystem, path)
                 _copy(str(folder), path, fs.LocalFileSystem(), filesystem)
         completion.before()
         write_file(join(str(uri), CONFIG), config)
@@ -227,52 +221,6 @@ def _write_files(
     metadata.sha256 = {name: _hash(folder / name) for name in names}
 
 
-SHARD = re.compile(r"state-\d+\.pt")
-"""Pattern of the name of a file with the optimizer state of one rank's parameters."""
-
-
-class WrittenFile(NamedTuple):
-    """A file of a checkpoint that was written by a rank other than 0."""
-
-    name: str
-    size: int
-    """Size in bytes."""
-    sha256: str
-
-
-def write_shards(
-    folder: str, metadata: Checkpoint, state: dict[str, Any], rank: int
-) -> list[WrittenFile]:
-    """Write the optimizer states of all ranks except 0 into a checkpoint's folder.
-
-    A collective call. Rank 0 completes the checkpoint by `save`, with the optimizer
-    state of its own parameters.
-
-    Args:
-        folder: Folder of the run.
-        metadata: Content of the checkpoint's `config.json`.
-        state: State of this rank, whose optimizer state is the rank's share.
-        rank: Rank of this worker.
-
-    Returns:
-        The files that all ranks have written.
-    """
-    filesystem, path = open_uri(join(folder, metadata.folder))
-    if rank == 0:
-        _make_empty_folder(filesystem, path)
-    dist.barrier()
-    written_file: WrittenFile | None = None
-    if rank:
-        with TemporaryDirectory() as staging:
-            file = Path(staging) / f"state-{rank}.pt"
-            torch.save(state["optimizer"]["state"], file)
-            _copy(str(file), f"{path}/{file.name}", fs.LocalFileSystem(), filesystem)
-            written_file = WrittenFile(file.name, file.stat().st_size, _hash(file))
-    gathered: list[WrittenFile | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, written_file)
-    return [written for written in gathered if written]
-
-
 def _copy(
     source: str, target: str, source_system: fs.FileSystem, target_system: fs.FileSystem
 ) -> None:
@@ -304,7 +252,6 @@ def keep(
     metadata: Checkpoint,
     state: dict[str, Any] | None,
     uploads: Uploads | None = None,
-    shards: Sequence[WrittenFile] = (),
     extra: Mapping[str, bytes] | None = None,
 ) -> None:
     """Save a checkpoint of a run and remove older ones, except the best checkpoint.
@@ -315,7 +262,6 @@ def keep(
         metadata: Content of `config.json`.
         state: State to resume from.
         uploads: Thread that uploads checkpoints to a URI.
-        shards: Files that `write_shards` has written into the checkpoint's folder.
         extra: Content of further files, by name.
 
     Raises:
@@ -336,7 +282,7 @@ def keep(
 
     completion = Completion(check_attempt, remove_older, uploads)
     uri = join(folder, metadata.folder)
-    save(uri, model, metadata, state, shards, extra, completion)
+    save(uri, model, metadata, state, extra, completion)
 
 
 STEP = re.compile(r"step-(\d+)(?:-a(\d+\.\d+))?")
@@ -615,12 +561,5 @@ def load_state(uri: str | Path) -> dict[str, Any]:
             raise UserError(
                 f"{uri} holds no {STATE}, so training cannot resume from it"
             )
-        names = [STATE, *sorted(filter(SHARD.fullmatch, read(uri).files))]
-        parts: list[dict[str, Any]] = []
-        for name in names:
-            path = verify_file(folder, name, uri)
-            parts.append(torch.load(path, map_location="cpu", weights_only=True))
-    state, *optimizer_states = parts
-    for optimizer_state in optimizer_states:
-        state["optimizer"]["state"] |= optimizer_state
-    return state
+        path = verify_file(folder, STATE, uri)
+        return torch.load(path, map_location="cpu", weights_only=True)

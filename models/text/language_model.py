@@ -106,26 +106,6 @@ def has_tied_embeddings(lm: Any) -> bool:
     return bool(lm.get_output_embeddings().weight is lm.get_input_embeddings().weight)
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the Transformer blocks that FSDP2 shards one by one."""
-    from transformers import PreTrainedModel
-
-    language_models = [
-        module for module in model.modules() if isinstance(module, PreTrainedModel)
-    ]
-    if not language_models:
-        return []
-    block_types: set[str] = set()
-    for lm in language_models:
-        block_types.update(lm._no_split_modules or ())
-    # the first language model contains the others
-    return [
-        module
-        for module in language_models[0].modules()
-        if type(module).__name__ in block_types
-    ]
-
-
 def add_lora(lm: nn.Module, rank: int, alpha: float, dropout: float) -> None:
     """Freeze the language model and add trained low-rank products (Hu et al., 2021).
 

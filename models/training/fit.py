@@ -1,6 +1,5 @@
 """The training loop, in PyTorch only: a generator of events.
 
-`python -m models.train` drives the loop with PyTorch alone; under Ray,
 `pipelines/training` turns its events into reports, checkpoints and metrics.
 
 A run can be stopped at any step and resumed. The random numbers of a step depend on
@@ -125,8 +124,8 @@ class Event:
     state: State = field(default_factory=dict)
     """State to save in a checkpoint beside the weights; empty if no checkpoint is due.
     It holds live tensors, so save it before the next event is requested. For a sharded
-    model it also has the full `weights`, on rank 0, and the optimizer state of each
-    rank's share of the parameters (`checkpoint.write_shards`)."""
+    model it also has the full `weights`; only rank 0 has them and the optimizer state.
+    """
 
 
 @dataclass(frozen=True)
@@ -552,7 +551,7 @@ def make_step(
     config: FitConfig,
     device: torch.device,
     world: int,
-    sharded: bool,
+    shards: fsdp.Shards | None,
 ) -> tuple[Any, TrainStep]:
     """Wrap a model by DDP, compile it if configured, and build its training step.
 
@@ -562,14 +561,14 @@ def make_step(
         config: Options of the training loop.
         device: Device of the model.
         world: Number of workers.
-        sharded: Whether FSDP shards the model, so that DDP must not wrap it.
+        shards: The shards of the model; None if each worker holds the whole model.
 
     Returns:
         The wrapped model, and the step, which takes batches on the device.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     module: Any = model
-    if world > 1 and not sharded:
+    if world > 1 and not shards:
         module = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -578,6 +577,7 @@ def make_step(
     if config.compile and device.type == "cuda":
         module = compile_per_shape(module)
     max_norm = config.clip_norm or math.inf
+    clip_gradient = shards.clip_gradient if shards else nn.utils.clip_grad_norm_
 
     def step_on(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         try:
@@ -585,7 +585,7 @@ def make_step(
             with autocast(config.precision, device), workers:
                 outputs = module(batch)
             outputs["loss"].backward()
-            norm = fsdp.gather(nn.utils.clip_grad_norm_(parameters, max_norm))
+            norm = clip_gradient(parameters, max_norm)
             optimizer.step()
         finally:
             optimizer.zero_grad(set_to_none=True)
@@ -621,8 +621,8 @@ class _Loop:
     """Factor on the learning rate of each parameter group."""
     take_step: TrainStep
     """The training step, which moves batches to the device."""
-    sharded: bool
-    """Whether FSDP shards the model."""
+    shards: fsdp.Shards | None
+    """Shards of the model; None if each worker holds the whole model."""
     train_batches: TrainBatches
     validate: Validate
     means: Means | None
@@ -794,7 +794,7 @@ class _Loop:
     def _validate(self, is_last: bool = False) -> dict[str, Any] | None:
         """Validate and return event fields, or None if the validation was stopped."""
         began = time.perf_counter()
-        with fsdp.gather_weights(self.model):
+        with self.shards.gather_weights() if self.shards else nullcontext():
             result = run_validation(
                 self.model,
                 self.validate,
@@ -829,16 +829,10 @@ class _Loop:
 
     def _snapshot(self) -> State:
         """Return the state of `Event.state`; a collective call if sharded."""
-        state = {
-            "optimizer": optimizer_state(self.optimizer),
-            "cursor": asdict(self.cursor),
-        }
-        if self.sharded:
-            state["optimizer"]["state"] = fsdp.take_share(
-                state["optimizer"]["state"], self.rank, self.world
-            )
-            state["weights"] = fsdp.gather_state_dict(self.model, keep=self.rank == 0)
-        return state
+        cursor = {"cursor": asdict(self.cursor)}
+        if self.shards:
+            return cursor | self.shards.full_state(self.optimizer)
+        return cursor | {"optimizer": optimizer_state(self.optimizer)}
 
     def _count_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch: the fewest batches of any rank."""
@@ -859,7 +853,7 @@ def fit(
     *,
     means: Means | None = None,
     lr_multipliers: Mapping[str, float] | None = None,
-    blocks: Sequence[nn.Module] = (),
+    shard: bool = False,
     state: State | None = None,
     device: torch.device | str = "cpu",
     rank: int = 0,
@@ -882,8 +876,7 @@ def fit(
         means: Computes metrics from the sums of all ranks; None divides the sums by the
             number of rows.
         lr_multipliers: Factors on the learning rate, by prefix of parameter names.
-        blocks: Submodules that FSDP shards one by one (`models/training/fsdp.py`); if
-            empty, the model is not sharded.
+        shard: Whether several workers shard the model (`models/training/fsdp.py`).
         state: State of the event from which the run resumes; the caller has loaded the
             weights.
         device: Device of the model.
@@ -901,19 +894,22 @@ def fit(
             batch, or the validation split is empty.
     """
     device = torch.device(device)
-    sharded = bool(blocks) and world > 1
-    if sharded:
-        fsdp.shard(model, blocks, device, world)
+    shards = None
+    if shard and world > 1:
+        shards = fsdp.shard(model, device, rank, world)
     optimizer, factors = make_optimizer(
         model, config.optimizer, config.weight_decay, lr_multipliers or {}
     )
     cursor = Cursor()
     if state is not None:
-        fsdp.load_optimizer(optimizer, state["optimizer"])
+        if shards:
+            shards.load(optimizer, state["optimizer"])
+        else:
+            optimizer.load_state_dict(state["optimizer"])
         cursor = Cursor.from_state(state["cursor"])
     if cursor.stopped:
         return
-    module, step_on = make_step(model, optimizer, config, device, world, sharded)
+    module, step_on = make_step(model, optimizer, config, device, world, shards)
 
     def move_and_step(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         return step_on(batch.to(device))
@@ -927,7 +923,7 @@ def fit(
         optimizer=optimizer,
         factors=factors,
         take_step=take_step,
-        sharded=sharded,
+        shards=shards,
         train_batches=train_batches,
         validate=validate,
         means=means,

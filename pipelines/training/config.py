@@ -63,9 +63,9 @@ class RayOptions:
     """Minutes after which an unresponsive worker, or one that the others wait for in a
     gradient exchange, is considered lost: all workers start again from the last
     checkpoint. A single worker that responds is never ended."""
-    fsdp: bool = False
-    """Shard weights, gradients and the optimizer's state over the workers (FSDP2), for
-    language models whose training does not fit on one device."""
+    shard: bool = False
+    """Shard weights, gradients and the optimizer's state over the workers, for language
+    models whose training does not fit on one device."""
 
     def __post_init__(self) -> None:
         check_least(self, ["num_workers"], 1, "ray.")

@@ -78,8 +78,6 @@ def check_training(
     catalogue = load(name, config.inputs)
     record = None if config.overwrite else read_record(config.folder)
     resolved = resolve_model(model, catalogue, record)
-    if config.ray.fsdp:
-        check_fsdp(model_class)
     ray = config.ray
     if not model_class.trains_by_gradient:
         ray = replace(ray, num_workers=1, min_workers=0)
@@ -104,15 +102,6 @@ def check_training(
         given_model=model,
         hashes=catalogue.hashes,
         init_weights=init_weights,
-    )
-
-
-def check_fsdp(model_class: type[Model]) -> None:
-    """Raise UserError if a model cannot be trained with sharded weights."""
-    if model_class.supports_fsdp:
-        return
-    raise UserError(
-        f"ray.fsdp is true, but '{model_class.name}' is not trained in shards"
     )
 
 

@@ -454,7 +454,7 @@ def train_sgd(
         config.fit,
         means=run.means,
         lr_multipliers=run.lr_multipliers,
-        blocks=run.model.fsdp_blocks() if config.ray.fsdp else [],
+        shard=config.ray.shard,
         state=state,
         device=run.device,
         rank=worker.rank,
@@ -553,8 +553,8 @@ def save_and_report(
 ) -> None:
     """Save a checkpoint, with the curves up to it, and report it.
 
-    Rank 0 saves the checkpoint and removes outdated ones. If the model is sharded,
-    every rank writes its shard first. The upload may finish after the report.
+    Rank 0 saves the checkpoint and removes outdated ones. The upload may finish after
+    the report.
 
     Args:
         run: Model and data of the training.
@@ -568,12 +568,9 @@ def save_and_report(
     curves = {}
     if logger:
         curves[tracking.CURVES] = tracking.curves_to_bytes(logger.curves)
-    shards: list[checkpoint.WrittenFile] = []
-    if state and "weights" in state:
-        shards = checkpoint.write_shards(folder, new_checkpoint, state, worker.rank)
     if worker.rank == 0:
         checkpoint.keep(
-            folder, run.model, new_checkpoint, state, worker.uploads, shards, curves
+            folder, run.model, new_checkpoint, state, worker.uploads, curves
         )
     worker.report(new_checkpoint)
 

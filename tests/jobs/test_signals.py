@@ -298,42 +298,6 @@ def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights_and_cu
             torch.testing.assert_close(cut_tensors[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_models_train_stopped_within_an_epoch_continues_to_the_same_weights(
-    small: tuple[str, str], tmp_path: Path
-) -> None:
-    model = {"name": "sasrec", "dim": 256, "num_layers": 4, "max_history": 12}
-    fit = {"batch_size": 2, "patience": 0, "max_epochs": 4}
-    (tmp_path / "model.json").write_text(json.dumps({"model": model, "fit": fit}))
-    words = ["models.train", "--config", f"{tmp_path}/model.json", "--tables", small[0]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def train(folder: str) -> str:
-        training = run_command(
-            [*words, "--output", str(tmp_path / folder)], environment
-        )
-        assert training.returncode == 0, training.stderr
-        return training.stdout
-
-    train("whole")
-    output, code = stop_command(
-        [*words, "--output", str(tmp_path / "cut")],
-        signal.SIGTERM,
-        " 1/4 ",
-        environment,
-    )
-    continued_output = train("cut")
-
-    assert code == EXIT_CODES[signal.SIGTERM]
-    stopped = re.search(r"stopped at step (\d+); the same command again", output)
-    assert stopped, output
-    assert f", step {stopped[1]}\n" in continued_output
-    whole, cut = (
-        safetensors.torch.load_file(tmp_path / name / "best/model.safetensors")
-        for name in ("whole", "cut")
-    )
-    assert all(torch.equal(cut[key], value) for key, value in whole.items())
-
-
 @pytest.mark.parametrize("number", EXIT_CODES)
 def test_a_stopped_sweep_continues_to_its_end(
     number: signal.Signals,

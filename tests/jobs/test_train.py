@@ -96,15 +96,6 @@ def load_last_weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(max(run.glob("step-*")) / "model.safetensors")
 
 
-def train_without_ray(words: list[str], environment: dict[str, str]) -> None:
-    """Train by models.train in a new process.
-
-    oneDNN's choice of kernels depends on what a process has computed before.
-    """
-    command = [sys.executable, "-m", "models.train", *words]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-
-
 def kill_after_a_checkpoint(
     command: list[str], environment: dict[str, str], run: Path
 ) -> list[str]:
@@ -147,11 +138,12 @@ def test_a_killed_and_repeated_run_equals_an_undisturbed_one(
     }
     environment["OMP_NUM_THREADS"] = "1"
 
-    undisturbed = tmp_path / "undisturbed"
-    train_without_ray([*inputs, "--output", str(undisturbed)], environment)
-    command = [sys.executable, "-m", "jobs.train", *inputs]
-    command += ["--storage", str(tmp_path / "runs"), "--name", "killed"]
-    command += ["--ray.threads", "1", "--log_model", "false"]
+    train = [sys.executable, "-m", "jobs.train", *inputs, "--ray.threads", "1"]
+    train += ["--log_model", "false", "--storage"]
+    undisturbed = tmp_path / "quiet/undisturbed"
+    first = [*train, str(tmp_path / "quiet"), "--name", "undisturbed"]
+    subprocess.run(first, cwd=ROOT, env=environment, check=True)
+    command = [*train, str(tmp_path / "runs"), "--name", "killed"]
     run = tmp_path / "runs/killed"
     killed_at = kill_after_a_checkpoint(command, environment, run)
 

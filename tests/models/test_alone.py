@@ -1,8 +1,7 @@
-"""Training and benchmarks run without Ray, MLflow and polars."""
+"""Models are trained and loaded without Ray, MLflow and polars."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,61 +12,55 @@ from tests.fixtures.training_tables import write_tables
 
 ROOT = Path(__file__).parents[2]
 
-HIDDEN_PACKAGES = (
-    "ray",
-    "mlflow",
-    "polars",
-    "pandas",
-    "matplotlib",
-    "pipelines",
-    "tuning",
-    "jobs",
-)
+PROGRAM = """
+import sys
 
-# trains by the command line in `sys.argv`, with the packages hidden from imports
-PROGRAM = f"""
-import runpy, sys
+HIDDEN = ("ray", "mlflow", "polars", "pandas", "matplotlib", "pipelines", "tuning", "jobs")
 
 class HidingFinder:
     def __init__(self, finder):
         self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        return None if name.split(".")[0] in {HIDDEN_PACKAGES} else self.finder.find_spec(name, path, target)
+        hidden = name.split(".")[0] in HIDDEN
+        return None if hidden else self.finder.find_spec(name, path, target)
 
     def __getattr__(self, name):
         return getattr(self.finder, name)
 
 sys.meta_path[:] = [HidingFinder(finder) for finder in sys.meta_path]
-arguments = sys.argv[1:]
-sys.argv = ["benchmarks", "--help"]
-try:
-    runpy.run_module("benchmarks", run_name="__main__")
-except SystemExit as error:
-    assert error.code == 0
-import benchmarks.actions, benchmarks.decode, benchmarks.search_encoder
-sys.argv = ["models.train", *arguments]
-runpy.run_module("models.train", run_name="__main__")
+
+from models.build import load_model, parse_options
+from models.loaded_model import load_catalogue
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.training.fit import FitConfig, fit
+from models.training_run import TrainingRun, resolve_training
+
+tables, folder = sys.argv[1:]
+_, config = parse_options({"name": "sasrec", "dim": 8, "num_layers": 1})
+options = FitConfig(max_epochs=1, batch_size=4)
+config, inputs = resolve_training(config, options, Inputs(tables))
+run = TrainingRun.build(config, options, inputs)
+for event in fit(run.model, run.train, run.validate, run.fit, means=run.means):
+    if event.stop:
+        saved = run.checkpoint(epoch=event.epoch, metrics=event.metrics)
+        checkpoint.save(folder, run.model, saved, event.state)
+_, loaded = load_model(folder, load_catalogue("sasrec", inputs))
+assert loaded.metrics["ndcg@10"] > 0
 """
+"""Program that trains a model with some packages hidden from imports."""
 
 
 @pytest.mark.long
-def test_training_and_benchmarks_run_without_ray(tmp_path: Path) -> None:
+def test_a_model_is_trained_with_pytorch_alone(tmp_path: Path) -> None:
     tables, _ = write_tables(tmp_path, users=12)
-    config = {
-        "model": {"name": "sasrec", "dim": 8, "num_layers": 1},
-        "fit": {"max_epochs": 1, "batch_size": 4},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    arguments = ["--config", str(tmp_path / "config.yaml"), "--tables", tables]
-    arguments += ["--output", str(tmp_path / "run")]
 
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
+        [sys.executable, "-c", PROGRAM, tables, str(tmp_path / "last")],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
 
     assert process.returncode == 0, process.stderr[-2000:]
-    assert (tmp_path / "run/best/model.safetensors").is_file()

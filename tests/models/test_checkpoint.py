@@ -4,7 +4,6 @@ rejected in one line.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -24,7 +23,6 @@ from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import TableVersion, UserError
 from models.storage.uri import open_uri
-from models.train import main
 from models.training.fit import FitConfig
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
@@ -149,38 +147,6 @@ def test_a_damaged_file_is_named(saved: dict[str, str], tmp_path: Path) -> None:
     (broken / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is damaged"):
         checkpoint.read(broken)
-
-
-def test_training_with_pytorch_alone_continues_a_finished_run_without_steps(
-    saved: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    config = tmp_path / "sasrec.yaml"
-    fit = {"batch_size": 8, "max_epochs": 3}
-    config.write_text(json.dumps({"model": SASREC, "fit": fit}))
-    output = tmp_path / "run"
-    arguments = ["--config", str(config), "--tables", saved["tables"]]
-    arguments += ["--output", str(output)]
-
-    main(arguments)
-    assert "epoch   3/3" in capsys.readouterr().out
-
-    main(arguments)
-    lines = capsys.readouterr().out
-    assert "continuing after epoch 3" in lines
-    assert "val ndcg" not in lines
-    # a random order has about 0.19
-    assert checkpoint.read(output / "best").metrics["ndcg@10"] > 0.3
-
-    config.write_text(json.dumps({"model": SASREC, "fit": {**fit, "max_epochs": 4}}))
-    with pytest.raises(
-        SystemExit,
-        match=r"run was started with fit.max_epochs 3, not 4",
-    ):
-        main(arguments)
-
-    config.write_text(json.dumps({"model": TIGER}))
-    with pytest.raises(SystemExit, match="needs semantic IDs"):
-        main(arguments)
 
 
 def build_linear(epoch: int) -> tuple[nn.Module, checkpoint.Checkpoint, dict]:

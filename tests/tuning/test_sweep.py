@@ -144,14 +144,15 @@ def halved(
     return halved
 
 
-def test_a_trial_trains_as_models_train_does(halved: HalvedSweep) -> None:
+def test_a_trial_trains_as_jobs_train_does(halved: HalvedSweep) -> None:
     best = halved.result.best
     assert best is not None
     assert best.point == {"fit.lr": 0.03}
-    config, output = halved.folder / "config.yaml", halved.folder / "alone"
+    config, output = halved.folder / "config.yaml", halved.folder / "runs/alone"
     config.write_text(json.dumps({"model": MODEL, "fit": {**FIT, "lr": 0.03}}))
-    command = [sys.executable, "-m", "models.train", "--config", str(config)]
-    command += ["--tables", halved.tables, "--output", str(output)]
+    command = [sys.executable, "-m", "jobs.train", "--config", str(config)]
+    command += ["--tables", halved.tables, "--storage", str(output.parent)]
+    command += ["--name", "alone", "--log_model", "false"]
     # A process for this training alone, as oneDNN's choice of kernels depends on what
     # a process has computed before.
     subprocess.run(

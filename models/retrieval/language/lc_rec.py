@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from models.config import check_dropout, check_least, check_positive
@@ -141,7 +141,6 @@ class LcRec(Retriever):
 
     name = "lc_rec"
     config_class = LcRecConfig
-    supports_fsdp = True
     config: LcRecConfig
     backbone: LmBackbone
     decoder: LmDecoder
@@ -225,10 +224,6 @@ class LcRec(Retriever):
             f"tasks: next, and {', '.join(tasks)} on the text column '{config.title}' "
             "of the items"
         ]
-
-    def fsdp_blocks(self) -> list[nn.Module]:
-        """Return the blocks of the language model."""
-        return language_model.find_blocks(self)
 
     def set_texts(self, texts: Texts) -> None:
         """Set the titles for the tasks other than `next`."""

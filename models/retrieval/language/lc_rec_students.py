@@ -280,7 +280,6 @@ class LcRecNezha(Joint):
 
     name = "lc_rec_nezha"
     config_class = LcRecNezhaConfig
-    supports_fsdp = True
     config: LcRecNezhaConfig
     backbone: NezhaLmBackbone
 
@@ -294,10 +293,6 @@ class LcRecNezha(Joint):
     def lr_multipliers(self) -> dict[str, float]:
         """Return the `rates` of the config by prefix of parameter names."""
         return self.config.lr_multipliers()
-
-    def fsdp_blocks(self) -> list[nn.Module]:
-        """Return the blocks of the language model."""
-        return language_model.find_blocks(self)
 
     def set_teacher(self, teacher: Retriever) -> None:
         """Copy the teacher's language model and code embeddings."""

@@ -6,14 +6,12 @@ continues is lost twice. For the other families they are two processes of the sa
 
 from __future__ import annotations
 
-import gc
 import os
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
-from torch.distributed.fsdp import FSDPModule
 
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
@@ -78,23 +75,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"metric": "mean/rig"},
     ),
-    "sharded": (
-        {
-            "name": "lc_rec",
-            "width": 16,
-            "num_layers": 2,
-            "num_heads": 2,
-            "ffn_width": 24,
-            "tasks": ["next"],
-            "max_history": 4,
-        },
-        {"max_epochs": 3},
-    ),
 }
 """Options of a model and of its training, by family.
 
-The models draw no random numbers and take no negatives from their batch. The last one is
-a language model that is sharded over its workers."""
+The models draw no random numbers and take no negatives from their batch."""
 
 FIT = {
     "batch_size": 16,
@@ -110,9 +94,9 @@ FIT = {
 
 def write_inputs(family: str, folder: Path) -> Inputs:
     """Write the tables of a family in six parts."""
-    if family in ("retrieval", "sharded"):
-        tables, sids = write_tables(folder, parts=6)
-        return Inputs(tables, sids if family == "sharded" else None)
+    if family == "retrieval":
+        tables, _ = write_tables(folder, parts=6)
+        return Inputs(tables)
     if family == "search":
         tables, text = write_search(folder, parts=6)
         return Inputs(tables, text=text)
@@ -172,30 +156,19 @@ def run_one_of_two_workers(rank: int, task: Task, last_step: int) -> None:
         "gloo", f"file://{task.config.folder}.meet", rank=rank, world_size=2
     )
 
-    def check_shards(saved: checkpoint.Checkpoint) -> None:
-        """Check that each worker holds half of the sharded parameters."""
-        sharded = [
-            parameter
-            for module in gc.get_objects()
-            if isinstance(module, FSDPModule)
-            for parameter in module.parameters()
-        ]
-        assert bool(sharded) == task.config.ray.fsdp
-        num_local = sum(parameter.to_local().numel() for parameter in sharded)
-        num_parameters = sum(parameter.numel() for parameter in sharded)
-        assert num_local <= 0.55 * num_parameters
+    def kill_when_due(saved: checkpoint.Checkpoint) -> None:
         dist.barrier()
         if saved.step >= last_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     worker = WorkerContext(
-        rank, 2, torch.device("cpu"), 2, check_shards, lambda line: None
+        rank, 2, torch.device("cpu"), 2, kill_when_due, lambda line: None
     )
     run_task(task, worker)
 
 
-def start_two_workers(task: Task, last_step: int = 10**9) -> None:
-    """Train with two processes without Ray Train, up to their kill or to the end."""
+def start_two_workers(task: Task, last_step: int) -> None:
+    """Train with two processes without Ray Train, up to their kill."""
     mp.start_processes(
         run_one_of_two_workers, (task, last_step), nprocs=2, start_method="forkserver"
     )
@@ -246,12 +219,9 @@ class Trainings:
         """Train or continue the run `name` in this process, which starts faster."""
         return self.train(name, 1, on_checkpoint=lambda saved: None)
 
-    def build_task(self, name: str, fsdp: bool) -> Task:
+    def build_task(self, name: str) -> Task:
         """Build the task of two workers without Ray Train."""
-        options = RayOptions(threads=1, fsdp=fsdp)
-        config = make_config(
-            self.model, self.fit, self.inputs, str(self.storage), name, ray=options
-        )
+        config = make_config(self.model, self.fit, self.inputs, str(self.storage), name)
         return Task(check_training(config).config, hashes={}, run=None)
 
 
@@ -306,14 +276,9 @@ def test_a_run_killed_with_two_workers_and_continued_by_one_has_the_same_weights
     if uses_ray:
         lose_both_ray_workers(trainings, kill_step)
     else:
-        task = trainings.build_task("cut", fsdp=family == "sharded")
+        task = trainings.build_task("cut")
         with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
             start_two_workers(task, kill_step)
-    if family == "sharded":  # two workers also continue from the same checkpoint
-        shutil.copytree(storage / "cut", storage / "two")
-        task.config = replace(task.config, name="two")
-        start_two_workers(task)
-        check_same_weights(storage / "two", storage / "whole", last)
     assert find_newest_step(storage / "cut") >= kill_step
     assert find_newest_step(storage / "cut") < find_newest_step(storage / "whole")
 

@@ -1,0 +1,99 @@
+"""A model sharded over two CPU processes is trained as by one worker."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
+from models.training.fit import FitConfig, best_fields, fit
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training
+
+MODEL = {
+    "name": "lc_rec",
+    "width": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "ffn_width": 24,
+    "tasks": ["next"],
+    "max_history": 4,
+}
+
+
+def train_to(
+    epochs: int, folder: Path, inputs: Inputs, rank: int = 0, world: int = 1
+) -> None:
+    """Train from the last checkpoint in a folder up to a number of epochs."""
+    last = checkpoint.last(str(folder))
+    options = FitConfig(
+        batch_size=16, max_epochs=epochs, lr=0.003, seed=3, eval_examples=31
+    )
+    run = build_training(MODEL, options, inputs, rank=rank, world=world, last=last)
+    state = run.resume(str(folder), last) if last else None
+    for event in fit(
+        run.model,
+        run.train,
+        run.validate,
+        options,
+        means=run.means,
+        state=state,
+        shard=world > 1,
+        rank=rank,
+        world=world,
+    ):
+        if world > 1:
+            parameters = list(run.model.parameters())
+            num_local = sum(p.to_local().numel() for p in parameters)
+            assert num_local <= 0.55 * sum(p.numel() for p in parameters)
+        if event.state and rank == 0:
+            saved = run.checkpoint(
+                epoch=event.epoch, step=event.step, best=best_fields(event.state)
+            )
+            saved.set_best_folder(last)
+            last = saved
+            checkpoint.keep(str(folder), run.model, saved, event.state)
+
+
+def train_as_one_of_two(rank: int, epochs: int, folder: Path, inputs: Inputs) -> None:
+    """Train as one of two workers that share the model."""
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}-{epochs}.meet"
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=2)
+    train_to(epochs, folder, inputs, rank, world=2)
+    dist.destroy_process_group()
+
+
+def train_with_two(epochs: int, folder: Path, inputs: Inputs) -> None:
+    """Train with two workers that share the model."""
+    arguments = (epochs, folder, inputs)
+    mp.start_processes(
+        train_as_one_of_two, arguments, nprocs=2, start_method="forkserver"
+    )
+
+
+@pytest.mark.long
+def test_two_workers_with_shards_train_the_weights_of_one(tmp_path: Path) -> None:
+    inputs = Inputs(*write_tables(tmp_path / "made", parts=6))
+    whole, two, one = (tmp_path / name for name in ("whole", "two", "one"))
+    train_to(3, whole, inputs)
+
+    train_with_two(2, two, inputs)
+    shutil.copytree(two, one)
+    train_with_two(3, two, inputs)
+    train_to(3, one, inputs)  # without shards
+
+    expected_file = max(whole.glob("step-*/model.safetensors"))
+    expected = load_file(expected_file)
+    for folder in (two, one):
+        tensors = load_file(folder / expected_file.parent.name / "model.safetensors")
+        assert tensors.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(tensors[name], value, rtol=1e-3, atol=1e-4)
