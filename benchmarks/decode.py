@@ -7,9 +7,8 @@ TIGER verifying AtSpeed's drafts (random weights accept hardly any, the slowest 
 TIGER by this project's decoder; Mamba2; Gated DeltaNet; one decoder layer; EARN; NEZHA
 within the trie, and with the published hash set after the search; SID-MLP and SID-MLP++
 with histories padded to the maximum, as published; and both by the fast path. `allowed`
-are TIGER and SID-MLP among half of the items. TRIELINE_KERNELS chooses the kernels of
-all variants. LC-Rec, and NEZHA and SID-MLP on it, have a small language model and
-compare with each other.
+are TIGER and SID-MLP among half of the items. LC-Rec, and NEZHA and SID-MLP on it, have
+a small language model and compare with each other.
 
 Weights are random, as most searches depend on the shape of the catalogue only. With
 `checkpoints`, trained models are timed on histories and codes of their own tables. All
@@ -33,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.generate import encoder_inputs, generate, to_transformers
 from benchmarks.harness import (
     Call,
     Row,
@@ -47,6 +47,7 @@ from models.cpu import kernels
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch, RetrievalDataset
+from models.retrieval.distillation.student import Student
 from models.retrieval.tiger import TigerConfig
 from models.storage import checkpoint
 from models.storage.tables import UserError, join
@@ -260,12 +261,6 @@ def model_for(source: Source, variant: str) -> Any:
     return load_model(source, model_name(variant))
 
 
-def set_padding(variant: str, model: Any) -> None:
-    """Let the plain variant of SID-MLP++ also compute padding, as published."""
-    if variant.startswith("sid_mlp_pp"):
-        model.backbone.pack = variant != "sid_mlp_pp_plain"
-
-
 def make_encoder_call(
     variant: str, model: Any
 ) -> tuple[str, Callable[[HistoryBatch], Any]]:
@@ -274,8 +269,9 @@ def make_encoder_call(
     Variants that share an encoder have the same name.
     """
     if variant in ("hf", "hf_nocache"):
-        return "encoder/transformers", lambda batch: model.transformers_model().encoder(
-            *model.encoder_inputs(batch)
+        library = to_transformers(model)
+        return "encoder/transformers", lambda batch: library.encoder(
+            *encoder_inputs(model, batch)
         )
     if variant.endswith("plain"):
         return f"encoder/{model_name(variant)}_plain", model.encode
@@ -296,19 +292,20 @@ def make_call(variant: str, model: Any, beam: int) -> Callable[[HistoryBatch], A
         beam: Number of beams.
     """
     options: dict[str, Any] = {"beam": beam}
-    if variant in SLOW and not variant.startswith("atspeed"):
-        options["decoder"] = "shared_kv" if variant.startswith("tiger") else variant
-    elif variant.startswith("nezha"):
+    if variant in ("hf", "hf_nocache"):
+        library = to_transformers(model)
+        use_cache = variant == "hf"
+        return lambda batch: generate(model, library, batch, TOP_K, beam, use_cache)
+    if variant.startswith("nezha"):
         options["constrained"] = variant != "nezha_hash"
-    elif variant.startswith("sid_mlp"):
-        options["path"] = "plain" if variant.endswith("plain") else "fast"
     if variant.endswith("allowed"):
         generator = torch.Generator().manual_seed(0)
         allowed = torch.rand(model.trie.num_items, generator=generator) < 0.5
         options["allowed"] = model.encode_allowed(allowed.to(device()))
 
     def call(batch: HistoryBatch) -> Any:
-        set_padding(variant, model)
+        if variant.endswith("plain"):
+            return Student.recommend(model, batch, TOP_K, **options)
         return model.recommend(batch, TOP_K, **options)
 
     return call
@@ -377,7 +374,6 @@ def make_encoder(variant: str, params: Row) -> tuple[str, Call]:
 
     @torch.no_grad()
     def call(run: int) -> Any:
-        set_padding(variant, model)
         return encode(batches[run])
 
     return name, call

@@ -22,8 +22,7 @@ from models.config import check_positive, pluralize
 from models.retrieval.options import (
     RECOMMEND_OPTIONS,
     AtSpeedOptions,
-    SidMlpOptions,
-    TigerOptions,
+    StudentOptions,
 )
 from models.storage.inputs import Inputs
 
@@ -39,7 +38,7 @@ RECOMMEND_NAMES = tuple(
 
 
 @dataclass(kw_only=True)
-class Config(TigerOptions, SidMlpOptions, AtSpeedOptions):
+class Config(StudentOptions, AtSpeedOptions):
     """Options of jobs.evaluate."""
 
     checkpoint: str

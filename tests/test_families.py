@@ -72,6 +72,6 @@ def test_the_command_line_has_the_options_of_all_models() -> None:
     ]
     assert parse(Config, words).recommend_options() == {"beam": 5, "constrained": False}
     with pytest.raises(
-        UserError, match="--path is 'quick', it must be one of fast, plain"
+        UserError, match="--scores is 'all', it must be one of children"
     ):
-        parse(Config, ["--checkpoint", "C", "--tables", "T", "--path", "quick"])
+        parse(Config, ["--checkpoint", "C", "--tables", "T", "--scores", "all"])

@@ -13,15 +13,14 @@ to float32 rounding. The search saves work in these ways:
 - The first layer of a head is the sum of a part that depends on z, computed once per
   user, and of a table row per code:
   [z; e(c1); e(c2)] W + b = (z Wz + b) + T1[c1] + T2[c2].
-- If scores are normalised over the valid children, the head of a prefix with a single
-  child is not run.
 
 On a CPU everything after z is one compiled call (`kernels.beam_search`), which keeps a
-hidden layer in the core's cache.
+hidden layer in the core's cache and does not run the head of a prefix with a single
+child.
 
 Shapes: `B` users, `S` source positions, `D` width, `H` heads of width `K`, `W` beams,
-`R` scored prefixes, `M` children of the widest node, `N` hidden width of a head, `C_l`
-codes of level l, `L` levels.
+`M` children of the widest node, `N` hidden width of a head, `C_l` codes of level l, `L`
+levels.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from models.metrics.scores import check_finite
 from models.retrieval.data import HistoryBatch
 from models.retrieval.decoders.sid_mlp import Readout, SidMlpDecoder, query_state
 from models.retrieval.parts import History, real_positions
-from models.retrieval.recommend import empty_ranking
 from models.retrieval.retriever import Retriever
 from models.retrieval.search.topk import select, top_k
 
@@ -139,8 +137,6 @@ class FastSearch:
 
     def context(self, batch: HistoryBatch) -> Tensor:
         """Compute z (B, D) of equation 1."""
-        if not torch.compiler.is_compiling() and not len(batch.history):
-            return self.query_key.new_zeros((0, self.query_key.shape[1]))
         if self.encoder is None:
             return self.read(self.backbone.infer(batch))
         tokens, lengths = self.tokens.history(batch), self.tokens.lengths(batch)
@@ -209,8 +205,6 @@ class FastSearch:
                 f"{list(trie.codebook_sizes)}"
             )
         z_part = functional.linear(z, self.z_weight, self.z_bias)  # (B, L * N)
-        if not torch.compiler.is_compiling() and not len(z):
-            return empty_ranking(k, z.device)
         if kernels.ready(z_part, self.z_weight):
             node, score = self._search_compiled(z_part, k, beam, children, allowed)
         else:
@@ -258,63 +252,37 @@ class FastSearch:
                 index = parent.unsqueeze(-1).expand(-1, -1, level - 1)
                 rows = torch.cat([rows.gather(1, index), code_row.unsqueeze(-1)], -1)
             renormalise = children and level > 0
-            x, hidden_row = self._hidden_layers(
-                level, level_parts[level], rows, beams, renormalise
-            )
-            is_last = level == trie.levels - 1
-            keep = k if is_last else min(beam, trie.edges[level])
+            hidden = level_parts[level].repeat_interleave(rows.shape[1], 0)
+            if level > 0:
+                hidden = hidden + functional.embedding_bag(
+                    rows.flatten(0, 1), self.tables[level], mode="sum"
+                )
+            hidden = self.inner_layers[level](hidden)
             scores, edge = self._child_scores(
-                level, x, hidden_row, beams, renormalise, allowed
+                level, hidden, beams, renormalise, allowed
             )
-            if is_last:
-                position, score = top_k(scores, keep)
+            if level == trie.levels - 1:
+                position, score = top_k(scores, k)
                 position = position.clamp(min=0)
             else:
-                position = select(scores, min(keep, scores.shape[1]))
+                width = min(beam, trie.edges[level], scores.shape[1])
+                position = select(scores, width)
                 score = scores.gather(1, position)
             beams = Beams(edge.flatten(1).gather(1, position), score)
             parent = position // edge.shape[2]
         return beams.node, beams.score
 
-    def _hidden_layers(
-        self, level: int, z_part: Tensor, rows: Tensor, beams: Beams, children: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the hidden layers of a level's head for the beams that need them."""
-        offsets = self.student.trie.offsets(level)
-        node, num_beams = beams.node, rows.shape[1]
-        table_rows = rows.flatten(0, 1)  # (B * W, level)
-        hidden_row = None
-        if node.device.type == "cpu" and not torch.compiler.is_compiling():
-            is_needed = beams.score > -torch.inf
-            if children:  # an only child has probability 1
-                is_needed &= offsets[node + 1] - offsets[node] > 1
-            is_needed = is_needed.flatten()
-            hidden_row = torch.where(is_needed, is_needed.cumsum(0) - 1, -1)
-            hidden_row = hidden_row.unflatten(0, node.shape)
-            needed = is_needed.nonzero().squeeze(1)  # (R,)
-            table_rows = table_rows.index_select(0, needed)
-            hidden = z_part.index_select(0, needed // num_beams)
-        else:
-            hidden = z_part.repeat_interleave(num_beams, 0)
-        if level > 0:
-            code_part = functional.embedding_bag(
-                table_rows, self.tables[level], mode="sum"
-            )
-            hidden = code_part + hidden
-        return self.inner_layers[level](hidden), hidden_row
-
     def _child_scores(
         self,
         level: int,
-        x: Tensor,
-        hidden_row: Tensor | None,
+        hidden: Tensor,
         beams: Beams,
         children: bool,
         allowed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the scores of all children of the beams."""
         trie = self.student.trie
-        logits = self.outputs[level](x).float()
+        logits = self.outputs[level](hidden).float()
         # (B, W, M), ascending along the flattened beams
         edge, is_valid = trie.get_children(level, beams.node)
         is_selectable = is_valid
@@ -322,20 +290,13 @@ class FastSearch:
             is_selectable = is_valid & allowed.split(trie.edges)[level][edge]
         scores = torch.where(is_selectable, beams.score.unsqueeze(-1), -torch.inf)
         edges, is_child = edge.flatten(0, 1), is_valid.flatten(0, 1)  # (B * W, M)
-        if hidden_row is not None:
-            with_hidden = (hidden_row.flatten() >= 0).nonzero().squeeze(1)  # (R,)
-            edges = edges.index_select(0, with_hidden)
-            is_child = is_child.index_select(0, with_hidden)
         token = trie.tokens(level).index_select(0, edges.flatten()).view(edges.shape)
         if children:
             child_logits = logits.gather(1, token).masked_fill(~is_child, -torch.inf)
             log_probs = child_logits.log_softmax(-1)
         else:
             log_probs = logits.log_softmax(-1).gather(1, token)
-        if hidden_row is not None:
-            scores.flatten(0, 1).index_add_(0, with_hidden, log_probs)
-        else:
-            scores = scores + log_probs.view(scores.shape)
+        scores = scores + log_probs.view(scores.shape)
         return scores.flatten(1), edge
 
 

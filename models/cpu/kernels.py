@@ -8,8 +8,8 @@ passes on a CPU: attention within histories, from a query of each user to a hist
 from a beam to its ancestors; norms; and the whole search of a student through a trie.
 
 The library is built on first use with the machine's C++ compiler ($CXX, or c++) and
-stored in the user's cache folder. Without a compiler, on a GPU, in an exported program,
-and with TRIELINE_KERNELS=0, callers compute the same results with PyTorch.
+stored in the user's cache folder. Without a compiler, callers compute the same results
+with PyTorch, as they do on a GPU.
 `torch.utils.cpp_extension` is not used because it needs ninja, waits forever for a
 build that was killed, and loads libraries built for other processors.
 
@@ -95,28 +95,19 @@ def ready(*tensors: Tensor) -> bool:
     )
 
 
+@cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels, built on first use.
 
     Returns:
-        The library, or None if TRIELINE_KERNELS is 0 or the build fails. A failed build
-        is reported by a warning, once.
+        The library, or None if the build fails, which is reported by a warning.
     """
-    if os.environ.get("TRIELINE_KERNELS") == "0":
-        return None
-    return _library(os.environ.get("CXX") or "c++")
-
-
-@cache
-def _library(compiler: str) -> ctypes.CDLL | None:
-    """Build and load the library, or warn and return None."""
     try:
-        loaded = ctypes.CDLL(str(_build_library(compiler)))
+        loaded = ctypes.CDLL(str(_build_library()))
     # ValueError: unbalanced quotes in $CXX; RuntimeError: a user without a home
     except (OSError, ValueError, RuntimeError) as error:
         warnings.warn(
-            f"decoding is slower, as its kernels cannot be compiled: {error} "
-            f"(set TRIELINE_KERNELS=0 to silence this warning)",
+            f"decoding is slower, as its kernels cannot be compiled: {error}",
             stacklevel=3,
         )
         return None
@@ -126,10 +117,14 @@ def _library(compiler: str) -> ctypes.CDLL | None:
     return loaded
 
 
-def _build_library(compiler: str) -> Path:
+def _build_library() -> Path:
     """Return the library in the user's cache folder, compiled if it is missing."""
+    compiler = os.environ.get("CXX") or "c++"
     source = SOURCE.read_text()
-    features = _cpu_features()
+    # the processor's instruction sets: flags on x86, Features on ARM
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    features = [line for line in lines if line.startswith(("flags", "Features"))][:1]
     build = repr((source, compiler, FLAGS, platform.machine(), features))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "trieline"
@@ -165,13 +160,6 @@ def _build_library(compiler: str) -> Path:
                 raise OSError(" ".join([message, *reason]))
         ctypes.CDLL(str(linked))  # fails before the library is stored
         return linked.replace(path)
-
-
-def _cpu_features() -> list[str]:
-    """Return the line of /proc/cpuinfo that lists instruction sets (x86 or ARM)."""
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else []
-    return [line for line in lines if line.startswith(("flags", "Features"))][:1]
 
 
 def _check_tensor(

@@ -67,9 +67,8 @@ def matmul_precision(precision: str) -> Iterator[None]:
 class PackedLinear:
     """A linear layer with fixed weights packed for oneDNN, with fused ReLU or addition.
 
-    PyTorch's linear is used if oneDNN does not apply (a GPU, another precision, an
-    exported program) or gradients are needed. Later changes of the weight have no
-    effect.
+    PyTorch's linear is used if oneDNN does not apply (a GPU, another
+    precision) or gradients are needed. Later changes of the weight have no effect.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -114,9 +113,5 @@ class PackedLinear:
 
 
 def is_plain_inference() -> bool:
-    """Return whether CPU operations run eagerly, without gradients and autocast."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or torch.compiler.is_compiling()
-    )
+    """Return whether CPU operations run without gradients and autocast."""
+    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))

@@ -3,13 +3,11 @@
     states = PackedEncoder(embedding, encoder)(tokens, lengths)
 
 The states equal the states of `T5Backbone.encode` up to float32 rounding. On a CPU the
-histories are stored end to end, and a compiled kernel computes attention within each
-history (`kernels.py`). Without the kernels, histories are sorted by length and encoded
-in buckets of similar length. Both ways process chunks whose activations fit into the
-processor's cache. A GPU encodes all histories padded, since reading the lengths would
-synchronise it with the host. The weights of queries, keys and values are concatenated,
-the norms' weights are folded into the next layer, and the projections of the first
-block are a table by token.
+histories are stored end to end, in chunks whose activations fit into the processor's
+cache, and a compiled kernel computes attention within each history (`kernels.py`). A
+GPU, and a CPU without the kernels, encode all histories padded. The weights of queries,
+keys and values are concatenated, the norms' weights are folded into the next layer, and
+the projections of the first block are a table by token.
 
 Shapes: `B` requests, `S` tokens of the longest history, `n` tokens of a chunk, `D`
 width, `H` heads, `K` width of a head, `V` vocabulary.
@@ -34,9 +32,6 @@ from models.retrieval.parts import padding_mask, real_positions
 MAX_CHUNK_TOKENS = 768
 """Maximum tokens of a chunk. Larger chunks do not fit into the cache and take twice the
 time per token (measured)."""
-
-MAX_BUCKET_PADDING = 64
-"""Maximum padding of a bucket in tokens, about as costly as one more bucket."""
 
 
 class PackedEncoder:
@@ -79,22 +74,13 @@ class PackedEncoder:
             lengths: (B,) number of tokens of each history.
         """
         weight = self.embedding.weight
-        if tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        if not kernels.ready(weight):
             return self.encode_padded(
                 tokens, padding_mask(lengths, tokens.shape[1], weight.dtype)
             )
         states = weight.new_zeros((*tokens.shape, self.sizes.d_model))
-        if kernels.ready(weight):
-            real = real_positions(lengths, tokens.shape[1])
-            states[real] = self.encode_packed(tokens[real], lengths)
-            return states
-        for rows in make_buckets(lengths):
-            longest = int(lengths[rows].max())
-            bucket_states = self.encode_padded(
-                tokens[rows, :longest],
-                padding_mask(lengths[rows], longest, weight.dtype),
-            )
-            states[rows, :longest] = bucket_states.to(states.dtype)
+        real = real_positions(lengths, tokens.shape[1])
+        states[real] = self.encode_packed(tokens[real], lengths)
         return states
 
     def encode_packed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -176,33 +162,3 @@ class PackedEncoder:
         if x.dim() == 2 and kernels.ready(x):
             return kernels.scaled_rows(x, self.sizes.epsilon)
         return self.normalize(x)
-
-
-def make_buckets(lengths: Tensor) -> list[Tensor]:
-    """Group rows of similar length, longest first.
-
-    A bucket has at most `MAX_CHUNK_TOKENS` tokens, or a single row. It has at most
-    `MAX_BUCKET_PADDING` tokens of padding, or none if its rows have equal lengths.
-
-    Args:
-        lengths: (B,) lengths of the rows.
-
-    Returns:
-        Row numbers of each bucket.
-    """
-    sorted_lengths, order = lengths.sort(descending=True, stable=True)
-    tokens_before = functional.pad(sorted_lengths.cumsum(0), (1, 0))
-    buckets: list[Tensor] = []
-    begin = 0
-    while begin < len(order):
-        longest = int(sorted_lengths[begin])
-        # padding of the first 1, 2, ... remaining rows together, which never decreases
-        num_rows = torch.arange(1, len(order) - begin + 1)
-        num_tokens = tokens_before[begin + 1 :] - tokens_before[begin]
-        padding = num_rows * longest - num_tokens
-        group_size = int((padding <= MAX_BUCKET_PADDING).sum())
-        rows_per_bucket = max(1, MAX_CHUNK_TOKENS // longest)
-        num_buckets = math.ceil(group_size / rows_per_bucket)
-        buckets += order[begin : begin + group_size].tensor_split(num_buckets)
-        begin += group_size
-    return buckets

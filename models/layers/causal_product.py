@@ -52,7 +52,7 @@ def causal_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         and not torch.is_autocast_enabled("cpu")
     )
     is_short = q.shape[2] <= MAX_TILED_LENGTH
-    if is_plain_float32 and is_short and not torch.compiler.is_compiling():
+    if is_plain_float32 and is_short:
         return _TiledAttention.apply(q, k, v, None, 1, None, None)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -184,7 +184,7 @@ def _tiles(
         bound = bound[..., None]  # (B * H, L, 1)
     # Candidates may read far fewer keys than there are. Only a CPU can look at the
     # bounds and skip the unread keys; a GPU would make the host wait.
-    skip_unread_keys = group is None and on_cpu and not torch.compiler.is_compiling()
+    skip_unread_keys = group is None and on_cpu
     for first in range(0, q.shape[1], TILE_QUERIES):
         end = min(first + TILE_QUERIES, q.shape[1])
         rows = slice(first, end)

@@ -46,7 +46,7 @@ def dropout(x: Tensor, dropout_p: float) -> Tensor:
     """
     if dropout_p == 0.0:
         return x
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu":
         return functional.dropout(x, dropout_p)
     return x * _draw_mask(x, dropout_p).to(x.dtype).mul_(1 / (1 - dropout_p))
 
@@ -188,7 +188,7 @@ class DenseReluDense(nn.Module):
     def forward(self, x: Tensor, dropout_p: float) -> Tensor:
         """Return the outputs (..., D) of `x` (..., D)."""
         inner = self.wi(x)
-        if dropout_p == 0.0 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        if dropout_p == 0.0 or x.device.type != "cpu":
             inner = inner.relu() if torch.is_grad_enabled() else inner.relu_()
             return self.wo(dropout(inner, dropout_p))
         return self.wo(_ReluDropout.apply(inner, dropout_p)) * (1 / (1 - dropout_p))

@@ -7,8 +7,6 @@ from typing import Literal
 
 from models.config import check_least
 
-DecodeBy = Literal["shared_kv", "hf", "hf_nocache"]
-DecodePath = Literal["fast", "plain"]
 Scores = Literal["children", "codebook"]
 
 
@@ -41,14 +39,6 @@ class BeamOptions(RecommendOptions):
 
 
 @dataclass
-class TigerOptions(BeamOptions):
-    """Options of `Tiger.recommend`."""
-
-    decoder: DecodeBy | None = None
-    """Decoder of TIGER: shared_kv, hf or hf_nocache."""
-
-
-@dataclass
 class StudentOptions(BeamOptions):
     """Options of `Student.recommend`."""
 
@@ -61,22 +51,6 @@ class StudentOptions(BeamOptions):
         if self.constrained is False and self.scores:
             raise ValueError(
                 f"--scores {self.scores} has no effect with --constrained false"
-            )
-
-
-@dataclass
-class SidMlpOptions(StudentOptions):
-    """Options of `SidMlp.recommend`."""
-
-    path: DecodePath | None = None
-    """Search of SID-MLP: fast shares work between beams, plain follows the
-    definition."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.constrained is False and self.path:
-            raise ValueError(
-                f"--path {self.path} has no effect with --constrained false"
             )
 
 
@@ -104,9 +78,7 @@ class AtSpeedOptions(RecommendOptions):
 RECOMMEND_OPTIONS = (
     RecommendOptions,
     BeamOptions,
-    TigerOptions,
     StudentOptions,
-    SidMlpOptions,
     AtSpeedOptions,
 )
 """Options of `recommend` of all models; a model's class is its `options_class`."""

@@ -44,7 +44,7 @@ def padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor | 
     """
     is_padding = ~real_positions(lengths, longest)
     # a GPU would have to synchronise to know whether there is padding
-    on_cpu = is_padding.device.type == "cpu" and not torch.compiler.is_compiling()
+    on_cpu = is_padding.device.type == "cpu"
     if on_cpu and not bool(is_padding.any()):
         return None
     mask = torch.zeros(is_padding.shape, dtype=dtype, device=is_padding.device)

@@ -11,27 +11,18 @@ Shapes: `B` requests, `S` tokens of a history, `L` levels (codes of an item), `N
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from models.config import check_choices, check_dropout, check_positive
-from models.cpu.derived import cache_until_changed
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
+from models.retrieval.data import Catalogue, RequestBatch
 from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.options import DecodeBy, TigerOptions
-from models.retrieval.parts import SidTokens, real_positions
-from models.retrieval.recommend import recommender
+from models.retrieval.parts import SidTokens
 from models.retrieval.retriever import Retriever
-from models.retrieval.search.generate import (
-    GenerateOptions,
-    generate,
-    to_transformers,
-)
 
 
 @dataclass
@@ -62,10 +53,6 @@ class TigerConfig:
     """Number of latest items read."""
     beam: int = 50
     """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
-    decoder: DecodeBy = "shared_kv"
-    """Implementation of beam search: `shared_kv` shares cross-attention between the
-    beams of a user; `hf` and `hf_nocache` are `transformers` generate, for
-    comparison."""
     constrained: bool = True
     """Whether decoding stays within the trie; otherwise code tuples without an item are
     dropped at the end."""
@@ -105,7 +92,6 @@ class Tiger(Retriever):
 
     name = "tiger"
     config_class = TigerConfig
-    options_class = TigerOptions
 
     config: TigerConfig
     backbone: T5Backbone
@@ -134,61 +120,3 @@ class Tiger(Retriever):
     def item_vectors(self) -> Tensor:
         """Return the concatenated code embeddings (N, L * D) of each item."""
         return self.backbone.embedding(self.tokens.items).flatten(1)
-
-    @recommender
-    def recommend(
-        self,
-        batch: HistoryBatch,
-        k: int,
-        beam: int | None = None,
-        decoder: DecodeBy | None = None,
-        constrained: bool | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Rank items as `Retriever.recommend` does.
-
-        Args:
-            batch: Histories of B requests.
-            k: Number of items to return.
-            beam: Number of beams; None for the config's.
-            decoder: Implementation of beam search; None for the config's.
-            constrained: Whether beams stay within the trie; None for the config's.
-
-        Returns:
-            Items and scores, (B, k) both, best first.
-        """
-        decoder = decoder or self.config.decoder
-        if decoder == "shared_kv":
-            return self.decode_items(
-                self.backbone.infer(batch),
-                k,
-                beam,
-                constrained,
-                allowed=batch.allowed,
-            )
-        tokens, mask = self.encoder_inputs(batch)
-        options = GenerateOptions(
-            k=k,
-            beam=self.config.beam if beam is None else beam,
-            use_cache=decoder == "hf",
-            constrained=self.config.constrained if constrained is None else constrained,
-            allowed=batch.allowed,
-        )
-        return generate(
-            self.transformers_model(),
-            tokens,
-            mask,
-            self.trie,
-            self.tokens.first,
-            options,
-        )
-
-    def transformers_model(self) -> Any:
-        """Return the T5 of `transformers` with the weights of this model."""
-        return cache_until_changed(
-            self, "transformers", lambda: to_transformers(self.backbone, self.decoder)
-        )
-
-    def encoder_inputs(self, batch: HistoryBatch) -> tuple[Tensor, Tensor]:
-        """Return the tokens of the histories and an int64 mask of them, (B, S) both."""
-        tokens, lengths = self.backbone.inputs(batch)
-        return tokens, real_positions(lengths, tokens.shape[1]).long()

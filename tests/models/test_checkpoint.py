@@ -4,6 +4,7 @@ rejected in one line.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal

@@ -278,21 +278,3 @@ def test_a_step_and_a_validation_in_bfloat16_are_finite(
     for value in sums.values():
         if not isinstance(value, Histogram):
             assert bool(torch.as_tensor(value).isfinite().all())
-
-
-def test_operations_on_the_simulated_device_have_the_values_of_the_cpu(
-    simulated_device: SimulatedDevice,
-) -> None:
-    x = torch.arange(6.0).to(SIMULATED)
-    assert type(x + 1) is SimulatedTensor
-    assert (x.view(2, 3).add_(1).sum(0) * 2).cpu().tolist() == [10.0, 14.0, 18.0]
-
-
-def test_an_operation_with_a_tensor_on_the_cpu_is_an_error(
-    simulated_device: SimulatedDevice,
-) -> None:
-    x = torch.arange(6.0).to(SIMULATED)
-    with pytest.raises(AssertionError, match="mixes devices"):
-        x + torch.ones(6)
-    with pytest.raises(AssertionError, match="mixes devices"):
-        x[torch.tensor([0, 1])]

@@ -4,7 +4,6 @@ have few shapes, and padded or replayed batches give equal results.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -117,19 +116,6 @@ def build_search_model(
     return model, SearchDataset.load(uri, "train", max_history=8, **dataset_options)
 
 
-# it records every operation, and pytest would keep all records
-logging.getLogger("torch.__trace").disabled = True
-
-
-def run_as_one_graph(function: Callable[[], Any]) -> Any:
-    """Run `function` as one graph: a branch that depends on a value is an error.
-
-    Other values that are read back may be symbols in a graph; `to_meta` finds them.
-    """
-    torch._dynamo.reset()
-    return torch.compile(function, backend="eager", fullgraph=True)()
-
-
 @pytest.fixture
 def to_meta(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return a function that moves modules in place, and a batch as a copy, to the
@@ -165,18 +151,6 @@ def get_search_step(model: Any) -> Callable[..., Any]:
     return type(model).recommend.__wrapped__.__wrapped__
 
 
-def test_reading_a_value_back_on_the_meta_device_is_an_error(to_meta):
-    values = to_meta(small_retrieval.make_requests(3)).target.float()
-    for read_back in (
-        lambda: values.sum().item(),
-        lambda: values[values > 0],
-        lambda: bool((values > 0).any()),
-        lambda: values.repeat_interleave((values > 0).long()),
-    ):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            read_back()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS_BY_FAMILY["retrieval"])
 @pytest.mark.exhaustive
@@ -185,14 +159,11 @@ def test_training_steps_and_searches_of_retrieval_read_no_values_back(name, to_m
     teacher = getattr(meta_model, "_teacher", ())
     meta_batch = to_meta(batch, meta_model, *teacher)
     meta_model.train()(meta_batch)["loss"].backward()
-    model, batch = build_retrieval_model(name)
-    model.train()
-    assert torch.isfinite(run_as_one_graph(lambda: model(batch)["loss"]))
     if registry.find(name).options_class is None or name in WAITING_SEARCHES:
         return
 
     meta_model.eval()
-    search = get_search_step(model)
+    search = get_search_step(meta_model)
     no_items = torch.zeros(30, dtype=torch.bool, device="meta")
     search_options: list[dict[str, Any]] = [{}]
     if "constrained" in registry.find(name).recommend_options():
@@ -202,17 +173,6 @@ def test_training_steps_and_searches_of_retrieval_read_no_values_back(name, to_m
             search(meta_model, meta_batch, 3, **options)
             allowed = meta_model.encode_allowed(no_items)
             search(meta_model, replace(meta_batch, allowed=allowed), 3, **options)
-
-    model.eval()
-    allowed = model.encode_allowed(torch.arange(30) % 3 > 0)
-    # computes the derived weights
-    items, scores = model.recommend(batch, 3, allowed=allowed)
-    with torch.no_grad():
-        graph_items, graph_scores = run_as_one_graph(
-            lambda: search(model, replace(batch, allowed=allowed), 3)
-        )
-    assert torch.equal(graph_items, items)
-    assert torch.allclose(graph_scores, scores, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +210,6 @@ def test_training_steps_of_search_read_no_values_back(name, search_log, to_meta)
     options = {} if name == "base" else {"num_layers": 1}
     model, examples = build_search_model(name, search_log, **options)
     batch = examples.collate(np.arange(9)).pad_to_buckets(examples.max_history)
-
-    assert torch.isfinite(run_as_one_graph(lambda: model.train()(batch)["loss"]))
 
     meta_batch = to_meta(batch, model)
     model.train()(meta_batch)["loss"].backward()
@@ -292,11 +250,6 @@ def test_training_steps_and_scores_of_actions_read_no_values_back(
     model, examples = build_actions_model(name, feed, num_layers=1)
     batch = next(examples.epoch(5, seed=1, epoch=0, pad_to_buckets=True))
     batch = replace(batch, has_ties=tied)
-
-    assert torch.isfinite(run_as_one_graph(lambda: model.train()(batch)["loss"]))
-    with torch.no_grad():
-        logits = run_as_one_graph(lambda: model.eval().logits(batch, history=False))
-    assert logits.isfinite().all()
 
     meta_batch = to_meta(batch, model)
     model.train()(meta_batch)["loss"].backward()

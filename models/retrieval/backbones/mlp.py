@@ -45,11 +45,6 @@ class EncoderSizes:
         check_dropout(self, "encoder_dropout")
 
 
-def is_eager_cpu(x: Tensor) -> bool:
-    """Return whether `x` is on a CPU, outside of a compiled graph."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 class RoleMlp(nn.Module):
     """F of equation 4: Linear, LayerNorm, GELU, dropout, Linear (public code)."""
 
@@ -73,7 +68,7 @@ class RoleMlp(nn.Module):
             (n, D)
         """
         with_autograd = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if is_eager_cpu(x) and not with_autograd:
+        if x.device.type == "cpu" and not with_autograd:
             return self._infer_on_cpu(x, mean, owner)
         hidden = self.inner(torch.cat([x, mean[owner]], 1))  # (n, width)
         dropout_p = self.dropout_p if self.training else 0.0
@@ -217,9 +212,6 @@ class MlpBackbone(Backbone):
         self.embedding.requires_grad_(False)
         dim, levels = self.embedding.embedding_dim, self.tokens.levels
         self.shared = sizes.shared_mlp
-        self.pack: bool | None = None
-        """Whether to leave out padding; None to do so on a CPU only, as the number of
-        items is unknown on a GPU without synchronisation."""
         self.positions = nn.Embedding(2 + levels * self.max_history, dim)
         roles = 1 if self.shared else levels
         self.layers = nn.ModuleList(
@@ -234,8 +226,9 @@ class MlpBackbone(Backbone):
     def encode(self, batch: HistoryBatch) -> History:
         """Return the states (B, S, D), zero at padding."""
         items = batch.history.shape[1]
-        pack = is_eager_cpu(batch.history) if self.pack is None else self.pack
-        layout = RoleTokens.from_batch(batch, self.tokens, pack)
+        # a GPU would have to synchronise to know the number of items
+        packed = batch.history.device.type == "cpu"
+        layout = RoleTokens.from_batch(batch, self.tokens, packed)
         states = [
             self.embedding(token) + self.positions(position)
             for token, position in zip(layout.tokens, layout.positions, strict=True)

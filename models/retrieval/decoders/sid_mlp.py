@@ -26,7 +26,6 @@ from torch.nn import functional
 
 from models.config import check_dropout, check_positive
 from models.retrieval.distillation.student import StudentConfig
-from models.retrieval.options import DecodePath
 from models.retrieval.parts import Backbone, Decoder, History
 
 
@@ -34,9 +33,6 @@ from models.retrieval.parts import Backbone, Decoder, History
 class SidMlpConfig(StudentConfig):
     """Options of SID-MLP; the defaults are the paper's student and its public code."""
 
-    path: DecodePath = "fast"
-    """Search: `fast` shares work between beams and covers the paper's main model; other
-    variants use `plain`, the search by definition."""
     attention_heads: int = 4
     """Heads of the readout (public code; swept over 4 and 8, Appendix C.2)."""
     attention_width: int = 384

@@ -183,7 +183,7 @@ class Trie(nn.Module):
         offsets = self.offsets(level)
         begin = offsets[node]
         count = offsets[node + 1] - begin
-        on_cpu = node.device.type == "cpu" and not torch.compiler.is_compiling()
+        on_cpu = node.device.type == "cpu"
         widest = int(count.max()) if on_cpu else self.max_branching[level]
         child = torch.arange(widest, device=node.device)
         valid = child < count.unsqueeze(-1)

@@ -20,7 +20,7 @@ from models.cpu.fast import fast_search
 from models.retrieval.data import HistoryBatch
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
 from models.retrieval.distillation.student import Student
-from models.retrieval.options import DecodePath, Scores, SidMlpOptions
+from models.retrieval.options import Scores
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
 
@@ -30,7 +30,6 @@ class SidMlp(Student):
 
     name = "sid_mlp"
     config_class: ClassVar[type] = SidMlpConfig
-    options_class = SidMlpOptions
     config: SidMlpConfig
     decoder: SidMlpDecoder
 
@@ -58,7 +57,6 @@ class SidMlp(Student):
         beam: int | None = None,
         scores: Scores | None = None,
         constrained: bool | None = None,
-        path: DecodePath | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rank items as `Student.recommend` does, by the fast search if supported.
 
@@ -70,13 +68,11 @@ class SidMlp(Student):
             beam: Number of beams.
             scores: Codes that log-probabilities are normalised over.
             constrained: False to search without the trie.
-            path: `fast` or `plain` search.
 
         Returns:
             Items and scores, (B, k) both, best first.
         """
-        is_fast = (path or self.config.path) == "fast" and constrained is not False
-        if not is_fast or not self.supports_fast_search():
+        if constrained is False or not self.supports_fast_search():
             history = self.encode(batch)
             return self.search(history, k, beam, scores, constrained, batch.allowed)
         search = fast_search(self)

@@ -7,7 +7,6 @@ trained weights, and impossible options are rejected.
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,9 +23,10 @@ from models.build import build_model, load_model
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, RequestBatch
 from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.distillation.student import ReusesDecoder
+from models.retrieval.distillation.student import ReusesDecoder, Student
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
+from models.retrieval.students.sid_mlp import SidMlp
 from models.storage import checkpoint
 from tests.fixtures.small_retrieval import (
     ITEMS,
@@ -170,13 +170,6 @@ def score_options(case: str) -> list[dict[str, str]]:
     return [{}]
 
 
-def path_options(case: str) -> list[dict[str, str]]:
-    """Return the choices of the search's implementation."""
-    if "path" in option_names(case):
-        return [{}, {"path": "plain"}]
-    return [{}]
-
-
 def level_log_probs(decoder: Any, history: History, codes: Tensor) -> list[Tensor]:
     """Return the log-probabilities (B, C_l) of each level, given the codes before.
 
@@ -282,14 +275,15 @@ def test_a_beam_as_wide_as_the_catalogue_scores_every_item(case: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if "path" in option_names(case)]
+    "case",
+    [case for case in CASES if issubclass(registry.find(CASES[case][0]), SidMlp)],
 )
 def test_the_plain_and_the_fast_path_rank_every_item_alike(case: str) -> None:
     model, batch = build_case(case), make_requests(3)
     for options in score_options(case):
         items, scores = model.recommend(batch, ITEMS + 2, beam=1000, **options)
-        plain_items, plain_scores = model.recommend(
-            batch, ITEMS + 2, beam=1000, path="plain", **options
+        plain_items, plain_scores = Student.recommend(
+            model, batch, ITEMS + 2, beam=1000, **options
         )
         torch.testing.assert_close(plain_scores, scores, rtol=1e-4, atol=1e-5)
         assert plain_items.tolist() == items.tolist()
@@ -376,12 +370,11 @@ def test_a_narrow_search_within_allowed_items_keeps_the_best_allowed_prefixes(
     beam = narrow_beam(case)
     for options in score_options(case):
         by_request = score_catalogue(case, batch, options)
-        for allowed, path in itertools.product(ALLOWED, path_options(case)):
+        for allowed in ALLOWED:
             arguments = {
                 "beam": beam,
                 "allowed": mark_items(model, allowed),
                 **options,
-                **path,
             }
 
             items, _ = model.recommend(batch, ITEMS, **arguments)
@@ -399,8 +392,8 @@ def test_a_narrow_search_within_allowed_items_keeps_the_best_allowed_prefixes(
 def test_allowing_all_items_is_the_search_without_a_set(case: str) -> None:
     model, batch = build_case(case), make_requests(3)
     allowed = mark_items(model, list(range(ITEMS)))
-    for scores, path in itertools.product(score_options(case), path_options(case)):
-        options = {"beam": narrow_beam(case), **scores, **path}
+    for scores in score_options(case):
+        options = {"beam": narrow_beam(case), **scores}
         free = model.recommend(batch, ITEMS, **options)
         restricted = model.recommend(batch, ITEMS, allowed=allowed, **options)
         assert torch.equal(restricted[0], free[0])

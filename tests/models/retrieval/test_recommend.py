@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from models.build import build_model
 from models.cpu import kernels
-from models.cpu.fast import fast_search
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue
 from models.retrieval.recommend import truncate_history
@@ -85,11 +84,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Small options of each model."""
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "tiger": [{}, {"constrained": False}, {"decoder": "hf"}],
+    "tiger": [{}, {"constrained": False}],
     "lc_rec": [{}, {"constrained": False}],
     "lc_rec_sid_mlp": [{}, {"constrained": False}],
-    "sid_mlp": [{}, {"path": "plain"}, {"constrained": False}],
-    "sid_mlp_pp": [{}, {"path": "plain"}, {"constrained": False}],
+    "sid_mlp": [{}, {"constrained": False}],
+    "sid_mlp_pp": [{}, {"constrained": False}],
 }
 """Options of `recommend` to check besides the defaults."""
 COMPILED = ("tiger", "sid_mlp", "sid_mlp_pp")
@@ -137,13 +136,6 @@ def test_an_empty_batch_gives_an_empty_ranking(case: Case) -> None:
     assert items.shape == scores.shape == (0, 7)
     assert (items.dtype, scores.dtype) == (torch.long, torch.float32)
     assert model.measure(make_requests([]), **options)["examples"] == 0
-
-
-@torch.no_grad()
-def test_the_fast_search_of_an_empty_batch_gives_no_rows() -> None:
-    search = fast_search(build("sid_mlp"))
-    items, _ = search(make_requests([]), 4, 3, True)
-    assert items.shape == (0, 4)
 
 
 def test_only_the_latest_items_of_a_long_history_are_read(case: Case) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from models.build import load_model, parse_options
 from models.dataset.encoding import PAD
-from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
+from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone, RoleTokens
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.students.sid_mlp_pp import (
     SidMlpPp,
@@ -84,8 +84,15 @@ def encode(
     encoder: MlpBackbone, batch: HistoryBatch, packed: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return states and padding mask; with `packed`, padding is not computed."""
-    encoder.pack = packed
-    history = encoder.encode(batch)
+    from_batch = RoleTokens.from_batch
+    with pytest.MonkeyPatch.context() as patch:
+        if packed is not None:
+            patch.setattr(
+                RoleTokens,
+                "from_batch",
+                lambda batch, vocabulary, _: from_batch(batch, vocabulary, packed),
+            )
+        history = encoder.encode(batch)
     return history.states, history.padding
 
 

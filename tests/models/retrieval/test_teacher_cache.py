@@ -163,7 +163,7 @@ def list_files(uri: str) -> list[str]:
     [
         {},
         {"alpha": 0.3, "tau": 2.0, "logits": "vocabulary", "readout": "per_digit"},
-        {"alpha": 0.0, "path": "plain"},
+        {"alpha": 0.0},
         {"name": "one_layer", "m": 1},
         ENCODER,
         {"name": "sid_mlp_pp", "encoder": "encoder"},

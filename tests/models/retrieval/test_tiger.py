@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from benchmarks.generate import generate, to_transformers
 from models.dataset.encoding import PAD
 from models.layers.t5 import _ReluDropout, dropout
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.search.generate import to_transformers
 from models.retrieval.tiger import Tiger, TigerConfig
 from tests.fixtures import small_retrieval
 
@@ -92,7 +92,7 @@ def test_loss_and_gradients_equal_those_of_transformers(tiger, end_token):
         labels = functional.pad(labels, (0, 1), value=tiger.tokens.end)
     tokens, lengths = tiger.tokens.history(batch), tiger.tokens.lengths(batch)
     is_real = torch.arange(tokens.shape[1]) < lengths[:, None]
-    library = to_transformers(tiger.backbone, tiger.decoder)
+    library = to_transformers(tiger)
     expected = library(
         input_ids=tokens, attention_mask=is_real.long(), labels=labels
     ).loss
@@ -122,39 +122,21 @@ def test_label_smoothing_spreads_a_share_of_each_target_over_the_vocabulary():
 
 
 @pytest.mark.parametrize(
-    ("name", "constrained"),
-    [
-        ("tiger", True),
-        pytest.param("trained", True, marks=pytest.mark.long),
-        pytest.param("trained", False, marks=pytest.mark.long),
-    ],
+    "name", ["tiger", pytest.param("trained", marks=pytest.mark.long)]
 )
-def test_decoders_agree_with_transformers(request, name, constrained):
+def test_decoding_equals_generate_of_transformers(request, name):
     model = request.getfixturevalue(name)
     batch = make_requests(8)
-    options = {"beam": 12, "constrained": constrained}
 
-    items, scores = model.recommend(batch, 10, **options)
+    items, scores = model.recommend(batch, 10, beam=12)
 
-    assert (items >= 0).all() or not constrained
-    for decoder in ("hf", "hf_nocache"):
-        library_items, library_scores = model.recommend(
-            batch, 10, decoder=decoder, **options
+    library = to_transformers(model)
+    for use_cache in (True, False):
+        library_items, library_scores = generate(
+            model, library, batch, 10, 12, use_cache
         )
         torch.testing.assert_close(library_scores, scores, rtol=1e-4, atol=1e-4)
         assert library_items.tolist() == items.tolist()
-
-
-def test_transformers_ranks_no_more_items_than_beams(trained):
-    """Our last step ranks every code after the prefixes of the beam."""
-    batch = make_requests(4)
-    items, scores = trained.recommend(batch, 9, beam=4)
-    library_items, library_scores = trained.recommend(batch, 9, beam=4, decoder="hf")
-    torch.testing.assert_close(
-        library_scores[:, :4], scores[:, :4], rtol=1e-4, atol=1e-4
-    )
-    assert library_items[:, :4].tolist() == items[:, :4].tolist()
-    assert (library_items[:, 4:] == -1).all()
 
 
 def test_dropout_zeroes_its_share_and_keeps_the_mean():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.search.beam import beam_search
 from models.retrieval.search.trie import Trie
 from models.retrieval.tiger import Tiger, TigerConfig
-from tests.fixtures.search_problems import Codes, catalogues, draw_subset
+from tests.fixtures.search_problems import catalogues, draw_subset
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None,
@@ -44,8 +42,10 @@ def compiled_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernels of one compiler of `BUILDS`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", request.param)
+        kernels.library.cache_clear()
         assert kernels.library() is not None
         yield
+    kernels.library.cache_clear()
 
 
 in_both_builds = pytest.mark.usefixtures("compiled_kernels")
@@ -53,7 +53,7 @@ in_both_builds = pytest.mark.usefixtures("compiled_kernels")
 
 def load_library() -> CDLL | None:
     """Load the kernels as a new process does."""
-    return kernels._library.__wrapped__(os.environ.get("CXX") or "c++")
+    return kernels.library.__wrapped__()
 
 
 @pytest.fixture
@@ -302,52 +302,6 @@ def test_the_compiled_beam_search_equals_the_one_of_pytorch_in_float64(
     torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-4)
     unambiguous = mark_unambiguous(expected)
     assert torch.equal(items[unambiguous], expected_items[unambiguous])
-    if uniform and not restricted:
-        # Sums in float32 and in float64 may break the tie of 1/2 * 1/3 and 1/3 * 1/2
-        # differently, each by its rounding.
-        double_logs, float_logs = {}, {}
-        for size in range(1, 5):
-            zeros = torch.zeros(1, size)
-            double_logs[size] = zeros.double().log_softmax(1)[0, 0]
-            float_logs[size] = kernels.log_softmax_part(zeros, 0, size)[0, 0]
-        in_double = search_uniform(sizes, codes, double_logs, beam, keep, children)
-        in_float = search_uniform(sizes, codes, float_logs, beam, keep, children)
-        assert expected_items.tolist() == [in_double] * users
-        assert items.tolist() == [in_float] * users
-
-
-def search_uniform(
-    sizes: tuple[int, ...],
-    codes: list[Codes],
-    logs: dict[int, Tensor],
-    beam: int,
-    keep: int,
-    children: bool,
-) -> list[int]:
-    """Return the items of a beam search in which all codes of a prefix score alike.
-
-    Ties go to lower codes.
-
-    Args:
-        sizes: Number of codes of each level.
-        codes: Codes of the items.
-        logs: Log-probability of one of n equally likely codes, by n.
-        beam: Number of prefixes that each level but the last keeps.
-        keep: Number of items.
-        children: Whether levels after the first are normalised over the children of a
-            prefix.
-    """
-    beams = {(): torch.zeros_like(logs[1])}
-    for level, size in enumerate(sizes):
-        scores: dict[Codes, Tensor] = {}
-        for prefix, score in beams.items():
-            following = {code[: level + 1] for code in codes if code[:level] == prefix}
-            num_codes = len(following) if children and level else size
-            scores |= dict.fromkeys(following, score + logs[num_codes])
-        best = sorted(scores, key=lambda prefix: (-scores[prefix], prefix))
-        is_last = level == len(sizes) - 1
-        beams = {prefix: scores[prefix] for prefix in best[: keep if is_last else beam]}
-    return [codes.index(code) for code in beams] + [-1] * (keep - len(beams))
 
 
 def test_a_missing_compiler_gives_a_warning_and_the_same_results(monkeypatch, tmp_path):
@@ -371,35 +325,13 @@ def test_a_missing_compiler_gives_a_warning_and_the_same_results(monkeypatch, tm
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    message = r"No such file or directory: 'c\+\+'.*TRIELINE_KERNELS=0"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match="kernels cannot be compiled"):
         assert load_library() is None
-    monkeypatch.setenv("TRIELINE_KERNELS", "0")
-    assert kernels.library() is None
 
     monkeypatch.setattr(kernels, "library", lambda: None)
     pytorch_items, pytorch_scores = tiger.recommend(batch, 5)
     assert pytorch_items.tolist() == items.tolist()
     torch.testing.assert_close(pytorch_scores, scores, rtol=1e-5, atol=1e-5)
-
-
-@needs_compiler
-def test_a_library_that_cannot_be_loaded_is_not_cached(
-    small_source, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    bad_compiler = tmp_path / "compiler"
-    bad_compiler.write_text(
-        '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo nothing > "$2"\n'
-    )
-    bad_compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(bad_compiler))
-    with pytest.warns(UserWarning, match="kernels cannot be compiled"):
-        assert load_library() is None
-    assert list((tmp_path / "cache" / "trieline").iterdir()) == []
-
-    monkeypatch.setenv("CXX", "c++ -g")  # a command with options
-    assert load_library() is not None
 
 
 @needs_compiler
@@ -413,80 +345,19 @@ def test_the_library_is_built_once(small_source, monkeypatch, tmp_path):
     assert load_library() is not None
     assert list((tmp_path / "trieline").iterdir()) == [library]
 
-
-@needs_compiler
-def test_concurrent_builds_give_one_library(small_source, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with ThreadPoolExecutor(4) as pool:
-        (path,) = set(pool.map(lambda _: kernels._build_library("c++"), range(4)))
-    # no partial file is left
-    assert list((tmp_path / "trieline").iterdir()) == [path]
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "writable by others",
-        "symbolic link",
-        "owned by another user",
-        "file instead of a folder",
-        "no home folder",
-    ],
-)
-def test_no_library_is_loaded_from_an_untrusted_folder(
-    kind, small_source, monkeypatch, tmp_path
-):
-    cache = tmp_path / "cache" / "trieline"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert load_library() is not None
-    if kind == "writable by others":
-        cache.chmod(0o777)
-    elif kind == "symbolic link":
-        cache.rename(tmp_path / "elsewhere")
-        cache.symlink_to(tmp_path / "elsewhere")
-    elif kind == "owned by another user":
-        user = os.geteuid()
-        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    elif kind == "file instead of a folder":
-        shutil.rmtree(cache.parent)
-        cache.parent.write_text("")
-    else:
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.delenv("HOME", raising=False)
-        monkeypatch.setattr(Path, "home", raise_no_home)
-    before = modification_times(tmp_path)
-
-    message = "kernels cannot be compiled: .+TRIELINE_KERNELS=0"
-    with pytest.warns(UserWarning, match=message):
+    (tmp_path / "trieline").chmod(0o777)
+    with pytest.warns(UserWarning, match="only this user can write to"):
         assert load_library() is None
 
-    assert modification_times(tmp_path) == before
-
-
-def modification_times(folder: Path) -> dict[Path, int]:
-    """Return the time of the last change of each file below a folder."""
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
-def raise_no_home() -> Path:
-    """Fail as `Path.home` does for a user without an entry in the user database."""
-    raise RuntimeError("Could not determine home directory.")
-
 
 @pytest.mark.parametrize(
-    "command", ["/nonexistent/x", '"unbalanced', " ", shutil.which("false"), "echo"]
+    "command", ["/nonexistent/x", '"unbalanced', shutil.which("false")]
 )
 def test_a_broken_compiler_gives_a_warning_of_one_line(command, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", command)
-    message = "kernels cannot be compiled: .+TRIELINE_KERNELS=0"
-
-    with pytest.warns(UserWarning, match=message) as warnings:
+    with pytest.warns(UserWarning, match="kernels cannot be compiled: .+"):
         assert load_library() is None
-
-    assert len(warnings) == 1
-    assert "\n" not in str(warnings[0].message)
     assert list((tmp_path / "trieline").iterdir()) == []
 
 
@@ -494,44 +365,11 @@ def test_a_broken_compiler_gives_a_warning_of_one_line(command, monkeypatch, tmp
 def test_packed_attention_rejects_arguments_beyond_its_memory():
     begin = torch.tensor([0, 2, 5])
     qkv, bias = draw_normal(5, 24), draw_normal(2, 3, 3)
-    for offsets in ([0, 2, 6], [1, 2, 5], [0, 6, 5], [0, 2, 4], []):
+    for offsets in ([0, 2, 6], [1, 2, 5], [0, 6, 5]):
         with pytest.raises(ValueError, match="begin"):
-            kernels.packed_attention(
-                qkv, torch.tensor(offsets, dtype=torch.long), bias, 2
-            )
-    arguments = {"qkv": qkv, "begin": begin, "bias": bias, "heads": 2}
-    for change in (
-        {"qkv": qkv.double()},
-        {"qkv": draw_normal(5, 25)},
-        {"begin": begin.int()},
-        {"bias": draw_normal(2, 2, 2)},
-        {"bias": draw_normal(1, 3, 3)},
-        {"bias": draw_normal(2, 3, 4)},
-    ):
-        with pytest.raises(ValueError, match="; give"):
-            kernels.packed_attention(**{**arguments, **change})
-
-
-@needs_compiler
-def test_packed_readout_rejects_queries_of_another_shape():
-    states, begin = draw_normal(5, 4), torch.tensor([0, 2, 5])
-    for query in (draw_normal(3, 2, 4), draw_normal(2, 2, 5), draw_normal(2, 4)):
-        with pytest.raises(ValueError, match="query"):
-            kernels.packed_readout(query, states, begin)
-
-
-@needs_compiler
-def test_beam_attention_rejects_rows_outside_the_codes():
-    q, codes, bias = draw_normal(3, 8), [draw_normal(2, 16)], draw_normal(2, 1)
-    for rows in ([0, 1, 2], [0, -1, 0], [0, 1]):
-        with pytest.raises(ValueError, match="code_rows"):
-            kernels.beam_attention(q, codes, [torch.tensor(rows)], bias, 2)
-
-
-@needs_compiler
-def test_log_softmax_part_rejects_columns_outside_the_logits():
-    with pytest.raises(ValueError, match="columns 2 to 6"):
-        kernels.log_softmax_part(draw_normal(2, 5), 2, 4)
+            kernels.packed_attention(qkv, torch.tensor(offsets), bias, 2)
+    with pytest.raises(ValueError, match="bias"):
+        kernels.packed_attention(qkv, begin, bias[:, :2, :2], 2)
 
 
 def build_search_arguments(users: int = 2) -> dict[str, Any]:
@@ -553,31 +391,6 @@ def build_search_arguments(users: int = 2) -> dict[str, Any]:
         "keep": 3,
         "children": True,
     }
-
-
-@needs_compiler
-def test_beam_search_rejects_arguments_that_do_not_fit_together():
-    arguments = build_search_arguments()
-    kernels.beam_search(**arguments)
-    heads, trie = arguments["heads"], arguments["trie"]
-    last_offsets, last_tokens = trie[1]
-    changes = [
-        {"beam": 0},
-        {"keep": 0},
-        {"sizes": [], "heads": [], "trie": []},
-        {"sizes": [2, 4]},
-        {"hidden": draw_normal(2, 9)},
-        {"trie": [trie[0], (last_offsets[:-1], last_tokens)]},
-        {"trie": [trie[0], (last_offsets.int(), last_tokens)]},
-    ]
-    for part in range(5):
-        last_head = list(heads[1])
-        last_head[part] = draw_normal(1)
-        changes.append({"heads": [heads[0], tuple(last_head)]})
-
-    for change in changes:
-        with pytest.raises(ValueError, match=r"give|at least 1"):
-            kernels.beam_search(**{**arguments, **change})
 
 
 @needs_compiler

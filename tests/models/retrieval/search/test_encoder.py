@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.cpu import kernels, t5_packed
-from models.cpu.t5_packed import make_buckets
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
@@ -66,12 +65,11 @@ def encode_padded(
     st.lists(st.integers(1, 40), min_size=1, max_size=30),
     st.integers(0, 3),
     st.sampled_from([1, 50, 10_000]),
-    st.sampled_from([0, 10, 10_000]),
     st.booleans(),
 )
 @torch.no_grad()
 def test_states_equal_those_of_the_padded_encoder(
-    lengths, extra_padding, max_tokens, max_padding, compiled
+    lengths, extra_padding, max_tokens, compiled
 ):
     lengths = torch.tensor(lengths)
     width = int(lengths.max()) + extra_padding
@@ -81,7 +79,6 @@ def test_states_equal_those_of_the_padded_encoder(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(t5_packed, "MAX_CHUNK_TOKENS", max_tokens)
-        patch.setattr(t5_packed, "MAX_BUCKET_PADDING", max_padding)
         if not compiled:
             patch.setattr(kernels, "library", lambda: None)
         states = MODEL.packed_encoder()(tokens, lengths)
@@ -93,30 +90,6 @@ def test_states_equal_those_of_the_padded_encoder(
     assert (padding is None) == bool(is_real.all())
     if padding is not None:
         assert ((padding[:, 0, 0] == 0) == is_real).all()
-
-
-@settings(max_examples=80)
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=30),
-    st.sampled_from([1, 50, 10_000]),
-    st.sampled_from([0, 10, 10_000]),
-)
-def test_buckets_hold_every_row_once_within_the_limits(
-    lengths, max_tokens, max_padding
-):
-    lengths = torch.tensor(lengths)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(t5_packed, "MAX_CHUNK_TOKENS", max_tokens)
-        patch.setattr(t5_packed, "MAX_BUCKET_PADDING", max_padding)
-        buckets = make_buckets(lengths)
-
-    assert sorted(torch.cat(buckets).tolist()) == list(range(len(lengths)))
-    for rows in buckets:
-        bucket_lengths = lengths[rows]
-        longest = bucket_lengths.max()
-        num_tokens = len(rows) * longest
-        assert len(rows) == 1 or num_tokens <= max(max_tokens, 2 * longest)
-        assert num_tokens - bucket_lengths.sum() <= max_padding
 
 
 def step_optimizer(model: T5Backbone, tokens: torch.Tensor) -> None:

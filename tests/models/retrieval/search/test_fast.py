@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from models.cpu import kernels
 from models.retrieval.data import Catalogue, HistoryBatch
+from models.retrieval.distillation.student import Student
 from models.retrieval.students.sid_mlp import SidMlp
 from models.retrieval.tokenizers.codes import add_conflict_levels
 from models.retrieval.tokenizers.published import read_published
@@ -34,8 +35,8 @@ def check_paths_agree(
 ) -> None:
     """Assert that the fast and the plain path rank alike up to rounding."""
     options = {"beam": beam, "scores": scores}
-    items, plain_scores = model.recommend(batch, k, path="plain", **options)
-    fast_items, fast_scores = model.recommend(batch, k, path="fast", **options)
+    items, plain_scores = Student.recommend(model, batch, k, **options)
+    fast_items, fast_scores = model.recommend(batch, k, **options)
 
     torch.testing.assert_close(
         fast_scores, plain_scores, rtol=TOLERANCE, atol=TOLERANCE
@@ -139,8 +140,8 @@ def test_both_paths_break_ties_alike(scores):
     batch = make_requests(6, 300)
     for k, beam in ((10, 50), (50, 7), (300, 300)):
         options = {"beam": beam, "scores": scores}
-        items, plain_scores = model.recommend(batch, k, path="plain", **options)
-        fast_items, fast_scores = model.recommend(batch, k, path="fast", **options)
+        items, plain_scores = Student.recommend(model, batch, k, **options)
+        fast_items, fast_scores = model.recommend(batch, k, **options)
         torch.testing.assert_close(fast_scores, plain_scores, rtol=0, atol=1e-5)
         assert fast_items.tolist() == items.tolist()
 
@@ -161,26 +162,6 @@ def test_a_search_for_no_items_and_a_trie_of_other_levels_are_rejected():
     message = r"scores \[4, 2, 2\] codes by level, the trie has \[2, 2\]"
     with pytest.raises(ValueError, match=message):
         model.recommend(batch, 2)
-
-
-def test_a_search_whose_shapes_do_not_depend_on_values_is_the_same(
-    large_student, monkeypatch
-):
-    """A GPU and an exported program need such shapes."""
-    batch = make_requests(20, 6000)
-    expected = {
-        scores: large_student.recommend(batch, 10, scores=scores)
-        for scores in ("children", "codebook")
-    }
-
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-
-    for scores, (expected_items, expected_scores) in expected.items():
-        items, item_scores = large_student.recommend(batch, 10, scores=scores)
-        torch.testing.assert_close(
-            item_scores, expected_scores, rtol=TOLERANCE, atol=TOLERANCE
-        )
-        assert items.tolist() == expected_items.tolist()
 
 
 def test_cached_tables_do_not_have_the_precision_of_an_autocast(large_student):
