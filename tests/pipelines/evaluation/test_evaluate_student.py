@@ -98,7 +98,7 @@ def test_students_are_compared_with_each_evaluation_of_their_teacher(
 ) -> None:
     students.evaluate("tiger")
     students.evaluate("tiger", "--constrained", "false")
-    first = students.evaluate("student-1")
+    students.evaluate("student-1")
     second = students.evaluate("student-2")
     assert students.evaluate("student-2", "--scores", "codebook") != second
     # `children` is the default of the model.
@@ -116,7 +116,6 @@ def test_students_are_compared_with_each_evaluation_of_their_teacher(
         "tiger",
         "tiger [constrained False]",
         "student-*",
-        "student-1",
         "student-2 [scores codebook]",
     }
     assert ["student-*", "tiger", "2", "60"] in [line[:4] for line in same_users.cells]
