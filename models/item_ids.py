@@ -15,11 +15,15 @@ from typing import Any
 from models.storage.tables import UserError
 
 BLANKS = (
-    " \t\r\n\v\f\x1c-\x1f\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-    "\u200b\u2060\ufeff"
+    " \t\r\n\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004"
+    "\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000\u200b\u2060\ufeff"
 )
-"""White space and zero-width characters, as a character class of a regular
-expression."""
+"""White space and zero-width characters."""
+
+MAX_SERVED_ID = 1000
+"""Longest item id of a served request in characters."""
+MAX_DIGITS = 40
+"""Longest whole number in scientific notation that is written out as an id."""
 
 NULL_WORDS = (
     "nan",
@@ -40,15 +44,13 @@ NULL_WORDS = (
 """Words that tools write for missing values. As ids they would merge unrelated users or
 items."""
 
-WHOLE_NUMBER = re.compile(r"[+-]?\d+(\.0*|\.\d+[eE]\+?\d+|[eE]\+\d+)")
+WHOLE_NUMBER = re.compile(r"[+-]?\d+(\.0*|\.\d+[eE]\+?\d{1,3}|[eE]\+\d{1,3})")
 """Pattern of whole numbers that tools have stored as floats: `12.0`, `1.2e1`."""
 
 UNCLEAN_ID = (
     rf"[^!-~]|^$|^(?i:{'|'.join(map(re.escape, NULL_WORDS))})$|^{WHOLE_NUMBER.pattern}$"
 )
 """Pattern of ids that `clean_id` may change; all other ids are already normalised."""
-
-_AROUND = re.compile(f"^[{BLANKS}]+|[{BLANKS}]+$")
 
 
 def clean_id(text: str) -> str | None:
@@ -57,13 +59,13 @@ def clean_id(text: str) -> str | None:
     Returns:
         The id, or None if the text is empty or one of `NULL_WORDS`.
     """
-    text = _AROUND.sub("", unicodedata.normalize("NFC", text))
+    text = unicodedata.normalize("NFC", text).strip(BLANKS)
     if WHOLE_NUMBER.fullmatch(text):
         whole, _, fraction = text.partition(".")
         if not fraction.strip("0") and "e" not in text.lower():
             return whole
         number = Decimal(text)
-        if number == number.to_integral_value():
+        if number.adjusted() < MAX_DIGITS and number == number.to_integral_value():
             text = format(number.to_integral_value(), "f")
     if not text or text.lower() in NULL_WORDS:
         return None
@@ -117,4 +119,9 @@ def parse_item_id(column: str, value: Any) -> str:
             f"integer"
         )
     text = value if isinstance(value, str) else str(int(value))
+    if len(text) > MAX_SERVED_ID:
+        raise UserError(
+            f"{column} has an id of {len(text):,} characters, the limit is "
+            f"{MAX_SERVED_ID:,}"
+        )
     return clean_id(text) or text

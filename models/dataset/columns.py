@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -38,6 +39,9 @@ CACHE_VARIABLE = "TRIELINE_CACHE"
 MAX_UNUSED_S = 7 * 24 * 3600
 """Seconds after its last use after which a cache entry is removed."""
 
+ENTRY = re.compile(r"[a-z_]+-[0-9a-f]{32}(\.|$)")
+"""Names of entries, their locks and unfinished entries."""
+
 FORMAT_VERSION = 2
 """Version of the format and names of arrays; part of the name of a cache entry."""
 
@@ -50,12 +54,10 @@ concatenated along their first axis."""
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: `$TRIELINE_CACHE`, or `trieline` in the user's cache."""
+    """Return the folder `columns` of `$TRIELINE_CACHE` or of `~/.cache/trieline`."""
     configured = os.environ.get(CACHE_VARIABLE)
-    if configured:
-        return Path(configured)
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(user_cache) / "trieline"
+    return Path(configured or Path(user_cache) / "trieline") / "columns"
 
 
 def open_columns(
@@ -89,7 +91,9 @@ def open_columns(
     key = [FORMAT_VERSION, layout, hashes, parquet_columns, settings]
     digest = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:32]
     entry = cache_folder() / f"{layout}-{digest}"
-    entry.parent.mkdir(parents=True, exist_ok=True)
+    # only this user may read histories, and write what the compiled kernels lie beside
+    entry.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    entry.parent.mkdir(mode=0o700, exist_ok=True)
     if not (entry / "columns.json").exists():
         with FileLock(f"{entry}.lock"):
             if not (entry / "columns.json").exists():
@@ -198,6 +202,8 @@ def _remove_unused(folder: Path) -> None:
     """Remove entries, also unfinished ones, that were not used for `MAX_UNUSED_S`."""
     oldest_used = time.time() - MAX_UNUSED_S
     for entry in folder.iterdir():
+        if not ENTRY.match(entry.name):
+            continue
         marker = entry / "columns.json"
         try:
             used = (marker if marker.exists() else entry).stat().st_mtime

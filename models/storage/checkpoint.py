@@ -362,8 +362,10 @@ def local(uri: str | Path) -> Iterator[Path]:
         yield Path(path)
         return
     with TemporaryDirectory() as folder:
-        if filesystem.get_file_info(path).type == fs.FileType.Directory:
-            _copy(path, folder, filesystem, fs.LocalFileSystem())
+        # by the names of its record: the store may list other names
+        for name in (CONFIG, *read(uri).files):
+            target = f"{folder}/{name}"
+            _copy(f"{path}/{name}", target, filesystem, fs.LocalFileSystem())
         yield Path(folder)
 
 

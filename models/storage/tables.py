@@ -261,11 +261,28 @@ def read_parquet(
         parquet = pq.ParquetFile(
             pa.BufferReader(content), read_dictionary=list(dictionary)
         )
+        check_plain_types(parquet.schema_arrow, uri)
         return parquet.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{uri} is not a readable Parquet file ({one_line(error)})"
         ) from error
+
+
+def check_plain_types(schema: pa.Schema, uri: str) -> None:
+    """Check that no column has an extension type, whose values may be pickles.
+
+    Raises:
+        UserError: If a column, also a nested one, has an extension type.
+    """
+    types = [(field.name, field.type) for field in schema]
+    while types:
+        name, arrow_type = types.pop()
+        if isinstance(arrow_type, pa.BaseExtensionType):
+            raise UserError(f"{uri}: the column {name} has the type {arrow_type}")
+        types += [
+            (name, arrow_type.field(i).type) for i in range(arrow_type.num_fields)
+        ]
 
 
 def iter_parts(

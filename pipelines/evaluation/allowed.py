@@ -16,7 +16,13 @@ from torch import Tensor
 
 from models.error_text import one_line
 from models.item_ids import parse_item_ids
-from models.storage.tables import UserError, join, open_uri, read_table
+from models.storage.tables import (
+    UserError,
+    check_plain_types,
+    join,
+    open_uri,
+    read_table,
+)
 from models.storage.uri import storage_errors
 
 COLUMN = "item_id"
@@ -68,6 +74,7 @@ def read_parquet_ids(content: bytes, uri: str) -> list[object]:
     """
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
+        check_plain_types(file.schema_arrow, uri)
         return file.read([COLUMN])[COLUMN].to_pylist()
     except (pa.ArrowException, KeyError) as error:
         raise UserError(

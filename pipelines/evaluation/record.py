@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlflow.exceptions import MlflowException
@@ -107,7 +108,9 @@ def record_result(
     Args:
         result: Metrics of the evaluation.
         evaluated: Content of the checkpoint's `config.json`.
-        tracking_uri: Tracking URI; by default the URI of the training.
+        tracking_uri: Tracking URI; by default MLFLOW_TRACKING_URI, else the SQLite file
+            of the training. Nothing is logged to a server that only the checkpoint
+            names.
 
     Returns:
         The path of the file.
@@ -126,8 +129,13 @@ def record_result(
     if not evaluated.tracking:
         return path
     training = tracking.RunRef(**evaluated.tracking)
-    if tracking_uri:
-        training = tracking.RunRef(tracking_uri, training.experiment, training.run_id)
+    named = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if named:
+        training = replace(training, uri=named)
+    elif not training.uri.startswith("sqlite:"):
+        # a checkpoint may come from anyone, and MLflow would send it credentials
+        print(f"note: not logged to {training.uri}, which only the checkpoint names")
+        return path
     try:
         weights = checkpoint.weights_hash(result.checkpoint)
         log_evaluation(training, result, changed, weights)

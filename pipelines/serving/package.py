@@ -231,15 +231,16 @@ def copy_table(uri: str, target: Path, manifest_only: bool = False) -> None:
     """Copy a table, or only its manifest, to a new local folder."""
     filesystem, source = open_uri(uri)
     target.mkdir(parents=True)
-    destination = str(target)
-    if manifest_only:
-        source, destination = f"{source}/{MANIFEST}", str(target / MANIFEST)
-    fs.copy_files(
-        source,
-        destination,
-        source_filesystem=filesystem,
-        destination_filesystem=fs.LocalFileSystem(),
-    )
+    names = [MANIFEST]
+    if not manifest_only:
+        names += [part.path for part in read_manifest(uri).files]
+    for name in names:
+        fs.copy_files(
+            f"{source}/{name}",
+            str(target / name),
+            source_filesystem=filesystem,
+            destination_filesystem=fs.LocalFileSystem(),
+        )
 
 
 def write_encoder(inputs: Inputs, bundle: Path) -> None:

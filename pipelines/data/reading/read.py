@@ -37,7 +37,12 @@ from pyarrow import fs
 
 from models.config import did_you_mean
 from models.error_text import one_line
-from models.storage.tables import JOB_FILES, UserError, open_uri
+from models.storage.tables import (
+    JOB_FILES,
+    UserError,
+    check_plain_types,
+    open_uri,
+)
 
 ROW = "__row"
 """Column with the index of the row in its piece, which counts broken rows, too."""
@@ -382,6 +387,18 @@ def select_columns(
     return [name for name in columns if name in present], missing
 
 
+def parse_sql(text: str) -> pl.Expr:
+    """Parse a SQL expression of columns.
+
+    Raises:
+        ValueError: If it names a function that opens files or addresses.
+    """
+    opens = re.search(r"(?i)\bread_(csv|ndjson|json|ipc|parquet)\b", text)
+    if opens:
+        raise ValueError(f"'{text}' calls {opens[0]}; an expression reads columns only")
+    return pl.sql_expr(text)
+
+
 def root_columns(text: str, present: Collection[str]) -> list[str]:
     """Return the columns that an expression reads.
 
@@ -392,7 +409,7 @@ def root_columns(text: str, present: Collection[str]) -> list[str]:
     if text in present:
         return [text]
     try:
-        return pl.sql_expr(text).meta.root_names()
+        return parse_sql(text).meta.root_names()
     except pl.exceptions.PolarsError:
         return [text]  # a name that is a keyword of SQL
 
@@ -1086,6 +1103,7 @@ def _read_parquet(
     filesystem, path = open_uri(uri)
     with filesystem.open_input_file(path) as file:
         parquet = pq.ParquetFile(pa.PythonFile(_HashingReader(file, digest), mode="r"))
+        check_plain_types(parquet.schema_arrow, uri)
         columns, missing = select_columns(expressions, parquet.schema_arrow.names)
         groups = range(parquet.num_row_groups)
         if piece:

@@ -25,6 +25,7 @@ from pipelines.data.reading.read import (
     ROW,
     Broken,
     FilePart,
+    parse_sql,
     root_columns,
 )
 from pipelines.data.reading.times import Time, parse_times, reject_future, suggest_unit
@@ -690,7 +691,7 @@ def _locate_unreadable(rows: pl.DataFrame, expression: pl.Expr) -> list[int] | N
 
 def _to_expression(text: str, columns: list[str]) -> pl.Expr:
     """Return the column with this name, or else the SQL expression."""
-    return pl.col(text) if text in columns else pl.sql_expr(text)
+    return pl.col(text) if text in columns else parse_sql(text)
 
 
 def check_sql(expressions: Iterable[str]) -> None:
@@ -700,7 +701,7 @@ def check_sql(expressions: Iterable[str]) -> None:
     """
     for text in expressions:
         try:
-            meta = pl.sql_expr(text).meta
+            meta = parse_sql(text).meta
         except pl.exceptions.PolarsError as error:
             if re.fullmatch(r"[^()'\"|]+", text):  # a column named like an SQL keyword
                 continue

@@ -19,7 +19,12 @@ import pyarrow.parquet as pq
 from models.config import pluralize
 from models.error_text import one_line
 from models.item_ids import clean_id
-from models.storage.tables import LARGEST_NUMBER, UserError, open_uri
+from models.storage.tables import (
+    LARGEST_NUMBER,
+    UserError,
+    check_plain_types,
+    open_uri,
+)
 
 SUFFIXES = (".parquet", ".npy")
 """Suffixes of files of precomputed embeddings."""
@@ -191,7 +196,9 @@ def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.nd
             without numbers, or embeddings of different widths.
     """
     try:
-        table = pq.read_table(pa.BufferReader(content))
+        file = pq.ParquetFile(pa.BufferReader(content))
+        check_plain_types(file.schema_arrow, uri)
+        table = file.read()
     except pa.ArrowException as error:
         raise UserError(f"{uri} is not a Parquet file ({one_line(error)})") from error
     if id not in table.column_names:

@@ -25,7 +25,7 @@ PARTS = ([1, 2], [300], [], [0.5, 4.0])
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of an empty cache."""
     monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    return tmp_path / "cache" / "columns"
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_entries_that_were_not_opened_for_a_week_are_removed(cache, table):
     (old,) = list_entries(cache)
     long_ago = time.time() - MAX_UNUSED_S - 60
     os.utime(old / "columns.json", (long_ago, long_ago))
-    unfinished = cache / "test-0123.abc"
+    unfinished = cache / f"test-{'0' * 32}.abc"
     unfinished.mkdir()
     os.utime(unfinished, (long_ago, long_ago))
 
@@ -127,7 +127,7 @@ def test_entries_that_were_not_opened_for_a_week_are_removed(cache, table):
 def test_the_cache_is_in_the_users_cache_folder_by_default(monkeypatch, tmp_path):
     monkeypatch.delenv("TRIELINE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "trieline"
+    assert cache_folder() == tmp_path / "trieline" / "columns"
 
 
 @pytest.mark.long

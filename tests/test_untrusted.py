@@ -1,0 +1,120 @@
+"""Test that data from others gets no more than its own content (SECURITY.md)."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from models.dataset.columns import cache_folder, open_columns
+from models.item_ids import clean_id, parse_item_id
+from models.storage.tables import UserError, read_parquet
+from pipelines.data.reading.read import parse_sql
+from tests.fixtures.training_tables import write_table
+
+
+def test_an_id_of_many_blanks_takes_time_in_proportion_to_its_length() -> None:
+    start = time.process_time()
+    assert clean_id("a" + " " * 1_000_000 + "b\u2003 ") == "a" + " " * 1_000_000 + "b"
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize("text", ["1e+1000000000", "1.5e999", "1e+" + "9" * 40])
+def test_large_exponents_are_not_written_out(text: str) -> None:
+    assert clean_id(text) == text
+
+
+def test_served_ids_have_at_most_1000_characters() -> None:
+    assert parse_item_id("history", "a" * 1000) == "a" * 1000
+    with pytest.raises(UserError, match="1,001 characters"):
+        parse_item_id("history", "a" * 1001)
+
+
+class _Pickled(pa.ExtensionType):
+    def __init__(self) -> None:
+        super().__init__(pa.binary(), "test.pickled_object")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(
+        cls, storage: pa.DataType, serialized: bytes
+    ) -> _Pickled:
+        return cls()
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_extension_types_are_refused(is_nested: bool, tmp_path: Path) -> None:
+    pa.register_extension_type(_Pickled())
+    try:
+        column = pa.ExtensionArray.from_storage(_Pickled(), pa.array([b"x"]))
+        values = pa.ListArray.from_arrays([0, 1], column) if is_nested else column
+        pq.write_table(pa.table({"text_title": values}), tmp_path / "a.parquet")
+        with pytest.raises(UserError, match="column text_title"):
+            read_parquet(str(tmp_path / "a.parquet"))
+    finally:
+        pa.unregister_extension_type("test.pickled_object")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x in (select a from read_csv('/etc/passwd'))",
+        "x in (from READ_CSV('/etc/passwd'))",
+        "x in (from \"read_parquet\"('http://127.0.0.1/'))",
+    ],
+)
+def test_sql_of_a_mapping_opens_no_file(text: str) -> None:
+    with pytest.raises(ValueError, match=r"(?i)calls read_"):
+        parse_sql(text)
+
+
+def test_sql_of_a_mapping_reads_columns() -> None:
+    frame = pl.DataFrame({"read_time": [1], "read csv": [2]})
+    expression = parse_sql('read_time + "read csv"')
+    assert frame.select(expression.alias("sum"))["sum"].to_list() == [3]
+
+
+def test_the_cache_removes_only_its_own_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
+    cache_folder().mkdir(parents=True)
+    foreign = [tmp_path / "cache" / "notes.txt", cache_folder() / "thesis.tex"]
+    for path in foreign:
+        path.write_text("mine")
+    old = cache_folder() / f"layout-{'0' * 32}"
+    old.mkdir()
+    for path in (*foreign, old):
+        os.utime(path, (0, 0))
+    write_table(str(tmp_path / "table"), "items", pa.table({"item_index": [0]}), {}, {})
+    open_columns(
+        str(tmp_path / "table"), "layout", None, lambda table: {"item": np.zeros(1)}
+    )
+    assert all(path.exists() for path in foreign)
+    assert not old.exists()
+
+
+def test_the_cache_is_readable_by_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
+    before = os.umask(0o002)
+    try:
+        write_table(
+            str(tmp_path / "table"), "items", pa.table({"item_index": [0]}), {}, {}
+        )
+        open_columns(
+            str(tmp_path / "table"), "layout", None, lambda table: {"item": np.zeros(1)}
+        )
+    finally:
+        os.umask(before)
+    assert cache_folder().stat().st_mode & 0o077 == 0
+    assert cache_folder().parent.stat().st_mode & 0o077 == 0
