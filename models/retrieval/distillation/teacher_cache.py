@@ -14,9 +14,8 @@ in half precision:
 
 The folder of a table is named by the hash of all inputs, so one cache serves all
 teachers, tokenizers and variants of a student. `manifest.json` is written last, so an
-unfinished table is computed again. Each worker computes its share of the rows. In
-training, all workers of a node read memory-mapped columns, so the rows need not fit in
-memory.
+unfinished table is computed again. In training, all workers of a node read
+memory-mapped columns, so the rows need not fit in memory.
 
 Shapes: `B` requests, `S` vectors of the request with the most vectors, `D` width, `L`
 levels.
@@ -24,11 +23,9 @@ levels.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,8 +158,8 @@ def cache_teacher_outputs(
 ) -> list[str]:
     """Set a student's cached teacher outputs, and compute tables that are missing.
 
-    Every rank calls this function, computes its share of the rows, and waits for the
-    others. Concurrent runs with the same cache wait, too.
+    Rank 0 computes them while the other ranks and concurrent runs with the same cache
+    wait.
 
     Args:
         model: The student, with its teacher loaded.
@@ -174,127 +171,88 @@ def cache_teacher_outputs(
         A message per table; none if the config has no `teacher_cache`.
 
     Raises:
-        UserError: If a table is damaged or lacks requests, or the outputs exceed half
-            precision.
+        UserError: If a table is damaged, or the outputs exceed half precision.
     """
     if not config.teacher_cache:
         return []
     model.eval()  # without dropout
     device = next(model.parameters()).device
+    train = datasets["train"]
     tables, messages = {}, []
     for output in model.outputs_to_cache():
-        table = _CacheTable(
-            config.teacher_cache,
-            output,
-            [datasets[split] for split in output.splits],
-            catalogue.hashes,
-        )
-        existed = table.compute_if_missing(device)
-        tables[output.name], manifest = table.open()
-        size = sum(part.bytes for part in manifest.files) / 2**20
-        count = pluralize(manifest.rows, "request")
+        settings = {
+            **output.config,
+            "max_history": train.max_history,
+            "splits": list(output.splits),
+        }
+        inputs = {**catalogue.hashes, "weights": output.weights}
+        key = fingerprint(settings, inputs)[:16]
+        uri = join(config.teacher_cache, f"{output.name}-{key}")
         status = "reused"
-        if not existed:
-            status = f"computed in {manifest.timings['seconds']:.0f} s"
+        if train.rank == 0 and not has_manifest(uri):
+            busy = f"{uri} is being computed by another process"
+            with hold_lock(join(uri, LOCK), busy, math.inf):
+                if not has_manifest(uri):
+                    began = time.monotonic()
+                    requests = [datasets[split] for split in output.splits]
+                    parts = _write_parts(uri, output.compute, requests, device)
+                    commit(
+                        uri, output.name, SCHEMA, parts, config=settings, inputs=inputs
+                    )
+                    status = f"computed in {time.monotonic() - began:.0f} s"
+        if train.world > 1:
+            dist.barrier()
+        manifest = read_manifest(uri, output.name)
+        tables[output.name] = _open(uri, manifest, int(output.config["width"]))
+        size = sum(part.bytes for part in manifest.files) / 2**20
         messages.append(
-            f"teacher cache: {output.name} states of {count}, {size:,.1f} MiB in half "
-            f"precision, {status}: {table.uri}"
+            f"teacher cache: {output.name} states of "
+            f"{pluralize(manifest.rows, 'request')}, {size:,.1f} MiB in half "
+            f"precision, {status}: {uri}"
         )
     model.set_teacher_outputs(tables)
     return messages
 
 
-class _CacheTable:
-    """A table of the cache, with the datasets whose requests it needs."""
-
-    def __init__(
-        self,
-        folder: str,
-        output: TeacherOutput,
-        datasets: list[RetrievalDataset],
-        table_hashes: Mapping[str, str],
-    ) -> None:
-        """Name the table by the hash of all inputs."""
-        self.output, self.datasets = output, datasets
-        self.rank, self.world = datasets[0].rank, datasets[0].world
-        self.inputs = {**table_hashes, "weights": output.weights}
-        self.settings = {
-            **output.config,
-            "max_history": datasets[0].max_history,
-            "splits": list(output.splits),
-        }
-        key = fingerprint(self.settings, self.inputs)[:16]
-        self.uri = join(folder, f"{output.name}-{key}")
-
-    def compute_if_missing(self, device: torch.device) -> bool:
-        """Compute the table on all ranks unless it exists."""
-        lock: AbstractContextManager[bool | None] = nullcontext()
-        if self.rank == 0:
-            lock = _lock_if_missing(self.uri)
-        with lock as rank_0_existed:
-            existed = bool(_broadcast(rank_0_existed, self.world))
-            if not existed:
-                start = time.monotonic()
-                parts_by_rank = _gather(self._write_parts(device), self.world)
-                if self.rank == 0:
-                    commit(
-                        self.uri,
-                        self.output.name,
-                        SCHEMA,
-                        list(itertools.chain.from_iterable(parts_by_rank)),
-                        config=self.settings,
-                        inputs=self.inputs,
-                        timings={"seconds": round(time.monotonic() - start, 3)},
-                    )
-                _broadcast(None, self.world)  # wait for the commit
-        return existed
-
-    def _write_parts(self, device: torch.device) -> list[Part]:
-        """Compute and write the rows of this rank's requests."""
-        parts: list[Part] = []
-        tables: list[pa.Table] = []
-        for batch in self._batches():
-            states, lengths = self.output.compute(batch.to(device))
+def _write_parts(
+    uri: str,
+    compute: ComputeStates,
+    datasets: Sequence[RetrievalDataset],
+    device: torch.device,
+) -> list[Part]:
+    """Compute and write the rows of all requests, in batches of similar lengths."""
+    parts: list[Part] = []
+    tables: list[pa.Table] = []
+    for dataset in datasets:
+        rows = dataset.sort_for_evaluation(dataset.rows())
+        for batch_rows in dataset.cut_batches(rows, BATCH_REQUESTS):
+            batch = dataset.collate(batch_rows)
+            states, lengths = compute(batch.to(device))
             tables.append(_encode_states(batch.request, states, lengths))
             if sum(table.nbytes for table in tables) > PART_BYTES:
-                parts.append(write_part(self.uri, pa.concat_tables(tables), **LAYOUT))
+                parts.append(write_part(uri, pa.concat_tables(tables), **LAYOUT))
                 tables = []
-        if tables:
-            parts.append(write_part(self.uri, pa.concat_tables(tables), **LAYOUT))
-        return parts
+    if tables:
+        parts.append(write_part(uri, pa.concat_tables(tables), **LAYOUT))
+    return parts
 
-    def _batches(self) -> Iterator[RequestBatch]:
-        """Yield this rank's share of the requests, in batches of similar lengths."""
-        for dataset in self.datasets:
-            rows = dataset.sort_for_evaluation(dataset.rows())
-            rank_rows = rows[dataset.rank :: dataset.world]
-            for batch_rows in dataset.cut_batches(rank_rows, BATCH_REQUESTS):
-                yield dataset.collate(batch_rows)
 
-    def open(self) -> tuple[CachedStates, Manifest]:
-        """Open the table."""
-        needed = np.concatenate([dataset.request_numbers for dataset in self.datasets])
-        width = int(self.output.config["width"])
-        try:
-            manifest = read_manifest(self.uri, self.output.name)
-            columns = open_columns(
-                self.uri,
-                "teacher_states",
-                None,
-                lambda table: _decode_states(table, width),
-                manifest=manifest,
-                settings=width,
-            )
-            cached = columns.get("request", np.zeros(0, np.int64))
-            missing = len(np.setdiff1d(needed, cached))
-            if missing:
-                raise UserError(f"it lacks {missing:,} of {len(needed):,} requests")
-        except UserError as error:
-            raise UserError(
-                f"the teacher cache {self.uri} cannot be used ({error})"
-            ) from error
-        states = CachedStates(columns["request"], columns["length"], columns["states"])
-        return states, manifest
+def _open(uri: str, manifest: Manifest, width: int) -> CachedStates:
+    """Open a table of vectors of a width."""
+    try:
+        columns = open_columns(
+            uri,
+            "teacher_states",
+            None,
+            lambda table: _decode_states(table, width),
+            manifest=manifest,
+            settings=width,
+        )
+    except UserError as error:
+        raise UserError(
+            f"the teacher cache {uri} cannot be used ({error}); remove the folder"
+        ) from error
+    return CachedStates(columns["request"], columns["length"], columns["states"])
 
 
 def _encode_states(request: Tensor, states: Tensor, lengths: Tensor) -> pa.Table:
@@ -320,32 +278,3 @@ def _decode_states(table: pa.Table, width: int) -> Columns:
     values = lists.flatten().to_numpy().reshape(-1, width)
     length = pc.list_value_length(lists).to_numpy() // width
     return {"request": table["request"].to_numpy(), "length": length, "states": values}
-
-
-@contextmanager
-def _lock_if_missing(uri: str) -> Iterator[bool]:
-    """Yield whether the table exists, and hold its lock if it does not."""
-    if has_manifest(uri):
-        yield True
-        return
-    busy = f"{uri} is being computed by another process"
-    with hold_lock(join(uri, LOCK), busy, math.inf):
-        yield has_manifest(uri)
-
-
-def _broadcast(value: Any, world: int) -> Any:
-    """Return rank 0's value on all ranks."""
-    if world == 1:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def _gather(value: Any, world: int) -> list[Any]:
-    """Return the values of all ranks, in the order of ranks."""
-    if world == 1:
-        return [value]
-    values = [None] * world
-    dist.all_gather_object(values, value)
-    return values
