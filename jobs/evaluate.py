@@ -71,9 +71,6 @@ class Config(StudentOptions, AtSpeedOptions):
     that ranks the catalogue per user or request."""
     batch_size: int = 256
     """Requests per batch."""
-    user_stride: int = 1
-    """Measure only every N-th user, the same users for every model, to save time on a
-    large split."""
     shards: int = 1
     """Number of Ray tasks (actors in batch inference) that rank the users; 1: this
     process ranks them, unless the job was submitted to a cluster."""
@@ -85,7 +82,7 @@ class Config(StudentOptions, AtSpeedOptions):
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("k", "batch_size", "shards", "user_stride"))
+        check_positive(self, ("k", "batch_size", "shards"))
         if self.allowed and not self.batch_inference:
             raise ValueError(
                 "--allowed is given without --batch_inference; metrics rank the whole "
@@ -257,7 +254,6 @@ def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
         split=config.split or "test",
         batch_size=config.batch_size,
         options=config.recommend_options(),
-        user_stride=config.user_stride,
         workers=workers,
     )
     for line in describe_result(result, metadata, inputs):
@@ -308,9 +304,6 @@ def describe_limits(result: Result, metadata: Checkpoint, inputs: Inputs) -> lis
     from models.storage import checkpoint
 
     notes = []
-    stride = result.options.get("user_stride", 1)
-    if stride > 1:
-        notes.append(f"note: measured on every {stride}th user of the split")
     versions = read_versions(metadata.name, inputs)
     if checkpoint.is_extended(metadata, "sequences", versions):
         notes.append(f"note: {inputs.tables} extends the tables of the training")

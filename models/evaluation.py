@@ -41,7 +41,6 @@ def measure_examples(
     device: torch.device,
     limit: int = 0,
     options: dict[str, Any] | None = None,
-    user_stride: int = 1,
     should_stop: Callable[[], bool] = lambda: False,
     measure: Callable[..., Sums] | None = None,
 ) -> Measurement:
@@ -57,7 +56,6 @@ def measure_examples(
         limit: Approximate number of requests over all workers, spread evenly over the
             lengths of histories; 0 for all.
         options: Keyword arguments of the model's `measure`.
-        user_stride: Only every `user_stride`-th user of the table is measured.
         should_stop: Called before every batch; the measurement stops if it returns
             true.
         measure: Function `measure(batch, **options)` that returns the sums of a batch;
@@ -70,8 +68,7 @@ def measure_examples(
     sums: Sums = {}
     count, seconds = 0, 0.0
     model.eval()
-    selected = examples.keep_users(examples.evaluation_rows(limit), user_stride)
-    for rows in examples.cut_batches(selected, batch_size):
+    for rows in examples.cut_batches(examples.evaluation_rows(limit), batch_size):
         if should_stop():
             raise ValidationStopped
         batch = examples.collate(rows).to(device)

@@ -259,22 +259,9 @@ class RequestDataset:
         """Number of requests without an example among the users of this worker."""
         return int(self._is_assigned(self.skipped_users).sum())
 
-    def keep_users(self, rows: NDArray[np.int64], stride: int) -> NDArray[np.int64]:
-        """Select the examples of every `stride`-th user of the table.
-
-        The users depend on the table alone, so all models are compared on the same
-        users.
-        """
-        return rows[self.user_rows(rows) % stride == 0] if stride > 1 else rows
-
-    def count_users(self, stride: int = 1) -> int:
-        """Return the number of users with an example that this worker evaluates.
-
-        Args:
-            stride: Only every `stride`-th user of the table is counted.
-        """
-        users = np.unique(self.user_rows(self.keep_users(self.rows(), stride)))
-        return int(self._is_assigned(users).sum())
+    def count_users(self) -> int:
+        """Return the number of users with an example that this worker evaluates."""
+        return int(self._is_assigned(np.unique(self.user_rows(self.rows()))).sum())
 
     def _is_assigned(self, users: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return the (u,) mask of users that this worker evaluates, given (u,) rows."""

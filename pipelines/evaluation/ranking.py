@@ -56,8 +56,6 @@ class Task:
     """Requests per batch."""
     options: dict[str, Any]
     """Options of `recommend`."""
-    user_stride: int
-    """Distance between measured users: every `user_stride`-th user of the table."""
     workers: Workers
     """Processes and devices."""
 
@@ -87,7 +85,6 @@ def evaluate(
     split: str = "test",
     batch_size: int = 256,
     options: dict[str, Any] | None = None,
-    user_stride: int = 1,
     workers: Workers | None = None,
 ) -> tuple[Result, Checkpoint]:
     """Measure a checkpoint on a split, without writing anything.
@@ -98,8 +95,6 @@ def evaluate(
         split: `val` or `test`.
         batch_size: Requests per batch.
         options: Options of `recommend`.
-        user_stride: Measure every `user_stride`-th user of the table; all models are
-            measured on the same users.
         workers: Processes and devices; by default this process.
 
     Returns:
@@ -120,7 +115,6 @@ def evaluate(
         split=split,
         batch_size=batch_size,
         options=checked.options,
-        user_stride=user_stride,
         workers=workers,
     )
     shards = measure_shards(task)
@@ -178,7 +172,6 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
         batch_size=task.batch_size,
         device=device,
         options=options,
-        user_stride=task.user_stride,
     )
     if loaded.model.ranks == "catalogue":
         measured.sums[SHOWN] = options["shown"].cpu()
@@ -194,7 +187,7 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
         skipped=examples.num_skipped,
         seconds=measured.seconds,
         device=device_name,
-        users=examples.count_users(task.user_stride),
+        users=examples.count_users(),
     )
 
 
@@ -266,8 +259,6 @@ def to_result(
     if task.workers.shards > 1:
         device = f"{task.workers.shards} x {device}"
     options = {**checked.options, "batch_size": task.batch_size}
-    if task.user_stride > 1:
-        options["user_stride"] = task.user_stride
     hashes = {
         name: checked.hashes[name] for name in saved.hashes if name in checked.hashes
     }

@@ -27,9 +27,6 @@ from models.storage.tables import UserError, join
 from models.storage.uri import write_file
 from pipelines import tracking
 
-OPTIONS_WITHOUT_EFFECT = ("batch_size", "user_stride")
-"""Options in which evaluations may differ and still count as the same evaluation."""
-
 
 @dataclass
 class Result:
@@ -96,7 +93,7 @@ def changed_options(
     return {
         name: value
         for name, value in sorted(options.items())
-        if name not in OPTIONS_WITHOUT_EFFECT and config.get(name) != value
+        if name != "batch_size" and config.get(name) != value
     }
 
 
@@ -220,7 +217,7 @@ def read_options(evaluation: Any, training: Any) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(evaluation.data.params.items())
-        if name not in ("split", "checkpoint", *OPTIONS_WITHOUT_EFFECT)
+        if name not in ("split", "checkpoint", "batch_size")
         and config.get(f"model.{name}") != value
     }
 
