@@ -225,7 +225,9 @@ def plan_models(
             "storage": str(runs),
             "name": name,
         }
-        options = merge_options(options, merge_options(run.options, {"fit": fit}))
+        options = merge_options(options, run.options)
+        if fit:
+            options = merge_options(options, {"fit": fit})
         verb = "Train"
         if run.teacher:
             verb = "Distil"

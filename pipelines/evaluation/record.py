@@ -53,7 +53,7 @@ class Result:
     seed: int | None
     """Seed of the training."""
     options: dict[str, Any]
-    """Options of `recommend`, with batch size and user stride."""
+    """Options of `recommend`, with batch size."""
     hashes: dict[str, str]
     """Hashes of the tables, by table name."""
     device: str
