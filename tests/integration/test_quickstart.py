@@ -52,8 +52,8 @@ def flows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def find_row(output: str, model: str) -> str:
     """Return the model's row in the last table of an output of the quickstart."""
-    lines = output.split("] Compare ")[1].splitlines()
-    return next(line for line in lines if line.startswith(f"{model} "))
+    lines = output.splitlines()
+    return next(line for line in reversed(lines) if line.startswith(f"{model} "))
 
 
 @pytest.mark.parametrize(
