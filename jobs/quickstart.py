@@ -252,7 +252,7 @@ def run(config: Config) -> None:
     home = Path(config.output).absolute() / name
     source = config.source or find_source(config, home)
     kind = config.family or load_source(source)[1].get("kind", "retrieval")
-    flow = build(Flow, read_yaml(str(FLOWS), "check it")[kind], f"{kind}.")
+    flow = build(Flow, read_yaml(str(FLOWS))[kind], f"{kind}.")
     cli.preflight(output=config.output)
     from pipelines.tracking import resolve_uri
 
