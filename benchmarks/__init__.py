@@ -1,1 +1,1 @@
-"""Paired timings. Benchmarks import any package but `papers`."""
+"""Timings of decoding, training and preparing. Imports any package but `papers`."""

@@ -1,83 +1,50 @@
-"""Paired timings, one JSON line per variant and size.
+"""Timings, one JSON line per variant and size.
 
-    python -m benchmarks decode [--histories TABLES]  # models of semantic IDs
-    python -m benchmarks search_encoder               # encoders of search models
-    python -m benchmarks actions                      # models of actions
-    python -m benchmarks sequences                    # the sequence step and polars
-    python -m benchmarks floors                       # fitting item_knn and ease
-    python -m benchmarks.gpu                          # CUDA graphs, with own options
+    python -m benchmarks decode   # ways to decode semantic IDs, in turn
+    python -m benchmarks train --config jobs/configs/sasrec.yaml --tables TABLES
+    python -m benchmarks prepare  # jobs.prepare and polars alone, in turn
 
---json FILE also writes the lines to a file. Timings of models need PyTorch alone.
+Options are the parameters of the functions `decode`, `train` and `prepare`, with values
+in YAML. decode and train need no Ray, MLflow or polars.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 
-from benchmarks.harness import describe_origin, write_rows
-from models.storage.tables import UserError
+import yaml
 
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "decode": ("runs", "threads", "histories", "checkpoints", "sids"),
-    "search_encoder": ("runs", "threads"),
-    "actions": ("runs", "threads"),
-    "sequences": ("runs", "sizes", "store_mb"),
-    "floors": ("sizes",),
-}
-"""Options of each benchmark. A benchmark is a function in the module of its name."""
+from benchmarks.harness import describe_origin
+from models.storage.tables import UserError
 
 
 def main() -> None:
-    """Parse the command line, and run one benchmark."""
+    """Run a benchmark, print its lines, and append them to the file of --json."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=OPTIONS)
-    parser.add_argument(
-        "--json",
-        type=argparse.FileType("w"),
-        help="also write the JSON lines to this file",
-    )
-    parser.add_argument("--runs", type=int, help="number of timings per variant")
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument(
-        "--histories", help="decode: TABLES whose test histories are used"
-    )
-    parser.add_argument(
-        "--checkpoints", nargs="+", help="decode: models trained on --histories"
-    )
-    parser.add_argument(
-        "--sids", help="decode: the semantic IDs that the checkpoints were trained with"
-    )
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=int,
-        help="sequences: numbers of events; floors: of items",
-    )
-    parser.add_argument(
-        "--store_mb", type=int, help="sequences: size of Ray's object store in MiB"
-    )
+    parser.add_argument("name", choices=("decode", "train", "prepare"))
+    parser.add_argument("--json", help="file to which the lines are appended")
+    known, words = parser.parse_known_args()
+    if len(words) % 2:
+        parser.error(f"{words[-1]} needs a value")
     options = {
-        name: value
-        for name, value in vars(parser.parse_args()).items()
-        if value is not None
+        name.removeprefix("--"): yaml.safe_load(value)
+        for name, value in zip(words[::2], words[1::2], strict=True)
     }
-    name = options.pop("name")
-    file = options.pop("json", None)
-    unknown = options.keys() - OPTIONS[name]
-    if unknown:
-        parser.error(
-            f"{name} takes no --{min(unknown)}; it takes {', '.join(OPTIONS[name])}"
-        )
-    benchmark = getattr(importlib.import_module(f"benchmarks.{name}"), name)
+    benchmark = getattr(importlib.import_module(f"benchmarks.{known.name}"), known.name)
     try:
-        write_rows(benchmark(**options), file, describe_origin())
-    except UserError as error:
+        for line in benchmark(**options):
+            text = json.dumps({**line, **describe_origin()})
+            print(text, flush=True)
+            if known.json:
+                with open(known.json, "a") as file:
+                    file.write(text + "\n")
+    except (TypeError, UserError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -9,8 +9,7 @@ multiplies with a library that `models/cpu/matmul.py` avoids, and short rows get
 tiles. Here a tile is two matrix products around a softmax. The backward pass recomputes
 the weights of a tile, so the weights of only one tile are in memory at a time. With
 bounds, all devices use tiles: a mask of all rows would be as large as the scores, and
-fused kernels copy it as floating-point numbers. `python -m benchmarks actions` times
-whole models with it.
+fused kernels copy it as floating-point numbers.
 
 Shapes: `B` rows, `H` heads, `L` queries, `T` keys, `d` width of a head.
 """

@@ -30,6 +30,7 @@ class HidingFinder:
 
 sys.meta_path[:] = [HidingFinder(finder) for finder in sys.meta_path]
 
+import benchmarks.decode, benchmarks.train
 from models.build import load_model, parse_options
 from models.loaded_model import load_catalogue
 from models.storage import checkpoint

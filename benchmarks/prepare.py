@@ -1,0 +1,115 @@
+"""Time jobs.prepare and polars alone on the same simulated log, in turn.
+
+    python -m benchmarks prepare --events 1000000 --runs 3
+
+The log is Parquet in time order, with 20 events per user and 400 per item. Both
+commands sort by user and time, index the items, build every list column with requests
+and histories, and write Parquet; a test checks that the rows are equal. jobs.prepare
+also splits the requests by time, drops duplicates, writes events and texts of items,
+and commits with hashes; polars has the whole log in memory.
+
+The time is that of the whole command. Processor time and peak memory are sums over all
+processes, Ray's included, with shared pages counted once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import polars as pl
+import psutil
+
+from benchmarks.harness import Line, to_line
+from pipelines.data.simulation import Settings, draw_interactions, write_log
+
+SOURCE = "jobs/configs/sources/simulated.yaml"
+
+
+def prepare(events: int = 1_000_000, runs: int = 3) -> Iterator[Line]:
+    """Yield a line per variant; items per second are events."""
+    with tempfile.TemporaryDirectory(prefix="trieline-benchmark-") as folder:
+        log, output = f"{folder}/log", f"{folder}/tables"
+        settings = Settings(max(1, events // 20), max(8, events // 400), events)
+        write_log(log, "retrieval", settings, draw_interactions)
+        job = f"jobs.prepare --source {SOURCE} --input {log} --output {output}"
+        commands = {
+            "trieline": f"{job} --overwrite",
+            "polars": f"benchmarks.prepare {log} {folder}/polars",
+        }
+        usages: dict[str, list[Line]] = {name: [] for name in commands}
+        for _ in range(runs):
+            for name, command in commands.items():
+                usages[name].append(run_module(command.split()))
+        for name, measured in usages.items():
+            yield to_line(
+                "prepare",
+                name,
+                {"events": events},
+                [usage["seconds"] for usage in measured],
+                events,
+                cpu_s=statistics.median(usage["cpu_s"] for usage in measured),
+                peak_memory_mb=max(usage["peak"] for usage in measured),
+            )
+
+
+def run_module(words: Sequence[str]) -> Line:
+    """Run a module, and return its seconds, processor time and peak memory in MB."""
+    cpu_s: dict[int, float] = {}
+    peak = 0.0
+    start_s = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", *words], stdout=sys.stderr)
+    while process.poll() is None:
+        with suppress(psutil.Error):  # a process has ended
+            parent = psutil.Process(process.pid)
+            tree = [parent, *parent.children(recursive=True)]
+            cpu_s |= {one.pid: sum(one.cpu_times()[:2]) for one in tree}
+            # PSS divides shared pages among their processes
+            peak = max(peak, sum(one.memory_full_info().pss for one in tree))
+        time.sleep(0.25)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, words)
+    seconds = time.perf_counter() - start_s
+    return {"seconds": seconds, "cpu_s": sum(cpu_s.values()), "peak": peak / 2**20}
+
+
+def run_polars(log: str, output: str) -> None:
+    """Write one Parquet file of sequences with polars alone."""
+    frame = pl.read_parquet(f"{log}/events-*.parquet")
+    items = frame.select("item_id").unique().sort("item_id").with_row_index("index")
+    user, stamp = pl.col("user_id"), pl.col("timestamp_ms")
+    is_new_user = user.ne_missing(user.shift(1))
+    is_new_time = is_new_user | stamp.ne_missing(stamp.shift(1))
+    # row number at which the time and the user of each row start
+    time_row, user_row = (
+        pl.when(is_new).then(pl.int_range(pl.len(), dtype=pl.Int32)).forward_fill()
+        for is_new in (is_new_time, is_new_user)
+    )
+    requests = pl.struct("timestamp_ms", "query", "history_end", "candidates")
+    sequences = (
+        frame.lazy()
+        .join(items.lazy(), on="item_id")
+        .sort("user_id", "timestamp_ms", "item_id")
+        .with_columns(
+            pl.col("index").cast(pl.Int32).alias("item_index"),
+            history_end=time_row - user_row,
+            query=pl.lit(None, pl.String),
+        )
+        .with_columns(candidates=pl.concat_list("item_index"))
+        .group_by("user_id", maintain_order=True)
+        .agg("item_index", "timestamp_ms", "query", requests=requests)
+    )
+    Path(output).mkdir(parents=True, exist_ok=True)
+    sequences.collect().write_parquet(
+        f"{output}/sequences.parquet", compression="zstd", compression_level=1
+    )
+
+
+if __name__ == "__main__":
+    run_polars(*sys.argv[1:])
