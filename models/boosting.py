@@ -18,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.config import check_least, check_positive
-
 if TYPE_CHECKING:
     from lightgbm import Booster
+
+EARLY_STOPPING_ROUNDS = 30
+"""Number of trees without a lower validation log loss before training stops."""
 
 
 @dataclass
@@ -30,8 +31,6 @@ class TreeConfig:
 
     num_iterations: int = 1000
     """Maximum number of trees; early stopping chooses how many are used."""
-    early_stopping_rounds: int = 30
-    """Number of trees without a lower validation log loss before training stops."""
     learning_rate: float = 0.1
     """Factor on the leaf values of each tree."""
     num_leaves: int = 31
@@ -40,25 +39,8 @@ class TreeConfig:
     """Maximum depth of a tree."""
     min_data_in_leaf: int = 100
     """Minimum number of training candidates in a leaf."""
-    lambda_l2: float = 0.0
-    """Weight of the L2 penalty on leaf values."""
     feature_fraction: float = 0.5
     """Fraction of the columns sampled for each tree, with the seed `fit.seed`."""
-
-    def __post_init__(self) -> None:
-        positive = (
-            "num_iterations",
-            "early_stopping_rounds",
-            "max_depth",
-            "min_data_in_leaf",
-        )
-        check_positive(self, positive)
-        check_least(self, ("num_leaves",), 2)
-        check_least(self, ("learning_rate", "lambda_l2"), 0)
-        if not 0 < self.feature_fraction <= 1:
-            raise ValueError(
-                f"feature_fraction {self.feature_fraction} is not in (0, 1]"
-            )
 
 
 def grow_trees(
@@ -94,7 +76,6 @@ def grow_trees(
         "num_leaves": config.num_leaves,
         "max_depth": config.max_depth,
         "min_data_in_leaf": config.min_data_in_leaf,
-        "lambda_l2": config.lambda_l2,
         "feature_fraction": config.feature_fraction,
         "seed": int(torch.randint(2**31 - 1, ())),
         "num_threads": torch.get_num_threads(),
@@ -102,7 +83,7 @@ def grow_trees(
         "force_row_wise": True,
         "verbosity": -1,
     }
-    stop = lightgbm.early_stopping(config.early_stopping_rounds, verbose=False)
+    stop = lightgbm.early_stopping(EARLY_STOPPING_ROUNDS, verbose=False)
     booster = lightgbm.train(
         parameters,
         data,

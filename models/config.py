@@ -144,33 +144,9 @@ def check_shares(config: Any, names: Iterable[str], section: str = "") -> None:
             )
 
 
-def check_choices(config: Any, section: str = "") -> None:
-    """Raise ValueError for the first field whose value is not in its Literal type.
-
-    Args:
-        config: Instance of the dataclass.
-        section: Prefix of the names in messages, such as `fit.`.
-    """
-    for name, kind in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if get_origin(kind) is Literal and value not in get_args(kind):
-            choices = ", ".join(map(str, get_args(kind)))
-            raise ValueError(
-                f"{section}{name} is {value!r}, it must be one of {choices}"
-            )
-
-
 def check_positive(config: Any, names: Iterable[str]) -> None:
     """Raise ValueError for the first field whose value is below 1."""
     check_least(config, names, 1)
-
-
-def check_dropout(config: Any, *names: str) -> None:
-    """Raise ValueError for the first field that is not a dropout probability."""
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} {value} is not in [0, 1)")
 
 
 def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:

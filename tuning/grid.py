@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Literal
 from models import registry
 from models.config import (
     build,
-    check_choices,
     check_least,
     path_fields,
     read_configs,
@@ -67,7 +66,6 @@ class Scheduler:
     1 / reduction of the trials continue."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "scheduler.")
         check_least(self, ["grace"], 1, "scheduler.")
         check_least(self, ["reduction"], 2, "scheduler.")
 
@@ -139,7 +137,6 @@ class Grid:
     a minute on 2 cores."""
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_least(self, ["samples"], 1)
         prefix = "val/" if self.kind == "train" else "test/"
         if not self.metric.startswith(prefix):

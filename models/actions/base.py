@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
-from models.config import check_choices, check_dropout, check_positive
+from models.config import check_positive
 from models.custom_features import CustomInputs
 from models.label_loss import (
     LabelOptions,
@@ -100,10 +100,6 @@ class ActionsConfig(LabelOptions):
             "id_buckets",
         )
         check_positive(self, positive)
-        check_choices(self)
-        check_dropout(
-            self, "dropout", "category_dropout", "id_dropout", "window_overlap"
-        )
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice num_heads "

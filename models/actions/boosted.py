@@ -5,7 +5,7 @@
 
 Each training sequence is cut into context and candidates, so that the trees learn from
 candidates as in evaluation. Boosting of a task stops when the task's log loss on the
-val split has not fallen for `early_stopping_rounds` trees. A task whose label is the
+val split has not fallen for `EARLY_STOPPING_ROUNDS` trees. A task whose label is the
 same in all training events is predicted by its rate. The model reads neither ids nor
 text.
 
@@ -48,7 +48,6 @@ class BoostedActionsConfig(TreeConfig):
     window_overlap: ClassVar[float] = 0.5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_positive(self, ["max_history"])
 
 

@@ -32,7 +32,6 @@ class GatedDeltaNet(RecurrentMixer):
         heads: Number of heads H.
         head_width: Key width K of a head.
         expand_v: Value width V of a head, as a multiple of K.
-        conv: Positions of the short convolution.
         chunk: Positions per chunk of the recurrence.
     """
 
@@ -42,7 +41,6 @@ class GatedDeltaNet(RecurrentMixer):
         heads: int,
         head_width: int,
         expand_v: int,
-        conv: int,
         chunk: int,
     ) -> None:
         super().__init__()
@@ -50,7 +48,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.keys, self.values = heads * head_width, heads * head_width * expand_v
         self.memory_size = head_width * self.values
         self.qkv = nn.Linear(dim, 2 * self.keys + self.values, bias=False)
-        self.conv = ShortConvolution(2 * self.keys + self.values, conv, bias=False)
+        self.conv = ShortConvolution(2 * self.keys + self.values, bias=False)
         self.rates = nn.Linear(dim, 2 * heads, bias=False)  # decay rates, then betas
         initial_rate = torch.empty(heads).uniform_(1e-3, 16)
         self.log_rate = nn.Parameter(initial_rate.log())  # A_log

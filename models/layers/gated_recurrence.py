@@ -165,10 +165,11 @@ class MixerState(NamedTuple):
 
 
 class ShortConvolution(nn.Module):
-    """A causal depthwise convolution over `size` positions, followed by SiLU."""
+    """A causal depthwise convolution over 4 positions, followed by SiLU."""
 
-    def __init__(self, channels: int, size: int, bias: bool) -> None:
+    def __init__(self, channels: int, bias: bool) -> None:
         super().__init__()
+        size = 4
         bound = size**-0.5  # PyTorch's bound for a convolution
         self.weight = nn.Parameter(torch.empty(size, channels).uniform_(-bound, bound))
         self.bias = None

@@ -32,12 +32,11 @@ class Mamba2(RecurrentMixer):
         head_width: Width P of a head, a divisor of `expand * dim`.
         state: Width N of the state.
         expand: Inner width, as a multiple of D.
-        conv: Positions of the short convolution.
         chunk: Positions per chunk of the recurrence.
     """
 
     def __init__(
-        self, dim: int, head_width: int, state: int, expand: int, conv: int, chunk: int
+        self, dim: int, head_width: int, state: int, expand: int, chunk: int
     ) -> None:
         super().__init__()
         self.inner = expand * dim
@@ -51,7 +50,7 @@ class Mamba2(RecurrentMixer):
             )
         # x, B, C and the step size
         self.enter = nn.Linear(dim, self.inner + 2 * state + self.heads, bias=False)
-        self.conv = ShortConvolution(self.inner + 2 * state, conv, bias=True)
+        self.conv = ShortConvolution(self.inner + 2 * state, bias=True)
         initial_rate = torch.empty(self.heads).uniform_(1, 16)
         self.log_rate = nn.Parameter(initial_rate.log())  # A_log
         self.step_bias = nn.Parameter(initial_step_bias(self.heads))

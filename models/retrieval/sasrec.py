@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_dropout, check_positive
+from models.config import check_positive
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch, WindowBatch
 from models.retrieval.model import RetrievalModel
@@ -50,7 +50,6 @@ class SASRecConfig:
             raise ValueError(
                 f"dim {self.dim} is not a multiple of num_heads {self.num_heads}"
             )
-        check_dropout(self, "dropout")
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_choices, check_dropout, check_positive
+from models.config import check_positive
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue, RequestBatch
@@ -70,8 +70,6 @@ class TigerConfig:
             "num_decoder_layers",
         )
         check_positive(self, (*positive, "n_user_tokens", "max_history", "beam"))
-        check_dropout(self, "dropout", "label_smoothing")
-        check_choices(self)
 
     def sizes(self, vocabulary: int) -> T5Sizes:
         """Return the sizes of T5 for a number of tokens."""

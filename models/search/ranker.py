@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_choices, check_dropout, check_positive, check_shares
+from models.config import check_positive, check_shares
 from models.label_loss import (
     LabelOptions,
     label_loss,
@@ -34,6 +34,13 @@ from models.search.inputs import (
 )
 from models.search.model import SearchModel
 from models.search.position import Mode, Position
+
+CATEGORY_WIDTH = 16
+"""Width of the embedding of each category feature of the log."""
+
+GROUP_WIDTH, GROUP_HEADS, GROUP_OUTPUT = 16, 8, 128
+"""Width of a group's token (d_e), heads and output width (d_o) of the group attention
+(Sec. 3.7 of QGS)."""
 
 
 @dataclass
@@ -65,19 +72,11 @@ class RankerConfig(LabelOptions):
     position_dropout: float = 0.5
     """With `position: dropout`, the share of requests whose positions are hidden in
     training."""
-    category_width: int = 16
-    """Width of the embedding of each category feature of the log."""
     category_dropout: float = 0.02
     """Share of category values replaced by the unknown value in training, so that the
     embedding of unknown values is trained."""
     group_attention: bool = False
     """HFG-Attention over groups of features (Sec. 3.6 of QGS)."""
-    group_width: int = 16
-    """Width of a group's token (d_e, Sec. 3.7)."""
-    group_heads: int = 8
-    """Heads of the group attention (Sec. 3.7)."""
-    group_output: int = 128
-    """Output width of the group attention (d_o, Sec. 3.7)."""
 
     @property
     def reads_times(self) -> bool:
@@ -97,19 +96,8 @@ class RankerConfig(LabelOptions):
             "text_width",
             "dnn_width",
             "tower_width",
-            "category_width",
-            "group_width",
-            "group_heads",
-            "group_output",
         )
         check_positive(self, positive)
-        check_dropout(self, "dropout", "position_dropout", "category_dropout")
-        check_choices(self)
-        if self.group_width % self.group_heads:
-            raise ValueError(
-                f"group_width {self.group_width} is not a multiple of group_heads "
-                f"{self.group_heads}"
-            )
 
 
 class HFGAttention(nn.Module):
@@ -120,22 +108,17 @@ class HFGAttention(nn.Module):
     Args:
         sizes: (G,) number of features of each group.
         context: Width of the DNN's output.
-        width: Width of a token.
-        heads: Heads of the attention.
-        output: Width of the result.
     """
 
-    def __init__(
-        self, sizes: list[int], context: int, width: int, heads: int, output: int
-    ) -> None:
+    def __init__(self, sizes: list[int], context: int) -> None:
         super().__init__()
         # W_g and b_g of Eq. 11
-        self.groups = nn.ModuleList(nn.Linear(size, width) for size in sizes)
-        self.context = nn.Linear(context, width)
+        self.groups = nn.ModuleList(nn.Linear(size, GROUP_WIDTH) for size in sizes)
+        self.context = nn.Linear(context, GROUP_WIDTH)
         self.attention = HSTULayer(
-            width, heads, len(sizes) + 1, causal=False, ffn=4 * width
+            GROUP_WIDTH, GROUP_HEADS, len(sizes) + 1, causal=False, ffn=4 * GROUP_WIDTH
         )
-        self.out = nn.Linear(width, output)
+        self.out = nn.Linear(GROUP_WIDTH, GROUP_OUTPUT)
 
     def forward(
         self, groups: list[Tensor], group_mask: Tensor, context: Tensor
@@ -148,7 +131,7 @@ class HFGAttention(nn.Module):
             context: (N, context) output of the DNN, through which no gradient flows.
 
         Returns:
-            (N, output) mean over the tokens, projected.
+            (N, GROUP_OUTPUT) mean over the tokens, projected.
         """
         # Eq. 11
         tokens = [
@@ -191,9 +174,7 @@ class Ranker(SearchModel):
         self.masks = resolve_masks(self.labels, config.label_masks)
         self.correction = config.correction
         self.text = TextProjection(catalogue, config.text_width)
-        self.scale = FeatureScaler(
-            catalogue, config.category_width, config.category_dropout
-        )
+        self.scale = FeatureScaler(catalogue, CATEGORY_WIDTH, config.category_dropout)
         self.shown_at = Position(
             config.position,
             config.position_dropout,
@@ -219,12 +200,9 @@ class Ranker(SearchModel):
             self.groups = HFGAttention(
                 [*self.group_sizes, *[config.text_width] * 2],
                 config.dnn_width,
-                config.group_width,
-                config.group_heads,
-                config.group_output,
             )
         fused_width = config.text_width + config.dnn_width + sequence_width
-        fused_width += config.group_output if config.group_attention else 0
+        fused_width += GROUP_OUTPUT if config.group_attention else 0
         self.norm = nn.LayerNorm(fused_width)
         self.towers = nn.ModuleList(
             nn.Sequential(

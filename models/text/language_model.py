@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,13 +106,12 @@ def has_tied_embeddings(lm: Any) -> bool:
     return bool(lm.get_output_embeddings().weight is lm.get_input_embeddings().weight)
 
 
-def add_lora(lm: nn.Module, rank: int, alpha: float, dropout: float) -> None:
+def add_lora(lm: nn.Module, rank: int, dropout: float) -> None:
     """Freeze the language model and add trained low-rank products (Hu et al., 2021).
 
     Args:
         lm: Language model, changed in place.
         rank: Rank of the products.
-        alpha: Scale of the products.
         dropout: Dropout probability of their inputs.
 
     Raises:
@@ -129,7 +128,7 @@ def add_lora(lm: nn.Module, rank: int, alpha: float, dropout: float) -> None:
     inject_adapter_in_model(
         LoraConfig(
             r=rank,
-            lora_alpha=cast(Any, alpha),
+            lora_alpha=32,
             lora_dropout=dropout,
             target_modules="all-linear",
             task_type="CAUSAL_LM",

@@ -307,9 +307,6 @@ class Cursor:
     """Number of steps completed at the best validation."""
     waiting: int = 0
     """Number of validations since the best one."""
-    validated: int = 0
-    """Number of steps completed at the last validation. A run that was stopped during a
-    validation repeats the validation when it resumes."""
     stopped: bool = False
     """Whether the run has ended."""
     loss: float = 0.0
@@ -326,21 +323,8 @@ class Cursor:
 
     @classmethod
     def from_state(cls, fields: dict[str, Any]) -> Self:
-        """Load the cursor of a checkpoint.
-
-        Older checkpoints have no `validated`, and no validation is repeated for them,
-        or no `window`, and their next point averages over the steps from here.
-        """
-        window = Window(**fields.get("window", {}))
-        return cls(**{"validated": fields["step"], **fields, "window": window})
-
-    def owes_validation(self, config: FitConfig) -> bool:
-        """Return whether the run was stopped before a validation within the epoch."""
-        return (
-            self.step_in_epoch > 0
-            and is_due(config.eval_every_steps, self.step)
-            and self.validated < self.step
-        )
+        """Load the cursor of a checkpoint."""
+        return cls(**{**fields, "window": Window(**fields["window"])})
 
     def epoch_means(self) -> dict[str, Any]:
         """Return the event fields that average over the current epoch."""
@@ -352,7 +336,6 @@ class Cursor:
 
     def record_metric(self, value: float) -> bool:
         """Record a validation metric and return whether it is the best so far."""
-        self.validated = self.step
         if self.best is not None and value <= self.best:
             self.waiting += 1
             return False
@@ -416,8 +399,6 @@ class Pace:
         validations = math.ceil(config.max_epochs / config.eval_every_epochs)
         validations -= cursor.epoch // config.eval_every_epochs
         steps_left = self.total_steps - cursor.step
-        if config.eval_every_steps:
-            validations += steps_left // config.eval_every_steps
         return steps_left * seconds / steps + validations * self.eval_seconds
 
 
@@ -598,8 +579,6 @@ def make_step(
 class _StepActions:
     """Actions after an optimizer step."""
 
-    validates: bool
-    """Whether to validate within the epoch."""
     saves: bool
     """Whether the event has a state to save."""
     is_point: bool
@@ -659,9 +638,6 @@ class _Loop:
         if self.device.type == "cuda":
             batches = prefetch(batches)
         self.meter.clear()
-        if cursor.step_in_epoch < steps and cursor.owes_validation(self.config):
-            yield self._repeat_validation(steps)
-            self.meter.clear()
         while cursor.step_in_epoch < steps:
             yield from self._run_step(batches, steps)
         yield self._end_epoch()
@@ -697,15 +673,11 @@ class _Loop:
         if action == ASK:
             action = SAVE if self.has_notice() else CONTINUE
         stops = action == STOP
-        owes_validation = not is_last and is_due(config.eval_every_steps, step)
-        validates = owes_validation and not stops
         saves_by_plan = not is_last and is_due(config.checkpoint_every_steps, step)
         saves_by_request = not is_last and action == SAVE
-        saves = validates or stops or saves_by_plan or saves_by_request
+        saves = stops or saves_by_plan or saves_by_request
         is_point = is_last or saves_by_plan or is_due(config.log_every_steps, step)
-        if owes_validation:  # the resumed run yields the point, with the metrics
-            is_point = validates
-        return _StepActions(validates, saves, is_point, stops)
+        return _StepActions(saves, is_point, stops)
 
     def _make_heartbeat(self, steps: int) -> HeartbeatEvent | None:
         """Return a heartbeat event if none of this rank's events was recent."""
@@ -720,7 +692,7 @@ class _Loop:
     def _make_step_event(
         self, actions: _StepActions, steps: int, lr: float, norm: Tensor
     ) -> StepEvent:
-        """Read the measurements since the last point, validate if due, and report."""
+        """Read the measurements since the last point and report."""
         cursor = self.cursor
         self.meter.add_to(cursor)
         cursor.window.lr, cursor.window.grad_norm = lr, float(norm)
@@ -728,12 +700,6 @@ class _Loop:
         loss = means["loss"]
         if not math.isfinite(loss):
             raise UserError(f"the loss is {loss} at step {cursor.step}")
-        validation = self._validate() if actions.validates else {}
-        if validation is None:
-            return self._make_interrupted_event()
-        cursor.stopped = bool(validation.get("stop_reason"))
-        if actions.validates:
-            self.last_event_s = self.clock()
         if actions.is_point:
             cursor.window = Window()
         return StepEvent(
@@ -741,31 +707,10 @@ class _Loop:
             epoch=cursor.epoch + 1,
             steps_in_epoch=steps,
             **means,
-            **validation,
-            stop=cursor.stopped,
             interrupted=actions.stops,
             is_point=actions.is_point,
             seconds_left=self.pace.seconds_left(cursor),
             state=self._snapshot() if actions.saves else {},
-        )
-
-    def _repeat_validation(self, steps: int) -> StepEvent:
-        """Run the validation during which the resumed run was stopped."""
-        cursor = self.cursor
-        validation = self._validate()
-        if validation is None:
-            return self._make_interrupted_event()
-        cursor.stopped = bool(validation["stop_reason"])
-        means = cursor.window.to_fields()
-        cursor.window = Window()
-        return StepEvent(
-            step=cursor.step,
-            epoch=cursor.epoch + 1,
-            steps_in_epoch=steps,
-            **means,
-            **validation,
-            stop=cursor.stopped,
-            state=self._snapshot(),
         )
 
     def _end_epoch(self) -> StepEvent | EpochEvent:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from models.config import check_choices, check_least, check_shares
+from models.config import check_least, check_shares
 
 
 @dataclass
@@ -45,9 +45,6 @@ class FitConfig:
     training stops early; 0 disables early stopping."""
     eval_every_epochs: int = 1
     """Epochs between validations; the last epoch is always validated."""
-    eval_every_steps: int = 0
-    """Steps between validations within an epoch, for long epochs; 0 validates only at
-    the end of epochs."""
     train_examples: int = 0
     """Number of training examples, sampled once and used in every epoch; 0 uses all
     examples."""
@@ -95,7 +92,6 @@ class FitConfig:
         steps = (
             "warmup_steps",
             "checkpoint_every_steps",
-            "eval_every_steps",
             "patience",
         )
         check_least(self, (*steps, "train_examples", "eval_examples"), 0, "fit.")
@@ -110,7 +106,6 @@ class FitConfig:
         if not self.lr > 0:
             raise ValueError(f"fit.lr is {self.lr}, it must be above 0")
         check_shares(self, ["warmup_share", "replay_fraction"], "fit.")
-        check_choices(self, "fit.")
 
 
 def check_replay(fit: FitConfig, init: str | None) -> None:

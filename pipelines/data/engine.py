@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from models.config import check_choices, check_least
+from models.config import check_least
 from models.storage.tables import UserError
 from pipelines.faults import find_user_error
 
@@ -74,7 +74,6 @@ class RayDataConfig:
     def __post_init__(self) -> None:
         check_least(self, ["shuffle_batch_mb", "read_mb"], 1, "ray_data.")
         check_least(self, ["memory_gb"], 0, "ray_data.")
-        check_choices(self, "ray_data.")
         limits = self.resource_limits
         if 0 < limits.memory_gb < self.memory_gb:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from models.config import check_choices, check_least, check_shares
+from models.config import check_least, check_shares
 from models.storage.tables import UserError
 from pipelines.data.engine import RayDataConfig
 from pipelines.data.sequences.splits import SplitConfig, epoch_ms
@@ -66,7 +66,6 @@ class PrepareConfig:
         check_least(self, ["core"], 0)
         check_least(self, ["max_events", "partitions"], 1)
         check_shares(self, ["max_rejects", "min_matched"])
-        check_choices(self)
         if self.counts_as_of is not None:
             self.counts_as_of = epoch_ms(self.counts_as_of, "counts_as_of")
 

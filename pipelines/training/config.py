@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from models.config import check_choices, check_least
+from models.config import check_least
 from models.storage.inputs import Inputs
 from models.storage.tables import join
 from models.storage.uri import absolute
@@ -72,15 +72,10 @@ class RayOptions:
         check_least(self, ["hang_minutes"], 0.1, "ray.")
         least_0 = ["min_workers", "threads", "max_failures"]
         check_least(self, [*least_0, "memory_gb"], 0, "ray.")
-        check_choices(self, "ray.")
         if self.min_workers > self.num_workers:
             raise ValueError(
                 f"ray.min_workers is {self.min_workers}, it must be at most "
                 f"{self.num_workers}, the value of ray.num_workers"
-            )
-        if self.use_gpu not in (True, False, "auto"):
-            raise ValueError(
-                f"ray.use_gpu is {self.use_gpu!r}, it must be true, false or auto"
             )
 
     @property

@@ -149,7 +149,6 @@ CONFIG = FitConfig(
     batch_size=8,
     log_every_steps=2,
     checkpoint_every_steps=3,
-    eval_every_steps=4,
 )
 
 
@@ -226,7 +225,7 @@ def stop_and_resume(
 
 @pytest.mark.parametrize(
     ("stop_at", "in_validation"),
-    [*((step, False) for step in range(1, 21)), *((n, True) for n in range(1, 9))],
+    [*((step, False) for step in range(1, 21)), *((n, True) for n in range(1, 5))],
 )
 def test_training_stopped_at_any_step_or_validation_and_resumed_equals_uninterrupted_training(
     stop_at: int, in_validation: bool
@@ -407,36 +406,6 @@ def test_validation_every_n_epochs_and_at_the_end() -> None:
     events = run_fit(build_classifier(), config)
     ends = [event for event in events if isinstance(event, EpochEvent)]
     assert [bool(event.metrics) for event in ends] == [False, True, False, True, True]
-
-
-def test_validation_every_n_steps_within_epochs() -> None:
-    values = iter([0.1, 0.5, 0.4, 0.3, 0.9])
-    config = FitConfig(max_epochs=4, eval_every_steps=3, patience=2, log_every_steps=50)
-
-    events = list(
-        fit(
-            build_classifier(),
-            Batches(),
-            lambda model: ({"ndcg@10": next(values)}, 1),
-            config,
-        )
-    )
-
-    validations = [
-        (event.step, event.is_best, event.stop) for event in events if event.metrics
-    ]
-    # 5 steps an epoch: after 3 and at its end; the fourth validation is the second
-    # without a better value
-    assert validations == [
-        (3, True, False),
-        (5, True, False),
-        (6, False, False),
-        (9, False, True),
-    ]
-    last = events[-1]
-    assert isinstance(last, StepEvent)
-    assert last.state["cursor"]["best_step"] == 5
-    assert run_fit(build_classifier(), config, state=last.state) == []
 
 
 def test_an_undefined_validation_metric_stops_with_its_name() -> None:

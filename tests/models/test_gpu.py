@@ -51,7 +51,6 @@ SMALL_OPTIONS: dict[str, dict[str, Any]] = {
         "text_width": 6,
         "dnn_width": 12,
         "tower_width": 8,
-        "group_output": 10,
         "dropout": 0.0,
     },
     "actions": {

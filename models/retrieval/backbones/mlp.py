@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_dropout, check_positive
+from models.config import check_positive
 from models.layers.t5 import dropout
 from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import Backbone, History, SidTokens, real_positions
@@ -42,7 +42,6 @@ class EncoderSizes:
 
     def __post_init__(self) -> None:
         check_positive(self, ("encoder_layers", "encoder_width"))
-        check_dropout(self, "encoder_dropout")
 
 
 class RoleMlp(nn.Module):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_dropout, check_positive
+from models.config import check_positive
 from models.retrieval.distillation.student import StudentConfig
 from models.retrieval.parts import Backbone, Decoder, History
 
@@ -75,7 +75,6 @@ class SidMlpConfig(StudentConfig):
                 f"attention_width {self.attention_width} does not divide by "
                 f"attention_heads {self.attention_heads}"
             )
-        check_dropout(self, "dropout", "attention_dropout")
         self._check_ablations()
 
     def _check_ablations(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_choices, check_least, check_positive, check_shares
+from models.config import check_least, check_positive, check_shares
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
     TaughtModel,
@@ -59,7 +59,6 @@ class StudentConfig(TeacherConfig):
         check_positive(self, ["beam"])
         check_shares(self, ["alpha"])
         check_least(self, ["m"], 0)
-        check_choices(self)
         if not self.tau > 0:
             raise ValueError(
                 f"tau {self.tau} is not above 0; give a temperature such as 1"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_dropout, check_least, check_positive
+from models.config import check_least, check_positive
 from models.retrieval.backbones.causal_lm import (
     LmBackbone,
     Segment,
@@ -78,8 +78,6 @@ class LcRecConfig:
     lora_rank: int = 0
     """Rank of LoRA on all linear layers of the language model; 0 trains the model in
     full, as in the paper."""
-    lora_alpha: float = 32.0
-    """Scale of LoRA's updates: lora_alpha / lora_rank."""
     lora_dropout: float = 0.05
     """Dropout on the input of LoRA's updates."""
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
@@ -114,7 +112,6 @@ class LcRecConfig:
                 f"width {self.width} does not give each of {self.num_heads} heads an "
                 f"even width"
             )
-        check_dropout(self, "dropout", "lora_dropout")
         if not 0 < self.task_share <= 1:
             raise ValueError(
                 f"task_share {self.task_share} is not in (0, 1]; to train on no other "
@@ -153,9 +150,7 @@ class LcRec(Retriever):
         )
         tied = language_model.has_tied_embeddings(lm)
         if config.lora_rank:
-            language_model.add_lora(
-                lm, config.lora_rank, config.lora_alpha, config.lora_dropout
-            )
+            language_model.add_lora(lm, config.lora_rank, config.lora_dropout)
         backbone = LmBackbone(tokens, lm, config.prompt, config.max_history)
         super().__init__(config, catalogue, backbone, LmDecoder(backbone, tied))
         self._texts: Texts | None = None  # set for training

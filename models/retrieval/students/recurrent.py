@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_dropout, check_least, check_positive
+from models.config import check_least, check_positive
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import MixerState, RecurrentMixer
 from models.layers.mamba2 import Mamba2
@@ -50,6 +50,9 @@ from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.retriever import Retriever
 from models.storage.tables import UserError
+
+EXPAND_V = 2
+"""Ratio of the width of a Gated DeltaNet head's values to its keys (published)."""
 
 
 @dataclass
@@ -61,8 +64,6 @@ class RecurrentConfig(StudentConfig):
     width: int = 0
     """Width of the stack. 0: the backbone's width, without a linear layer before the
     stack."""
-    conv: int = 4
-    """Number of positions of the short convolutions."""
     chunk: int = 64
     """Number of positions that training computes in parallel; results differ by
     rounding only."""
@@ -72,9 +73,8 @@ class RecurrentConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ("num_layers", "conv", "chunk"))
+        check_positive(self, ("num_layers", "chunk"))
         check_least(self, ["width"], 0)
-        check_dropout(self, "dropout")
 
 
 @dataclass
@@ -85,15 +85,13 @@ class GdnConfig(RecurrentConfig):
     """Number of heads (published; also TIGER's)."""
     head_width: int = 64
     """Width of a head's keys and queries (TIGER's; published 256)."""
-    expand_v: int = 2
-    """Ratio of the width of a head's values to its keys (published)."""
     ffn_width: int = 512
     """Inner width of the SwiGLU after each mixer; 0 for no SwiGLU. The published rule
     is 8/3 of the width, rounded up to a multiple of 256."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ("heads", "head_width", "expand_v"))
+        check_positive(self, ("heads", "head_width"))
         check_least(self, ["ffn_width"], 0)
 
 
@@ -314,8 +312,7 @@ class GdnStudent(Student):
                 width,
                 config.heads,
                 config.head_width,
-                config.expand_v,
-                config.conv,
+                EXPAND_V,
                 config.chunk,
             )
 
@@ -349,7 +346,6 @@ class Mamba2Student(Student):
                 config.head_width,
                 config.state,
                 config.expand,
-                config.conv,
                 config.chunk,
             )
 

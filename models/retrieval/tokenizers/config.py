@@ -42,8 +42,6 @@ class RqvaeConfig:
     hidden: list[int] = field(default_factory=lambda: [512, 256, 128])
     """Widths of the encoder's hidden layers, ReLU; the decoder mirrors them (TIGER,
     Sec. 4)."""
-    commitment: float = 0.25
-    """Weight of the commitment loss, beta (TIGER, Sec. 3.1)."""
     lr: float = 1e-3
     """AdamW learning rate, as in implementations after TIGER; TIGER uses Adagrad at
     0.4."""
@@ -54,8 +52,6 @@ class RqvaeConfig:
     epochs: int = 1000
     """Passes over the items. TIGER trains 20,000 epochs to use most codes, which the
     k-means initialisation does from the start."""
-    restart_every: int = 10
-    """Epochs between restarts of unused codes; 0 for no restarts."""
     sinkhorn: float = 0.0
     """Epsilon of the optimal transport that spreads a batch evenly over the codes of
     the last level, so that items rarely share all codes: LC-Rec's uniform semantic
@@ -67,12 +63,7 @@ class RqvaeConfig:
     def __post_init__(self) -> None:
         check_codebooks(self.levels, self.codebook_size, "rqvae.")
         check_least(self, ("latent", "batch_size", "epochs"), 1, "rqvae.")
-        check_least(
-            self,
-            ("commitment", "weight_decay", "restart_every", "sinkhorn"),
-            0,
-            "rqvae.",
-        )
+        check_least(self, ("weight_decay", "sinkhorn"), 0, "rqvae.")
         if self.lr <= 0 or min(self.hidden, default=1) < 1:
             raise ValueError(
                 f"rqvae.lr is {self.lr} and rqvae.hidden {self.hidden}; all must be "
@@ -87,11 +78,9 @@ class PsidConfig:
     width: int = 8
     """Number of nearest centroids per level to combine; doubled for an item without
     free codes."""
-    max_candidates: int = 200_000
-    """Most combinations of codes to rank per item."""
 
     def __post_init__(self) -> None:
-        check_least(self, ("width", "max_candidates"), 1, "psid.")
+        check_least(self, ["width"], 1, "psid.")
 
 
 def check_codebooks(levels: int, size: int, section: str) -> None:

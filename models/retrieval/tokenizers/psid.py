@@ -60,6 +60,10 @@ def exhaustive_candidates(
     return codes[np.argsort(cost, kind="stable")]
 
 
+MAX_CANDIDATES = 200_000
+"""Most combinations of codes to rank per item."""
+
+
 def assign_unique_codes(quantized: Quantized, config: PsidConfig) -> np.ndarray:
     """Assign unique codes (N, C) to the items of a trained quantiser.
 
@@ -67,7 +71,7 @@ def assign_unique_codes(quantized: Quantized, config: PsidConfig) -> np.ndarray:
 
     Raises:
         UserError: If there are fewer code combinations than items, or more than
-            `max_candidates` would have to be ranked for an item.
+            `MAX_CANDIDATES` would have to be ranked for an item.
     """
     vectors = quantized.vectors.double().numpy()
     codebooks = quantized.codebooks.double().numpy()
@@ -117,17 +121,16 @@ def find_free_codes(
         item: Number of the item, for messages.
 
     Raises:
-        UserError: If no codes are free, or more than `max_candidates` would have to be
+        UserError: If no codes are free, or more than `MAX_CANDIDATES` would have to be
             ranked.
     """
     depth, size = codebooks.shape[:2]
     width = min(config.width, size)
     while True:
-        if width**depth > config.max_candidates:
+        if width**depth > MAX_CANDIDATES:
             raise UserError(
                 f"item {item} has no free SID among its nearest codes, and "
-                f"{width**depth} combinations are more than psid.max_candidates "
-                f"{config.max_candidates}"
+                f"{width**depth} combinations are too many to rank"
             )
         for codes in exhaustive_candidates(vector, codebooks, width).tolist():
             if is_free(tuple(codes)):

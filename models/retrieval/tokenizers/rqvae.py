@@ -37,6 +37,12 @@ from models.retrieval.tokenizers.rqkmeans import (
     unexplained_variance,
 )
 
+COMMITMENT = 0.25
+"""Weight of the commitment loss, beta (TIGER, Sec. 3.1)."""
+
+RESTART_EVERY = 10
+"""Epochs between restarts of unused codes."""
+
 SINKHORN_ITERATIONS = 50
 """Number of Sinkhorn iterations per batch."""
 
@@ -81,7 +87,7 @@ class Rqvae(nn.Module):
                     code = nearest_centres(residual, codebook)[0]
             chosen = codebook[code]  # (B, D)
             quantization = quantization + F.mse_loss(chosen, residual.detach())
-            quantization = quantization + self.config.commitment * F.mse_loss(
+            quantization = quantization + COMMITMENT * F.mse_loss(
                 residual, chosen.detach()
             )
             # the residual passes gradients to the encoder, not to codes of other levels
@@ -240,8 +246,7 @@ def fit(
                 within=True,
             )
         # no restart near the end: a moved code needs some epochs to settle
-        can_restart = config.restart_every and epoch <= 0.9 * config.epochs
-        if can_restart and epoch % config.restart_every == 0:
+        if epoch <= 0.9 * config.epochs and epoch % RESTART_EVERY == 0:
             model.restart_dead_codes(embeddings, generator, optimizer)
         if epoch % report_every == 0 or epoch == config.epochs:
             yield Progress(

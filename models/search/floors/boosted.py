@@ -4,7 +4,7 @@
         --storage runs --name boosted
 
 The trees learn the click from the train split. Boosting stops when the log loss on the
-val split has not fallen for `early_stopping_rounds` trees, and keeps the best number of
+val split has not fallen for `EARLY_STOPPING_ROUNDS` trees, and keeps the best number of
 trees. The checkpoint holds LightGBM's model text as bytes in safetensors, without
 pickle. The model reads no text vectors: its columns are the candidate's features, and
 counts of the user's earlier clicks that resemble the candidate.
@@ -54,7 +54,6 @@ class BoostedConfig(TreeConfig):
     reads_times: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_positive(self, ["max_history"])
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from models.config import check_choices, check_least
+from models.config import check_least
 from models.storage.tables import UserError
 from pipelines.data.engine import Engine
 from pipelines.data.events.columns import bool_column, label_columns, read_part
@@ -55,7 +55,6 @@ class SplitConfig:
     """Days of the test window, which ends with the last behaviour."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "split.")
         for name in ("val_fraction", "test_fraction"):
             value = getattr(self, name)
             if not 0 < value < 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from models.config import check_choices, check_least
+from models.config import check_least
 from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
 from models.storage.tables import UserError, read_manifest
 
@@ -44,17 +44,10 @@ class EmbedConfig:
     """GiB of memory that Ray reserves per encoder; 0 reserves only CPUs and GPUs."""
     svd: int = 256
     """Width of the TF-IDF encoder's truncated SVD."""
-    whiten: bool = True
-    """Scale principal components to variance 1 (with jobs.tokenize --pca)."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "embed.")
         check_least(self, ["max_tokens", "batch_size", "svd"], 1, "embed.")
         check_least(self, ["workers", "memory_gb"], 0, "embed.")
-        if self.use_gpu not in (True, False, "auto"):
-            raise ValueError(
-                f"embed.use_gpu is {self.use_gpu!r}, it must be true, false or auto"
-            )
 
     def encoder_options(self) -> tuple[str, int, int, str]:
         """Return the arguments of `TextEncoder` that follow its name."""

@@ -386,7 +386,7 @@ class Projection:
     components: np.ndarray
     """(E, width) float64: orthonormal columns, by descending variance."""
     scale: np.ndarray
-    """(width,) float64: standard deviations if whitened, otherwise ones."""
+    """(width,) float64: standard deviations of the components."""
 
     def project(self, vectors: np.ndarray) -> np.ndarray:
         """Project vectors (N, E) to (N, width) float32; computed in float64."""
@@ -416,7 +416,7 @@ class Projection:
         return cls(mean, components.reshape(len(mean), -1), scale)
 
 
-def fit_pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
+def fit_pca(vectors: np.ndarray, width: int) -> Projection:
     """Fit a PCA: the eigenvectors of the covariance matrix, in float64.
 
     The largest entry of each component is positive, so equal input gives equal output.
@@ -424,7 +424,6 @@ def fit_pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
     Args:
         vectors: Embeddings (N, E).
         width: Number of components.
-        whiten: Whether to scale projections to variance 1.
 
     Raises:
         UserError: If the vectors span fewer than `width` dimensions.
@@ -445,7 +444,7 @@ def fit_pca(vectors: np.ndarray, width: int, whiten: bool = True) -> Projection:
         )
     components = components[:, :width]
     signs = np.sign(components[np.abs(components).argmax(0), np.arange(width)])
-    scale = np.sqrt(variances[:width]) if whiten else np.ones(width)
+    scale = np.sqrt(variances[:width])  # whitened: projections have variance 1
     return Projection(mean, np.ascontiguousarray(components * signs), scale)
 
 
@@ -463,15 +462,13 @@ def embed_origin(
     """
     inputs = {"items": read_manifest(items_uri, "items").hash}
     if source.precomputed:
-        settings = {"pca": source.pca_width, "whiten": source.config.whiten}
+        settings = {"pca": source.pca_width}
         return settings, {**inputs, "own": source.precomputed.sha256}
     options = asdict(source.config)
     for name in RUNTIME_SETTINGS:
         del options[name]
     if source.encoder == "tfidf":
-        options = {
-            name: options[name] for name in ("template", "empty", "svd", "whiten")
-        }
+        options = {name: options[name] for name in ("template", "empty", "svd")}
     else:
         del options["svd"]
     options |= {"encoder": source.encoder, "pca": source.pca_width}
@@ -542,7 +539,7 @@ def embed_items(
         info["distinct_texts"] = len(set(texts))
     if source.pca_width:
         vectors = np.concatenate(list(blocks))
-        projection = fit_pca(vectors, source.pca_width, config.whiten)
+        projection = fit_pca(vectors, source.pca_width)
         info["encoder_width"] = vectors.shape[1]
         info["pca"] = projection.to_record()
         blocks = iter([projection.project(vectors)])

@@ -237,7 +237,7 @@ class _LogEncoder:
     def settings_and_inputs(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the settings and the input hashes that a table depends on."""
         options = asdict(self.config)
-        for option in (*RUNTIME_SETTINGS, "whiten"):  # there is no PCA
+        for option in RUNTIME_SETTINGS:
             del options[option]
         if self.encoder == "tfidf":
             options = {

@@ -161,7 +161,7 @@ def test_float32_is_accurate_after_fast_decay() -> None:
 
 @pytest.mark.parametrize(
     ("mixer", "count"),
-    [(Mamba2(8, 4, 4, 2, 4, 8), 3), (GatedDeltaNet(8, 2, 4, 1, 4, 8), 2)],
+    [(Mamba2(8, 4, 4, 2, 8), 3), (GatedDeltaNet(8, 2, 4, 1, 8), 2)],
     ids=["mamba2", "gdn"],
 )
 def test_time_and_skip_parameters_have_no_weight_decay(
@@ -182,8 +182,8 @@ def test_time_and_skip_parameters_have_no_weight_decay(
 def build_mixer(name: str) -> RecurrentMixer:
     """Return a mixer of width 6 in float64."""
     torch.manual_seed(0)
-    gdn = GatedDeltaNet(6, 2, 4, 2, 4, chunk=3)
-    mamba2 = Mamba2(6, 4, 5, 2, 4, chunk=3)
+    gdn = GatedDeltaNet(6, 2, 4, 2, chunk=3)
+    mamba2 = Mamba2(6, 4, 5, 2, chunk=3)
     return {"gdn": gdn, "mamba2": mamba2}[name].double()
 
 

@@ -131,7 +131,7 @@ def test_the_last_state_of_a_deep_hstu_depends_on_the_history():
 
 def test_group_attention_equals_its_equations():
     torch.manual_seed(0)
-    block = HFGAttention([3, 2], 5, 8, 4, 7)
+    block = HFGAttention([3, 2], 5)
     groups = [torch.randn(4, 3), torch.randn(4, 2)]
     context = torch.randn(4, 5)
     # (N, groups): whether a candidate has the features of a group
@@ -152,7 +152,7 @@ def test_group_attention_equals_its_equations():
 
 
 def test_group_attention_stops_the_gradient_of_its_context():
-    block = HFGAttention([3], 5, 8, 4, 7)
+    block = HFGAttention([3], 5)
     context = torch.randn(4, 5, requires_grad=True)
     has_group = torch.ones(4, 1, dtype=torch.bool)
     block([torch.randn(4, 3)], has_group, context).sum().backward()

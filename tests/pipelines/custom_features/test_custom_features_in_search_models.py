@@ -221,8 +221,6 @@ def test_models_learn_from_custom_features(
     random_text = write_random_text(tmp_path, without_features)
 
     gauc = train_model(without_features, random_text, {"name": "base"})
-    gauc_with_features = train_model(
-        tables, text, {"name": "base", "category_width": 4}
-    )
+    gauc_with_features = train_model(tables, text, {"name": "base"})
 
     assert gauc_with_features > gauc + 0.1
