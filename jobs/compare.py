@@ -60,11 +60,6 @@ class Config:
                 f"--register {self.register} takes the best run of one experiment, and "
                 f"{len(self.experiment)} are given"
             )
-        if set(self.register or "") & set("/:"):
-            raise ValueError(
-                f"--register is {self.register}; MLflow allows no '/' and no ':' in "
-                f"the name of a model, give another name"
-            )
 
 
 def run(config: Config) -> None:

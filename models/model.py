@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from models.config import build
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.dataset import RequestDataset
 from models.requests import Requests
@@ -119,13 +120,9 @@ class Model(nn.Module):
         Raises:
             UserError: For an unknown option or an invalid value.
         """
-        names = [f.name for f in fields(cls.config_class)]
-        for key in options:
-            if key not in names:
-                raise UserError(f"unknown key 'model.{key}' for the model '{cls.name}'")
         try:
-            return cls.config_class(**options)
-        except (ValueError, TypeError) as error:
+            return build(cls.config_class, dict(options), "model.")
+        except ValueError as error:
             raise UserError(f"model '{cls.name}': {error}") from error
 
     @classmethod

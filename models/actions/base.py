@@ -88,18 +88,7 @@ class ActionsConfig(LabelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = (
-            "max_history",
-            "width",
-            "num_layers",
-            "num_heads",
-            "ffn",
-            "experts",
-            "expert_width",
-            "tower_width",
-            "id_buckets",
-        )
-        check_positive(self, positive)
+        check_positive(self, ["max_history", "num_heads"])
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice num_heads "

@@ -43,9 +43,7 @@ class SASRecConfig:
     """Number of latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self, ("dim", "num_layers", "num_heads", "feedforward_dim", "max_history")
-        )
+        check_positive(self, ("num_heads", "max_history"))
         if self.dim % self.num_heads:
             raise ValueError(
                 f"dim {self.dim} is not a multiple of num_heads {self.num_heads}"

@@ -61,15 +61,7 @@ class TigerConfig:
     search stops before it."""
 
     def __post_init__(self) -> None:
-        positive = (
-            "d_model",
-            "d_ff",
-            "num_heads",
-            "d_kv",
-            "num_encoder_layers",
-            "num_decoder_layers",
-        )
-        check_positive(self, (*positive, "n_user_tokens", "max_history", "beam"))
+        check_positive(self, ("n_user_tokens", "max_history", "beam"))
 
     def sizes(self, vocabulary: int) -> T5Sizes:
         """Return the sizes of T5 for a number of tokens."""

@@ -102,7 +102,7 @@ class QGSConfig(RankerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ("width", "num_layers", "num_heads", "ffn"))
+        check_positive(self, ["num_heads"])
         if self.encoder != "linear_hstu" and self.width % self.num_heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of num_heads {self.num_heads}"

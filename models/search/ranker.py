@@ -91,13 +91,7 @@ class RankerConfig(LabelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_shares(self, ["window_overlap"])
-        positive = (
-            "max_history",
-            "text_width",
-            "dnn_width",
-            "tower_width",
-        )
-        check_positive(self, positive)
+        check_positive(self, ["max_history"])
 
 
 class HFGAttention(nn.Module):

@@ -96,13 +96,6 @@ class FitConfig:
         )
         check_least(self, (*steps, "train_examples", "eval_examples"), 0, "fit.")
         check_least(self, ("weight_decay", "clip_norm"), 0, "fit.")
-        if isinstance(self.eval_options, str) or not all(
-            isinstance(key, str) for key in self.eval_options
-        ):
-            raise ValueError(
-                f"fit.eval_options is {self.eval_options!r}, it must be a mapping such "
-                "as {beam: 20}"
-            )
         if not self.lr > 0:
             raise ValueError(f"fit.lr is {self.lr}, it must be above 0")
         check_shares(self, ["warmup_share", "replay_fraction"], "fit.")

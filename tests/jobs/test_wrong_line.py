@@ -65,7 +65,6 @@ WRONG_LINES = [
     (f"{SASREC} --name a/b", "'a/b'"),
     (f"{SASREC} --model.nam x", "'model.name'"),
     (f"{SASREC} --fit.learning_rate 1", "'fit.lr'"),
-    (f"{SASREC} --model.num_layers 0", "num_layers is 0"),
     (f"{SASREC} --model.name tigre", "'tiger'"),
     (f"{SASREC} --fit.lr fast", "fast"),
     (f"{SASREC} --config nowhere.yaml", "nowhere.yaml"),

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_positive
 from models.layers.t5 import dropout
 from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import Backbone, History, SidTokens, real_positions
@@ -39,9 +38,6 @@ class EncoderSizes:
     """Dropout on the inner width."""
     shared_mlp: bool = False
     """Whether all roles share one MLP per layer (Table 14, Shared MLP)."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, ("encoder_layers", "encoder_width"))
 
 
 class RoleMlp(nn.Module):

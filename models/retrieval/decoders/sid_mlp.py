@@ -67,9 +67,7 @@ class SidMlpConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(
-            self, ("attention_heads", "attention_width", "ffn_width", "head_width")
-        )
+        check_positive(self, ["attention_heads"])
         if self.attention_width % self.attention_heads:
             raise ValueError(
                 f"attention_width {self.attention_width} does not divide by "

@@ -104,8 +104,7 @@ class LcRecConfig:
     """Tokens of the prompt of `next`, filled in before training."""
 
     def __post_init__(self) -> None:
-        sizes = ("width", "num_layers", "num_heads", "ffn_width")
-        check_positive(self, (*sizes, "title_tokens", "max_history", "beam"))
+        check_positive(self, ("num_heads", "title_tokens", "max_history", "beam"))
         check_least(self, ("max_words", "lora_rank"), 0)
         if self.width % (2 * self.num_heads):
             raise ValueError(

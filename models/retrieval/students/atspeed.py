@@ -78,9 +78,7 @@ class AtSpeedConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(
-            self, ("draft_beam", "draft_layers", "draft_d_ff", "draft_heads")
-        )
+        check_positive(self, ["draft_beam"])
         check_least(self, ["draft_steps"], 0)
         if self.m:
             raise ValueError(

@@ -73,7 +73,7 @@ class RecurrentConfig(StudentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ("num_layers", "chunk"))
+        check_positive(self, ["chunk"])
         check_least(self, ["width"], 0)
 
 
@@ -88,11 +88,6 @@ class GdnConfig(RecurrentConfig):
     ffn_width: int = 512
     """Inner width of the SwiGLU after each mixer; 0 for no SwiGLU. The published rule
     is 8/3 of the width, rounded up to a multiple of 256."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, ("heads", "head_width"))
-        check_least(self, ["ffn_width"], 0)
 
 
 @dataclass

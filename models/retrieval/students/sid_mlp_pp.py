@@ -193,7 +193,6 @@ class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
 
     def __post_init__(self) -> None:
         SidMlpConfig.__post_init__(self)
-        EncoderSizes.__post_init__(self)
         if self.end_to_end and self.encoder:
             raise ValueError(
                 f"encoder {self.encoder} and end_to_end cannot be set together, as "

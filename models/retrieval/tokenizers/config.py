@@ -62,13 +62,8 @@ class RqvaeConfig:
 
     def __post_init__(self) -> None:
         check_codebooks(self.levels, self.codebook_size, "rqvae.")
-        check_least(self, ("latent", "batch_size", "epochs"), 1, "rqvae.")
+        check_least(self, ("batch_size", "epochs"), 1, "rqvae.")
         check_least(self, ("weight_decay", "sinkhorn"), 0, "rqvae.")
-        if self.lr <= 0 or min(self.hidden, default=1) < 1:
-            raise ValueError(
-                f"rqvae.lr is {self.lr} and rqvae.hidden {self.hidden}; all must be "
-                f"above 0"
-            )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from models.config import check_least
 from models.storage.tables import UserError
 from pipelines.data.engine import Engine
 from pipelines.data.events.columns import bool_column, label_columns, read_part
@@ -55,45 +54,18 @@ class SplitConfig:
     """Days of the test window, which ends with the last behaviour."""
 
     def __post_init__(self) -> None:
-        for name in ("val_fraction", "test_fraction"):
-            value = getattr(self, name)
-            if not 0 < value < 1:
-                raise ValueError(
-                    f"split.{name} is {value}; it must lie between 0 and 1, such as 0.1"
-                )
-        if self.val_fraction + self.test_fraction >= 1:
-            total = self.val_fraction + self.test_fraction
-            raise ValueError(
-                f"split.val_fraction + split.test_fraction is {total}, which leaves "
-                f"nothing to train on; the sum must be below 1"
-            )
-        self._check_windows()
-        check_least(self, ["val_days", "test_days"], 0, "split.")
-        if self.val_start is not None:
-            self._parse_starts()
-
-    def _check_windows(self) -> None:
-        """Raise ValueError if windows are given incompletely, twice, or without use."""
         for val, test in (("val_start", "test_start"), ("val_days", "test_days")):
             if (getattr(self, val) is None) != (getattr(self, test) is None):
                 raise ValueError(f"split has one of {val} and {test}")
-            if getattr(self, val) is not None and self.kind not in ("auto", "temporal"):
+            if getattr(self, val) is not None and self.kind == "leave_last_out":
                 raise ValueError(
                     f"split.{val} splits by time, but split.kind is {self.kind}"
                 )
         if self.val_start is not None and self.val_days is not None:
             raise ValueError("split has both val_start and val_days")
-
-    def _parse_starts(self) -> None:
-        """Convert `val_start` and `test_start` to epoch ms."""
-        val_start = epoch_ms(self.val_start, "split.val_start")
-        test_start = epoch_ms(self.test_start, "split.test_start")
-        if not val_start < test_start:
-            raise ValueError(
-                f"split.val_start {self.val_start} is not before split.test_start "
-                f"{self.test_start}; swap them"
-            )
-        self.val_start, self.test_start = val_start, test_start
+        if self.val_start is not None:
+            self.val_start = epoch_ms(self.val_start, "split.val_start")
+            self.test_start = epoch_ms(self.test_start, "split.test_start")
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that are set, as plain values."""
