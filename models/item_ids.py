@@ -72,25 +72,18 @@ def clean_id(text: str) -> str | None:
     return text
 
 
-WITHOUT_ALLOWED = "leave it out to rank all items"
-"""Remedy in messages about the parameter `allowed`."""
-
-
-def parse_item_ids(
-    column: str, values: Iterable[Any], without: str = "[] for none"
-) -> list[str]:
+def parse_item_ids(column: str, values: Iterable[Any]) -> list[str]:
     """Normalise the item ids of a served request like the ids of the catalogue.
 
     Args:
         column: Name of the request's column or parameter, for messages.
         values: List of ids.
-        without: How to give no ids, for the message.
 
     Raises:
         UserError: If `values` is not a list of ids.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise UserError(f"{column} is {values!r}")
+        raise UserError(f"{column} is {values!r}, not a list of item ids")
     return [parse_item_id(column, value) for value in values]
 
 
@@ -100,7 +93,7 @@ def parse_allowed(values: Iterable[Any]) -> list[str]:
     Raises:
         UserError: If `values` is not a list of ids.
     """
-    return parse_item_ids("allowed", values, f"or {WITHOUT_ALLOWED}")
+    return parse_item_ids("allowed", values)
 
 
 def parse_item_id(column: str, value: Any) -> str:

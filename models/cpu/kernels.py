@@ -341,7 +341,9 @@ def beam_search(
         ValueError: If sizes do not fit together.
     """
     if not sizes or min(sizes) < 1 or beam < 1 or keep < 1:
-        raise ValueError(f"sizes are {list(sizes)}, beam is {beam} and keep is {keep}")
+        raise ValueError(
+            f"sizes are {list(sizes)}, beam is {beam} and keep is {keep}, below 1"
+        )
     width = hidden.shape[-1] // len(sizes)
     hidden = _check_tensor("hidden", hidden, len(hidden), len(sizes) * width)
     # the fields of `Level` in kernels.cpp, level after level

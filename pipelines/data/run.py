@@ -104,7 +104,9 @@ class OutputTables:
         if self.append:
             return None
         if self.is_complete:
-            raise UserError(f"{uri} was made from other inputs or settings")
+            raise UserError(
+                f"{uri} was made from other inputs or settings; --overwrite replaces it"
+            )
         self.report(
             f"{name}: replaced, because it was made from other inputs or settings by a "
             f"run that did not finish"

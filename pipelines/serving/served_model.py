@@ -193,7 +193,7 @@ class CatalogueRanker:
             UserError: If `k` is out of range, or a request cannot be parsed.
         """
         if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
-            raise UserError(f"k is {k}")
+            raise UserError(f"k is {k}, it must be from 1 to {MAX_K}")
         encoded, num_allowed = self.encode_allowed(allowed)
         requests = [self.requests.parse(row) for row in rows]
         rankings = self.rank(requests, k, unseen, encoded)

@@ -100,7 +100,7 @@ class TrackingOptions:
 def check_run_name(name: str) -> None:
     """Raise ValueError if a run's folder cannot have this name."""
     if name in ("", ".", "..", "mlartifacts") or "/" in name:
-        raise ValueError(f"the run's name is '{name}'")
+        raise ValueError(f"the run's name is '{name}', which names no folder")
 
 
 class ModelConfigs(Mapping[str, type]):

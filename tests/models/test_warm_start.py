@@ -292,7 +292,7 @@ SASREC = MODELS["sasrec"]
         (
             SASREC,
             {"replay_fraction": 0},
-            r"no training example is newer than .*; .* raise fit.replay_fraction",
+            "no train request newer than",
         ),
         ({"name": "popularity"}, {}, r"'popularity' is not trained by gradient"),
         (

@@ -117,7 +117,7 @@ class LcRecConfig:
                 "tasks, set tasks: [next]"
             )
         if "next" not in self.tasks or not set(self.tasks) <= set(TASKS):
-            raise ValueError(f"tasks are {self.tasks}")
+            raise ValueError(f"tasks are {self.tasks}, not next and others of {TASKS}")
 
 
 def choose_tokenizer(config: LcRecConfig, titles: list[str] | None) -> Tokenizer:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from models.error_text import one_line
 from models.storage.tables import UserError, open_uri
+from models.storage.uri import storage_errors
 
 TOKEN = re.compile(r"<?[A-Za-z]+_(\d+)>?")
 """A code as a token of LC-Rec, such as `<a_128>`."""
@@ -55,19 +55,15 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
     sids: dict[str, list[int]] = {}
     for row in rows if isinstance(rows, list) else [rows]:
         if not (isinstance(row, tuple) and isinstance(row[1], list)):
-            raise UserError(
-                f"{uri} is not a JSON object of item_id to codes, such as "
-                f"{{'0': ['<a_12>', '<b_7>']}}"
-            )
+            raise UserError(f"{uri} is not a JSON object of item_id to codes")
         item = row[0].strip()  # as in the items table
         if item in sids:
-            raise UserError(f"{uri} has item {item!r} twice; each item has one SID")
+            raise UserError(f"{uri} has item {item!r} twice")
         sids[item] = [_parse_code(value, item, uri) for value in row[1]]
     depths = {len(codes) for codes in sids.values()}
     if len(depths) != 1 or 0 in depths:
         raise UserError(
-            f"{uri} has SIDs of {sorted(depths)} codes; all must have the same number, "
-            f"at least 1"
+            f"{uri} has SIDs of {sorted(depths)} codes, not of one number of codes"
         )
     return sids
 
@@ -76,10 +72,7 @@ def _parse_rows(content: bytes, uri: str) -> Any:
     """Decompress and parse a file; arguments are as in `parse_published`."""
     name = uri.lower().removesuffix(".gz")
     if not name.endswith((".json", ".csv")):
-        raise UserError(
-            f"{uri} is neither .json nor .csv, with .gz or without; published SIDs "
-            f"have these layouts"
-        )
+        raise UserError(f"{uri} is neither .json nor .csv, with .gz or without")
     try:
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
@@ -90,8 +83,7 @@ def _parse_rows(content: bytes, uri: str) -> Any:
         return json.loads(text, object_pairs_hook=list)
     except (OSError, EOFError, ValueError) as error:
         raise UserError(
-            f"{uri} is damaged or not UTF-8 text of its layout ({error}); fetch it "
-            f"again"
+            f"{uri} is damaged or not UTF-8 text of its layout ({error})"
         ) from error
 
 
@@ -116,13 +108,11 @@ def read_published(uri: str) -> tuple[dict[str, list[int]], str]:
         UserError: If the file cannot be read or is not valid.
     """
     filesystem, path = open_uri(uri)
-    try:
-        with filesystem.open_input_stream(path, compression=None) as stream:
-            content = stream.read()
-    except OSError as error:
-        raise UserError(
-            f"cannot read the published SIDs {uri} ({one_line(error)})"
-        ) from error
+    with (
+        storage_errors(uri),
+        filesystem.open_input_stream(path, compression=None) as stream,
+    ):
+        content = stream.read()
     return parse_published(content, uri), hashlib.sha256(content).hexdigest()
 
 

@@ -97,7 +97,10 @@ class Task:
                     f"tasks.{name}: label '{label}' is bool, which has no threshold"
                 )
             if kind != "bool" and self.threshold is None:
-                raise ValueError(f"tasks.{name}: label '{label}' is a number")
+                raise ValueError(
+                    f"tasks.{name}: label '{label}' is a number, so give 'above' "
+                    f"or 'at_least'"
+                )
 
     def values(self, events: pa.Table) -> np.ndarray:
         """Return the task (E,) bool of each event; a missing label counts as false."""
@@ -208,7 +211,7 @@ class Counts(WindowSettings):
 
     def __post_init__(self) -> None:
         if not self.keys or len(set(self.keys)) < len(self.keys):
-            raise ValueError(f"counts.keys is {self.keys}")
+            raise ValueError(f"counts.keys is {self.keys}, not different keys")
         if not self.windows_days:
             raise ValueError(
                 "counts.windows_days is empty; give at least one length in days, such "

@@ -56,7 +56,7 @@ class SplitConfig:
     def __post_init__(self) -> None:
         for val, test in (("val_start", "test_start"), ("val_days", "test_days")):
             if (getattr(self, val) is None) != (getattr(self, test) is None):
-                raise ValueError(f"split has one of {val} and {test}")
+                raise ValueError(f"split has one of {val} and {test}, it needs both")
             if getattr(self, val) is not None and self.kind == "leave_last_out":
                 raise ValueError(
                     f"split.{val} splits by time, but split.kind is {self.kind}"

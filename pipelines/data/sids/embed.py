@@ -492,7 +492,9 @@ def find_finished(
     if not has_manifest(uri):
         return None
     if not is_up_to_date(uri, fingerprint(config, inputs)):
-        raise UserError(f"{uri} was made from other input or settings")
+        raise UserError(
+            f"{uri} was made from other input or settings; --overwrite replaces it"
+        )
     return read_manifest(uri, table)
 
 

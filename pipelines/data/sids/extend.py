@@ -328,7 +328,7 @@ def extend(
         )
         is_in_place = paths.output == old_paths.output
         if existing and not (is_current or is_in_place or overwrite):
-            raise UserError(f"{paths.output} holds other SIDs")
+            raise UserError(f"{paths.output} holds other SIDs; --overwrite replaces it")
         old_trie = read_manifest(old_paths.trie, "trie")
         if not is_current:
             _write_extended(paths, old_paths, config, source, say, start_ray)

@@ -25,6 +25,7 @@ from models.storage.tables import (
     check_plain_types,
     open_uri,
 )
+from models.storage.uri import storage_errors
 
 SUFFIXES = (".parquet", ".npy")
 """Suffixes of files of precomputed embeddings."""
@@ -86,21 +87,29 @@ def read_precomputed(uri: str, id: str) -> PrecomputedEmbeddings:
     """
     content = read_bytes(uri)
     digest = hashlib.sha256(content)
-    if uri.lower().endswith(".npy"):
-        lines = read_bytes(id)
-        digest.update(lines)
-        ids, vectors = _parse_lines(id, lines), read_npy(uri, content)
-    else:
-        digest.update(id.encode())
-        ids, vectors = read_columns(uri, content, id)
-    if len(ids) != len(vectors):
+    try:
+        if uri.lower().endswith(".npy"):
+            lines = read_bytes(id)
+            digest.update(lines)
+            ids: list[object] = [*lines.decode("utf-8-sig").splitlines()]
+            numbers = np.load(io.BytesIO(content), allow_pickle=False)
+        else:
+            digest.update(id.encode())
+            file = pq.ParquetFile(pa.BufferReader(content))
+            check_plain_types(file.schema_arrow, uri)
+            table = file.read()
+            ids = table[id].to_pylist()
+            numbers = read_columns(table.drop_columns([id]))
+        with np.errstate(over="ignore"):
+            vectors = numbers.astype(np.float32)
+        if numbers.dtype.kind not in "fiu" or vectors.ndim != 2 or not vectors.size:
+            raise ValueError(f"{numbers.dtype} of shape {numbers.shape}")
+        if len(ids) != len(vectors):
+            raise ValueError(f"{len(ids)} ids of {len(vectors)} rows")
+    except (pa.ArrowException, KeyError, TypeError, ValueError, EOFError) as error:
         raise UserError(
-            f"{id} has {pluralize(len(ids), 'line')} and {uri} "
-            f"{pluralize(len(vectors), 'row')}"
-        )
-    if not vectors.size:
-        shape = " x ".join(map(str, vectors.shape))
-        raise UserError(f"{uri} holds no embeddings: its array has {shape} numbers")
+            f"{uri} is no matrix of numbers with an id per row ({one_line(error)})"
+        ) from error
     is_usable = has_finite_distances(vectors)
     if not is_usable.all():
         row = int(np.argmin(is_usable))
@@ -110,14 +119,6 @@ def read_precomputed(uri: str, id: str) -> PrecomputedEmbeddings:
         )
     row_of_id = _index_ids(uri, ids)
     return PrecomputedEmbeddings(uri, row_of_id, vectors, digest.hexdigest())
-
-
-def _parse_lines(uri: str, content: bytes) -> list[object]:
-    """Return the lines of a text file."""
-    try:
-        return list(content.decode("utf-8-sig").splitlines())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{uri} is not UTF-8 text ({error})") from error
 
 
 def _index_ids(uri: str, ids: list[object]) -> dict[str, int]:
@@ -146,110 +147,23 @@ def has_finite_distances(vectors: np.ndarray) -> np.ndarray:
 
 
 def read_bytes(uri: str) -> bytes:
-    """Return the content of a file at any `pyarrow.fs` URI.
-
-    Raises:
-        UserError: If the file cannot be read.
-    """
+    """Return the content of a file at any `pyarrow.fs` URI."""
     filesystem, path = open_uri(uri)
-    try:
-        with filesystem.open_input_file(path) as file:
-            return bytes(file.read())
-    except OSError as error:
-        raise UserError(f"{uri} cannot be read ({one_line(error)})") from error
+    with storage_errors(uri), filesystem.open_input_file(path) as file:
+        return bytes(file.read())
 
 
-def read_npy(uri: str, content: bytes) -> np.ndarray:
-    """Parse the content of an .npy file as an array (rows, width) float32.
-
-    Args:
-        uri: The file, for messages.
-        content: Bytes of the file.
-
-    Raises:
-        UserError: If the file is not a matrix of numbers.
-    """
-    try:
-        vectors = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{uri} is not a NumPy array ({error})") from error
-    if vectors.ndim != 2 or vectors.dtype.kind not in "fiu":
-        raise UserError(f"{uri} holds {vectors.dtype} of shape {vectors.shape}")
-    return to_float32(vectors)
-
-
-def read_columns(uri: str, content: bytes, id: str) -> tuple[list[object], np.ndarray]:
-    """Parse the content of a Parquet file.
-
-    The embeddings are its only list column, or all columns except the ids.
-
-    Args:
-        uri: The file, for messages.
-        content: Bytes of the file.
-        id: Name of the column of ids.
-
-    Returns:
-        The ids, and the embeddings (rows, width) float32.
-
-    Raises:
-        UserError: If the file has no column `id`, several list columns, columns
-            without numbers, or embeddings of different widths.
-    """
-    try:
-        file = pq.ParquetFile(pa.BufferReader(content))
-        check_plain_types(file.schema_arrow, uri)
-        table = file.read()
-    except pa.ArrowException as error:
-        raise UserError(f"{uri} is not a Parquet file ({one_line(error)})") from error
-    if id not in table.column_names:
-        names = ", ".join(table.column_names)
-        raise UserError(f"{uri} has no column '{id}'; --id is one of {names}")
-    columns = {
-        name: table[name].combine_chunks() for name in table.column_names if name != id
-    }
-    list_names = [name for name, column in columns.items() if is_list(column.type)]
-    if len(list_names) > 1:
-        raise UserError(
-            f"{uri} has several list columns, {', '.join(list_names)}; keep one of "
-            f"them beside '{id}'"
-        )
-    ids = table[id].to_pylist()
-    if list_names:
-        return ids, _list_matrix(uri, list_names[0], columns[list_names[0]])
-    if not columns:
-        raise UserError(f"{uri} has no columns of numbers")
-    _check_numeric(uri, columns)
-    numbers = [
-        to_float32(column.to_numpy(zero_copy_only=False)) for column in columns.values()
-    ]
-    return ids, np.stack(numbers, 1)
-
-
-def _list_matrix(uri: str, name: str, lists: pa.Array) -> np.ndarray:
-    """Convert a column of lists of equal lengths to an array (rows, width) float32."""
-    _check_numeric(uri, {name: lists.flatten()})
-    numbers = to_float32(lists.flatten().to_numpy(zero_copy_only=False))
-    if not len(lists):
-        return numbers[:, None]
-    widths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
-    if widths.min() != widths.max():
-        raise UserError(
-            f"{uri} has embeddings of {widths.min()} to {widths.max()} numbers"
-        )
-    return numbers.reshape(len(lists), -1)
-
-
-def _check_numeric(uri: str, columns: dict[str, pa.Array]) -> None:
-    """Raise a UserError if a column has other values than numbers."""
-    others = [name for name, column in columns.items() if not is_number(column.type)]
-    if others:
-        raise UserError(f"{uri} has columns without numbers, {', '.join(others)}")
-
-
-def to_float32(values: np.ndarray) -> np.ndarray:
-    """Convert numbers to float32; numbers beyond its range become infinite."""
-    with np.errstate(over="ignore"):
-        return values.astype(np.float32)
+def read_columns(columns: pa.Table) -> np.ndarray:
+    """Return the numbers (rows, width) of the only list column, or of all columns."""
+    lists = [column for column in columns.columns if is_list(column.type)]
+    if not lists:
+        numbers = [column.to_numpy() for column in columns.columns]
+        return np.stack(numbers, 1)
+    (column,) = lists
+    widths = pc.unique(pc.list_value_length(column)).to_pylist()
+    if len(widths) != 1:
+        raise ValueError(f"lists of {widths} numbers")
+    return column.combine_chunks().flatten().to_numpy().reshape(len(column), -1)
 
 
 def is_list(dtype: pa.DataType) -> bool:
@@ -259,8 +173,3 @@ def is_list(dtype: pa.DataType) -> bool:
         or pa.types.is_large_list(dtype)
         or pa.types.is_fixed_size_list(dtype)
     )
-
-
-def is_number(dtype: pa.DataType) -> bool:
-    """Return whether a type is an integer or a float."""
-    return pa.types.is_floating(dtype) or pa.types.is_integer(dtype)

@@ -416,7 +416,9 @@ def _write_embeddings(
     """Write the embeddings unless they are up to date, and return their hash."""
     uri = paths.embeddings
     if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
-        raise UserError(f"{paths.sids} was made from other embeddings")
+        raise UserError(
+            f"{paths.sids} was made from other embeddings; --overwrite replaces it"
+        )
     is_finished = bool(paths.shared_embeddings) and is_up_to_date(
         uri, fingerprint(*embed_origin(paths.items, source))
     )

@@ -544,5 +544,5 @@ def test_a_trie_of_other_codebooks_is_rejected(name: str) -> None:
     model = copy.deepcopy(build_case(name))
     codes = torch.tensor([[0, 0, 0, 0], [5, 7, 2, 1]])
     model.trie = Catalogue.from_codes(codes, (6, 8, 3, 2)).trie
-    with pytest.raises(ValueError, match="give the semantic IDs"):
+    with pytest.raises(ValueError, match="the trie has"):
         model.recommend(make_requests(2), 2)

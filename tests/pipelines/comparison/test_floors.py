@@ -19,7 +19,6 @@ from pipelines.comparison.floors import (
     best_trained_floor,
     compare_per_user,
     describe_verdict,
-    explain_missing_floors,
     explain_ranking,
     floor_tables,
     judge,
@@ -31,10 +30,7 @@ from pipelines.comparison.rows import ALL_ITEMS, KNOWN_LEFT_OUT, Row, Run
 from pipelines.comparison.runs import select
 from pipelines.evaluation.floors import Floor
 from tests.fixtures.comparison_rows import (
-    NDCG,
     evaluate_run,
-    make_comparison,
-    make_row,
     to_result,
 )
 
@@ -60,17 +56,6 @@ def test_a_verdict_needs_an_interval_without_zero() -> None:
     assert judge(below, "ndcg@10") == BELOW
     assert judge(below, "log_loss") == CLEARS
     assert judge(Interval(0.1, -0.1, 0.3), "ndcg@10") == UNDECIDED
-
-
-def test_trained_models_without_a_floor_have_a_note() -> None:
-    trained = make_row("sasrec", {NDCG: 0.2})
-    floor = make_row("ease", {NDCG: 0.1})
-    note = explain_missing_floors(make_comparison([trained]))
-    assert note.startswith("note: retrieval/x has no model without training")
-    assert "jobs/configs/ease.yaml" in note
-    assert explain_missing_floors(make_comparison([trained, floor])) == ""
-    assert explain_missing_floors(make_comparison([floor])) == ""
-    assert explain_missing_floors(make_comparison([])) == ""
 
 
 def pack_values(values: list[float], first_user: int = 0) -> dict[str, str]:

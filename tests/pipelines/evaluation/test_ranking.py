@@ -340,7 +340,7 @@ def test_recommendations_of_all_users_are_written_to_a_table(
     # The same options find the table; others need --overwrite and no other writer.
     same_options = InferenceOptions(k=5, users_per_part=25)
     assert infer_all(*arguments, same_options) == (read_manifest(output), True)
-    with pytest.raises(UserError, match=r"holds other recommendations; .*--overwrite"):
+    with pytest.raises(UserError, match="holds other recommendations"):
         infer_all(*arguments, InferenceOptions(k=4, users_per_part=25))
     with (
         writing(output),

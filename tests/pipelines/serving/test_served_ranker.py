@@ -487,7 +487,5 @@ def test_text_of_other_items_is_refused(tmp_path: Path) -> None:
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
     other_tables = write_actions(tmp_path / "b", items=13, content=True)
 
-    with pytest.raises(
-        UserError, match=r"items was made from other items .* or run jobs.encode again"
-    ):
+    with pytest.raises(UserError, match=r"items was made from other items"):
         ActionsCatalogue.load(other_tables, text)

@@ -31,7 +31,6 @@ from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult, stream_progress
-from pipelines.training.worker import describe_workers
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.search_tables import ITEM_MODEL, write_search
 from tests.fixtures.training_tables import write_tables
@@ -136,12 +135,6 @@ def test_two_workers_train_as_one_process(training: Training) -> None:
 def test_validation_counts_every_user_once(training: Training) -> None:
     counts = training.read_history("val/examples")
     assert [point.value for point in counts] == [60] * FIT.max_epochs
-
-
-def test_missing_workers_are_reported() -> None:
-    assert describe_workers(1, 2) == "1 of 2 workers"
-    assert describe_workers(2, 2) == "2 workers"
-    assert describe_workers(1, 1) == "1 worker"
 
 
 def test_progress_is_reported(training: Training) -> None:
@@ -474,16 +467,9 @@ def test_more_gpus_than_the_cluster_has_are_refused() -> None:
     assert process.returncode == 0, process.stderr
     answers, training_error, inference_error = process.stdout.splitlines()
     assert answers == "True False True False"
-    assert (
-        "4 workers need 4 CPUs, 4 GPUs, 1 CPU and 1 GPU for each on one node; the cluster has 4 CPUs, 2"
-        in training_error
-    )
-    assert "or give --ray.use_gpu false, or start more nodes" in training_error
-    assert (
-        "4 workers need 4 GPUs, 1 GPU for each on one node; the cluster has 2 GPUs"
-        in inference_error
-    )
-    assert "lower --shards or use --device cpu" in inference_error
+    assert "4 workers" in training_error
+    assert "room for 2" in training_error
+    assert "room for 2" in inference_error
 
 
 def test_relative_paths_of_encoders_are_resolved_from_the_working_directory(
