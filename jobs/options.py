@@ -36,7 +36,6 @@ import yaml
 from models.config import (
     build,
     did_you_mean,
-    did_you_mean_key,
     expected_type,
     format_value,
     read_yaml,
@@ -295,7 +294,7 @@ def refuse_unknown(key: str, options: Mapping[str, Option], source: str = "") ->
     mappings = [name for name, option in options.items() if option.is_mapping]
     in_mapping = any(key.startswith(f"{name}.") for name in mappings)
     if key not in options and not in_mapping:
-        suggestion = did_you_mean_key(key, options)
+        suggestion = did_you_mean(key, options)
         raise UserError(f"unknown key '{key}'{source}; {suggestion}")
 
 

@@ -18,53 +18,16 @@ from models.error_text import one_line
 from models.storage.tables import UserError, open_uri
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the most similar name; upper and lower case count less than letters.
-
-    Args:
-        word: An unknown name.
-        known: The valid names, at least one.
-    """
-    by_lower: dict[str, list[str]] = {}
-    for name in known:
-        by_lower.setdefault(str(name).lower(), []).append(name)
-    word = str(word)
-    (lower,) = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.0)
-    return difflib.get_close_matches(word, by_lower[lower], n=1, cutoff=0.0)[0]
-
-
-SYNONYMS = {"device": "use_gpu", "learning_rate": "lr"}
-"""Options by their names in other projects; both are the last part of a key."""
-
-
-def did_you_mean_key(key: str, known: Iterable[str]) -> str:
-    """Return a clause of an error message that suggests the nearest valid key.
-
-    Keys of any section with the same last part are preferred.
-
-    Args:
-        key: An unknown key, such as `fit.learning_rate`.
-        known: Valid keys.
-    """
-    valid_keys = list(known)
-    if not valid_keys:
-        return "it takes no keys"
-    option = key.rsplit(".", 1)[-1]
-    options = (option, SYNONYMS.get(option))
-    preferred = [other for other in valid_keys if other.rsplit(".", 1)[-1] in options]
-    return f"the nearest key is '{nearest(key, preferred or valid_keys)}'"
-
-
-def did_you_mean(word: str, known: Iterable[str], none: str = "there is none") -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a clause of an error message that suggests the nearest valid name.
 
-    Args:
-        word: An unknown name.
-        known: Valid names.
-        none: Clause to return if there are no valid names.
+    Names with the same last part, such as `lr` of `fit.lr`, are preferred.
     """
     names = list(known)
-    return f"the nearest is '{nearest(word, names)}'" if names else none
+    last = word.rsplit(".", 1)[-1]
+    names = [name for name in names if name.rsplit(".", 1)[-1] == last] or names
+    nearest = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
+    return f"the nearest is '{nearest[0]}'" if nearest else "there is none"
 
 
 def pluralize(count: int, noun: str) -> str:
@@ -160,7 +123,7 @@ def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
     valid_names = list(known)
     for name in names:
         if name not in valid_names:
-            suggestion = did_you_mean(name, valid_names, "none is valid")
+            suggestion = did_you_mean(name, valid_names)
             raise UserError(f"{what} has '{name}'; {suggestion}")
 
 
@@ -271,7 +234,7 @@ def _check_values(
     defaults = {field.name: field.default for field in fields(kind)}
     for key, value in content.items():
         if key not in defaults:
-            suggestion = did_you_mean_key(
+            suggestion = did_you_mean(
                 f"{where}{key}", [f"{where}{name}" for name in defaults]
             )
             raise ValueError(f"unknown key '{where}{key}'; {suggestion}")

@@ -26,7 +26,7 @@ import os
 import posixpath
 import re
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -583,71 +583,18 @@ def clear(uri: str, keep: Collection[str] = ()) -> None:
         filesystem.delete_dir(root)
 
 
-def check_table_folder(uri: str, table: str) -> None:
-    """Raise UserError if `uri` holds anything but an earlier version of `table`.
-
-    Hidden files, and parts that a killed job has left, do not matter.
-    """
-    if has_manifest(uri):
-        try:
-            current = read_manifest(uri).table
-        except UserError:  # damaged: the job replaces the table
-            return
-        if current != table:
-            raise UserError(f"{uri} holds the table '{current}', not '{table}'")
-        return
-    foreign = _find_foreign(uri, lambda name: bool(JOB_FILES.fullmatch(name)))
-    if foreign:
-        raise UserError(f"{uri} holds '{foreign}', which is not part of a table")
-
-
 def has_earlier_table(uri: str, table: str) -> bool:
     """Return whether `uri` holds an earlier version of `table`.
 
     Raises:
-        UserError: If `uri` holds anything else (`check_table_folder`).
+        UserError: If `uri` holds another table.
     """
-    check_table_folder(uri, table)
-    return has_manifest(uri)
-
-
-def check_output(
-    uri: str, tables: Mapping[str, str], files: Collection[str] = ()
-) -> None:
-    """Check that a job may write to its output folder.
-
-    A folder with a finished table of the job is the output of an earlier run, so other
-    files in it do not matter.
-
-    Args:
-        uri: Output folder of the job.
-        tables: Name of each table that the job writes, by subfolder.
-        files: Names of other files that the job writes.
-
-    Raises:
-        UserError: If the folder holds other files and no output of an earlier run.
-    """
-    has_earlier = [
-        has_earlier_table(join(uri, folder), table) for folder, table in tables.items()
-    ]
-    if any(has_earlier):
-        return
-    foreign = _find_foreign(uri, lambda name: name in tables or name in files)
-    if foreign:
-        raise UserError(
-            f"{uri} holds '{foreign}' and no table '{next(iter(tables))}' of an "
-            "earlier run; choose a new or empty output folder, such as "
-            f"{join(uri, 'tables')}"
-        )
-
-
-def _find_foreign(uri: str, is_output: Callable[[str], bool]) -> str | None:
-    """Return the name of a visible file or folder that no job has written, or None."""
-    filesystem, root = open_uri(uri)
-    if filesystem.get_file_info(root).type != fs.FileType.Directory:
-        return None
-    infos = filesystem.get_file_info(fs.FileSelector(root))
-    for name in sorted(info.base_name for info in infos):
-        if not name.startswith(".") and not is_output(name):
-            return name
-    return None
+    if not has_manifest(uri):
+        return False
+    try:
+        current = read_manifest(uri).table
+    except UserError:  # damaged: the job replaces the table
+        return True
+    if current != table:
+        raise UserError(f"{uri} holds the table '{current}', not '{table}'")
+    return True

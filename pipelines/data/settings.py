@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from models.config import build, check_known
-from models.storage.tables import UserError, check_output, join, read_manifest
+from models.storage.tables import UserError, has_earlier_table, join, read_manifest
 from pipelines.data.engine import RayDataConfig
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare_config import PrepareConfig, raise_first
@@ -109,7 +109,8 @@ def resolve_config(
     split: Any = config.split.resolve(source.info["clock"])
     _check_combinations(source, config, split)
     _check_files_exist(source, input_uri, config.catalogue)
-    check_output(output_uri, {name: name for name in TABLES}, [STATISTICS])
+    for name in TABLES:
+        has_earlier_table(join(output_uri, name), name)
     return replace(config, split=replace(config.split, kind=split))
 
 

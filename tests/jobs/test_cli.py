@@ -95,7 +95,7 @@ def test_a_wrong_line_is_refused(argv: str, message: str) -> None:
     ("text", "message"),
     [
         ("source: a\nsplit:\n  kin: x\n", "unknown key 'split.kin'"),
-        ("sorce: a\n", "the nearest key is 'source'"),
+        ("sorce: a\n", "the nearest is 'source'"),
         ("source: a\nsplit: 3\n", "unknown key 'split' in"),
         (
             "source: a\nsplit: {val_share: x}\n",

@@ -348,7 +348,7 @@ def test_the_accepted_drop_is_a_share_of_a_metric_of_either_sign() -> None:
         ),
         ({"tokenize": {"tokenizer": "rqkmean"}}, "rqkmean"),
         ({"max_drop": {"ndcg@10": 2}}, "max_drop.ndcg@10"),
-        ({"tokenise": {}}, "the nearest key is 'tokenize'"),
+        ({"tokenise": {}}, "the nearest is 'tokenize'"),
     ],
 )
 def test_wrong_options_of_a_step_are_refused_before_any_work(

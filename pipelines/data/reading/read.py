@@ -417,7 +417,7 @@ def root_columns(text: str, present: Collection[str]) -> list[str]:
 def hint_at_column(column: str, present: Collection[str]) -> str:
     """Return the part of a message that names the most similar and all columns."""
     names = f" of {', '.join(list(present)[:40])}" if present else ""
-    return did_you_mean(column, sorted(present), "it has none") + names
+    return did_you_mean(column, sorted(present)) + names
 
 
 def _read_blocks(

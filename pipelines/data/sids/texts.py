@@ -33,9 +33,9 @@ from models.storage.tables import (
     Manifest,
     Part,
     UserError,
-    check_output,
     clear,
     commit,
+    has_earlier_table,
     has_manifest,
     join,
     part_uris,
@@ -532,13 +532,9 @@ def choose_text_tables(
             f"{tables_uri} is of kind '{kind.name}', whose models read no embeddings "
             f"of jobs.encode"
         )
-    check_output(
-        output_uri,
-        {
-            name: "tokens" if name == "tokens" else "embeddings"
-            for name in kind.text_tables
-        },
-    )
+    for name in kind.text_tables:
+        table = "tokens" if name == "tokens" else "embeddings"
+        has_earlier_table(join(output_uri, name), table)
     if config.query_condition == "joint" and "pairs" not in kind.text_tables:
         raise UserError(
             f"--embed.query_condition joint is only for searches, and {tables_uri} is "

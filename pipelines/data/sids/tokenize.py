@@ -41,11 +41,10 @@ from models.retrieval.tokenizers.rqkmeans import (
 from models.storage.tables import (
     Manifest,
     UserError,
-    check_output,
-    check_table_folder,
     clear,
     commit,
     fingerprint,
+    has_earlier_table,
     has_manifest,
     is_up_to_date,
     join,
@@ -449,23 +448,19 @@ def check_items(
 
 
 def check_folders(output: str, shared_embeddings: str = "") -> None:
-    """Check that the output folders are empty or hold earlier outputs.
+    """Check that the output folders hold no other tables.
 
     Args:
         output: Folder of the SIDs.
         shared_embeddings: Folder of embeddings that tokenizers share, or "".
 
     Raises:
-        UserError: If a folder holds anything else.
+        UserError: If a folder holds another table.
     """
-    # if the output folder is itself the table of embeddings, `check_output` would
-    # report the table's files as foreign
-    if shared_embeddings != output:
-        check_output(
-            output, {name: name for name in ("sids", "trie", "embeddings", "quantizer")}
-        )
+    for name in ("sids", "trie", "embeddings", "quantizer"):
+        has_earlier_table(join(output, name), name)
     if shared_embeddings:
-        check_table_folder(shared_embeddings, "embeddings")
+        has_earlier_table(shared_embeddings, "embeddings")
 
 
 def _write_codes(

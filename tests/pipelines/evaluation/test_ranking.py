@@ -303,9 +303,7 @@ def test_undefined_metrics_are_written_as_null(evaluation: Evaluation) -> None:
 def test_the_command_line_accepts_hyphens_and_refuses_unknown_keys() -> None:
     words = ["--checkpoint", "c", "--tables", "t"]
     assert parse(Config, [*words, "--batch-inference", "o"]).batch_inference == "o"
-    with pytest.raises(
-        UserError, match="unknown key 'splitt'; the nearest key is 'split'"
-    ):
+    with pytest.raises(UserError, match="unknown key 'splitt'; the nearest is 'split'"):
         parse(Config, [*words, "--splitt", "val"])
 
 
