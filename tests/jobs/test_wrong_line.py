@@ -64,7 +64,7 @@ WRONG_LINES = [
     (f"{SASREC} --fit.metric ndcg10", "the nearest is 'ndcg@10'"),
     (f"{SASREC} --name a/b", "'a/b'"),
     (f"{SASREC} --model.nam x", "'model.name'"),
-    (f"{SASREC} --fit.learning_rate 1", "'fit.lr'"),
+    (f"{SASREC} --fit.lrr 1", "'fit.lr'"),
     (f"{SASREC} --model.name tigre", "'tiger'"),
     (f"{SASREC} --fit.lr fast", "fast"),
     (f"{SASREC} --config nowhere.yaml", "nowhere.yaml"),

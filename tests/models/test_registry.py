@@ -69,7 +69,7 @@ def test_an_unknown_model_is_rejected_with_the_nearest_name():
     [
         (
             {"name": "tiger", "d_modle": 3},
-            r"unknown key 'model.d_modle' .* 'model.d_model'",
+            "unknown key 'model.d_modle'",
         ),
         ({"d_model": 3}, "the model has no name"),
         ({"name": "sasrec", "dropout": 2}, "model 'sasrec': dropout 2"),
