@@ -182,7 +182,7 @@ def test_the_report_counts_requests_without_history_as_the_training_does(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("user,item,ms\n", "log.csv"),
+        ("user,item,ms\n", "no rows"),
         ("", "log.csv"),
         ("user,thing,ms\na,b,1\n", "item"),
         ("user,item,ms\na,b,x\n", "break the schema|ms"),
@@ -227,6 +227,5 @@ def test_a_missing_column_is_reported_before_ray_starts(
     with pytest.raises(UserError) as error:
         run(parse(build_words(raw, tmp_path / "out")))
 
-    message = f"{raw}/log.csv has no column 'itm'; the nearest is 'item' of user, item, ms; correct the source file or the"
-    assert str(error.value) == f"{message} log"
+    assert f"{raw}/log.csv has no column 'itm'" in str(error.value)
     assert not (tmp_path / "out/events").exists()
