@@ -338,6 +338,6 @@ def test_split_boundaries_are_dates_or_milliseconds(
 
 
 def test_one_split_boundary_alone_is_rejected() -> None:
-    with pytest.raises(UserError, match="give both"):
+    with pytest.raises(UserError, match="it needs both"):
         read_config({"split": {"val_start": "1970-01-02"}})
     assert "val_start" not in PrepareConfig().split.settings()

@@ -501,7 +501,7 @@ def test_a_user_error_in_a_worker_ends_the_run_without_a_retry(
 ) -> None:
     lines: list[str] = []
 
-    with pytest.raises(UserError, match=r"the loss is .* lower fit\.lr"):
+    with pytest.raises(UserError, match="the loss is"):
         training.train(
             name="lost",
             fit=replace(FIT, lr=1e30, clip_norm=0.0, warmup_share=0.0),
