@@ -29,7 +29,6 @@ from mlflow import MlflowClient
 from models.storage.tables import read_manifest, read_table
 from pipelines import tracking
 from pipelines.data.audit.rules import audit
-from tests.fixtures.training_tables import write_tables
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
@@ -302,22 +301,3 @@ def test_a_submitted_job_prepares_and_trains_on_the_cluster(
     steps = [point.step for point in history]
     assert len(steps) == 2
     assert steps == sorted(set(steps))
-
-
-def test_too_many_workers_and_outputs_in_the_working_folder_are_refused(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    tables, _ = write_tables(tmp_path)
-    write_log(tmp_path / "raw")
-    prepare = build_prepare_command(tmp_path / "raw", "--output", "tables")
-    train = ["python", "-m", "jobs.train", "--config", "jobs/configs/sasrec.yaml"]
-    train += ["--fit.batch_size", "256", "--ray.num_workers", "4"]
-    train += ["--tables", tables, "--storage", str(tmp_path / "runs"), "--name", "n"]
-    train += ["--tracking_uri", f"sqlite:///{tmp_path}/mlflow.db"]
-
-    train_error, prepare_error = cluster.submit_refused(train, prepare)
-
-    assert "4 workers" in train_error
-    assert "room for 2" in train_error
-    assert not (tmp_path / "runs/n").exists()
-    assert "--output is tables" in prepare_error

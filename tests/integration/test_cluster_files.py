@@ -9,6 +9,7 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import yaml
 from ray._private.runtime_env.packaging import create_package
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -129,3 +130,10 @@ def test_the_command_in_the_cluster_config_is_valid() -> None:
     command = re.search(r"python -m jobs\..*", text)
     assert command
     assert parse_command(command.group().replace("NAME", "amazon2023"))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy").glob("rayjob-*.yaml")))
+def test_the_commands_of_kubernetes_jobs_are_valid(path: Path) -> None:
+    resources = list(yaml.safe_load_all(path.read_text()))
+    (job,) = [r for r in resources if r["kind"] == "RayJob"]
+    assert parse_command(job["spec"]["entrypoint"])

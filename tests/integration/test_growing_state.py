@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from models.custom_features import CustomFeatures, adopt_scales
+from models.custom_features import CustomFeatures
 from models.loaded_model import LoadedModel
 from models.search.catalogue import SearchCatalogue
 from models.search.inputs import FeatureScaler
 from models.storage import checkpoint
-from models.storage.checkpoint import Checkpoint, OtherTablesError
+from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig
@@ -27,7 +27,6 @@ from models.warm_start import (
     assign_by_hash,
     collect_row_names,
     pair_row_names,
-    replace_constant_scales,
 )
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
@@ -210,26 +209,6 @@ def test_a_constant_number_takes_the_scale_of_the_first_day_on_which_it_varies(
     assert not any("num_price" in message for message in setup.messages)
 
 
-@pytest.mark.parametrize("constant", [None, 3.0], ids=["empty", "constant"])
-def test_a_constant_search_feature_takes_the_scale_of_the_day_on_which_it_varies(
-    tmp_path: Path, constant: float | None
-) -> None:
-    log = GrowingLog(tmp_path, SEARCH, SEARCH_SETTINGS)
-    log.add_days(range(4), set_column("price", lambda row: constant))
-    catalogue, first = log.build_scaler()
-    assert first["scale"].own.std.isinf().all()
-    info = log.add_days((4, 5, 6), with_price)
-
-    scales, _ = adopt_scales(catalogue.scales(), info)
-    _, second = log.build_scaler(scales)
-    state = first.state_dict()
-    notes = replace_constant_scales(second, state)
-
-    (number,) = info["own"]["numbers"]
-    assert state["scale.own.std"].tolist() == pytest.approx([number["std"]])
-    assert any("num_price had no values or was constant" in note for note in notes)
-
-
 def test_a_number_that_was_empty_in_training_has_no_effect(tmp_path: Path) -> None:
     log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
     log.add_days(range(4))
@@ -241,20 +220,6 @@ def test_a_number_that_was_empty_in_training_has_no_effect(tmp_path: Path) -> No
     values = torch.tensor([[100.0], [5000.0], [torch.nan]])
     scaled = loaded.model.items.own(values)
     assert (scaled[:, 0] == 0).all()
-
-
-def test_a_number_that_moves_far_from_its_scale_causes_a_warning(
-    tmp_path: Path,
-) -> None:
-    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    log.add_days(range(4), set_column("price", lambda row: row["t"] // 600 % 2))
-    log.train("first", ATTN)
-    log.add_days((4, 5, 6), with_price)
-
-    setup = log.train("second", ATTN, init="first")
-
-    warnings = [note for note in setup.messages if "num_price" in note]
-    assert any("most values are clipped" in note for note in warnings)
 
 
 def test_a_task_without_positives_at_first_is_learned_when_it_has_some(
@@ -280,38 +245,6 @@ def test_a_task_without_positives_at_first_is_learned_when_it_has_some(
     log.add_days([7], with_likes)
     third = log.train("third", ATTN, init="second")
     assert not any("before" in message for message in third.messages)
-
-
-def test_a_new_task_in_tables_that_were_not_prepared_to_grow_is_refused(
-    tmp_path: Path,
-) -> None:
-    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    for day in range(4):
-        log.add_day(day)
-    settings = read_config(ACTIONS_SETTINGS)
-    prepare(log.source, str(tmp_path), log.tables.tables, settings)
-    log.train("first", ATTN)
-    log.add_days([4], with_likes)
-
-    with pytest.raises(OtherTablesError, match="such as like: train a new model"):
-        log.train("second", ATTN, init="first")
-    with pytest.raises(OtherTablesError, match="such as like: train a new model"):
-        log.load("first")
-
-
-def test_a_constant_number_of_items_takes_the_scale_of_later_items(
-    tmp_path: Path,
-) -> None:
-    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    log.add_days(range(4))
-    first = log.train("first", ATTN).catalogue.attributes
-    assert first.numbers == {"num_weight": (0.0, 0.0)}
-
-    log.add_days([4], set_column("weight", lambda row: float(row["i"][1:])))
-
-    second = log.train("second", ATTN, init="first").catalogue.attributes
-    assert second.numbers["num_weight"] == pytest.approx((3.5, np.std(range(8))))
-    assert (log.load("first").catalogue.numbers == 0).all()
 
 
 def test_new_values_begin_with_the_vector_of_unknown_values(tmp_path: Path) -> None:
@@ -356,19 +289,6 @@ def test_a_category_with_too_many_values_to_list_keeps_its_vectors(
     codes = category.codes(pl.Series(["c1", "never"]).to_arrow())
     assert torch.equal(new[codes[0]], old[1 + 1])
     assert torch.equal(new[codes[1]], old[0])
-
-
-def test_a_user_attribute_with_too_many_values_to_list_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    log.add_days(range(4))
-    log.train("first", ATTN)
-    monkeypatch.setattr(custom_features, "MAX_VALUES", 1)
-    log.add_days([4])
-
-    with pytest.raises(OtherTablesError, match="train a new model"):
-        log.train("second", ATTN, init="first")
 
 
 def test_hash_buckets_get_the_vectors_of_their_values() -> None:

@@ -160,30 +160,3 @@ def test_logging_survives_a_slow_and_temporarily_failing_server(
         run.run_id, "train/loss"
     )
     assert [point.step for point in history] == list(range(50))
-
-
-@pytest.mark.exhaustive
-def test_opening_a_run_waits_for_a_server_that_was_reached_before(
-    server: MlflowServer, tmp_path: Path
-) -> None:
-    tracking.mark_reachable(server.address)  # as the trials of a sweep do
-    server.stop()
-    with ThreadPoolExecutor(1) as thread:
-        opening = thread.submit(
-            tracking.open_run,
-            server.address,
-            "retrieval/gone",
-            "r",
-            str(tmp_path),
-            config={},
-            hashes={},
-        )
-        time.sleep(8)  # longer than a first contact tries
-        assert not opening.done()
-        server.start()
-        tracking.Logger(opening.result()).end()
-
-    client = tracking.connect(server.address)
-    experiment = client.get_experiment_by_name("retrieval/gone")
-    assert experiment is not None
-    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"

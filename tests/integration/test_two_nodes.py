@@ -5,16 +5,10 @@ The storage is behind a proxy that can delay and refuse requests.
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from threading import Event
 
 import psutil
@@ -30,21 +24,6 @@ from tests.fixtures.s3_proxy import S3Proxy, s3_proxy
 from tests.fixtures.training_tables import write_tables
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
-
-HOLD_CPUS = """
-import sys, ray
-
-@ray.remote(num_cpus=2)
-class Holder:
-    def has_started(self):
-        return True
-
-ray.init()
-holders = [Holder.remote() for _ in range(2)]
-ray.get([holder.has_started.remote() for holder in holders])
-print("started", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -167,93 +146,3 @@ def test_a_paused_node_that_resumes_removes_no_checkpoint_of_the_new_attempt(
     assert Attempt.parse(last.attempt) > Attempt(1, 1)
     for folder in (last.folder, last.best_folder, checkpoint.BEST):
         checkpoint.read(f"{run}/{folder}")
-
-
-def test_tables_replaced_while_a_training_waits_for_nodes_are_refused(
-    deployment: faults.Deployment, s3: str, tmp_path: Path
-) -> None:
-    tables, _ = write_tables(deployment.folder / "small")
-    other, _ = write_tables(tmp_path / "other", parts=3)
-    deployment.replace_lost_nodes()
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD_CPUS],
-        env=deployment.environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        while holder.stdout.readline() != "started\n":
-            assert holder.poll() is None
-        command = build_train_command(tables, f"{s3}/runs", "replaced")
-        training = deployment.start(command)
-        lines = []
-        for line in training.stdout or []:
-            lines.append(line)
-            if line.startswith("waiting for 2 x {CPU: 1}"):
-                for source in Path(other, "sequences").iterdir():
-                    shutil.copy(source, Path(tables, "sequences"))
-                holder.kill()
-        code = training.wait()
-    finally:
-        holder.kill()
-        holder.wait()
-
-    assert code == 1
-    (error,) = [line for line in lines if line.startswith("error: ")]
-    assert "the table 'sequences' was replaced since this job checked it" in error
-    folders = list_folders(f"{s3}/runs/replaced")
-    assert not [name for name in folders if "step-" in name]
-
-
-def test_a_training_survives_half_a_minute_of_status_503(
-    deployment: faults.Deployment, proxy: S3Proxy, tables: str, s3: str
-) -> None:
-    deployment.replace_lost_nodes()
-    command = build_train_command(tables, f"{s3}/runs", "busy", "--fit.max_epochs=20")
-
-    training = deployment.start(command)
-    lines = []
-    for line in training.stdout or []:
-        lines.append(line)
-        if line.startswith("epoch") and " 2/20" in line:
-            refused_before = proxy.refused
-            proxy.busy_until = time.monotonic() + 30
-
-    assert training.wait() == 0, "".join(lines[-20:])
-    assert proxy.refused > refused_before + 2
-    # An interrupted answer may cost one restart, a refused request none.
-    assert not [line for line in lines if "2 of 2 times" in line]
-
-
-def test_a_sweep_with_a_failed_trial_marks_its_best_as_of_an_incomplete_grid(
-    deployment: faults.Deployment, tables: str, s3: str, tmp_path: Path
-) -> None:
-    deployment.replace_lost_nodes()
-    grid = tmp_path / "grid.yaml"
-    content = {
-        "source": "a test",
-        "config": str(faults.ROOT / "jobs/configs/sasrec.yaml"),
-        "axes": {"fit.lr": [0.002, 1e30]},
-        "fixed": {"fit.max_epochs": 1, "fit.batch_size": 8, "model.dim": 16},
-        "metric": "val/ndcg@10",
-    }
-    grid.write_text(json.dumps(content))
-    command = ["jobs.sweep", "--grid", str(grid), "--tables", tables]
-    command += ["--storage", f"{s3}/runs", "--name", "incomplete"]
-
-    sweep = deployment.start(command)
-    output, _ = sweep.communicate()
-
-    assert sweep.returncode == 1, output[-2000:]
-    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert "1 of 2 trials failed" in error
-    assert "an incomplete grid" in error
-    filesystem, path = open_uri(f"{s3}/runs/incomplete/trials.json")
-    with filesystem.open_input_stream(path) as file:
-        result = json.loads(file.read())
-    assert not result["complete"]
-    statuses = {trial["name"]: trial["status"] for trial in result["trials"]}
-    assert sorted(statuses.values()) == ["failed", "finished"]
-    assert statuses[result["best"]] == "finished"

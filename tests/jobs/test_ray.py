@@ -8,11 +8,9 @@ import subprocess
 import sys
 
 import pytest
-import ray
 
 from jobs import cli
 from models.storage.tables import UserError
-from pipelines.ray_inside import shorten_raylet_errors
 
 PRINT_LISTENING_SOCKETS = """
 import ipaddress, json, psutil
@@ -63,24 +61,3 @@ def test_joining_an_address_without_a_server_is_refused() -> None:
         cli.join_cluster(address)
     with pytest.raises(UserError, match="RAY_ADDRESS=head"):
         cli.join_cluster("head")
-
-
-def test_rays_report_of_a_lost_raylet_is_shortened_to_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    worker = ray._private.worker
-    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
-    logs = "".join(f"\n    [state-dump] line {number}" for number in range(20))
-    lost = f"Raylet is terminated. Last 20 lines of the Raylet logs:{logs}"
-    infeasible = (
-        "There are tasks with infeasible resource requests that cannot be scheduled."
-    )
-
-    shorten_raylet_errors()
-    for text in (lost, infeasible):
-        worker.print_to_stdstream(
-            {"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False
-        )
-
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("Raylet is terminated.")

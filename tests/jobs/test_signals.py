@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -182,78 +181,6 @@ def test_a_signal_during_the_imports_stops_a_command(
     assert (output, code) == (STOPPED, EXIT_CODES[number])
 
 
-@pytest.mark.parametrize("number", EXIT_CODES)
-def test_a_signal_while_a_local_ray_starts_stops_a_command(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    environment = environment_without_ray()
-    raw = f"{tmp_path}/raw"
-    sizes = ["--users", "20", "--items", "20", "--events", "200"]
-    simulation = run_command(["jobs.simulate", "--output", raw, *sizes], environment)
-    assert simulation.returncode == 0, simulation.stderr
-    words = [
-        "jobs.prepare",
-        "--source",
-        "jobs/configs/sources/simulated.yaml",
-        "--input",
-        raw,
-        "--output",
-        f"{tmp_path}/tables",
-        "--partitions",
-        "2",
-    ]
-
-    process = start_command(words, environment)
-    while not psutil.Process(process.pid).children():  # until Ray's first process
-        time.sleep(0.01)
-    send_signal(process, number)
-    output, _ = process.communicate()
-
-    assert (last_line(output), process.returncode) == (STOPPED, EXIT_CODES[number])
-    assert "Traceback" not in output
-    assert not (tmp_path / "tables/events/manifest.json").exists()
-    repeated = run_command(words, environment)
-    assert repeated.returncode == 0, repeated.stderr
-
-
-@pytest.mark.parametrize("number", EXIT_CODES)
-def test_a_training_can_be_stopped_when_it_starts_and_when_it_continues(
-    number: signal.Signals,
-    small: tuple[str, str],
-    new_store: Callable[[Path], str],
-    tmp_path: Path,
-) -> None:
-    store = new_store(tmp_path)
-    words = [
-        "jobs.train",
-        "--tables",
-        small[0],
-        "--storage",
-        str(tmp_path),
-        "--name",
-        "one",
-        "--fit.batch_size",
-        "8",
-    ]
-    for key, value in MODEL.items():
-        words += [f"--model.{key}", str(value)]
-    words += ["--fit.patience", "0", "--fit.lr", "0.01", "--log_model", "false"]
-    words += ["--fit.max_epochs", "2000"]
-    environment = environment_without_ray()
-
-    # An epoch's line is printed before its checkpoint is saved.
-    output, code = stop_command(words, number, " 2/2000 ", environment)
-
-    assert (last_line(output), code) == (STOPPED, EXIT_CODES[number])
-    assert "Traceback" not in output
-    assert read_run_statuses(store) == {"one": "KILLED"}
-    record = json.loads((tmp_path / "one/run.json").read_text())
-    assert record["status"] == "running"
-
-    output, code = stop_command(words, number, "continuing ", environment)
-    assert code == EXIT_CODES[number]
-
-
 LONG_STEPS = [
     *("--model.name", "sasrec", "--model.dim", "256", "--model.num_layers", "4"),
     *("--model.num_heads", "4", "--model.max_history", "12", "--fit.batch_size", "2"),
@@ -331,22 +258,3 @@ def test_a_stopped_sweep_continues_to_its_end(
     assert continued.returncode == 0, continued.stderr
     assert "Swept 2 trials of rates" in continued.stdout
     assert set(read_run_statuses(store).values()) == {"FINISHED"}
-
-
-def test_a_signal_after_the_last_line_causes_no_traceback(tmp_path: Path) -> None:
-    words = [
-        "jobs.simulate",
-        "--output",
-        f"{tmp_path}/raw",
-        "--users",
-        "20",
-        "--items",
-        "20",
-        "--events",
-        "100",
-    ]
-
-    output, code = stop_command(words, signal.SIGINT, "next:", dict(os.environ))
-
-    assert code in (0, 130)  # the last line is printed before the job ends
-    assert "Traceback" not in output

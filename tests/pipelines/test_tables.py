@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +14,12 @@ from models.storage.locks import LOCK
 from models.storage.tables import (
     UserError,
     clear,
-    code_version,
     commit,
     fingerprint,
-    has_earlier_table,
     is_up_to_date,
     read_manifest,
     read_parquet,
     read_table,
-    run_git,
     write_part,
     writing,
 )
@@ -156,12 +152,6 @@ def test_a_truncated_part_is_refused(tmp_path: Path) -> None:
         read_table(uri)
 
 
-def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "other.parquet").write_bytes(b"x" * 100)
-    with pytest.raises(UserError, match="is not a readable Parquet file"):
-        read_parquet(str(tmp_path / "other.parquet"))
-
-
 def flip_bits(file: Path, count: int = 150) -> Iterator[None]:
     """Flip one bit of a file at a time, at `count` positions spread over the file.
 
@@ -213,39 +203,3 @@ def test_a_manifest_with_a_path_outside_its_folder_is_refused(
     manifest.write_text(json.dumps(content))
     with pytest.raises(UserError, match="is not a file name"):
         read_table(uri)
-
-
-def test_a_table_of_another_name_is_refused(tmp_path: Path) -> None:
-    uri = write_sids(tmp_path / "t", build_sids([1]))
-    with pytest.raises(UserError, match="holds the table 'sids', not 'trie'"):
-        read_table(uri, "trie")
-
-
-def test_a_missing_part_is_refused(tmp_path: Path) -> None:
-    uri = write_sids(tmp_path / "t", build_sids([1]))
-    (tmp_path / "t" / read_manifest(uri).files[0].path).unlink()
-    with pytest.raises(UserError, match="is missing"):
-        read_table(uri)
-
-
-def test_a_folder_with_another_table_is_no_output(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    write_sids(out / "sids", build_sids([1]))
-    assert has_earlier_table(str(out / "sids"), "sids")
-    with pytest.raises(
-        UserError,
-        match=r"sids holds the table 'sids', not 'recommendations'",
-    ):
-        has_earlier_table(str(out / "sids"), "recommendations")
-    assert not has_earlier_table(str(out), "recommendations")
-
-
-def test_tables_are_written_without_git(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_git("rev-parse", "HEAD") is None
-    code_version.cache_clear()
-    assert re.fullmatch(r"\S+", code_version())
-    write_sids(tmp_path / "t", build_sids([1, 2]))
-    assert read_manifest(str(tmp_path / "t")).code_version == code_version()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,26 +16,20 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ray import tune
 
-from jobs import cli
-from jobs import sweep as job
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
-from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import load_test_metrics
 from pipelines.training.config import RayOptions
-from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import build_training, make_sweep
+from tests.fixtures.trainings import make_sweep
 from tuning.grid import Grid, Point, Scheduler, flatten_sections
 from tuning.options import Options
 from tuning.sweep import (
     SweepResult,
     TrialResult,
-    describe_failure,
     find_best,
     resolve_best_trial,
     run_sweep,
@@ -51,15 +43,6 @@ MODEL = {
     "num_layers": 1,
     "dropout": 0.0,
     "max_history": 12,
-}
-TIGER = {
-    "name": "tiger",
-    "d_model": 16,
-    "d_ff": 32,
-    "num_heads": 2,
-    "d_kv": 8,
-    "num_encoder_layers": 1,
-    "num_decoder_layers": 1,
 }
 FIT = {
     "batch_size": 16,
@@ -322,204 +305,6 @@ def test_killed_trials_are_retried_and_otherwise_recorded_as_failed(
     assert continued.info.status == "FINISHED"
     history = client.get_metric_history(continued.info.run_id, "val/ndcg_at_10")
     assert len(history) == 4
-
-
-class FailureCollector(tune.Callback):
-    """Callback that describes the failures of trials, retried and final."""
-
-    def __init__(self) -> None:
-        self.failures: list[str] = []
-
-    def on_trial_recover(self, trial: Any, **info: Any) -> None:
-        self.failures.append(describe_failure(trial))
-
-    def on_trial_error(self, trial: Any, **info: Any) -> None:
-        self.failures.append(describe_failure(trial))
-
-
-def test_an_error_that_a_trial_raises_is_not_described_as_a_lost_process(
-    ray_local: None, tmp_path: Path
-) -> None:
-    def fail(point: dict[str, Any]) -> None:
-        raise RuntimeError("first line\nno room for 3 GiB")
-
-    collector = FailureCollector()
-    tune.Tuner(
-        fail,
-        run_config=tune.RunConfig(
-            storage_path=str(tmp_path),
-            verbose=0,
-            callbacks=[collector],
-            failure_config=tune.FailureConfig(max_failures=1),
-        ),
-    ).fit()
-
-    assert collector.failures == ["no room for 3 GiB"] * 2
-
-
-@pytest.mark.exhaustive
-def test_a_sweep_with_a_failed_trial_compares_the_shared_seeds(
-    halved: HalvedSweep,
-) -> None:
-    kills: list[str] = []
-
-    def kill_first_seed(line: str) -> None:
-        name = line.split()[0]
-        if "epoch" in line and name.startswith("lr-0.03-seed-1-") and not kills:
-            kills.append(name)
-            kill_lock_holder(halved.folder / f"runs/seeds/.{name}.lock")
-
-    grid = build_grid(
-        fit={**FIT, "max_epochs": 2},
-        axes={"fit.lr": [0.03, 0.0001], "fit.seed": [1, 2]},
-    )
-    no_retry = RayOptions(threads=1, max_failures=0)
-    folder = halved.folder / "runs/seeds"
-
-    swept = halved.run(grid, name="seeds", ray=no_retry, say=kill_first_seed)
-
-    assert [trial.status for trial in swept.trials] == ["failed", *["finished"] * 3]
-    assert swept.best.point == {"fit.lr": 0.03, "fit.seed": 2}
-    client = tracking.connect(swept.run.uri)
-    run = client.get_run(swept.run.run_id)
-    assert run.info.status == "FAILED"
-    assert run.data.tags["sweep.incomplete"] == "1 of 4 trials have no result"
-    assert run.data.tags["sweep.best"] == swept.best.run_id
-    written = json.loads((folder / "trials.json").read_text())
-    assert (written["complete"], written["best"]) == (False, swept.best.name)
-    with pytest.raises(
-        UserError, match=r"1 of 4 trials of the sweep .* lr-0.03-seed-1"
-    ):
-        resolve_best_trial(str(folder))
-
-    # The repeated sweep runs only the failed trial.
-    halved.lines.clear()
-    repeated = halved.run(grid, name="seeds", ray=no_retry)
-
-    epoch_lines = [line for line in halved.lines if "  epoch " in line]
-    assert {line.split()[0] for line in epoch_lines} == {kills[0]}
-    assert not repeated.failed_trials
-    run = client.get_run(swept.run.run_id)
-    assert run.info.status == "FINISHED"
-    assert run.data.tags["sweep.incomplete"] == ""
-    assert run.data.metrics["trials/failed"] == 0
-    assert resolve_best_trial(str(folder)) == str(folder / repeated.best.name)
-
-
-@pytest.mark.exhaustive
-def test_the_command_reports_failed_trials_last(
-    halved: HalvedSweep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = {
-        "source": "a test",
-        "fixed": flatten_sections({"model": MODEL, "fit": {**FIT, "max_epochs": 1}}),
-        "axes": {"fit.lr": [0.03, 1e30]},
-    }
-    (halved.folder / "fails.yaml").write_text(json.dumps(content))
-    words = ["--grid", str(halved.folder / "fails.yaml"), "--tables", halved.tables]
-    words += ["--storage", str(halved.folder / "runs"), "--options.test", "false"]
-
-    with pytest.raises(
-        UserError,
-        match=r"1 of 2 trials failed \(lr-1e\+30-\w+: the loss is .*incomplete grid",
-    ):
-        job.run(cli.config_from_words(job, words))
-
-    output = capsys.readouterr().out
-    assert re.search(r"best  +lr-0.03-.* \(of an incomplete grid\)", output)
-
-
-@pytest.mark.exhaustive
-def test_a_sweep_whose_only_trial_failed_continues_when_repeated(
-    halved: HalvedSweep,
-) -> None:
-    tables, sids = write_tables(halved.folder / "taught")
-    inputs = Inputs(tables, sids)
-    teacher, moved_teacher = halved.folder / "tiger", halved.folder / "away"
-    setup = build_training(TIGER, FitConfig(batch_size=16), inputs)
-    checkpoint.save(teacher / "best", setup.model, setup.checkpoint(epoch=1))
-    student = {"name": "sid_mlp", "head_width": 16, "teacher": str(teacher)}
-    grid = build_grid(
-        model=student, fit={**FIT, "max_epochs": 1}, axes={"fit.lr": [0.01]}
-    )
-
-    def move_teacher(line: str) -> None:
-        """Move the teacher after the sweep's check and before its trial."""
-        if "trial of g" in line:
-            teacher.rename(moved_teacher)
-
-    with pytest.raises(
-        UserError,
-        match=r"no trial of .*/lost has a value",
-    ):
-        halved.run(grid, name="lost", inputs=inputs, say=move_teacher)
-    with pytest.raises(UserError, match=r"the teacher .* is neither a checkpoint"):
-        halved.run(grid, name="lost", inputs=inputs)
-
-    moved_teacher.rename(teacher)
-    swept = halved.run(grid, name="lost", inputs=inputs)
-
-    (run,) = halved.find_trial_runs(swept).values()
-    (trial,) = swept.trials
-    assert (trial.status, trial.run_id) == ("finished", run.info.run_id)
-    # The run names the best checkpoint, the grid only the folder of the teacher.
-    assert run.data.params["model.teacher"] == str(teacher / "best")
-
-
-@pytest.mark.exhaustive
-def test_trials_of_several_workers_are_stopped_early(halved: HalvedSweep) -> None:
-    grid = build_grid(
-        axes={"fit.lr": [0.03, 0.0001]},
-        scheduler=Scheduler(name="asha", grace=1, reduction=2),
-        fit={**FIT, "max_epochs": 9},
-    )
-
-    swept = halved.run(
-        grid,
-        name="halved_workers",
-        ray=RayOptions(num_workers=2, cpus_per_worker=0.5),
-    )
-
-    best, stopped = swept.trials
-    assert (best.status, best.epochs, stopped.status) == ("finished", 9, "stopped")
-    assert stopped.epochs < 9  # its workers continue until they are ended
-    for run in halved.find_trial_runs(swept).values():
-        assert run.info.status == "FINISHED"
-        assert run.data.params["ray.num_workers"] == "2"
-        training = tracking.RunRef(swept.run.uri, "", run.info.run_id)
-        is_measured = bool(load_test_metrics(training))
-        assert is_measured == (run.info.run_id == best.run_id)
-    client = tracking.connect(swept.run.uri)
-    history = client.get_metric_history(str(best.run_id), "val/ndcg_at_10")
-    assert len(history) == 9
-    assert max(point.value for point in history) == pytest.approx(best.value)
-
-
-@pytest.mark.exhaustive
-def test_a_trial_refuses_tables_that_were_replaced_after_the_check(
-    ray_local: None, tmp_path: Path, new_store: Callable[[Path], str]
-) -> None:
-    tables, _ = write_tables(tmp_path / "small")
-    other, _ = write_tables(tmp_path / "other", parts=3)
-    new_store(tmp_path / "runs")
-
-    def replace_tables() -> None:
-        for source in Path(other, "sequences").iterdir():
-            shutil.copy(source, Path(tables, "sequences"))
-
-    grid = build_grid()
-    config = make_sweep(
-        inputs=Inputs(tables),
-        storage=str(tmp_path / "runs"),
-        name="replaced",
-        ray=RayOptions(threads=1),
-        options=Options(concurrency=1),
-    )
-
-    with pytest.raises(UserError, match="'sequences' was replaced since this job"):
-        run_sweep(grid, grid.trials(), config, start=replace_tables)
-
-    assert not list((tmp_path / "runs/replaced").glob("*/step-*"))
 
 
 def build_evaluation_grid(halved: HalvedSweep, **fields: Any) -> Grid:

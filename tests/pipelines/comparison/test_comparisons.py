@@ -15,9 +15,7 @@ from pipelines import tracking
 from pipelines.comparison.load import load_rows
 from pipelines.comparison.plots import (
     choose_colours,
-    draw_pareto,
     draw_settings,
-    plots,
     to_points,
 )
 from pipelines.comparison.rows import (
@@ -28,7 +26,6 @@ from pipelines.comparison.rows import (
     lower_is_better,
 )
 from pipelines.comparison.runs import select
-from pipelines.comparison.tables import compare_with_best, runs_table
 from tests.fixtures.comparison_rows import NDCG, evaluate_run, make_comparison, make_row
 
 
@@ -71,26 +68,6 @@ def test_a_run_without_a_later_option_shares_the_row_of_runs_at_its_default(
     assert settings == {"model.attention_dropout"}
 
 
-def test_rows_describe_how_their_trainings_differ() -> None:
-    def build_row(model: str, batch: str, seeds: str, *steps: float) -> Row:
-        values = [{"train/steps": step, NDCG: 0.1} for step in steps]
-        return make_row(model, *values, seeds=seeds, fit__batch_size=batch)
-
-    tiger = build_row("tiger", "64", "12", 1000, 3000)
-    sasrec = build_row("sasrec", "64", "12", 500, 500)
-    small_batch = build_row("sasrec", "16", "2", 2000)
-    popularity = build_row("popularity", "256", "0", 1)
-
-    assert tiger.describe_training_difference(sasrec) == "steps 2,000 / 500"
-    assert (
-        tiger.describe_training_difference(small_batch)
-        == "batch 64 / 16; seeds 1, 2 / 2"
-    )
-    assert tiger.describe_training_difference(popularity) == ""
-    (paired,) = compare_with_best(make_comparison([tiger, sasrec]))
-    assert [line[-1] for line in paired.cells] == ["steps 500 / 2,000"]
-
-
 @pytest.mark.parametrize(
     "metric",
     [
@@ -115,20 +92,6 @@ def test_lower_is_better_for_losses_times_and_memory(metric: str) -> None:
 )
 def test_higher_is_better_for_other_metrics(metric: str) -> None:
     assert not lower_is_better(metric)
-
-
-def test_the_pareto_plot_shows_points_below_zero() -> None:
-    def draw_lower_limit(metric: str, *values: float) -> float:
-        rows = [
-            make_row(f"m{i}", {f"test/{metric}": value, "test/users_per_s": 10.0**i})
-            for i, value in enumerate(values)
-        ]
-        comparison = make_comparison(rows, metric)
-        (drawing,) = draw_pareto(comparison, choose_colours([comparison]))
-        return drawing.figure.axes[0].get_ylim()[0]
-
-    assert draw_lower_limit("mean/rig", -0.3, -0.1) < -0.3
-    assert draw_lower_limit("ndcg@10", 0.001, 0.1) == 0
 
 
 SWEEP = SimpleNamespace(
@@ -159,22 +122,6 @@ def test_a_plot_of_settings_describes_how_its_trials_were_chosen() -> None:
     random_trials = [trials[0], trials[3]]
     for drawing in draw_settings(make_comparison(random_trials, sweep=SWEEP), colours):
         assert "the best trial on validation" in drawing.caption
-
-
-def test_plots_show_names_literally() -> None:
-    names = (r"a $\foo$ b", "_hidden")
-    rows = [
-        make_row(
-            "sid_mlp",
-            {NDCG: 0.03 + i / 100, "test/users_per_s": 10.0 + i},
-            name=name,
-            seeds="1",
-            model__m=str(i),
-        )
-        for i, name in enumerate(names)
-    ]
-    (plot,) = plots(make_comparison(rows))
-    assert all(name in plot.svg for name in names)
 
 
 def build_evaluated_row(
@@ -252,21 +199,3 @@ def test_a_training_has_a_row_per_task_and_options_of_its_evaluations(
     values = {name: row.values("test/ndcg@10") for name, row in rows.items()}
     assert values == {"tiger [beam 5, unseen]": [0.4], "tiger [log ca83aebe]": [0.6]}
     assert not any(row.values("val/ndcg@10") for row in rows.values())
-
-
-def test_a_note_reports_trainings_that_ended_early() -> None:
-    def write_notes(best_epoch: float, epochs: float, **params: str) -> str:
-        values = {"val/epoch": best_epoch, "epoch": epochs, "val/ndcg@10": 0.5}
-        training = make_row("sasrec", values, fit__max_epochs="3", **params)
-        return "\n".join(runs_table(make_comparison([training])).notes)
-
-    still_improving = write_notes(3, 3)
-    past_its_best = write_notes(2, 3)
-    stopped_by_patience = write_notes(1, 2)
-    on_a_share = write_notes(2, 3, fit__train_examples="1076")
-
-    note = "not trained to its end, the last of its 3 epochs is the best"
-    assert note in still_improving
-    for notes in (past_its_best, stopped_by_patience, on_a_share):
-        assert "not trained to its end" not in notes
-    assert "trained on 1,076 of its training examples alone" in on_a_share

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from jobs.evaluate import Config, run
-from jobs.options import parse
 from models.build import load_model
 from models.loaded_model import LoadedModel
 from models.metrics.per_user_metrics import decode_values
@@ -243,29 +242,6 @@ def test_results_are_logged_to_the_training_run_and_compared(
     assert "| sasrec | sasrec-* | 2 |" in table.markdown()
 
 
-def test_results_are_printed_and_written_even_without_the_training_run(
-    evaluation: Evaluation,
-    new_store: Callable[[Path], str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    for uri_without_run in (new_store(tmp_path), "http://127.0.0.1:9"):
-        config = Config(
-            checkpoint=evaluation.checkpoint_path("sasrec-2"),
-            tables=evaluation.tables,
-            split="val",
-            tracking_uri=uri_without_run,
-        )
-        with pytest.raises(
-            UserError,
-            match=r"are in .*evaluation-val\.json, but not in MLflow: .*",
-        ):
-            run(config)
-        assert (
-            "sasrec on val: 60 requests of 60 users, seed 2" in capsys.readouterr().out
-        )
-
-
 def test_an_evaluation_with_other_options_is_recorded_separately(
     evaluation: Evaluation,
 ) -> None:
@@ -298,13 +274,6 @@ def test_undefined_metrics_are_written_as_null(evaluation: Evaluation) -> None:
     )
     assert content["metrics"]["gauc"] is None
     assert content["metrics"]["ndcg@10"] == result.metrics["ndcg@10"]
-
-
-def test_the_command_line_accepts_hyphens_and_refuses_unknown_keys() -> None:
-    words = ["--checkpoint", "c", "--tables", "t"]
-    assert parse(Config, [*words, "--batch-inference", "o"]).batch_inference == "o"
-    with pytest.raises(UserError, match="unknown key 'splitt'; the nearest is 'split'"):
-        parse(Config, [*words, "--splitt", "val"])
 
 
 def test_recommendations_of_all_users_are_written_to_a_table(
@@ -345,21 +314,6 @@ def test_recommendations_of_all_users_are_written_to_a_table(
         pytest.raises(UserError, match="is being written by another process"),
     ):
         infer_all(*arguments, InferenceOptions(k=4, users_per_part=25, overwrite=True))
-
-
-def test_the_manifest_counts_users_with_fewer_than_k_recommendations(
-    evaluation: Evaluation, ray_local: None, tmp_path: Path
-) -> None:
-    manifest, _ = infer_all(
-        evaluation.checkpoint_path("tiger"),
-        evaluation.inputs,
-        str(tmp_path / "many"),
-        InferenceOptions(k=1000),
-    )
-
-    rankings = read_rankings(tmp_path / "many")
-    users_below_k = sum(len(ranking) < 1000 for ranking in rankings)
-    assert manifest.info["users_below_k"] == users_below_k == 60
 
 
 def test_recommendations_can_be_restricted_to_allowed_items(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import sqlite3
 import time
@@ -28,7 +27,6 @@ from pipelines.training import run as runs
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
 from pipelines.training.worker import Task, WorkerContext, run_task
-from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import train
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
@@ -168,37 +166,3 @@ def test_a_paused_worker_that_resumes_changes_nothing(
     tensors = load_file(Path(continued.checkpoint) / checkpoint.WEIGHTS)
     expected = load_file(Path(undisturbed.checkpoint) / checkpoint.WEIGHTS)
     assert all(torch.equal(tensors[name], value) for name, value in expected.items())
-
-
-def test_tables_replaced_after_the_check_are_refused_in_one_line(
-    tmp_path: Path, new_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables, _ = write_tables(tmp_path / "small")
-    other, _ = write_tables(tmp_path / "other", parts=3)
-    new_store(tmp_path)
-    lines: list[str] = []
-
-    def replace_tables_and_run(task: Task, worker: WorkerContext) -> None:
-        for source in Path(other, "sequences").iterdir():
-            shutil.copy(source, Path(tables, "sequences"))
-        run_task(task, worker)
-
-    monkeypatch.setattr(runs, "run_task", replace_tables_and_run)
-    with pytest.raises(UserError) as error:
-        train(
-            model=MODEL,
-            fit=FitConfig(**FIT),
-            ray=RayOptions(threads=1),
-            inputs=Inputs(tables),
-            storage=str(tmp_path),
-            name="one",
-            say=lines.append,
-        )
-
-    message = str(error.value)
-    assert message.startswith(
-        "the table 'sequences' was replaced since this job checked"
-    )
-    assert message.endswith("choose another --name to train on the new tables")
-    assert not list((tmp_path / "one").glob("step-*"))
-    assert not any("epoch" in line for line in lines)

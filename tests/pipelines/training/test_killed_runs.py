@@ -6,17 +6,12 @@ The kills come where the MLflow store and the folder of the run disagree.
 from __future__ import annotations
 
 import json
-import signal
-import sqlite3
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -29,10 +24,7 @@ from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
-from tests.fixtures.trainings import make_sweep, train
-from tuning.grid import Grid, flatten_sections
-from tuning.options import Options
-from tuning.sweep import run_sweep
+from tests.fixtures.trainings import train
 
 pytestmark = pytest.mark.exhaustive
 
@@ -262,51 +254,3 @@ def test_a_sweep_with_killed_drivers_has_one_run(
     points = read_points(storage)
     assert len(points) == 2
     assert ("best/ndcg_at_10", 1) in points["swept"]
-
-
-def has_logged_loss(storage: Path) -> bool:
-    """Return whether the MLflow store has a training loss."""
-    try:
-        with sqlite3.connect(f"file:{storage}/mlflow.db?mode=ro", uri=True) as store:
-            query = "SELECT 1 FROM metrics WHERE key = 'train/loss'"
-            return store.execute(query).fetchone() is not None
-    except sqlite3.OperationalError:  # the store or its table does not exist yet
-        return False
-
-
-def kill_newest_process(prefix: str) -> None:
-    """Send SIGKILL to the newest child process whose name has the prefix."""
-    processes = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.name().startswith(prefix)
-    ]
-    newest = max(processes, key=lambda process: process.create_time())
-    newest.send_signal(signal.SIGKILL)
-
-
-def test_a_trial_lost_before_its_first_checkpoint_logs_no_point_twice(
-    ray_local: None, tables: str, storage: Path
-) -> None:
-    def kill_trial_after_its_first_step() -> None:
-        while not has_logged_loss(storage):
-            time.sleep(0.01)
-        kill_newest_process("ray::ImplicitFu")
-
-    killing = threading.Thread(target=kill_trial_after_its_first_step, daemon=True)
-    killing.start()
-    fixed = flatten_sections({"model": MODEL, "fit": FIT})
-    grid = Grid("g", "a test", fixed=fixed, axes={"fit.lr": [0.01]})
-    config = make_sweep(
-        inputs=Inputs(tables),
-        storage=str(storage),
-        name="swept",
-        ray=RayOptions(threads=1),
-        options=Options(concurrency=1, test=False),
-    )
-
-    swept = run_sweep(grid, grid.trials(), config)
-    killing.join()
-
-    assert [outcome.status for outcome in swept.trials] == ["finished"]
-    assert len(read_points(storage)) == 2

@@ -114,19 +114,6 @@ def test_a_training_that_waits_for_resources_reports_them(
     assert train_small(tables, tmp_path, model=model).was_finished
 
 
-def test_more_resources_than_the_cluster_can_ever_have_are_refused(
-    ray_local: None,
-) -> None:
-    for options, workers, use_gpu, room in (
-        (RayOptions(num_workers=4), 4, False, "room for 2"),
-        (RayOptions(cpus_per_worker=3), 1, False, "room for 0"),
-        (RayOptions(), 1, True, "room for 0"),
-    ):
-        with pytest.raises(runs.UserError, match=room):
-            runs.check_cluster(options, workers, use_gpu)
-    runs.check_cluster(RayOptions(num_workers=4, min_workers=2), 4, False)
-
-
 @pytest.mark.long
 def test_workers_are_restarted_when_one_hangs(
     ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
@@ -155,36 +142,6 @@ def test_workers_are_restarted_when_one_hangs(
     assert lines.count("starting 1 worker") == 2
     assert any("continuing " in line for line in lines)
     assert result.epochs == 30
-
-
-def test_the_loss_of_the_storage_ends_a_training_with_one_line(
-    ray_local: None, tables: str, tmp_path: Path, new_store: Callable[[Path], str]
-) -> None:
-    store = new_store(tmp_path)
-    storage, file = tmp_path / "away", tmp_path / "file"
-    (tmp_path / "folder").mkdir()
-    storage.symlink_to(tmp_path / "folder")
-    file.write_text("another file")
-    lines: list[str] = []
-
-    def replace_storage(line: str) -> None:
-        lines.append(line)
-        if line.startswith("epoch") and " 2/" in line:
-            # One atomic step: a worker could create a removed folder again.
-            file.replace(storage)
-
-    with pytest.raises(OSError, match="Not a directory") as error:
-        train_small(
-            tables,
-            storage,
-            fit={"max_epochs": 400},
-            say=replace_storage,
-            tracking_uri=store,
-        )
-
-    assert "Not a directory" in str(explain(error.value))
-    assert storage.read_text() == "another file"
-    assert not any("400/400" in line for line in lines)
 
 
 def test_a_full_disk_ends_a_training_without_a_retry(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +13,7 @@ from typing import Any
 import mlflow
 import pandas as pd
 import pytest
-import ray
 import torch
-from transformers import AutoConfig, AutoModel
 
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -30,9 +26,8 @@ from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
 from pipelines.serving.registered_model import register
 from pipelines.training.config import RayOptions
-from pipelines.training.run import TrainingResult, stream_progress
+from pipelines.training.run import TrainingResult
 from tests.fixtures.batches import fill_batch
-from tests.fixtures.search_tables import ITEM_MODEL, write_search
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training, train
 
@@ -393,107 +388,6 @@ def test_an_overwritten_run_is_left_out_of_comparisons_and_the_registry(
         match=rf"of the MLflow run {second.run.run_id}, not of 'anew' \({first.run.run_id}\)",
     ):
         register(first.run, "small")
-
-
-def test_a_note_names_an_overwritten_mlflow_run_that_cannot_be_deleted(
-    training: Training,
-) -> None:
-    first = training.train(**POPULARITY, name="moved")
-    file = training.folder / "runs/moved/run.json"
-    record = json.loads(file.read_text())
-    unreachable = {**record["tracking"], "uri": "http://127.0.0.1:9"}
-    file.write_text(json.dumps({**record, "tracking": unreachable}))
-    training.lines.clear()
-
-    assert not training.train(**POPULARITY, name="moved", overwrite=True).was_finished
-
-    (note,) = [line for line in training.lines if line.startswith("note:")]
-    reason = f"the MLflow run {first.run.run_id} of the overwritten training cannot be deleted"
-    assert reason in note
-
-
-def test_a_damaged_record_of_a_run_needs_overwrite(training: Training) -> None:
-    training.train(**POPULARITY, name="damaged")
-    (training.folder / "runs/damaged/run.json").write_text('{"stat')
-    training.lines.clear()
-
-    with pytest.raises(
-        UserError, match=r"damaged/run.json is damaged .* train again with --overwrite"
-    ):
-        training.train(**POPULARITY, name="damaged")
-    assert not training.train(**POPULARITY, name="damaged", overwrite=True).was_finished
-
-    (note,) = [line for line in training.lines if line.startswith("note:")]
-    reason = "run.json is damaged and does not name the MLflow run, which stays in comparisons"
-    assert reason in note
-
-
-def test_a_training_survives_the_loss_of_its_progress_actor(ray_local: None) -> None:
-    lines: list[str] = []
-
-    with stream_progress(lines.append) as progress:
-        ray.kill(progress)
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(progress.lines_after.remote(0))
-
-    assert lines == [
-        "note: no more progress is shown, as the actor that reports it is lost (ActorDiedError)"
-    ]
-
-
-ASK_FOR_GPUS = """
-import ray
-from models.storage.tables import UserError
-from pipelines.evaluation.checks import Workers
-from pipelines.training.config import RayOptions
-from pipelines.training.run import check_cluster, wants_gpu
-
-ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
-print(wants_gpu(RayOptions()), wants_gpu(RayOptions(use_gpu=False)), Workers().needs_gpu(2), Workers(device="cpu").needs_gpu(4))
-for ask in (lambda: check_cluster(RayOptions(), 4, wants_gpu(RayOptions())), lambda: Workers().needs_gpu(4)):
-    try:
-        print(ask())
-    except UserError as error:
-        print(error)
-"""
-
-
-@pytest.mark.long
-def test_more_gpus_than_the_cluster_has_are_refused() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", ASK_FOR_GPUS], capture_output=True, text=True
-    )
-
-    assert process.returncode == 0, process.stderr
-    answers, training_error, inference_error = process.stdout.splitlines()
-    assert answers == "True False True False"
-    assert "4 workers" in training_error
-    assert "room for 2" in training_error
-    assert "room for 2" in inference_error
-
-
-def test_relative_paths_of_encoders_are_resolved_from_the_working_directory(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables, text = write_search(training.folder / "search", users=20)
-    encoder = AutoModel.from_config(AutoConfig.for_model(**ITEM_MODEL))
-    encoder.save_pretrained(training.folder / "search/bert")
-    monkeypatch.chdir(training.folder / "search")
-    model = {"name": "hllm", "pretrained": "bert", "item_tower": "bert"}
-
-    result = training.train(
-        model={**model, "max_history": 8},
-        fit=FitConfig(batch_size=16, max_epochs=1, metric="gauc"),
-        ray=RayOptions(threads=1),
-        inputs=Inputs(tables, text=text),
-        name="hllm",
-        log_model=False,
-        on_checkpoint=ignore_checkpoint,
-    )
-
-    folder = str(training.folder / "search/bert")
-    assert result.best.model["pretrained"] == folder
-    assert result.best.model["item_tower"] == folder
 
 
 def test_a_user_error_in_a_worker_ends_the_run_without_a_retry(
