@@ -127,7 +127,7 @@ def test_scores_of_a_log_without_queries_are_written(tmp_path: Path) -> None:
 def test_targets_among_requests_of_equal_time_are_not_the_highest_ids(
     tmp_path: Path,
 ) -> None:
-    tables, lines = prepare_case("d4_last_out_ties", tmp_path / "tables")
+    tables, _ = prepare_case("d4_last_out_ties", tmp_path / "tables")
 
     log = pl.read_csv(CASES / "d4_last_out_ties/log/log.csv")
     ids = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
@@ -139,5 +139,4 @@ def test_targets_among_requests_of_equal_time_are_not_the_highest_ids(
         rank_counts[sorted(basket).index(target)] += 1
     assert sum(rank_counts.values()) == 30
     assert min(rank_counts[rank] for rank in range(3)) >= 3
-    assert any("30 of 30 test requests have the same time" in line for line in lines)
     assert find_violations(tables) == {}
