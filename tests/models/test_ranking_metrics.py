@@ -22,6 +22,7 @@ from models.metrics.ranking_metrics import (
     ranking_sums,
     request_auc,
 )
+from models.storage.tables import UserError
 
 
 def compute_pairwise_auc(scores: list[float], labels: list[int]) -> float:
@@ -168,11 +169,6 @@ def test_auc_is_exact_at_any_scale(deviation: float, offset: float):
     assert auc == pytest.approx(roc_auc_score(labels, scores), rel=1e-12)
 
 
-def test_positive_and_negative_zero_are_tied():
-    logits, labels = torch.tensor([-0.0, 0.0]), torch.tensor([True, False])
-    assert Histogram.from_logits(logits, labels).auc() == (0.5, 0.0)
-
-
 @pytest.mark.parametrize(("deviation", "offset"), SCALES)
 def test_the_error_of_a_merged_histogram_is_bounded_and_small(
     monkeypatch: pytest.MonkeyPatch, deviation: float, offset: float
@@ -213,29 +209,24 @@ def test_a_merged_histogram_does_not_depend_on_batches_and_workers(
     assert (from_other_worker + sum(parts[middle:])).auc() == expected
 
 
-def test_gauc_without_a_request_of_both_classes_is_nan_with_a_warning():
-    scores, request = torch.tensor([0.1, 0.4]), torch.tensor([0, 1])
-    sums = ranking_sums(scores, torch.tensor([False, True]), request)
-    with pytest.warns(UserWarning, match="no request has both labels"):
+@pytest.mark.parametrize(
+    ("labels", "undefined"),
+    [
+        ([False, True], ["gauc"]),
+        ([False] * 2, ["auc", "calibration"]),
+        ([], ["log_loss"]),
+    ],
+)
+def test_metrics_that_are_not_defined_are_nan_with_a_warning(labels, undefined):
+    count = len(labels)
+    scores, request = torch.rand(count), torch.arange(count)
+    sums = ranking_sums(scores, torch.tensor(labels, dtype=torch.bool), request)
+    with pytest.warns(UserWarning, match="no request|all labels|no candidates"):
         metrics = ranking_means(sums)
-    assert math.isnan(metrics["gauc"])
-    assert metrics["auc"] == 1.0
+    assert all(math.isnan(metrics[name]) for name in undefined)
 
 
-def test_metrics_of_one_class_are_nan_with_a_warning():
-    scores, request = torch.tensor([0.1, 0.4]), torch.tensor([0, 1])
-    sums = ranking_sums(scores, torch.tensor([False, False]), request)
-    with pytest.warns(
-        UserWarning, match="auc, normalised_entropy: all labels are the same"
-    ):
-        metrics = ranking_means(sums)
-    assert math.isnan(metrics["auc"])
-    assert math.isnan(metrics["calibration"])
-
-
-def test_metrics_without_candidates_are_nan_with_a_warning():
-    empty = torch.zeros(0)
-    sums = ranking_sums(empty, empty.bool(), empty.long())
-    with pytest.warns(UserWarning, match="there are no candidates"):
-        metrics = ranking_means(sums)
-    assert math.isnan(metrics["log_loss"])
+def test_a_score_of_nan_is_rejected():
+    scores, labels = torch.tensor([math.nan]), torch.tensor([True])
+    with pytest.raises(UserError, match="finite"):
+        ranking_sums(scores, labels, torch.tensor([0]))

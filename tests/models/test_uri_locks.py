@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -87,72 +86,6 @@ def test_the_lock_of_a_killed_job_expires(
     begin = time.monotonic()
     with hold_output(f"{s3}/killed"):
         assert time.monotonic() - begin > 4
-
-
-def test_the_lock_of_a_job_with_heartbeats_does_not_expire(
-    s3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "EXPIRES_S", 4.0)
-    holder = start_holder(f"{s3}/alive")
-    try:
-        begin = time.monotonic()
-        with (
-            pytest.raises(UserError, match=f"process {holder.pid} on"),
-            hold_lock(f"{s3}/alive/{LOCK}", "held", 5),
-        ):
-            raise AssertionError("two processes hold the lock")
-        assert time.monotonic() - begin > 5
-    finally:
-        holder.communicate("")
-
-
-def test_of_several_concurrent_jobs_one_gets_the_lock(
-    s3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "HEARTBEAT_S", 1.0)
-    num_holders, max_holders, messages = 0, 0, []
-    guard = threading.Lock()
-
-    def work() -> None:
-        nonlocal num_holders, max_holders
-        try:
-            with hold_output(f"{s3}/run"):
-                with guard:
-                    num_holders += 1
-                    max_holders = max(max_holders, num_holders)
-                time.sleep(2.5)
-                with guard:
-                    num_holders -= 1
-        except UserError as error:
-            messages.append(str(error))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert max_holders == 1
-    assert messages
-    assert all("/run is being written (process" in message for message in messages)
-
-
-def test_of_two_jobs_that_see_an_expired_lock_one_takes_it_over(s3: str) -> None:
-    """A write over a version that is no longer current fails."""
-    uri = f"{s3}/silent/{LOCK}"
-    expired, second, third = (locks._LockObject(uri) for _ in range(3))
-    assert expired.write(None)
-    expired_version = expired.version
-
-    assert not second.write(None)
-    assert second.write(expired_version)
-    assert not third.write(expired_version)
-    assert not expired.write(expired.version)
-
-    expired.release()
-    assert read_lock(f"{s3}/silent")  # the lock of the new holder stays
-    second.release()
-    assert read_lock(f"{s3}/silent") is None
 
 
 def test_a_job_that_lost_its_lock_fails_at_the_end(

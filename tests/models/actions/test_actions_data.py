@@ -4,32 +4,24 @@ as context, and little padding.
 
 from __future__ import annotations
 
-import shutil
-from collections import defaultdict
-from itertools import compress, product
-from pathlib import Path
+from itertools import compress
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsBatch
-from models.actions.catalogue import ActionsCatalogue, Attributes
+from models.actions.catalogue import Attributes
 from models.actions.data import ActionsDataset
-from models.ragged import split_evenly
-from models.storage.tables import UserError, join, read_table
+from models.storage.tables import join, read_table
 from tests.fixtures.actions_tables import (
-    TASKS,
     TRAIN_DEVICES,
     build_user_row,
     write_actions,
     write_rows,
 )
-from tests.fixtures.training_tables import write_tables
 
 
 @pytest.fixture(scope="module")
@@ -184,34 +176,6 @@ def build_user(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> d
     return build_user_row("u", items, list(range(count)), [True] * count, cuts, rng)
 
 
-def test_each_row_is_split_at_random_and_a_batch_trains_on_half(tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [build_user(100, rng, (100, 100)) for _ in range(64)]
-    examples = load_examples(
-        write_rows(tmp_path, rows, 9),
-        "train",
-        unit="split_sequence",
-        max_history=50,
-        overlap=0.0,
-    )
-    assert len(examples) == 128
-
-    shares_by_row, means = defaultdict(list), []
-    for epoch in range(80):
-        for batch in examples.epoch_rows(16, seed=1, epoch=epoch):
-            context_shares = batch[:, 1] / 50
-            assert len(set(context_shares)) > 8
-            means.append(context_shares.mean())
-            for row, share in zip(batch[:, 0], context_shares, strict=True):
-                shares_by_row[row].append(share)
-
-    assert np.std(means) < 0.03  # that of 16 independent shares is 0.07
-    for shares in shares_by_row.values():  # of every row all shares are equally likely
-        assert 0.35 < np.mean(shares) < 0.65
-        assert min(shares) < 0.15
-        assert 0.85 < max(shares) < 1
-
-
 @pytest.mark.parametrize(
     ("overlap", "expected"),
     [
@@ -236,76 +200,6 @@ def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tm
     assert windows == expected
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.3])
-def test_candidates_of_a_split_window_are_in_no_other_window(overlap, tmp_path):
-    rows = [build_user(25, np.random.default_rng(0), (25, 25))]
-    tables = write_rows(tmp_path, rows, 9)
-    examples = load_examples(
-        tables, "train", overlap, max_history=10, unit="split_sequence"
-    )
-    for batch in examples.epoch_rows(2):
-        row, first_candidate = batch[:, 0], batch[:, 1]
-        assert (first_candidate >= examples.shared[row]).all()
-
-
-@pytest.fixture
-def skewed_examples(tmp_path) -> ActionsDataset:
-    """Examples of 600 users whose lengths are as skewed as in a real feed."""
-    rng = np.random.default_rng(0)
-    end = 10**6
-    rows = []
-    for number in range(600):
-        count = 1 + int(rng.geometric(0.12))
-        times = np.sort(rng.integers(0, end, count)).tolist()
-        liked = (rng.random(count) < 0.5).tolist()
-        items = rng.integers(9, size=count).tolist()
-        rows.append(build_user_row(f"u{number}", items, times, liked, (end, end), rng))
-    return load_examples(write_rows(tmp_path, rows, 9), "train", max_history=1024)
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_steps_have_about_equally_many_events_and_little_padding(
-    epoch, skewed_examples
-):
-    batches = list(skewed_examples.epoch_rows(32, epoch=epoch))
-
-    assert len(batches) == skewed_examples.num_steps(32) == 19
-    assert sorted(np.concatenate(batches).tolist()) == list(range(600))
-    masks = [skewed_examples.collate(rows).valid for rows in batches]
-    num_events = [int(mask.sum()) for mask in masks]
-    num_positions = [mask.numel() for mask in masks]
-    assert 1 - sum(num_events) / sum(num_positions) < 0.1
-    assert max(num_events) < 1.5 * np.mean(num_events)
-
-
-def test_epochs_have_different_and_reproducible_orders(skewed_examples):
-    batches = list(skewed_examples.epoch_rows(32, epoch=1))
-    same = list(skewed_examples.epoch_rows(32, epoch=1))
-    assert all(np.array_equal(a, b) for a, b in zip(batches, same, strict=True))
-    other_epoch = next(skewed_examples.epoch_rows(32, epoch=0))
-    assert not np.array_equal(batches[0], other_epoch)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.data())
-def test_an_even_split_covers_all_rows_and_has_no_empty_part(lengths, data):
-    parts = data.draw(st.integers(1, len(lengths)))
-    edges = split_evenly(np.array(lengths), parts)
-    assert (edges[0], edges[-1], len(edges)) == (0, len(lengths), parts + 1)
-    assert (np.diff(edges) > 0).all()
-
-
-def test_a_large_batch_of_long_users_is_split(tables, monkeypatch):
-    monkeypatch.setattr("models.actions.data.MAX_PAIRS", 200)
-    examples = load_examples(tables, "val", max_history=100)
-
-    batches = list(examples.evaluation_batches(1000))
-
-    assert len(batches) > 3
-    num_examples = len(load_examples(tables, "val"))
-    assert sorted(np.concatenate(batches).tolist()) == list(range(num_examples))
-
-
 def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypatch):
     """A candidate reads itself and its context, which is padded to one event."""
     rng = np.random.default_rng(0)
@@ -317,41 +211,6 @@ def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypat
     sizes = [len(batch) for batch in examples.evaluation_batches(1000)]
 
     assert sizes == [2] * 5
-
-
-def test_tables_of_another_kind_are_rejected(tmp_path):
-    retrieval, _ = write_tables(tmp_path)
-    with pytest.raises(
-        UserError,
-        match="holds sequences of kind 'retrieval'; models of actions need 'actions'",
-    ):
-        ActionsCatalogue.load(retrieval)
-
-
-def test_the_catalogue_has_the_base_rates_of_training(tables):
-    catalogue = ActionsCatalogue.load(tables)
-    train_tasks = []
-    for row in read_users(tables):
-        train_tasks += row["tasks"][: row["train_end"]]
-    assert catalogue.labels == TASKS
-    assert catalogue.train_rates == pytest.approx(np.mean(train_tasks, 0).tolist())
-
-
-def test_the_catalogue_has_the_attributes_of_items(tables):
-    catalogue = ActionsCatalogue.load(tables)
-    kind, author = catalogue.categories.T.tolist()
-    assert [value == kind[0] for value in kind] == [i % 2 == 0 for i in range(12)]
-    assert author[0] == 0  # item 0 has no author
-    for i, j in product(range(1, 12), repeat=2):
-        assert (author[i] == author[j]) == (i % 5 == j % 5)
-
-
-def test_sequences_of_other_items_are_rejected(tables, tmp_path):
-    other = write_actions(tmp_path, items=13)
-    shutil.rmtree(Path(other) / "items")
-    shutil.copytree(Path(tables) / "items", Path(other) / "items")
-    with pytest.raises(UserError, match="sequences was made from other items"):
-        ActionsCatalogue.load(other)
 
 
 ITEMS = pa.table(

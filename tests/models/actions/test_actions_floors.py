@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,9 @@ import pytest
 import torch
 
 from models.actions.floors import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
-from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
 from models.training.fit import FitConfig
-from pipelines.evaluation.inference import infer_all
 from tests.fixtures.actions_tables import TASKS, write_actions
 from tests.fixtures.trainings import build_training
 
@@ -94,17 +91,3 @@ def test_new_items_have_the_base_rates(catalogue: Any, batch: dict[str, Any]) ->
     scores = model.score(replace(batch, candidate_item=new_items))
 
     torch.testing.assert_close(scores, base.score(batch))
-
-
-def test_item_rates_are_saved_and_used_in_inference(
-    tables: str, tmp_path: Path
-) -> None:
-    run = build_training({"name": "item_rate"}, FitConfig(batch_size=8), Inputs(tables))
-    run.fit_in_one_pass()
-    checkpoint.save(tmp_path / "best", run.model, run.checkpoint(epoch=1))
-
-    manifest, _ = infer_all(
-        str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores")
-    )
-
-    assert manifest.rows > 0

@@ -64,14 +64,6 @@ def test_the_entropy_of_the_rates_of_the_candidates_is_normalised_to_one(candida
     assert values["mean/rig"] == pytest.approx(0, abs=1e-6)
 
 
-def test_the_entropy_of_the_rates_of_training_is_normalised_to_one(candidates):
-    rates = (0.1, 0.7)
-    model = FixedModel(build_constant_logits(rates), train_rates=rates)
-    values = metrics.means(metrics.measure(model, candidates))
-    for task in LABELS:
-        assert values[f"{task}/normalised_entropy_train"] == pytest.approx(1)
-
-
 def test_sums_of_batches_add_up(candidates):
     logits, rates = torch.randn(3, 9, 2), (0.3, 0.3)
 

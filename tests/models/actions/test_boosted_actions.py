@@ -5,32 +5,15 @@ checkpoint has equal scores.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from models.actions.batch import ActionsBatch
 from models.actions.boosted import BoostedActions, BoostedActionsConfig
 from models.actions.catalogue import ActionsCatalogue
-from models.build import load_model
-from models.loaded_model import load_catalogue
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import read_table
-from models.training.fit import FitConfig
-from pipelines.evaluation.inference import infer_all
-from tests.fixtures.actions_tables import TASKS, write_actions
-from tests.fixtures.trainings import build_training
 
 SMALL = {"num_iterations": 20, "min_data_in_leaf": 5}
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_actions(tmp_path_factory.mktemp("feed"), viewers=True, content=True)
 
 
 def get_groups(
@@ -124,28 +107,6 @@ def test_inputs_of_a_new_item_are_its_attributes_and_no_events_of_the_item(
     assert new_columns[0, same_item].abs().sum() == 0
     columns[0, same_item] = 0
     torch.testing.assert_close(new_columns, columns)
-
-
-def test_trees_learn_and_a_loaded_checkpoint_has_equal_scores(
-    tables: str, tmp_path: Path
-) -> None:
-    inputs = Inputs(tables)
-    options = {"name": "boosted_actions", **SMALL}
-    run = build_training(options, FitConfig(batch_size=8), inputs)
-    model: Any = run.model
-
-    run.fit_in_one_pass()
-
-    sums, _ = run.validate(model)
-    assert run.means(sums)["like/auc"] > 0.8
-    checkpoint.save(tmp_path / "best", model, run.checkpoint(epoch=1))
-    catalogue = load_catalogue("boosted_actions", inputs)
-    loaded, _ = load_model(tmp_path / "best", catalogue, "boosted_actions")
-    batch = run.val.collate(np.arange(len(run.val)))
-    assert torch.equal(loaded.score(batch), model.score(batch))  # type: ignore[operator]
-    infer_all(str(tmp_path / "best"), inputs, str(tmp_path / "scores"))
-    names = read_table(str(tmp_path / "scores"), "scores").column_names
-    assert {f"score_{task}" for task in TASKS} <= set(names)
 
 
 def test_a_task_of_one_class_is_predicted_by_its_rate(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 import time
-import weakref
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from models.dataset.columns import MAX_UNUSED_S, cache_folder, open_columns
+from models.dataset.columns import MAX_UNUSED_S, open_columns
 from models.storage.tables import commit, write_part
 
 PARTS = ([1, 2], [300], [], [0.5, 4.0])
@@ -84,19 +81,6 @@ def test_a_table_is_decoded_once_and_again_for_other_settings(cache, table):
     assert len(list_entries(cache)) == 2
 
 
-def test_a_part_is_freed_before_the_next_one_is_decoded(cache, table):
-    parts: list[weakref.ref] = []
-
-    def check_and_decode(part: pa.Table) -> dict[str, np.ndarray]:
-        assert [reference() for reference in parts] == [None] * len(parts)
-        decoded = decode(part)
-        parts.extend(weakref.ref(array) for array in (part, *decoded.values()))
-        return decoded
-
-    open_columns(table, "test", ["value"], check_and_decode)
-    assert len(parts) == 3 * len(PARTS)
-
-
 def test_a_failed_decode_leaves_nothing_in_the_cache(cache, table):
     def fail_on_second(part: pa.Table) -> dict[str, np.ndarray]:
         if part.num_rows == 1:
@@ -122,34 +106,3 @@ def test_entries_that_were_not_opened_for_a_week_are_removed(cache, table):
 
     assert not old.exists()
     assert not unfinished.exists()
-
-
-def test_the_cache_is_in_the_users_cache_folder_by_default(monkeypatch, tmp_path):
-    monkeypatch.delenv("TRIELINE_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "trieline" / "columns"
-
-
-@pytest.mark.long
-def test_processes_that_start_at_once_decode_each_part_once(cache, table, tmp_path):
-    calls = tmp_path / "calls"
-    script = f"""
-import sys, time
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-from models.dataset.columns import open_columns
-def decode(part):
-    with open({str(calls)!r}, "a") as calls:
-        calls.write("x")
-    time.sleep(0.1)
-    return {{"value": part["value"].to_numpy()}}
-print(open_columns({table!r}, "test", ["value"], decode)["value"].sum())
-"""
-    command = [sys.executable, "-c", script]
-
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    sums = {process.communicate()[0].strip() for process in processes}
-
-    assert sums == {"307.5"}
-    assert calls.read_text() == "x" * len(PARTS)

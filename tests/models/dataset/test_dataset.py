@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.actions.data import ActionsDataset
-from models.dataset.dataset import NewExamples, RequestDataset
+from models.dataset.dataset import RequestDataset
 from models.dataset.order import WINDOW_STEPS, count_steps, order_epoch
 from models.retrieval.data import RetrievalDataset
 from models.search.data import SearchDataset
@@ -158,28 +158,6 @@ def test_a_worker_without_examples_of_a_step_gets_a_stand_in_batch(sequences):
     assert sum(real_sizes) == len(ranks[0])
     assert len(real_sizes) < len(batches)
     assert all(len(batch.history) for batch in batches)
-
-
-@pytest.mark.parametrize("name", ["retrieval", "search", "actions"])
-def test_new_examples_and_a_share_of_the_old_are_trained_on(sequences, name):
-    dataset, units, max_history = UNITS[name]
-    uri = sequences[name]
-    (whole,) = load_ranks(sequences, name, "train")
-    time_column = "time" if name == "actions" else "request_time"
-    since = int(np.median(whole.columns[time_column]))
-
-    def count_trained(replay: float) -> int:
-        """Return the number of requests, or events of actions, to train on."""
-        new = NewExamples(since, replay, seed=3)
-        examples = dataset.load(
-            uri, "train", unit=units["train"], max_history=max_history, new=new
-        )
-        if name == "actions":
-            return int((examples.context - examples.shared).sum())
-        return examples.num_requests
-
-    with_all, with_none, with_half = (count_trained(x) for x in (1.0, 0.0, 0.5))
-    assert with_all > with_half > with_none > 0
 
 
 @given(

@@ -13,13 +13,6 @@ LENGTHS = st.lists(st.integers(0, 5), max_size=8).map(
 )
 
 
-@given(LENGTHS)
-def test_offsets_and_starts_delimit_the_rows(lengths):
-    offsets = ragged.lengths_to_offsets(lengths)
-    assert np.diff(offsets).tolist() == lengths.tolist()
-    assert ragged.lengths_to_starts(lengths).tolist() == offsets[:-1].tolist()
-
-
 @given(LENGTHS, st.data())
 def test_gathered_ranges_are_the_ranges_one_after_another(lengths, data):
     count = len(lengths)
@@ -29,14 +22,6 @@ def test_gathered_ranges_are_the_ranges_one_after_another(lengths, data):
         expected += range(start, start + length)
     positions = ragged.gather_ranges(np.array(starts, np.int64), lengths)
     assert positions.tolist() == expected
-
-
-@given(LENGTHS)
-def test_row_numbers_repeat_each_row_by_its_length(lengths):
-    expected = []
-    for row, length in enumerate(lengths):
-        expected += [row] * length
-    assert ragged.row_numbers(lengths).tolist() == expected
 
 
 @given(st.lists(st.sampled_from([0, 7, 2**31 - 1, 2**31, 2**40]), max_size=3))

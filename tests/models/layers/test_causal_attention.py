@@ -89,17 +89,6 @@ def test_rotary_position_is_the_number_of_earlier_positions():
     assert pairs.context_only().earlier.shape == (1, 10)
 
 
-def test_weights_start_as_xavier_uniform():
-    """The bound is sqrt(6 / (fan in + fan out))."""
-    torch.manual_seed(0)
-    attention = CausalAttention(64, 4, strict=True)
-    bound = (6 / 128) ** 0.5
-    for projection in (attention.q, attention.k, attention.v, attention.o):
-        weight = projection.weight.detach()
-        assert 0.99 * bound < weight.abs().max() <= bound
-        assert weight.std() == pytest.approx(bound / 3**0.5, rel=0.03)
-
-
 def test_rope_rotates_each_pair_by_its_angle():
     """Channels j and j + 3 are a complex number."""
     positions = torch.tensor([[0, 3, 7]])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import normalize, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import RecurrentMixer, gated_recurrence, gated_step
@@ -112,53 +112,6 @@ def test_chunks_and_steps_equal_a_loop(
     torch.testing.assert_close(state, expected_memory, **EXACT)
 
 
-@pytest.mark.parametrize("delta", [True, False])
-def test_gradients_equal_those_of_a_loop(delta: bool) -> None:
-    all_gradients = []
-    for chunk in (None, 4):
-        inputs = draw_inputs(11, delta, shared=not delta)
-        trained = [x.requires_grad_() for x in inputs if x is not None]
-        if chunk is None:
-            outputs, memory = run_loop(*inputs)
-        else:
-            outputs, memory = gated_recurrence(*inputs, chunk=chunk)
-        loss = (outputs * torch.arange(5)).sum() + memory.square().sum()
-        all_gradients.append(torch.autograd.grad(loss, trained))
-
-    for expected, gradient in zip(*all_gradients, strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("delta", [True, False])
-def test_fast_forgetting_over_long_rows_stays_finite(delta: bool) -> None:
-    """With such decays, each output depends on its position alone."""
-    torch.manual_seed(0)
-    q, k = normalize(torch.randn(2, 1, 2, 500, 8), dim=-1)
-    v = torch.randn(1, 2, 500, 6).requires_grad_()
-    log_decay = torch.full((1, 2, 500), -60.0, requires_grad=True)
-    beta = torch.ones(1, 2, 500) if delta else None
-
-    outputs, memory = gated_recurrence(q, k, v, log_decay, beta)
-    (outputs.sum() + memory.sum()).backward()
-
-    for values in (outputs, memory, v.grad, log_decay.grad):
-        assert bool(values.isfinite().all())
-    torch.testing.assert_close(outputs, (q * k).sum(-1, keepdim=True) * v)
-
-
-def test_float32_is_accurate_after_fast_decay() -> None:
-    """Fast and slow decays in one chunk: float32 agrees with float64."""
-    q, k, v, log_decay, beta, _ = draw_inputs(40, True, shared=False)
-    log_decay[..., :20] = -2000 - torch.rand(2, 3, 20, dtype=torch.double)
-    log_decay[..., 20:] = -0.1 * torch.rand(2, 3, 20, dtype=torch.double)
-    inputs = (q, k, v, log_decay, beta)
-    expected, _ = gated_recurrence(*inputs, chunk=40)
-
-    outputs, _ = gated_recurrence(*(x.float() for x in inputs), chunk=40)
-
-    torch.testing.assert_close(outputs.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("mixer", "count"),
     [(Mamba2(8, 4, 4, 2, 8), 3), (GatedDeltaNet(8, 2, 4, 1, 8), 2)],
@@ -185,42 +138,6 @@ def build_mixer(name: str) -> RecurrentMixer:
     gdn = GatedDeltaNet(6, 2, 4, 2, chunk=3)
     mamba2 = Mamba2(6, 4, 5, 2, chunk=3)
     return {"gdn": gdn, "mamba2": mamba2}[name].double()
-
-
-@pytest.mark.parametrize("name", ["gdn", "mamba2"])
-@torch.no_grad()
-def test_mixer_steps_equal_the_forward_pass(name: str) -> None:
-    mixer, x = build_mixer(name), torch.randn(3, 9, 6, dtype=torch.double)
-    expected, expected_state = mixer(x)
-    last_outputs, _ = mixer(x, last=2)
-    torch.testing.assert_close(last_outputs, expected[:, -2:], **EXACT)
-
-    _, state = mixer(x[:, :1])
-    for t in range(1, 9):
-        output, state = mixer.step(x[:, t], state)
-        torch.testing.assert_close(output, expected[:, t], **EXACT)
-    torch.testing.assert_close(state.memory, expected_state.memory, **EXACT)
-    torch.testing.assert_close(state.window, expected_state.window, **EXACT)
-
-
-@pytest.mark.parametrize("name", ["gdn", "mamba2"])
-@torch.no_grad()
-def test_mixer_ignores_padding(name: str) -> None:
-    """Rows of 2 and 5 real positions, padded on the left, equal unpadded rows."""
-    mixer, x = build_mixer(name), torch.randn(2, 7, 6, dtype=torch.double)
-    is_real = torch.ones(2, 7, 1, dtype=torch.double)
-    is_real[0, :5] = 0
-    is_real[1, :2] = 0
-
-    outputs, state = mixer(x, is_real)
-
-    for index, length in enumerate((2, 5)):
-        row = slice(index, index + 1)
-        expected, alone = mixer(x[row, 7 - length :])
-        torch.testing.assert_close(outputs[row, 7 - length :], expected, **EXACT)
-        torch.testing.assert_close(state.memory[row], alone.memory, **EXACT)
-        if length > 3:
-            torch.testing.assert_close(state.window[row], alone.window, **EXACT)
 
 
 def convolve_two(weight: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:

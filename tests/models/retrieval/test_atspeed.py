@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.build import build_model, load_model
+from models.build import build_model
 from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.retriever import Retriever
 from models.retrieval.search import speculative
-from models.retrieval.search.beam import beam_search
 from models.retrieval.search.speculative import Tree
 from models.retrieval.students.atspeed import (
     TOP_CODES,
@@ -24,7 +21,6 @@ from models.retrieval.students.atspeed import (
     relaxed_loss,
     strict_loss,
 )
-from models.storage.tables import UserError
 from tests.fixtures.small_retrieval import (
     FIRST,
     SIZES,
@@ -34,7 +30,6 @@ from tests.fixtures.small_retrieval import (
     make_requests,
     select_row,
 )
-from tests.models.retrieval.conftest import TrainedTiger
 
 SMALL = {"draft_d_ff": 24, "draft_heads": 2, "beam": 6, "draft_beam": 9}
 TEACHER_SIZES = {"draft_layers": 2, "draft_d_ff": 32}
@@ -121,63 +116,6 @@ def test_one_pass_over_a_tree_equals_teacher_forcing_of_every_prefix(
                 torch.testing.assert_close(
                     log_probs[level][index, beam], expected, rtol=1e-4, atol=1e-5
                 )
-
-
-@pytest.mark.parametrize("codebook", [False, True])
-def test_a_pass_over_late_levels_and_request_by_request_is_the_same(
-    codebook: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiger, decoder = build_decoder(codebook)
-    history = tiger.encode(make_requests(5))
-    rows = torch.tensor([3, 0, 4, 1])
-    tree = draw_tree(4, torch.Generator().manual_seed(2))
-    all_levels = T5Target(decoder, history)(rows, tree, 0)
-
-    late_levels = T5Target(decoder, history)(rows, tree, 2)
-    monkeypatch.setattr("models.retrieval.decoders.t5.MAX_TREE_SCORES", 1)
-    by_request = T5Target(decoder, history)(rows, tree, 2)
-
-    assert torch.equal(late_levels[0], all_levels[2])
-    for separate, together in zip(by_request, late_levels, strict=True):
-        torch.testing.assert_close(separate, together, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_strict_search_recommends_what_its_teacher_does(seed: int) -> None:
-    """The draft is random; for seed 0 it has the weights of the teacher."""
-    model, teacher = build_student(seed=seed), build_teacher(seed)
-    if seed == 0:
-        model = build_student(seed=seed, **TEACHER_SIZES, draft_beam=20)
-        model.decoder.load_state_dict(teacher.decoder.state_dict())
-    for count, k, beam, steps in (
-        (1, 5, 3, 4),
-        (7, 10, 6, 4),
-        (16, 20, 20, 2),
-        (3, 4, 2, 0),
-    ):
-        batch = make_requests(count, seed=100 * seed + count)
-        result = model.speculate(batch, k, beam=beam, draft_steps=steps)
-        items, scores = teacher.recommend(batch, k, beam=beam)
-        assert result.items.tolist() == items.tolist()
-        torch.testing.assert_close(result.scores, scores, rtol=1e-5, atol=1e-5)
-        assert torch.equal(model.recommend(batch, k, beam=beam)[0], items)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_strict_search_with_scores_over_children_equals_beam_search(seed: int) -> None:
-    model, teacher = build_student(seed=seed), build_teacher(seed)
-    if seed == 0:
-        model = build_student(seed=seed, **TEACHER_SIZES, draft_beam=20)
-        model.decoder.load_state_dict(teacher.decoder.state_dict())
-    for count, k, beam in ((1, 5, 3), (7, 10, 6), (16, 20, 20), (3, 4, 2)):
-        batch = make_requests(count, seed=100 * seed + count)
-        scorer = teacher.decoder.scorer(teacher.encode(batch))
-        expected_items, expected = beam_search(
-            scorer, model.trie, k, beam, children=True
-        )
-        items, scores = model.recommend(batch, k, beam=beam, scores="children")
-        assert items.tolist() == expected_items.tolist()
-        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_draft_with_the_teachers_weights_needs_one_pass() -> None:
@@ -286,29 +224,6 @@ def test_the_loss_weights_alignment_and_target_and_trains_the_draft_alone(
         assert has_gradient == parameter.requires_grad, key
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["atspeed_s", "atspeed_r"])
-def test_training_leaves_the_target_unchanged_and_the_teachers_items_are_recommended(
-    name: str, trained_tiger: TrainedTiger, tmp_path: Path
-) -> None:
-    options = {"name": name, "teacher": str(trained_tiger.folder), **SMALL}
-    setup, events = trained_tiger.train(options, tmp_path, 3)
-
-    assert events[-1].loss < 0.9 * events[0].loss
-    metrics = events[-1].metrics
-    assert 0 < metrics["acceptance"] <= 1
-    # the semantic IDs have three levels
-    assert 1 <= metrics["target_passes"] < 3
-    teacher = load_model(trained_tiger.folder / "best", setup.catalogue)[0]
-    teacher_weights = teacher.decoder.state_dict()
-    for key, value in setup.model.target.state_dict().items():
-        assert torch.equal(value, teacher_weights[key])
-    if name == "atspeed_s":
-        batch = setup.val.collate(next(setup.val.evaluation_batches(40)))
-        items, _ = setup.model.eval().recommend(batch, 5)
-        assert torch.equal(items, teacher.recommend(batch, 5, beam=6)[0])
-
-
 def test_acceptance_and_passes_are_means_over_requests() -> None:
     model, batch = build_student(), make_requests(6)
     result = model.speculate(batch, 20)
@@ -324,23 +239,6 @@ def test_acceptance_and_passes_are_means_over_requests() -> None:
     assert means["acceptance"] == pytest.approx(acceptance)
     undrafted = model.metric_means(model.measure(batch, draft_steps=0))
     assert (undrafted["acceptance"], undrafted["target_passes"]) == (0.0, 4.0)
-
-
-def test_metrics_of_unseen_items_are_those_of_the_unseen_recommendations() -> None:
-    model, batch = build_student(), make_requests(6)
-    in_history = replace(batch, target=batch.history[:, 0])
-    assert model.measure(in_history, unseen=True)["recall@20"] == 0
-
-    items, _ = model.recommend(batch, 20, unseen=True)
-    third = replace(batch, target=items[:, 2])
-    assert model.measure(third, unseen=True)["ndcg@10"] == 6 / 2
-
-
-def test_a_draft_whose_scores_are_not_finite_is_rejected() -> None:
-    model = build_student()
-    model.decoder.stack.final_layer_norm.weight.data.fill_(torch.nan)
-    with pytest.raises(UserError, match="scores that are not finite"):
-        model.recommend(make_requests(2), 3)
 
 
 def test_noise_is_uniform_and_independent_between_its_uses() -> None:

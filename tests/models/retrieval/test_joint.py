@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +10,14 @@ from torch import Tensor
 
 from models.build import build_model
 from models.layers.t5 import _bucket
-from models.retrieval.data import RequestBatch
 from models.retrieval.students.earn import EarnBackbone
 from models.retrieval.students.joint import Joint
-from models.training.fit import EpochEvent, FitConfig, fit
-from models.training.optimizers import group_parameters
+from models.storage.tables import UserError
+from models.training.optimizers import (
+    group_parameters,
+    make_optimizer,
+    set_learning_rate,
+)
 from tests.fixtures.small_retrieval import (
     SIZES,
     TEACHER,
@@ -43,22 +45,6 @@ def build_taught(name: str, **options: Any) -> Any:
 def normalise_rms(x: Tensor) -> Tensor:
     """Return x (..., D) divided by its root mean square."""
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-
-
-@pytest.mark.parametrize("name", ["earn", "nezha"])
-def test_the_loss_is_the_mean_cross_entropy_of_the_levels(name: str) -> None:
-    model, batch = build_taught(name), make_requests(5)
-    codes = build_catalogue().sids[batch.target]
-    all_logits = model.decoder.teacher_forced(model.encode(batch), codes)
-    total = 0.0
-    for level, logits in enumerate(all_logits):
-        first_token, _ = model.decoder.span(level)
-        targets = model.tokens.first[level] - first_token + codes[:, level]
-        total -= logits.log_softmax(-1)[torch.arange(5), targets].sum().item()
-
-    loss = model(batch)["loss"].item()
-
-    assert loss == pytest.approx(total / 20, rel=1e-4)
 
 
 def compute_layer(
@@ -184,47 +170,6 @@ def test_codes_of_nezha_are_read_from_a_root_that_a_gru_updates() -> None:
             root = step_gru(model.decoder.transition, embedding[token], root)
 
 
-class ThreeBatches:
-    """Training batches of three steps per epoch."""
-
-    def steps(self, epoch: int) -> int:
-        """Return the number of steps of an epoch."""
-        return 3
-
-    def __call__(self, epoch: int, skip: int) -> Iterator[RequestBatch]:
-        """Yield the batches of an epoch, without the first `skip`."""
-        return (make_requests(16, seed=step) for step in range(skip, 3))
-
-
-def train_nezha(rates: dict[str, float], lr: float) -> tuple[Any, list[EpochEvent]]:
-    """Train a NEZHA for two epochs.
-
-    Args:
-        rates: Factor of the learning rate by part.
-        lr: Learning rate of the other parts.
-
-    Returns:
-        The model and the event of each epoch.
-    """
-    model = build_untaught("nezha", rates=rates)
-    config = FitConfig(
-        lr=lr,
-        weight_decay=0.0,
-        warmup_steps=0,
-        schedule="constant",
-        max_epochs=2,
-        clip_norm=0,
-    )
-    events = fit(
-        model,
-        ThreeBatches(),
-        lambda model: ({"ndcg@10": 1.0}, 1),
-        config,
-        lr_multipliers=model.lr_multipliers(),
-    )
-    return model, [event for event in events if isinstance(event, EpochEvent)]
-
-
 def test_parameters_are_grouped_by_the_factor_of_their_part() -> None:
     rates = {"head": 1, "embedding": 100, "transition": 10}
     model = build_untaught("nezha", rates=rates)
@@ -245,21 +190,13 @@ def test_parameters_are_grouped_by_the_factor_of_their_part() -> None:
     assert "decoder.heads.0.weight" in by_factor[1.0]
     assert "backbone.encoder.final_layer_norm.weight" in by_factor[1.0]
     assert sum(map(len, by_factor.values())) == len(names)
+    optimizer, factors = make_optimizer(model, "adamw", 0.0, model.lr_multipliers())
+    set_learning_rate(optimizer, factors, 0.5)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.5, 5.0, 50.0}
 
 
-def test_parameters_without_factors_are_one_group() -> None:
-    assert list(group_parameters(build_untaught("nezha"), {})) == [(1.0, True)]
-
-
-def test_a_factor_scales_the_steps_of_its_part() -> None:
-    """The first steps of AdamW have the length of the learning rate."""
-    name = "decoder.transition.bias_hh"
-    initial = build_untaught("nezha").state_dict()[name]
-
-    slow, _ = train_nezha({}, 1e-4)
-    fast, events = train_nezha({"transition": 10}, 1e-4)
-
-    slow_change = (slow.state_dict()[name] - initial).abs().max()
-    fast_change = (fast.state_dict()[name] - initial).abs().max()
-    assert 5 < float(fast_change / slow_change) < 12
-    assert len(events[-1].state["optimizer"]["param_groups"]) == 2
+def test_a_factor_of_a_part_without_trained_parameters_is_rejected() -> None:
+    model = build_untaught("nezha", rates={"head": 2.0})
+    model.decoder.heads.requires_grad_(False)
+    with pytest.raises(UserError, match=r"lr_multipliers has 'decoder\.heads'"):
+        group_parameters(model, model.lr_multipliers())

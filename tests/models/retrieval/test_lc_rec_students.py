@@ -6,24 +6,16 @@ history. NEZHA reads the states of placeholders behind the prompt.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from models.build import build_model, load_model
-from models.retrieval.distillation.student import distillation_loss
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.training.fit import FitConfig, fit
+from models.build import build_model
 from tests.fixtures.small_lc_rec import (
     KINDS,
-    TRAINED_SIZES,
     build_kind,
     build_lc_rec,
     run_library,
@@ -31,7 +23,6 @@ from tests.fixtures.small_lc_rec import (
     write_out_prompt,
 )
 from tests.fixtures.small_retrieval import build_catalogue, make_requests
-from tests.fixtures.trainings import build_training
 
 HEADS: dict[str, Any] = {
     "width": 12,
@@ -136,95 +127,6 @@ def test_each_readout_layer_attends_with_the_output_of_the_one_before(
             x = layer.norm1(z + layer.o(torch.cat(heads)))
             z = layer.norm2(x + layer.ffn(x))
         torch.testing.assert_close(context[row], z, rtol=1e-4, atol=1e-5)
-
-
-def test_the_loss_is_the_distillation_loss_of_all_levels() -> None:
-    teacher = build_lc_rec()
-    model, batch = build_student(teacher=teacher, **HEADS), make_requests(32)
-    codes = model.tokens.codes(batch.target)
-    with torch.no_grad():
-        student_logits = model.decoder.teacher_forced(model.encode(batch), codes)
-        teacher_history = teacher.encode(batch)
-        teacher_logits = teacher.decoder.teacher_forced(teacher_history, codes)
-        expected = torch.zeros(())
-        for level in range(4):
-            student, soft = student_logits[level], teacher_logits[level]
-            expected += distillation_loss(student, soft, codes[:, level], 0.7, 1.0)
-
-    torch.testing.assert_close(model(batch)["loss"], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_training_changes_the_decoder_and_leaves_the_language_model_unchanged() -> None:
-    model, batch = build_student(**HEADS), make_requests(32)
-    first_loss = model(batch)["loss"]
-    before = {
-        name: value.clone() for name, value in model.backbone.state_dict().items()
-    }
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert {id(p) for p in trained} == {id(p) for p in model.decoder.parameters()}
-    optimizer = torch.optim.AdamW(trained, 3e-3)
-
-    model.train()
-    for _ in range(25):
-        optimizer.zero_grad()
-        model(batch)["loss"].backward()
-        assert all(p.grad is not None for p in trained)
-        optimizer.step()
-
-    assert model.eval()(batch)["loss"] < 0.8 * first_loss
-    for name, value in model.backbone.state_dict().items():
-        assert torch.equal(value, before[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("lc_rec_sid_mlp", HEADS),
-        ("sid_mlp", {"attention_heads": 2, "attention_width": 12, "ffn_width": 16}),
-    ],
-    ids=["lc_rec_sid_mlp", "sid_mlp"],
-)
-def test_a_student_trains_from_the_teachers_cached_outputs_as_from_the_teacher(
-    name: str, sizes: dict[str, Any], small: tuple[str, str], tmp_path: Path
-) -> None:
-    config = FitConfig(
-        lr=5e-3, batch_size=32, max_epochs=1, patience=0, log_every_steps=5, seed=1
-    )
-    teacher = build_training(TRAINED_SIZES, config, Inputs(*small))
-    checkpoint.save(tmp_path / "teacher", teacher.model, teacher.checkpoint(epoch=1))
-    options = {
-        "name": name,
-        "teacher": str(tmp_path / "teacher"),
-        "dropout": 0.0,
-        **sizes,
-    }
-    uncached = build_training(options, config, Inputs(*small))
-    options["teacher_cache"] = str(tmp_path / "cache")
-    cached = build_training(options, config, Inputs(*small))
-    assert any("encoder states" in message for message in cached.messages)
-    batch = uncached.train.dataset.collate(np.arange(16))
-    for setup in (uncached, cached):
-        setup.model.eval()
-    torch.testing.assert_close(
-        cached.model(batch)["loss"], uncached.model(batch)["loss"], rtol=2e-3, atol=2e-3
-    )
-
-    events = list(
-        fit(cached.model, cached.train, cached.validate, config, means=cached.means)
-    )
-
-    losses = [event.loss for event in events]
-    assert losses[-2] < losses[0]
-    checkpoint.save(tmp_path / "student", cached.model, cached.checkpoint(epoch=1))
-    loaded: Any = load_model(tmp_path / "student", cached.catalogue)[0]
-    batch = cached.val.collate(np.arange(20))
-    # these request numbers are in no cache
-    batch = replace(batch, request=torch.full((20,), 10**9))
-    trained: Any = cached.model
-    items, scores = trained.eval().recommend(batch, 10)
-    loaded_items, loaded_scores = loaded.recommend(batch, 10)
-    assert loaded_items.tolist() == items.tolist()
-    assert torch.equal(loaded_scores, scores)
 
 
 @torch.no_grad()

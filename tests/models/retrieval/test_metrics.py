@@ -98,16 +98,6 @@ def test_requests_with_a_first_interaction_have_separate_metrics():
     assert set(metrics) == set(names(None))
 
 
-def test_without_first_interactions_their_metrics_are_nan():
-    ranked = torch.arange(max(CUTOFFS)).expand(3, -1)
-    batch = fill_batch(
-        RequestBatch, {}, target=torch.tensor([0, 2, 1]), repeats=torch.ones(3)
-    )
-    metrics = means(measure_ranking(ranked, batch))
-    assert math.isnan(metrics["first/ndcg@10"])
-    assert metrics["first/examples"] == 0
-
-
 def test_exposure_equals_a_count_of_shown_items_and_pairs():
     """Gini is the mean difference between two items, relative to twice the mean."""
     ranked = draw_rankings(9, seed=2)
@@ -131,13 +121,6 @@ def test_exposure_equals_a_count_of_shown_items_and_pairs():
             "gini@10": differences.mean() / (2 * len(top) / 40),
         }
     )
-
-
-def test_gini_is_0_for_even_exposure_and_1_minus_1_by_n_for_a_single_item():
-    even = exposure(torch.full((5,), 7), torch.ones(5))
-    single = exposure(torch.tensor([0, 0, 9, 0]), torch.ones(4))
-    assert even["gini@10"] == pytest.approx(0)
-    assert single["gini@10"] == pytest.approx(3 / 4)
 
 
 def test_a_target_or_a_rank_without_an_item_is_no_hit():

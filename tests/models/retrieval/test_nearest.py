@@ -42,13 +42,6 @@ def test_nearest_items_have_the_highest_cosines_of_item_vectors(
     np.testing.assert_allclose(item_cosines, scores, atol=1e-5)
 
 
-def test_more_items_than_the_catalogue_has_leave_an_empty_tail() -> None:
-    items, scores = build("sasrec", dim=8).nearest_items(ITEMS + 2)
-    assert items.shape == (ITEMS, ITEMS + 2)
-    assert (items[:, ITEMS - 1 :] == -1).all()
-    assert bool(scores[:, ITEMS - 1 :].isneginf().all())
-
-
 def test_nearest_items_of_item_knn_are_its_neighbours() -> None:
     model = build("item_knn", neighbours=3)
     users = torch.tensor([0, 0, 0, 1, 1])

@@ -18,7 +18,6 @@ from models.retrieval.data import (
     RequestBatch,
     RetrievalDataset,
     WindowBatch,
-    find_repeats,
 )
 from models.storage.tables import UserError
 from tests.models.retrieval.conftest import assign_splits
@@ -137,39 +136,6 @@ def test_requests_are_those_of_the_tables(write_tables, log, max_history, world)
         assert sum(rank.count_users() for rank in ranks) == count_users(expected)
 
 
-@st.composite
-def draw_repeats(draw):
-    """Draw the items of each user, and requests (user, end of history, target).
-
-    The requests are sorted by user, as in the table. Some targets are no user's item.
-    """
-    users = draw(st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=5))
-    owners = [user for user, items in enumerate(users) if items]
-    if not owners:
-        return users, []
-    request = st.sampled_from(owners).flatmap(
-        lambda user: st.tuples(
-            st.just(user), st.integers(1, len(users[user])), st.integers(0, 6)
-        )
-    )
-    requests = draw(st.lists(request))
-    return users, sorted(requests, key=lambda request: request[0])
-
-
-@given(draw_repeats())
-def test_a_repeat_is_a_target_that_the_history_contains(users_and_requests):
-    users, requests = users_and_requests
-    lengths = np.array([len(items) for items in users], np.int64)
-    owner, end, target = np.array(requests, np.int64).reshape(-1, 3).T
-    items = np.array(list(chain.from_iterable(users)), np.int64)
-    counts = np.bincount(owner, minlength=len(users))
-
-    is_repeat = find_repeats(items, lengths, counts, end, target)
-
-    expected = [target in users[user][:end] for user, end, target in requests]
-    assert is_repeat.tolist() == expected
-
-
 @FEW_EXAMPLES
 @given(log=LOG, max_history=st.integers(1, 14), world=st.integers(1, 3))
 def test_windows_serve_each_train_request_once(write_tables, log, max_history, world):
@@ -194,55 +160,11 @@ def test_windows_serve_each_train_request_once(write_tables, log, max_history, w
         assert num_windows == count_users(expected)
 
 
-def test_windows_overlap_by_half_the_history(write_tables):
-    uri = str(write_tables({"u": [(t, t % 10) for t in range(40)]}, 10) / "sequences")
-    dataset = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
-    histories = {history for _, history, _ in list_examples(dataset)}
-    # of 38 train behaviours the first has no history
-    assert dataset.num_requests == 37
-    assert min(len(history) for history in histories if history[-1] >= 4) >= 4
-    assert max(map(len, histories)) <= 8
-
-
-def test_shuffling_is_deterministic_and_even_across_workers(write_tables):
-    log = {f"u{i}": [(t, (i + t) % 10) for t in range(3 + i)] for i in range(11)}
-    uri = str(write_tables(log, 10) / "sequences")
-    ranks = load_ranks(uri, "train", 2)
-
-    def list_orders() -> list[list[list[int]]]:
-        orders = []
-        for rank in ranks:
-            for epoch in (0, 1):
-                rows = rank.epoch_rows(4, seed=3, epoch=epoch)
-                orders.append([batch.tolist() for batch in rows])
-        return orders
-
-    orders = list_orders()
-
-    assert orders == list_orders()
-    assert orders[0] != orders[1]
-    assert {len(order) for order in orders} == {rank.num_steps(4) for rank in ranks}
-    # two workers share batches of 4 examples; one batch has 3
-    assert {len(batch) for batch in chain.from_iterable(orders)} == {2, 1}
-    examples = chain.from_iterable(list_examples(rank, seed=5) for rank in ranks)
-    assert sorted(examples) == list_expected(log, "train", 20)
-
-
 def test_next_requests_follow_all_behaviours(write_tables):
     log = {"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}
     uri = str(write_tables(log, 10) / "sequences")
     examples = list_examples(RetrievalDataset.load(uri, "next"))
     assert examples == [(0, (4,), -1), (1, (2, 3, 5), -1)]
-
-
-def test_requests_without_a_strictly_earlier_behaviour_are_counted_as_skipped(
-    write_tables,
-):
-    """The val request of user b has the timestamp of the first behaviour."""
-    log = {"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}
-    uri = str(write_tables(log, 10) / "sequences")
-    assert RetrievalDataset.load(uri, "train").num_skipped == 2
-    assert RetrievalDataset.load(uri, "val").num_skipped == 1
 
 
 def test_user_hashes_are_stable_distinct_and_spread():
@@ -276,11 +198,3 @@ def test_semantic_ids_of_other_tables_are_rejected(table, source, tables, write_
     sids = write_sids(CODES, SIZES, tables, **{source: "0" * 64})
     with pytest.raises(UserError, match=f"{table} was made from other {source}"):
         Catalogue.load(str(tables), str(sids))
-
-
-def test_sequences_of_other_items_are_rejected(tables, write_tables):
-    other = write_tables({"a": [(1, 0), (2, 1)]}, 3, name="other")
-    (tables / "items").rename(tables / "old")
-    (other / "items").rename(tables / "items")
-    with pytest.raises(UserError, match="sequences was made from other items"):
-        Catalogue.load(str(tables))

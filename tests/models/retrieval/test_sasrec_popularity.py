@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, RequestBatch, RetrievalDataset
 from models.retrieval.floors.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
@@ -36,42 +35,6 @@ def test_a_later_behaviour_changes_no_earlier_state(sasrec):
         assert (new_states[:, position] != states[:, position]).any(1).all()
 
 
-def test_padding_other_rows_and_targets_change_no_recommendation(sasrec):
-    history = torch.tensor([[1, 2, 3, PAD, PAD], [4, 5, 6, 7, 8]])
-    batch = fill_batch(
-        RequestBatch,
-        {},
-        history=history,
-        history_length=torch.tensor([3, 5]),
-        target=torch.tensor([1, 2]),
-    )
-    alone = fill_batch(
-        RequestBatch,
-        {},
-        history=history[:1, :3],
-        history_length=torch.tensor([3]),
-        target=torch.tensor([9]),
-    )
-
-    items, scores = sasrec.recommend(batch, 5)
-    items_alone, scores_alone = sasrec.recommend(alone, 5)
-
-    assert items_alone.tolist() == items[:1].tolist()
-    torch.testing.assert_close(scores_alone, scores[:1])
-
-
-def test_more_items_than_the_catalogue_has_leave_an_empty_tail(sasrec):
-    batch = fill_batch(
-        RequestBatch,
-        {"B": 2},
-        history=torch.tensor([[1, 2, 3, PAD, PAD], [4, 5, 6, 7, 8]]),
-        history_length=torch.tensor([3, 5]),
-    )
-    items, scores = sasrec.recommend(batch, ITEMS + 2)
-    assert sorted(items[0].tolist()) == [-1, -1, *range(ITEMS)]
-    assert scores[:, -2:].tolist() == [[-torch.inf] * 2] * 2
-
-
 def test_the_loss_of_a_window_is_the_mean_over_its_requests_one_by_one(
     sasrec, write_tables
 ):
@@ -94,25 +57,6 @@ def test_the_loss_of_a_window_is_the_mean_over_its_requests_one_by_one(
     loss = sasrec(users.collate(rows))["loss"]
 
     torch.testing.assert_close(loss, torch.stack(losses).mean())
-
-
-def test_it_learns_a_cycle(sasrec, write_tables):
-    log = {f"u{i}": [(t, (i + t) % ITEMS) for t in range(9)] for i in range(ITEMS)}
-    uri = str(write_tables(log, ITEMS) / "sequences")
-    train = RetrievalDataset.load(uri, "train", unit="user", max_history=8)
-    optimizer = torch.optim.AdamW(sasrec.train().parameters(), 1e-2)
-
-    for epoch in range(80):
-        for rows in train.epoch_rows(12, epoch=epoch):
-            optimizer.zero_grad()
-            sasrec(train.collate(rows))["loss"].backward()
-            optimizer.step()
-
-    test = RetrievalDataset.load(uri, "test", max_history=8)
-    (rows,) = test.evaluation_batches(100)
-    batch = test.collate(rows)
-    items, _ = sasrec.recommend(batch, 1)
-    assert (items[:, 0] == batch.target).float().mean() > 0.9
 
 
 def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(

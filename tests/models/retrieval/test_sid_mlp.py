@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch.nn import functional
 
-from jobs.options import parse
-from jobs.train import Config
 from models.build import build_model
 from models.retrieval.decoders.sid_mlp import CrossAttention
 from models.retrieval.distillation.student import Student
@@ -28,12 +24,6 @@ from tests.fixtures.small_retrieval import (
     select_row,
 )
 
-CONFIGS = Path(__file__).parents[3] / "jobs/configs"
-ABLATIONS = [
-    *sorted((CONFIGS / "one_layer").glob("*.yaml")),
-    *sorted((CONFIGS / "sid_mlp").glob("*.yaml")),
-]
-"""Config files of the ablations."""
 SMALL = {"attention_heads": 2, "attention_width": 24, "ffn_width": 32, "head_width": 20}
 
 
@@ -61,11 +51,6 @@ def compute_logits(model: Student, history: History, prefix: list[int]) -> Tenso
     return model.decoder.teacher_forced(history, codes)[level]
 
 
-def read_changes(path: Path) -> dict[str, Any]:
-    """Return the model options that an ablation's file changes."""
-    return yaml.safe_load(path.read_text())["model"]
-
-
 def log_softmax(values: list[float]) -> list[float]:
     """Return log-probabilities, without PyTorch."""
     total = math.log(sum(math.exp(value) for value in values))
@@ -91,31 +76,6 @@ def test_attention_of_a_single_query_is_the_same_in_training() -> None:
 
     for in_training, in_evaluation in zip(*results, strict=True):
         torch.testing.assert_close(in_training, in_evaluation, atol=1e-12, rtol=1e-10)
-
-
-@pytest.mark.parametrize("num_queries", [1, 2])
-def test_dropout_of_attention_weights_keeps_their_mean_and_is_off_in_evaluation(
-    num_queries: int,
-) -> None:
-    torch.manual_seed(0)
-    plain = CrossAttention(12, 20, 4).double()
-    dropping = CrossAttention(12, 20, 4, dropout=0.3).double()
-    dropping.load_state_dict(plain.state_dict())
-    query = torch.randn(5, 2, 12, dtype=torch.double)[:, :num_queries]
-    states = torch.randn(5, 7, 12, dtype=torch.double)
-    expected = plain.eval()(query, states, None)
-    torch.testing.assert_close(dropping.eval()(query, states, None), expected)
-
-    dropping.train()
-    draws = torch.stack([dropping(query, states, None) for _ in range(4000)])
-
-    assert not torch.allclose(draws[0], expected)
-    torch.testing.assert_close(draws.mean(0), expected, atol=0.05, rtol=0)
-
-
-def test_the_option_attention_dropout_reaches_the_readout() -> None:
-    model: Any = build_student(attention_dropout=0.3)
-    assert model.decoder.readout.attention.dropout.p == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(
@@ -196,133 +156,3 @@ def test_the_heads_are_equation_2() -> None:
         hidden = head[1](head[0](torch.cat([context[row], prefix])))
         expected = head[4](functional.gelu(hidden))
         torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_more_items_than_beams_come_from_all_children_of_the_last_beams() -> None:
-    model, batch = build_student(), make_requests(8)
-    items, _ = model.recommend(batch, 10, beam=3)
-    assert (items[:, :3] >= 0).all()
-    for row in items.tolist():
-        ranked = [item for item in row if item >= 0]
-        assert len(set(ranked)) == len(ranked)
-
-
-def test_a_beam_wider_than_the_catalogue_changes_nothing() -> None:
-    model, batch = build_student(), make_requests(8)
-    _, scores = model.recommend(batch, 10, beam=30)
-    _, wide_scores = model.recommend(batch, 10, beam=10**6)
-    assert torch.equal(scores, wide_scores)
-
-
-def test_every_ablation_of_the_paper_has_a_config() -> None:
-    """The ablations are the rows of Tables 1, 2, 8 and 5 (G1, G2, G3)."""
-    configs = [{"name": path.parent.name, **read_changes(path)} for path in ABLATIONS]
-    sid_mlp: list[dict[str, Any]] = [
-        {"m": 1},
-        {"m": 2},
-        {"m": 3},
-        {"alpha": 0.0},
-        {"prefix": "none"},
-        {"prefix": "sum"},
-        {"prefix": "sum", "shared_head": True},
-        {"prefix": "cascade"},
-        {"readout": "mean"},
-        {"readout": "per_digit"},
-        {"context_ffn": False},
-        {"logits": "vocabulary"},
-        {"embeddings": "random"},
-    ]
-    one_layer: list[dict[str, Any]] = [
-        {"m": 1},
-        {"m": 2},
-        {"m": 3},
-        {"alpha": 0.0},
-        {"self_attention": False},
-        {"cross_attention": False},
-        {"self_attention": False, "cross_attention": False},
-    ]
-    expected = [{"name": "sid_mlp", **row} for row in sid_mlp]
-    expected += [{"name": "one_layer", **row} for row in one_layer]
-    assert all(row in configs for row in expected)
-    assert len(configs) == len(expected)
-
-
-REQUIRED_OPTIONS = ["--tables", "t", "--storage", "s", "--name", "n"]
-
-
-@pytest.mark.parametrize("name", ["sid_mlp", "one_layer"])
-def test_an_ablation_changes_the_options_of_its_base_that_it_names(name: str) -> None:
-    base_options = ["--config", str(CONFIGS / f"{name}.yaml")]
-    base = parse(Config, [*base_options, *REQUIRED_OPTIONS])
-    assert base.fit.lr == 5e-5
-    assert base.fit.weight_decay == 1e-4
-    assert base.fit.batch_size == 512
-    assert base.fit.max_epochs == 200
-    for path in ABLATIONS:
-        if path.parent.name != name:
-            continue
-        options = [*base_options, "--config", str(path), *REQUIRED_OPTIONS]
-        ablation = parse(Config, options)
-        changed = {
-            key: value
-            for key, value in vars(ablation.model).items()
-            if getattr(base.model, key) != value
-        }
-        assert changed == read_changes(path)
-        assert ablation.fit == base.fit
-
-
-def compute_logits_of_requests(
-    model: Student, prefix: list[int], seed: int = 1
-) -> Tensor:
-    """Return the logits (2, O_l) after a prefix for the two requests of a seed."""
-    history = model.encode(make_requests(2, seed=seed))
-    return compute_logits(model, history, prefix)
-
-
-def depends_on_prefix(model: Student, prefix: list[int], other: list[int]) -> bool:
-    """Return whether the logits after two prefixes differ."""
-    logits = compute_logits_of_requests(model, prefix)
-    other_logits = compute_logits_of_requests(model, other)
-    return not torch.allclose(logits, other_logits, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"prefix": "sum"},
-        {"prefix": "cascade"},
-        {"readout": "per_digit"},
-        {"name": "one_layer"},
-    ],
-    ids=str,
-)
-def test_logits_depend_on_every_code_of_the_prefix(options: dict[str, str]) -> None:
-    model = build_student(**options)
-    assert depends_on_prefix(model, [1, 2], [0, 2])
-    assert depends_on_prefix(model, [1, 2], [1, 3])
-
-
-def test_without_a_prefix_logits_depend_on_no_code() -> None:
-    model = build_student(prefix="none")
-    assert not depends_on_prefix(model, [1, 2], [0, 3])
-
-
-def test_without_self_attention_logits_depend_on_the_last_code_alone() -> None:
-    model = build_student("one_layer", self_attention=False)
-    assert not depends_on_prefix(model, [1, 2], [0, 2])
-    assert depends_on_prefix(model, [1, 2], [1, 3])
-
-
-def test_without_cross_attention_logits_do_not_depend_on_the_history() -> None:
-    without = build_student("one_layer", cross_attention=False)
-    assert torch.allclose(
-        compute_logits_of_requests(without, [1, 2], seed=1),
-        compute_logits_of_requests(without, [1, 2], seed=2),
-    )
-    full = build_student("one_layer")
-    assert not torch.allclose(
-        compute_logits_of_requests(full, [1, 2], seed=1),
-        compute_logits_of_requests(full, [1, 2], seed=2),
-    )

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from models.build import load_model, parse_options
-from models.dataset.encoding import PAD
+from models.build import load_model
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone, RoleTokens
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.students.sid_mlp_pp import (
@@ -32,13 +27,10 @@ from models.retrieval.tiger import Tiger, TigerConfig
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import TableVersion, UserError
-from models.training.fit import FitConfig
-from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.small_retrieval import make_requests_with_lengths
 from tests.models.retrieval.conftest import TrainedTiger
 
-CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
 ITEMS = 24
 TIGER = {
     "d_model": 16,
@@ -73,11 +65,6 @@ def build_teacher() -> Tiger:
     """Return a frozen TIGER."""
     teacher = Tiger(TigerConfig(**TIGER), build_catalogue())
     return teacher.requires_grad_(False).eval()
-
-
-def build_encoder(tiger: Tiger) -> MlpBackbone:
-    """Return an encoder of two layers on the tokens of a TIGER."""
-    return MlpBackbone(tiger.backbone, EncoderSizes(2, 20)).eval()
 
 
 def encode(
@@ -156,53 +143,6 @@ def test_the_encoder_computes_equation_4_for_every_token(
             assert is_padding == [position >= count for position in range(width)]
 
 
-def test_packed_and_padded_encoding_have_equal_gradients():
-    tiger = Tiger(TigerConfig(**TIGER), build_catalogue()).requires_grad_(False)
-    encoder = build_encoder(tiger.double()).double()
-    trained = [p for p in encoder.parameters() if p.requires_grad]
-    batch = make_requests([2, 7, 1, 4])
-    weights = torch.randn(4, 23, 16, dtype=torch.float64)
-
-    packed_states, _ = encode(encoder, batch, packed=True)
-    padded_states, _ = encode(encoder, batch, packed=False)
-
-    packed_gradients = torch.autograd.grad((packed_states * weights).sum(), trained)
-    padded_gradients = torch.autograd.grad((padded_states * weights).sum(), trained)
-    for packed, padded in zip(packed_gradients, padded_gradients, strict=True):
-        torch.testing.assert_close(packed, padded)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_values_and_width_of_padding_change_no_state(packed):
-    encoder = build_encoder(Tiger(TigerConfig(**TIGER), build_catalogue()).eval())
-    batch = make_requests([2, 5, 1])
-    states, _ = encode(encoder, batch, packed)
-
-    items = torch.arange(5) % ITEMS
-    filled = torch.where(batch.history == PAD, items, batch.history)
-    filled_states, _ = encode(encoder, replace(batch, history=filled), packed)
-    torch.testing.assert_close(filled_states, states, rtol=0, atol=0)
-
-    wider = torch.cat([batch.history, torch.full((3, 2), PAD)], 1)
-    wider_states, padding = encode(encoder, replace(batch, history=wider), packed)
-    torch.testing.assert_close(wider_states[:, :17], states)
-    assert not wider_states[:, 17:].any()
-    assert padding[:, :, :, 17:].isinf().all()
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_request_has_the_same_states_alone_and_in_a_batch(packed):
-    encoder = build_encoder(Tiger(TigerConfig(**TIGER), build_catalogue()).eval())
-    lengths = [2, 5, 1]
-    batch = make_requests(lengths)
-    states, _ = encode(encoder, batch, packed)
-    for row, length in enumerate(lengths):
-        request = batch.select("B", slice(row, row + 1))
-        unpadded = replace(request, history=request.history[:, :length])
-        alone, _ = encode(encoder, unpadded, packed)
-        torch.testing.assert_close(alone, states[row : row + 1, : 2 + 3 * length])
-
-
 def build_stage_1() -> tuple[SidMlpPpEncoder, Tiger]:
     """Return a model of stage 1 and its teacher."""
     torch.manual_seed(0)
@@ -232,20 +172,6 @@ def test_stage_1_measures_the_error_over_real_tokens_however_the_rows_are_batche
     assert means["r2"] == pytest.approx(1 - mse / variance, rel=1e-5)
     assert total["examples"].item() == 5
     assert total["tokens"].item() == is_real.sum().item()
-
-
-def test_stage_1_needs_its_teacher_to_train_and_its_weights_do_not_contain_it():
-    config = SidMlpPpEncoderConfig(**SIZES, teacher_model=TIGER)
-    model = SidMlpPpEncoder(config, build_catalogue())
-    with pytest.raises(UserError, match=r"model\.teacher is not set"):
-        model(make_requests([1, 2]))
-
-    weights = model.state_dict()
-    with_teacher, _ = build_stage_1()
-    with_teacher.load_state_dict(weights)
-    assert all(name.startswith("backbone.") for name in weights)
-    parts = {name.split(".")[1] for name in weights}
-    assert parts == {"embedding", "positions", "layers", "norm"}
 
 
 def build_stage_2(**options: object) -> tuple[SidMlpPp, Tiger]:
@@ -302,29 +228,23 @@ def trained(trained_tiger: TrainedTiger) -> SimpleNamespace:
     )
 
 
-@contextmanager
-def rename_temporarily(folder: Path) -> Iterator[None]:
-    """Rename a folder, so that nothing is at its path, and rename it back."""
-    moved = folder.rename(folder.with_name("moved"))
-    try:
-        yield
-    finally:
-        moved.rename(folder)
-
-
-def test_stage_1_reduces_the_error_and_is_selected_by_it(trained):
+def test_both_stages_learn_and_stage_2_leaves_the_encoder_unchanged(trained, tmp_path):
     metrics = [event.metrics for event in trained.stage_1_events]
     errors = [epoch["mse"] for epoch in metrics]
     assert errors[-1] < 0.5 * errors[0]
     assert metrics[-1]["r2"] > 0.5
     best = checkpoint.read(trained.encoder / "best")
     assert best.metrics["mse"] == min(errors)
+    result, _ = evaluate(str(trained.encoder / "best"), trained.inputs, split="test")
+    assert set(result.metrics) == {"mse", "neg_mse", "r2"}
 
-
-def test_stage_2_leaves_the_encoder_unchanged_and_ranks_better_than_chance(trained):
-    catalogue = trained.catalogue
-    encoder, _ = load_model(trained.encoder / "best", catalogue, "sid_mlp_pp_encoder")
-    student, about = load_model(trained.student / "best", catalogue, "sid_mlp_pp")
+    encoder, _ = load_model(trained.encoder / "best", trained.catalogue)
+    shutil.copytree(trained.student / "best", tmp_path / "student")
+    moved = trained.root.rename(trained.root.with_name("moved"))
+    try:  # the student is loaded without its teacher and its encoder
+        student, about = load_model(tmp_path / "student", trained.catalogue)
+    finally:
+        moved.rename(trained.root)
     encoder_weights = encoder.backbone.state_dict()
     for name, value in student.backbone.state_dict().items():
         assert torch.equal(value, encoder_weights[name])
@@ -332,125 +252,21 @@ def test_stage_2_leaves_the_encoder_unchanged_and_ranks_better_than_chance(train
     assert about.metrics["recall@5"] > 2 * 5 / ITEMS
 
 
-def test_stage_1_is_evaluated_by_its_error_if_its_teacher_exists(trained):
-    best = str(trained.encoder / "best")
-    options = {"split": "test", "batch_size": 64}
-
-    result, _ = evaluate(best, trained.inputs, **options)
-    assert set(result.metrics) == {"mse", "neg_mse", "r2"}
-    assert result.metrics["r2"] > 0.5
-
-    message = r"the teacher .* is neither a checkpoint nor a finished run"
-    with (
-        rename_temporarily(trained.teacher),
-        pytest.raises(UserError, match=message),
-    ):
-        evaluate(best, trained.inputs, **options)
-
-
-def test_stage_1_cannot_be_served(trained):
-    best, output = str(trained.encoder / "best"), str(trained.root / "top")
-    message = "'sid_mlp_pp_encoder' is not served: it ranks nothing"
-    with pytest.raises(UserError, match=message):
-        infer_all(best, trained.inputs, output)
-
-
-def test_recommending_needs_neither_teacher_nor_stage_1(trained, tmp_path):
-    copy = tmp_path / "student"
-    shutil.copytree(trained.student / "best", copy)
-    batch = make_requests([3, 9, 1, 5])
-    model, _ = load_model(trained.student / "best", trained.catalogue)
-    expected_items, expected_scores = model.recommend(batch, 10)
-
-    with rename_temporarily(trained.root):
-        alone, about = load_model(copy, trained.catalogue, "sid_mlp_pp")
-        items, scores = alone.recommend(batch, 10)
-        assert not Path(about.model["encoder"]).exists()
-
-    assert items.tolist() == expected_items.tolist()
-    assert torch.equal(scores, expected_scores)
-
-
-def test_resolving_adds_sizes_and_hashes_and_twice_changes_nothing(trained):
-    config = SidMlpPpConfig(encoder=str(trained.encoder), encoder_layers=7)
-    resolved = SidMlpPp.resolve_config(config, trained.catalogue)
-    assert (resolved.encoder_layers, resolved.encoder_width) == (2, 32)
-    assert resolved.encoder == str(trained.encoder / "best")
-    assert resolved.teacher == str(trained.teacher / "best")
-    assert resolved.teacher_model["d_model"] == 16
-    assert SidMlpPp.resolve_config(resolved, trained.catalogue) == resolved
-
-    config = SidMlpPpConfig(teacher=str(trained.teacher), end_to_end=True)
-    end_to_end = SidMlpPp.resolve_config(config, trained.catalogue)
-    assert end_to_end.encoder == ""
-    assert end_to_end.encoder_layers == 4
-    assert end_to_end.teacher_hash == resolved.teacher_hash
-
-
-def check_rejected(catalogue: Catalogue, message: str, **options: str) -> None:
-    """Assert that resolving these options raises the message."""
-    with pytest.raises(UserError, match=message):
-        SidMlpPp.resolve_config(SidMlpPpConfig(**options), catalogue)
-
-
-def test_a_missing_or_wrong_encoder_is_rejected(trained):
-    catalogue = trained.catalogue
-    teacher, encoder = str(trained.teacher), str(trained.encoder)
-    check_rejected(
-        catalogue,
-        r"model\.encoder is not set.*sid_mlp_pp_encoder\.yaml",
-        teacher=teacher,
-    )
-    check_rejected(
-        catalogue,
-        "the encoder /nowhere is neither a checkpoint nor a finished run",
-        encoder="/nowhere",
-    )
-    check_rejected(
-        catalogue, "of the model 'tiger', not of 'sid_mlp_pp_encoder'", encoder=teacher
-    )
-    check_rejected(
-        catalogue,
-        "is not the one that this run started with",
-        encoder=encoder,
-        encoder_hash="0" * 64,
-    )
-
-
-def test_an_encoder_of_another_teacher_or_table_is_rejected(trained, tmp_path):
-    encoder = str(trained.encoder)
+def test_a_missing_or_wrong_encoder_is_rejected(trained, tmp_path):
     tiger, about = load_model(trained.teacher / "best", trained.catalogue)
     tiger.backbone.embedding.weight.data += 1.0
     checkpoint.save(tmp_path / "other", tiger, about)
-    check_rejected(
-        trained.catalogue,
-        r"matches another teacher.*leave model\.teacher out, or train stage 1",
-        encoder=encoder,
-        teacher=str(tmp_path / "other"),
-    )
-
+    teacher, encoder = str(trained.teacher), str(trained.encoder)
+    for message, options in {
+        "model.encoder is not set": {"teacher": teacher},
+        "neither a checkpoint nor": {"encoder": "/nowhere"},
+        "of the model 'tiger'": {"encoder": teacher},
+        "is not the one": {"encoder": encoder, "encoder_hash": "0" * 64},
+        "another teacher": {"encoder": encoder, "teacher": str(tmp_path / "other")},
+    }.items():
+        with pytest.raises(UserError, match=message):
+            SidMlpPp.resolve_config(SidMlpPpConfig(**options), trained.catalogue)
     versions = {**trained.catalogue.versions, "sids": TableVersion("f" * 64)}
     other_catalogue = replace(trained.catalogue, versions=versions)
-    check_rejected(other_catalogue, "another table 'sids'", encoder=encoder)
-
-
-@pytest.mark.parametrize(
-    ("base", "ablation", "metric"),
-    [
-        ("sid_mlp_pp_encoder", "shared_mlp", "neg_mse"),
-        ("sid_mlp_pp", "end_to_end", "ndcg@10"),
-    ],
-)
-def test_the_shipped_configs_are_the_papers(base, ablation, metric):
-    content = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text())
-    _, config = parse_options(content["model"])
-    assert config.encoder_layers == 4
-    assert config.encoder_width == 2048
-    assert config.encoder_dropout == 0.1
-    assert not getattr(config, ablation)
-    assert FitConfig(**content["fit"]).metric == metric
-
-    path = CONFIGS / "sid_mlp_pp" / f"{ablation}.yaml"
-    changes = yaml.safe_load(path.read_text())["model"]
-    _, changed = parse_options({**content["model"], **changes})
-    assert getattr(changed, ablation)
+    with pytest.raises(UserError, match="another table 'sids'"):
+        SidMlpPp.resolve_config(SidMlpPpConfig(encoder=encoder), other_catalogue)

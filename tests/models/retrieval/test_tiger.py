@@ -12,7 +12,7 @@ from torch.nn import functional
 from benchmarks.generate import generate, to_transformers
 from models.dataset.encoding import PAD
 from models.layers.t5 import _ReluDropout, dropout
-from models.retrieval.data import Catalogue, HistoryBatch
+from models.retrieval.data import HistoryBatch
 from models.retrieval.tiger import Tiger, TigerConfig
 from tests.fixtures import small_retrieval
 
@@ -73,13 +73,6 @@ def test_the_input_is_user_codes_and_end(tiger):
     assert tokens[0].tolist() == [first_user + 1, *item_5, end, 0, 0, 0, 0]
     assert tokens[1].tolist() == [first_user + 2, *item_7, *item_9, end]
     assert lengths.tolist() == [6, 10]
-
-
-def test_the_vocabulary_has_padding_codes_users_and_end(tiger):
-    assert tiger.backbone.embedding.weight.shape[0] == 32
-    catalogue = Catalogue.from_codes(build_catalogue().sids, (256, 256, 256, 256))
-    paper = Tiger(TigerConfig(), catalogue)
-    assert paper.backbone.embedding.weight.shape == (1027, 128)
 
 
 @pytest.mark.parametrize("end_token", [False, True])
@@ -158,9 +151,3 @@ def test_relu_with_dropout_has_the_gradient_of_its_positive_outputs():
     assert torch.equal(result, torch.where(is_positive, x, 0.0))
     assert torch.equal(gradient, is_positive.float())
     assert is_positive.sum() / (x > 0).sum() == pytest.approx(0.7, abs=0.05)
-
-
-def test_a_checkpoint_holds_each_weight_once_and_no_table(tiger):
-    state = tiger.state_dict()
-    assert set(state) == {name for name, _ in tiger.named_parameters()}
-    assert len({value.data_ptr() for value in state.values()}) == len(state)

@@ -110,22 +110,6 @@ def test_own_items_ranks_by_frequency_then_recency_then_popularity() -> None:
     assert bool((scores.diff(dim=1) <= 0).all())
 
 
-def test_the_latest_of_equally_frequent_items_comes_first_in_long_histories() -> None:
-    history = [3] * 300 + [7] * 300
-    model = fit_model(draw_behaviours(), name="own_items", max_history=100_000)
-    items, _ = model.recommend(to_requests([history]), 2)
-    assert items.tolist() == [[7, 3]]
-
-
-def test_scores_of_own_items_do_not_depend_on_the_batch() -> None:
-    model = fit_model(draw_behaviours(), name="own_items")
-
-    _, together = model.recommend(to_requests(HISTORIES), 5)
-    alone = [model.recommend(to_requests([history]), 5)[1] for history in HISTORIES]
-
-    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=0)
-
-
 def dense_similarities(
     counts: NDArray[np.float64], weights: str, shrinkage: float
 ) -> NDArray[np.float64]:
@@ -237,18 +221,6 @@ def test_ease_of_a_large_catalogue_covers_its_frequent_items_and_reports_it() ->
     assert "6 most frequent of 12 items" in message
 
 
-def test_ease_ranks_by_popularity_after_a_history_without_frequent_items() -> None:
-    behaviours = draw_behaviours()
-    counts = count_matrix(behaviours).sum(0)
-    model = fit_model(behaviours, name="ease", max_items=6)
-    rare = int(np.argsort(-counts, kind="stable")[7])
-    by_popularity = sorted(range(ITEMS), key=lambda i: (-counts[i], i))
-
-    items, _ = model.recommend(to_requests([[rare]]), ITEMS)
-
-    assert items[0].tolist() == by_popularity
-
-
 @pytest.mark.parametrize("name", ["own_items", "item_knn", "ease"])
 def test_training_reads_the_behaviours_of_the_train_split_alone(
     name: str, small: tuple[str, str]
@@ -282,27 +254,3 @@ def test_a_model_ranks_old_items_of_an_extended_catalogue_as_before(
     for row, old_row in zip(longer.tolist(), items.tolist(), strict=True):
         assert [item for item in row if item < ITEMS] == old_row
     assert sorted(longer[0].tolist()) == list(range(ITEMS + 3))
-
-
-def test_neighbours_equal_those_of_implicit() -> None:
-    """Compare with a package for development: `pip install implicit`.
-
-    Its neighbours of an item include the item.
-    """
-    implicit = pytest.importorskip("implicit.nearest_neighbours")
-    sparse = pytest.importorskip("scipy.sparse")
-    behaviours = draw_behaviours()
-    counts = sparse.csr_matrix(count_matrix(behaviours))
-    reference = implicit.TFIDFRecommender(K=ITEMS)
-    reference.fit(counts, show_progress=False)
-    expected = reference.similarity.toarray()
-    np.fill_diagonal(expected, 0)
-
-    model = fit_model(behaviours, name="item_knn", weights="tfidf", neighbours=ITEMS)
-
-    similarities = np.zeros((ITEMS, ITEMS))
-    neighbours, similarity = model.neighbours.numpy(), model.similarity.numpy()
-    for i in range(ITEMS):
-        is_real = neighbours[i] >= 0
-        similarities[i, neighbours[i][is_real]] = similarity[i][is_real]
-    np.testing.assert_allclose(similarities, np.nan_to_num(expected), atol=1e-6)

@@ -10,24 +10,16 @@ from typing import Any
 
 import lightgbm
 import numpy as np
-import pyarrow as pa
 import torch
 from sklearn.metrics import roc_auc_score
 
-from models.build import load_model
 from models.custom_features import Category, CustomFeatures, Number
-from models.loaded_model import load_catalogue
 from models.search.catalogue import SearchCatalogue, SearchText
 from models.search.data import SearchBatch
-from models.search.floors.boosted import Boosted, BoostedConfig, map_codes
+from models.search.floors.boosted import Boosted, BoostedConfig
 from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import read_table
-from models.training.fit import FitConfig
 from models.warm_start import load_extended_weights
-from pipelines.evaluation.inference import infer_all
 from tests.fixtures.batches import fill_batch
-from tests.fixtures.trainings import build_training
 
 NUM_ITEMS, NUM_QUERIES, HISTORY, NUM_SHOWN = 9, 4, 6, 5
 BUILT_IN = ("pair_ctr_7d", "position", "hour_sin")
@@ -37,7 +29,6 @@ CUSTOM_FEATURES = CustomFeatures(
 )
 # columns of the features
 PAIR_CTR, POSITION, HOUR, BM25, MANY, CITY = range(6)
-FIT = FitConfig(batch_size=16, metric="gauc")
 
 
 def build_catalogue(
@@ -196,16 +187,6 @@ def test_scores_equal_those_of_lightgbm_on_inputs_computed_one_by_one() -> None:
     assert min(importance[[0, 3, 5]]) > 0  # city, BM25, clicks on the item
 
 
-def test_boosting_stops_earlier_where_validation_labels_are_unrelated() -> None:
-    train, val = draw_searches(0, 100), draw_searches(1, 100)
-    unrelated = replace(val, labels=val.labels.roll(7, 0))
-
-    model = train_trees([train], [val])
-    stopped = train_trees([train], [unrelated])
-
-    assert stopped.booster.num_trees() < model.booster.num_trees() < 200
-
-
 def test_scores_ignore_positions_labels_and_behaviours_after_the_search() -> None:
     model, batch = train_trees([draw_searches(0)], [draw_searches(2)]), draw_searches(1)
     end_of_row = torch.empty_like(batch.request_end)
@@ -225,42 +206,6 @@ def test_scores_ignore_positions_labels_and_behaviours_after_the_search() -> Non
     assert torch.equal(model.score(batch), model.score(changed))
     other_past = replace(batch, history=torch.where(is_later, batch.history, 0))
     assert not torch.equal(model.score(batch), model.score(other_past))
-
-
-def test_sampled_columns_depend_on_the_seed() -> None:
-    train, val = draw_searches(0), draw_searches(1)
-    scores, same, other = (
-        train_trees([train], [val], seed, feature_fraction=0.3).score(train)
-        for seed in (1, 1, 2)
-    )
-    assert torch.equal(scores, same)
-    assert not torch.equal(scores, other)
-
-
-def test_trees_train_without_text_and_a_loaded_checkpoint_has_equal_scores(
-    search: tuple[str, str], tmp_path: Path
-) -> None:
-    tables, _ = search
-    options = {"name": "boosted", "num_iterations": 30, "min_data_in_leaf": 5}
-    run = build_training(options, FIT, Inputs(tables))
-    model: Any = run.model
-    run.fit_in_one_pass()
-    _, num_validated = run.validate(model)
-    assert num_validated == len(run.val)
-
-    checkpoint.save(tmp_path / "best", model, run.checkpoint(epoch=1))
-    catalogue = load_catalogue("boosted", Inputs(tables))
-    loaded, metadata = load_model(tmp_path / "best", catalogue, "boosted")
-
-    assert set(metadata.files) == {"model.safetensors"}
-    assert set(metadata.hashes) == {"items", "queries", "sequences"}
-    batch = run.val.collate(np.arange(len(run.val)))
-    assert torch.equal(loaded.score(batch), model.score(batch))  # type: ignore[operator]
-
-    infer_all(str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores"))
-    columns = read_table(str(tmp_path / "scores"), "scores").column_names
-    # trees score the click, and no other label
-    assert columns[-3:] == ["item_id", "score_click", "label_click"]
 
 
 def test_trees_score_tables_with_a_new_category_value_as_before(
@@ -291,12 +236,3 @@ def test_trees_score_tables_with_a_new_category_value_as_before(
         history_features=shift_codes(batch.history_features),
     )
     assert torch.equal(extended.score(shifted), model.score(batch))
-
-
-def test_category_codes_are_mapped_to_the_trained_codes_by_value() -> None:
-    category = Category("cat_city", ("Lima", "Oslo", "Rome"))
-    codes = category.codes(pa.array(["Oslo", "Rome", "Lima", "Bergen", None]))
-
-    trained = map_codes(category, ["Oslo", "Lima"])[torch.from_numpy(codes)]
-
-    assert trained.tolist() == [1, 0, 2, 0, 0]

@@ -4,10 +4,8 @@ starts at the frozen encoder, and encoders that do not fit are rejected.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +17,8 @@ from models.build import build_model
 from models.search import hllm
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
-from models.search.encoders import pretrained_sizes
 from models.search.hllm import HLLM, HLLMConfig, ItemTower
-from models.storage.tables import UserError, join, read_table
-from models.text.pretrained import pretrained_config
-from tests.fixtures.search_tables import ITEM_MODEL, WIDTH, write_search
-from tests.fixtures.training_tables import write_table
+from tests.fixtures.search_tables import ITEM_MODEL
 
 SMALL = {
     "max_history": 8,
@@ -89,68 +83,6 @@ def test_a_batch_of_documents_is_encoded_as_one_by_one(
     torch.testing.assert_close(embeddings, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_an_encoder_other_than_bert_is_an_item_tower_and_no_user_tower(
-    catalogue: SearchCatalogue, tmp_path: Path
-) -> None:
-    config = AutoConfig.for_model(
-        "distilbert",
-        vocab_size=20,
-        dim=WIDTH,
-        n_layers=1,
-        n_heads=2,
-        hidden_dim=12,
-        max_position_embeddings=9,
-    )
-    AutoModel.from_config(config).save_pretrained(tmp_path)
-
-    tower = ItemTower(pretrained_config(str(tmp_path)), catalogue).eval()
-
-    expected = encode_one_by_one(tower.encoder, catalogue, "cls")
-    torch.testing.assert_close(tower(torch.arange(24)), expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(UserError, match="has the model type 'distilbert'"):
-        pretrained_sizes(str(tmp_path))
-
-
-def test_each_document_of_a_batch_is_encoded_once(
-    catalogue: SearchCatalogue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tower = ItemTower(ITEM_MODEL, catalogue).eval()
-    encoded: list[int] = []
-    encode_chunk = tower.encode_chunk
-
-    def record_and_encode(item: torch.Tensor, longest: int) -> torch.Tensor:
-        encoded.extend(item.tolist())
-        return encode_chunk(item, longest)
-
-    monkeypatch.setattr(tower, "encode_chunk", record_and_encode)
-    tower(torch.tensor([[4, 7, 4], [2, 4, 7]]))
-    assert sorted(encoded) == [2, 4, 7]
-
-    # without gradients all documents are encoded at once and cached
-    encoded.clear()
-    with torch.no_grad():
-        tower(torch.tensor([4, 4]))
-        tower(torch.tensor([1, 2]))
-    assert sorted(encoded) == list(range(24))
-
-
-def test_gradients_do_not_depend_on_the_size_of_chunks(
-    catalogue: SearchCatalogue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tower = ItemTower(ITEM_MODEL, catalogue).eval()
-    item, weights = torch.arange(24).repeat(2), torch.randn(48, WIDTH)
-
-    gradients = []
-    for chunk_tokens in (hllm.MAX_CHUNK_TOKENS, 30):
-        monkeypatch.setattr(hllm, "MAX_CHUNK_TOKENS", chunk_tokens)
-        tower.zero_grad()
-        (tower(item) * weights).sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in tower.parameters()])  # type: ignore[union-attr]
-
-    for gradient, chunked_gradient in zip(*gradients, strict=True):
-        torch.testing.assert_close(chunked_gradient, gradient, atol=1e-4, rtol=1e-4)
-
-
 def score_without_gradients(model: Any, batch: SearchBatch) -> torch.Tensor:
     with torch.no_grad():
         return model.score(batch)
@@ -194,18 +126,3 @@ def test_training_starts_at_the_frozen_encoder_and_changes_it(
     rebuilt = build_model(HLLM.config_to_dict(config), embedded).eval()
     rebuilt.load_state_dict(model.state_dict())
     assert torch.equal(score_without_gradients(rebuilt, batch), after)
-
-
-def test_tokens_of_other_items_are_rejected(tmp_path: Path) -> None:
-    tables, text = write_search(tmp_path, users=4)
-    tokens = read_table(join(text, "tokens"))
-    shutil.rmtree(join(text, "tokens"))
-    write_table(
-        join(text, "tokens"),
-        "tokens",
-        tokens,
-        {"pooling": "cls"},
-        {"items": "other"},
-    )
-    with pytest.raises(UserError, match=r"tokens was made from other items"):
-        SearchCatalogue.load(tables, text)

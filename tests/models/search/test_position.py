@@ -4,8 +4,6 @@ when results are ranked.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -37,7 +35,7 @@ def change_positions(catalogue: SearchCatalogue, batch: SearchBatch) -> SearchBa
 
 @pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
 @pytest.mark.parametrize(
-    "name", ["base", "qgs", "qgs_no_groups", "hllm_item_tower_match"]
+    "name", ["base", "qgs", "qgs no_groups", "hllm item_tower_match"]
 )
 def test_scores_of_a_ranking_do_not_depend_on_the_position(
     name, mode, catalogue, batch
@@ -51,16 +49,6 @@ def test_scores_of_a_ranking_do_not_depend_on_the_position(
     assert torch.equal(shown, other_shown) == (mode == "hidden")
 
 
-@pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
-def test_the_training_loss_depends_on_the_position_unless_it_is_hidden(
-    mode, catalogue, batch
-):
-    model = build_variant("qgs", catalogue, position=mode, infonce_weight=0.0)
-    loss = float(model(batch)["loss"])
-    other_loss = float(model(change_positions(catalogue, batch))["loss"])
-    assert (loss == other_loss) == (mode == "hidden")
-
-
 def test_the_position_bias_is_an_added_term_of_the_position_alone(catalogue, batch):
     model = build_variant("base", catalogue, position="bias")
     other = change_batch(batch, catalogue, candidate=batch.candidate.flip(0))
@@ -69,18 +57,6 @@ def test_the_position_bias_is_an_added_term_of_the_position_alone(catalogue, bat
         for inputs in (batch, other):
             bias = model.score(inputs, shown=True) - model.score(inputs)
             torch.testing.assert_close(bias, expected)
-
-
-def test_the_position_bias_is_zero_at_the_mean_position(catalogue, batch):
-    model = build_variant("base", catalogue, position="bias")
-    columns = get_position_columns(catalogue)
-    features = batch.features.clone()
-    features[:, columns] = model.scale.mean[columns]
-    at_mean = change_batch(batch, catalogue, features=features)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model.score(at_mean, shown=True), model.score(at_mean)
-        )
 
 
 def test_dropout_hides_the_positions_of_whole_requests():
@@ -103,14 +79,6 @@ def test_dropout_hides_the_positions_of_whole_requests():
     assert torch.equal(module.hide(features, request, count, shown=True), features)
 
 
-@pytest.mark.parametrize("mode", ["hidden", "dropout", "bias"])
-def test_a_log_without_position_features_has_nothing_to_hide(mode, catalogue, batch):
-    without = replace(catalogue, unknown_when_ranking=("rank_in_feed",))
-    model = build_variant("base", without, position=mode)
-    assert not model.shown_at.reads
-    assert torch.equal(model.score(batch), model.score(batch, shown=True))
-
-
 @pytest.mark.parametrize("mode", ["dropout", "bias"])
 def test_metrics_with_the_position_are_reported_separately(mode, catalogue, batch):
     model = build_variant("base", catalogue, position=mode)
@@ -127,9 +95,3 @@ def test_metrics_with_the_position_are_reported_separately(mode, catalogue, batc
     sums = ranking_sums(logits, batch.labels[:, 0], batch.candidate_request)
     assert values["with_position/auc"] == ranking_means(sums)["auc"]
     assert values["with_position/auc"] != values["auc"]
-
-
-def test_a_hidden_position_has_no_metrics_with_the_position(catalogue, batch):
-    model = build_variant("base", catalogue, position="hidden")
-    values = metrics.means(metrics.measure(model, batch))
-    assert not [name for name in values if name.startswith("with_position/")]

@@ -7,31 +7,23 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
-from models.dataset import columns
-from models.dataset.columns import CACHE_VARIABLE
 from models.dataset.encoding import request_number
 from models.search.catalogue import (
     SearchCatalogue,
     SearchText,
-    _feature_scale,
     pair_key,
 )
 from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset
-from models.storage.tables import UserError, commit, join, read_table, write_part
+from models.storage.tables import join, read_table
 from tests.fixtures.search_tables import (
     FEATURES,
     LABELS,
-    WIDTH,
     make_request,
     write_tables,
 )
-
-REQUEST = pa.struct([("split", pa.string()), ("features", pa.list_(pa.float32()))])
-"""Fields of a request that the features are measured from."""
 
 NO_HISTORY: dict[str, list] = {
     "item_index": [],
@@ -130,22 +122,6 @@ def test_batches_have_all_requests_of_a_split_with_their_history(
     assert len(contents) == num_expected == examples.num_requests
 
 
-def test_one_row_serves_all_requests_of_a_user_with_a_short_history(search):
-    uri = join(search[0], "sequences")
-    examples = SearchDataset.load(uri, "train", unit="user", max_history=100)
-    assert len(examples) == 40
-    assert examples.num_requests == 320
-
-
-def test_windows_of_long_histories_are_fewer_rows_than_requests(search):
-    uri = join(search[0], "sequences")
-    by_request = SearchDataset.load(uri, "train", unit="request", max_history=4)
-    windows = SearchDataset.load(
-        uri, "train", unit="user", max_history=4, window_overlap=0.5
-    )
-    assert 40 < len(windows) < len(by_request) < by_request.num_requests
-
-
 @pytest.mark.parametrize("unit", ["user", "request"])
 def test_many_searches_without_a_click_are_several_rows(unit, tmp_path):
     count = 2 * MAX_REQUESTS + 5
@@ -221,49 +197,6 @@ def get_history_ends(user: dict, split: str) -> dict[int, int]:
     }
 
 
-@pytest.mark.parametrize(
-    ("limit", "overlap"), [(8, 0.75), (8, 0.5), (7, 1.0), (3, 0.0), (100, 0.75)]
-)
-def test_every_search_has_at_least_the_overlap_as_history(search, limit, overlap):
-    uri = join(search[0], "sequences")
-    examples = SearchDataset.load(
-        uri, "train", unit="user", max_history=limit, window_overlap=overlap
-    )
-    users = read_table(uri).to_pylist()
-
-    batch = examples.collate(np.arange(len(examples)))
-
-    for content in get_requests(batch).values():
-        ends = get_history_ends(users[content["user_row"]], "train")
-        end, length = ends[content["time"]], len(content["history"])
-        assert min(end, overlap * limit) <= length <= min(end, limit)
-
-
-def test_a_table_without_clicks_has_empty_histories(tmp_path):
-    requests = [
-        make_request(5, 0, 0, split, [0, 1], [False, False], np.zeros((2, 6)))
-        for split in ("train", "val")
-    ]
-    users = [{"user_id": "u", **NO_HISTORY, "requests": requests}]
-    tables, text = write_tables(tmp_path, users, 2, 1)
-
-    examples = SearchDataset.load(join(tables, "sequences"), "train")
-
-    assert examples.collate(np.array([0])).history_features.shape == (1, 1, 6)
-    assert SearchCatalogue.load(tables, text).feature_std.tolist() == [0.0] * 6
-
-
-def test_the_catalogue_has_the_text_of_pairs(search):
-    catalogue = SearchCatalogue.load(*search)
-    text = catalogue.text
-    assert (catalogue.num_items, catalogue.num_queries) == (24, 8)
-    assert (catalogue.labels, catalogue.features) == (LABELS, FEATURES)
-    assert text.pairs.shape == text.joint.shape == (24 * 9, WIDTH)
-    [row], _ = text.find_pairs(np.array([pair_key(5, 3, 8)]))
-    mean = (text.items[5].numpy() + text.queries[3]) / 2
-    assert np.allclose(text.pairs[row], mean)
-
-
 def test_the_catalogue_has_mean_and_standard_deviation_of_train_features(search):
     catalogue = SearchCatalogue.load(*search)
     features = []
@@ -274,38 +207,6 @@ def test_the_catalogue_has_mean_and_standard_deviation_of_train_features(search)
     values = np.array(features).reshape(-1, len(FEATURES))
     assert np.allclose(catalogue.feature_mean, values.mean(0), atol=1e-5)
     assert np.allclose(catalogue.feature_std, values.std(0), atol=1e-5)
-
-
-def test_features_are_measured_once_per_node(search, tmp_path, monkeypatch):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    first = SearchCatalogue.load(*search)
-
-    def fail(*arguments: object) -> None:
-        raise AssertionError("the table is decoded again")
-
-    monkeypatch.setattr(columns, "read_parquet", fail)
-    again = SearchCatalogue.load(*search)
-    assert again.feature_mean.tolist() == first.feature_mean.tolist()
-    assert again.feature_std.tolist() == first.feature_std.tolist()
-
-
-def test_features_are_measured_on_the_first_part_with_train_candidates(tmp_path):
-    schema = pa.schema([("requests", pa.list_(REQUEST))])
-    parts = []
-    for split, value in (("test", 1.0), ("train", 2.0), ("train", 5.0)):
-        requests = [[{"split": split, "features": [value, 0.0]}]]
-        part = pa.table({"requests": pa.array(requests, pa.list_(REQUEST))})
-        parts.append(write_part(str(tmp_path), part.cast(schema)))
-    commit(str(tmp_path), "sequences", schema, parts, config={}, inputs={})
-
-    mean, std = _feature_scale(str(tmp_path), 2)
-    assert (mean.tolist(), std.tolist()) == ([2.0, 0.0], [0.0, 0.0])
-
-
-def test_text_of_other_items_is_rejected(search, tmp_path):
-    other, _ = write_tables(tmp_path, [], 2, 1)
-    with pytest.raises(UserError, match=r"was made from other items"):
-        SearchCatalogue.load(other, search[1])
 
 
 @pytest.fixture
@@ -362,29 +263,3 @@ def test_batches_have_the_text_of_candidates(search, text, reads_history_queries
         if not reads_history_queries:
             assert (batch.history_query_text == -1).all()
             assert (batch.history_pair_text == -1).all()
-
-
-def test_batches_have_the_text_of_histories_once(search, text):
-    examples = SearchDataset.load(
-        join(search[0], "sequences"),
-        "train",
-        max_history=8,
-        text=text,
-        reads_history_queries=True,
-    )
-    for rows in examples.evaluation_batches(7):
-        batch = examples.collate(rows)
-        is_valid = torch.arange(batch.history.shape[1]) < batch.history_length[:, None]
-        columns = torch.stack(
-            [
-                batch.history_query[is_valid],
-                batch.history[is_valid],
-                batch.history_query_text[is_valid],
-                batch.history_pair_text[is_valid],
-            ],
-            1,
-        )
-        for query, item, query_row, pair_row in columns.tolist():
-            assert_text_equals(text, batch, query, item, query_row, pair_row)
-        distinct = {tuple(vector) for vector in batch.pair_text.tolist()}
-        assert len(distinct) == len(batch.pair_text)

@@ -4,7 +4,6 @@ of the log has separate metrics and is never served.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,10 @@ from models.search.floors.click_rates import (
     LogOrderConfig,
     PairCtr,
     PairCtrConfig,
-    rate_columns,
 )
-from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, join
+from models.storage.tables import join
 from models.training.fit import FitConfig
-from pipelines.evaluation.inference import infer_all
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.trainings import build_training
 
@@ -62,11 +58,6 @@ def test_a_click_rate_is_the_column_of_the_longest_window(
     chances = model().score(batch)[:, 0].sigmoid()
 
     torch.testing.assert_close(chances, features[:, column])
-
-
-def test_click_rates_are_ordered_by_the_length_of_their_window() -> None:
-    assert rate_columns(RATES, "item") == ["item_ctr_1.5d", "item_ctr_30d"]
-    assert rate_columns(("query_ctr_7d", "pair_clicks_7d"), "pair") == []
 
 
 def test_all_results_tie_in_tables_without_click_rates() -> None:
@@ -127,38 +118,3 @@ def test_the_order_of_the_log_has_metrics_with_the_position_only(
     assert metrics["with_position/gauc"] == pytest.approx(expected)
     by_user = run.model.measure(batch, by_user=1)
     assert "by_user/with_position/gauc" in by_user
-
-
-def test_the_order_of_the_log_is_not_served(
-    search: tuple[str, str], tmp_path: Path
-) -> None:
-    inputs = Inputs(search[0])
-    fit = FitConfig(batch_size=16, metric="with_position/gauc")
-    run = build_training({"name": "log_order"}, fit, inputs)
-    run.fit_in_one_pass()
-    checkpoint.save(tmp_path / "best", run.model, run.checkpoint(epoch=1))
-    assert LogOrder.reason_not_served()
-    with pytest.raises(UserError, match="known only after results were shown"):
-        infer_all(str(tmp_path / "best"), inputs, str(tmp_path / "scores"))
-
-
-def test_a_click_rate_is_trained_measured_and_inferred(
-    search: tuple[str, str], tmp_path: Path
-) -> None:
-    tables, _ = search
-    fit = FitConfig(batch_size=16, metric="gauc")
-    run = build_training({"name": "pair_ctr"}, fit, Inputs(tables))
-    run.fit_in_one_pass()
-
-    sums, _ = run.validate(run.model)
-
-    metrics = run.means(sums)
-    batch = run.val.collate(np.arange(len(run.val)))
-    rate = batch.features[:, run.catalogue.features.index("pair_ctr_7d")]
-    auc, valid = request_auc(rate, batch.labels[:, 0], batch.candidate_request)
-    assert metrics["gauc"] == pytest.approx(float(auc[valid].mean()))
-    checkpoint.save(tmp_path / "best", run.model, run.checkpoint(epoch=1))
-    manifest, _ = infer_all(
-        str(tmp_path / "best"), Inputs(tables), str(tmp_path / "scores")
-    )
-    assert manifest.rows > 0

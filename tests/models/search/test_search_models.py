@@ -4,11 +4,9 @@ of the batch and train every weight; and the conditions and inputs of QGS.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from models.search.catalogue import pair_key
 from tests.fixtures.search_models import (
     VARIANTS,
     build_variant,
@@ -16,21 +14,7 @@ from tests.fixtures.search_models import (
 )
 from tests.fixtures.search_tables import change_batch
 
-GENERATIVE = [name for name in VARIANTS if name != "base"]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_loss_reaches_every_weight(name, catalogue, batch):
-    model = build_variant(name, catalogue).train()
-
-    outputs = model(batch)
-    outputs["loss"].backward()
-
-    assert torch.isfinite(outputs["loss"])
-    for key, parameter in model.named_parameters():
-        assert parameter.grad is not None, key
-        assert torch.isfinite(parameter.grad).all(), key
-    assert model.score(batch).shape == (len(batch.candidate), 2)
+GENERATIVE = [name for name in VARIANTS if not name.startswith("base")]
 
 
 @pytest.mark.parametrize("name", GENERATIVE)
@@ -94,67 +78,6 @@ def test_a_candidate_changes_no_other_score_and_labels_change_none(
     assert (after[3] != scores[3]).any()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_scores_of_a_user_do_not_depend_on_the_batch(name, catalogue, examples, batch):
-    model = build_variant(name, catalogue)
-    with torch.no_grad():
-        scores = model.score(batch)
-        for row in range(3):
-            alone = model.score(examples.collate(np.array([row])))
-            in_row = batch.request_row[batch.candidate_request] == row
-            assert torch.allclose(alone, scores[in_row], atol=1e-5)
-
-
-def test_the_joint_condition_depends_on_the_document_and_the_query_does_not(
-    catalogue, batch
-):
-    with pytest.warns(UserWarning, match="leaks the document to predict"):
-        joint_model = build_variant("qgs", catalogue, query_condition="joint")
-    query_model = build_variant("qgs", catalogue)
-    # two documents after one query
-    keys = np.array([pair_key(item, 1, catalogue.num_queries) for item in (2, 3)])
-    pairs, _ = catalogue.text.find_pairs(keys)
-    past, rows = torch.zeros(2, 24), torch.arange(2)
-
-    with torch.no_grad():
-        joint_text = torch.from_numpy(catalogue.text.joint[pairs])
-        joint = joint_model.predict_next(past, joint_text, rows)
-        query_text = torch.from_numpy(catalogue.text.queries[[1, 1]])
-        query = query_model.predict_next(past, query_text, rows)
-
-    assert not torch.allclose(joint[0], joint[1], atol=1e-5)
-    assert torch.allclose(query[0], query[1], atol=1e-5)
-
-
-def test_models_with_the_joint_condition_score_and_train(catalogue, batch):
-    with pytest.warns(UserWarning, match="leaks the document to predict"):
-        model = build_variant("qgs", catalogue, query_condition="joint")
-    with torch.no_grad():
-        assert model.score(batch).shape == (len(batch.candidate), 2)
-    model.train()(batch)["loss"].backward()
-
-
-@pytest.mark.parametrize(
-    ("name", "is_condition"), [("qgs", True), ("qgs_item_only", False)]
-)
-def test_the_query_changes_the_prediction_only_as_a_condition(
-    name, is_condition, catalogue, batch
-):
-    other = change_batch(batch, catalogue, request_query=(batch.request_query + 2) % 8)
-    model = build_variant(name, catalogue)
-    with torch.no_grad():
-        states = model.encode_history(batch, model.history_tokens(batch))
-        past = model.request_states(states, batch)
-        prediction = model.predict_next(
-            past, batch.query_text, batch.request_query_text
-        )
-        other_prediction = model.predict_next(
-            past, other.query_text, other.request_query_text
-        )
-    changed = not torch.allclose(prediction, other_prediction, atol=1e-5)
-    assert changed == is_condition
-
-
 def build_document_model(name, negatives, catalogue):
     """Build a model that predicts the next token, and one with the same weights that
     predicts the next document.
@@ -172,7 +95,7 @@ def build_document_model(name, negatives, catalogue):
 
 
 @pytest.mark.parametrize("negatives", ["position", "batch"])
-@pytest.mark.parametrize("name", ["qgs", "hstu", "hllm_item_tower"])
+@pytest.mark.parametrize("name", ["qgs", "hstu", "hllm item_tower"])
 def test_the_next_document_is_predicted_instead_of_the_next_token(
     name, negatives, catalogue, batch
 ):
@@ -196,28 +119,6 @@ def test_the_next_document_is_predicted_instead_of_the_next_token(
     assert float(outputs["infonce"]) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("negatives", ["position", "batch"])
-@pytest.mark.parametrize("name", ["qgs", "hstu", "hllm_item_tower"])
-@pytest.mark.parametrize("key", ["history_query", "history_features"])
-def test_the_next_document_is_predicted_without_its_features_and_with_its_query(
-    key, name, negatives, catalogue, batch
-):
-    """The last behaviours change, which no state before them reads."""
-    _, model = build_document_model(name, negatives, catalogue)
-    values = getattr(batch, key).clone()
-    for row, length in enumerate(batch.history_length.tolist()):
-        values[row, length - 1] = (values[row, length - 1] + 1) % 8
-    changed = change_batch(batch, catalogue, **{key: values})
-
-    with torch.no_grad():
-        loss = model(batch)["infonce"]
-        states = model.encode_history(batch, model.history_tokens(batch))
-        changed_loss = model.next_item_loss(states, None, changed)
-
-    is_condition = key == "history_query" and model.config.query_condition == "query"
-    assert torch.equal(changed_loss, loss) != is_condition
-
-
 def record_tower_inputs(model):
     """Return a list to which the first tower's inputs are appended."""
     inputs = []
@@ -227,7 +128,7 @@ def record_tower_inputs(model):
     return inputs
 
 
-@pytest.mark.parametrize("name", ["qgs_match", "hstu_match", "hllm_item_tower_match"])
+@pytest.mark.parametrize("name", ["qgs match", "hstu match", "hllm item_tower_match"])
 def test_match_adds_the_similarity_to_the_predicted_next_item_to_the_tower_inputs(
     name, catalogue, batch
 ):

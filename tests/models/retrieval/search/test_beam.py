@@ -71,21 +71,6 @@ def check_rankings(ranked, scorer, codes, k, beam, allowed=None):
 
 
 @settings(max_examples=150)
-@given(search_problems(), st.integers(1, 30))
-def test_a_beam_as_wide_as_the_catalogue_ranks_all_items(problem, k):
-    scorer, trie, codes = problem
-
-    items, scores = beam_search(scorer, trie, k, beam=len(codes))
-
-    for user in range(len(items)):
-        ranked = sorted((-scorer.prefix_score(user, code), code) for code in codes)
-        best = [codes.index(code) for score, code in ranked if score != math.inf][:k]
-        assert items[user].tolist() == best + [-1] * (k - len(best))
-        assert len(set(best)) == len(best)
-        assert scores[user, len(best) :].tolist() == [-math.inf] * (k - len(best))
-
-
-@settings(max_examples=150)
 @given(search_problems(), st.integers(1, 12), st.integers(1, 12))
 def test_any_beam_keeps_the_best_prefixes_and_breaks_ties_by_code(problem, k, beam):
     scorer, trie, codes = problem
@@ -107,15 +92,6 @@ def test_a_restricted_search_is_the_search_of_a_trie_of_the_allowed_items(
     num_tuples = math.prod(table.shape[2] for table in scorer.tables)
     ranked = unconstrained_beam_search(scorer, trie, k, num_tuples, edges)
     check_rankings(ranked, scorer, codes, k, num_tuples, allowed)
-
-
-@settings(max_examples=60)
-@given(search_problems(), st.integers(1, 12))
-def test_an_unconstrained_search_that_drops_no_tuple_ranks_as_with_the_trie(problem, k):
-    scorer, trie, codes = problem
-    num_tuples = math.prod(table.shape[2] for table in scorer.tables)
-    ranked = unconstrained_beam_search(scorer, trie, k, beam=num_tuples)
-    check_rankings(ranked, scorer, codes, k, num_tuples)
 
 
 def test_a_tuple_whose_every_bigram_exists_is_not_an_item():

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from ctypes import CDLL
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,6 @@ from torch.nn import functional
 
 from models.cpu import kernels
 from models.cpu.matmul import MAX_RELATIVE_ERROR, PackedLinear
-from models.dataset.encoding import PAD
-from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.search.beam import beam_search
-from models.retrieval.search.trie import Trie
-from models.retrieval.tiger import Tiger, TigerConfig
-from tests.fixtures.search_problems import catalogues, draw_subset
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None,
@@ -191,147 +184,11 @@ def test_log_softmax_part_equals_columns_of_the_log_softmax(width):
         assert part[1:].tolist() == [[0.0]] * 5
 
 
-Head = tuple[Tensor, ...]
-"""Table of earlier codes, scale and shift of the norm, weight and bias of a level."""
-
-
-def build_heads(
-    sizes: tuple[int, ...], width: int, seed: int, uniform: bool
-) -> list[Head]:
-    """Return the random head of each level; with `uniform`, all codes score alike."""
-    heads = []
-    for level, size in enumerate(sizes):
-        # equal outputs of two levels would tie codes in either order
-        level_seed = seed + 100 * level
-        table = draw_normal(sum(sizes[:level]), width, seed=level_seed)
-        scale = draw_normal(width, seed=level_seed + 10)
-        shift = draw_normal(width, seed=level_seed + 20)
-        weight = draw_normal(size, width, seed=level_seed + 30)
-        bias = draw_normal(size, seed=level_seed + 40)
-        if uniform:
-            weight, bias = weight * 0, bias * 0
-        heads.append((table, scale, shift, weight, bias))
-    return heads
-
-
-class Float64Scorer:
-    """A `Scorer` that computes the heads of `build_heads` in float64."""
-
-    def __init__(
-        self, hidden: Tensor, heads: list[Head], sizes: tuple[int, ...]
-    ) -> None:
-        self.hidden = hidden.double().chunk(len(sizes), 1)
-        self.heads = [[part.double() for part in head] for head in heads]
-        self.first_rows = [sum(sizes[:level]) for level in range(len(sizes))]
-        self.rows = torch.zeros(len(hidden), 1, 0, dtype=torch.long)
-
-    def start(self) -> Tensor:
-        """Return the log-probabilities (B, C_0) of the first code."""
-        self.rows = self.rows.new_zeros((len(self.rows), 1, 0))
-        return self.score()[:, 0]
-
-    def step(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return the log-probabilities (B, W, C_l) of the next code of each beam."""
-        level = self.rows.shape[2]
-        parent_index = parents.unsqueeze(-1).expand(-1, -1, level)
-        parent_rows = self.rows.gather(1, parent_index)
-        new_rows = tokens + self.first_rows[level]
-        self.rows = torch.cat([parent_rows, new_rows.unsqueeze(-1)], -1)
-        return self.score()
-
-    def score(self) -> Tensor:
-        """Return the log-probabilities (B, W, C_l) after the rows of each beam."""
-        level = self.rows.shape[2]
-        table, scale, shift, weight, bias = self.heads[level]
-        x = self.hidden[level].unsqueeze(1) + table[self.rows].sum(2)  # (B, W, M)
-        x = functional.layer_norm(x, (x.shape[-1],), scale, shift, 1e-5)
-        return (functional.gelu(x) @ weight.T + bias).log_softmax(-1)
-
-
-def mark_unambiguous(scores: Tensor) -> Tensor:
-    """Return a mask (B, K) of the ranks whose item does not depend on rounding.
-
-    Neighbouring scores that are nearly equal may swap, and the last item of the beam
-    may tie with an item that the beam dropped.
-
-    Args:
-        scores: (B, K) scores, best first, -inf where there is no item.
-    """
-    has_gap = scores.diff().abs() > 1e-3
-    has_gap = functional.pad(has_gap, (1, 1), value=True)  # (B, K + 1)
-    num_items = (scores > -torch.inf).sum(1, keepdim=True)
-    is_before_last = torch.arange(scores.shape[1]) < num_items - 1
-    return has_gap[:, 1:] & has_gap[:, :-1] & is_before_last
-
-
-@needs_compiler
-@in_both_builds
-@settings(max_examples=100)
-@given(
-    catalogues(),
-    st.booleans(),
-    st.integers(1, 12),
-    st.integers(1, 7),
-    st.sampled_from([1, 15, 16, 37]),
-    st.booleans(),
-    st.integers(0, 5),
-    st.booleans(),
-)
-def test_the_compiled_beam_search_equals_the_one_of_pytorch_in_float64(
-    catalogue, children, keep, beam, width, uniform, seed, restricted
-):
-    """Heads that are `uniform` give many tied scores, which go to the lower codes."""
-    sizes, codes = catalogue
-    trie, users = Trie(torch.tensor(codes), sizes), 3
-    heads = build_heads(sizes, width, seed, uniform)
-    hidden = draw_normal(users, len(sizes) * width, seed=seed + 50)
-    allowed = None
-    allowed_by_level: tuple[Tensor, ...] = ()
-    if restricted:
-        allowed = trie.mark_edges(draw_subset(codes, seed)[0])
-        allowed_by_level = allowed.split(trie.edges)
-    edges = [(trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)]
-
-    node, scores = kernels.beam_search(
-        hidden, heads, edges, list(sizes), 1e-5, beam, keep, children, allowed_by_level
-    )
-    items = torch.where(scores == -torch.inf, -1, trie.leaves[node])
-
-    scorer = Float64Scorer(hidden, heads, sizes)
-    expected_items, expected = beam_search(scorer, trie, keep, beam, children, allowed)
-    torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-4)
-    unambiguous = mark_unambiguous(expected)
-    assert torch.equal(items[unambiguous], expected_items[unambiguous])
-
-
-def test_a_missing_compiler_gives_a_warning_and_the_same_results(monkeypatch, tmp_path):
-    torch.manual_seed(0)
-    codes = torch.cartesian_prod(torch.arange(4), torch.arange(4), torch.arange(2))
-    config = TigerConfig(
-        d_model=16,
-        d_ff=24,
-        num_heads=2,
-        d_kv=8,
-        num_encoder_layers=2,
-        num_decoder_layers=2,
-    )
-    tiger = Tiger(config, Catalogue.from_codes(codes, (4, 4, 2))).eval()
-    batch = HistoryBatch(
-        history=torch.tensor([[5, 3, PAD], [7, 9, 1], [2, PAD, PAD]]),
-        history_length=torch.tensor([2, 3, 1]),
-        user=torch.tensor([4, 2, 1]),
-    )
-    items, scores = tiger.recommend(batch, 5)
-
+def test_a_missing_compiler_gives_a_warning(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.warns(UserWarning, match="kernels cannot be compiled"):
         assert load_library() is None
-
-    monkeypatch.setattr(kernels, "library", lambda: None)
-    pytorch_items, pytorch_scores = tiger.recommend(batch, 5)
-    assert pytorch_items.tolist() == items.tolist()
-    torch.testing.assert_close(pytorch_scores, scores, rtol=1e-5, atol=1e-5)
 
 
 @needs_compiler
@@ -370,45 +227,6 @@ def test_packed_attention_rejects_arguments_beyond_its_memory():
             kernels.packed_attention(qkv, torch.tensor(offsets), bias, 2)
     with pytest.raises(ValueError, match="bias"):
         kernels.packed_attention(qkv, begin, bias[:, :2, :2], 2)
-
-
-def build_search_arguments(users: int = 2) -> dict[str, Any]:
-    """Return valid arguments of `kernels.beam_search`, codebooks of 2 and 3 codes."""
-    trie, width = Trie(torch.tensor([[0, 1], [1, 0], [1, 2]]), (2, 3)), 5
-    heads = []
-    for level, size in enumerate((2, 3)):
-        table = draw_normal(level * 2, width)
-        scale, shift = draw_normal(width), draw_normal(width)
-        weight, bias = draw_normal(size, width), draw_normal(size)
-        heads.append((table, scale, shift, weight, bias))
-    return {
-        "hidden": draw_normal(users, 2 * width),
-        "heads": heads,
-        "trie": [(trie.offsets(level), trie.tokens(level)) for level in range(2)],
-        "sizes": [2, 3],
-        "epsilon": 1e-5,
-        "beam": 2,
-        "keep": 3,
-        "children": True,
-    }
-
-
-@needs_compiler
-def test_an_empty_batch_gives_empty_results():
-    begin = torch.zeros(1, dtype=torch.long)
-    no_rows = begin[:0]
-    mixed = kernels.packed_attention(draw_normal(0, 24), begin, draw_normal(2, 0, 0), 2)
-    assert mixed.shape == (0, 8)
-    mixed = kernels.packed_readout(draw_normal(0, 2, 4), draw_normal(0, 4), begin)
-    assert mixed.shape == (0, 2, 4)
-    mixed = kernels.beam_attention(
-        draw_normal(0, 8), [draw_normal(2, 16)], [no_rows], draw_normal(2, 1), 2
-    )
-    assert mixed.shape == (0, 8)
-    assert kernels.scaled_rows(draw_normal(0, 4), 1e-6).shape == (0, 4)
-    assert kernels.log_softmax_part(draw_normal(0, 4), 1, 2).shape == (0, 2)
-    node, score = kernels.beam_search(**build_search_arguments(users=0))
-    assert node.shape == score.shape == (0, 3)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

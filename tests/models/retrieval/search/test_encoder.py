@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,13 +123,3 @@ def test_the_packed_encoder_is_cached_until_the_weights_change():
         torch.testing.assert_close(
             states[is_real], expected[is_real], rtol=1e-4, atol=1e-5
         )
-
-
-def test_the_packed_encoder_is_neither_saved_nor_copied():
-    model = build_backbone(1)
-    names = set(model.state_dict())
-    encoder = model.packed_encoder()
-    assert set(model.state_dict()) == names
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert copied.packed_encoder() is not encoder
-        assert copied.packed_encoder().encoder is copied.encoder

@@ -13,6 +13,7 @@ from models.retrieval.tokenizers.published import (
     parse_published,
     read_published,
 )
+from models.storage.tables import UserError
 
 CODES = {"a": [1, 2, 3], "b": [0, 255, 7]}
 TOKENS = {"a": ["<a_1>", "<b_2>", "<c_3>"], "b": ["<a_0>", "<b_255>", "<c_7>"]}
@@ -39,11 +40,34 @@ def test_every_layout_reads_to_the_same_codes(
     assert len(digest) == 64
 
 
-def test_item_ids_are_stripped_of_white_space() -> None:
-    assert parse_published(b"item_id,c1\n a ,1\n", "x.csv") == {"a": [1]}
-    assert parse_published(b'{"a ": [1]}', "x.json") == {"a": [1]}
-
-
 def test_codes_are_in_the_order_of_the_catalogue_without_other_items() -> None:
     assert catalogue_codes(CODES, ["b"], "f").tolist() == [[0, 255, 7]]
     assert catalogue_codes(CODES, ["b", "a"], "f").tolist() == [[0, 255, 7], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"item,c1\na,1\n", "header 'item,c1'"),
+        ("x.csv", b"item_id,c1\na,1\na,2\n", "item 'a' twice"),
+        ("x.csv", b"item_id,c1\na,1\na ,2\n", "item 'a' twice"),
+        ("x.csv", b"item_id,c1,c2\na,1,2\nb,1\n", r"SIDs of \[1, 2\] codes"),
+        ("x.csv", b"item_id,c1\na,-1\n", "code '-1'"),
+        ("x.csv", b"item_id,c1\na,65536\n", "code '65536'"),
+        ("x.csv", b"item_id,c1\n", "all must have the same number"),
+        ("x.json", b'{"a": [1], "a": [2]}', "item 'a' twice"),
+        ("x.json", b'{"a": 3}', "not a JSON object"),
+        ("x.json", b'{"a": [1.5]}', "code 1.5"),
+        ("x.json", b'{"a": [true]}', "code True"),
+        ("x.json", b"[1, 2]", "not a JSON object"),
+        ("x.json", b'{"a": [1]', "damaged or not UTF-8"),
+        ("x.json.gz", b"\x1f\x8bdamaged", "damaged"),
+        ("x.tsv", b"", "neither .json nor .csv"),
+    ],
+)
+def test_malformed_files_are_rejected_with_their_name(
+    name: str, content: bytes, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        parse_published(content, name)
+    assert name in str(error.value)

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from models.retrieval.tokenizers.codes import (
     add_conflict_levels,
-    branching,
     collision_groups,
     conflict_ranks,
     measure_collisions,
-    measure_levels,
 )
 from models.retrieval.tokenizers.config import PsidConfig
 from models.retrieval.tokenizers.psid import assign_unique_codes
@@ -97,15 +95,15 @@ def test_the_closest_item_keeps_its_codes_and_others_take_the_best_free_candidat
         taken.add(codes[item])
 
 
-def test_equal_items_get_distinct_codes_in_a_fixed_order_until_none_is_free() -> None:
-    quantized = quantize_random(125, 5, 3, 1, spread=0.0)
-
-    codes = assign_unique_codes(quantized, PsidConfig(width=1))
-
-    assert len(np.unique(codes, axis=0)) == 125
-    assert codes[0].tolist() == quantized.codes[0].tolist()
-    again = assign_unique_codes(quantized, PsidConfig(width=1))
-    assert np.array_equal(codes, again)
+def test_psid_rejects_too_many_items_too_many_candidates_and_a_width_of_0() -> None:
+    message = "10 items need as many SIDs, 2 levels of 3 codes have 9"
+    with pytest.raises(UserError, match=message):
+        assign_unique_codes(quantize_random(10, 3, 2, 0), PsidConfig())
+    wide = PsidConfig(width=4, max_candidates=10)
+    with pytest.raises(UserError, match=r"psid\.max_candidates 10"):
+        assign_unique_codes(quantize_random(12, 4, 3, 0), wide)
+    with pytest.raises(ValueError, match=r"psid\.width is 0"):
+        PsidConfig(width=0)
 
 
 CODE_ROWS = st.integers(1, 3).flatmap(
@@ -171,23 +169,3 @@ def test_measures_of_collisions_equal_counts(rows: list[tuple[int, ...]]) -> Non
     assert measures["distinct"] == len(set(rows))
     assert measures["duplicates"] == len(rows) - len(set(rows))
     assert measures["largest_group"] == max(counts)
-
-
-@given(CODE_ROWS)
-def test_branching_and_measures_of_levels_equal_counts(
-    rows: list[tuple[int, ...]],
-) -> None:
-    codes = np.array(rows)
-    levels = codes.shape[1]
-    num_prefixes = [len({row[:length] for row in rows}) for length in range(levels + 1)]
-    assert branching(codes) == [
-        after / before for before, after in itertools.pairwise(num_prefixes)
-    ]
-    for level, measures in enumerate(measure_levels(codes, [4] * levels)):
-        column = codes[:, level].tolist()
-        shares = [column.count(code) / len(rows) for code in set(column)]
-        assert measures["used"] == len(shares)
-        assert measures["use"] == len(shares) / 4
-        assert measures["entropy_bits"] == pytest.approx(
-            -sum(p * np.log2(p) for p in shares)
-        )
