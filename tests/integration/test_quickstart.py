@@ -50,10 +50,10 @@ def flows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quickstart, "FLOWS", file)
 
 
-def find_row(output: str, model: str) -> str:
-    """Return the model's row in the last table of an output of the quickstart."""
-    lines = output.splitlines()
-    return next(line for line in reversed(lines) if line.startswith(f"{model} "))
+def find_rows(output: str, model: str) -> str:
+    """Return the model's rows in the tables of the comparison."""
+    lines = output.split("] Compare ")[1].splitlines()
+    return "\n".join(line for line in lines if line.startswith(f"{model} "))
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_a_simulated_log_becomes_a_table_of_models(
     assert "The log is simulated" in output
     file = tmp_path / log / "runs" / model / "best/evaluation-test.json"
     metrics = json.loads(file.read_text())["metrics"]
-    assert f"{metrics[metric]:.4f}" in find_row(output, model)
+    assert f"{metrics[metric]:.4f}" in find_rows(output, model)
 
     if family == "search":  # a second seed joins the first one's row
         quickstart.run(replace(config, seed=43))
-        assert "±" in find_row(capsys.readouterr().out, model)
+        assert "±" in find_rows(capsys.readouterr().out, model)
 
 
 @pytest.mark.parametrize(
