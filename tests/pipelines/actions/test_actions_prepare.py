@@ -13,10 +13,9 @@ import pytest
 import yaml
 
 from models.actions.data import ActionsDataset
-from models.storage.tables import UserError, read_manifest, read_table
+from models.storage.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
-from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 
@@ -119,20 +118,6 @@ def prepare_log(
     return tables, reported
 
 
-def prepare_again(folder: Path) -> list[str]:
-    """Prepare the raw log in `folder` once more; return the reported lines."""
-    reported: list[str] = []
-    source, defaults = load_source(str(folder / "raw" / "source.yaml"))
-    prepare(
-        source,
-        str(folder / "raw"),
-        str(folder / "tables"),
-        read_config(defaults),
-        report=reported.append,
-    )
-    return reported
-
-
 def read_users(tables: str) -> dict[str, dict[str, Any]]:
     """Return the rows of `sequences` by user ID."""
     rows = read_table(tables + "/sequences").to_pylist()
@@ -224,25 +209,6 @@ def test_sequences_have_tasks_features_and_split_boundaries(prepared: Prepared) 
     assert info["events_without_context"]["test"] == 2
 
 
-def test_items_have_attributes_and_numbers(prepared: Prepared) -> None:
-    items = read_table(prepared.tables + "/items").to_pylist()
-    assert [
-        (row["item_id"], row["cat_author"], row["num_length"]) for row in items
-    ] == [("a", "x", 1.5), ("b", None, None)]
-
-
-def test_tables_that_are_up_to_date_are_not_written_again(prepared: Prepared) -> None:
-    reported = prepare_again(prepared.folder)
-    assert reported[0] == "note: no key of the mapping reads users.csv"
-    assert [line.split(":")[0] for line in reported[1:5]] == [
-        "events",
-        "rejects",
-        "items",
-        "sequences",
-    ]
-    assert all("up to date" in line for line in reported[1:5])
-
-
 def prepare_viewers(folder: Path) -> str:
     """Prepare the log with an attribute of users and a category of events."""
     places = ["place", "home", "home", "", "shop", "shop", "home", "home"]
@@ -278,49 +244,6 @@ def test_attributes_of_users_and_categories_of_events_are_features_of_events(
     assert candidate_viewers == {"old": [[1, 1]], "new": [[0, 0], [0, 1]]}
 
 
-def test_a_changed_user_file_invalidates_the_tables(tmp_path: Path) -> None:
-    prepare_viewers(tmp_path)
-    (tmp_path / "raw" / "users.csv").write_text("id,age\nold,71\n")
-    with pytest.raises(UserError, match="was made from other inputs"):
-        prepare_again(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [
-        (
-            {"val_start": START + 1, "test_start": START + 30},
-            "the log runs from 1600000000001 to 1600000000040 ms",
-        ),
-        (
-            {"val_start": START + 20, "test_start": START + 41},
-            "the log runs from 1600000000001 to 1600000000040 ms",
-        ),
-        (
-            {"val_start": START + 26, "test_start": START + 30},
-            r"leave no event in val \(train 4, val 0, test 3\)",
-        ),
-    ],
-)
-def test_boundaries_that_leave_a_split_empty_are_rejected(
-    tmp_path: Path, split: dict, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        prepare_log(tmp_path, LOG, {"split": split})
-    assert not (tmp_path / "tables" / "sequences").exists()
-
-
-def test_an_item_whose_number_is_text_is_rejected(tmp_path: Path) -> None:
-    source, _, raw = write_raw_log(tmp_path / "raw", LOG)
-    (tmp_path / "raw" / "items.csv").write_text("i,a,s\na,x,long\nb,,2\n")
-
-    [block] = source.items.read(raw, "items.csv")
-
-    assert block.rows["item_id"].to_pylist() == ["b"]
-    assert block.rejects["reason"][0].as_py().startswith("s: not a number; ")
-    assert (block.rejects.num_rows, block.rows_read) == (1, 2)
-
-
 @pytest.mark.parametrize(
     ("val_start", "test_start"),
     [
@@ -335,9 +258,3 @@ def test_split_boundaries_are_dates_or_milliseconds(
     split = read_config({"split": options}).split
     assert (split.val_start, split.test_start) == (86_400_000, 2 * 86_400_000)
     assert split.settings()["val_start"] == 86_400_000
-
-
-def test_one_split_boundary_alone_is_rejected() -> None:
-    with pytest.raises(UserError, match="it needs both"):
-        read_config({"split": {"val_start": "1970-01-02"}})
-    assert "val_start" not in PrepareConfig().split.settings()

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pytest
 
 from models.config import build
 from pipelines.data.actions.config import ActionsConfig, Input, Task
@@ -104,14 +103,6 @@ def test_bool_labels_without_an_entry_become_tasks_and_inputs() -> None:
     assert list(config.tasks) == ["long", "middling", "some", "click", "like"]
     assert list(config.inputs) == ["dwell", "click", "like"]
     assert config.counts.counted_labels == ["long", "middling", "some", "click", "like"]
-
-
-def test_a_log_without_bool_labels_needs_tasks_and_inputs() -> None:
-    info = {"labels": {"dwell": "float32"}}
-    with pytest.raises(ValueError, match="define at least one task"):
-        ActionsConfig().resolve(info, [])
-    with pytest.raises(ValueError, match="define at least one input"):
-        ActionsConfig(tasks={"t": Task("dwell", above=1)}).resolve(info, [])
 
 
 def test_an_input_is_scaled_by_the_declared_range_of_its_label() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.search.catalogue import SearchCatalogue
-from models.storage.tables import UserError, read_manifest, read_table
+from models.storage.tables import read_manifest, read_table
 from pipelines.data.sequences.as_of import AsOfTable, join_as_of
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.custom_features_log import (
@@ -158,13 +158,3 @@ def test_of_rows_with_equal_item_and_time_the_last_is_kept_and_counted(
     assert read_manifest(f"{tables}/as_of_prices").info["repeated"] == 3
     kept = read_table(f"{tables}/as_of_prices")["num_price"].to_pylist()
     assert kept.count(99.0) == 3
-
-
-def test_prices_of_other_ids_are_refused(raw: Path, tmp_path: Path) -> None:
-    prices = pl.read_csv(raw / "prices.csv")
-    other_ids = prices.with_columns(id="other " + pl.col("id"))
-    log = copy_with_prices(raw, tmp_path, other_ids)
-
-    error = r"as_of_prices has no row before any of the 10,000 events"
-    with pytest.raises(UserError, match=error):
-        prepare_tables(tmp_path, log, WITH_PRICES)

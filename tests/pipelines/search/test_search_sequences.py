@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from models.storage.tables import UserError, join, read_manifest, read_table, write_part
+from models.storage.tables import join, read_manifest, read_table, write_part
 from pipelines.data.events.columns import Vocabulary, read_part
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.times import Time
@@ -181,16 +181,6 @@ def repeat_after_a_day() -> list[dict]:
     results = make_results()
     later = [row | {"timestamp_ms": row["timestamp_ms"] + DAY_MS} for row in results]
     return results + later
-
-
-def test_a_request_id_that_is_used_again_later_is_rejected(tmp_path: Path) -> None:
-    builder = make_builder(has_clock_times=True, search=SearchConfig(windows_days=[]))
-    build_requests(make_results(), tmp_path, builder)
-    with pytest.raises(
-        UserError,
-        match=r"request 'r' of user 'u'.* 1,440\.\d minutes .*max_request_minutes 60;.*session",
-    ):
-        build_requests(repeat_after_a_day(), tmp_path, builder)
 
 
 def test_without_clock_times_a_request_has_no_maximum_duration(tmp_path: Path) -> None:

@@ -50,27 +50,6 @@ def test_counts_and_gap_equal_brute_force(
             assert gap[i] == NO_GAP
 
 
-def test_events_of_one_moment_do_not_count_for_each_other() -> None:
-    counts, gap = window_counts(
-        np.zeros(3, np.int64), np.full(3, 100), np.ones((3, 1), np.int32), [50], 0
-    )
-    assert not counts.any()
-    assert (gap == NO_GAP).all()
-
-
-def test_later_events_change_no_count() -> None:
-    rng = np.random.default_rng(0)
-    key, times = rng.integers(0, 9, 500), np.sort(rng.integers(0, 1000, 500))
-    marks = rng.integers(0, 2, (500, 2)).astype(np.int32)
-    counts, _ = window_counts(key, times, marks, [100, 300], 10)
-    for index in (100, 250, 400):
-        past = times <= times[index]
-        past_counts, _ = window_counts(
-            key[past], times[past], marks[past], [100, 300], 10
-        )
-        assert (past_counts == counts[past]).all()
-
-
 def test_cost_is_linear_in_the_log_for_any_window_length() -> None:
     """A key with all events in one window is quadratic for an algorithm that iterates over
     the events of each window.
