@@ -65,22 +65,6 @@ def test_auc_of_a_request_is_the_share_of_ordered_pairs(seed):
             assert float(auc[r]) == pytest.approx(sklearn_auc)
 
 
-def test_constant_scores_have_an_auc_of_half_and_requests_of_one_class_have_none():
-    scores = torch.tensor([1.0, 1.0, 1.0, 0.2, 0.9, 0.5, 0.5, 3.0])
-    labels = torch.tensor([1, 0, 0, 0, 1, 1, 1, 0]).bool()
-    request = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
-
-    auc, valid = request_auc(scores, labels, request)
-    metrics = ranking_means(ranking_sums(scores, labels, request))
-
-    assert valid.tolist() == [True, True, False, False]
-    assert auc[:2].tolist() == [0.5, 1.0]
-    assert metrics["gauc"] == pytest.approx(0.75)
-    assert metrics["gauc_by_impressions"] == pytest.approx((3 * 0.5 + 2 * 1.0) / 5)
-    assert metrics["requests"] == 4
-    assert metrics["requests_one_class"] == 2
-
-
 @pytest.fixture
 def untied_requests() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores without ties, labels and request numbers of 200 requests."""

@@ -176,30 +176,6 @@ def build_user(count: int, rng: np.random.Generator, cuts: tuple[int, int]) -> d
     return build_user_row("u", items, list(range(count)), [True] * count, cuts, rng)
 
 
-@pytest.mark.parametrize(
-    ("overlap", "expected"),
-    [
-        (0.0, [(0, 5, 5), (5, 15, 10), (15, 25, 10)]),
-        (0.3, [(0, 4, 4), (1, 11, 7), (8, 18, 7), (15, 25, 7)]),
-    ],
-)
-def test_training_windows_are_cut_from_the_end_and_overlap(overlap, expected, tmp_path):
-    """`expected` has (first event, end, number of last events that are trained on)."""
-    rows = [build_user(25, np.random.default_rng(0), (25, 25))]
-    tables = write_rows(tmp_path, rows, 9)
-    examples = load_examples(tables, "train", overlap, max_history=10)
-
-    windows = []
-    for row in range(len(examples)):
-        batch = examples.collate(np.array([row]))
-        times = batch.time[0].tolist()
-        num_learned = int(batch.learn.sum())
-        assert batch.learn[0, -num_learned:].all()
-        windows.append((times[0], times[-1] + 1, num_learned))
-
-    assert windows == expected
-
-
 def test_candidates_of_users_without_a_context_are_split_too(tmp_path, monkeypatch):
     """A candidate reads itself and its context, which is padded to one event."""
     rng = np.random.default_rng(0)

@@ -4,7 +4,6 @@ padding and train every weight; and the properties of each fusion.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -238,27 +237,6 @@ def test_action_blocks_of_dhn_read_the_items_of_the_same_layer(catalogue, batch)
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
 
 
-def test_without_ids_items_with_equal_attributes_get_equal_scores(catalogue, batch):
-    """Items 0 and 15 have the same categories, and get the same numbers."""
-    numbers = catalogue.numbers.clone()
-    numbers[15] = numbers[0]
-    catalogue = replace(catalogue, numbers=numbers)
-    batch.candidate_item[0, :2] = torch.tensor([0, 15])
-    for name in ("candidate_viewer", "candidate_feature", "candidate_time"):
-        values = getattr(batch, name)
-        values[0, 1] = values[0, 0]
-
-    for item_ids, is_equal in {"learned": False, "hashed": False, "none": True}.items():
-        model = build_model("attn_mvp", catalogue, item_ids=item_ids, id_buckets=20)
-        _, scores = predict(model, batch)
-        assert torch.allclose(scores[0, 0], scores[0, 1]) == is_equal
-
-    one_bucket = build_model("attn_mvp", catalogue, item_ids="hashed", id_buckets=1)
-    _, scores = predict(one_bucket, batch)
-    assert torch.allclose(scores[0, 0], scores[0, 1])
-    assert one_bucket.items.tables[0].weight.shape == (1, SMALL["width"])
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_new_item_of_the_request_is_scored_by_its_content(name, catalogue, batch):
     """A new item has its content from the batch, text included, and no ID."""
@@ -322,29 +300,6 @@ def test_ids_are_dropped_at_random_in_training_only(catalogue, batch):
     dropped_share = (train_ids == 0).all(1).double().mean()
     assert 0.45 < dropped_share < 0.55
     assert (eval_ids != 0).any(1).all()
-
-
-NEGATIVE_RATE = 0.3
-
-
-@pytest.mark.parametrize("name", ["attn_mvp", "genrank"])
-def test_scores_of_a_model_trained_on_a_share_of_the_negatives_are_corrected(
-    name, catalogue, batch
-):
-    model = build_model(name, catalogue, negative_rate=NEGATIVE_RATE)
-    unsampled = build_model(name, catalogue)
-    with torch.no_grad():
-        # the weights are equal but for the bias, which is initialised to the rates
-        bias = model.head.bias - unsampled.head.bias
-        expected_bias = torch.full_like(bias, -math.log(NEGATIVE_RATE))
-        torch.testing.assert_close(bias, expected_bias)
-        torch.testing.assert_close(
-            model.score(batch), unsampled.score(batch), rtol=1e-5, atol=1e-5
-        )
-
-        _, candidate_logits = predict(model, batch)
-        raw = candidate_logits[batch.candidate_valid]
-        torch.testing.assert_close(model.score(batch), raw + math.log(NEGATIVE_RATE))
 
 
 def test_every_event_sees_the_events_strictly_before_it(batch):

@@ -14,11 +14,9 @@ import pytest
 from models.retrieval.data import Catalogue
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import Manifest, commit, read_manifest, write_part
+from models.storage.tables import Manifest, commit, write_part
 from models.training.fit import EpochEvent, FitConfig, fit
 from pipelines.data.schemas import (
-    SIDS,
-    TRIE,
     events_schema,
     items_schema,
     sequences_schema,
@@ -99,35 +97,6 @@ def write_tables(tmp_path: Path) -> WriteTables:
         inputs = {"items": items_manifest.hash}
         info = {"kind": "retrieval"}
         commit_table(root / "sequences", schema, parts, inputs, info)
-        return root
-
-    return write
-
-
-@pytest.fixture
-def write_sids(tmp_path: Path) -> Callable[..., Path]:
-    """A function that writes `sids` and `trie` of codes for the items of `tables`.
-
-    Keyword arguments `items` and `sids` replace the hashes of the input tables.
-    """
-
-    def write(
-        codes: list[tuple[int, ...]],
-        sizes: list[int],
-        tables: Path,
-        name: str = "sids",
-        **hashes: str,
-    ) -> Path:
-        root = tmp_path / name
-        info = {"codebook_sizes": sizes}
-        table = pa.table({"item_index": range(len(codes)), "codes": codes}, schema=SIDS)
-        items_hash = read_manifest(str(tables / "items")).hash
-        inputs = {"items": hashes.get("items", items_hash)}
-        sids = commit_table(root / "sids", SIDS, [table], inputs, info)
-
-        trie = TRIE.empty_table()  # loading reads its manifest alone
-        inputs = {"sids": hashes.get("sids", sids.hash)}
-        commit_table(root / "trie", TRIE, [trie], inputs, info)
         return root
 
     return write

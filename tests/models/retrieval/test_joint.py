@@ -12,7 +12,6 @@ from models.build import build_model
 from models.layers.t5 import _bucket
 from models.retrieval.students.earn import EarnBackbone
 from models.retrieval.students.joint import Joint
-from models.storage.tables import UserError
 from models.training.optimizers import (
     group_parameters,
     make_optimizer,
@@ -193,10 +192,3 @@ def test_parameters_are_grouped_by_the_factor_of_their_part() -> None:
     optimizer, factors = make_optimizer(model, "adamw", 0.0, model.lr_multipliers())
     set_learning_rate(optimizer, factors, 0.5)
     assert {group["lr"] for group in optimizer.param_groups} == {0.5, 5.0, 50.0}
-
-
-def test_a_factor_of_a_part_without_trained_parameters_is_rejected() -> None:
-    model = build_untaught("nezha", rates={"head": 2.0})
-    model.decoder.heads.requires_grad_(False)
-    with pytest.raises(UserError, match=r"lr_multipliers has 'decoder\.heads'"):
-        group_parameters(model, model.lr_multipliers())

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.dataset.encoding import hash_strings
 from models.retrieval.data import (
-    Catalogue,
     RequestBatch,
     RetrievalDataset,
     WindowBatch,
 )
-from models.storage.tables import UserError
 from tests.models.retrieval.conftest import assign_splits
 
 Example = tuple[Any, ...]
@@ -174,27 +170,3 @@ def test_user_hashes_are_stable_distinct_and_spread():
     assert hashes.min() >= 0
     assert np.bincount(hashes % 10, minlength=10).min() > 400
     assert (hash_strings(ids.slice(100, 7)) == hashes[100:107]).all()
-
-
-SIZES = [2, 2]
-CODES = [(0, 1), (1, 0)]
-
-
-@pytest.fixture
-def tables(write_tables) -> Path:
-    """Tables of one user and two items."""
-    return write_tables({"a": [(1, 0), (2, 1)]}, 2)
-
-
-def test_a_catalogue_has_the_codes_and_the_hashes_of_its_tables(tables, write_sids):
-    catalogue = Catalogue.load(str(tables), str(write_sids(CODES, SIZES, tables)))
-    assert catalogue.sids.tolist() == [[0, 1], [1, 0]]
-    assert catalogue.trie.leaves.tolist() == [0, 1]
-    assert set(catalogue.hashes) == {"sequences", "items", "sids", "trie"}
-
-
-@pytest.mark.parametrize(("table", "source"), [("sids", "items"), ("trie", "sids")])
-def test_semantic_ids_of_other_tables_are_rejected(table, source, tables, write_sids):
-    sids = write_sids(CODES, SIZES, tables, **{source: "0" * 64})
-    with pytest.raises(UserError, match=f"{table} was made from other {source}"):
-        Catalogue.load(str(tables), str(sids))

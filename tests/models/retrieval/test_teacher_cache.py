@@ -33,7 +33,6 @@ from tests.fixtures.batches import fill_batch
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
-ROOT = Path(__file__).parents[3]
 TIGER = {
     "name": "tiger",
     "d_model": 16,
@@ -134,14 +133,6 @@ def train(setup: TrainingRun) -> list[EpochEvent]:
 def table_kinds(cache: Path) -> list[str]:
     """Return the kinds of the tables of a cache: `encoder` or `decoder`, sorted."""
     return sorted(path.name.split("-")[0] for path in cache.iterdir() if path.is_dir())
-
-
-def teacher_tables(cache: Path) -> list[Path]:
-    """Return the tables of the teacher's outputs, without the one of stage 1."""
-    paths = [*cache.glob("encoder-*"), *cache.glob("decoder-*")]
-    return sorted(
-        path for path in paths if "encoder_width" not in read_manifest(str(path)).config
-    )
 
 
 def list_files(uri: str) -> list[str]:

@@ -15,7 +15,6 @@ from models.retrieval.tokenizers import rqkmeans, rqvae
 from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
     Progress,
-    kmeans,
     nearest_centres,
     quantize_vectors,
 )
@@ -60,18 +59,6 @@ def draw_hierarchy(
         points.append(centre + 1e-4 * noise)
         paths += [path] * per_leaf
     return torch.cat(points), np.array(paths)
-
-
-@pytest.mark.parametrize("codes", [8, 12])
-def test_kmeans_gives_each_distinct_point_a_centre_if_there_are_enough_centres(
-    codes: int,
-) -> None:
-    equal_points = torch.zeros(50, 2)
-    other_points = torch.arange(1.0, 8.0)[:, None].repeat(1, 2)
-    points = torch.cat([equal_points, other_points])  # 8 distinct points
-    centres = finish(kmeans(points, codes, seeded(0)))
-    _, distances = nearest_centres(points, centres)
-    assert float(distances.max()) < 1e-6
 
 
 def test_codebooks_of_many_items_are_fitted_on_a_sample_and_all_get_nearest_codes(
