@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -11,6 +14,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -18,45 +22,44 @@ from typing import ClassVar
 import pytest
 
 from pipelines import tracking
-from tests import faults
 
 pytestmark = pytest.mark.long
 
 
-class MlflowServer:
-    """An `mlflow server` on a SQLite file, with its artifacts in the same folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.address = faults.find_free_address()
-        self.start()
-
-    def start(self) -> None:
-        """Start the server and wait until it answers."""
-        self.process = faults.start_mlflow(self.address, self.folder)
-
-    def stop(self) -> None:
-        """Kill the server and its workers."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+def find_free_address() -> str:
+    """Return the HTTP address of a free local port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")
 def server(
     new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[MlflowServer]:
-    """Start an MLflow server on an empty store."""
+) -> Iterator[str]:
+    """Start an MLflow server on an empty store; return its address."""
     folder = tmp_path_factory.mktemp("server")
-    new_store(folder)
-    server = MlflowServer(folder)
-    yield server
-    server.stop()
+    store, address = new_store(folder), find_free_address()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+    command += ["--port", address.rpartition(":")[2], "--workers", "1"]
+    command += ["--backend-store-uri", store]
+    command += ["--artifacts-destination", f"{folder}/artifacts"]
+    # MLflow's job execution would start seven more processes.
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    # In its own process group, so that its workers end with it.
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    while True:
+        assert process.poll() is None
+        with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=60):
+            break
+        time.sleep(0.2)
+    yield address
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def test_trials_of_a_sweep_log_at_once_to_a_server(
-    server: MlflowServer, tmp_path: Path
-) -> None:
-    uri = server.address
+def test_trials_of_a_sweep_log_at_once_to_a_server(server: str, tmp_path: Path) -> None:
+    uri = server
     parent = tracking.open_run(
         uri, "retrieval/x", "sweep", str(tmp_path), config={"sweep": {}}, hashes={}
     )
@@ -134,9 +137,9 @@ class SlowProxy(BaseHTTPRequestHandler):
 
 @pytest.mark.exhaustive
 def test_logging_survives_a_slow_and_temporarily_failing_server(
-    server: MlflowServer, tmp_path: Path
+    server: str, tmp_path: Path
 ) -> None:
-    SlowProxy.server_address = server.address
+    SlowProxy.server_address = server
     with ThreadingHTTPServer(("127.0.0.1", 0), SlowProxy) as proxy:
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         SlowProxy.remaining_failures = 3  # already at the first contact
@@ -156,7 +159,5 @@ def test_logging_survives_a_slow_and_temporarily_failing_server(
     assert not SlowProxy.remaining_failures
     # The first request is tried three times; the points since then share few requests.
     assert SlowProxy.request_counts["log-batch"] <= 6
-    history = tracking.connect(server.address).get_metric_history(
-        run.run_id, "train/loss"
-    )
+    history = tracking.connect(server).get_metric_history(run.run_id, "train/loss")
     assert [point.step for point in history] == list(range(50))

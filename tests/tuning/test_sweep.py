@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -228,83 +225,6 @@ def test_a_sweeps_folder_stands_for_its_best_trial(halved: HalvedSweep) -> None:
     best = halved.sweep_folder / halved.result.best.name
     assert resolve_best_trial(str(halved.sweep_folder)) == str(best)
     assert resolve_best_trial("runs/elsewhere") == "runs/elsewhere"
-
-
-@pytest.mark.exhaustive
-def test_a_stopped_trial_that_was_killed_does_not_continue(halved: HalvedSweep) -> None:
-    file = halved.sweep_folder / halved.result.trials[1].name / "run.json"
-    record = json.loads(file.read_text())
-    file.write_text(json.dumps({**record, "status": "running", "stopped": False}))
-
-    repeated = halved.run(HALVED)
-
-    assert repeated.results is None
-    assert repeated.trials == halved.result.trials
-
-
-def kill_lock_holder(lock: Path) -> None:
-    """Send SIGKILL to the process that holds a trial's lock, which runs the trial."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            open_files = {file.path for file in process.open_files()}
-            if process.pid != os.getpid() and str(lock) in open_files:
-                return process.send_signal(signal.SIGKILL)
-    raise AssertionError(f"no process holds {lock}")
-
-
-@pytest.mark.exhaustive
-def test_killed_trials_are_retried_and_otherwise_recorded_as_failed(
-    halved: HalvedSweep,
-) -> None:
-    kills: list[str] = []
-    notes: list[str] = []
-
-    def kill_trials(line: str) -> None:
-        """Kill lr-0.03 once, which is retried, and lr-0.01 twice, which fails it."""
-        if line.startswith("note:"):
-            notes.append(line)
-        name = line.split()[0]
-        max_kills = {"lr-0.03": 1, "lr-0.01": 2}.get(name.rsplit("-", 1)[0], 0)
-        if "epoch" in line and kills.count(name) < max_kills:
-            kills.append(name)
-            kill_lock_holder(halved.folder / f"runs/killed/.{name}.lock")
-
-    grid = build_grid(axes={"fit.lr": [0.03, 0.01, 1e30]})
-    ray_options = RayOptions(threads=1, max_failures=1)
-
-    swept = halved.run(grid, name="killed", ray=ray_options, say=kill_trials)
-
-    assert len(kills) == 3
-    retried, killed, diverged = swept.trials
-    assert len(notes) == 2
-    for trial in (retried, killed):
-        (note,) = [line for line in notes if line.startswith(f"note: {trial.name} ")]
-        assert note.endswith("; it continues from its last checkpoint, 1 of 1 times")
-    assert retried.status == "finished"
-    assert retried.value == pytest.approx(halved.result.trials[0].value)
-    assert killed.status == "failed"
-    assert diverged.status == "failed"
-    assert "the loss is" in str(diverged.error)
-    runs = halved.find_trial_runs(swept)
-    assert len(runs) == 3
-    client = tracking.connect(swept.run.uri)
-    history = client.get_metric_history(str(retried.run_id), "val/ndcg_at_10")
-    assert len({point.step for point in history}) == len(history) == 4
-    for trial in (killed, diverged):
-        assert client.get_run(str(trial.run_id)).info.status == "FAILED"
-    assert client.get_run(swept.run.run_id).info.status == "FAILED"
-
-    # The repeated sweep continues the killed trial in its MLflow run.
-    repeated = halved.run(grid, name="killed")
-    statuses = [trial.status for trial in repeated.trials]
-    assert statuses == ["finished", "finished", "failed"]
-    repeated_runs = halved.find_trial_runs(swept)
-    run_ids = {run.info.run_id for run in runs.values()}
-    assert {run.info.run_id for run in repeated_runs.values()} == run_ids
-    continued = repeated_runs[json.dumps({"fit.lr": 0.01})]
-    assert continued.info.status == "FINISHED"
-    history = client.get_metric_history(continued.info.run_id, "val/ndcg_at_10")
-    assert len(history) == 4
 
 
 def build_evaluation_grid(halved: HalvedSweep, **fields: Any) -> Grid:

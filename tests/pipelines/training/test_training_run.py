@@ -363,6 +363,36 @@ def test_a_run_killed_after_its_last_epoch_only_writes_its_best_checkpoint(
     assert (run / "best/model.safetensors").read_bytes() == best
 
 
+@pytest.mark.exhaustive
+def test_a_finished_run_continues_for_more_epochs(training: Training) -> None:
+    options: dict[str, Any] = {
+        "name": "longer",
+        "ray": RayOptions(threads=1),
+        "on_checkpoint": ignore_checkpoint,
+    }
+    first = training.train(**options, fit=replace(FIT, max_epochs=2))
+
+    longer = training.train(**options)
+
+    assert (first.epochs, longer.epochs) == (2, 4)
+    assert longer.run == first.run
+    client = tracking.connect(longer.run.uri)
+    run = client.get_run(longer.run.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["fit.max_epochs"] == "4"
+    (row,) = [
+        row
+        for row in load_rows(select(longer.run.uri, [longer.run.experiment]))
+        if row.name == "longer"
+    ]
+    assert row.params["fit.max_epochs"] == "4"
+    history = client.get_metric_history(longer.run.run_id, "val/ndcg_at_10")
+    steps = [point.step for point in history]
+    assert len(steps) == len(set(steps)) == 4
+    with pytest.raises(UserError, match=r"fit\.max_epochs 4, not 3"):
+        training.train(**options, fit=replace(FIT, max_epochs=3))
+
+
 POPULARITY: dict[str, Any] = {
     "model": {"name": "popularity"},
     "fit": FitConfig(),
