@@ -261,7 +261,7 @@ def test_training_starts_with_the_old_weights_and_unknown_new_items(
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ({}, {"replay_fraction": 0}, "no training example is newer"),
+        ({}, {"replay_fraction": 0}, "newer than"),
         ({"name": "popularity"}, {}, "'popularity' is not trained by gradient"),
         ({"dim": 16}, {}, r"\(8,\) there and of \(16,\) here"),
         ({"name": "attn_lfa"}, {}, "not of 'attn_lfa'|not of kind|actions"),
