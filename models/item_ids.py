@@ -83,7 +83,7 @@ def parse_item_ids(column: str, values: Iterable[Any]) -> list[str]:
         UserError: If `values` is not a list of ids.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise UserError(f"{column} is {values!r}, not a list of item ids")
+        raise UserError(f"{column} is {values!r:.200}, not a list of item ids")
     return [parse_item_id(column, value) for value in values]
 
 
@@ -108,8 +108,8 @@ def parse_item_id(column: str, value: Any) -> str:
     """
     if isinstance(value, bool) or not isinstance(value, str | Integral):
         raise UserError(
-            f"{column} has {value!r}; an item id is a string, as in the log, or an "
-            f"integer"
+            f"{column} has {value!r:.200}; an item id is a string, as in the log, or "
+            "an integer"
         )
     text = value if isinstance(value, str) else str(int(value))
     if len(text) > MAX_SERVED_ID:

@@ -76,7 +76,9 @@ class Row(dict[str, Any]):
         lists = self.value(name) or {}
         for key in lists:
             if key not in keys:
-                raise UserError(f"{name} has '{key}', which the model does not read")
+                raise UserError(
+                    f"{name} has '{key:.200}', which the model does not read"
+                )
         return {
             key: _check_count(f"'{key}' of {name}", values, count)
             for key, values in lists.items()

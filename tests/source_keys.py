@@ -41,7 +41,6 @@ SECTIONS: dict[str, tuple[type, tuple[str, ...]]] = {
             "texts",
             "attributes",
             "numbers",
-            "folder",
             "optional",
             "keep",
         ),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
+import shutil
+import sys
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ from models.dataset.columns import cache_folder, open_columns
 from models.item_ids import clean_id, parse_item_id
 from models.storage.tables import UserError, read_parquet
 from pipelines.data.reading.read import parse_sql
+from pipelines.serving import package
 from tests.fixtures.training_tables import write_table
 
 
@@ -80,6 +85,21 @@ def test_sql_of_a_mapping_reads_columns() -> None:
     frame = pl.DataFrame({"read_time": [1], "read csv": [2]})
     expression = parse_sql('read_time + "read csv"')
     assert frame.select(expression.alias("sum"))["sum"].to_list() == [3]
+
+
+@pytest.mark.parametrize("name", ["models/registry.py", "models/more.py"])
+def test_a_version_with_other_code_than_the_process_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    archive_path = package.write_code(tmp_path / "code")
+    with zipfile.ZipFile(archive_path, "a") as archive:
+        archive.writestr(name, "other = 1")
+    source = Path(package.__file__).with_name("served_model.py")
+    shutil.copyfile(source, tmp_path / "served_model.py")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    with pytest.raises(ImportError, match=r"other code in .*models\.zip"):
+        runpy.run_path(str(tmp_path / "served_model.py"))
 
 
 def test_the_cache_removes_only_its_own_entries(

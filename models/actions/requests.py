@@ -126,12 +126,12 @@ class NewItems:
                 raise UserError("new_items has an item without item_id")
             item_id = parse_item_id("new_items", item["item_id"])
             if item_id in by_id:
-                raise UserError(f"new_items has '{item_id}' twice")
+                raise UserError(f"new_items has '{item_id:.200}' twice")
             for name in item:
                 if name not in ("item_id", *self.names):
                     raise UserError(
-                        f"new_items has the field '{name}' for '{item_id}', which the "
-                        f"model does not read"
+                        f"new_items has the field '{name:.200}', which the model does "
+                        "not read"
                     )
             by_id[item_id] = item
         return by_id

@@ -4,7 +4,7 @@
 #
 #   papers/results/search.sh OUT [PART...]           OUT: where logs, tables and runs go; PART: simulated, beauty_search; by default
 #                                             simulated
-#   SEEDS='42 43 44' EPOCHS=8 LOG=FOLDER      LOG: the folder beauty_search
+#   SEEDS='42 43 44' EPOCHS=8 LOG=FOLDER      LOG: the folder with beauty_search/ and amazon14_beauty/
 #   MODELS='qgs qgs_paper_loss no_history base'
 #
 # simulated: a log of 20,000 users and 200,000 searches in which taste decides (--disliked_click 0.05), about 6 minutes a QGS

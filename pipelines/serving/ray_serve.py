@@ -7,8 +7,8 @@ In a config file, `build` is the `import_path` and the fields of `Options` are i
 it uses the values that MLFLOW_TRACKING_URI and SERVING_MODEL_CONFIG have when `build`
 is called.
 
-POST /invocations accepts JSON with `dataframe_records`, `dataframe_split`, `inputs` or
-`instances`, and `params`. A request that the model rejects gets status 400 and a
+POST /invocations accepts JSON with `dataframe_records` or `dataframe_split`, and
+`params`. A request that the model rejects gets status 400 and a
 one-line message, a failure of the server status 500, with details in its log. Waiting
 requests with the same columns and params are answered by one call of the model.
 
@@ -30,25 +30,34 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from io import StringIO
 from itertools import accumulate, pairwise
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any, Literal
-from zipfile import ZipFile
-from zlib import crc32
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
 import pandas as pd
 import ray
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from mlflow.pyfunc.scoring_server import infer_and_parse_data, predictions_to_json
 from mlflow.store.artifact.utils.models import get_model_name_and_version
 from pydantic import BaseModel, Field
 from ray import serve
+
+MAX_BODY_BYTES = 4 * 2**20
+"""Largest body of a request."""
+
+BODY_TIMEOUT_S = 5.0
+"""Seconds within which the body of a request must arrive."""
+
+MAX_ONGOING_REQUESTS = 1000
+"""Requests that a replica reads or answers at once."""
+
+MAX_QUEUED_REQUESTS = 1000
+"""Requests that wait for a replica; further requests get the status 503."""
 
 
 class Options(BaseModel, extra="forbid"):
@@ -103,15 +112,22 @@ def resolve_version(model: str) -> str:
     return f"models:/{name}/{version}"
 
 
-def code_checksums(folder: str) -> dict[str, int]:
-    """Return the checksums of a version's code, by file name."""
-    checksums = {
-        file.name: crc32(file.read_bytes()) for file in Path(folder).glob("*.py")
-    }
-    with ZipFile(Path(folder, "code", "models.zip")) as archive:
-        for file in archive.infolist():
-            checksums[file.filename] = file.CRC
-    return checksums
+async def read_body(request: Request) -> bytearray:
+    """Read the body of a request.
+
+    Raises:
+        HTTPException: If the body is too large, or not complete after `BODY_TIMEOUT_S`.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise HTTPException(413, f"the limit is {MAX_BODY_BYTES} bytes")
+    except TimeoutError as error:
+        raise HTTPException(408, "the request is incomplete") from error
+    return body
 
 
 def join_lines(error: Exception) -> str:
@@ -142,9 +158,7 @@ class Replica:
             settings = {"device": "cuda", **settings}
         self.settings = settings
         self.version = self.last_seen = resolve_version(options.model)
-        folder = mlflow.artifacts.download_artifacts(self.version)
-        self.model = mlflow.pyfunc.load_model(folder, model_config=settings)
-        self.code = code_checksums(folder)
+        self.model = mlflow.pyfunc.load_model(self.version, model_config=settings)
         self.note = f"{self.version} answers"
         # imported from the version's code, which MLflow has put on the path by now
         from models.storage.tables import UserError
@@ -178,11 +192,6 @@ class Replica:
         with TemporaryDirectory() as folder:
             path = mlflow.artifacts.download_artifacts(version, dst_path=folder)
             self.last_seen = version  # later failures are permanent: no second try
-            if code_checksums(path) != self.code:
-                return (
-                    f"{self.version} stays: {version} has other code; start the "
-                    "application again"
-                )
             try:
                 model = mlflow.pyfunc.load_model(path, model_config=self.settings)
             except Exception as error:
@@ -203,7 +212,7 @@ class Replica:
     async def invocations(self, request: Request) -> Response:
         """Return the predictions for the rows of a request."""
         try:
-            parsed = self.parse(await request.body())
+            parsed = self.parse(await read_body(request))
             answer = await self.answer_batched(parsed)
             if isinstance(answer, Exception):
                 raise answer
@@ -218,7 +227,7 @@ class Replica:
                 media_type="application/json",
             )
 
-    def parse(self, body: bytes) -> ParsedRequest:
+    def parse(self, body: bytearray) -> ParsedRequest:
         """Parse the body of a request.
 
         Raises:
@@ -295,8 +304,9 @@ def build(options: Options) -> serve.Application:
     # mypy does not see that the decorator turns the class into a deployment
     deployment = Replica.options(  # type: ignore[attr-defined]
         num_replicas=options.num_replicas,
-        # so that a batch is collected while another is ranked
-        max_ongoing_requests=2 * options.max_batch_size,
+        # many more than a batch, as bodies that arrive slowly count too
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        max_queued_requests=MAX_QUEUED_REQUESTS,
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
     )
     return deployment.bind(options, mlflow.get_tracking_uri(), settings)

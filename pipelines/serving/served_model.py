@@ -17,17 +17,20 @@ items.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import math
 import os
+import pkgutil
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
 from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from zipfile import ZipFile
 
 import mlflow
 import numpy as np
@@ -40,7 +43,21 @@ from mlflow.pyfunc import PyFuncModel, PythonModel, scoring_server
 
 # MLflow stores `models/` as an archive beside this file.
 if Path(__file__).with_name("code").joinpath("models.zip").is_file():
-    sys.path.insert(0, str(Path(__file__).with_name("code") / "models.zip"))
+    code_file = Path(__file__).with_name("code") / "models.zip"
+    sys.path.insert(0, str(code_file))
+    # another package of this name, or other code, may have been imported before
+    imported = importlib.import_module("models").__path__[0]
+    with ZipFile(code_file) as archive:
+        for name in archive.namelist():
+            try:
+                code = pkgutil.get_data("models", name.removeprefix("models/"))
+            except OSError:
+                code = None
+            if code != archive.read(name):
+                raise ImportError(
+                    f"this process has imported {imported}, and the model has other "
+                    f"code in {code_file}; load it in a process of its own"
+                )
 
 from models import registry
 from models.build import load_model
@@ -48,6 +65,7 @@ from models.config import pluralize
 from models.item_ids import parse_allowed
 from models.metrics.scores import check_finite
 from models.requests import Row, find_bundled_inputs
+from models.retrieval.recommend import required_history
 from models.retrieval.requests import EVERY
 from models.storage import checkpoint
 from models.storage.tables import UserError
@@ -59,10 +77,13 @@ dropped."""
 MAX_K = 10_000
 """Largest number of items of an answer, which limits the memory of one request."""
 
-MAX_SCORED_REQUESTS = 256
-"""Largest number of requests whose candidates are scored in one batch."""
+MAX_BATCH_REQUESTS = 256
+"""Largest number of requests that are ranked in one batch."""
 
-ROW_KEYS = ("dataframe_records", "dataframe_split", "inputs", "instances")
+MAX_BATCH_ENTRIES = 2**17
+"""Largest number of entries of a padded batch with several requests."""
+
+ROW_KEYS = ("dataframe_records", "dataframe_split")
 """Keys under which the body of a request can have its rows."""
 
 Ranking = tuple[list[str], list[float]]
@@ -193,10 +214,16 @@ class CatalogueRanker:
             UserError: If `k` is out of range, or a request cannot be parsed.
         """
         if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
-            raise UserError(f"k is {k}, it must be from 1 to {MAX_K}")
+            raise UserError(f"k is {k!s:.200}, it must be from 1 to {MAX_K}")
         encoded, num_allowed = self.encode_allowed(allowed)
         requests = [self.requests.parse(row) for row in rows]
-        rankings = self.rank(requests, k, unseen, encoded)
+        latest = required_history(self.model.config.max_history, {"unseen": unseen})
+        histories = [r._replace(items=r.items[-latest:]) for r in requests]
+        rankings = rank_by_length(
+            histories,
+            [len(history.items) for history in histories],
+            lambda batch: self.rank(batch, k, unseen, encoded),
+        )
         answers = []
         for request, (items, scores) in zip(requests, rankings, strict=True):
             note = ""
@@ -215,29 +242,24 @@ class CatalogueRanker:
         """Rank the catalogue for each request.
 
         Args:
-            requests: Parsed requests; those without items get an empty ranking.
+            requests: Parsed requests, each with at least one item.
             k: Number of items per ranking.
             unseen: Whether to leave out the items of the history.
             allowed: Encoded set of allowed items, or None for all.
         """
-        rankings: list[Ranking] = [([], []) for _ in requests]
-        with_history = [i for i, request in enumerate(requests) if request.items]
-        if not with_history:
-            return rankings
-        batch = self.requests.collate([requests[index] for index in with_history])
-        # (B, K) each, of the requests with a history
+        batch = self.requests.collate(requests)
+        # (B, K) each
         ranked_items, scores = self.model.recommend(
             batch.to(self.device),
             min(int(k), len(self.requests.items)),
             unseen=unseen,
             allowed=allowed,
         )
-        for index, items, values in zip(
-            with_history, ranked_items, scores, strict=True
-        ):
+        rankings = []
+        for items, values in zip(ranked_items, scores, strict=True):
             is_item = items >= 0  # negative after the end of a short ranking
             item_ids = [self.requests.items[item] for item in items[is_item].tolist()]
-            rankings[index] = item_ids, values[is_item].tolist()
+            rankings.append((item_ids, values[is_item].tolist()))
         return rankings
 
     def explain_short(
@@ -323,13 +345,16 @@ class CandidateRanker:
         labels = list(self.model.labels)
         if label and label not in labels:
             raise UserError(
-                f"the model has no label '{label}'; choose one of {', '.join(labels)}"
+                f"the model has no label '{label:.200}'; choose one of "
+                f"{', '.join(labels)}"
             )
         column = labels.index(label) if label else 0
         requests = [self.requests.parse(row) for row in rows]
-        ranked: list[Ranking] = []
-        for first in range(0, len(requests), MAX_SCORED_REQUESTS):
-            ranked += self.rank(requests[first : first + MAX_SCORED_REQUESTS], column)
+        ranked = rank_by_length(
+            requests,
+            [1 + len(request.scored) + request.events for request in requests],
+            lambda batch: self.rank(batch, column),
+        )
         return pd.DataFrame(ranked, columns=["item_id", "score"])
 
     @torch.no_grad()
@@ -354,6 +379,31 @@ class CandidateRanker:
         ]
 
 
+def rank_by_length(
+    requests: list[Any],
+    lengths: list[int],
+    rank: Callable[[list[Any]], list[Ranking]],
+) -> list[Ranking]:
+    """Rank requests in batches of similar length, so that little is padded.
+
+    Args:
+        requests: Parsed requests.
+        lengths: Length of each request; length 0 gives an empty ranking.
+        rank: Return the rankings of a batch of requests.
+    """
+    rankings: list[Ranking] = [([], []) for _ in requests]
+    order = [index for index, length in enumerate(lengths) if length]
+    order.sort(key=lengths.__getitem__, reverse=True)
+    while order:
+        size = max(1, MAX_BATCH_ENTRIES // lengths[order[0]])
+        size = min(size, MAX_BATCH_REQUESTS)
+        batch, order = order[:size], order[size:]
+        ranked = rank([requests[index] for index in batch])
+        for index, ranking in zip(batch, ranked, strict=True):
+            rankings[index] = ranking
+    return rankings
+
+
 def sort_candidates(
     candidates: list[str], known: list[int], probabilities: torch.Tensor
 ) -> Ranking:
@@ -376,7 +426,7 @@ def refuse_unknown(part: str, names: Iterable[str], valid: Collection[str]) -> N
     """Raise UserError for the first name that is not valid in a part of a request."""
     for name in names:
         if name not in valid:
-            raise UserError(f"{part} has '{name}', which is not known there")
+            raise UserError(f"{part} has '{name:.200}', which is not known there")
 
 
 def signature_names(model: PyFuncModel) -> tuple[list[str], list[str]]:
@@ -454,12 +504,15 @@ def refuse_unknown_keys() -> None:
         except UserError as error:
             raise RefusedRequest(str(error)) from error
         except MlflowException as error:  # its message has all rows and the schema
-            raise RefusedRequest(error.message.rpartition("Error: ")[2]) from error
+            raise RefusedRequest(
+                error.message.rpartition("Error: ")[2][:200]
+            ) from error
 
     @wraps(lenient_invocations)
     def invocations(
         data: Any, content_type: str, model: PyFuncModel, input_schema: Any
     ) -> Any:
+        content_type = content_type or scoring_server.CONTENT_TYPE_JSON
         if is_ours(model) and content_type.startswith("application/json"):
             body = parse_body(data)
             try:

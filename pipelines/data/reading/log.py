@@ -27,10 +27,9 @@ from urllib.parse import unquote
 
 import polars as pl
 import pyarrow as pa
-from pyarrow import fs
 
 from models.config import build, read_yaml
-from models.storage.tables import UserError, join, open_uri
+from models.storage.tables import UserError, join
 from pipelines.data.reading.read import (
     ROW,
     FilePart,
@@ -176,7 +175,7 @@ class Section(Files):
     __pydantic_config__ = FORBID_EXTRA
 
     files: str
-    """Pattern of the files, relative to `folder` (`*`, `?`, `[...]`)."""
+    """Pattern of the files, relative to the input folder (`*`, `?`, `[...]`)."""
     item: str | None = None
     """Column or SQL expression of the item's id."""
     user: str | None = None
@@ -193,9 +192,6 @@ class Section(Files):
     """Categorical features by name, written as `texts`."""
     numbers: dict[str, str] = field(default_factory=dict)
     """Numeric features by name, written as `texts`."""
-    folder: str = ""
-    """Folder of the files, relative to the input folder, such as `../catalogue`; empty:
-    the input folder."""
     optional: bool = False
     """true: item files may be missing; items without a row have no texts and are
     counted."""
@@ -264,17 +260,9 @@ class Section(Files):
         Raises:
             UserError: If there are no files, unless the section is optional.
         """
-        folder = join(input_uri, self.folder) if self.folder else input_uri
-        filesystem, path = open_uri(folder)
-        if (
-            self.optional
-            and filesystem.get_file_info(path).type != fs.FileType.Directory
-        ):
-            return []
-        files = list_files(
-            folder, self.files, required=not self.optional, what=f"{what} file"
+        return list_files(
+            input_uri, self.files, required=not self.optional, what=f"{what} file"
         )
-        return [join(self.folder, file) if self.folder else file for file in files]
 
     def read(self, input_uri: str, file: str, digest: Any = None) -> Iterator[Block]:
         """Yield the rows of a file in blocks.
@@ -379,7 +367,7 @@ class Log(Files):
             self.labels[name] = self._build_label_time(name, label)
         for kind in ("labels", "numbers", "categories", "explode", "as_of"):
             check_names(getattr(self, kind), kind)
-        item_keys = ("texts", "attributes", "numbers", "folder", "optional", "keep")
+        item_keys = ("texts", "attributes", "numbers", "optional", "keep")
         _check_section("items", self.items, "item", item_keys)
         _check_section("users", self.users, "user", ("attributes",))
         features = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ FEED = {"history": [], "history_actions": [], "candidates": ["item-003"]}
 RECORDS = {"dataframe_records": [HISTORY]}
 REFUSED_BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("tiger", {**RECORDS, "params": {"alowed": ["item-002"]}}, "'alowed'"),
-    ("tiger", {"inputs": [HISTORY | {"allowed": []}]}, "a record has 'allowed'"),
+    ("tiger", {"inputs": [HISTORY]}, "the request has 'inputs'"),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY | {"allowed": []}]},
+        "a record has 'allowed'",
+    ),
     ("tiger", {**RECORDS, "param": {}}, "the request has 'param'"),
     ("tiger", {**RECORDS, "params": [["k", 3]]}, "Parameters must be a dictionary"),
     ("tiger", {"params": {"k": 3}}, "the request has no rows"),
@@ -78,12 +84,48 @@ def test_the_server_refuses_invalid_requests_in_one_line(
 def test_the_server_answers_valid_requests(served: dict[str, PyFuncModel]) -> None:
     client = TestClient(scoring_server.init(served["tiger"]))
     params = {"k": 3, "allowed": ["item-002"]}
-    for key in ("dataframe_records", "inputs"):
-        answer = client.post("/invocations", json={key: [HISTORY], "params": params})
+    body = json.dumps({"dataframe_records": [HISTORY], "params": params})
+    for headers in ({"Content-Type": "application/json"}, {}):
+        answer = client.post("/invocations", content=body, headers=headers)
 
         (prediction,) = answer.json()["predictions"]
         assert prediction["item_id"] == ["item-002"]
         assert prediction["note"] == "1 of 3 items: allowed has 1 item of the catalogue"
+
+
+def test_an_answer_repeats_at_most_200_characters_of_a_value(
+    served: dict[str, PyFuncModel],
+) -> None:
+    client = TestClient(scoring_server.init(served["tiger"]))
+    word = "x" * 100_000
+    for body in (
+        RECORDS | {word: 1},
+        RECORDS | {"params": {word: 1}},
+        RECORDS | {"params": {"k": word}},
+        RECORDS | {"params": {"allowed": word}},
+        {"dataframe_records": [{"history": word}]},
+        {"dataframe_records": [{"history": [{"item": word}]}]},
+    ):
+        answer = client.post("/invocations", json=body)
+        assert answer.status_code == 400
+        assert len(answer.text) < 500
+
+
+def test_long_and_short_histories_are_ranked_together_as_alone(
+    served: dict[str, PyFuncModel],
+) -> None:
+    histories = [["item-001"], ["item-002", "item-003"] * 2000, [], ["item-004"] * 9]
+    for params in ({"k": 3}, {"k": 3, "unseen": True}):
+        together = served["tiger"].predict(
+            pd.DataFrame({"history": histories * 70}), params=params
+        )
+        for row, history in enumerate(histories):
+            alone = served["tiger"].predict(
+                pd.DataFrame({"history": [history]}), params=params
+            )
+            assert together["item_id"][row] == alone["item_id"][0]
+            assert together["item_id"][row + 4 * 69] == alone["item_id"][0]
+            assert together["score"][row] == pytest.approx(alone["score"][0], abs=1e-5)
 
 
 def test_integers_are_item_ids_when_the_logs_ids_are_digits(
