@@ -13,6 +13,10 @@ CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The shell reads these from the environment, so that none of their characters is code for it or for make.
+override export DATA := $(value DATA)
+override export SOURCE := $(value SOURCE)
+override export RAY := $(value RAY)
 
 .PHONY: setup quickstart test test-all test-fast test-ray docs-check lint size encoder clean
 
@@ -32,7 +36,7 @@ $(DONE): pyproject.toml constraints.txt
 	@echo "$(VENV) is ready: source $(VENV)/bin/activate"
 
 quickstart: $(DONE)
-	@$(BIN)/python -m jobs.quickstart $(if $(DATA),--data '$(DATA)') $(if $(SOURCE),--source '$(SOURCE)')
+	@$(BIN)/python -m jobs.quickstart $${DATA:+--data "$$DATA"} $${SOURCE:+--source "$$SOURCE"}
 
 # Two workers at once, each with the files of its own: much of a run is waiting for processes to start.
 test: $(DONE)
@@ -46,9 +50,10 @@ test-fast: $(DONE)
 
 # The oldest and the newest Ray that is supported, each in an environment of its own.
 test-ray:
-	@sed 's/^ray==.*/ray==$(RAY)/' constraints.txt > .venv-ray-$(RAY).txt
-	@$(MAKE) --no-print-directory setup VENV=.venv-ray-$(RAY) CONSTRAINTS=.venv-ray-$(RAY).txt
-	@.venv-ray-$(RAY)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/pipelines/data tests/pipelines/training
+	@case $$RAY in ''|*[!0-9a-z.]*) echo "error: RAY is a version, such as 2.60.0"; exit 1; esac
+	@sed "s/^ray==.*/ray==$$RAY/" constraints.txt > .venv-ray-$$RAY.txt
+	@$(MAKE) --no-print-directory setup VENV=.venv-ray-$$RAY CONSTRAINTS=.venv-ray-$$RAY.txt
+	@.venv-ray-$$RAY/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/pipelines/data tests/pipelines/training
 
 docs-check: $(DONE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/docs tests/papers/test_result_pages.py

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from jobs.options import parse, read_mapping, say_loading, to_words
 from models.error_text import one_line
@@ -151,6 +151,11 @@ def join_cluster(address: str) -> None:
             f"cannot join the Ray cluster at RAY_ADDRESS={address} ({one_line(error)})"
         ) from error
 
+
+CONTROLS = dict.fromkeys(
+    [code for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"], "?"
+)
+"""Replacements of the control characters that a terminal may obey."""
 
 _signals: list[int] = []
 """Signals received by this process, in order."""
@@ -303,8 +308,14 @@ def main(
     try:
         catch_signals()
         set_ray_defaults()
+        if not os.path.isabs(os.path.expanduser("~")):
+            raise UserError("this user has no home folder, which Ray needs; set HOME")
+        if sys.stdout is None:  # closed by the caller
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         # A file or pipe then receives each line as it is printed.
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+        for stream in (sys.stdout, sys.stderr):
+            mask_controls(stream)
         warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
         if parse_argv:
             config = parse_argv()
@@ -325,6 +336,13 @@ def main(
             raise
         exit_with_error(error)
     sys.exit(0)
+
+
+def mask_controls(stream: TextIO | None) -> None:
+    """Make a stream print `?` for characters by which data could steer a terminal."""
+    if stream is not None:
+        write = stream.write
+        stream.write = lambda text: write(text.translate(CONTROLS))  # type: ignore[method-assign]
 
 
 def exit_with_error(error: Exception) -> NoReturn:

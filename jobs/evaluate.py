@@ -241,7 +241,7 @@ def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
     """Evaluate a checkpoint, and write the metrics to stdout, a file and MLflow."""
     from pipelines.evaluation.checks import Workers
     from pipelines.evaluation.ranking import evaluate
-    from pipelines.evaluation.record import record_result
+    from pipelines.evaluation.record import choose_store, record_result
 
     # The driver of a submitted job runs on a node without GPUs, so tasks do the work.
     is_job = bool(os.environ.get("RAY_ADDRESS"))
@@ -262,13 +262,15 @@ def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
     path = record_result(result, metadata, config.tracking_uri)
     print(f"  written to  {path}")
     if metadata.tracking:
-        uri = config.tracking_uri or metadata.tracking["uri"]
-        experiment = metadata.tracking["experiment"]
-        compare = cli.command_line(
-            "jobs.compare", experiment=experiment, tracking_uri=uri
-        )
         print(f"  MLflow run  {metadata.tracking['run_id']}")
-        print(f"  next        {compare}")
+        uri = choose_store(metadata, config.tracking_uri)
+        if uri:
+            compare = cli.command_line(
+                "jobs.compare",
+                experiment=metadata.tracking["experiment"],
+                tracking_uri=uri,
+            )
+            print(f"  next        {compare}")
     return result
 
 

@@ -151,9 +151,9 @@ def find_source(config: Config, home: Path) -> str:
                 f"it as --source {home.name}.yaml"
             )
         home.mkdir(parents=True, exist_ok=True)
-        guess.write_text(suggestion.text)
+        guess.write_text(suggestion.text, encoding="utf-8")
     print(f"{guess} is a guess at the format of {config.data}; check and correct it:")
-    print(guess.read_text())
+    print(guess.read_text(encoding="utf-8"))
     return str(guess)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import runpy
 import shutil
+import subprocess
 import sys
 import time
 import zipfile
@@ -16,11 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.cli import mask_controls
 from models.dataset.columns import cache_folder, open_columns
 from models.item_ids import clean_id, parse_item_id
+from models.storage.checkpoint import Checkpoint
 from models.storage.tables import UserError, read_parquet
+from pipelines.comparison.table import Table
 from pipelines.data.reading.read import parse_sql
+from pipelines.evaluation.record import choose_store
 from pipelines.serving import package
+from pipelines.training.record import read_record
 from tests.fixtures.training_tables import write_table
 
 
@@ -85,6 +93,69 @@ def test_sql_of_a_mapping_reads_columns() -> None:
     frame = pl.DataFrame({"read_time": [1], "read csv": [2]})
     expression = parse_sql('read_time + "read csv"')
     assert frame.select(expression.alias("sum"))["sum"].to_list() == [3]
+
+
+def test_a_store_that_only_a_checkpoint_names_is_not_contacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    stranger = {"uri": "http://stranger", "experiment": "x", "run_id": "0"}
+    evaluated = Checkpoint({"name": "sasrec"}, tracking=stranger)
+    assert choose_store(evaluated, None) == ""
+    assert choose_store(evaluated, "http://mine") == "http://mine"
+    for content in (
+        {"status": "running", "tracking": stranger},
+        {"status": "opening", "opening": stranger},
+    ):
+        (tmp_path / "run.json").write_text(json.dumps(content))
+        record = read_record(str(tmp_path), "http://mine")
+        assert "stranger" not in str(record)
+
+
+def test_names_cannot_steer_a_terminal_or_a_page() -> None:
+    name = "a\x1b[2J\x9b31m<img src=x>|\n[l](javascript:x) 日"
+    stream = io.StringIO()
+    mask_controls(stream)
+    print(name, file=stream)
+    assert stream.getvalue().startswith("a?[2J?31m<img src=x>|\n")
+    text = Table(name, ["run", name], [[name, "1"]], [name]).markdown()
+    assert "<img" not in text
+    assert "](" not in text
+    assert len(text.splitlines()) == 7
+
+
+def test_make_runs_no_code_of_its_variables(tmp_path: Path) -> None:
+    root = Path(package.__file__).parents[2]
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copyfile(root / name, tmp_path / name)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nprintf "[%s]" "$@"')
+    python.chmod(0o755)
+    (tmp_path / ".venv/.installed").touch()
+    for value in ("x'; touch made; '", "$(shell touch made)", '"; touch made; "'):
+        result = subprocess.run(
+            ["make", "-s", "quickstart", f"DATA={value}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert result.stdout == f"[-m][jobs.quickstart][--data][{value}]"
+        subprocess.run(
+            ["make", "test-ray", f"RAY=1; {value}"], cwd=tmp_path, capture_output=True
+        )
+    assert not (tmp_path / "made").exists()
+
+
+def test_files_with_times_before_1980_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/old.py").touch()
+    os.utime(tmp_path / "models/old.py", (0, 0))
+    monkeypatch.setattr(package.models, "__path__", [str(tmp_path / "models")])
+    with zipfile.ZipFile(package.write_code(tmp_path)) as archive:
+        assert archive.namelist() == ["models/old.py"]
 
 
 @pytest.mark.parametrize("name", ["models/registry.py", "models/more.py"])

@@ -241,7 +241,7 @@ def measure_checkpoint(trial: Trial, spec: SweepSpec) -> None:
 def stop_trial(trial: Trial, spec: SweepSpec) -> None:
     """Finish the run of a trial that the scheduler stopped, at its last checkpoint."""
     folder = join(spec.folder, trial.name)
-    record = read_record(folder)
+    record = read_record(folder, spec.uri)
     if not record or record["status"] != "running":
         return
     attempts.begin(folder)  # fences off workers that have not ended yet
@@ -256,7 +256,7 @@ def is_done(trial: Trial, spec: SweepSpec) -> bool:
     It was stopped early, or it is finished and evaluated on the test split if the spec
     requests that.
     """
-    record = read_record(join(spec.folder, trial.name))
+    record = read_record(join(spec.folder, trial.name), spec.uri)
     if record is None or record["status"] != "finished":
         return False
     if record.get("stopped"):

@@ -289,6 +289,9 @@ STEP = re.compile(r"step-(\d+)(?:-a(\d+\.\d+))?")
 """Pattern of the name of a checkpoint's folder: the step, and the attempt, which is
 missing in early versions of Trieline 0.1."""
 
+FOLDER = re.compile(rf"{BEST}|{STEP.pattern}")
+"""Pattern of the names of all folders of a run."""
+
 
 def folder_name(step: int, attempt: Attempt = UNNUMBERED) -> str:
     """Return the name of the folder of a checkpoint.

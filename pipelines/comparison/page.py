@@ -102,7 +102,7 @@ def write(content: str, path: str) -> None:
     """
     try:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(content)
+        Path(path).write_text(content, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror})") from error
 

@@ -17,12 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlflow import MlflowClient
+from mlflow.utils import get_results_from_paginated_fn
 
 from models.config import pluralize
 from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.evaluation.record import group_evaluations
 from pipelines.tracking import PARENT_TAG
+
+PAGE_SIZE = 1000
+"""Experiments or runs that MLflow returns at once."""
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
@@ -100,7 +104,12 @@ def find_experiments(
     """
     id_by_name = {
         experiment.name: str(experiment.experiment_id)
-        for experiment in client.search_experiments()
+        for experiment in get_results_from_paginated_fn(
+            lambda count, token: client.search_experiments(
+                max_results=count, page_token=token
+            ),
+            PAGE_SIZE,
+        )
     }
     for name in names:
         if name in id_by_name:
@@ -210,16 +219,17 @@ def search_runs(client: MlflowClient, experiment_ids: list[str]) -> list[Any]:
     """Return all runs of experiments, oldest first."""
     if not experiment_ids:
         return []
-    runs: list[Any] = []
-    token: str | None = None
-    while True:
-        page = client.search_runs(
-            experiment_ids, order_by=["attributes.start_time ASC"], page_token=token
+    return list(
+        get_results_from_paginated_fn(
+            lambda count, token: client.search_runs(
+                experiment_ids,
+                order_by=["attributes.start_time ASC"],
+                max_results=count,
+                page_token=token,
+            ),
+            PAGE_SIZE,
         )
-        runs += page
-        token = page.token
-        if not token:
-            return runs
+    )
 
 
 def filter_trainings(runs: Sequence[Any]) -> list[Any]:

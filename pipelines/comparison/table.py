@@ -63,10 +63,10 @@ class Table:
         """Render the table as Markdown, with the notes below."""
         num_numbers = len(self.header) - self.num_words
         rows = [self.header, ["---"] * self.num_words + ["---:"] * num_numbers]
-        rows += [[cell.replace("|", "\\|") for cell in row] for row in self.cells]
+        rows += [[escape_markdown(cell) for cell in row] for row in self.cells]
         body = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-        notes = "".join(f"\n{note}\n" for note in self.notes)
-        return f"### {self.title}\n\n{body}\n{notes}"
+        notes = "".join(f"\n{escape_markdown(note)}\n" for note in self.notes)
+        return f"### {escape_markdown(self.title)}\n\n{body}\n{notes}"
 
     def html(self) -> str:
         """Render the table as an HTML section with a heading."""
@@ -89,6 +89,12 @@ class Table:
             attribute = "" if column < self.num_words else " class=number"
             row += f"<{tag}{attribute}>{cell}"
         return row
+
+
+def escape_markdown(text: str) -> str:
+    """Return a text as one line of Markdown without HTML, links or new cells."""
+    line = escape(" ".join(text.splitlines()), quote=False)
+    return line.replace("|", "\\|").replace("](", "]\\(")
 
 
 def break_header(name: str) -> str:

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mlflow.exceptions import MlflowException
@@ -125,14 +126,11 @@ def record_result(
     write_file(path, content.encode())
     if not evaluated.tracking:
         return path
-    training = tracking.RunRef(**evaluated.tracking)
-    named = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if named:
-        training = replace(training, uri=named)
-    elif not training.uri.startswith("sqlite:"):
-        # a checkpoint may come from anyone, and MLflow would send it credentials
-        print(f"note: not logged to {training.uri}, which only the checkpoint names")
+    uri = choose_store(evaluated, tracking_uri)
+    if not uri:
+        print("note: not logged to the server, which only the checkpoint names")
         return path
+    training = replace(tracking.RunRef(**evaluated.tracking), uri=uri)
     try:
         weights = checkpoint.weights_hash(result.checkpoint)
         log_evaluation(training, result, changed, weights)
@@ -142,6 +140,17 @@ def record_result(
             f"{training.uri} ({one_line(error)})"
         ) from error
     return path
+
+
+def choose_store(evaluated: Checkpoint, tracking_uri: str | None) -> str:
+    """Return the tracking URI to log to; empty if only the checkpoint names a server.
+
+    A checkpoint may come from anyone, and MLflow would send the server credentials.
+    """
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not uri and Path(tracking.sqlite_file(evaluated.tracking["uri"])).is_file():
+        return str(evaluated.tracking["uri"])
+    return uri
 
 
 def log_evaluation(

@@ -15,6 +15,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,11 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
         requirements = [*REQUIREMENTS, *model_class.requirements]
         if inputs.text:
             requirements.append("scikit-learn")
+        # without the build of PyTorch, such as +cpu, which PyPI does not have
+        pinned = [
+            f"{package}=={version(package).partition('+')[0]}"
+            for package in requirements
+        ]
         with use_store(run.uri), warnings.catch_warnings():
             # MLflow warns about a missing input example, which it would run
             warnings.simplefilter("ignore")
@@ -182,7 +188,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 signature=make_signature(model_class, requests.columns(info, inputs)),
                 metadata=model_class.describe_requests(info),
                 model_config=dict(requests.settings),
-                pip_requirements=requirements,
+                pip_requirements=pinned,
             )
         client.log_outputs(run.run_id, [LoggedModelOutput(logged.model_id, 0)])
         client.log_model_artifacts(logged.model_id, str(target))
@@ -196,11 +202,15 @@ def write_code(folder: Path) -> Path:
     A tracking server takes seconds to store each file, so the code is one file.
     """
     package = Path(models.__path__[0])
-    with zipfile.ZipFile(folder / "models.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+    archive_path = folder / "models.zip"
+    # files of reproducible images have times before 1980
+    with zipfile.ZipFile(
+        archive_path, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False
+    ) as archive:
         for file in sorted(package.rglob("*.*")):
             if file.suffix in (".py", ".cpp"):
                 archive.write(file, file.relative_to(package.parent))
-    return folder / "models.zip"
+    return archive_path
 
 
 def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:

@@ -26,8 +26,13 @@ MAY_CHANGE = {
 a prefix are options of `fit`."""
 
 
-def read_record(folder: str) -> dict[str, Any] | None:
+def read_record(folder: str, tracking_uri: str = "") -> dict[str, Any] | None:
     """Return the record of the run in a folder, or None if the folder has no record.
+
+    Args:
+        folder: Folder of the run.
+        tracking_uri: URI that replaces the record's, which whoever writes the folder
+            controls: MLflow would send it credentials.
 
     Raises:
         UserError: If the record is damaged.
@@ -41,10 +46,11 @@ def read_record(folder: str) -> dict[str, Any] | None:
         run_key = "opening" if status == "opening" else "tracking"
         if not isinstance(status, str) or not isinstance(record.get(run_key), dict):
             raise ValueError("it lacks the run's status or its MLflow run")
+        if tracking_uri:
+            record[run_key] = {**record[run_key], "uri": tracking_uri}
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{folder}/{RUN} is damaged ({error}); train again with --overwrite, or "
-            "remove that folder"
+            f"{folder}/{RUN} is damaged ({error}); remove that folder to train again"
         ) from error
     return record
 

@@ -87,6 +87,9 @@ UNRESPONSIVE_S = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
 """Environment variable with the seconds after which Ray Train ends an unresponsive
 worker."""
 
+RAY_TRAIN_FILES = (".validate_storage_marker", "checkpoint_manager_snapshot.json")
+"""Files that Ray Train writes into the folder of a run."""
+
 RETRY_PAUSE_S = 5.0
 """Seconds between the loss of workers and their next start."""
 
@@ -203,7 +206,8 @@ def find_record(training: CheckedTraining) -> dict[str, Any] | None:
     """
     if training.config.overwrite:
         return None
-    record = read_record(training.config.folder)
+    config = training.config
+    record = read_record(config.folder, str(config.tracking.tracking_uri))
     if record and record["status"] != "opening":
         check_continues(training, record)
     return record
@@ -250,7 +254,7 @@ def prepare_run(
         The content of `run.json`.
     """
     if training.config.overwrite:
-        delete_run(training.config.folder, say)
+        delete_run(training.config, say)
     if record is None or record["status"] == "opening":
         return open_run(training, record, trial, say)
     return reopen_run(training, record, say)
@@ -427,6 +431,7 @@ def reopen_run(
         The content of `run.json`.
     """
     config, run = training.config, tracking.RunRef(**record["tracking"])
+    tracking.reopen(run)
     if is_longer(record, config.fit.max_epochs):
         epochs = config.fit.max_epochs
         say(
@@ -443,7 +448,6 @@ def reopen_run(
             tracking.WEIGHTS_TAG: "",
         }
         tracking.Logger(run).tag(**tags)
-    tracking.reopen(run)
     record = {**record, "inputs": config.inputs.folders()}  # tables may have moved
     return record_code(config.folder, record, run, say)
 
@@ -837,8 +841,8 @@ def collect_numbers(content: Any, name: str) -> dict[str, float]:
     return numbers
 
 
-def delete_run(folder: str, say: Callable[[str], None]) -> None:
-    """Delete the content of a run's folder, and its MLflow run.
+def delete_run(config: TrainConfig, say: Callable[[str], None]) -> None:
+    """Delete the files of a run that trainings write, and its MLflow run.
 
     The file with the attempt number stays, as a worker of the last attempt may still be
     alive.
@@ -846,36 +850,16 @@ def delete_run(folder: str, say: Callable[[str], None]) -> None:
     Raises:
         UserError: If the folder is not empty and does not belong to a run.
     """
-    filesystem, path = open_uri(folder)
-    infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    entries = [info for info in infos if info.base_name != attempts.ATTEMPT]
-    record: dict[str, Any] | None
-    try:
-        record = read_record(folder)
-    except UserError:  # a damaged record still marks the folder of a run
-        record = {}
-        say(
-            f"note: {folder}/{RUN} is damaged and does not name the MLflow run, which "
-            "stays in comparisons"
-        )
-    if record is None and entries:
-        raise UserError(
-            f"{folder} is not the folder of a run, so --overwrite does not delete it"
-        )
-    if record:
-        delete_mlflow_run(record, say)
-    for entry in entries:
-        if entry.type == fs.FileType.Directory:
-            filesystem.delete_dir(entry.path)
-        elif entry.base_name != RUN:
-            filesystem.delete_file(entry.path)
-    # deleted last: a killed deletion leaves the folder of a run, not an unknown folder
-    if record is not None:
-        filesystem.delete_file(f"{path}/{RUN}")
-
-
-def delete_mlflow_run(record: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Delete the MLflow run that a `run.json` names; a note reports a failure."""
+    filesystem, path = open_uri(config.folder)
+    entries = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    record = read_record(config.folder, str(config.tracking.tracking_uri))
+    if record is None:
+        if any(entry.base_name != attempts.ATTEMPT for entry in entries):
+            raise UserError(
+                f"{config.folder} is not the folder of a run, so --overwrite does not "
+                "delete it"
+            )
+        return
     try:
         if record["status"] == "opening":
             tracking.discard_opening(record["opening"])
@@ -883,6 +867,14 @@ def delete_mlflow_run(record: dict[str, Any], say: Callable[[str], None]) -> Non
             tracking.delete(tracking.RunRef(**record["tracking"]))
     except UserError as error:
         say(f"note: {error}")
+    for entry in entries:
+        if entry.type == fs.FileType.Directory:
+            if checkpoint.FOLDER.fullmatch(entry.base_name):
+                filesystem.delete_dir(entry.path)
+        elif entry.base_name in RAY_TRAIN_FILES:
+            filesystem.delete_file(entry.path)
+    # deleted last: a killed deletion leaves the folder of a run, not an unknown folder
+    filesystem.delete_file(f"{path}/{RUN}")
 
 
 class ProgressReader:

@@ -181,9 +181,7 @@ def test_artifacts_are_written_to_a_storage_given_by_path_or_uri(
 
 
 def test_a_missing_run_is_reported_by_its_id(tmp_path: Path, uri: str) -> None:
-    with pytest.raises(
-        UserError, match=r"run 0123 of this training is not at .*--overwrite"
-    ):
+    with pytest.raises(UserError, match="run 0123 of this training is not at"):
         tracking.reopen(tracking.RunRef(uri, "retrieval/x", "0123"))
 
 

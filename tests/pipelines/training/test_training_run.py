@@ -406,7 +406,10 @@ def test_an_overwritten_run_is_left_out_of_comparisons_and_the_registry(
 ) -> None:
     training.lines.clear()
     first = training.train(**POPULARITY, name="anew")
+    thesis = training.folder / "runs/anew/thesis.txt"
+    thesis.write_text("dear to me")
     second = training.train(**POPULARITY, name="anew", overwrite=True)
+    assert thesis.read_text() == "dear to me"
 
     rows = load_rows(select(second.run.uri, [second.run.experiment]))
     run_ids = [run.id for row in rows for run in row.runs]
