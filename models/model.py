@@ -77,7 +77,8 @@ class Model(nn.Module):
     is_floor: ClassVar[bool] = False
     """Whether the model is a simple baseline that trained models should outperform."""
     is_diagnostic: ClassVar[bool] = False
-    """Whether the model reads values that are known only after results were shown."""
+    """Whether the model reads values that are known only after results were shown. It
+    is never the best model of a comparison."""
     metrics_module: ClassVar[ModuleType]
     """Module of the family's metrics, with functions `means`, `names` and `summary`."""
     has_own_metrics: ClassVar[bool] = False
@@ -105,6 +106,9 @@ class Model(nn.Module):
     learned and measured; None for labels without a condition."""
     train_rates: Sequence[float] = ()
     """(K,) fractions of positives in the training data, if known."""
+    ranks_by: str = ""
+    """Column and direction that a baseline chose in training, which name it in
+    comparisons."""
     correction: float = 0.0
     """Value added to logits to correct for the sampling of negatives."""
 

@@ -39,7 +39,8 @@ MODELS = {
     "sid_mlp_pp": "models.retrieval.students.sid_mlp_pp:SidMlpPp",
     "pair_ctr": "models.search.floors.click_rates:PairCtr",
     "item_ctr": "models.search.floors.click_rates:ItemCtr",
-    "log_order": "models.search.floors.click_rates:LogOrder",
+    "best_number": "models.search.floors.best_number:BestNumber",
+    "shown_order": "models.search.floors.click_rates:ShownOrder",
     "boosted": "models.search.floors.boosted:Boosted",
     "base": "models.search.ranker:Base",
     "hstu": "models.search.qgs:HSTU",
@@ -88,13 +89,14 @@ def find_by_config(config: Any) -> type[Model]:
 
 
 def find_floors(family: str) -> list[str]:
-    """Return the names of a family's floors, the cheapest first.
+    """Return the names of a family's baselines, and of the shown order.
 
-    Floors are models without training that trained models should outperform.
+    Baselines are models without training that trained models should outperform.
     """
     names = []
     for name in MODELS:
         model_class = find(name)
-        if model_class.is_floor and model_class.family == family:
+        is_baseline = model_class.is_floor or model_class.is_diagnostic
+        if is_baseline and model_class.family == family:
             names.append(name)
     return names

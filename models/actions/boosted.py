@@ -16,23 +16,26 @@ of action, `K` tasks, `G` categories of items, viewers and the log, `J` keys of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
-from models.boosting import TreeConfig, grow_trees, predict_log_odds
-from models.config import check_positive
+from models.boosting import (
+    TreeConfig,
+    concat_batches,
+    from_state,
+    grow_trees,
+    predict_raw,
+    to_state,
+)
 from models.layers.standardised import Standardised
-from models.storage.tables import UserError
 
 if TYPE_CHECKING:
     from lightgbm import Booster
@@ -46,9 +49,6 @@ class BoostedActionsConfig(TreeConfig):
     """Number of latest events in which the user's actions are counted."""
 
     window_overlap: ClassVar[float] = 0.5
-
-    def __post_init__(self) -> None:
-        check_positive(self, ["max_history"])
 
 
 class BoostedActions(ActionsModel):
@@ -148,7 +148,7 @@ class BoostedActions(ActionsModel):
                 logit = torch.tensor(rate, dtype=torch.float64).logit(eps=1e-6)
                 scores.append(logit.to(columns.device).expand(len(columns)))
             else:
-                scores.append(predict_log_odds(booster, columns))
+                scores.append(predict_raw(booster, columns))
         return torch.stack(scores, 1)
 
     def fit_in_one_pass(
@@ -159,10 +159,14 @@ class BoostedActions(ActionsModel):
         Raises:
             UserError: If the val split is empty.
         """
-        columns, labels = self._concat_batches(train)
-        val_columns, val_labels = self._concat_batches(val)
-        if not len(val_labels):
-            raise UserError("the val split is empty, so boosting cannot stop")
+
+        def read(batch: ActionsBatch) -> tuple[Tensor, Tensor]:
+            """Return columns (N, X) and labels (N, K)."""
+            labels = batch.candidate_label[batch.candidate_valid]
+            return self.columns(batch), labels
+
+        columns, labels = concat_batches(train, read)
+        val_columns, val_labels = concat_batches(val, read)
         self.boosters = []
         for task in range(len(self.labels)):
             label = np.ascontiguousarray(labels[:, task])
@@ -174,33 +178,19 @@ class BoostedActions(ActionsModel):
                 )
             self.boosters.append(booster)
 
-    def _concat_batches(
-        self, batches: Iterable[ActionsBatch]
-    ) -> tuple[NDArray, NDArray]:
-        """Return the columns (N, X) and labels (N, K) of batches."""
-        columns, labels = [], []
-        for batch in batches:
-            columns.append(self.columns(batch).cpu().numpy())
-            labels.append(batch.candidate_label[batch.candidate_valid].cpu().numpy())
-        if not columns:
-            return np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
-        return np.concatenate(columns), np.concatenate(labels)
-
     def get_extra_state(self) -> Tensor:
         """Return LightGBM's model text of each task as bytes of JSON."""
         texts = [
             None if booster is None else booster.model_to_string()
             for booster in self.boosters
         ]
-        return torch.frombuffer(
-            bytearray(json.dumps(texts).encode()), dtype=torch.uint8
-        )
+        return to_state(texts)
 
     def set_extra_state(self, state: Any) -> None:
         """Load the trees from the result of `get_extra_state`."""
         from lightgbm import Booster
 
-        texts = json.loads(bytes(state.numpy()))
         self.boosters = [
-            None if text is None else Booster(model_str=text) for text in texts
+            None if text is None else Booster(model_str=text)
+            for text in from_state(state)
         ]

@@ -103,19 +103,9 @@ def request_auc(
         which AUC is defined.
     """
     count = int(request.max()) + 1 if len(request) else 0
-    scores, labels = scores.double(), labels.double()
-    by_score = scores.argsort(stable=True)
-    order = by_score[request[by_score].argsort(stable=True)]  # by request, then score
-    scores, labels, request = scores[order], labels[order], request[order]
+    labels = labels.double()
+    rank = rank_in_request(scores.double(), request)
     size = torch.bincount(request, minlength=count)
-    starts_run = torch.ones_like(request, dtype=torch.bool)
-    starts_run[1:] = (request[1:] != request[:-1]) | (scores[1:] != scores[:-1])
-    run = starts_run.cumsum(0) - 1  # (N,) index of the run of equal scores
-    run_length = torch.bincount(run) if len(run) else run
-    run_start = torch.arange(len(order), device=order.device)[starts_run]
-    mean_index = (run_start + (run_length - 1) / 2)[run]
-    request_start = size.cumsum(0) - size
-    rank = mean_index - request_start[request]  # from 0, within the request
     zeros = torch.zeros(count, dtype=torch.float64, device=scores.device)
     positives = zeros.index_add(0, request, labels)
     negatives = size - positives
@@ -124,6 +114,31 @@ def request_auc(
     valid = (positives > 0) & (negatives > 0)
     auc = ordered_pairs / (positives * negatives).clamp(min=1)
     return torch.where(valid, auc, torch.nan), valid
+
+
+def rank_in_request(values: Tensor, request: Tensor) -> Tensor:
+    """Return the (N,) ranks of values within their requests, from 0, ascending.
+
+    Equal values share their mean rank.
+
+    Args:
+        values: (N,) values. NaN ranks last.
+        request: (N,) index of each value's request.
+    """
+    by_value = values.argsort(stable=True)
+    order = by_value[request[by_value].argsort(stable=True)]  # by request, then value
+    values, request = values[order], request[order]
+    starts_run = torch.ones_like(request, dtype=torch.bool)
+    starts_run[1:] = (request[1:] != request[:-1]) | (values[1:] != values[:-1])
+    run = starts_run.cumsum(0) - 1  # (N,) index of the run of equal values
+    run_length = torch.bincount(run) if len(run) else run
+    run_start = torch.arange(len(order), device=order.device)[starts_run]
+    mean_index = (run_start + (run_length - 1) / 2)[run]
+    size = torch.bincount(request)
+    request_start = size.cumsum(0) - size
+    rank = torch.empty_like(mean_index)
+    rank[order] = mean_index - request_start[request]
+    return rank
 
 
 class HistogramChunk(NamedTuple):

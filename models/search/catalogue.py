@@ -276,6 +276,15 @@ class SearchCatalogue:
         """Hashes of the catalogue's tables, by name."""
         return table_hashes(self.versions)
 
+    def readable_features(self) -> tuple[list[str], list[str]]:
+        """Return the categories and the numbers that are known when ranking."""
+        categories = {category.name for category in self.custom_features.categories}
+        known = [n for n in self.features if n not in self.unknown_when_ranking]
+        return (
+            [name for name in known if name in categories],
+            [name for name in known if name not in categories],
+        )
+
     def scales(self) -> dict[str, Any]:
         """Return the scales of text and custom numbers, which a checkpoint stores."""
         return {

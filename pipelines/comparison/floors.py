@@ -22,6 +22,7 @@ from pipelines.comparison.over_users import (
     Interval,
     bootstrap_intervals,
     group_rows,
+    judge_difference,
     load_paired_metric,
     newest_runs,
 )
@@ -39,10 +40,15 @@ from pipelines.comparison.runs import search_runs
 from pipelines.comparison.table import Table, percent
 from pipelines.evaluation.floors import Floor
 from pipelines.evaluation.record import Result
-from pipelines.tracking import RunRef, connect, to_mlflow_name
+from pipelines.tracking import RANKS_BY_TAG, RunRef, connect, to_mlflow_name
 
 CLEARS, BELOW, UNDECIDED = "clears it", "below it", "not told apart"
 """Verdicts on a model and its floor."""
+
+TIES = 0.5
+"""GAUC of a shown order in which all results tie, as in a log without positions."""
+
+SHOWN_ORDER_NOTE = "The shown order is the present ranking's; clicks on it favour it."
 
 VALIDATION_PARAMS = ("fit.eval_options.unseen", "fit.eval_examples")
 """Params that must be equal for the validations of two trainings to be comparable."""
@@ -76,7 +82,7 @@ def best_trained_floor(run: RunRef, metric: str) -> tuple[str, float] | None:
             continue
         value = other.data.metrics.get(key, math.nan)
         if has_comparable_validation(other, training):
-            values[name] = value
+            values[other.data.tags.get(RANKS_BY_TAG, name)] = value
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     if not finite:
         return None
@@ -175,7 +181,10 @@ def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, 
     if metric not in result.by_user:
         metric = next(iter(result.by_user))
     sign = -1 if lower_is_better(metric) else 1
-    best = max(floors, key=lambda floor: sign * floor.metrics[metric])
+    best = max(
+        (floor for floor in floors if not floor.is_shown_order),
+        key=lambda floor: sign * floor.metrics[metric],
+    )
     comparison = compare_per_user(result.by_user[metric], best.by_user[metric])
     if comparison is None:
         raise ValueError(f"{best.name} was measured on other users than the model")
@@ -184,7 +193,14 @@ def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, 
     ranking = KNOWN_LEFT_OUT if result.options.get("unseen") else ALL_ITEMS
     if "first/examples" not in result.metrics:
         ranking = CANDIDATES
+    shown_order = ""
+    for floor in floors:
+        if floor.is_shown_order and floor.metrics[metric] != TIES:
+            shown = compare_per_user(result.by_user[metric], floor.by_user[metric])
+            assert shown is not None, "the users are those of the best baseline"
+            shown_order = f"{shown[0].mean:+.4f} (95% {shown[0]})"
     return {
+        "shown_order": shown_order,
         "ranking": ranking,
         "repeats": 1 - first / result.examples,
         "metric": metric,
@@ -199,16 +215,20 @@ def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, 
 
 
 def describe_verdict(verdict: dict[str, Any]) -> str:
-    """Return a line about a model and the best model without training.
+    """Return lines about a model, the best baseline, and the shown order.
 
     Args:
         verdict: Content that `judge_result` returned.
     """
+    shown_order = ""
+    if verdict["shown_order"]:
+        shown_order = f"\n  against the shown order: {verdict['shown_order']}. "
+        shown_order += SHOWN_ORDER_NOTE
     return (
-        f"{verdict['ranking']}: {verdict['metric']} {verdict['value']:.4f}, "
-        f"{verdict['floor']} without training {verdict['floor_value']:.4f} "
+        f"{verdict['ranking']}: {verdict['metric']} {verdict['value']:.4f}, best "
+        f"baseline ({verdict['floor']}) {verdict['floor_value']:.4f} "
         f"(95% of the difference {verdict['low']:+.4f} to {verdict['high']:+.4f}, "
-        f"{verdict['users']:,} users): {verdict['verdict']}"
+        f"{verdict['users']:,} users): {verdict['verdict']}{shown_order}"
     )
 
 
@@ -221,13 +241,21 @@ def floor_tables(comparison: Comparison) -> list[Table]:
     groups = group_rows(comparison)
     floors = best_floors(groups)
     leading = leading_ranking(comparison.rows)
-    trained = [group for group in groups if not is_floor(group.row)]
+    shown_orders = {group.row.log: group for group in groups if group.row.is_diagnostic}
+    trained = [
+        group
+        for group in groups
+        if not is_floor(group.row) and not group.row.is_diagnostic
+    ]
     trained.sort(key=lambda group: group.row.ranking != leading)
-    cells = []
+    cells, shown_cells = [], []
     for group in trained:
-        floor = floors.get(group.row.log)
-        if floor is not None:
-            cells += to_floor_cells(group, floor, metric)
+        log = group.row.log
+        if log in floors:
+            cells += to_floor_cells(group, floors[log], metric)
+        if log in floors and log in shown_orders:
+            shown_cells = to_floor_cells(group, shown_orders[log], metric)
+            cells += shown_cells
     if not cells:
         return []
     header = ["run", "ranking", "best without training", "its value", "users"]
@@ -249,16 +277,20 @@ def floor_tables(comparison: Comparison) -> list[Table]:
         f"user with a bootstrap over users. Below {MIN_USERS} users there is no "
         "verdict."
     )
+    if shown_cells:
+        notes.append(SHOWN_ORDER_NOTE)
     title = "Against the best model without training"
     return [Table(title, header, cells, notes, num_words)]
 
 
 def to_floor_cells(group: Group, floor: Group, metric: str) -> list[list[str]]:
-    """Return a group's row of the floor table, or [] if its users are not the floor's.
+    """Return a group's row of the floor table.
+
+    It is [] if the group's users are not the floor's, or if the log has no positions.
 
     Args:
         group: Runs of a trained model.
-        floor: Runs of the best floor.
+        floor: Runs of the best floor, or of the shown order.
         metric: Name of the metric per user, without its split.
     """
     pairs = tuple(product(newest_runs(group), newest_runs(floor)))
@@ -267,17 +299,23 @@ def to_floor_cells(group: Group, floor: Group, metric: str) -> list[list[str]]:
         return []
     (interval,) = bootstrap_intervals(paired.difference[None], paired.counts)
     base = paired.base_mean
-    has_verdict = len(paired.counts) >= MIN_USERS
+    label = group.label
+    verdict = judge(interval, metric) if len(paired.counts) >= MIN_USERS else "-"
+    if floor.row.is_diagnostic:
+        if base == TIES:
+            return []
+        label = "  against the shown order"
+        verdict = judge_difference(interval, len(paired.counts), metric)
     return [
         [
-            group.label,
+            label,
             group.row.ranking,
-            floor.row.model,
+            floor.row.model_label,
             f"{base:.4f}",
             f"{len(paired.counts):,}",
             f"{interval.mean:+.4f}",
             str(interval),
             percent(interval.mean / base if base else math.nan),
-            judge(interval, metric) if has_verdict else "-",
+            verdict,
         ]
     ]

@@ -88,15 +88,16 @@ def sort_rows(rows: Sequence[Row], metric: str) -> list[Row]:
     """Sort rows by the metric on test, then on val, best first.
 
     Rows whose ranking does not fit the log (see `leading_ranking`) come after the
-    others, and rows of fresh logs come last.
+    others, then diagnostics, which are never the best; rows of fresh logs come last.
     """
     sign = 1 if lower_is_better(metric) else -1
     leading = leading_ranking(rows)
 
-    def sort_key(row: Row) -> tuple[str, bool, float, float]:
+    def sort_key(row: Row) -> tuple[str, bool, bool, float, float]:
         test, val = (sign * row.mean(f"{split}/{metric}") for split in ("test", "val"))
         return (
             row.options.fresh_log,
+            row.is_diagnostic,
             row.ranking != leading,
             test if math.isfinite(test) else math.inf,
             val if math.isfinite(val) else math.inf,
@@ -132,12 +133,13 @@ def split_evaluations(selection: Selection, training: Any) -> list[Row]:
         training: MLflow run of the training.
     """
     tags = training.data.tags
-    # params cannot change, so a continued training has its new values as tags
-    continued = {key: value for key, value in tags.items() if key.startswith("fit.")}
-    params = {
-        **training.data.params,
-        **continued,
+    # params cannot change, so what a training adds or changes later are tags
+    added = {
+        key: value
+        for key, value in tags.items()
+        if key.startswith(("fit.", tracking.RANKS_BY_TAG))
     }
+    params = {**training.data.params, **added}
     row = Row(
         model=params["model.name"],
         experiment=selection.experiments[training.info.experiment_id],
@@ -241,7 +243,7 @@ def find_best_run(comparison: Comparison) -> Run:
     runs = [
         run
         for row in comparison.rows
-        if not row.options
+        if not row.options and not row.is_diagnostic
         for run in row.runs
         if run.finished and metric in run.metrics
     ]

@@ -141,6 +141,16 @@ class Row:
         return f"{self.model}: {self.name}"
 
     @property
+    def model_label(self) -> str:
+        """The name of the model, or the column by which a baseline ranks."""
+        return self.params.get(tracking.RANKS_BY_TAG, self.model)
+
+    @property
+    def is_diagnostic(self) -> bool:
+        """Whether the model reads values that are unknown when ranking."""
+        return self.model in registry.MODELS and registry.find(self.model).is_diagnostic
+
+    @property
     def beam(self) -> int:
         """Beam size of the evaluation; 0 if unknown or if other options differ too."""
         if self.options.fresh_log or self.options.names not in ([], ["beam"]):

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from scipy.stats import t as student_t
 
-from models import registry
 from models.config import pluralize
 from pipelines.comparison.floors import floor_tables
 from pipelines.comparison.over_users import over_users_tables
@@ -66,7 +65,7 @@ def runs_table(comparison: Comparison) -> Table:
     metrics = [name for name in names if name in measured]
     cells = [
         [
-            row.model,
+            row.model_label,
             name_row(row, rows),
             str(len({run.seed for run in row.runs})),
             *(format_mean(row, name) for name in metrics),
@@ -116,15 +115,8 @@ def describe_columns(comparison: Comparison, is_measured: bool) -> list[str]:
 
 
 def describe_rows(rows: Sequence[Row]) -> list[str]:
-    """Return notes on single rows: diagnostics, settings and unfinished trainings."""
+    """Return notes on single rows: settings and unfinished trainings."""
     notes = []
-    for row in rows:
-        if row.model in registry.MODELS and registry.find(row.model).is_diagnostic:
-            notes.append(
-                f"{row.name}: results in the order that the log showed, a diagnostic "
-                "of the log. A position is unknown when a search is ranked, so this is "
-                "no floor, and it is never the best model."
-            )
     for row in rows:
         if row.options:
             continue
@@ -228,7 +220,9 @@ def best_cells(comparison: Comparison) -> list[list[str]]:
     rows = [
         row
         for row in comparison.rows
-        if not row.options and math.isfinite(row.mean(f"val/{metric}"))
+        if not row.options
+        and not row.is_diagnostic
+        and math.isfinite(row.mean(f"val/{metric}"))
     ]
     rows.sort(key=lambda row: comparison.sign * row.mean(f"val/{metric}"))
     best_of_experiment: dict[str, Row] = {}

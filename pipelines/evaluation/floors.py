@@ -32,11 +32,13 @@ class Floor:
     """Metrics of one model without training."""
 
     name: str
-    """Name of the model in the registry."""
+    """Name of the model in the registry, or the column by which it ranks."""
     metrics: dict[str, float]
     """Metrics on the split, by name."""
     by_user: dict[str, dict[str, str]]
     """Metrics per user, as in the result of an evaluation."""
+    is_shown_order: bool = False
+    """Whether it is the order that the log showed, which no model has to exceed."""
 
 
 def measure_floors(
@@ -55,46 +57,33 @@ def measure_floors(
         A list of floors for each of `rankings`, empty for a family without floors.
     """
     floors: list[list[Floor]] = [[] for _ in rankings]
+    stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
     for name in registry.find_floors(registry.find(model).family):
-        batch_size = BATCH_SIZES[registry.find(name).example_unit]
-        fit = FitConfig(batch_size=batch_size)
+        fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
         config, model_inputs = resolve_training(
             registry.find(name).config_class(), fit, inputs
         )
-        floor = TrainingRun.build(config, fit, model_inputs)
-        floor.fit_in_one_pass()
+        run = TrainingRun.build(config, fit, model_inputs)
+        run.fit_in_one_pass()
+        floor = run.model
         for options, ranking_floors in zip(rankings, floors, strict=True):
-            ranking_floors.append(measure_floor(floor, name, inputs, split, options))
+            examples = floor.dataset_class.load(
+                inputs.sequences,
+                split,
+                unit=floor.eval_unit,
+                max_history=required_history(config.max_history, options),
+                **floor.dataset_class.dataset_options(config, run.catalogue),
+            )
+            sums = measure_examples(
+                floor,
+                examples,
+                batch_size=256,
+                device=torch.device("cpu"),
+                options={**options, "by_user": stride},
+            ).sums
+            by_user = pop_per_user(sums)
+            label = floor.ranks_by or name
+            ranking_floors.append(
+                Floor(label, run.means(sums), by_user, floor.is_diagnostic)
+            )
     return floors
-
-
-def measure_floor(
-    floor: TrainingRun, name: str, inputs: Inputs, split: str, options: dict[str, Any]
-) -> Floor:
-    """Measure one floor on a split.
-
-    Args:
-        floor: Training of the floor, after counting.
-        name: Name of the model.
-        inputs: Folders of the tables, semantic IDs and text embeddings.
-        split: `val` or `test`.
-        options: Options of `recommend`.
-    """
-    model = floor.model
-    examples = model.dataset_class.load(
-        inputs.sequences,
-        split,
-        unit=model.eval_unit,
-        max_history=required_history(model.config.max_history, options),
-        **model.dataset_class.dataset_options(model.config, floor.catalogue),
-    )
-    stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
-    sums = measure_examples(
-        model,
-        examples,
-        batch_size=256,
-        device=torch.device("cpu"),
-        options={**options, "by_user": stride},
-    ).sums
-    by_user = pop_per_user(sums)
-    return Floor(name, floor.means(sums), by_user)

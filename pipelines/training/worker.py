@@ -523,7 +523,11 @@ def fit_in_one_pass(
     seconds = time.perf_counter() - began
     sums, count = run.validate(run.model)
     metrics = run.means(sums) if count else {}
+    if run.model.ranks_by:
+        worker.say(f"ranks by {run.model.ranks_by}")
     if logger:
+        if run.model.ranks_by:
+            logger.tag(**{tracking.RANKS_BY_TAG: run.model.ranks_by})
         logger.log({f"val/{name}": value for name, value in metrics.items()}, 1)
         logger.log({"val/examples": count, "train/seconds": seconds}, 1)
     value = metrics.get(run.fit.metric)

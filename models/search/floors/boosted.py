@@ -3,18 +3,22 @@
     python -m jobs.train --config jobs/configs/search/boosted.yaml --tables TABLES
         --storage runs --name boosted
 
-The trees learn the click from the train split. Boosting stops when the log loss on the
-val split has not fallen for `EARLY_STOPPING_ROUNDS` trees, and keeps the best number of
-trees. The checkpoint holds LightGBM's model text as bytes in safetensors, without
-pickle. The model reads no text vectors: its columns are the candidate's features, and
-counts of the user's earlier clicks that resemble the candidate.
+Two ensembles learn from the train split: one predicts the click, and one ranks lists by
+LightGBM's lambdarank, with the sum of a result's labels as its grade. Each stops when
+its metric on the val split has not improved for `EARLY_STOPPING_ROUNDS` trees, and
+keeps the best number of trees. The ensemble with the higher GAUC on val is the model;
+scores of lambdarank are mapped to log-odds of a click by a line that is fitted on val.
+
+The checkpoint holds LightGBM's model text as bytes in safetensors, without pickle. The
+model reads no text vectors. Its columns are the candidate's features, its numbers
+relative to the list, and counts of the user's earlier clicks that resemble the
+candidate.
 
 Shapes: `N` candidates, `B` rows, `T` behaviours, `C` split categories, `X` columns.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,10 +28,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.boosting import TreeConfig, grow_trees, predict_log_odds
-from models.config import check_positive
+from models.boosting import (
+    TreeConfig,
+    concat_batches,
+    from_state,
+    grow_trees,
+    predict_raw,
+    to_state,
+)
 from models.custom_features import Category
 from models.layers.standardised import Standardised
+from models.metrics.ranking_metrics import rank_in_request, request_auc
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.data import SearchBatch
 from models.search.model import SearchModel
@@ -39,22 +50,19 @@ if TYPE_CHECKING:
 MAX_SPLIT_VALUES = 255
 """Number of values up to which a category is a split column of the trees."""
 
+MAX_LIST = 10_000
+"""Number of results of a search from which LightGBM's lambdarank can learn."""
+
 
 @dataclass
 class BoostedConfig(TreeConfig):
     """Options of gradient-boosted trees for search."""
-
-    max_history: int = 100
-    """Number of latest behaviours in which clicks are counted."""
 
     # Options that datasets and requests of all search models need
     window_overlap: ClassVar[float] = 1.0
     batch_unit: ClassVar[str] = "requests"
     reads_history_queries: ClassVar[bool] = False
     reads_times: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_positive(self, ["max_history"])
 
 
 class Boosted(SearchModel):
@@ -75,25 +83,21 @@ class Boosted(SearchModel):
         # a served request's missing features are filled with its means
         self.scale = Standardised(catalogue.feature_mean, catalogue.feature_std)
         index = {name: i for i, name in enumerate(catalogue.features)}
-        readable = [
-            name
-            for name in catalogue.features
-            if name not in catalogue.unknown_when_ranking
-        ]
+        category_names, number_names = catalogue.readable_features()
         categories = {c.name: c for c in catalogue.custom_features.categories}
-        category_names = [name for name in readable if name in categories]
         split_names = [
             name
             for name in category_names
             if categories[name].rows <= MAX_SPLIT_VALUES + 1
         ]
-        number_names = [name for name in readable if name not in categories]
         self.split_categories = [categories[name] for name in split_names]
         self.split_index = [index[name] for name in split_names]
         self.number_index = [index[name] for name in number_names]
         self.counted_index = [index[name] for name in category_names]
         """Features whose equal values are counted in the history: all categories."""
         self.booster: Booster | None = None
+        self.slope, self.intercept = 1.0, 0.0
+        """Line from a sum of leaf values to log-odds of a click."""
         # one (rows,) tensor per split category: code of the catalogue -> code in
         # training
         self.training_codes = [torch.arange(c.rows) for c in self.split_categories]
@@ -102,9 +106,9 @@ class Boosted(SearchModel):
         """Return the columns (N, X) float32 that the trees read.
 
         The split categories come first, NaN where unknown. Numbers follow, NaN where
-        missing. The last columns count the user's earlier clicks: all clicks, clicks on
-        the same item, clicks after the same query, and for each category the clicks
-        with the same value.
+        missing, then the numbers relative to the list. The last columns count the
+        user's earlier clicks: all clicks, clicks on the same item, clicks after the
+        same query, and for each category the clicks with the same value.
         """
         features, request = batch.features, batch.candidate_request
         row = batch.request_row[request]  # (N,)
@@ -132,51 +136,72 @@ class Boosted(SearchModel):
             codes = torch.stack(columns, 1).float()
         codes = torch.where(codes > 0, codes, torch.nan)
         numbers = select_columns(features, self.number_index)
-        return torch.cat([codes, numbers, torch.stack(counts, 1).float()], 1)
+        relative = relate_to_list(numbers, request)
+        counts_by_click = torch.stack(counts, 1).float()
+        return torch.cat([codes, numbers, relative, counts_by_click], 1)
 
     def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, 1) float64 log-odds of a click."""
         assert self.booster is not None, "fit or load the trees first"
-        return predict_log_odds(self.booster, self.columns(batch))[:, None]
+        raw = predict_raw(self.booster, self.columns(batch))
+        return (self.slope * raw + self.intercept)[:, None]
 
     def fit_in_one_pass(
         self, train: Iterable[SearchBatch], val: Iterable[SearchBatch]
     ) -> None:
-        """Grow trees on the train split until the log loss on val stops falling.
+        """Grow trees that predict clicks and trees that rank, and keep the better ones.
 
         Raises:
             UserError: If all training candidates have the same label, or val is empty.
         """
-        train_columns, train_labels = self._concat_batches(train)
-        if train_labels.all() or not train_labels.any():
+
+        def read(batch: SearchBatch) -> tuple[Tensor, Tensor, Tensor]:
+            """Return columns (N, X), labels (N, K) and the sizes of lists."""
+            valid = batch.candidate_valid
+            request = batch.candidate_request[valid]
+            _, sizes = request.unique_consecutive(return_counts=True)
+            return self.columns(batch)[valid], batch.labels[valid].float(), sizes
+
+        columns, labels, sizes = concat_batches(train, read)
+        val_columns, val_labels, val_sizes = concat_batches(val, read)
+        click, val_click = labels[:, 0].copy(), val_labels[:, 0].copy()
+        if click.min() == click.max():
             raise UserError(
-                f"all {len(train_labels):,} training candidates have the same "
+                f"all {len(click):,} training candidates have the same "
                 f"'{self.labels[0]}'"
             )
-        val_columns, val_labels = self._concat_batches(val)
-        if not len(val_labels):
-            raise UserError("the val split is empty, so boosting cannot stop")
+        num_categories = len(self.split_categories)
         self.booster = grow_trees(
-            train_columns,
-            train_labels,
-            val_columns,
-            val_labels,
-            self.config,
-            num_categories=len(self.split_categories),
+            columns, click, val_columns, val_click, self.config, num_categories
         )
+        grade, val_grade = labels.sum(1), val_labels.sum(1)
+        used, used_sizes = select_ranked(grade, sizes)
+        val_used, val_used_sizes = select_ranked(val_grade, val_sizes)
+        if not len(val_used_sizes):
+            return
+        ranker = grow_trees(
+            columns[used],
+            grade[used],
+            val_columns[val_used],
+            val_grade[val_used],
+            self.config,
+            num_categories,
+            (used_sizes, val_used_sizes),
+        )
+        gaucs = []  # of both; `scores` are those of lambdarank afterwards
+        request = torch.from_numpy(np.repeat(np.arange(len(val_sizes)), val_sizes))
+        for booster in (self.booster, ranker):
+            scores = predict_raw(booster, torch.from_numpy(val_columns))
+            auc, valid = request_auc(scores, torch.from_numpy(val_click), request)
+            gaucs.append(float(auc[valid].mean()))
+        print(f"val gauc: pointwise {gaucs[0]:.4f}, lambdarank {gaucs[1]:.4f}")
+        if gaucs[1] > gaucs[0]:
+            from sklearn.linear_model import LogisticRegression
 
-    def _concat_batches(
-        self, batches: Iterable[SearchBatch]
-    ) -> tuple[NDArray, NDArray]:
-        """Return the columns (N, X) and first labels (N,) of batches."""
-        columns, labels = [], []
-        for batch in batches:
-            valid = batch.candidate_valid
-            columns.append(self.columns(batch)[valid].cpu().numpy())
-            labels.append(batch.labels[valid, 0].cpu().numpy())
-        if not columns:
-            return np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
-        return np.concatenate(columns), np.concatenate(labels).astype(np.float32)
+            self.booster = ranker
+            line = LogisticRegression().fit(scores[:, None].numpy(), val_click)
+            self.slope = max(float(line.coef_[0, 0]), 1e-3)
+            self.intercept = float(line.intercept_[0])
 
     def get_extra_state(self) -> Tensor:
         """Return LightGBM's model text and the categories' values as bytes of JSON."""
@@ -185,10 +210,9 @@ class Boosted(SearchModel):
         state = {
             "trees": self.booster.model_to_string(),
             "values": {c.name: list(c.values) for c in self.split_categories},
+            "log_odds": [self.slope, self.intercept],
         }
-        return torch.frombuffer(
-            bytearray(json.dumps(state).encode()), dtype=torch.uint8
-        )
+        return to_state(state)
 
     def set_extra_state(self, state: Any) -> None:
         """Load the trees from the result of `get_extra_state`.
@@ -201,7 +225,7 @@ class Boosted(SearchModel):
         """
         from lightgbm import Booster
 
-        content = json.loads(bytes(state.numpy()))
+        content = from_state(state)
         names = [category.name for category in self.split_categories]
         if names != list(content["values"]):
             raise UserError(
@@ -210,6 +234,7 @@ class Boosted(SearchModel):
                 f"{MAX_SPLIT_VALUES} values"
             )
         self.booster = Booster(model_str=content["trees"])
+        self.slope, self.intercept = content["log_odds"]
         self.training_codes = [
             map_codes(category, content["values"][category.name])
             for category in self.split_categories
@@ -237,3 +262,49 @@ def map_codes(category: Category, trained: list[str]) -> Tensor:
         return torch.arange(category.rows)
     code = {value: i for i, value in enumerate(trained, 1)}
     return torch.tensor([0, *(code.get(value, 0) for value in category.values)])
+
+
+def relate_to_list(values: Tensor, request: Tensor) -> Tensor:
+    """Return values relative to the other values of their lists.
+
+    Args:
+        values: (N, C) numbers, NaN if missing.
+        request: (N,) request of each row.
+
+    Returns:
+        (N, 2 C) float32 differences to the list's mean, then ranks from 0 in the list;
+        NaN if missing.
+    """
+    num_rows, num_columns = values.shape
+    num_requests = int(request.max()) + 1 if num_rows else 0
+    zeros = values.new_zeros(num_requests, num_columns, dtype=torch.float64)
+    sums = zeros.index_add(0, request, values.nan_to_num(0.0).double())
+    counts = zeros.index_add(0, request, (~values.isnan()).double())
+    difference = values - (sums / counts)[request]
+    # one list for each request and column
+    column = torch.arange(num_columns, device=values.device)[:, None]
+    lists = (column * num_requests + request).flatten()
+    rank = rank_in_request(values.T.flatten(), lists).view(num_columns, num_rows).T
+    rank = torch.where(values.isnan(), torch.nan, rank)
+    return torch.cat([difference, rank], 1).float()
+
+
+def select_ranked(grade: NDArray, sizes: NDArray) -> tuple[NDArray, NDArray]:
+    """Select the results from which lambdarank learns.
+
+    Lists without a positive are left out, and longer lists than `MAX_LIST` are cut.
+
+    Args:
+        grade: (N,) grades of the results, list after list.
+        sizes: Sizes of the lists.
+
+    Returns:
+        (N,) mask of the selected results, and the sizes of their lists.
+    """
+    row = np.repeat(np.arange(len(sizes)), sizes)
+    place = np.arange(len(row)) - (np.cumsum(sizes) - sizes)[row]
+    has_positive = np.bincount(row, grade, minlength=len(sizes)) > 0
+    if sizes.max(initial=0) > MAX_LIST:
+        print(f"lambdarank learns from the first {MAX_LIST:,} results of a search")
+    is_used = has_positive[row] & (place < MAX_LIST)
+    return is_used, np.minimum(sizes, MAX_LIST)[has_positive]

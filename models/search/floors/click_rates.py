@@ -1,4 +1,4 @@
-"""Search floors, which need no gradient training: click rates and the order of the log.
+"""Search floors, which need no gradient training: click rates and the shown order.
 
     python -m jobs.train --config jobs/configs/search/pair_ctr.yaml --tables TABLES
         --storage runs --name pair_ctr
@@ -13,10 +13,10 @@ with `ctr_prior` and `ctr_strength` of the source file's `search` section. A tra
 search model should exceed the better of the two. Without clock times or windows the
 tables have no rates, and all results tie.
 
-`log_order` ranks results in the order in which the log showed them. The shown position
-is unknown when a search is ranked, so this model is a diagnostic of the log and not a
-floor. Its metrics have the prefix `with_position/`, which keeps it from being the best
-model of a comparison. It is neither served nor registered.
+`shown_order` ranks results in the order in which the log showed them, as the present
+ranking does. Clicks on a shown order favour it, and the shown position is unknown when
+a search is ranked. So comparisons show it beside the best baseline, and it is neither
+served nor registered.
 
 Shapes: `N` candidates.
 """
@@ -32,11 +32,8 @@ import torch
 from torch import Tensor
 
 from models.layers.standardised import Standardised
-from models.metrics.per_user_metrics import PER_USER_PREFIX
-from models.search import metrics
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
-from models.search.metrics import WITH_POSITION
 from models.search.model import SearchModel
 
 
@@ -64,8 +61,8 @@ class ItemCtrConfig(FloorConfig):
 
 
 @dataclass
-class LogOrderConfig(FloorConfig):
-    """Log order: ranks results as the log showed them. A diagnostic, never served."""
+class ShownOrderConfig(FloorConfig):
+    """Shown order: ranks results as the log showed them. Never served."""
 
 
 class SearchFloor(SearchModel):
@@ -143,20 +140,18 @@ def rate_columns(features: Iterable[str], by: str) -> list[str]:
     return [name_by_days[days] for days in sorted(name_by_days)]
 
 
-class LogOrder(SearchFloor):
+class ShownOrder(SearchFloor):
     """Log-odds that fall with the shown position p, counted from 0.
 
     logit = log-odds of the first position's click rate in training - log(1 + p)
     """
 
-    name = "log_order"
-    config_class = LogOrderConfig
+    name = "shown_order"
+    config_class = ShownOrderConfig
     is_diagnostic = True
-    has_own_metrics = True
-    shown_metrics = (f"{WITH_POSITION}gauc", f"{WITH_POSITION}auc")
     first_rate: Tensor
 
-    def __init__(self, config: LogOrderConfig, catalogue: SearchCatalogue) -> None:
+    def __init__(self, config: ShownOrderConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
         self.register_buffer("first_rate", torch.tensor(0.5, dtype=torch.float64))
 
@@ -173,40 +168,3 @@ class LogOrder(SearchFloor):
         """Return (N, 1) log-odds of a click."""
         position = batch.candidate_position.clamp(min=0).double()
         return (self.first_rate.logit(eps=1e-6) - position.log1p())[:, None]
-
-    def measure(
-        self, batch: SearchBatch, by_user: int = 0, **options: Any
-    ) -> dict[str, Any]:
-        """Return the sums of the search metrics, under the prefix `with_position/`.
-
-        The prefix keeps the metrics apart from metrics of models that do not read the
-        shown position.
-        """
-        sums = super().measure(batch, by_user)
-        return {add_position_prefix(name): value for name, value in sums.items()}
-
-    @classmethod
-    def metric_names(cls, catalogue: SearchCatalogue) -> list[str]:
-        """Return the names of the metrics of the first label."""
-        return [
-            "requests",
-            *(f"{WITH_POSITION}{name}" for name in metrics.METRIC_NAMES),
-        ]
-
-    @classmethod
-    def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics, and `requests` without the prefix as well."""
-        means = super().metric_means(sums)
-        return {"requests": means[f"{WITH_POSITION}requests"], **means}
-
-
-def add_position_prefix(name: str) -> str:
-    """Return the name of a sum with `with_position/` added.
-
-    The number of examples keeps its name. In names of per-user values, the prefix
-    follows `PER_USER_PREFIX`.
-    """
-    if name == metrics.EXAMPLES:
-        return name
-    per_user = PER_USER_PREFIX if name.startswith(PER_USER_PREFIX) else ""
-    return f"{per_user}{WITH_POSITION}{name.removeprefix(PER_USER_PREFIX)}"

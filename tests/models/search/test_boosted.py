@@ -97,8 +97,9 @@ def count_item_clicks(batch: SearchBatch) -> list[int]:
 
 
 def compute_inputs(batch: SearchBatch) -> np.ndarray:
-    """Return the model's inputs (N, 9), computed candidate by candidate: the city, the
-    numbers without the position, and counts of earlier clicks.
+    """Return the model's inputs (N, 15), computed candidate by candidate: the city, the
+    numbers without the position, their differences to the list's mean and their ranks in
+    the list, and counts of earlier clicks.
     """
     item_clicks = count_item_clicks(batch)
     inputs = []
@@ -115,10 +116,14 @@ def compute_inputs(batch: SearchBatch) -> np.ndarray:
             is_same = (past[:, column] == features[column]) & (features[column] > 0)
             category_clicks.append(float(is_same.sum()))
         city = float(features[CITY]) or np.nan
-        numbers = features[[PAIR_CTR, HOUR, BM25]].tolist()
-        inputs.append(
-            [city, *numbers, end, item_clicks[n], query_clicks, *category_clicks]
-        )
+        columns = [PAIR_CTR, HOUR, BM25]
+        numbers = features[columns]
+        of_list = batch.features[batch.candidate_request == request][:, columns]
+        difference = (numbers.double() - of_list.double().nanmean(0)).float()
+        rank = torch.where(numbers.isnan(), torch.nan, (of_list < numbers).sum(0))
+        relative = [*difference.tolist(), *rank.tolist()]
+        counts = [end, item_clicks[n], query_clicks, *category_clicks]
+        inputs.append([city, *numbers.tolist(), *relative, *counts])
     return np.array(inputs)
 
 

@@ -1,5 +1,5 @@
-"""Baselines of search: click rates are columns of the tables as of the request; the order
-of the log has separate metrics and is never served.
+"""Baselines of search: click rates are columns of the tables as of the request, the best
+number is chosen on training searches, and the shown order is never served.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from models.custom_features import Category, CustomFeatures, Number
 from models.metrics.ranking_metrics import request_auc
 from models.search.catalogue import SearchCatalogue, SearchText
 from models.search.data import SearchBatch, SearchDataset
+from models.search.floors.best_number import BestNumber, BestNumberConfig
 from models.search.floors.click_rates import (
     ItemCtr,
     ItemCtrConfig,
-    LogOrder,
-    LogOrderConfig,
     PairCtr,
     PairCtrConfig,
+    ShownOrder,
+    ShownOrderConfig,
 )
 from models.storage.inputs import Inputs
 from models.storage.tables import join
@@ -71,10 +73,10 @@ def test_all_results_tie_in_tables_without_click_rates() -> None:
     assert line.startswith("the tables have no click rates by item")
 
 
-def test_the_order_of_the_log_is_scored_by_the_click_rate_of_the_first_position() -> (
+def test_the_shown_order_is_scored_by_the_click_rate_of_the_first_position() -> (
     None
 ):
-    model = LogOrder(LogOrderConfig(), build_catalogue())
+    model = ShownOrder(ShownOrderConfig(), build_catalogue())
     batch = fill_batch(
         SearchBatch,
         {},
@@ -93,28 +95,85 @@ def test_the_order_of_the_log_is_scored_by_the_click_rate_of_the_first_position(
     torch.testing.assert_close(odds[:3] / odds[0], expected)
 
 
-def test_the_order_of_the_log_has_metrics_with_the_position_only(
+def test_the_shown_order_is_measured_by_the_positions(
     search: tuple[str, str],
 ) -> None:
     tables, _ = search
-    fit = FitConfig(batch_size=16, metric="with_position/gauc")
-    run = build_training({"name": "log_order"}, fit, Inputs(tables))
+    fit = FitConfig(batch_size=16, metric="gauc")
+    run = build_training({"name": "shown_order"}, fit, Inputs(tables))
     run.fit_in_one_pass()
 
     sums, _ = run.validate(run.model)
 
     metrics = run.means(sums)
-    assert set(run.model.metric_names(run.catalogue)) == set(metrics)
-    assert metrics.pop("requests") == len(run.val)
-    assert all(name.startswith("with_position/") for name in metrics)
-    assert run.model.format_metrics(metrics)[0].startswith("  with_position/")
     uri = join(tables, "sequences")
     examples = SearchDataset.load(uri, "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))
     auc, valid = request_auc(
         -batch.candidate_position, batch.labels[:, 0], batch.candidate_request
     )
-    expected = float(auc[valid].mean())
-    assert metrics["with_position/gauc"] == pytest.approx(expected)
-    by_user = run.model.measure(batch, by_user=1)
-    assert "by_user/with_position/gauc" in by_user
+    assert metrics["gauc"] == pytest.approx(float(auc[valid].mean()))
+
+
+def rank_slowly(values: list[float], sign: int, clicked: list[bool]) -> float | None:
+    """Return the AUC of a list by counting pairs; a missing value ranks last."""
+    scores = [-np.inf if np.isnan(value) else sign * value for value in values]
+    wins = [
+        (score > other) + 0.5 * (score == other)
+        for score, is_clicked in zip(scores, clicked, strict=True)
+        for other, other_clicked in zip(scores, clicked, strict=True)
+        if is_clicked and not other_clicked
+    ]
+    return float(np.mean(wins)) if wins else None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_best_number_is_that_of_a_slow_loop(sign: int) -> None:
+    custom = CustomFeatures(
+        (Number("num_price", 0, 1, True), Number("num_stars", 0, 1, False)),
+        (Category("cat_city", ("a", "b")),),
+    )
+    catalogue = SearchCatalogue(
+        3,
+        2,
+        ("click",),
+        ("position", *custom.names),
+        SearchText.empty(3, 2),
+        custom_features=custom,
+    )
+    rng = np.random.default_rng(0)
+    request = np.repeat(np.arange(60), rng.integers(1, 9, 60))
+    features = rng.integers(0, 6, (len(request), 4)).astype(np.float32)
+    clicked = rng.random(len(request)) < np.exp(sign * features[:, 1] - 6 * (sign > 0))
+    features[:, [0, 3]] = clicked[:, None]  # neither a position nor a category counts
+    features[rng.random(len(request)) < 0.2, 1] = np.nan
+    batch = fill_batch(
+        SearchBatch,
+        {"R": 60},
+        candidate_request=torch.from_numpy(request),
+        candidate_valid=torch.ones(len(request), dtype=torch.bool),
+        features=torch.from_numpy(features),
+        labels=torch.from_numpy(clicked[:, None]),
+    )
+    aucs: dict[str, list[float]] = {}
+    for name, column in (("price", 1), ("stars", 2)):
+        for direction, order in (("descending", 1), ("ascending", -1)):
+            for number in range(60):
+                rows = request == number
+                auc = rank_slowly(
+                    features[rows, column].tolist(), order, clicked[rows].tolist()
+                )
+                if auc is not None:
+                    aucs.setdefault(f"{name}, {direction}", []).append(auc)
+    means = {name: np.mean(values) for name, values in aucs.items()}
+    model = BestNumber(BestNumberConfig(), catalogue)
+
+    model.fit_in_one_pass([batch])
+
+    assert model.ranks_by == max(means, key=means.__getitem__)
+    assert model.ranks_by.startswith("price")
+    auc, valid = request_auc(
+        model.score(batch)[:, 0], batch.labels[:, 0], batch.candidate_request
+    )
+    assert float(auc[valid].mean()) == pytest.approx(means[model.ranks_by])
+    assert model.score(batch).abs().max() <= 1

@@ -152,8 +152,9 @@ def test_a_training_is_compared_with_floors_on_the_same_tables(
     assert best_trained_floor(run, "ndcg@10") == ("ease", 0.2)
 
 
-def test_floors_of_rankers_are_rates_and_not_the_logged_order() -> None:
-    assert registry.find_floors("search") == ["pair_ctr", "item_ctr"]
+def test_baselines_of_rankers_are_rates_and_numbers() -> None:
+    baselines = ["pair_ctr", "item_ctr", "best_number", "shown_order"]
+    assert registry.find_floors("search") == baselines
     assert registry.find_floors("actions") == ["base_rate", "item_rate"]
 
 
