@@ -63,10 +63,7 @@ def build(inputs: dict[str, Inputs]) -> Build:
     @cache
     def build_case(case: str) -> TrainingRun:
         family = registry.find(CASES[case]["name"]).family
-        metric = METRICS[family]
-        if case == "log_order":
-            metric = f"with_position/{metric}"
-        fit = FitConfig(batch_size=16, metric=metric, seed=1)
+        fit = FitConfig(batch_size=16, metric=METRICS[family], seed=1)
         run = build_training(CASES[case], fit, inputs[family])
         if case not in GRADIENT:
             run.fit_in_one_pass()

@@ -10,13 +10,19 @@ from typing import Any
 
 import lightgbm
 import numpy as np
+import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
 from models.custom_features import Category, CustomFeatures, Number
+from models.metrics.ranking_metrics import request_auc
 from models.search.catalogue import SearchCatalogue, SearchText
 from models.search.data import SearchBatch
-from models.search.floors.boosted import Boosted, BoostedConfig
+from models.search.floors.boosted import (
+    Boosted,
+    BoostedConfig,
+    select_ranked,
+)
 from models.storage import checkpoint
 from models.warm_start import load_extended_weights
 from tests.fixtures.batches import fill_batch
@@ -86,6 +92,12 @@ def draw_searches(seed: int, count: int = 400, cities: int = 6) -> SearchBatch:
     return replace(batch, labels=torch.stack([click, torch.zeros_like(click)], 1))
 
 
+def hide_labels(batch: SearchBatch) -> SearchBatch:
+    """Return the searches with all labels of every second search removed."""
+    has_labels = batch.candidate_request % 2 == 0
+    return replace(batch, labels=batch.labels & has_labels[:, None])
+
+
 def count_item_clicks(batch: SearchBatch) -> list[int]:
     """Return the number of earlier clicks on each candidate's item."""
     counts = []
@@ -140,16 +152,26 @@ def train_trees(
 
 
 def train_lightgbm(
-    train: SearchBatch, val: SearchBatch
+    train: SearchBatch, val: SearchBatch, objective: str
 ) -> tuple[lightgbm.Booster, int]:
     """Train LightGBM on the computed inputs; return it and its best number of trees."""
-    data = lightgbm.Dataset(
-        compute_inputs(train), train.labels[:, 0].numpy(), categorical_feature=[0]
-    )
-    val_data = data.create_valid(compute_inputs(val), val.labels[:, 0].numpy())
+    datasets = []
+    for batch in (train, val):
+        inputs, labels = compute_inputs(batch), batch.labels[:, 0].numpy()
+        group = None
+        if objective == "lambdarank":
+            grades = batch.labels.sum(1).view(-1, NUM_SHOWN)
+            used = (grades.max(1).values > 0).repeat_interleave(NUM_SHOWN).numpy()
+            inputs, labels = inputs[used], grades.flatten().numpy()[used]
+            group = [NUM_SHOWN] * (len(labels) // NUM_SHOWN)
+        datasets.append(
+            lightgbm.Dataset(inputs, labels, group=group, categorical_feature=[0])
+        )
+    datasets[1].set_reference(datasets[0])
     parameters = {
-        "objective": "binary",
-        "metric": "binary_logloss",
+        "objective": objective,
+        "metric": {"binary": "binary_logloss", "lambdarank": "ndcg"}[objective],
+        "eval_at": 10,
         "learning_rate": 0.1,
         "num_leaves": 15,
         "max_depth": 4,
@@ -159,37 +181,62 @@ def train_lightgbm(
         "num_threads": 1,
         "verbosity": -1,
     }
-    losses: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     trees = lightgbm.train(
         parameters,
-        data,
+        datasets[0],
         200,
-        valid_sets=[val_data],
-        callbacks=[lightgbm.record_evaluation(losses)],
+        valid_sets=datasets[1:],
+        callbacks=[lightgbm.record_evaluation(results)],
     )
-    return trees, int(np.argmin(losses["valid_0"]["binary_logloss"])) + 1
+    ((name, values),) = results["valid_0"].items()
+    best = np.argmin(values) if name == "binary_logloss" else np.argmax(values)
+    return trees, int(best) + 1
 
 
-def test_scores_equal_those_of_lightgbm_on_inputs_computed_one_by_one() -> None:
-    train = draw_searches(0, 60)
-    val = draw_searches(1, 60, cities=8)  # cities 6 and 7 are not in training
-    trees, num_trees = train_lightgbm(train, val)
+@pytest.mark.parametrize("objective", ["binary", "lambdarank"])
+def test_scores_are_those_of_the_lightgbm_with_the_higher_gauc(objective: str) -> None:
+    """Searches without a click mislead only trees that predict clicks."""
+    count = {"binary": 60, "lambdarank": 150}[objective]
+    train, val = draw_searches(0, count), draw_searches(1, count, cities=8)
+    if objective == "lambdarank":
+        train, val = hide_labels(train), hide_labels(val)
+    scores = {}
+    for name in ("binary", "lambdarank"):
+        trees, num_trees = train_lightgbm(train, val, name)
+        scores[name] = torch.from_numpy(
+            trees.predict(compute_inputs(val), raw_score=True, num_iteration=num_trees)
+        )
+    gaucs = {}
+    for name, values in scores.items():
+        auc, valid = request_auc(values, val.labels[:, 0], val.candidate_request)
+        gaucs[name] = float(auc[valid].mean())
 
     model = train_trees([train], [val])
 
-    assert 1 < model.booster.num_trees() == num_trees < 200
-    for batch in (train, val):
-        assert batch.features.isnan().any()
-        expected = trees.predict(
-            compute_inputs(batch),
-            raw_score=True,
-            num_iteration=num_trees,
-            num_threads=1,
-        )
-        np.testing.assert_allclose(model.score(batch)[:, 0], expected, rtol=1e-5)
+    assert max(gaucs, key=gaucs.__getitem__) == objective
+    expected = scores[objective]
+    if objective == "lambdarank":
+        assert model.slope > 0
+        expected = model.slope * expected + model.intercept
+        rate = float(val.labels[:, 0].float().mean())
+        assert float(expected.sigmoid().mean()) == pytest.approx(rate, abs=0.01)
+    torch.testing.assert_close(model.score(val)[:, 0], expected, rtol=1e-5, atol=1e-8)
+    assert val.features.isnan().any()
     assert roc_auc_score(val.labels[:, 0], model.score(val)[:, 0]) > 0.7
-    importance = model.booster.feature_importance()
-    assert min(importance[[0, 3, 5]]) > 0  # city, BM25, clicks on the item
+
+
+def test_lambdarank_learns_from_short_parts_of_lists_with_a_positive(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("models.search.floors.boosted.MAX_LIST", 2)
+    grade, sizes = np.array([0, 2, 1, 0, 0, 1]), np.array([3, 2, 1])
+
+    used, used_sizes = select_ranked(grade, sizes)
+
+    assert used.tolist() == [True, True, False, False, False, True]
+    assert used_sizes.tolist() == [2, 1]
+    assert "first 2 results" in capsys.readouterr().out
 
 
 def test_scores_ignore_positions_labels_and_behaviours_after_the_search() -> None:

@@ -73,9 +73,7 @@ def test_all_results_tie_in_tables_without_click_rates() -> None:
     assert line.startswith("the tables have no click rates by item")
 
 
-def test_the_shown_order_is_scored_by_the_click_rate_of_the_first_position() -> (
-    None
-):
+def test_the_shown_order_is_scored_by_the_click_rate_of_the_first_position() -> None:
     model = ShownOrder(ShownOrderConfig(), build_catalogue())
     batch = fill_batch(
         SearchBatch,

@@ -89,6 +89,8 @@ def log_run(
     ref = tracking.open_run(
         uri, "retrieval/x", name, str(folder), config=config, hashes=hashes
     )
+    if name == "best_number":
+        tracking.Logger(ref).tag(**{tracking.RANKS_BY_TAG: "price, ascending"})
     logger = tracking.Logger(ref)
     logger.log({"val/ndcg@10": validated, "best/ndcg@10": validated}, 1)
     logger.end()
@@ -113,7 +115,8 @@ def test_each_ranking_is_compared_with_its_best_floor(
         [value, value / 2] * (NUM_USERS // 2) for value in (0.2, 0.4, 0.6)
     )
     for name, plain, unseen in (
-        ("own_items", high, low),
+        ("best_number", high, low),
+        ("shown_order", high, low),
         ("ease", low, middle),
         ("sasrec", low, low),
         ("sasrec", middle, high),
@@ -125,9 +128,12 @@ def test_each_ranking_is_compared_with_its_best_floor(
     (table,) = floor_tables(comparison)
 
     assert [line[:3] + line[-1:] for line in table.cells] == [
-        ["sasrec", ALL_ITEMS, "own_items", BELOW],
+        ["sasrec", ALL_ITEMS, "price, ascending", BELOW],
+        ["  against the shown order", ALL_ITEMS, "shown_order", "worse"],
         ["sasrec [unseen]", KNOWN_LEFT_OUT, "ease", CLEARS],
+        ["  against the shown order", KNOWN_LEFT_OUT, "shown_order", "better"],
     ]
+    assert "clicks on it favour it" in table.notes[-1]
     assert float(table.cells[0][5]) == pytest.approx(-0.15, abs=0.001)
     assert "30.0% of the test requests" in table.notes[0]
     assert "counts as a miss of every model" in table.notes[1]
@@ -135,7 +141,7 @@ def test_each_ranking_is_compared_with_its_best_floor(
 
     monkeypatch.setattr("pipelines.comparison.floors.MIN_USERS", NUM_USERS + 1)
     (table,) = floor_tables(comparison)
-    assert [line[-1] for line in table.cells] == ["-", "-"]
+    assert [line[-1] for line in table.cells][::2] == ["-", "-"]
 
 
 @pytest.mark.long
@@ -173,10 +179,15 @@ def test_a_search_model_is_judged_by_its_floor_on_the_same_users() -> None:
         users, torch.linspace(0.5, 0.7, NUM_USERS), 1
     )
     result = to_result({"gauc": 0.8}, {"gauc": values.to_text()}, examples=NUM_USERS)
-    floors = [Floor("pair_ctr", {"gauc": 0.6}, {"gauc": floor_values.to_text()})]
+    shown_values = PerUserValues.from_batch(users, torch.full((NUM_USERS,), 0.9), 1)
+    floors = [
+        Floor("pair_ctr", {"gauc": 0.6}, {"gauc": floor_values.to_text()}),
+        Floor("shown_order", {"gauc": 0.9}, {"gauc": shown_values.to_text()}, True),
+    ]
 
     verdict = judge_result(result, floors, "gauc")
 
-    line = describe_verdict(verdict)
-    assert line.startswith("candidates: gauc 0.8000, pair_ctr without training 0.6000")
+    line, shown = describe_verdict(verdict).splitlines()
+    assert line.startswith("candidates: gauc 0.8000, best baseline (pair_ctr) 0.6000")
     assert line.endswith("clears it")
+    assert "against the shown order: -0.10" in shown
