@@ -107,7 +107,7 @@ class Model(nn.Module):
     train_rates: Sequence[float] = ()
     """(K,) fractions of positives in the training data, if known."""
     ranks_by: str = ""
-    """Column and direction that a baseline chose in training, which name it in
+    """Column, and direction if it was chosen in training, which name a baseline in
     comparisons."""
     correction: float = 0.0
     """Value added to logits to correct for the sampling of negatives."""

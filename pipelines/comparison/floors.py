@@ -16,6 +16,7 @@ from typing import Any
 from models import registry
 from models.metrics.per_user_metrics import decode_values
 from pipelines.comparison.over_users import (
+    DIFFERENCES,
     MIN_USERS,
     PER_USER_METRIC,
     Group,
@@ -42,7 +43,7 @@ from pipelines.evaluation.floors import Floor
 from pipelines.evaluation.record import Result
 from pipelines.tracking import RANKS_BY_TAG, RunRef, connect, to_mlflow_name
 
-CLEARS, BELOW, UNDECIDED = "clears it", "below it", "not told apart"
+VERDICTS = CLEARS, BELOW, UNDECIDED = "clears it", "below it", "not told apart"
 """Verdicts on a model and its floor."""
 
 TIES = 0.5
@@ -130,19 +131,6 @@ def best_floors(groups: Sequence[Group]) -> dict[tuple[str, ...], Group]:
     return best
 
 
-def judge(interval: Interval, metric: str) -> str:
-    """Return the verdict on a model and its floor.
-
-    Args:
-        interval: Interval of the model's paired difference to the floor.
-        metric: Name of the metric.
-    """
-    if interval.is_noise:
-        return UNDECIDED
-    is_better = (interval.mean > 0) != lower_is_better(metric)
-    return CLEARS if is_better else BELOW
-
-
 def compare_per_user(
     model_metric: Mapping[str, str], floor_metric: Mapping[str, str]
 ) -> tuple[Interval, int] | None:
@@ -210,7 +198,7 @@ def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, 
         "low": interval.low,
         "high": interval.high,
         "users": users,
-        "verdict": judge(interval, metric),
+        "verdict": judge_difference(interval, MIN_USERS, metric, VERDICTS),
     }
 
 
@@ -299,13 +287,11 @@ def to_floor_cells(group: Group, floor: Group, metric: str) -> list[list[str]]:
         return []
     (interval,) = bootstrap_intervals(paired.difference[None], paired.counts)
     base = paired.base_mean
-    label = group.label
-    verdict = judge(interval, metric) if len(paired.counts) >= MIN_USERS else "-"
+    label, words = group.label, VERDICTS
     if floor.row.is_diagnostic:
         if base == TIES:
             return []
-        label = "  against the shown order"
-        verdict = judge_difference(interval, len(paired.counts), metric)
+        label, words = "  against the shown order", DIFFERENCES
     return [
         [
             label,
@@ -316,6 +302,6 @@ def to_floor_cells(group: Group, floor: Group, metric: str) -> list[list[str]]:
             f"{interval.mean:+.4f}",
             str(interval),
             percent(interval.mean / base if base else math.nan),
-            verdict,
+            judge_difference(interval, len(paired.counts), metric, words),
         ]
     ]

@@ -44,6 +44,9 @@ DRAWS = 2000
 MIN_USERS = 200
 """Smallest number of users for which an interval has a verdict."""
 
+DIFFERENCES = "better", "worse", "noise"
+"""Words for a difference of two models."""
+
 PER_USER_METRIC = {
     "mean/normalised_entropy": "eval_loss",
     "mean/rig": "eval_loss",
@@ -314,14 +317,22 @@ def to_cells(
     ]
 
 
-def judge_difference(interval: Interval, num_users: int, metric: str) -> str:
-    """Return `better`, `worse` or `noise`, or `-` below `MIN_USERS` users."""
+def judge_difference(
+    interval: Interval,
+    num_users: int,
+    metric: str,
+    words: tuple[str, str, str] = DIFFERENCES,
+) -> str:
+    """Return the word for a better, worse or undecided metric.
+
+    It is `-` below `MIN_USERS` users.
+    """
+    better, worse, undecided = words
     if num_users < MIN_USERS:
         return "-"
     if interval.is_noise:
-        return "noise"
-    is_better = (interval.mean > 0) != lower_is_better(metric)
-    return "better" if is_better else "worse"
+        return undecided
+    return better if (interval.mean > 0) != lower_is_better(metric) else worse
 
 
 def load_per_user(run: Run) -> dict[str, Any]:

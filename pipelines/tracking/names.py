@@ -37,7 +37,7 @@ EVALUATION = "evaluation"
 """Value of `KIND_TAG` for an evaluation, a child run of its training."""
 
 RANKS_BY_TAG = "model.ranks_by"
-"""Tag with the column and direction that a baseline chose in training."""
+"""Tag with the column by which a baseline ranks, and the direction."""
 
 TRIAL_TAG = "sweep.trial"
 """Tag of a trial with its id, the same in every call of the sweep."""

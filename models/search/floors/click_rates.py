@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -89,19 +89,14 @@ class ClickRate(SearchFloor):
 
     def __init__(self, config: FloorConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
-        rates = rate_columns(catalogue.features, self.by)
-        self.column = catalogue.features.index(rates[-1]) if rates else None
-
-    def prepare_training(
-        self, catalogue: SearchCatalogue, datasets: Mapping[str, Any]
-    ) -> list[str]:
-        """Return a message that names the column by which results are ranked."""
-        if self.column is None:
-            return [
-                f"the tables have no click rates by {self.by} (the log has no clock "
-                "times, or search.windows_days is empty): all results tie"
-            ]
-        return [f"ranks by {catalogue.features[self.column]}"]
+        matches = [
+            re.fullmatch(rf"{self.by}_ctr_([0-9.e+]+)d", name)
+            for name in catalogue.features
+        ]
+        names = {float(match[1]): match[0] for match in matches if match}
+        if names:
+            self.ranks_by = names[max(names)]
+            self.column = catalogue.features.index(self.ranks_by)
 
     def fit_in_one_pass(self, batches: Iterable[SearchBatch]) -> None:
         """Do nothing: the tables have the rates of every request."""
@@ -109,7 +104,7 @@ class ClickRate(SearchFloor):
     def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, 1) log-odds of a click, 0 for all without click rates."""
         features = batch.features
-        if self.column is None:
+        if not self.ranks_by:
             return features.new_zeros(len(features), 1)
         return features[:, self.column, None].logit(eps=1e-6)
 
@@ -128,16 +123,6 @@ class ItemCtr(ClickRate):
     name = "item_ctr"
     config_class = ItemCtrConfig
     by = "item"
-
-
-def rate_columns(features: Iterable[str], by: str) -> list[str]:
-    """Return the columns of click rates by `pair` or `item`, shortest window first."""
-    name_by_days = {}
-    for name in features:
-        match = re.fullmatch(rf"{by}_ctr_([0-9.e+]+)d", name)
-        if match:
-            name_by_days[float(match[1])] = name
-    return [name_by_days[days] for days in sorted(name_by_days)]
 
 
 class ShownOrder(SearchFloor):

@@ -16,16 +16,16 @@ from pipelines.comparison.floors import (
     BELOW,
     CLEARS,
     UNDECIDED,
+    VERDICTS,
     best_trained_floor,
     compare_per_user,
     describe_verdict,
     explain_ranking,
     floor_tables,
-    judge,
     judge_result,
 )
 from pipelines.comparison.load import compare
-from pipelines.comparison.over_users import Interval
+from pipelines.comparison.over_users import Interval, judge_difference
 from pipelines.comparison.rows import ALL_ITEMS, KNOWN_LEFT_OUT, Row, Run
 from pipelines.comparison.runs import select
 from pipelines.evaluation.floors import Floor
@@ -52,10 +52,13 @@ def test_repeats_decide_which_ranking_comes_first() -> None:
 
 def test_a_verdict_needs_an_interval_without_zero() -> None:
     above, below = Interval(0.1, 0.05, 0.15), Interval(-0.1, -0.15, -0.05)
-    assert judge(above, "ndcg@10") == CLEARS
-    assert judge(below, "ndcg@10") == BELOW
-    assert judge(below, "log_loss") == CLEARS
-    assert judge(Interval(0.1, -0.1, 0.3), "ndcg@10") == UNDECIDED
+    for interval, metric, verdict in (
+        (above, "ndcg@10", CLEARS),
+        (below, "ndcg@10", BELOW),
+        (below, "log_loss", CLEARS),
+        (Interval(0.1, -0.1, 0.3), "ndcg@10", UNDECIDED),
+    ):
+        assert judge_difference(interval, 200, metric, VERDICTS) == verdict
 
 
 def pack_values(values: list[float], first_user: int = 0) -> dict[str, str]:
@@ -139,9 +142,9 @@ def test_each_ranking_is_compared_with_its_best_floor(
     assert "counts as a miss of every model" in table.notes[1]
     assert [row.ranking for row in comparison.rows[:3]] == [ALL_ITEMS] * 3
 
-    monkeypatch.setattr("pipelines.comparison.floors.MIN_USERS", NUM_USERS + 1)
+    monkeypatch.setattr("pipelines.comparison.over_users.MIN_USERS", NUM_USERS + 1)
     (table,) = floor_tables(comparison)
-    assert [line[-1] for line in table.cells][::2] == ["-", "-"]
+    assert [line[-1] for line in table.cells] == ["-"] * 4
 
 
 @pytest.mark.long
