@@ -77,7 +77,7 @@ class Row(dict[str, Any]):
         for key in lists:
             if key not in keys:
                 raise UserError(
-                    f"{name} has '{key:.200}', which the model does not read"
+                    f"{name} has '{key!s:.200}', which the model does not read"
                 )
         return {
             key: _check_count(f"'{key}' of {name}", values, count)

@@ -130,8 +130,8 @@ class NewItems:
             for name in item:
                 if name not in ("item_id", *self.names):
                     raise UserError(
-                        f"new_items has the field '{name:.200}', which the model does "
-                        "not read"
+                        f"new_items has the field '{name!s:.200}', which the model "
+                        "does not read"
                     )
             by_id[item_id] = item
         return by_id

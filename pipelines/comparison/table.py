@@ -62,8 +62,10 @@ class Table:
     def markdown(self) -> str:
         """Render the table as Markdown, with the notes below."""
         num_numbers = len(self.header) - self.num_words
-        rows = [self.header, ["---"] * self.num_words + ["---:"] * num_numbers]
-        rows += [[escape_markdown(cell) for cell in row] for row in self.cells]
+        rows = [
+            [escape_markdown(cell) for cell in r] for r in (self.header, *self.cells)
+        ]
+        rows.insert(1, ["---"] * self.num_words + ["---:"] * num_numbers)
         body = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         notes = "".join(f"\n{escape_markdown(note)}\n" for note in self.notes)
         return f"### {escape_markdown(self.title)}\n\n{body}\n{notes}"

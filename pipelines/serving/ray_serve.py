@@ -42,7 +42,7 @@ import ray
 from fastapi import FastAPI, HTTPException, Request, Response
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST
-from mlflow.pyfunc.scoring_server import infer_and_parse_data, predictions_to_json
+from mlflow.pyfunc.scoring_server import predictions_to_json
 from mlflow.store.artifact.utils.models import get_model_name_and_version
 from pydantic import BaseModel, Field
 from ray import serve
@@ -212,8 +212,9 @@ class Replica:
     async def invocations(self, request: Request) -> Response:
         """Return the predictions for the rows of a request."""
         try:
-            parsed = self.parse(await read_body(request))
-            answer = await self.answer_batched(parsed)
+            served = self.model.unwrap_python_model()
+            rows, params = served.read_body(await read_body(request), self.model)
+            answer = await self.answer_batched(ParsedRequest(rows, params))
             if isinstance(answer, Exception):
                 raise answer
             return Response(answer, media_type="application/json")
@@ -226,30 +227,6 @@ class Replica:
                 error.get_http_status_code(),
                 media_type="application/json",
             )
-
-    def parse(self, body: bytearray) -> ParsedRequest:
-        """Parse the body of a request.
-
-        Raises:
-            MlflowException: If the body is not a JSON object with rows.
-            UserError: If the body has unknown keys.
-        """
-        try:
-            content = json.loads(body)
-        except (ValueError, RecursionError) as error:  # also if it is not UTF-8
-            raise MlflowException(
-                f"the request is no JSON ({error})", BAD_REQUEST
-            ) from error
-        if not isinstance(content, dict):
-            raise MlflowException(
-                "the request is no JSON object with rows, such as dataframe_records",
-                BAD_REQUEST,
-            )
-        self.model.unwrap_python_model().check_body(content, self.model)
-        params = content.pop("params", None)
-        schema = self.model.metadata.get_input_schema()
-        data = infer_and_parse_data(content, schema)
-        return ParsedRequest(data, {} if params is None else params)
 
     @serve.batch
     async def answer_batched(

@@ -24,8 +24,9 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import wraps
+from io import StringIO
 from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import Lock
@@ -75,7 +76,10 @@ MAX_CACHED_SETS = 64
 dropped."""
 
 MAX_K = 10_000
-"""Largest number of items of an answer, which limits the memory of one request."""
+"""Largest number of items of a ranking."""
+
+MAX_ANSWER_ITEMS = 1_000_000
+"""Largest number of items of all rankings of an answer, which limits its memory."""
 
 MAX_BATCH_REQUESTS = 256
 """Largest number of requests that are ranked in one batch."""
@@ -152,23 +156,40 @@ class ServedModel(PythonModel):
         return self.ranker.answer(rows, **(params or {}))
 
     @staticmethod
-    def check_body(body: Mapping[str, Any], model: PyFuncModel) -> None:
-        """Check the keys in the body of an HTTP request.
+    def read_body(data: str | bytes, model: PyFuncModel) -> tuple[pd.DataFrame, Any]:
+        """Read the body of an HTTP request.
 
         Args:
-            body: Parsed JSON of the request.
+            data: JSON of the request.
             model: The model as MLflow has loaded it.
 
+        Returns:
+            The rows and the params.
+
         Raises:
-            UserError: If a key is unknown, or not exactly one key has rows.
+            RefusedRequest: If the body is no JSON object, a key is unknown, or not
+                exactly one key has rows.
         """
-        refuse_unknown("the request", body, (*ROW_KEYS, "params"))
-        row_keys = [key for key in ROW_KEYS if key in body]
-        if len(row_keys) != 1:
-            raise UserError(
-                f"the request has {' and '.join(row_keys) or 'no rows'}; give one of "
-                f"{', '.join(ROW_KEYS)}"
-            )
+        try:
+            body = json.loads(data)
+            if not isinstance(body, dict):
+                raise UserError("the request is no JSON object with rows")
+            refuse_unknown("the request", body, (*ROW_KEYS, "params"))
+            params = body.pop("params", None)
+            if len(body) != 1:
+                raise UserError(
+                    f"the request has {' and '.join(body) or 'no rows'}; give one of "
+                    f"{', '.join(ROW_KEYS)}"
+                )
+            schema = model.metadata.get_input_schema()
+            rows = scoring_server.infer_and_parse_data(body, schema)
+        except UserError as error:
+            raise RefusedRequest(str(error)) from error
+        except MlflowException as error:
+            raise RefusedRequest(error.message[:200]) from error
+        except (ValueError, RecursionError) as error:
+            raise RefusedRequest(f"the request is no JSON ({error})") from error
+        return rows, {} if params is None else params
 
 
 class CatalogueRanker:
@@ -211,10 +232,14 @@ class CatalogueRanker:
             than `k` items). A history without known items gets an empty ranking.
 
         Raises:
-            UserError: If `k` is out of range, or a request cannot be parsed.
+            UserError: If `k` or the answer is too large, or a request cannot be parsed.
         """
         if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
             raise UserError(f"k is {k!s:.200}, it must be from 1 to {MAX_K}")
+        if k * len(rows) > MAX_ANSWER_ITEMS:
+            raise UserError(
+                f"{len(rows)} rows of {k} items are over {MAX_ANSWER_ITEMS} in all"
+            )
         encoded, num_allowed = self.encode_allowed(allowed)
         requests = [self.requests.parse(row) for row in rows]
         latest = required_history(self.model.config.max_history, {"unseen": unseen})
@@ -426,7 +451,7 @@ def refuse_unknown(part: str, names: Iterable[str], valid: Collection[str]) -> N
     """Raise UserError for the first name that is not valid in a part of a request."""
     for name in names:
         if name not in valid:
-            raise UserError(f"{part} has '{name:.200}', which is not known there")
+            raise UserError(f"{part} has '{name!s:.200}', which is not known there")
 
 
 def signature_names(model: PyFuncModel) -> tuple[list[str], list[str]]:
@@ -514,31 +539,17 @@ def refuse_unknown_keys() -> None:
     ) -> Any:
         content_type = content_type or scoring_server.CONTENT_TYPE_JSON
         if is_ours(model) and content_type.startswith("application/json"):
-            body = parse_body(data)
-            try:
-                ServedModel.check_body(body, model)
-            except UserError as error:
-                raise RefusedRequest(str(error)) from error
+            rows, params = ServedModel.read_body(data, model)
+            answer = StringIO()
+            scoring_server.predictions_to_json(model.predict(rows, params), answer)
+            return scoring_server.InvocationsResponse(
+                answer.getvalue(), 200, "application/json"
+            )
         return lenient_invocations(data, content_type, model, input_schema)
 
     predict.refuses_unknown_keys = True  # type: ignore[attr-defined]
     PyFuncModel.predict = predict  # type: ignore[method-assign]
     scoring_server.invocations = invocations
-
-
-def parse_body(data: Any) -> dict[str, Any]:
-    """Parse the JSON body of an HTTP request.
-
-    Raises:
-        RefusedRequest: If the body is not a JSON object.
-    """
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RefusedRequest(f"the request is no JSON ({error})") from error
-    if not isinstance(body, dict):
-        raise RefusedRequest("the request is no JSON object with rows")
-    return body
 
 
 refuse_unknown_keys()

@@ -40,6 +40,11 @@ REFUSED_BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("tiger", {**RECORDS, "params": {"unseen": None}}, "no value for 'unseen'"),
     ("tiger", {**RECORDS, "params": {"allowed": "item-002"}}, "allowed is 'item-002'"),
     ("tiger", {**RECORDS, "params": {"k": 0}}, "k is 0"),
+    (
+        "tiger",
+        {"dataframe_records": [HISTORY] * 101, "params": {"k": 10_000}},
+        "over 1000000",
+    ),
     ("tiger", {"dataframe_records": [{}]}, "missing inputs ['history']"),
     ("qgs", {"dataframe_records": [SEARCH], "params": {"label": "buy"}}, "'buy'"),
     ("qgs", {"dataframe_records": [SEARCH | {"candidate": []}]}, "'candidate'"),
@@ -105,6 +110,8 @@ def test_an_answer_repeats_at_most_200_characters_of_a_value(
         RECORDS | {"params": {"allowed": word}},
         {"dataframe_records": [{"history": word}]},
         {"dataframe_records": [{"history": [{"item": word}]}]},
+        {"dataframe_records": [word]},
+        {"dataframe_split": {word: 1}},
     ):
         answer = client.post("/invocations", json=body)
         assert answer.status_code == 400
