@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import random
-import re
 import shlex
 import signal
 import socket
@@ -354,43 +353,3 @@ def test_the_page_of_impressions_and_clicks_in_separate_events(
         if time % 60_000 == 30_000:
             num_known -= 1  # the click on the first search comes half a minute later
         assert request["history_end"] == (num_known if clicks else 0)
-
-
-def test_the_pages_row_of_a_date_in_three_columns(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (checkout / "sales").mkdir()
-    days = [
-        (u, n, datetime(2025, 11, 28, tzinfo=UTC) + timedelta(days=3 * n))
-        for n in range(30)
-        for u in range(20)
-    ]
-    rows = [
-        f"c{user},p{(user + n) % 9},{day.year},{day.month},{day.day}"
-        for user, n, day in days
-    ]
-    (checkout / "sales/sales.csv").write_text(
-        "\n".join(["customer,product,year,month,day", *rows])
-    )
-    source = f"""
-files: sales.csv
-user: customer
-item: product
-time: {read_three_columns_row()}
-prepare: {{core: 0, ties: log_order, split: {{kind: temporal}}}}
-"""
-    (checkout / "days.yaml").write_text(source)
-    prepare = importlib.import_module("jobs.prepare")
-    options = ["--source", "days.yaml", "--input", "sales", "--output", "runs/days"]
-    prepare.run(cli.config_from_words(prepare, options))
-    times = read_table("runs/days/sequences", "sequences")["timestamp_ms"].to_pylist()
-    expected = [int(day.timestamp()) * 1000 for user, _, day in days if user == 0]
-    assert times == [expected] * 20
-
-
-def read_three_columns_row() -> str:
-    """Return the time of the row "year, month and day in three columns" as YAML."""
-    lines = read_page("own_log.md").splitlines()
-    (row,) = [line for line in lines if "in three columns" in line]
-    column, pattern = re.findall(r"`((?:column|format): .*?)`", row)
-    return "{" + f"{column}, {pattern}".replace("\\|", "|") + "}"

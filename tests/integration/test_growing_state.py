@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pytest
 import torch
 from torch import nn
 
 from models.custom_features import CustomFeatures
-from models.loaded_model import LoadedModel
 from models.search.catalogue import SearchCatalogue
 from models.search.inputs import FeatureScaler
 from models.storage import checkpoint
@@ -94,13 +92,11 @@ class GrowingLog:
         (folder / "users.csv").write_text("u,tier\n" + users)
         self.lines: list[str] = []
 
-    def add_day(
-        self, day: int, change: Callable[[Row], Row] = dict, items: int = 8
-    ) -> None:
+    def add_day(self, day: int, change: Callable[[Row], Row]) -> None:
         """Append a day of 120 events, with each item and event changed by `change`."""
         draw = random.Random(day)
         catalogue = [
-            {"i": f"i{n}", "author": f"a{n % 3}", "weight": None} for n in range(items)
+            {"i": f"i{n}", "author": f"a{n % 3}", "weight": None} for n in range(8)
         ]
         changed_items = [change(row) for row in catalogue]
         pl.DataFrame(changed_items).write_ndjson(self.folder / "items.jsonl")
@@ -109,7 +105,7 @@ class GrowingLog:
             search = n // 4  # four results are one search of one user
             event = {
                 "u": f"u{search % 12}",
-                "i": f"i{draw.randrange(items)}",
+                "i": f"i{draw.randrange(8)}",
                 "t": FIRST_DAY_S + day * DAY_S + n * 600,
                 "a": int(draw.random() < 0.4),
                 "b": 0,
@@ -127,10 +123,6 @@ class GrowingLog:
         """Append days and prepare them; return the info of the table of sequences."""
         for day in days:
             self.add_day(day, change)
-        return self.prepare()
-
-    def prepare(self) -> Row:
-        """Prepare the new files; return the info of the table of sequences."""
         tables = str(self.folder / "tables")
         prepare(
             self.source,
@@ -158,10 +150,6 @@ class GrowingLog:
         saved = setup.checkpoint(epoch=1)
         checkpoint.save(str(self.folder / name), setup.model, saved)
         return setup
-
-    def load(self, name: str) -> LoadedModel:
-        """Load a checkpoint for the present tables."""
-        return LoadedModel.load(str(self.folder / name), self.tables)
 
     def build_scaler(self, scales: Any = None) -> tuple[SearchCatalogue, nn.ModuleDict]:
         """Build the feature scaler of a search model, and its catalogue."""
@@ -209,19 +197,6 @@ def test_a_constant_number_takes_the_scale_of_the_first_day_on_which_it_varies(
     assert not any("num_price" in message for message in setup.messages)
 
 
-def test_a_number_that_was_empty_in_training_has_no_effect(tmp_path: Path) -> None:
-    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    log.add_days(range(4))
-    log.train("first", ATTN)
-    log.add_days([4], with_price)
-
-    loaded = log.load("first")
-
-    values = torch.tensor([[100.0], [5000.0], [torch.nan]])
-    scaled = loaded.model.items.own(values)
-    assert (scaled[:, 0] == 0).all()
-
-
 def test_a_task_without_positives_at_first_is_learned_when_it_has_some(
     tmp_path: Path,
 ) -> None:
@@ -232,7 +207,6 @@ def test_a_task_without_positives_at_first_is_learned_when_it_has_some(
     assert first.model.labels == ("look", "like")
 
     rate = log.add_days((4, 5, 6), with_likes)["base_rates"]["like"]
-    log.load("first")
     second = log.train("second", ATTN, init="first")
     note = "task like was 0 for all candidates before"
     assert any(note in message for message in second.messages)
@@ -245,27 +219,6 @@ def test_a_task_without_positives_at_first_is_learned_when_it_has_some(
     log.add_days([7], with_likes)
     third = log.train("third", ATTN, init="second")
     assert not any("before" in message for message in third.messages)
-
-
-def test_new_values_begin_with_the_vector_of_unknown_values(tmp_path: Path) -> None:
-    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    log.add_days(range(4))
-    first = log.train("first", ATTN).model.items
-    for day in (4, 5, 6):
-        log.add_day(day, with_new_cities, items=10)
-    log.prepare()
-
-    second = log.train("second", ATTN, init="first").model.items
-
-    has_cities = [bool(names) and "c1" in names for names in second.row_names]
-    column = has_cities.index(True)
-    old, new = first.tables[column].weight, second.tables[column].weight
-    names = second.row_names[column]
-    assert len(new) > len(old)
-    # Row 0 is the vector of unknown values.
-    assert torch.equal(new[1 + names.index("c1")], old[1 + 1])
-    assert torch.equal(new[1 + names.index("d0")], old[0])
-    assert len(second.tables[0].weight) == 10
 
 
 def test_a_category_with_too_many_values_to_list_keeps_its_vectors(
@@ -299,16 +252,3 @@ def test_hash_buckets_get_the_vectors_of_their_values() -> None:
     assert buckets.shape == (101, 2)
     rows = {tuple(row) for row in buckets.tolist()}
     assert rows == {tuple(row) for row in weights.tolist()}
-
-
-def test_the_split_moves_with_the_days(tmp_path: Path) -> None:
-    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
-    log.add_days(range(4))
-
-    starts = []
-    for day in (4, 5, 6):
-        info = log.add_days([day])
-        starts.append(info["split"]["test_start_ms"])
-        assert min(info["events"].values()) > 0
-
-    assert np.diff(starts).tolist() == [DAY_S * 1000] * 2

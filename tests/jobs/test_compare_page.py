@@ -1,11 +1,9 @@
-"""Test the page of jobs.compare: its rows, plots, refused input, and a real browser."""
+"""Test the rows and the page of jobs.compare."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,21 +17,6 @@ from pipelines.comparison.load import compare
 from pipelines.comparison.over_users import group_rows
 from pipelines.comparison.plots import choose_colours, draw_validation, plots
 from pipelines.comparison.runs import select
-
-BROWSER = (
-    shutil.which("chromium")
-    or shutil.which("chromium-browser")
-    or shutil.which("google-chrome")
-)
-
-INSPECT_PLOTS = """<script>
-const plots = [...document.querySelectorAll('figure svg')].map(svg => {
-  const box = svg.getBoundingClientRect();
-  const ink = getComputedStyle(svg.querySelector('text')).color;
-  return [box.width, box.height, svg.querySelectorAll('path').length, ink];
-});
-document.title = JSON.stringify(plots);
-</script></body>"""
 
 
 def log_run(
@@ -143,9 +126,8 @@ def test_an_experiment_shows_only_the_best_trial_of_a_sweep(store: str) -> None:
     comparison = compare(select(store, ["retrieval/x"]))
 
     assert [row.name for row in comparison.rows] == ["alpha-0.7-8", "sasrec-*"]
-    assert comparison.selection.notes == [
-        "alphas: of its 8 trials the best is here; all of them: --sweep alphas"
-    ]
+    (note,) = comparison.selection.notes
+    assert "1 of 8 trials" in note
     assert len(compare(select(store, sweep="alphas")).rows) == 8
 
 
@@ -187,33 +169,13 @@ def test_a_sweep_over_seeds_is_compared_with_its_teacher(
                 tracking.Logger(sweep).tag(**{"sweep.best": trial.run_id})
 
     comparison = compare(select(uri, ["retrieval/x"]))
-    assert comparison.selection.notes == [
-        "seeds: of its 4 trials the 2 of the best settings are here; all of them: --sweep seeds"
-    ]
+    (note,) = comparison.selection.notes
+    assert "2 of 4 trials" in note
 
     swept = compare(select(uri, sweep="seeds"))
     assert {row.name for row in swept.rows} == {"sid_mlp*"}
     teachers = [group.teacher.name for group in group_rows(swept) if group.teacher]
     assert teachers == ["tiger"] * 2
-
-
-def test_plots_are_drawn_if_the_comparison_has_their_runs(
-    store: str, tmp_path: Path
-) -> None:
-    sweep_plots = {
-        plot.name.removeprefix("retrieval-x-alphas-"): plot
-        for plot in plots(compare(select(store, sweep="alphas")))
-    }
-    assert list(sweep_plots) == [
-        "model-alpha",
-        "model-attention_heads",
-        "curves",
-        "pareto",
-    ]
-    assert "alpha-0.7-8" in sweep_plots["pareto"].svg
-
-    two_runs = compare(select(store, runs=["sasrec-1", "sasrec-2"]))
-    assert [plot.title for plot in plots(two_runs)] == ["Learning curves"]
 
 
 def test_the_first_plot_shows_the_validation_of_all_models(
@@ -295,7 +257,8 @@ def test_the_page_needs_no_other_file_and_is_logged_to_the_sweep(
     words = ["--sweep", "alphas", "--tracking_uri", store]
     words += ["--html", str(page), "--markdown", f"{page}.md"]
 
-    run(parse(Config, words))
+    for _ in range(2):
+        run(parse(Config, words))
 
     assert "4 plots written to" in capsys.readouterr().out
     text = page.read_text()
@@ -307,23 +270,6 @@ def test_the_page_needs_no_other_file_and_is_logged_to_the_sweep(
     (sweep,) = client.search_runs(["1"], "tags.`trieline.kind` = 'sweep'")
     artifacts = {item.path for item in client.list_artifacts(sweep.info.run_id)}
     assert {"compare.html", "compare.md"} <= artifacts
-
-
-@pytest.mark.long
-def test_the_page_of_an_experiment_is_logged_to_one_run_that_is_no_training(
-    store: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    page = str(tmp_path / "page.html")
-
-    for _ in range(2):
-        run(Config(["retrieval/x"], tracking_uri=store, html=page))
-
-    client = tracking.connect(store)
-    (logged,) = client.search_runs(["1"], "tags.`trieline.kind` = 'compare'")
-    artifacts = [item.path for item in client.list_artifacts(logged.info.run_id)]
-    assert artifacts == ["compare.html", "compare.md"]
-    assert "of 'compare'" in capsys.readouterr().out
-    assert len(compare(select(store, ["retrieval/x"])).rows) == 2
 
 
 def test_models_of_actions_are_compared_by_their_entropy_over_a_setting(
@@ -350,46 +296,3 @@ def test_models_of_actions_are_compared_by_their_entropy_over_a_setting(
     assert comparison.metric == "mean/normalised_entropy"
     names = [row.name for row in comparison.rows]
     assert names == ["lambda-1.0", "lambda-0.75", "lambda-0.5"]  # lower is better
-    svg = {plot.title: plot.svg for plot in plots(comparison)}
-    assert "test/like/normalised_entropy" in svg["What model.action_weight does"]
-
-
-@pytest.mark.long
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_browser_draws_the_plots_in_the_colours_of_its_scheme(
-    store: str, tmp_path: Path, dark: bool
-) -> None:
-    page = tmp_path / "page.html"
-    run(Config(sweep="alphas", tracking_uri=store, html=str(page)))
-    page.write_text(page.read_text().replace("</body>", INSPECT_PLOTS))
-    scheme = 0 if dark else 1
-
-    browser = subprocess.run(
-        [
-            str(BROWSER),
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-            f"--blink-settings=preferredColorScheme={scheme}",
-            f"--user-data-dir={tmp_path}/profile",
-            "--host-resolver-rules=MAP * ~NOTFOUND",
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-    )
-
-    assert "CONSOLE" not in browser.stderr, browser.stderr
-    title = re.search(r"<title>(.*?)</title>", browser.stdout)
-    assert title, browser.stdout[:500]
-    drawn_plots = json.loads(title[1])
-    assert len(drawn_plots) == 4
-    for width, height, num_paths, text_colour in drawn_plots:
-        assert width > 300
-        assert height > 150
-        assert num_paths > 10
-        is_bright = int(re.findall(r"\d+", text_colour)[0]) > 128
-        assert is_bright == dark

@@ -12,13 +12,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import safetensors.torch
-import torch
 
 from pipelines import tracking
 from tuning.grid import flatten_sections
@@ -43,13 +40,6 @@ GRID = {
     ),
     "axes": {"fit.lr": [0.01, 0.001]},
 }
-
-
-def handles_sigterm(pid: int) -> bool:
-    """Return whether a process has a handler for SIGTERM."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
-    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def start_command(
@@ -83,8 +73,7 @@ def stop_command(
     Args:
         words: Arguments of `python -m`.
         number: The signal.
-        until: Text after whose output the signal is sent; if empty, the signal is sent
-            while the command's modules are imported.
+        until: Text after whose output the signal is sent.
         environment: Environment variables of the command.
 
     Returns:
@@ -93,10 +82,7 @@ def stop_command(
     process = start_command(words, environment)
     assert process.stdout
     output = ""
-    while not until and not handles_sigterm(process.pid):
-        assert process.poll() is None
-        time.sleep(0.01)
-    while until and until not in output:
+    while until not in output:
         line = process.stdout.readline()
         output += line
         assert line, output
@@ -147,40 +133,6 @@ def read_loss_curve(store: str, storage: Path, name: str) -> dict[int, float]:
     return {point.step: point.value for point in history}
 
 
-SLEEPER = '''
-import time
-from dataclasses import dataclass
-
-from jobs import cli
-
-
-@dataclass
-class Config:
-    """Options."""
-
-    seconds: float = 60
-    """Seconds to sleep."""
-
-
-if __name__ == "__main__":
-    cli.main(lambda config: time.sleep(config.seconds), Config)
-'''
-
-
-@pytest.mark.parametrize("number", EXIT_CODES)
-def test_a_signal_during_the_imports_stops_a_command(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    (tmp_path / "sleeper.py").write_text(SLEEPER)
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-
-    output, code = stop_command(
-        ["sleeper"], number, "", {**os.environ, "PYTHONPATH": paths}
-    )
-
-    assert (output, code) == (STOPPED, EXIT_CODES[number])
-
-
 LONG_STEPS = [
     *("--model.name", "sasrec", "--model.dim", "256", "--model.num_layers", "4"),
     *("--model.num_heads", "4", "--model.max_history", "12", "--fit.batch_size", "2"),
@@ -188,9 +140,7 @@ LONG_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights_and_curve(
-    workers: int,
     small: tuple[str, str],
     new_store: Callable[[Path], str],
     tmp_path: Path,
@@ -198,7 +148,7 @@ def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights_and_cu
     store = new_store(tmp_path)
     environment = environment_without_ray()
     words = ["jobs.train", "--tables", small[0], "--storage", str(tmp_path)]
-    words += [*LONG_STEPS, "--ray.num_workers", str(workers), "--name"]
+    words += [*LONG_STEPS, "--name"]
     undisturbed = run_command([*words, "whole"], environment)
     assert undisturbed.returncode == 0, undisturbed.stderr
 
@@ -212,22 +162,15 @@ def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights_and_cu
     assert f", step {saved[1]}\n" in continued.stdout
     curve = read_loss_curve(store, tmp_path, "cut")
     expected_curve = read_loss_curve(store, tmp_path, "whole")
-    assert curve == pytest.approx(expected_curve, rel=1e-6 if workers == 1 else 1e-3)
+    assert curve == pytest.approx(expected_curve, rel=1e-6)
     whole, cut = (
         next((tmp_path / name).glob("step-00000120*/model.safetensors")).read_bytes()
         for name in ("whole", "cut")
     )
-    if workers == 1:
-        assert whole == cut
-    else:  # sums of two workers differ by rounding from run to run
-        cut_tensors = safetensors.torch.load(cut)
-        for name, value in safetensors.torch.load(whole).items():
-            torch.testing.assert_close(cut_tensors[name], value, rtol=1e-3, atol=1e-4)
+    assert whole == cut
 
 
-@pytest.mark.parametrize("number", EXIT_CODES)
-def test_a_stopped_sweep_continues_to_its_end(
-    number: signal.Signals,
+def test_a_sweep_stopped_by_ctrl_c_continues_to_its_end(
     small: tuple[str, str],
     new_store: Callable[[Path], str],
     in_ray: dict[str, str],
@@ -247,10 +190,10 @@ def test_a_stopped_sweep_continues_to_its_end(
     words += ["--name", "swept", "--fit.max_epochs", "3"]
 
     output, code = stop_command(
-        words, number, "2 trials of rates, 0 done before", in_ray
+        words, signal.SIGINT, "2 trials of rates, 0 done before", in_ray
     )
 
-    assert (last_line(output), code) == (STOPPED, EXIT_CODES[number])
+    assert (last_line(output), code) == (STOPPED, EXIT_CODES[signal.SIGINT])
     assert "trials that were running continue from their last checkpoint" in output
     assert set(read_run_statuses(store).values()) <= {"KILLED", "FINISHED"}
 

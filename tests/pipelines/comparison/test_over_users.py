@@ -16,18 +16,13 @@ from pipelines.comparison.over_users import (
     Interval,
     Pair,
     bootstrap_intervals,
-    group_rows,
     over_users_tables,
     to_cells,
 )
-from pipelines.comparison.rows import EvaluationOptions
 from pipelines.comparison.runs import select
 from pipelines.comparison.tables import tables
 from tests.fixtures.comparison_rows import (
-    NDCG,
     evaluate_run,
-    make_comparison,
-    make_row,
 )
 
 
@@ -107,33 +102,6 @@ def log_run(
             by_user={"ndcg@10": other.to_text()},
             hashes={"sequences": other_log},
         )
-
-
-def test_students_of_several_teachers_keep_the_evaluation_options_in_their_name() -> (
-    None
-):
-    unseen = EvaluationOptions((("unseen", "True"),))
-    teachers = make_row("tiger", {NDCG: 0.3}, {NDCG: 0.4}, options=unseen)
-    students = []
-    for run in teachers.runs:
-        run.weights = f"tiger-{run.seed}"
-        student = make_row(
-            "sid_mlp",
-            {NDCG: 0.2},
-            seeds=run.seed,
-            options=unseen,
-            teacher=run.weights,
-            model__teacher_hash=run.weights,
-        )
-        students.append(student)
-
-    groups = group_rows(make_comparison([teachers, *students]))
-
-    assert [group.name for group in groups] == [
-        "tiger-* [unseen]",
-        "sid_mlp-* [unseen]",
-    ]
-    assert groups[1].label == "sid_mlp-* [unseen]"
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -238,8 +238,6 @@ def test_results_are_logged_to_the_training_run_and_compared(
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values))
     assert rows["sasrec-*"]["test/ndcg@10"] == f"{mean:.4f} ± {deviation:.4f}"
     assert rows["tiger"]["requests"] == "60"
-    assert "sample standard deviation" in table.text()
-    assert "| sasrec | sasrec-* | 2 |" in table.markdown()
 
 
 def test_an_evaluation_with_other_options_is_recorded_separately(
@@ -251,29 +249,20 @@ def test_an_evaluation_with_other_options_is_recorded_separately(
         options={"beam": 6, "decoder": None},
     )
 
+    result.metrics["gauc"] = math.nan
+
     path = record_result(result, saved)
 
     assert path.endswith("evaluation-test-beam-6.json")
-    rows = load_rows(select(evaluation.uri, ["retrieval/small"]))
-    values = {row.name: row.values("test/ndcg@10") for row in rows}
-    assert values["tiger [beam 6]"] == [result.metrics["ndcg@10"]]
-    assert values["tiger [beam 6]"] != values["tiger"]
-
-
-def test_undefined_metrics_are_written_as_null(evaluation: Evaluation) -> None:
-    result, saved = evaluate(
-        evaluation.checkpoint_path("tiger"), evaluation.inputs, options={"beam": 7}
-    )
-    result.metrics["gauc"] = math.nan
-
-    path = record_result(result, replace(saved, tracking=None))
-
     content = json.loads(
         Path(path).read_text(),
         parse_constant=lambda word: pytest.fail(f"{word} is no JSON"),
     )
     assert content["metrics"]["gauc"] is None
-    assert content["metrics"]["ndcg@10"] == result.metrics["ndcg@10"]
+    rows = load_rows(select(evaluation.uri, ["retrieval/small"]))
+    values = {row.name: row.values("test/ndcg@10") for row in rows}
+    assert values["tiger [beam 6]"] == [result.metrics["ndcg@10"]]
+    assert values["tiger [beam 6]"] != values["tiger"]
 
 
 def test_recommendations_of_all_users_are_written_to_a_table(

@@ -135,23 +135,6 @@ def test_long_and_short_histories_are_ranked_together_as_alone(
             assert together["score"][row] == pytest.approx(alone["score"][0], abs=1e-5)
 
 
-def test_integers_are_item_ids_when_the_logs_ids_are_digits(
-    served: dict[str, PyFuncModel],
-) -> None:
-    model = served["tiger"]
-    index = model.unwrap_python_model().ranker.requests.index
-    index["17"] = index["item-001"]
-    index["18"] = index["item-002"]
-    integers = pd.DataFrame([{"history": [17], "user_id": 0}])
-    strings = integers.assign(history=[["item-001"]], user_id=["0"])
-
-    answer = model.predict(integers, params={"allowed": [18, 99], "k": 1})
-
-    expected = model.predict(strings, params={"allowed": ["item-002"], "k": 1})
-    assert answer.to_dict("records") == expected.to_dict("records")
-    assert answer["item_id"][0] == ["item-002"]
-
-
 @pytest.mark.parametrize(
     ("history", "params", "note"),
     [

@@ -1,11 +1,7 @@
-"""Test search models and models of actions that are loaded from the registry.
-
-They rank as the trained module does, and refuse requests that do not fit.
-"""
+"""Test the inputs of registered search models and models of actions, and new items."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,29 +14,21 @@ import pandas as pd
 import pytest
 import torch
 
-from models.actions.catalogue import ActionsCatalogue
-from models.actions.data import ActionsDataset
-from models.actions.requests import ActionsRequests
-from models.requests import Row
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
 from models.training.fit import FitConfig
-from models.training_run import TrainingRun
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log
 from pipelines.serving import package
 from pipelines.serving.served_model import ServedModel
-from tests.fixtures.actions_tables import TRAIN_DEVICES, write_actions
+from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import (
     SMALL_RANKERS,
-    build_search_requests,
     register_ranker,
 )
 from tests.fixtures.trainings import build_training
-
-UNKNOWN = "2 of 10 queries are not in the training tables and are treated as no query"
 
 
 @pytest.fixture(autouse=True)
@@ -53,140 +41,6 @@ def load_registered(folder: Path, name: str) -> Any:
     """Load version 1 of a registered model through MLflow's pyfunc interface."""
     with package.use_store(f"sqlite:///{folder}/mlflow.db"):
         return mlflow.pyfunc.load_model(f"models:/{name}/1")
-
-
-def build_feed_requests(
-    setup: TrainingRun, tables: str
-) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Build requests of users with distinct candidates, and their expected scores.
-
-    The requests also have the user's events that are older than the model's longest
-    history, an item that is not in the catalogue, and events after the request. The
-    last request has no times. The scores are the module's probabilities of the second
-    task by candidate.
-    """
-    items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    devices = [
-        "watch",
-        *TRAIN_DEVICES,
-    ]  # by code; the watch is in no model's vocabulary
-    sequences = join(tables, "sequences")
-    truncated = ActionsDataset.load(sequences, "test", max_history=8)
-    full = ActionsDataset.load(sequences, "test", max_history=100)
-
-    def score_candidates(batch: Any, candidates: list[str]) -> dict[str, float]:
-        with torch.no_grad():
-            chances = torch.sigmoid(setup.model.score(batch)[:, 1])
-        return dict(zip(candidates, chances.tolist(), strict=True))
-
-    rows, scores = [], []
-    for number in range(len(truncated)):
-        batch = truncated.collate(np.array([number]))
-        every_event = full.collate(np.array([number]))
-        candidates = batch.candidate_item[0].tolist()
-        if len(set(candidates)) < len(candidates):
-            continue
-        batch.candidate_time[:] = 99  # one request shows all candidates
-        past = int(every_event.valid.sum())  # number of events before the request
-        history = [items[i] for i in every_event.item[0, :past].tolist()]
-        actions = every_event.action[0, :past].tolist()
-        times = every_event.time[0, :past].tolist()
-        later_times = range(99, 99 + len(items))
-        row = {
-            "candidates": [items[i] for i in candidates],
-            "timestamp_ms": 99,
-            "history": [*history[:-1], "who", *history[-1:], *items],
-            "history_actions": [
-                *actions[:-1],
-                [1.0] * 3,
-                *actions[-1:],
-                *[[1.0] * 3] * len(items),
-            ],
-            "history_time_ms": [*times[:-1], *times[-1:] * 2, *later_times],
-            "features": batch.candidate_feature[0].tolist(),
-        }
-        if not past:
-            row["history_time_ms"] = [5, *later_times]
-        if batch.viewer is not None:
-            batch.candidate_viewer[:] = batch.candidate_viewer[:, :1]
-            viewer_codes = every_event.viewer[0, :past, 0].tolist()
-            past_devices = [devices[code] for code in viewer_codes]
-            row["viewer_device"] = devices[int(batch.candidate_viewer[0, 0, 0])]
-            row["history_viewer_device"] = [
-                *past_devices[:-1],
-                "tablet",
-                *past_devices[-1:],
-                *["phone"] * len(items),
-            ]
-        rows.append(row)
-        scores.append(score_candidates(batch, row["candidates"]))
-        last_batch = batch
-
-    # Without times, all events precede the request and come in their order.
-    without_times = {**rows[-1], "history_time_ms": None, "timestamp_ms": 0}
-    for column in ("history", "history_actions", "history_viewer_device"):
-        if column in without_times:
-            without_times[column] = without_times[column][: -len(items)]
-    times = torch.arange(last_batch.time.shape[1])[None]
-    in_order = replace(last_batch, time=times)
-    rows.append(without_times)
-    scores.append(score_candidates(in_order, without_times["candidates"]))
-    return rows, scores
-
-
-def test_registered_models_rank_as_the_module_does(tmp_path: Path) -> None:
-    """The last requests have no history, and an unknown item or no candidates."""
-    tables, text = write_search(tmp_path / "search")
-    feed = write_actions(tmp_path / "feed", viewers=True)
-    setups = {
-        "qgs": register_ranker(tmp_path, "qgs", tables, text),
-        "attn_mvp": register_ranker(tmp_path, "attn_mvp", feed, None),
-    }
-    requests = {
-        "qgs": build_search_requests(setups["qgs"], tables, 8, label=1),
-        "attn_mvp": build_feed_requests(setups["attn_mvp"], feed),
-    }
-    assert len(requests["attn_mvp"][0]) > 3
-
-    for name, (rows, expected_scores) in requests.items():
-        empty = {
-            column: [] if isinstance(value, list) else value
-            for column, value in rows[0].items()
-        }
-        if name == "qgs":
-            empty["query"] = "what is this"
-        candidates = ["who", *rows[0]["candidates"]]
-        rows.append({**empty, "candidates": candidates, "features": None})
-        rows.append({**empty, "candidates": [], "features": []})
-        model = load_registered(tmp_path, name)
-        catalogue = setups[name].catalogue
-
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ranked = model.predict(
-                pd.DataFrame(rows), params={"label": catalogue.labels[1]}
-            )
-
-        for expected, ranked_items, scores in zip(
-            expected_scores, ranked["item_id"], ranked["score"], strict=False
-        ):
-            assert ranked_items == sorted(expected, key=lambda item: -expected[item])
-            assert scores == pytest.approx(
-                [expected[item] for item in ranked_items], abs=1e-5
-            )
-        with_unknown, without_candidates = ranked["item_id"].tolist()[-2:]
-        assert sorted(with_unknown) == sorted(candidates)
-        assert with_unknown[-1] == "who"
-        assert without_candidates == []
-        is_scored = np.isfinite(ranked["score"].tolist()[-2]).tolist()
-        assert is_scored == [item != "who" for item in with_unknown]
-
-        metadata = model.metadata.metadata
-        assert metadata["labels"] == list(catalogue.labels)
-        assert metadata["features"] == list(catalogue.features)
-        assert metadata.get("viewers") == {"attn_mvp": ["device"]}.get(name)
-        messages = [str(w.message) for w in caught if w.category is UserWarning]
-        assert messages == ([UNKNOWN] if name == "qgs" else [])
 
 
 def test_a_search_model_warns_of_inputs_without_training_data(tmp_path: Path) -> None:
@@ -257,7 +111,7 @@ FEED = {
 
 def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> None:
     tables = write_actions(tmp_path, viewers=True)
-    register_ranker(tmp_path, "attn_mvp", tables, None)
+    setup = register_ranker(tmp_path, "attn_mvp", tables, None)
     model = load_registered(tmp_path, "attn_mvp")
     changes = {
         "candidates": ["item-005", "item-006"],
@@ -277,33 +131,26 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
         answer = model.predict(pd.DataFrame([FEED | {column: value}]))
         assert sorted(answer["score"][0]) != pytest.approx(scores, abs=1e-6), column
 
-    inputs = model.metadata.metadata["inputs"]
+    # Unknown actions are no actions.
+    unknown, none = (
+        model.predict(pd.DataFrame([FEED | {"history_actions": [[value] * 3] * 3}]))
+        for value in (np.nan, 0.0)
+    )
+    assert unknown["score"][0] == none["score"][0]
+
+    # Without times, all events precede the request and come in their order.
+    without_times = FEED | {"history_time_ms": None, "timestamp_ms": 0}
+    answer = model.predict(pd.DataFrame([without_times]))
+    assert sorted(answer["score"][0]) == pytest.approx(scores, abs=1e-6)
+
+    metadata = model.metadata.metadata
+    assert metadata["labels"] == list(setup.catalogue.labels)
+    assert metadata["features"] == list(setup.catalogue.features)
+    assert metadata["viewers"] == ["device"]
+    inputs = metadata["inputs"]
     manifest = read_manifest(join(tables, "sequences"), "sequences")
     assert inputs == manifest.info["definitions"]["inputs"]
-    assert sorted(inputs) == sorted(model.metadata.metadata["actions"])
-
-
-@pytest.fixture(scope="module")
-def actions_requests(tmp_path_factory: pytest.TempPathFactory) -> ActionsRequests:
-    """Build the request parser of a model of actions."""
-    folder = tmp_path_factory.mktemp("actions_requests")
-    tables = write_actions(folder, viewers=True)
-    setup = build_training(
-        {"name": "attn_mvp", **SMALL_RANKERS["attn_mvp"]},
-        FitConfig(batch_size=8),
-        Inputs(tables),
-    )
-    checkpoint.save(folder / "attn_mvp", setup.model, setup.checkpoint())
-    package.write_bundle(folder / "data", str(folder / "attn_mvp"), Inputs(tables))
-    return ActionsRequests(str(folder / "data"), setup.model, setup.catalogue, {})
-
-
-def test_unknown_actions_count_as_none(actions_requests: ActionsRequests) -> None:
-    unknown = FEED | {"history_actions": [[np.nan] * 3] * 3}
-
-    request = actions_requests.parse(Row(unknown))
-
-    assert not actions_requests.collate([request]).action.any()
+    assert sorted(inputs) == sorted(metadata["actions"])
 
 
 def test_a_model_that_reads_times_requires_them(tmp_path: Path) -> None:
@@ -380,25 +227,15 @@ def test_a_new_item_is_scored_as_a_catalogue_item_with_its_content(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """The catalogue item's id carries no information: the model reads no ids, or the
-    item has no training example. Requests without new items are scored as in training.
+    item has no training example.
     """
     tables = write_actions(tmp_path, viewers=True, content=True)
     text = str(tmp_path / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
     items = read_table(join(tables, "items")).to_pylist()
     new_items = build_new_items(items)
-    setup = register_ranker(tmp_path, name, tables, text, **options)
+    register_ranker(tmp_path, name, tables, text, **options)
     model = load_registered(tmp_path, name)
-
-    rows, expected_scores = build_feed_requests(setup, tables)
-    ranked = model.predict(pd.DataFrame(rows), params={"label": "contribution"})
-    for expected, ranked_items, scores in zip(
-        expected_scores, ranked["item_id"], ranked["score"], strict=True
-    ):
-        assert scores == pytest.approx(
-            [expected[item] for item in ranked_items], abs=1e-5
-        )
-
     in_history = BARE | {
         "history": ["item-000", "X", "item-002"],
         "candidates": ["X", "item-001"],
@@ -479,13 +316,3 @@ def test_new_items_without_id_or_text_encoder_cause_warnings(
         ),
     ):
         ranker.predict(None, pd.DataFrame([row]))
-
-
-def test_text_of_other_items_is_refused(tmp_path: Path) -> None:
-    tables = write_actions(tmp_path / "a", content=True)
-    text = str(tmp_path / "text")
-    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    other_tables = write_actions(tmp_path / "b", items=13, content=True)
-
-    with pytest.raises(UserError, match=r"items was made from other items"):
-        ActionsCatalogue.load(other_tables, text)

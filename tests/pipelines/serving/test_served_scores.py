@@ -45,44 +45,60 @@ def inputs(
 
 
 def build_feed_requests(
-    setup: TrainingRun, tables: str, max_history: int
+    setup: TrainingRun, tables: str, max_history: int, label: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Build served requests of users with distinct candidates in the test table.
+    """Build requests of users with distinct candidates, and their expected scores.
 
-    Returns:
-        The requests, and the module's probabilities of the first task by candidate.
+    The requests also have the events that are older than the model's longest history,
+    an item that is not in the catalogue, and events after the request. The scores are
+    the module's probabilities of the label by candidate.
     """
     items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    devices = ["watch", *TRAIN_DEVICES]  # by code
-    examples = ActionsDataset.load(
-        join(tables, "sequences"), "test", max_history=max_history
-    )
-    requests, scores = [], []
+    # By code; the watch is in no model's vocabulary.
+    devices = ["watch", *TRAIN_DEVICES]
+    sequences = join(tables, "sequences")
+    truncated = ActionsDataset.load(sequences, "test", max_history=max_history)
+    full = ActionsDataset.load(sequences, "test", max_history=100)
+    rows, scores = [], []
     for number in range(12):
-        batch = examples.collate(np.array([number]))
+        batch = truncated.collate(np.array([number]))
+        every_event = full.collate(np.array([number]))
         candidates = batch.candidate_item[0].tolist()
-        if len(set(candidates)) < len(candidates):
+        past = int(every_event.valid.sum())  # number of events before the request
+        if len(set(candidates)) < len(candidates) or not past:
             continue
         batch.candidate_time[:] = 99  # one request shows all candidates
-        batch.candidate_viewer[:] = 1
-        past = int(batch.valid.sum())  # number of events before the request
-        names = [items[i] for i in candidates]
-        with torch.no_grad():
-            chances = torch.sigmoid(setup.model.score(batch)[:, 0]).tolist()  # type: ignore[operator]
-        viewer_codes = batch.viewer[0, :past, 0].tolist()
-        request = {
-            "candidates": names,
+        batch.candidate_viewer[:] = batch.candidate_viewer[:, :1]
+        history = [items[i] for i in every_event.item[0, :past].tolist()]
+        actions = every_event.action[0, :past].tolist()
+        times = every_event.time[0, :past].tolist()
+        viewers = [devices[i] for i in every_event.viewer[0, :past, 0].tolist()]
+        later = len(items)
+        row = {
+            "candidates": [items[i] for i in candidates],
             "timestamp_ms": 99,
-            "viewer_device": devices[1],
+            "viewer_device": devices[int(batch.candidate_viewer[0, 0, 0])],
             "features": batch.candidate_feature[0].tolist(),
-            "history": [items[i] for i in batch.item[0, :past].tolist()],
-            "history_actions": batch.action[0, :past].tolist(),
-            "history_time_ms": batch.time[0, :past].tolist(),
-            "history_viewer_device": [devices[code] for code in viewer_codes],
+            "history": [*history[:-1], "who", history[-1], *items],
+            "history_actions": [
+                *actions[:-1],
+                [1.0] * 3,
+                actions[-1],
+                *[[1.0] * 3] * later,
+            ],
+            "history_time_ms": [*times[:-1], *times[-1:] * 2, *range(99, 99 + later)],
+            "history_viewer_device": [
+                *viewers[:-1],
+                "tablet",
+                viewers[-1],
+                *["phone"] * later,
+            ],
         }
-        requests.append(request)
-        scores.append(dict(zip(names, chances, strict=True)))
-    return requests, scores
+        with torch.no_grad():
+            chances = torch.sigmoid(setup.model.score(batch)[:, label]).tolist()  # type: ignore[operator]
+        rows.append(row)
+        scores.append(dict(zip(row["candidates"], chances, strict=True)))
+    return rows, scores
 
 
 REQUEST_BUILDERS: dict[str, Any] = {
@@ -95,16 +111,31 @@ REQUEST_BUILDERS: dict[str, Any] = {
 def test_served_scores_equal_the_modules_scores(
     name: str, inputs: dict[str, tuple[str, str | None]], tmp_path: Path
 ) -> None:
+    """Also beside requests with an unknown candidate, and without candidates."""
     family = registry.find(MODELS[name]["name"]).family
     tables, text = inputs[family]
-    setup, served = serve_ranker(MODELS[name], tmp_path, tables, text, max_history=12)
-    requests, expected_scores = REQUEST_BUILDERS[family](setup, tables, 12)
+    setup, served = serve_ranker(MODELS[name], tmp_path, tables, text, max_history=8)
+    label = len(setup.model.labels) - 1
+    requests, expected_scores = REQUEST_BUILDERS[family](setup, tables, 8, label)
     assert sum(len(request["history"]) > 3 for request in requests) >= 3
+    known = requests[0]["candidates"]
+    bare = {**requests[0], "features": None}
+    requests.append({**bare, "candidates": ["who", *known]})
+    requests.append({**bare, "candidates": []})
 
-    answers = served.predict(None, pd.DataFrame(requests))
+    params = {"label": setup.model.labels[label]}
+    answers = served.predict(None, pd.DataFrame(requests), params)
 
-    for items, scores, expected in zip(
-        answers["item_id"], answers["score"], expected_scores, strict=True
-    ):
-        scores_by_item = dict(zip(items, scores, strict=True))
-        assert scores_by_item == pytest.approx(expected, abs=1e-5)
+    *answered, with_unknown, without_candidates = zip(
+        answers["item_id"], answers["score"], strict=True
+    )
+    for (items, scores), expected in zip(answered, expected_scores, strict=True):
+        assert sorted(scores, reverse=True) == scores
+        assert dict(zip(items, scores, strict=True)) == pytest.approx(
+            expected, abs=1e-5
+        )
+    assert sorted(with_unknown[0]) == sorted(["who", *known])
+    is_scored = np.isfinite(with_unknown[1]).tolist()
+    assert is_scored == [item != "who" for item in with_unknown[0]]
+    assert with_unknown[0][-1] == "who"
+    assert without_candidates == ([], [])

@@ -13,8 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.build import load_model
-from models.retrieval.data import Catalogue, HistoryBatch
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import UserError
@@ -70,10 +68,12 @@ class Distillation:
         """Folder of the teacher's run."""
         return self.folder / "runs/tiger"
 
-    def train(self, model: dict[str, Any], name: str, **options: Any) -> TrainingResult:
-        """Train a model as the run `name`."""
+    def train_student(
+        self, name: str, alpha: float = 0.7, **options: Any
+    ) -> TrainingResult:
+        """Train a student of the teacher as the run `name`."""
         return train(
-            model=model,
+            model={**STUDENT, "teacher": str(self.teacher), "alpha": alpha},
             fit=FIT,
             ray=RayOptions(threads=1),
             inputs=Inputs(self.tables, self.sids),
@@ -83,15 +83,6 @@ class Distillation:
             say=self.lines.append,
             **options,
         )
-
-    def train_student(
-        self, name: str, alpha: float | None = None, **options: Any
-    ) -> TrainingResult:
-        """Train a student of the teacher as the run `name`."""
-        model = {**STUDENT, "teacher": str(self.teacher)}
-        if alpha is not None:
-            model["alpha"] = alpha
-        return self.train(model, name, **options)
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +137,6 @@ def test_a_student_is_not_trained_again_nor_with_other_options(
         distillation.train_student("student", alpha=0.5)
 
 
-def test_a_student_without_a_teacher_is_refused(distillation: Distillation) -> None:
-    with pytest.raises(UserError, match=r"model\.teacher is not set"):
-        distillation.train(STUDENT, "orphan")
-    assert not (distillation.folder / "runs/orphan").exists()
-
-
 def test_a_finished_student_does_not_need_its_teacher(
     distillation: Distillation,
 ) -> None:
@@ -187,9 +172,7 @@ def test_an_interrupted_student_continues_to_the_undisturbed_weights(
     (interrupted / "run.json").write_text(json.dumps({**record, "status": "running"}))
     distillation.lines.clear()
 
-    continued = distillation.train_student(
-        "interrupted", on_checkpoint=lambda saved: None
-    )
+    distillation.train_student("interrupted", on_checkpoint=lambda saved: None)
 
     lines = distillation.lines
     assert any("continuing after epoch 1" in line for line in lines)
@@ -207,13 +190,3 @@ def test_an_interrupted_student_continues_to_the_undisturbed_weights(
     assert backbone
     assert backbone <= unchanged
     assert not (start.keys() - backbone) <= unchanged
-
-    catalogue = Catalogue.load(distillation.tables, distillation.sids)
-    model, _ = load_model(continued.checkpoint, catalogue, "sid_mlp")
-    batch = HistoryBatch(
-        history=torch.tensor([[1, 8]]),
-        history_length=torch.tensor([2]),
-        user=torch.tensor([0]),
-    )
-    items, _ = model.recommend(batch, 20)
-    assert sorted(items[0].tolist()) == list(range(20))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.tracking import from_mlflow_name, resolve_uri, to_mlflow_name
-from pipelines.tracking.runs import artifact_location
 from pipelines.training import run as runs
 from pipelines.training.run import collect_numbers, end_failed_run
 from pipelines.training.stop import StopRequest
@@ -169,19 +168,8 @@ def test_a_continued_run_logs_each_step_once(tmp_path: Path, uri: str) -> None:
     assert points == [(i, float(i)) for i in range(1, 6)]
 
 
-def test_artifacts_are_written_to_a_storage_given_by_path_or_uri(
-    tmp_path: Path, uri: str
-) -> None:
-    assert artifact_location("s3://bucket/runs/") == "s3://bucket/runs/mlartifacts"
-    run = tracking.open_run(
-        uri, "x", "a", f"file://{tmp_path}/runs", config={"fit": {"lr": 1}}, hashes={}
-    )
-    config = tmp_path / f"runs/mlartifacts/{run.run_id}/artifacts/config.yaml"
-    assert "lr: 1" in config.read_text()
-
-
 def test_a_missing_run_is_reported_by_its_id(tmp_path: Path, uri: str) -> None:
-    with pytest.raises(UserError, match="run 0123 of this training is not at"):
+    with pytest.raises(UserError, match="0123"):
         tracking.reopen(tracking.RunRef(uri, "retrieval/x", "0123"))
 
 
@@ -242,16 +230,3 @@ def test_a_stopped_run_is_killed_in_mlflow_while_its_checkpoint_is_saved(
         train()
 
     assert statuses == ["KILLED"]
-
-
-def test_a_run_interrupted_without_a_signal_handler_is_killed_in_mlflow(
-    tmp_path: Path, uri: str
-) -> None:
-    run = tracking.open_run(
-        uri, "retrieval/x", "one", str(tmp_path), config={}, hashes={}
-    )
-
-    with pytest.raises(KeyboardInterrupt), end_failed_run(run):
-        raise KeyboardInterrupt
-
-    assert tracking.connect(uri).get_run(run.run_id).info.status == "KILLED"

