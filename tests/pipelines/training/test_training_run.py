@@ -250,7 +250,7 @@ def test_impossible_options_are_refused_before_training(
             {"ray": RayOptions(num_workers=2, cpus_per_worker=100)},
         ),
         (
-            "'beem'.*'beam'",
+            "'beem'",
             {
                 "model": {"name": "tiger"},
                 "inputs": inputs_with_sids,
@@ -339,12 +339,6 @@ def test_a_finished_run_continues_for_more_epochs(training: Training) -> None:
     run = client.get_run(longer.run.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.tags["fit.max_epochs"] == "4"
-    (row,) = [
-        row
-        for row in load_rows(select(longer.run.uri, [longer.run.experiment]))
-        if row.name == "longer"
-    ]
-    assert row.params["fit.max_epochs"] == "4"
     history = client.get_metric_history(longer.run.run_id, "val/ndcg_at_10")
     steps = [point.step for point in history]
     assert len(steps) == len(set(steps)) == 4
