@@ -7,7 +7,7 @@ Candidates are all numbers of the tables that are known when a search is ranked,
 directions. The one with the highest GAUC on the training searches is chosen, and names
 the baseline in comparisons: `price, ascending`. A missing value ranks last.
 
-Shapes: `N` candidates, `R` requests, `C` numbers in both directions.
+Shapes: `N` candidates, `C` numbers.
 """
 
 from __future__ import annotations
@@ -54,14 +54,17 @@ class BestNumber(SearchFloor):
         """Choose the number and the direction with the highest GAUC on the batches."""
         if not self.numbers:
             return
-        auc_sums = torch.zeros(2 * len(self.index), dtype=torch.float64)  # (C,)
+        auc_sums = torch.zeros(2, len(self.index), dtype=torch.float64)
         maximum = torch.zeros(len(self.index), dtype=torch.float64)
         for batch in batches:
             if not batch.candidate_valid.any():
                 continue
             values = batch.features[batch.candidate_valid][:, self.index].T.double()
             maximum = maximum.maximum(values.abs().nan_to_num(0.0).amax(1))
-            scores = torch.cat([values, -values]).nan_to_num(-torch.inf)  # (C, N)
+            # without missing values, the ascending AUC is 1 - the descending one
+            missing = values.isnan().any(1)  # (C,)
+            rising = values[missing].nan_to_num(torch.inf)
+            scores = torch.cat([values.nan_to_num(-torch.inf), rising])
             num_requests = len(batch.request_row)
             first_request = torch.arange(len(scores))[:, None] * num_requests
             request = first_request + batch.candidate_request[batch.candidate_valid]
@@ -69,8 +72,14 @@ class BestNumber(SearchFloor):
             auc, valid = request_auc(
                 scores.flatten(), labels.flatten(), request.flatten()
             )
-            column = torch.arange(len(auc)) // num_requests
-            auc_sums.index_add_(0, column[valid], auc[valid])
+            row = torch.arange(len(auc)) // num_requests
+            sums = auc.new_zeros(len(scores)).index_add(0, row[valid], auc[valid])
+            falling = sums[: len(missing)]
+            num_valid = valid[row == 0].sum()
+            auc_sums[0] += falling
+            auc_sums[1] += num_valid - falling.masked_scatter(
+                missing, sums[len(missing) :]
+            )
         falls, best = divmod(int(auc_sums.argmax()), len(self.index))
         self.column.fill_(self.index[best])
         self.largest.fill_(maximum[best].clamp(min=1e-30) * (-1 if falls else 1))
