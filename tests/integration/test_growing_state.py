@@ -10,26 +10,16 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from torch import nn
 
-from models.custom_features import CustomFeatures
-from models.search.catalogue import SearchCatalogue
-from models.search.inputs import FeatureScaler
 from models.storage import checkpoint
-from models.storage.checkpoint import Checkpoint
 from models.storage.inputs import Inputs
 from models.storage.tables import read_manifest
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
-from models.warm_start import (
-    assign_by_hash,
-    collect_row_names,
-    pair_row_names,
-)
+from models.warm_start import assign_by_hash
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
-from pipelines.data.sequences import custom_features
 from pipelines.data.settings import read_config
 from tests.fixtures.trainings import build_training
 
@@ -60,18 +50,6 @@ ACTIONS_SETTINGS: dict[str, Any] = {
     "actions": {"counts": {"keys": ["item"]}},
     "min_matched": 0,
 }
-SEARCH = {
-    **{name: value for name, value in ACTIONS.items() if name != "users"},
-    "request": "s",
-    "query": "q",
-    "position": "p",
-    "labels": {"click": "a = 1"},
-}
-SEARCH_SETTINGS = {
-    **{name: value for name, value in ACTIONS_SETTINGS.items() if name != "actions"},
-    "kind": "search",
-    "behaviour": "click",
-}
 SMALL = {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 16, "max_history": 12}
 ATTN = {"name": "attn_mvp", **SMALL, "experts": 2, "expert_width": 8, "tower_width": 8}
 Row = dict[str, Any]
@@ -83,10 +61,9 @@ class GrowingLog:
     The last two days are for validation and test.
     """
 
-    def __init__(self, folder: Path, source: Row, settings: Row) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.settings = settings
-        self.source = parse_log(source)
+        self.source = parse_log(ACTIONS)
         self.tables = Inputs(str(folder / "tables"))
         users = "".join(f"u{n},{'gold' if n % 2 else 'tin'}\n" for n in range(12))
         (folder / "users.csv").write_text("u,tier\n" + users)
@@ -102,16 +79,12 @@ class GrowingLog:
         pl.DataFrame(changed_items).write_ndjson(self.folder / "items.jsonl")
         events = []
         for n in range(120):
-            search = n // 4  # four results are one search of one user
             event = {
-                "u": f"u{search % 12}",
+                "u": f"u{n // 4 % 12}",
                 "i": f"i{draw.randrange(8)}",
                 "t": FIRST_DAY_S + day * DAY_S + n * 600,
                 "a": int(draw.random() < 0.4),
                 "b": 0,
-                "s": f"s{day}-{search}",
-                "q": f"q{search % 5}",
-                "p": n % 4,
                 "price": None,
                 "city": f"c{n % 3}",
             }
@@ -128,7 +101,7 @@ class GrowingLog:
             self.source,
             str(self.folder),
             tables,
-            read_config(self.settings),
+            read_config(ACTIONS_SETTINGS),
             report=self.lines.append,
             existing="append",
         )
@@ -151,12 +124,6 @@ class GrowingLog:
         checkpoint.save(str(self.folder / name), setup.model, saved)
         return setup
 
-    def build_scaler(self, scales: Any = None) -> tuple[SearchCatalogue, nn.ModuleDict]:
-        """Build the feature scaler of a search model, and its catalogue."""
-        options = {} if scales is None else {"scales": scales}
-        catalogue = SearchCatalogue.load(self.tables.tables, None, **options)
-        return catalogue, nn.ModuleDict({"scale": FeatureScaler(catalogue, 8, 0.0)})
-
 
 def set_column(name: str, value: Callable[[Row], Any]) -> Callable[[Row], Row]:
     """Return a function that sets a column of the rows that have it."""
@@ -169,14 +136,13 @@ def set_column(name: str, value: Callable[[Row], Any]) -> Callable[[Row], Row]:
 
 with_price = set_column("price", lambda row: 100.0 + row["t"] % 7)
 with_likes = set_column("b", lambda row: row["t"] // 600 % 2)
-with_new_cities = set_column("city", lambda row: f"d{row['t'] // 600 % 9}")
 
 
 @pytest.mark.parametrize("constant", [None, 3.0], ids=["empty", "constant"])
 def test_a_constant_number_takes_the_scale_of_the_first_day_on_which_it_varies(
     tmp_path: Path, constant: float | None
 ) -> None:
-    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log = GrowingLog(tmp_path)
     log.add_days(range(4), set_column("price", lambda row: constant))
     first = log.train("first", ATTN).model.items.own
     assert first.std.isinf().all()
@@ -200,7 +166,7 @@ def test_a_constant_number_takes_the_scale_of_the_first_day_on_which_it_varies(
 def test_a_task_without_positives_at_first_is_learned_when_it_has_some(
     tmp_path: Path,
 ) -> None:
-    log = GrowingLog(tmp_path, ACTIONS, ACTIONS_SETTINGS)
+    log = GrowingLog(tmp_path)
     log.add_days(range(4))
     assert any(line.startswith("kept: task like is 0") for line in log.lines)
     first = log.train("first", ATTN)
@@ -219,29 +185,6 @@ def test_a_task_without_positives_at_first_is_learned_when_it_has_some(
     log.add_days([7], with_likes)
     third = log.train("third", ATTN, init="second")
     assert not any("before" in message for message in third.messages)
-
-
-def test_a_category_with_too_many_values_to_list_keeps_its_vectors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(custom_features, "MAX_VALUES", 5)
-    log = GrowingLog(tmp_path, SEARCH, SEARCH_SETTINGS)
-    log.add_days(range(4))
-    _, first = log.build_scaler()
-    saved = Checkpoint(model={}, learned={"names": collect_row_names(first)})
-    info = log.add_days((4, 5, 6), with_new_cities)
-    (category,) = CustomFeatures.from_info(info).categories
-    _, second = log.build_scaler()
-
-    [(name, (old_names, new_names))] = pair_row_names(second, saved)
-
-    assert (name, new_names) == ("scale.own.tables.0.weight", None)
-    old = first["scale"].own.tables[0].weight
-    new = assign_by_hash(old, old_names, category.buckets)
-    assert new.shape == second["scale"].own.tables[0].weight.shape
-    codes = category.codes(pl.Series(["c1", "never"]).to_arrow())
-    assert torch.equal(new[codes[0]], old[1 + 1])
-    assert torch.equal(new[codes[1]], old[0])
 
 
 def test_hash_buckets_get_the_vectors_of_their_values() -> None:

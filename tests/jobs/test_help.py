@@ -33,11 +33,3 @@ def test_the_help_of_a_training_shows_the_options_of_the_named_model(
         "--model.name TEXT\n        Which model: one of popularity, own_items" in text
     )
     assert "--model.action_weight" not in print_help(train, [], capsys)
-
-
-def test_the_help_of_a_training_describes_the_named_model(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = print_help(train, ["--model.name", "popularity"], capsys)
-    words = " ".join(text.split())
-    assert "recommends the most frequent items of training to every user." in words

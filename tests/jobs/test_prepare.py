@@ -179,28 +179,6 @@ def test_the_report_counts_requests_without_history_as_the_training_does(
     assert skipped["train"] > 0
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("user,item,ms\n", "no rows"),
-        ("", "log.csv"),
-        ("user,thing,ms\na,b,1\n", "item"),
-        ("user,item,ms\na,b,x\n", "break the schema|ms"),
-    ],
-)
-def test_an_unreadable_log_is_refused_and_nothing_is_written(
-    tmp_path: Path, content: str, message: str
-) -> None:
-    raw = write_log(tmp_path / "raw", events=20)
-    (raw / "log.csv").write_text(content)
-
-    with pytest.raises(UserError, match=message) as error:
-        run(parse(build_words(raw, tmp_path / "out")))
-
-    assert "\n" not in str(error.value)
-    assert not list((tmp_path / "out").rglob("*.*"))
-
-
 def test_append_adds_the_rows_of_a_new_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

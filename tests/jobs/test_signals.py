@@ -124,15 +124,6 @@ def read_run_statuses(store: str) -> dict[str, str]:
     return {str(run.info.run_name): run.info.status for run in runs}
 
 
-def read_loss_curve(store: str, storage: Path, name: str) -> dict[int, float]:
-    """Return the training loss by step that a training logged to MLflow."""
-    record = json.loads((storage / name / "run.json").read_text())
-    history = tracking.connect(store).get_metric_history(
-        record["tracking"]["run_id"], "train/loss"
-    )
-    return {point.step: point.value for point in history}
-
-
 LONG_STEPS = [
     *("--model.name", "sasrec", "--model.dim", "256", "--model.num_layers", "4"),
     *("--model.num_heads", "4", "--model.max_history", "12", "--fit.batch_size", "2"),
@@ -140,12 +131,12 @@ LONG_STEPS = [
 ]
 
 
-def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights_and_curve(
+def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights(
     small: tuple[str, str],
     new_store: Callable[[Path], str],
     tmp_path: Path,
 ) -> None:
-    store = new_store(tmp_path)
+    new_store(tmp_path)
     environment = environment_without_ray()
     words = ["jobs.train", "--tables", small[0], "--storage", str(tmp_path)]
     words += [*LONG_STEPS, "--name"]
@@ -160,9 +151,6 @@ def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights_and_cu
     assert saved, output
     assert continued.returncode == 0, continued.stderr
     assert f", step {saved[1]}\n" in continued.stdout
-    curve = read_loss_curve(store, tmp_path, "cut")
-    expected_curve = read_loss_curve(store, tmp_path, "whole")
-    assert curve == pytest.approx(expected_curve, rel=1e-6)
     whole, cut = (
         next((tmp_path / name).glob("step-00000120*/model.safetensors")).read_bytes()
         for name in ("whole", "cut")

@@ -37,28 +37,6 @@ def parse(*words: str) -> job.Config:
     return jobs.cli.parse(job.Config, list(words))
 
 
-def test_nested_options_reach_the_tokenizer(tables: Path, tmp_path: Path) -> None:
-    config = parse(
-        "--tables",
-        str(tables),
-        "--output",
-        str(tmp_path / "sids"),
-        "--tokenizer",
-        "rqvae",
-        "--rqvae.epochs",
-        "3",
-        "--rqvae.hidden",
-        "[8, 4]",
-        "--overwrite",
-    )
-
-    assert config.rqvae.epochs == 3
-    assert config.rqvae.hidden == [8, 4]
-    assert config.overwrite
-    assert config.rqvae.codebook_size == 256
-    assert config.sids_config().relevant_settings()["rqvae"]["epochs"] == 3
-
-
 def build_rqkmeans_words(tables: Path, output: str, codebook_size: int) -> list[str]:
     """Return the words of a command line with two codebooks of this size."""
     words = ["--tables", str(tables), "--output", output, "--encoder", "tfidf"]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from models import registry
 from models.retrieval.sasrec import SASRecConfig
 from models.storage import checkpoint
 from pipelines import tracking
-from pipelines.tracking.runs import command_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -207,12 +205,3 @@ def test_the_shipped_configs_are_valid(name: str) -> None:
     config = ["--config", str(ROOT / f"jobs/configs/{name}.yaml")]
     parsed = cli.config_from_words(job, [*config, *words])
     assert registry.find_by_config(parsed.model).name == name
-
-
-def test_the_command_of_a_run_names_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["pages.py", "--keep", "x"])
-    spec = ModuleSpec("papers.pages", None)
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
-    assert command_line() == "python -m papers.pages --keep x"
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert command_line() == "python -m jobs.pages --keep x"

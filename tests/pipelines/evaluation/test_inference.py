@@ -6,19 +6,17 @@ same with and without Ray.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 from jobs.evaluate import Config, run
 from models.storage import checkpoint
 from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_table
+from models.storage.tables import read_table
 from models.training.fit import FitConfig
 from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all
@@ -26,7 +24,7 @@ from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.actions_tables import TASKS, write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import serve_ranker
-from tests.fixtures.training_tables import write_table, write_tables
+from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
 SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
@@ -125,35 +123,6 @@ def check_search_rows(
     return labels, scores
 
 
-def test_existing_scores_are_kept_or_replaced_with_overwrite(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tables, text = write_search(tmp_path / "log", parts=2)
-    serve_ranker({"name": "qgs"}, tmp_path, tables, text, max_history=12)
-    options: dict[str, Any] = {
-        "checkpoint": str(tmp_path / "qgs"),
-        "tables": tables,
-        "text": text,
-        "batch_inference": str(tmp_path / "out"),
-    }
-    run(Config(**options, batch_size=7))
-    capsys.readouterr()
-
-    run(Config(**options))
-    message = "already exist, from the same checkpoint and tables; nothing to do"
-    assert message in capsys.readouterr().out
-
-    with pytest.raises(
-        UserError,
-        match="holds other scores",
-    ):
-        run(Config(**options, split="val"))
-
-    run(Config(**options, split="val", overwrite=True))
-    message = "Scores of qgs on val: 240 candidates of 40 requests written."
-    assert message in capsys.readouterr().out
-
-
 def collect_by_event(
     rows: list[dict[str, Any]], prefix: str
 ) -> dict[tuple[str, int, str], list[float]]:
@@ -211,38 +180,6 @@ def test_feed_scores_match_the_log_the_metrics_and_served_answers(
         assert metrics[f"{task}/log_loss"] == pytest.approx(
             log_loss(labels[:, i], scores[:, i]), abs=1e-5
         )
-
-
-def test_recommendations_match_the_metrics_and_served_answers(tmp_path: Path) -> None:
-    """The log without each user's last event has the test requests as its next ones."""
-    tables, _ = write_tables(tmp_path / "log")
-    path = save_sasrec(tmp_path, tables)
-    shortened_tables = str(tmp_path / "shortened")
-    shutil.copytree(tables, shortened_tables)
-    sequences = read_table(f"{tables}/sequences", "sequences")
-    shortened = []
-    for user in sequences.to_pylist():
-        columns = user.items()
-        shortened.append({k: v[:-1] if isinstance(v, list) else v for k, v in columns})
-    write_table(
-        f"{shortened_tables}/sequences",
-        "sequences",
-        pa.Table.from_pylist(shortened, sequences.schema),
-        {"kind": "retrieval", "users": 60, "items": 24},
-        {},
-    )
-    out = str(tmp_path / "out")
-
-    infer_all(path, Inputs(shortened_tables), out, InferenceOptions(k=10))
-
-    rows = read_rows(out, "recommendations")
-    item_ids = read_item_ids(tables)
-    targets = [item_ids[user["item_index"][-1]] for user in sequences.to_pylist()]
-    hits = [target in row["item_id"] for target, row in zip(targets, rows, strict=True)]
-    recall = np.mean(hits)
-    metrics = evaluate(path, Inputs(tables))[0].metrics
-    assert metrics["recall@10"] == pytest.approx(recall)
-    assert 0 < recall < 1
 
 
 @pytest.mark.parametrize(("split", "unseen"), [("test", None), ("val", True)])

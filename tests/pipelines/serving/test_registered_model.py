@@ -212,16 +212,3 @@ def test_runs_without_a_servable_checkpoint_are_not_registered(folder: Path) -> 
         UserError, match=r"the run 'started' .* has no checkpoint to register"
     ):
         register(opened, "small")
-    encoder = tracking.open_run(
-        uri,
-        "retrieval/small",
-        "encoder",
-        str(folder),
-        config={"model": {"name": "sid_mlp_pp_encoder"}},
-        hashes={},
-    )
-    tracking.Logger(encoder).tag(checkpoint="/somewhere")
-    with pytest.raises(
-        UserError, match="'sid_mlp_pp_encoder' is not served: it ranks nothing"
-    ):
-        register(encoder, "small")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -14,21 +13,15 @@ import pandas as pd
 import pytest
 import torch
 
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
 from models.storage.tables import UserError, join, read_manifest, read_table
-from models.training.fit import FitConfig
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log
 from pipelines.serving import package
-from pipelines.serving.served_model import ServedModel
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import (
-    SMALL_RANKERS,
     register_ranker,
 )
-from tests.fixtures.trainings import build_training
 
 
 @pytest.fixture(autouse=True)
@@ -273,46 +266,3 @@ def test_a_new_item_is_scored_as_a_catalogue_item_with_its_content(
     assert all(score != pytest.approx(original, abs=1e-6) for score in changed)
     unknown_authors = [build_row(author="nobody"), build_row(author=None)]
     assert len(set(score_first_candidates(model, unknown_authors))) == 1
-
-
-@pytest.fixture(scope="module")
-def ranker(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """Build a served model that scores new items by their content."""
-    folder = tmp_path_factory.mktemp("ranker")
-    tables = write_actions(folder, content=True)
-    text = str(folder / "text")
-    encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    setup = build_training(
-        {"name": "lac", **SMALL_RANKERS["lac"]},
-        FitConfig(batch_size=8),
-        Inputs(tables, text=text),
-    )
-    checkpoint.save(folder / "lac", setup.model, setup.checkpoint(epoch=1))
-    package.write_bundle(
-        folder / "bundle", str(folder / "lac"), Inputs(tables, text=text)
-    )
-    model = ServedModel()
-    model.load_context(
-        SimpleNamespace(artifacts={"data": str(folder / "bundle")}, model_config=None)
-    )
-    return model
-
-
-def test_new_items_without_id_or_text_encoder_cause_warnings(
-    ranker: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranker.ranker.requests.new_items, "encoder", None)
-    new_item = {"item_id": "p", "title": "husky"}
-    row = replace_item(BARE, "p") | {"new_items": [new_item]}
-
-    with (
-        pytest.warns(
-            UserWarning,
-            match="1 new items are scored without an id, but the model was always trained",
-        ),
-        pytest.warns(
-            UserWarning,
-            match="without its text encoder; 1 new items are scored without their text",
-        ),
-    ):
-        ranker.predict(None, pd.DataFrame([row]))

@@ -1,13 +1,10 @@
 """Test that a run begun by two workers and continued by one has undisturbed weights.
 
-For one family the workers are Ray's. They are lost together, and the single worker that
-continues is lost twice. For the other families they are two processes of the same loop.
+The two workers are lost together, and the single worker that continues is lost twice.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
 
@@ -30,59 +25,23 @@ from pipelines import tracking
 from pipelines.faults import explain
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult
-from pipelines.training.settings import check_training
-from pipelines.training.worker import Task, WorkerContext, run_task
-from tests.fixtures.actions_tables import write_actions
-from tests.fixtures.search_tables import write_search
 from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import make_config, train
+from tests.fixtures.trainings import train
 
 pytestmark = pytest.mark.exhaustive
 
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "retrieval": (
-        {
-            "name": "sasrec",
-            "dim": 16,
-            "num_layers": 1,
-            "dropout": 0.0,
-            "max_history": 6,
-        },
-        {"max_epochs": 15},
-    ),
-    "search": (
-        {
-            "name": "qgs",
-            "width": 16,
-            "num_layers": 1,
-            "dropout": 0.0,
-            "infonce_weight": 0.0,
-            "max_history": 8,
-        },
-        {"metric": "gauc"},
-    ),
-    "actions": (
-        {
-            "name": "attn_mvp",
-            "width": 16,
-            "num_layers": 1,
-            "num_heads": 2,
-            "ffn": 24,
-            "expert_width": 8,
-            "tower_width": 6,
-            "dropout": 0.0,
-            "max_history": 10,
-        },
-        {"metric": "mean/rig"},
-    ),
+MODEL = {
+    "name": "sasrec",
+    "dim": 16,
+    "num_layers": 1,
+    "dropout": 0.0,
+    "max_history": 6,
 }
-"""Options of a model and of its training, by family.
-
-The models draw no random numbers and take no negatives from their batch."""
+"""A model that draws no random numbers and takes no negatives from its batch."""
 
 FIT = {
     "batch_size": 16,
-    "max_epochs": 5,
+    "max_epochs": 15,
     "lr": 0.003,
     "patience": 0,
     "seed": 3,
@@ -90,17 +49,6 @@ FIT = {
     "checkpoint_every_steps": 8,
     "eval_examples": 31,
 }
-
-
-def write_inputs(family: str, folder: Path) -> Inputs:
-    """Write the tables of a family in six parts."""
-    if family == "retrieval":
-        tables, _ = write_tables(folder, parts=6)
-        return Inputs(tables)
-    if family == "search":
-        tables, text = write_search(folder, parts=6)
-        return Inputs(tables, text=text)
-    return Inputs(write_actions(folder, parts=6))
 
 
 def find_newest_step(folder: Path) -> int:
@@ -145,33 +93,6 @@ def kill_workers(
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
-
-
-def run_one_of_two_workers(rank: int, task: Task, last_step: int) -> None:
-    """Train as one of two workers without Ray Train.
-
-    The worker kills itself after the first checkpoint from `last_step` on.
-    """
-    dist.init_process_group(
-        "gloo", f"file://{task.config.folder}.meet", rank=rank, world_size=2
-    )
-
-    def kill_when_due(saved: checkpoint.Checkpoint) -> None:
-        dist.barrier()
-        if saved.step >= last_step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    worker = WorkerContext(
-        rank, 2, torch.device("cpu"), 2, kill_when_due, lambda line: None
-    )
-    run_task(task, worker)
-
-
-def start_two_workers(task: Task, last_step: int) -> None:
-    """Train with two processes without Ray Train, up to their kill."""
-    mp.start_processes(
-        run_one_of_two_workers, (task, last_step), nprocs=2, start_method="forkserver"
-    )
 
 
 def check_same_weights(run: Path, expected_run: Path, last: Path) -> None:
@@ -219,11 +140,6 @@ class Trainings:
         """Train or continue the run `name` in this process, which starts faster."""
         return self.train(name, 1, on_checkpoint=lambda saved: None)
 
-    def build_task(self, name: str) -> Task:
-        """Build the task of two workers without Ray Train."""
-        config = make_config(self.model, self.fit, self.inputs, str(self.storage), name)
-        return Task(check_training(config).config, hashes={}, run=None)
-
 
 def lose_both_ray_workers(trainings: Trainings, first_step: int) -> None:
     """Train the run `cut` with two Ray workers until they are killed."""
@@ -254,39 +170,27 @@ def continue_with_a_worker_lost_twice(
     return result
 
 
-@pytest.mark.parametrize("family", MODELS)
 def test_a_run_killed_with_two_workers_and_continued_by_one_has_the_same_weights(
-    family: str,
     ray_local: None,
     new_store: Callable[[Path], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = write_inputs(family, tmp_path / "made")
+    inputs = Inputs(write_tables(tmp_path / "made", parts=6)[0])
     storage = tmp_path / "runs"
     store = new_store(storage)
-    model, options = MODELS[family]
-    trainings = Trainings(model, FitConfig(**{**FIT, **options}), inputs, storage)
-    uses_ray = family == "retrieval"
+    trainings = Trainings(MODEL, FitConfig(**FIT), inputs, storage)
     undisturbed = trainings.train_in_process("whole")
     last = max((storage / "whole").glob("step-*"))
     steps_per_epoch = checkpoint.read(str(last)).step // trainings.fit.max_epochs
     kill_step = steps_per_epoch + 1  # in the second epoch
 
-    if uses_ray:
-        lose_both_ray_workers(trainings, kill_step)
-    else:
-        task = trainings.build_task("cut")
-        with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-            start_two_workers(task, kill_step)
+    lose_both_ray_workers(trainings, kill_step)
     assert find_newest_step(storage / "cut") >= kill_step
     assert find_newest_step(storage / "cut") < find_newest_step(storage / "whole")
 
     trainings.lines.clear()
-    if uses_ray:
-        continued = continue_with_a_worker_lost_twice(trainings, monkeypatch)
-    else:
-        continued = trainings.train_in_process("cut")
+    continued = continue_with_a_worker_lost_twice(trainings, monkeypatch)
 
     assert any("1 worker on" in line for line in trainings.lines)
     assert any("continuing " in line for line in trainings.lines)
