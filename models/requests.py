@@ -32,6 +32,9 @@ NAMES = ("features", "actions", "viewers")
 """Keys of the manifest of sequences with ordered lists of names, in addition to
 labels."""
 
+MAX_TEXT = 10_000
+"""Longest text of a request in characters, such as a query, which may be cached."""
+
 Columns = dict[str, Any]
 """Type of each column: `id` and `ids` of items, `string`, `strings`, `long`, `longs`,
 `numbers` and `vectors`; `own_numbers`, `own_categories` and `labels` are mappings by
@@ -46,7 +49,7 @@ class Row(dict[str, Any]):
 
     def value(self, name: str) -> Any:
         """Return the value of a column, or None if it is missing."""
-        value = self.get(name)
+        (value,) = check_entries(name, [self.get(name)], 1)
         return None if isinstance(value, float) and np.isnan(value) else value
 
     def item_ids(self, name: str) -> list[str]:
@@ -61,7 +64,7 @@ class Row(dict[str, Any]):
             count: Required number of entries.
             default: Value of all entries if the request does not have the column.
         """
-        return _check_count(name, self.value(name), count, default)
+        return check_entries(name, self.value(name), count, default)
 
     def entries_by_name(
         self, name: str, keys: Collection[str], count: int
@@ -80,7 +83,7 @@ class Row(dict[str, Any]):
                     f"{name} has '{key!s:.200}', which the model does not read"
                 )
         return {
-            key: _check_count(f"'{key}' of {name}", values, count)
+            key: check_entries(f"'{key}' of {name}", values, count)
             for key, values in lists.items()
         }
 
@@ -237,13 +240,15 @@ class Requests:
         return names | _list_custom_names(CustomFeatures.from_info(info))
 
 
-def _check_count(
+def check_entries(
     name: str, values: Iterable[Any] | None, count: int, default: Any = None
 ) -> list[Any]:
-    """Return the values as a list of `count` entries."""
+    """Return the values as a list of `count` entries without too long texts."""
     entries = [default] * count if values is None else list(values)
     if len(entries) != count:
         raise UserError(f"{name} has {len(entries)} entries where {count} are expected")
+    if any(isinstance(entry, str) and len(entry) > MAX_TEXT for entry in entries):
+        raise UserError(f"{name} has a text of over {MAX_TEXT} characters")
     return entries
 
 

@@ -33,7 +33,14 @@ from models.custom_features import CATEGORY, NUMBER
 from models.error_text import one_line
 from models.item_ids import parse_item_id
 from models.ragged import concat_columns, lengths_to_starts
-from models.requests import Columns, Request, Requests, Row, find_bundled_inputs
+from models.requests import (
+    Columns,
+    Request,
+    Requests,
+    Row,
+    check_entries,
+    find_bundled_inputs,
+)
 from models.storage.inputs import Inputs
 from models.storage.tables import Manifest, UserError, join, read_manifest
 from models.text.text_encoder import (
@@ -170,6 +177,7 @@ def _read_field(column: str, items: Sequence[Item]) -> pa.Array:
     is_number = column.startswith(NUMBER)
     name = field_name(column)
     values = [item.get(name) for item in items]
+    check_entries(f"'{name}' of new_items", values, len(items))
     try:
         array = pa.array(
             values, pa.float32() if is_number else pa.string(), from_pandas=True
@@ -177,7 +185,8 @@ def _read_field(column: str, items: Sequence[Item]) -> pa.Array:
     except pa.ArrowException as error:
         kind = "numbers" if is_number else "strings"
         raise UserError(
-            f"'{name}' of new_items has values that are not {kind} ({one_line(error)})"
+            f"'{name}' of new_items has values that are not {kind} "
+            f"({one_line(error):.200})"
         ) from error
     if is_number and pc.any(pc.is_inf(array)).as_py():
         raise UserError(f"'{name}' of new_items has an infinite number")

@@ -47,6 +47,11 @@ REFUSED_BODIES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("tiger", {"dataframe_records": [{}]}, "missing inputs ['history']"),
     ("qgs", {"dataframe_records": [SEARCH], "params": {"label": "buy"}}, "'buy'"),
+    (
+        "qgs",
+        {"dataframe_records": [SEARCH | {"query": "q" * 10_001}]},
+        "query has a text of over 10000",
+    ),
     ("qgs", {"dataframe_records": [SEARCH | {"candidate": []}]}, "'candidate'"),
     ("attn_mvp", {"dataframe_records": [FEED | {"timestamp": 5}]}, "'timestamp'"),
 ]
