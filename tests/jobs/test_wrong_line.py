@@ -81,7 +81,7 @@ WRONG_LINES = [
     (f"{EVALUATE} --tables {{tables}}", "needs semantic IDs"),
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --draft_beam 5", "--draft_beam"),
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --beam 0", "beam is 0"),
-    ("encode --tables {tables} --output {runs}/out --encoder tfdf", "'tfidf'"),
+    ("encode --tables {tables} --output {runs}/out", "read no embeddings"),
     (f"{TOKENIZE} --tokenizer rqvae --rqvae.epoch 3", "'rqvae.epochs'"),
     (f"{TOKENIZE} --tokenizer bpe", "bpe"),
     (f"{PREPARE} --input /nowhere", "/nowhere"),
