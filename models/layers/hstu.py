@@ -102,11 +102,14 @@ class HSTULayer(nn.Module):
         scores = q @ k.transpose(2, 3)  # (B, H, L, L)
         if self.by_distance is not None and self.by_time is not None:
             index = torch.arange(x.shape[1], device=x.device)
-            scores = scores + self.by_distance[index[:, None] - index + self.length - 1]
+            distance = index[:, None] - index + self.length - 1
+            bias = functional.embedding(distance, self.by_distance[:, None])
+            scores = scores + bias.squeeze(-1)
             if times is not None:
                 seconds = (times[:, :, None] - times[:, None]).abs().double() / 1000
                 bucket = torch.log2(1 + seconds).long().clamp(max=self.TIME_BUCKETS - 1)
-                scores = scores + self.by_time[bucket][:, None]
+                bias = functional.embedding(bucket, self.by_time[:, None])
+                scores = scores + bias.squeeze(-1)[:, None]
         weights = functional.silu(scores)
         if self.causal:
             weights = weights.tril()

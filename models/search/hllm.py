@@ -105,7 +105,7 @@ class ItemTower(nn.Module):
             )
             return documents[item]
         distinct, index = item.unique(return_inverse=True)
-        return self.encode(distinct)[index]
+        return functional.embedding(index, self.encode(distinct))
 
     def encode(self, item: Tensor) -> Tensor:
         """Return the embeddings (U, W) of the documents of `item` (U,)."""
@@ -127,7 +127,9 @@ class ItemTower(nn.Module):
                 if recompute
                 else self.encode_chunk(*chunk)
             )
-        return torch.cat(embeddings)[order.argsort().to(item.device)]
+        return functional.embedding(
+            order.argsort().to(item.device), torch.cat(embeddings)
+        )
 
     def encode_chunk(self, item: Tensor, longest: int) -> Tensor:
         """Return the embeddings (U, W) of documents with at most `longest` tokens."""

@@ -267,14 +267,15 @@ class QGS(Ranker):
         request = batch.candidate_request
         if self.config.query_condition == "joint":
             # joint vectors differ by candidate
+            states = functional.embedding(request, request_states)
             sequence = self.predict_next(
-                request_states[request], batch.joint_text, batch.candidate_pair_text
+                states, batch.joint_text, batch.candidate_pair_text
             )
         else:
             predictions = self.predict_next(
                 request_states, batch.query_text, batch.request_query_text
             )  # (R, D)
-            sequence = predictions[request]
+            sequence = functional.embedding(request, predictions)
         if not self.config.match:
             return self.rank(batch, sequence, shown)
         document = self.target(self.embed_documents(batch.candidate))
@@ -293,11 +294,9 @@ class QGS(Ranker):
             batch: Batch of requests.
         """
         end = batch.request_end
-        return torch.where(
-            (end > 0)[:, None],
-            states[batch.request_row, (end - 1).clamp(min=0)],
-            self.start,
-        )
+        last = batch.request_row * states.shape[1] + (end - 1).clamp(min=0)
+        before = functional.embedding(last, states.flatten(0, 1))
+        return torch.where((end > 0)[:, None], before, self.start)
 
     def score(self, batch: SearchBatch, shown: bool = False) -> Tensor:
         """Return (N, K) logits, from one encoder pass per row.

@@ -235,7 +235,7 @@ class Ranker(SearchModel):
         parts = [document, shared]
         if self.groups is not None:
             groups = [
-                *features[:, self.by_group].split(self.group_sizes, 1),
+                *features.index_select(1, self.by_group).split(self.group_sizes, 1),
                 query_embedding,
                 document,
             ]

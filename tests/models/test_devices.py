@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -278,3 +279,39 @@ def test_a_step_and_a_validation_in_bfloat16_are_finite(
     for value in sums.values():
         if not isinstance(value, Histogram):
             assert bool(torch.as_tensor(value).isfinite().all())
+
+
+class GradientAdditions(TorchDispatchMode):
+    """A mode that records additions at indices in an order that differs between runs.
+
+    The backward pass of `x[index]` makes them on the CPU, from several threads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (aten.index_put, aten._index_put_impl_) and args[3]:
+            self.shapes.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in registry.MODELS if registry.find(name).trains_by_gradient]
+)
+def test_equal_steps_have_equal_gradients(name: str, data: dict[str, Any]) -> None:
+    def step() -> list[Tensor]:
+        run = build_small_training(name, data, FIT, "cpu")
+        run.model.train()
+        for batch in islice(run.train(0, 0), 2):
+            run.model(batch)["loss"].backward()
+        return get_gradients(run.model)
+
+    with GradientAdditions() as additions:
+        gradients = step()
+
+    assert additions.shapes == []
+    assert all(map(torch.equal, gradients, step()))

@@ -65,7 +65,8 @@ class RoleMlp(nn.Module):
         with_autograd = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
         if x.device.type == "cpu" and not with_autograd:
             return self._infer_on_cpu(x, mean, owner)
-        hidden = self.inner(torch.cat([x, mean[owner]], 1))  # (n, width)
+        means = functional.embedding(owner, mean)
+        hidden = self.inner(torch.cat([x, means], 1))  # (n, width)
         dropout_p = self.dropout_p if self.training else 0.0
         return self.outer(dropout(functional.gelu(self.norm(hidden)), dropout_p))
 

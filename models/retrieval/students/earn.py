@@ -93,8 +93,10 @@ class EarnBackbone(ExtendedT5):
         x = dropout(functional.embedding(tokens, table), dropout_p)
         bias = self.encoder.position_bias(tokens.shape[1])  # (1, H, S, S)
         registers = torch.stack([torch.zeros_like(lengths), lengths - 1], 1)  # (B, 2)
+        by_position = bias[0].transpose(0, 1)  # (S, H, S)
+        rows = functional.embedding(registers, by_position.flatten(1))  # (B, 2, H * S)
         # (B, H, 2, S): from the registers to all positions
-        register_bias = bias[0][:, registers].transpose(0, 1)
+        register_bias = rows.unflatten(2, by_position.shape[1:]).transpose(1, 2)
         # (B, H, 2, 2): between the registers
         inner_bias = register_bias.take_along_dim(registers[:, None, None], 3)
         padding = padding_mask(lengths, tokens.shape[1], table.dtype)

@@ -85,7 +85,7 @@ class Rqvae(nn.Module):
                     code = assign_evenly(residual, codebook, self.config.sinkhorn)
                 else:
                     code = nearest_centres(residual, codebook)[0]
-            chosen = codebook[code]  # (B, D)
+            chosen = F.embedding(code, codebook)  # (B, D)
             quantization = quantization + F.mse_loss(chosen, residual.detach())
             quantization = quantization + COMMITMENT * F.mse_loss(
                 residual, chosen.detach()
