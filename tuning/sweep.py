@@ -38,7 +38,6 @@ from pyarrow import fs
 from ray import cloudpickle, tune
 from ray.exceptions import RayActorError
 from ray.tune import Callback
-from ray.tune.search import BasicVariantGenerator
 
 from models import registry
 from models.config import did_you_mean, pluralize
@@ -127,9 +126,6 @@ class SweepResult:
     """The best trial with a value; if trials failed, the best of an incomplete grid."""
     seconds: float
     """Duration of this call."""
-    results: tune.ResultGrid | None = None
-    """Tune's results of the trials that ran in this call; None if all trials were
-    finished before."""
 
     @property
     def failed_trials(self) -> list[TrialResult]:
@@ -263,7 +259,6 @@ def run_sweep(
         if pending:  # `trials.json` names no best trial until the sweep has ended
             write_trials(spec.folder, collect_results(spec, {}))
         reporter = TrialReporter(spec, num_done, say)
-        tune_results = None
         with finish_interrupted(spec, run, reporter):
             say(
                 f"{pluralize(len(trials), 'trial')} of {grid.name}, {num_done} done "
@@ -271,7 +266,7 @@ def run_sweep(
             )
             if pending:
                 concurrency = config.options.concurrency
-                tune_results = run_pending(spec, pending, concurrency, reporter)
+                run_pending(spec, pending, concurrency, reporter)
                 for trial in pending:
                     if trial.name not in reporter.errors:
                         stop_trial(trial, spec)
@@ -284,7 +279,6 @@ def run_sweep(
         trials=results,
         best=require_best(best, results, config),
         seconds=time.monotonic() - began,
-        results=tune_results,
     )
 
 
@@ -371,7 +365,7 @@ def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
     """
     if spec.grid.kind == "train":
         first = next(iter(spec.trials.values()))
-        family = registry.find_by_config(first.model).family
+        family = registry.find(first.model.name).family
     else:
         family, hashes = prepare_evaluations(spec)
         spec = replace(spec, hashes=hashes)
@@ -538,7 +532,7 @@ def run_pending(
     pending: list[Trial],
     concurrency: int,
     reporter: TrialReporter,
-) -> tune.ResultGrid | None:
+) -> None:
     """Run the trials that are not done through Tune.
 
     Args:
@@ -547,36 +541,23 @@ def run_pending(
         concurrency: Largest number of trials that run at once, or 0 for as many as the
             cluster holds.
         reporter: Callback that prints and collects the results.
-
-    Returns:
-        Tune's results, or None if the scheduler has stopped all pending trials.
     """
     epochs = max(trial.fit.max_epochs for trial in spec.trials.values())
     scheduler = make_scheduler(spec.grid.scheduler, epochs)
     if isinstance(scheduler, Halving):
         pending = stop_losing_trials(spec, pending, scheduler)
     if not pending:
-        return None
-    points = []
-    for trial in pending:
-        values = {key: trial.point.get(key) for key in spec.grid.keys}
-        points.append({TRIAL: trial.name, **values})
-    search = BasicVariantGenerator(
-        points, max_concurrent=limit_concurrency(spec, concurrency)
-    )
+        return
     trainable = tune.with_parameters(run_trial, spec=spec)
-    results = tune.Tuner(
+    tune.Tuner(
         tune.with_resources(trainable, trial_resources(spec)),
-        param_space={
-            key: tune.choice([point[key] for point in points]) for key in points[0]
-        },
+        param_space={TRIAL: tune.grid_search([trial.name for trial in pending])},
         tune_config=tune.TuneConfig(
             scheduler=scheduler,
             # A process runs many trials, unless a trial has workers of its own, which
             # must end with the process.
             reuse_actors=spec.grid.kind == "train" and spec.num_workers == 1,
-            search_alg=search,
-            num_samples=len(points),
+            max_concurrent_trials=limit_concurrency(spec, concurrency) or None,
             trial_name_creator=trial_name,
             trial_dirname_creator=trial_name,
         ),
@@ -591,7 +572,6 @@ def run_pending(
     filesystem, path = open_uri(join(spec.folder, "tune"))
     if filesystem.get_file_info(path).type == fs.FileType.Directory:
         filesystem.delete_dir(path)
-    return results
 
 
 DRIVER_TRIAL_BYTES = 1 << 30

@@ -94,9 +94,9 @@ def describe_columns(comparison: Comparison, is_measured: bool) -> list[str]:
         is_measured: Whether the table has columns of metrics.
     """
     rows, notes = comparison.rows, []
-    ranks_candidates = comparison.metric.endswith(("auc", "entropy", "rig", "loss"))
+    models = {row.model for row in rows} & set(registry.MODELS)
     ranked = "each ranked over the full catalogue"
-    if ranks_candidates:
+    if any(registry.find(model).ranks == "candidates" for model in models):
         ranked = "candidates ranked in each"
     if is_measured:
         notes.append(f"val: at the best epoch. requests: of test, {ranked}.")

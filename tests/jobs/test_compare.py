@@ -136,11 +136,18 @@ def test_rankers_are_sorted_by_gauc(
             )
         )
         logger.log(
-            {"test/gauc": value, "test/auc": 0.9 - value, "test/users_per_s": 5.0}, 5
+            {
+                "test/gauc": value,
+                "test/auc": 0.9 - value,
+                "test/mrr": 0.5,
+                "test/users_per_s": 5.0,
+            },
+            5,
         )
         logger.end()
 
     table, *_ = tables(compare(select(uri, ["search/x"])))
+    by_mrr, *_ = tables(compare(select(uri, ["search/x"]), "mrr"))
 
     assert [cells[1:5] for cells in table.cells] == [
         ["qgs", "1", "0.6600", "0.2400"],
@@ -148,3 +155,4 @@ def test_rankers_are_sorted_by_gauc(
     ]
     assert table.header[3:5] == ["test/gauc", "test/auc"]
     assert "candidates ranked in each" in table.text()
+    assert "candidates ranked in each" in by_mrr.text()
