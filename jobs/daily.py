@@ -117,7 +117,7 @@ class Day:
         from models import registry
 
         first_training = build_config("train", self.train_options("first", None))
-        self.model_class = registry.find_by_config(first_training.model)
+        self.model_class = registry.find(first_training.model.name)
         for job, options in (
             ("prepare", self.prepare_options()),
             ("tokenize", self.tokenize_options()),
@@ -222,7 +222,8 @@ class Day:
     def begin(self) -> dict[str, Any]:
         """Return the record of the newest day in the tables, added if it is new.
 
-        The name of a day is its date and the start of the tables' hash.
+        The name of a day is the date of its last event and the start of the tables'
+        hash.
 
         Raises:
             UserError: if the split is not temporal.
@@ -235,7 +236,8 @@ class Day:
                 f"temporal split; give prepare: "
                 f"{{split: {{kind: temporal, val_days: 1, test_days: 1}}}}"
             )
-        date = datetime.fromtimestamp(split["test_start_ms"] / 1000, UTC).date()
+        last_ms = read_manifest(join(self.tables, "events"), "events").info["last_ms"]
+        date = datetime.fromtimestamp(last_ms / 1000, UTC).date()
         name = f"{date}-{sequences.hash[:8]}"
         for day in self.days:
             if day["name"] == name:

@@ -336,9 +336,7 @@ class Values:
         content = dict(self.content)
         try:
             for name, variant in self.variants.items():
-                section = dict(content[name])
-                section.pop("name", None)
-                content[name] = build(variant, section, f"{name}.", self.label)
+                content[name] = build(variant, content[name], f"{name}.", self.label)
             return build(kind, content, label=self.label)  # type: ignore[no-any-return]
         except ValueError as error:
             raise UserError(str(error)) from error

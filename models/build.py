@@ -31,8 +31,7 @@ def parse_options(options: Mapping[str, Any]) -> tuple[type[Model], Any]:
             "the model has no name; add name: with one of " + ", ".join(registry.MODELS)
         )
     model_class = registry.find(options["name"])
-    others = {key: value for key, value in options.items() if key != "name"}
-    return model_class, model_class.parse_config(others)
+    return model_class, model_class.parse_config(options)
 
 
 def build_model(options: Mapping[str, Any], catalogue: Any) -> Model:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -180,6 +180,14 @@ def read_configs(uris: Iterable[str]) -> dict[str, Any]:
                 section = {**earlier, **section}
             content[name] = section
     return content
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Options of all models."""
+
+    name: str = field(default="", metadata={"hidden": True})
+    """Name of the model in the registry; models may share a config class."""
 
 
 def build(

@@ -47,7 +47,7 @@ class Model(nn.Module):
     family: ClassVar[str]
     """Kind of tables that the model reads: `retrieval`, `search` or `actions`."""
     config_class: ClassVar[type]
-    """Dataclass of the model's options, with a field `max_history`."""
+    """Subclass of `ModelConfig` with the model's options, also `max_history`."""
 
     dataset_class: ClassVar[type[RequestDataset]]
     """Dataset for training and evaluation."""
@@ -132,7 +132,7 @@ class Model(nn.Module):
     @classmethod
     def config_to_dict(cls, config: Any) -> dict[str, Any]:
         """Return the name and all options of a model, as checkpoints store them."""
-        return {"name": cls.name, **asdict(config)}
+        return {**asdict(config), "name": cls.name}
 
     @classmethod
     def resolve_config(cls, config: Any, catalogue: Any) -> Any:

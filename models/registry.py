@@ -9,7 +9,7 @@ can look up the class of its teacher.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from models.config import did_you_mean
 from models.storage.tables import UserError
@@ -73,19 +73,8 @@ def find(name: str) -> type[Model]:
         )
     module, class_name = MODELS[name].split(":")
     model_class: type[Model] = getattr(importlib.import_module(module), class_name)
+    assert model_class.name == name, f"the name of {class_name} is {model_class.name}"
     return model_class
-
-
-def find_by_config(config: Any) -> type[Model]:
-    """Return the class of the model whose options a config holds."""
-    module = f"{type(config).__module__}:"
-    # A config is usually defined beside its model, so look there first.
-    names = sorted(MODELS, key=lambda name: not MODELS[name].startswith(module))
-    for name in names:
-        model_class = find(name)
-        if model_class.config_class is type(config):
-            return model_class
-    raise ValueError(f"no model has a config of type {type(config).__name__}")
 
 
 def find_floors(family: str) -> list[str]:

@@ -1,6 +1,6 @@
 """One training built from a config: model, batches and validation, in PyTorch only.
 
-    run = TrainingRun.build(SASRecConfig(), FitConfig(), Inputs("tables"))
+    run = TrainingRun.build(SASRecConfig(name="sasrec"), FitConfig(), Inputs("tables"))
     for event in fit(run.model, run.train, run.validate, run.fit, means=run.means):
         ...
 
@@ -133,7 +133,7 @@ class TrainingRun:
             UserError: If the tables are damaged, do not fit the model or the
                 checkpoint, or have no training example.
         """
-        model_class = registry.find_by_config(config)
+        model_class = registry.find(config.name)
         initial = None if last or not init else checkpoint.read(init)
         scales, scale_messages = choose_scales(last, initial, inputs)
         catalogue = model_class.load_catalogue(inputs, scales=scales)
@@ -364,7 +364,7 @@ def resolve_training(
     Raises:
         UserError: If a checkpoint or a folder does not fit the model.
     """
-    model_class = registry.find_by_config(config)
+    model_class = registry.find(config.name)
     catalogue = load_catalogue(model_class.name, inputs)
     if init:
         initial = checkpoint.read(init)

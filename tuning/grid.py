@@ -303,7 +303,7 @@ class Grid:
         """Build a model's config, with its paths made absolute."""
         if "name" not in options:
             raise UserError(f"the grid {self.name} names no model")
-        config_class = registry.find(str(options.pop("name"))).config_class
+        config_class = registry.find(str(options["name"])).config_class
         folders = path_fields(config_class, "checkpoint", "folder")
         encoders = path_fields(config_class, "encoder")
         for key, value in options.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_positive
+from models.config import ModelConfig, check_positive
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch, WindowBatch
 from models.retrieval.model import RetrievalModel
@@ -25,7 +25,7 @@ from models.training.distributed import global_mean
 
 
 @dataclass
-class SASRecConfig:
+class SASRecConfig(ModelConfig):
     """Sizes of SASRec: RecBole's defaults for sparse data, with 50 positions."""
 
     dim: int = 64
@@ -112,8 +112,9 @@ class SASRec(RetrievalModel):
         """Return the mean cross-entropy over the M targets of the windows."""
         dropout_p = self.config.dropout if self.training else 0.0
         states = self.states(batch.history, dropout_p)
+        last = batch.target_row * states.shape[1] + batch.target_position
         # (M, D): the last state before each request
-        states = states[batch.target_row, batch.target_position]
+        states = functional.embedding(last, states.flatten(0, 1))
         target = batch.target
         mean = functional.cross_entropy(
             states @ self.item.weight.T, target, ignore_index=PAD

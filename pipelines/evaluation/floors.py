@@ -61,7 +61,7 @@ def measure_floors(
     for name in registry.find_floors(registry.find(model).family):
         fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
         config, model_inputs = resolve_training(
-            registry.find(name).config_class(), fit, inputs
+            registry.find(name).config_class(name=name), fit, inputs
         )
         run = TrainingRun.build(config, fit, model_inputs)
         run.fit_in_one_pass()

@@ -2,7 +2,7 @@
 
     config = TrainConfig(
         inputs=Inputs("tables"),
-        model=SASRecConfig(dim=64),
+        model=SASRecConfig(name="sasrec", dim=64),
         storage="runs",
         name="sasrec",
     )
@@ -134,7 +134,7 @@ class TrainConfig:
     name: str
     """Name of this run; the same name again continues it."""
     model: Any = field(metadata={"variants": ModelConfigs()})
-    """Config of the model: an instance of its config dataclass."""
+    """Config of the model, with its name."""
     fit: FitConfig = field(default_factory=FitConfig)
     """Options of the training loop."""
     ray: RayOptions = field(default_factory=RayOptions)

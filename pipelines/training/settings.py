@@ -43,7 +43,7 @@ class CheckedTraining:
     @property
     def model_class(self) -> type[Model]:
         """Class of the model."""
-        return registry.find_by_config(self.config.model)
+        return registry.find(self.config.model.name)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def check_training(
     Raises:
         UserError: If options, tables and checkpoints do not fit together.
     """
-    model_class = registry.find_by_config(config.model)
+    model_class = registry.find(config.model.name)
     name = model_class.name
     tracking_uri = resolve_uri(config.tracking.tracking_uri, config.storage)
     model = locate_encoders(config.model)
@@ -135,7 +135,7 @@ def resolve_model(model: Any, catalogue: Any, record: dict[str, Any] | None) -> 
     Raises:
         UserError: If a checkpoint is missing or does not fit.
     """
-    model_class = registry.find_by_config(model)
+    model_class = registry.find(model.name)
     try:
         return model_class.resolve_config(model, catalogue)
     except UserError:

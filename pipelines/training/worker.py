@@ -24,7 +24,6 @@ from ray import train
 from ray.exceptions import RayError
 from ray.train.torch import get_device
 
-from models import registry
 from models.config import pluralize
 from models.loaded_model import require_tables
 from models.metrics.ranking_metrics import format_metric
@@ -241,7 +240,7 @@ def run_task(task: Task, worker: WorkerContext) -> None:
     config = task.config
     threads = threads_per_worker(config.ray.threads, worker.local_world_size)
     torch.set_num_threads(threads)
-    name = registry.find_by_config(config.model).name
+    name = config.model.name
     require_tables(name, config.inputs, task.hashes)
     last = find_last_checkpoint(config.folder, worker)
     run = TrainingRun.build(

@@ -10,7 +10,6 @@ import yaml
 
 from jobs import cli
 from jobs import sweep as job
-from models import registry
 from pipelines.training.config import RayOptions
 from tuning.grid import load_grid
 
@@ -65,7 +64,7 @@ def test_all_documented_grids_have_trials(path: Path, tmp_path: Path) -> None:
 
     assert trials
     for trial in trials:
-        name = registry.find_by_config(trial.model).name if trial.model else ""
+        name = trial.model.name if trial.model else ""
         if name in ("earn", "nezha", "lc_rec_nezha"):
             assert not trial.model.teacher_cache
         if name in (

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from jobs import cli
 from jobs import train as job
 from jobs.train import describe_no_gain
-from models import registry
 from models.retrieval.sasrec import SASRecConfig
 from models.storage import checkpoint
 from pipelines import tracking
@@ -204,4 +203,4 @@ def test_the_shipped_configs_are_valid(name: str) -> None:
     words = ["--tables", "t", "--storage", "s", "--name", "n"]
     config = ["--config", str(ROOT / f"jobs/configs/{name}.yaml")]
     parsed = cli.config_from_words(job, [*config, *words])
-    assert registry.find_by_config(parsed.model).name == name
+    assert parsed.model.name == name

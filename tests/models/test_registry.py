@@ -9,9 +9,16 @@ import pytest
 import yaml
 
 from models import registry
-from models.build import build_model, parse_options
+from models.build import build_model, load_model, parse_options
+from models.retrieval.sasrec import SASRec
+from models.storage import checkpoint
+from models.storage.inputs import Inputs
 from models.storage.tables import UserError
+from models.training.fit import FitConfig
+from pipelines.training.settings import check_training
 from tests.fixtures.small_retrieval import build_catalogue
+from tests.fixtures.training_tables import write_tables
+from tests.fixtures.trainings import build_training, make_config
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused_options.yaml").read_text())
 
@@ -20,7 +27,7 @@ REFUSED = yaml.safe_load(Path(__file__).with_name("refused_options.yaml").read_t
 def test_every_config_survives_conversion_to_options_and_back(name):
     model_class, config = parse_options({"name": name})
     assert model_class is registry.find(name)
-    assert config == model_class.config_class()
+    assert config == model_class.config_class(name=name)
     assert model_class.trains_by_gradient != hasattr(model_class, "fit_in_one_pass")
     options = model_class.config_to_dict(config)
     assert parse_options(options) == (model_class, config)
@@ -32,3 +39,25 @@ def test_an_impossible_option_is_refused_by_its_name(case):
     message = options.pop("error", [*options][-1])
     with pytest.raises(UserError, match=re.escape(message)):
         build_model(options, build_catalogue())
+
+
+class Twin(SASRec):
+    """A model with the config class of another model."""
+
+    name = "twin"
+
+
+def test_models_may_share_a_config_class(monkeypatch, tmp_path):
+    monkeypatch.setitem(registry.MODELS, "twin", f"{__name__}:Twin")
+    tables, _ = write_tables(tmp_path)
+    options = {"name": "twin", "dim": 8, "num_layers": 1}
+    fit, inputs = FitConfig(batch_size=8), Inputs(tables)
+    config = make_config(options, fit, inputs, str(tmp_path / "runs"), "one")
+    assert check_training(config).identity["model"]["name"] == "twin"
+
+    run = build_training(options, fit, inputs)
+    checkpoint.save(str(tmp_path / "one"), run.model, run.checkpoint())
+
+    loaded, saved = load_model(tmp_path / "one", run.catalogue)
+    assert saved.name == "twin"
+    assert type(run.model) is type(loaded) is registry.find("twin")

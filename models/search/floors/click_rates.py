@@ -31,6 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from models.config import ModelConfig
 from models.layers.standardised import Standardised
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
@@ -38,7 +39,7 @@ from models.search.model import SearchModel
 
 
 @dataclass
-class FloorConfig:
+class FloorConfig(ModelConfig):
     """Options that datasets and requests of all search models need."""
 
     max_history: int = 1
