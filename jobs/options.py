@@ -5,8 +5,10 @@
 A field whose type is a dataclass is a section: its options start with the name of the
 field, unless the field has the metadata `inline`. A field with the metadata `variants`,
 a mapping from names to dataclasses, is a section whose dataclass is chosen by its
-option `name`, such as `--model.name sasrec`. A mapping field accepts any key below its
-name. An option of a `list[str]` field may be repeated, one item each.
+option `name`, such as `--model.name sasrec`; with the metadata `by_name` it is chosen
+by the field itself, and its options start with the chosen name, such as `--tokenizer
+rqvae --rqvae.levels 4`. A mapping field accepts any key below its name. An option of a
+`list[str]` field may be repeated, one item each.
 """
 
 from __future__ import annotations
@@ -132,18 +134,23 @@ def _walk_options(
         field_path = (*path, name)
         section_class = _section_class(hints[name])
         variants = option_field.metadata.get("variants")
+        by_name = option_field.metadata.get("by_name")
         if variants and name in chosen:
             section_class = variants[chosen[name]]
             yield (
-                f"{key}.name",
+                name_key(option_field),
                 Option(
                     kind=str,
                     default=chosen[name],
                     docstring=f"Which {name}: one of {', '.join(variants)}.",
                     path=(*field_path, "name"),
-                    section=first_paragraph(section_class),
+                    section="" if by_name else first_paragraph(section_class),
                 ),
             )
+            key = chosen[name] if by_name else key
+        elif by_name:
+            for variant in variants:
+                yield variant, Option(dict[str, Any], None, "", (variant,))
         if section_class and option_field.metadata.get("inline"):
             yield from _walk_options(section_class, {}, prefix, field_path, section)
         elif section_class:
@@ -160,6 +167,11 @@ def _walk_options(
                     section=section,
                 ),
             )
+
+
+def name_key(section: Field[Any]) -> str:
+    """Return the key of the option that chooses the variant of a section."""
+    return section.name + ("" if section.metadata.get("by_name") else ".name")
 
 
 def _section_class(hint: Any) -> Any:
@@ -415,10 +427,10 @@ def choose_variant(
     Raises:
         UserError: if no name or an unknown name is set.
     """
-    name = None
+    name, key = None, name_key(section)
     from_words = [Setting(key, word, f"--{key}") for key, word in words]
     for setting in [*from_layers, *from_words]:
-        if setting.key == f"{section.name}.name":
+        if setting.key == key:
             name = setting.value
         elif setting.key == section.name and isinstance(setting.value, dict):
             name = setting.value.get("name", name)
@@ -430,9 +442,8 @@ def choose_variant(
     variants: Mapping[str, type] = section.metadata["variants"]
     if name is None:
         raise UserError(
-            f"no {section.name} is named; give a --config that has `{section.name}: "
-            f"{{name: ...}}`, or --{section.name}.name, with one of "
-            f"{', '.join(variants)}"
+            f"no {section.name} is named; give --{key} or a --config that has it: "
+            f"one of {', '.join(variants)}"
         )
     if name not in variants:
         suggestion = did_you_mean(str(name), variants)
@@ -580,8 +591,11 @@ def choose_help_variant(section: Field[Any], argv: Sequence[str]) -> str:
     variants: Mapping[str, type] = section.metadata["variants"]
     words = list(split_words(argv))
     layers = [read_layer(word) for key, word in words if key == "config" and word]
-    names = [layer.content.get(section.name, {}).get("name") for layer in layers]
-    names += [word for key, word in words if key == f"{section.name}.name"]
+    values = [layer.content.get(section.name, {}) for layer in layers]
+    names = [
+        value.get("name") if isinstance(value, dict) else value for value in values
+    ]
+    names += [word for key, word in words if key == name_key(section)]
     if names and names[-1] in variants:
         return str(names[-1])
     return next(iter(variants))

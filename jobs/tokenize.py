@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jobs import cli
+from models import registry
 from models.config import pluralize
-from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
 from models.storage.tables import Manifest, join
-from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
+from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.precomputed import SUFFIXES, read_precomputed
 
 if TYPE_CHECKING:
+    from models.retrieval.tokenizers.tokenizer import Tokenizer
     from pipelines.data.sids.embed import EmbeddingSource
 
 SMALL_CATALOGUE = 1000
@@ -47,9 +48,15 @@ class Config:
     """TABLES: the folder that jobs.prepare made."""
     output: str
     """SIDS: folder for the tables embeddings, sids and trie."""
-    tokenizer: Literal["rqvae", "rqkmeans", "psid", "published"]
-    """Tokenizer: trained codebooks with a conflict code (rqvae, rqkmeans), trained
-    codebooks with relaxed codes (psid), or codes of a file (published)."""
+    tokenizer: Any = field(
+        metadata={
+            "variants": registry.ConfigClasses(registry.TOKENIZERS),
+            "by_name": True,
+        }
+    )
+    """Tokenizer and its options: trained codebooks with a conflict code (rqvae,
+    rqkmeans), trained codebooks with relaxed codes (psid), or codes of a file
+    (published)."""
     encoder: str = "minilm"
     """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
     `tfidf` (no weights)."""
@@ -73,34 +80,27 @@ class Config:
     overwrite: bool = False
     """Replace existing tables."""
     embed: EmbedConfig = field(default_factory=EmbedConfig)
-    rqkmeans: RqkmeansConfig = field(default_factory=RqkmeansConfig)
-    rqvae: RqvaeConfig = field(default_factory=RqvaeConfig)
-    psid: PsidConfig = field(default_factory=PsidConfig)
 
     def __post_init__(self) -> None:
         if self.pca < 0:
             raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
-        if self.embeddings and self.tokenizer == "published":
+        reads_file = registry.find_tokenizer(self.tokenizer.name).reads_file
+        if reads_file != bool(self.published) or (reads_file and self.embeddings):
             raise ValueError(
-                f"embeddings is {self.embeddings!r}, but published SIDs need none"
+                f"tokenizer is {self.tokenizer.name!r}, published {self.published!r} "
+                f"and embeddings {self.embeddings!r}; --tokenizer published needs "
+                f"--published FILE and no embeddings, and no other takes a file"
             )
         if bool(self.id) != self.has_custom_embeddings:
             raise ValueError(
                 f"embeddings is {self.embeddings!r} and id is {self.id!r}; a .parquet "
                 f"or .npy file needs --id, and --id needs such a file"
             )
-        self.sids_config()
 
     @property
     def has_custom_embeddings(self) -> bool:
         """Whether `embeddings` is a file with the user's own embeddings."""
         return self.embeddings.lower().endswith(SUFFIXES)
-
-    def sids_config(self) -> TokenizerConfig:
-        """Return the options of the tokenizer."""
-        return TokenizerConfig(
-            self.tokenizer, self.published, self.rqkmeans, self.rqvae, self.psid
-        )
 
 
 def describe_quality(sids: Manifest, trie: Manifest) -> list[str]:
@@ -157,8 +157,8 @@ def run(config: Config) -> None:
         shared,
         join(config.tables, "sequences"),
     )
-    source = resolve_source(config, paths.items, shared)
-    tokenizer = config.sids_config()
+    tokenizer = registry.find_tokenizer(config.tokenizer.name)(config.tokenizer)
+    source = resolve_source(config, tokenizer, paths.items, shared)
     if config.extend:
         sids, trie, is_new = extend(
             paths,
@@ -174,6 +174,7 @@ def run(config: Config) -> None:
             paths,
             tokenizer,
             source,
+            config.published,
             config.overwrite,
             say,
             cli.start_ray,
@@ -201,13 +202,16 @@ def run(config: Config) -> None:
     print(f"next: {train}")
 
 
-def resolve_source(config: Config, items: str, shared: str) -> EmbeddingSource:
+def resolve_source(
+    config: Config, tokenizer: Tokenizer, items: str, shared: str
+) -> EmbeddingSource:
     """Return the source of the item embeddings, before Ray starts.
 
     Folders and inputs are checked.
 
     Args:
         config: Options of the job.
+        tokenizer: The tokenizer.
         items: URI of the table of items.
         shared: Folder of shared embeddings, or an empty string.
 
@@ -229,8 +233,8 @@ def resolve_source(config: Config, items: str, shared: str) -> EmbeddingSource:
     if config.has_custom_embeddings:
         precomputed = read_precomputed(config.embeddings, config.id)
     source = EmbeddingSource(config.encoder, config.pca, config.embed, precomputed)
-    if config.tokenizer != "published":
-        check_items(items, config.sids_config(), None if precomputed else config.embed)
+    if not tokenizer.reads_file:
+        check_items(items, tokenizer, None if precomputed else config.embed)
         embed_origin(items, source)
     return source
 

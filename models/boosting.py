@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.config import ModelConfig, check_positive
+from models.config import NamedConfig, check_positive
 from models.storage.tables import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ EARLY_STOPPING_ROUNDS = 30
 
 
 @dataclass
-class TreeConfig(ModelConfig):
+class TreeConfig(NamedConfig):
     """Options of gradient-boosted trees, with LightGBM's names."""
 
     max_history: int = 100

@@ -183,11 +183,11 @@ def read_configs(uris: Iterable[str]) -> dict[str, Any]:
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
-    """Options of all models."""
+class NamedConfig:
+    """Options of a model or a tokenizer, with its name."""
 
     name: str = field(default="", metadata={"hidden": True})
-    """Name of the model in the registry; models may share a config class."""
+    """Name in the registry; several models may share a config class."""
 
 
 def build(

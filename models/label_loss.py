@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import ModelConfig
+from models.config import NamedConfig
 from models.storage.tables import UserError
 from models.training.distributed import global_mean
 
 
 @dataclass
-class LabelOptions(ModelConfig):
+class LabelOptions(NamedConfig):
     """Options of a model with several labels."""
 
     label_weights: dict[str, float] = field(default_factory=dict)

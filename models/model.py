@@ -47,7 +47,7 @@ class Model(nn.Module):
     family: ClassVar[str]
     """Kind of tables that the model reads: `retrieval`, `search` or `actions`."""
     config_class: ClassVar[type]
-    """Subclass of `ModelConfig` with the model's options, also `max_history`."""
+    """Subclass of `NamedConfig` with the model's options, also `max_history`."""
 
     dataset_class: ClassVar[type[RequestDataset]]
     """Dataset for training and evaluation."""

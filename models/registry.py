@@ -1,4 +1,4 @@
-"""All models by name.
+"""All models and tokenizers by name.
 
     model_class = find("sasrec")
 
@@ -9,13 +9,15 @@ can look up the class of its teacher.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from models.config import did_you_mean
 from models.storage.tables import UserError
 
 if TYPE_CHECKING:
     from models.model import Model
+    from models.retrieval.tokenizers.tokenizer import Tokenizer
 
 MODELS = {
     "popularity": "models.retrieval.floors.popularity:Popularity",
@@ -59,6 +61,14 @@ MODELS = {
 """Module and class of each model. Within a family, floors are listed first, from the
 cheapest on."""
 
+TOKENIZERS = {
+    "rqvae": "models.retrieval.tokenizers.rqvae:RqvaeTokenizer",
+    "rqkmeans": "models.retrieval.tokenizers.rqkmeans:Rqkmeans",
+    "psid": "models.retrieval.tokenizers.psid:Psid",
+    "published": "models.retrieval.tokenizers.tokenizer:Published",
+}
+"""Module and class of each tokenizer."""
+
 
 def find(name: str) -> type[Model]:
     """Import and return the class of a model.
@@ -71,10 +81,43 @@ def find(name: str) -> type[Model]:
             f"unknown model '{name}'; {did_you_mean(name, MODELS)}; known are "
             f"{', '.join(MODELS)}"
         )
-    module, class_name = MODELS[name].split(":")
-    model_class: type[Model] = getattr(importlib.import_module(module), class_name)
-    assert model_class.name == name, f"the name of {class_name} is {model_class.name}"
+    model_class: type[Model] = _import_class(MODELS, name)
     return model_class
+
+
+def find_tokenizer(name: str) -> type[Tokenizer]:
+    """Import and return the class of a tokenizer."""
+    tokenizer_class: type[Tokenizer] = _import_class(TOKENIZERS, name)
+    return tokenizer_class
+
+
+def _import_class(entries: Mapping[str, str], name: str) -> Any:
+    """Import and return the class of a name."""
+    module, class_name = entries[name].split(":")
+    found = getattr(importlib.import_module(module), class_name)
+    assert found.name == name, f"{class_name} has the name {found.name}, not {name}"
+    return found
+
+
+class ConfigClasses(Mapping[str, type]):
+    """Config classes by name, which are imported when they are looked up.
+
+    Args:
+        entries: `MODELS` or `TOKENIZERS`.
+    """
+
+    def __init__(self, entries: Mapping[str, str]) -> None:
+        self.entries = entries
+
+    def __getitem__(self, name: str) -> type:
+        config_class: type = _import_class(self.entries, name).config_class
+        return config_class
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
 
 
 def find_floors(family: str) -> list[str]:

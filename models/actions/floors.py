@@ -29,12 +29,12 @@ from torch import Tensor
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
-from models.config import ModelConfig, check_least, check_positive
+from models.config import NamedConfig, check_least, check_positive
 from models.layers.standardised import Standardised
 
 
 @dataclass
-class BaseRateConfig(ModelConfig):
+class BaseRateConfig(NamedConfig):
     """Base rate: predicts each task's share in training, for every item."""
 
     max_history: int = 1024

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import ModelConfig, check_positive
+from models.config import NamedConfig, check_positive
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch, WindowBatch
 from models.retrieval.model import RetrievalModel
@@ -25,7 +25,7 @@ from models.training.distributed import global_mean
 
 
 @dataclass
-class SASRecConfig(ModelConfig):
+class SASRecConfig(NamedConfig):
     """Sizes of SASRec: RecBole's defaults for sparse data, with 50 positions."""
 
     dim: int = 64

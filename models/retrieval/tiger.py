@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import ModelConfig, check_positive
+from models.config import NamedConfig, check_positive
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue, RequestBatch
@@ -26,7 +26,7 @@ from models.retrieval.retriever import Retriever
 
 
 @dataclass
-class TigerConfig(ModelConfig):
+class TigerConfig(NamedConfig):
     """Options of TIGER; the defaults are from the public code of the SID-MLP paper."""
 
     d_model: int = 128

@@ -13,11 +13,11 @@ before their import.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from models.config import check_least
+from models.registry import MODELS, ConfigClasses
 from models.storage.inputs import Inputs
 from models.storage.tables import join
 from models.storage.uri import absolute
@@ -103,25 +103,6 @@ def check_run_name(name: str) -> None:
         raise ValueError(f"the run's name is '{name}', which names no folder")
 
 
-class ModelConfigs(Mapping[str, type]):
-    """Mapping from model names to config dataclasses, imported when they are read."""
-
-    def __getitem__(self, name: str) -> type:
-        from models import registry
-
-        if name not in registry.MODELS:
-            raise KeyError(name)
-        return registry.find(name).config_class
-
-    def __iter__(self) -> Iterator[str]:
-        from models import registry
-
-        return iter(registry.MODELS)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Configuration of a training: model, input tables, training loop and storage."""
@@ -133,7 +114,7 @@ class TrainConfig:
     tracking_uri is given."""
     name: str
     """Name of this run; the same name again continues it."""
-    model: Any = field(metadata={"variants": ModelConfigs()})
+    model: Any = field(metadata={"variants": ConfigClasses(MODELS)})
     """Config of the model, with its name."""
     fit: FitConfig = field(default_factory=FitConfig)
     """Options of the training loop."""

@@ -136,7 +136,7 @@ def test_a_trial_trains_as_jobs_train_does(halved: HalvedSweep) -> None:
     config.write_text(json.dumps({"model": MODEL, "fit": {**FIT, "lr": 0.03}}))
     command = [sys.executable, "-m", "jobs.train", "--config", str(config)]
     command += ["--tables", halved.tables, "--storage", str(output.parent)]
-    command += ["--name", "alone", "--log_model", "false"]
+    command += ["--name", "alone", "--log_model", "false", "--ray.threads", "1"]
     # A process for this training alone, as oneDNN's choice of kernels depends on what
     # a process has computed before.
     subprocess.run(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from models import registry
 from models.build import build_model
-from models.config import ModelConfig
+from models.config import NamedConfig
 from models.retrieval.data import Catalogue
 from models.retrieval.distillation.teacher_cache import (
     CachedStates,
@@ -27,7 +27,7 @@ from models.storage.uri import absolute
 
 
 @dataclass
-class TeacherConfig(ModelConfig):
+class TeacherConfig(NamedConfig):
     """The teacher of a model that learns from one."""
 
     default_teacher: ClassVar[str] = "tiger"

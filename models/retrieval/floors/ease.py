@@ -27,7 +27,7 @@ from scipy.linalg import lapack
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from models.config import ModelConfig, check_least
+from models.config import NamedConfig, check_least
 from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
 from models.retrieval.floors.interactions import (
     history_indicators,
@@ -40,7 +40,7 @@ from models.retrieval.recommend import best_allowed, recommender
 
 
 @dataclass
-class EASEConfig(ModelConfig):
+class EASEConfig(NamedConfig):
     """EASE: a linear item-to-item model in closed form."""
 
     l2: float = 500.0

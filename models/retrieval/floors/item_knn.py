@@ -35,7 +35,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import ModelConfig, check_least
+from models.config import NamedConfig, check_least
 from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
 from models.retrieval.floors.interactions import (
     interaction_matrix,
@@ -57,7 +57,7 @@ PRODUCTS_PER_BLOCK = 20_000_000
 
 
 @dataclass
-class ItemKNNConfig(ModelConfig):
+class ItemKNNConfig(NamedConfig):
     """ItemKNN: recommends items that share users with the items of the history."""
 
     neighbours: int = 100

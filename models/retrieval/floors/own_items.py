@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig, check_least
+from models.config import NamedConfig, check_least
 from models.retrieval.data import HistoryBatch
 from models.retrieval.floors.interactions import (
     history_counts,
@@ -34,7 +34,7 @@ from models.retrieval.recommend import best_allowed, recommender
 
 
 @dataclass
-class OwnItemsConfig(ModelConfig):
+class OwnItemsConfig(NamedConfig):
     """Own items: recommends a user's most frequent items, then popular items."""
 
     max_history: int = 1000

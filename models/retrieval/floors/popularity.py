@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
+from models.config import NamedConfig
 from models.retrieval.data import (
     Catalogue,
     HistoryBatch,
@@ -21,7 +21,7 @@ from models.retrieval.recommend import best_allowed, recommender
 
 
 @dataclass
-class PopularityConfig(ModelConfig):
+class PopularityConfig(NamedConfig):
     """Popularity: recommends the most frequent items of training to every user."""
 
     max_history: int = 1

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import ModelConfig, check_least, check_positive
+from models.config import NamedConfig, check_least, check_positive
 from models.retrieval.backbones.causal_lm import (
     LmBackbone,
     Segment,
@@ -51,7 +51,7 @@ from models.training.distributed import global_mean
 
 
 @dataclass
-class LcRecConfig(ModelConfig):
+class LcRecConfig(NamedConfig):
     """Options of LC-Rec; default sizes are a small LLaMA with random weights.
 
     The paper fine-tunes a pretrained LLaMA of 7 billion parameters (`lm`).

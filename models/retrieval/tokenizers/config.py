@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from models.config import check_least
+from models.config import NamedConfig, check_least
 
 
-@dataclass(frozen=True)
-class RqkmeansConfig:
+@dataclass
+class RqkmeansConfig(NamedConfig):
     """Options of residual k-means."""
 
     levels: int = 3
@@ -25,12 +25,12 @@ class RqkmeansConfig:
     their nearest codes."""
 
     def __post_init__(self) -> None:
-        check_codebooks(self.levels, self.codebook_size, "rqkmeans.")
-        check_least(self, ["iterations"], 1, "rqkmeans.")
+        check_codebooks(self)
+        check_least(self, ["iterations"], 1, f"{self.name}.")
 
 
-@dataclass(frozen=True)
-class RqvaeConfig:
+@dataclass
+class RqvaeConfig(NamedConfig):
     """Options of the residual-quantised autoencoder."""
 
     levels: int = 3
@@ -61,34 +61,19 @@ class RqvaeConfig:
     """Seed of weights, batches and restarts."""
 
     def __post_init__(self) -> None:
-        check_codebooks(self.levels, self.codebook_size, "rqvae.")
+        check_codebooks(self)
         check_least(self, ("batch_size", "epochs"), 1, "rqvae.")
         check_least(self, ("weight_decay", "sinkhorn"), 0, "rqvae.")
 
 
-@dataclass(frozen=True)
-class PsidConfig:
-    """Options of unique codes without a conflict code."""
-
-    width: int = 8
-    """Number of nearest centroids per level to combine; doubled for an item without
-    free codes."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["width"], 1, "psid.")
-
-
-def check_codebooks(levels: int, size: int, section: str) -> None:
-    """Raise a ValueError if a table of semantic IDs cannot hold the codebooks.
-
-    Args:
-        levels: Number of codebooks.
-        size: Number of codes of each codebook.
-        section: Prefix of the options in the message, such as `psid.`.
-    """
-    if not 1 <= levels <= 16:
-        raise ValueError(f"{section}levels is {levels}; it must be from 1 to 16")
-    if not 2 <= size <= 65536:
+def check_codebooks(config: RqkmeansConfig | RqvaeConfig) -> None:
+    """Raise a ValueError if a table of semantic IDs cannot hold the codebooks."""
+    if not 1 <= config.levels <= 16:
         raise ValueError(
-            f"{section}codebook_size is {size}; codes are uint16: use 2 to 65536"
+            f"{config.name}.levels is {config.levels}; it must be from 1 to 16"
+        )
+    if not 2 <= config.codebook_size <= 65536:
+        raise ValueError(
+            f"{config.name}.codebook_size is {config.codebook_size}; codes are uint16: "
+            f"use 2 to 65536"
         )

@@ -13,13 +13,50 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from models.retrieval.tokenizers.codes import collision_groups
-from models.retrieval.tokenizers.config import PsidConfig
-from models.retrieval.tokenizers.rqkmeans import Quantized
+from models.retrieval.tokenizers.codes import collision_groups, measure_collisions
+from models.retrieval.tokenizers.rqkmeans import (
+    Progress,
+    Quantized,
+    Rqkmeans,
+    Training,
+)
 from models.storage.tables import UserError
+
+WIDTH = 8
+"""Number of nearest centroids per level to combine; doubled for an item without free
+codes."""
+
+
+class Psid(Rqkmeans):
+    """RQ-KMeans with unique codes, and its options."""
+
+    name = "psid"
+
+    @property
+    def separates_items(self) -> bool:
+        """Return True, as codes are unique."""
+        return True
+
+    def fit(
+        self, embeddings: Tensor, chosen: Tensor | None = None
+    ) -> Training[Quantized]:
+        """Train the codebooks, and relax the codes of items with equal codes."""
+        quantized = yield from super().fit(embeddings, chosen)
+        collisions = measure_collisions(quantized.codes.numpy())
+        duplicates = collisions["duplicates"]
+        yield Progress(1, 1, f"relaxing the codes of {duplicates} duplicate items")
+        codes = torch.from_numpy(assign_unique_codes(quantized))
+        measures = {
+            "collision_rate_before": collisions["collision_rate"],
+            "relaxed_items": int((quantized.codes != codes).any(1).sum()),
+        }
+        return replace(quantized, codes=codes, measures=measures)
 
 
 def _nearest_first(
@@ -64,7 +101,7 @@ MAX_CANDIDATES = 200_000
 """Most combinations of codes to rank per item."""
 
 
-def assign_unique_codes(quantized: Quantized, config: PsidConfig) -> np.ndarray:
+def assign_unique_codes(quantized: Quantized, width: int = WIDTH) -> np.ndarray:
     """Assign unique codes (N, C) to the items of a trained quantiser.
 
     Items whose nearest codes are taken get codes in the order of item_index.
@@ -95,7 +132,7 @@ def assign_unique_codes(quantized: Quantized, config: PsidConfig) -> np.ndarray:
         free_codes = find_free_codes(
             vectors[item],
             codebooks,
-            config,
+            width,
             lambda candidate: candidate not in taken,
             int(item),
         )
@@ -107,7 +144,7 @@ def assign_unique_codes(quantized: Quantized, config: PsidConfig) -> np.ndarray:
 def find_free_codes(
     vector: np.ndarray,
     codebooks: np.ndarray,
-    config: PsidConfig,
+    width: int,
     is_free: Callable[[tuple[int, ...]], bool],
     item: int,
 ) -> tuple[int, ...]:
@@ -116,7 +153,7 @@ def find_free_codes(
     Args:
         vector: (D,) vector.
         codebooks: (C, K, D) centroids.
-        config: Options of PSID.
+        width: Number of nearest codes per level to combine at first.
         is_free: Returns whether a tuple of codes is free.
         item: Number of the item, for messages.
 
@@ -125,7 +162,7 @@ def find_free_codes(
             ranked.
     """
     depth, size = codebooks.shape[:2]
-    width = min(config.width, size)
+    width = min(width, size)
     while True:
         if width**depth > MAX_CANDIDATES:
             raise UserError(
@@ -149,7 +186,7 @@ def extend_codes(
     taken: np.ndarray,
     codebooks: np.ndarray,
     conflicts: list[int],
-    config: PsidConfig,
+    width: int = WIDTH,
 ) -> np.ndarray:
     """Assign codes to new items without changing the codes of existing items.
 
@@ -164,7 +201,7 @@ def extend_codes(
         codebooks: (C, K, D) centroids.
         conflicts: Sizes of the conflict levels. These sizes do not change, as they are
             part of a model's vocabulary.
-        config: Options of PSID.
+        width: Number of nearest codes per level to combine at first.
 
     Returns:
         (M, C + conflict levels) codes of the new items.
@@ -184,7 +221,7 @@ def extend_codes(
         codes: tuple[int, ...] = tuple(nearest[item].tolist())
         if not is_free(codes):
             item_index = len(taken) + item
-            codes = find_free_codes(vector, codebooks, config, is_free, item_index)
+            codes = find_free_codes(vector, codebooks, width, is_free, item_index)
         digits = np.unravel_index(used[codes], conflicts) if conflicts else ()
         result[item] = [*codes, *digits]
         used[codes] += 1

@@ -13,14 +13,14 @@ import math
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from models.retrieval.tokenizers.config import RqkmeansConfig
+from models.retrieval.tokenizers.tokenizer import Tokenizer
 from models.storage.tables import UserError
 
 CHUNK_ROWS = 16384
@@ -42,11 +42,11 @@ class Quantized:
     codebooks: Tensor
     """(C, K, D) centroids."""
     codes: Tensor
-    """(N, C) int64: nearest centroid of the residual at each level."""
+    """(N, C) int64 centroid of the residual at each level."""
     reconstruction_error: float
     """Share of the embeddings' variance that the codes do not explain."""
-    encoder: dict[str, Tensor] = field(default_factory=dict)
-    """Weights of the RQ-VAE's encoder, by name."""
+    measures: dict[str, Any] = field(default_factory=dict)
+    """Further measures of the codes, for the manifest."""
 
 
 @dataclass(frozen=True)
@@ -89,44 +89,58 @@ def limit_progress(
             last = clock()
 
 
-def fit(
-    embeddings: Tensor, config: RqkmeansConfig, chosen: Tensor | None = None
-) -> Training[Quantized]:
-    """Train the codebooks by k-means, and yield the progress.
+class Rqkmeans(Tokenizer):
+    """Residual k-means: codebooks of centroids, and the nearest codes."""
 
-    Args:
-        embeddings: (N, D) embeddings; training runs on their device.
-        config: Options of residual k-means.
-        chosen: (n,) items to fit the codebooks on; None for all. If there are more than
-            `ITEMS_PER_CODE` per code, a random sample is used.
+    name = "rqkmeans"
+    config_class = RqkmeansConfig
+    config: RqkmeansConfig
 
-    Returns:
-        The codes of all items.
+    @property
+    def on_train_items(self) -> bool:
+        """Whether codebooks are fitted on the items of training requests only."""
+        return self.config.train_items
 
-    Raises:
-        UserError: If there are fewer items than codes per level.
-    """
-    generator = torch.Generator().manual_seed(config.seed)
-    sample = embeddings if chosen is None else embeddings[chosen]
-    max_items = ITEMS_PER_CODE * config.codebook_size
-    if len(sample) > max_items:
-        order = torch.randperm(len(sample), generator=generator)
-        sample = sample[order[:max_items].to(sample.device)]
-    residual, codebooks = sample, []
-    for level in range(config.levels):
-        progress = Progress(level, config.levels, f"level {level + 1}: ", within=True)
-        codebook = yield from kmeans(
-            residual, config.codebook_size, generator, config.iterations, progress
-        )  # (K, D)
-        codes, _ = nearest_centres(residual, codebook)
-        residual = residual - codebook[codes]
-        codebooks.append(codebook)
-        error = unexplained_variance(sample, sample - residual)
-        yield Progress(level + 1, config.levels, f"unexplained variance {error:.4f}")
-    stacked = torch.stack(codebooks)
-    codes, quantized = quantize_vectors(embeddings, stacked)
-    error = unexplained_variance(embeddings, quantized)
-    return Quantized(embeddings.cpu(), stacked.cpu(), codes.cpu(), error)
+    def fit(
+        self, embeddings: Tensor, chosen: Tensor | None = None
+    ) -> Training[Quantized]:
+        """Train the codebooks by k-means, and yield the progress.
+
+        If there are more than `ITEMS_PER_CODE` items per code, a random sample is used.
+
+        Raises:
+            UserError: If there are fewer items than codes per level.
+        """
+        config = self.config
+        generator = torch.Generator().manual_seed(config.seed)
+        sample = embeddings if chosen is None else embeddings[chosen]
+        max_items = ITEMS_PER_CODE * config.codebook_size
+        if len(sample) > max_items:
+            order = torch.randperm(len(sample), generator=generator)
+            sample = sample[order[:max_items].to(sample.device)]
+        residual, codebooks = sample, []
+        for level in range(config.levels):
+            prefix = f"level {level + 1}: "
+            progress = Progress(level, config.levels, prefix, within=True)
+            codebook = yield from kmeans(
+                residual, config.codebook_size, generator, config.iterations, progress
+            )  # (K, D)
+            codes, _ = nearest_centres(residual, codebook)
+            residual = residual - codebook[codes]
+            codebooks.append(codebook)
+            error = unexplained_variance(sample, sample - residual)
+            message = f"unexplained variance {error:.4f}"
+            yield Progress(level + 1, config.levels, message)
+        stacked = torch.stack(codebooks)
+        codes, quantized = quantize_vectors(embeddings, stacked)
+        error = unexplained_variance(embeddings, quantized)
+        self.arrays = {"codebooks": stacked.cpu()}
+        return Quantized(embeddings.cpu(), stacked.cpu(), codes.cpu(), error)
+
+    def assign(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the embeddings and their nearest codes."""
+        codes, _ = quantize_vectors(embeddings, self.arrays["codebooks"])
+        return embeddings, codes
 
 
 def nearest_centres(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,11 +287,11 @@ def unexplained_variance(embeddings: Tensor, reconstruction: Tensor) -> float:
     return float(error / spread) if float(spread) > 0 else 0.0
 
 
-def quantization_error(quantized: Quantized, codes: np.ndarray) -> float:
-    """Return the share of the vectors' variance that `codes` (N, C) do not explain."""
-    level = torch.arange(codes.shape[1])
+def quantization_error(quantized: Quantized) -> float:
+    """Return the share of the vectors' variance that the codes do not explain."""
+    level = torch.arange(quantized.codes.shape[1])
     blocks = []
-    for block in torch.from_numpy(codes).split(BLOCK_ROWS):
+    for block in quantized.codes.split(BLOCK_ROWS):
         centroids = quantized.codebooks[level, block]  # (rows, C, D)
         blocks.append(centroids.sum(1))
     return unexplained_variance(quantized.vectors, torch.cat(blocks))

@@ -36,9 +36,13 @@ from models.retrieval.tokenizers.rqkmeans import (
     quantize_vectors,
     unexplained_variance,
 )
+from models.retrieval.tokenizers.tokenizer import Tokenizer
 
 COMMITMENT = 0.25
 """Weight of the commitment loss, beta (TIGER, Sec. 3.1)."""
+
+REPORT_EVERY = 50
+"""Epochs between messages with the losses."""
 
 RESTART_EVERY = 10
 """Epochs between restarts of unused codes."""
@@ -171,15 +175,7 @@ class Rqvae(nn.Module):
 
     @torch.no_grad()
     def quantize(self, embeddings: Tensor) -> Quantized:
-        """Quantise all items.
-
-        Args:
-            embeddings: (N, E) embeddings.
-
-        Returns:
-            Latents and codes of the items, with the codebooks, the reconstruction error
-            and the weights of the encoder.
-        """
+        """Quantise all items, by embeddings (N, E)."""
         config = self.config
         latents, codebooks = self.latents(embeddings), self.codebooks.detach()
         codes, quantized = quantize_vectors(latents, codebooks)
@@ -191,70 +187,86 @@ class Rqvae(nn.Module):
             [self.decoder(rows) for rows in quantized.split(CHUNK_ROWS)]
         )
         error = unexplained_variance(embeddings, decoded)
-        weights = self.encoder.state_dict()
-        encoder = {name: weight.cpu() for name, weight in weights.items()}
-        return Quantized(latents.cpu(), codebooks.cpu(), codes.cpu(), error, encoder)
+        return Quantized(latents.cpu(), codebooks.cpu(), codes.cpu(), error)
 
 
-def fit(
-    embeddings: Tensor, config: RqvaeConfig, report_every: int = 50
-) -> Training[Quantized]:
-    """Train an RQ-VAE, and yield its progress.
+class RqvaeTokenizer(Tokenizer):
+    """RQ-VAE: codes of the latents of an autoencoder."""
 
-    Equal seeds give equal codes on the same hardware.
+    name = "rqvae"
+    config_class = RqvaeConfig
+    config: RqvaeConfig
 
-    Args:
-        embeddings: (N, E) embeddings; training runs on their device.
-        config: Options of the RQ-VAE.
-        report_every: Epochs between progress messages with losses.
+    @property
+    def separates_items(self) -> bool:
+        """Whether optimal transport and `separate_equal_codes` spread the items."""
+        return self.config.sinkhorn > 0
 
-    Returns:
-        Latents and codes of all items, with the codebooks, the reconstruction error and
-        the weights of the encoder.
+    def fit(
+        self, embeddings: Tensor, chosen: Tensor | None = None
+    ) -> Training[Quantized]:
+        """Train an RQ-VAE, and yield its progress.
 
-    Raises:
-        UserError: If there are fewer items than codes per level.
-    """
-    generator = torch.Generator().manual_seed(config.seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = Rqvae(embeddings.shape[1], config)
-    model.to(embeddings.device)
-    yield from model.initialise_codebooks(embeddings, generator)
-    layers = [*model.encoder.parameters(), *model.decoder.parameters()]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": layers, "weight_decay": config.weight_decay},
-            {"params": [model.codebooks], "weight_decay": 0.0},
-        ],
-        lr=config.lr,
-    )
-    for epoch in range(1, config.epochs + 1):
-        sums = dict.fromkeys(("reconstruction", "quantization"), 0.0)
-        order = torch.randperm(len(embeddings), generator=generator)
-        for step, rows in enumerate(order.split(config.batch_size), 1):
-            losses = model(embeddings[rows.to(embeddings.device)])
-            optimizer.zero_grad(set_to_none=True)
-            losses["loss"].backward()
-            optimizer.step()
-            for name in sums:
-                sums[name] += float(losses[name].detach()) * len(rows) / len(embeddings)
-            yield Progress(
-                epoch - 1,
-                config.epochs,
-                f"{pluralize(step, 'step')} of epoch {epoch}",
-                within=True,
-            )
-        # no restart near the end: a moved code needs some epochs to settle
-        if epoch <= 0.9 * config.epochs and epoch % RESTART_EVERY == 0:
-            model.restart_dead_codes(embeddings, generator, optimizer)
-        if epoch % report_every == 0 or epoch == config.epochs:
-            yield Progress(
-                epoch,
-                config.epochs,
-                ", ".join(f"{name} {value:.4f}" for name, value in sums.items()),
-            )
-    return model.quantize(embeddings)
+        Equal seeds give equal codes on the same hardware.
+
+        Raises:
+            UserError: If there are fewer items than codes per level.
+        """
+        config = self.config
+        generator = torch.Generator().manual_seed(config.seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = Rqvae(embeddings.shape[1], config)
+        model.to(embeddings.device)
+        yield from model.initialise_codebooks(embeddings, generator)
+        layers = [*model.encoder.parameters(), *model.decoder.parameters()]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": layers, "weight_decay": config.weight_decay},
+                {"params": [model.codebooks], "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+        )
+        for epoch in range(1, config.epochs + 1):
+            sums = dict.fromkeys(("reconstruction", "quantization"), 0.0)
+            order = torch.randperm(len(embeddings), generator=generator)
+            for step, rows in enumerate(order.split(config.batch_size), 1):
+                losses = model(embeddings[rows.to(embeddings.device)])
+                optimizer.zero_grad(set_to_none=True)
+                losses["loss"].backward()
+                optimizer.step()
+                for name in sums:
+                    sums[name] += (
+                        float(losses[name].detach()) * len(rows) / len(embeddings)
+                    )
+                yield Progress(
+                    epoch - 1,
+                    config.epochs,
+                    f"{pluralize(step, 'step')} of epoch {epoch}",
+                    within=True,
+                )
+            # no restart near the end: a moved code needs some epochs to settle
+            if epoch <= 0.9 * config.epochs and epoch % RESTART_EVERY == 0:
+                model.restart_dead_codes(embeddings, generator, optimizer)
+            if epoch % REPORT_EVERY == 0 or epoch == config.epochs:
+                yield Progress(
+                    epoch,
+                    config.epochs,
+                    ", ".join(f"{name} {value:.4f}" for name, value in sums.items()),
+                )
+        weights = model.encoder.state_dict()
+        self.arrays = {name: weight.cpu() for name, weight in weights.items()}
+        self.arrays["codebooks"] = model.codebooks.detach().cpu()
+        return model.quantize(embeddings)
+
+    def assign(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latents and their nearest codes."""
+        weights = dict(self.arrays)
+        codebooks = weights.pop("codebooks")
+        model = Rqvae(embeddings.shape[1], self.config)
+        model.encoder.load_state_dict(weights)
+        latents = model.latents(embeddings)
+        return latents, quantize_vectors(latents, codebooks)[0]
 
 
 def assign_evenly(points: Tensor, centres: Tensor, epsilon: float) -> Tensor:

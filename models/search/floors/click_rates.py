@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
+from models.config import NamedConfig
 from models.layers.standardised import Standardised
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
@@ -39,7 +39,7 @@ from models.search.model import SearchModel
 
 
 @dataclass
-class FloorConfig(ModelConfig):
+class FloorConfig(NamedConfig):
     """Options that datasets and requests of all search models need."""
 
     max_history: int = 1

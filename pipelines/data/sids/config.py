@@ -1,16 +1,14 @@
-"""Options of semantic IDs and embeddings.
+"""Options of embeddings.
 
 Ray and PyTorch are not imported, so command lines are parsed quickly.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from models.config import check_least
-from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
-from models.storage.tables import UserError, read_manifest
 
 
 @dataclass(frozen=True)
@@ -74,58 +72,3 @@ class TextConfig(EmbedConfig):
     query_condition: Literal["query", "joint"] = "query"
     """For searches. `query`: embeddings of the query alone. `joint`: also the [SEP]
     state over query and document, which leaks the document to predict."""
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """The chosen tokenizer, and the options of all tokenizers.
-
-    Options of other tokenizers than the chosen one are ignored.
-    """
-
-    tokenizer: str
-    """`rqvae`, `rqkmeans`, `psid` or `published`."""
-    published: str = ""
-    """File of published SIDs; required by the tokenizer `published`."""
-    rqkmeans: RqkmeansConfig = field(default_factory=RqkmeansConfig)
-    rqvae: RqvaeConfig = field(default_factory=RqvaeConfig)
-    psid: PsidConfig = field(default_factory=PsidConfig)
-
-    def __post_init__(self) -> None:
-        if (self.tokenizer == "published") != bool(self.published):
-            raise ValueError(
-                f"tokenizer is {self.tokenizer!r} and published is {self.published!r}; "
-                f"--tokenizer published needs --published FILE, and no other tokenizer "
-                f"takes it"
-            )
-
-    @property
-    def quantizer(self) -> str:
-        """The tokenizer whose codebooks are trained: for `psid` it is `rqkmeans`."""
-        return "rqkmeans" if self.tokenizer == "psid" else self.tokenizer
-
-    def check_num_items(self, items_uri: str) -> None:
-        """Raise UserError if a codebook has more codes than there are items."""
-        if self.quantizer == "published":
-            return
-        codebook_size = getattr(self, self.quantizer).codebook_size
-        num_items = read_manifest(items_uri, "items").rows
-        if num_items < codebook_size:
-            raise UserError(
-                f"{self.quantizer}.codebook_size is {codebook_size}, more than the "
-                f"{num_items} items of {items_uri}"
-            )
-
-    @property
-    def on_train_items(self) -> bool:
-        """Whether codebooks are fitted on the items of training requests only."""
-        return self.quantizer == "rqkmeans" and self.rqkmeans.train_items
-
-    def relevant_settings(self) -> dict[str, Any]:
-        """Return the options that the SIDs depend on, for the manifest."""
-        options: dict[str, Any] = {"tokenizer": self.tokenizer}
-        if self.tokenizer == "psid":
-            options["psid"] = asdict(self.psid)
-        if self.quantizer != "published":
-            options[self.quantizer] = asdict(getattr(self, self.quantizer))
-        return options

@@ -28,8 +28,7 @@ from models.retrieval.tokenizers.codes import (
     measure_collisions,
     measure_levels,
 )
-from models.retrieval.tokenizers.rqkmeans import quantize_vectors
-from models.retrieval.tokenizers.rqvae import Rqvae
+from models.retrieval.tokenizers.tokenizer import Tokenizer
 from models.storage.tables import (
     Manifest,
     UserError,
@@ -43,7 +42,6 @@ from models.storage.tables import (
 )
 from models.storage.uri import absolute
 from pipelines.data.schemas import embeddings_schema
-from pipelines.data.sids.config import TokenizerConfig
 from pipelines.data.sids.embed import (
     EmbeddingSource,
     Projection,
@@ -60,6 +58,7 @@ from pipelines.data.sids.tokenize import (
     is_trie_current,
     read_codes,
     read_quantizer,
+    settings_of_codes,
     write_quantizer,
     write_sids,
     write_trie,
@@ -289,7 +288,7 @@ def describe_drift(measured: dict[str, Any]) -> str:
 def extend(
     paths: TokenizerPaths,
     old_output: str,
-    config: TokenizerConfig,
+    tokenizer: Tokenizer,
     source: EmbeddingSource,
     overwrite: bool = False,
     say: Say = print,
@@ -300,7 +299,7 @@ def extend(
     Args:
         paths: Folders to read and write; the output may be `old_output`.
         old_output: Folder of the existing SIDs.
-        config: Options of the tokenizer, the same as for the existing SIDs.
+        tokenizer: Tokenizer with the same options as for the existing SIDs.
         source: Origin of the embeddings, the same as for the existing SIDs.
         overwrite: Whether to replace other SIDs in the output.
         say: Prints a message.
@@ -316,7 +315,7 @@ def extend(
     old_paths = replace(paths, output=absolute(old_output))
     items = read_manifest(paths.items, "items")
     old = read_manifest(old_paths.sids, "sids")
-    _check_extensible(old, old_paths.output, items, paths.items, config)
+    _check_extensible(old, old_paths.output, items, paths.items, tokenizer)
     with writing(paths.output):
         existing = (
             read_manifest(paths.sids, "sids") if has_manifest(paths.sids) else None
@@ -331,7 +330,7 @@ def extend(
             raise UserError(f"{paths.output} holds other SIDs; --overwrite replaces it")
         old_trie = read_manifest(old_paths.trie, "trie")
         if not is_current:
-            _write_extended(paths, old_paths, config, source, say, start_ray)
+            _write_extended(paths, old_paths, tokenizer, source, say, start_ray)
         sids = read_manifest(paths.sids, "sids")
         if is_current and is_trie_current(paths, sids):
             return sids, read_manifest(paths.trie, "trie"), False
@@ -344,12 +343,12 @@ def _check_extensible(
     old_output: str,
     items: Manifest,
     items_uri: str,
-    config: TokenizerConfig,
+    tokenizer: Tokenizer,
 ) -> None:
     """Check that existing SIDs can be extended with these items and this tokenizer."""
-    if config.tokenizer == "published":
+    if tokenizer.reads_file:
         raise UserError("--extend needs trained codebooks")
-    if old.config != config.relevant_settings():
+    if old.config != settings_of_codes(tokenizer):
         raise UserError(f"{old_output} was made with other options of the tokenizer")
     if old.info["items_hash"] not in (*items.extends, items.hash):
         raise UserError(f"{items_uri} does not extend the items of {old_output}")
@@ -358,7 +357,7 @@ def _check_extensible(
 def _write_extended(
     paths: TokenizerPaths,
     old_paths: TokenizerPaths,
-    config: TokenizerConfig,
+    tokenizer: Tokenizer,
     source: EmbeddingSource,
     say: Say,
     start_ray: Callable[[], None],
@@ -380,7 +379,7 @@ def _write_extended(
         write_quantizer(paths.quantizer, arrays, config=old.config, inputs=old.inputs)
     vectors = read_embeddings(paths.embeddings)
     old_codes = read_codes(old_paths.sids)
-    codes, measures = _extend_codes(vectors, old_codes, arrays, old.info, config)
+    codes, measures = _extend_codes(vectors, old_codes, arrays, old.info, tokenizer)
     items_hash = embeddings.inputs["items"]
     write_sids(
         paths.sids,
@@ -398,32 +397,22 @@ def _extend_codes(
     old_codes: np.ndarray,
     arrays: dict[str, np.ndarray],
     old_info: dict[str, Any],
-    config: TokenizerConfig,
+    tokenizer: Tokenizer,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Assign codes to the new items, which follow the old items."""
     codebooks = arrays["codebooks"]
     sizes = old_info["codebook_sizes"]
     num_levels = len(codebooks)
     num_old = len(old_codes)
-    latents = torch.from_numpy(embeddings)
-    weights = {
-        name: torch.from_numpy(weight)
-        for name, weight in arrays.items()
-        if name != "codebooks"
-    }
-    if weights:
-        model = Rqvae(embeddings.shape[1], config.rqvae)
-        model.encoder.load_state_dict(weights)
-        latents = model.latents(latents)
-    nearest = quantize_vectors(latents, torch.from_numpy(codebooks))[0].numpy()
-    vectors = latents.numpy()
+    tokenizer.arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    latents, nearest_codes = tokenizer.assign(torch.from_numpy(embeddings))
+    vectors, nearest = latents.numpy(), nearest_codes.numpy()
     new_codes = psid.extend_codes(
         vectors[num_old:].astype(np.float64),
         nearest[num_old:],
         old_codes,
         codebooks.astype(np.float64),
         sizes[num_levels:],
-        config.psid,
     )
     codes = np.concatenate([old_codes, new_codes])
     quantized = codes[:, :num_levels]  # without conflict levels

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ import torch
 from models.cpu.matmul import matmul_precision
 from models.retrieval.data import RetrievalDataset
 from models.retrieval.search.trie import Trie
-from models.retrieval.tokenizers import rqkmeans, rqvae
 from models.retrieval.tokenizers.codes import (
     MAX_CONFLICT_CODES,
     add_conflict_levels,
@@ -30,7 +29,6 @@ from models.retrieval.tokenizers.codes import (
     measure_collisions,
     measure_levels,
 )
-from models.retrieval.tokenizers.psid import assign_unique_codes
 from models.retrieval.tokenizers.published import catalogue_codes, read_published
 from models.retrieval.tokenizers.rqkmeans import (
     Progress,
@@ -38,6 +36,7 @@ from models.retrieval.tokenizers.rqkmeans import (
     limit_progress,
     quantization_error,
 )
+from models.retrieval.tokenizers.tokenizer import Tokenizer
 from models.storage.tables import (
     Manifest,
     UserError,
@@ -55,7 +54,7 @@ from models.storage.tables import (
 )
 from pipelines import cluster
 from pipelines.data.schemas import QUANTIZER, SIDS, TRIE
-from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
+from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import (
     EmbeddingSource,
     Say,
@@ -97,7 +96,7 @@ class TokenizerPaths:
 
     @property
     def quantizer(self) -> str:
-        """The `quantizer` table: codebooks and the RQ-VAE's encoder."""
+        """The `quantizer` table: arrays of the tokenizer."""
         return join(self.output, "quantizer")
 
 
@@ -108,55 +107,36 @@ def find_train_items(sequences_uri: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TrainedCodes:
-    """Codes of all items, with the codebooks that give them."""
+    """Codes of all items, with the arrays that give codes to later items."""
 
     codes: np.ndarray
     """(N, C) codes. Items may have equal codes, as conflict codes are added later."""
-    sizes: list[int]
-    """Number of codes per level."""
     arrays: dict[str, np.ndarray]
-    """`codebooks` (C, K, D), and the weights of the RQ-VAE's encoder by name."""
+    """Arrays of the tokenizer by name, such as `codebooks` (C, K, D)."""
     measures: dict[str, Any]
     """Quality of the codes, for the manifest."""
 
 
 def _train_task(
     embeddings: np.ndarray,
-    config: TokenizerConfig,
+    tokenizer: Tokenizer,
     fit_items: np.ndarray | None,
     num_threads: int,
 ) -> Iterator[Progress | TrainedCodes]:
-    """Train codebooks and assign codes to all items."""
+    """Train a tokenizer and assign codes to all items."""
     with _num_threads(num_threads), matmul_precision("highest"):
         vectors = torch.tensor(
             embeddings, device="cuda" if torch.cuda.is_available() else "cpu"
         )
-        if config.quantizer == "rqvae":
-            quantized = yield from rqvae.fit(vectors, config.rqvae)
-        else:
-            items = None if fit_items is None else torch.tensor(fit_items)
-            quantized = yield from rqkmeans.fit(vectors, config.rqkmeans, items)
-        codes = quantized.codes.numpy()
-        if config.tokenizer == "psid":
-            duplicates = measure_collisions(codes)["duplicates"]
-            yield Progress(1, 1, f"relaxing the codes of {duplicates} duplicate items")
-            codes = assign_unique_codes(quantized, config.psid)
+        items = None if fit_items is None else torch.tensor(fit_items)
+        quantized = yield from tokenizer.fit(vectors, items)
         measures = {
             "reconstruction_error": quantized.reconstruction_error,
-            "quantization_error": quantization_error(quantized, codes),
+            "quantization_error": quantization_error(quantized),
+            **quantized.measures,
         }
-    if config.tokenizer == "psid":
-        greedy = quantized.codes.numpy()
-        measures["collision_rate_before"] = measure_collisions(greedy)["collision_rate"]
-        measures["relaxed_items"] = int((greedy != codes).any(1).sum())
-    num_levels, codebook_size, _ = quantized.codebooks.shape
-    weights = {name: weight.numpy() for name, weight in quantized.encoder.items()}
-    yield TrainedCodes(
-        codes,
-        [codebook_size] * num_levels,
-        {"codebooks": quantized.codebooks.numpy(), **weights},
-        measures,
-    )
+    arrays = {name: array.numpy() for name, array in tokenizer.arrays.items()}
+    yield TrainedCodes(quantized.codes.numpy(), arrays, measures)
 
 
 @contextmanager
@@ -187,7 +167,7 @@ ends with the same codes."""
 
 
 def _start_task(
-    embeddings: np.ndarray, config: TokenizerConfig, fit_items: np.ndarray | None
+    embeddings: np.ndarray, tokenizer: Tokenizer, fit_items: np.ndarray | None
 ) -> Iterator[Progress | TrainedCodes]:
     """Start `_train_task` on the cluster, and return an iterator over its stream."""
     has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
@@ -207,13 +187,13 @@ def _start_task(
         max_retries=MAX_STARTS - 1,
     )(_train_task)
     num_threads = max(1, int(num_cpus))
-    references = task.remote(embeddings, config, fit_items, num_threads)
+    references = task.remote(embeddings, tokenizer, fit_items, num_threads)
     return (ray.get(reference) for reference in references)
 
 
 def train_codes(
     embeddings: np.ndarray,
-    config: TokenizerConfig,
+    tokenizer: Tokenizer,
     say: Say = print,
     fit_items: np.ndarray | None = None,
 ) -> TrainedCodes:
@@ -221,22 +201,22 @@ def train_codes(
 
     Args:
         embeddings: Embeddings (N, width) of all items.
-        config: Tokenizer and its options.
+        tokenizer: The tokenizer, which is trained.
         say: Prints progress.
         fit_items: Indices of the items to fit codebooks on, or None for all.
     """
     if os.environ.get("RAY_ADDRESS"):
-        stream = _start_task(embeddings, config, fit_items)
+        stream = _start_task(embeddings, tokenizer, fit_items)
     else:
         num_threads = min(4, len(os.sched_getaffinity(0)))
-        stream = _train_task(embeddings, config, fit_items, num_threads)
+        stream = _train_task(embeddings, tokenizer, fit_items, num_threads)
     training = limit_progress(_forward_progress(stream))
     while True:
         try:
             progress = next(training)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
-        say(f"{config.quantizer} {progress.step}/{progress.steps}: {progress.message}")
+        say(f"{tokenizer.name} {progress.step}/{progress.steps}: {progress.message}")
 
 
 @dataclass(frozen=True)
@@ -252,7 +232,7 @@ class _Codes:
     measures: dict[str, Any]
     """Quality of the codes, for the manifest."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    """Codebooks and encoder, which give codes to later items."""
+    """Arrays of the tokenizer, which give codes to later items."""
 
 
 def _make_unique(
@@ -294,17 +274,19 @@ def _published_codes(
     return _make_unique(codes, sizes, has_duplicates, measures, say)
 
 
-def _trained_codes(paths: TokenizerPaths, config: TokenizerConfig, say: Say) -> _Codes:
+def _trained_codes(paths: TokenizerPaths, tokenizer: Tokenizer, say: Say) -> _Codes:
     """Train the tokenizer on the embeddings, and make the codes unique."""
-    fit_items = find_train_items(paths.sequences) if config.on_train_items else None
+    fit_items = find_train_items(paths.sequences) if tokenizer.on_train_items else None
     embeddings = read_embeddings(paths.embeddings)
-    trained = train_codes(embeddings, config, say, fit_items)
-    is_unique = config.tokenizer == "psid"
-    if config.tokenizer == "rqvae" and config.rqvae.sinkhorn:
-        # items with equal codes were spread as far as free codes allowed
-        is_unique = not measure_collisions(trained.codes)["duplicates"]
+    trained = train_codes(embeddings, tokenizer, say, fit_items)
+    num_levels, codebook_size, _ = trained.arrays["codebooks"].shape
+    has_duplicates = bool(measure_collisions(trained.codes)["duplicates"])
     unique_codes = _make_unique(
-        trained.codes, trained.sizes, not is_unique, trained.measures, say
+        trained.codes,
+        [codebook_size] * num_levels,
+        has_duplicates or not tokenizer.separates_items,
+        trained.measures,
+        say,
     )
     return replace(unique_codes, arrays=trained.arrays)
 
@@ -314,7 +296,7 @@ def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) ->
 
     Args:
         uri: Folder of the table.
-        arrays: `codebooks` (C, K, D), and the weights of the RQ-VAE's encoder by name.
+        arrays: Arrays of the tokenizer by name.
         **manifest: Arguments of `commit`.
     """
     rows = [
@@ -430,21 +412,35 @@ def _write_embeddings(
 
 
 def check_items(
-    items_uri: str, config: TokenizerConfig, embed: EmbedConfig | None
+    items_uri: str, tokenizer: Tokenizer, embed: EmbedConfig | None
 ) -> None:
     """Check that the catalogue has enough items and texts.
 
     Args:
         items_uri: Folder of the `items` table.
-        config: Tokenizer and its options.
+        tokenizer: The tokenizer.
         embed: Options of text embeddings; None if no texts are embedded.
 
     Raises:
         UserError: If there are fewer items than codes, or the texts are not valid.
     """
-    config.check_num_items(items_uri)
+    codebook_size = getattr(tokenizer.config, "codebook_size", 0)
+    num_items = read_manifest(items_uri, "items").rows
+    if num_items < codebook_size:
+        raise UserError(
+            f"{tokenizer.name}.codebook_size is {codebook_size}, more than the "
+            f"{num_items} items of {items_uri}"
+        )
     if embed:
         item_texts(read_table(items_uri, "items"), embed)
+
+
+def settings_of_codes(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the options that the codes depend on, for the manifest."""
+    options = asdict(tokenizer.config)
+    del options["name"]
+    settings = {"tokenizer": tokenizer.name}
+    return settings | {tokenizer.name: options} if options else settings
 
 
 def check_folders(output: str, shared_embeddings: str = "") -> None:
@@ -466,17 +462,17 @@ def check_folders(output: str, shared_embeddings: str = "") -> None:
 def _write_codes(
     paths: TokenizerPaths,
     codes: _Codes,
-    config: TokenizerConfig,
+    tokenizer: Tokenizer,
     inputs: dict[str, str],
     started: float,
 ) -> None:
     """Write the `sids` table, and the `quantizer` table of trained codes."""
-    settings = config.relevant_settings()
+    settings = settings_of_codes(tokenizer)
     if codes.arrays:
         write_quantizer(paths.quantizer, codes.arrays, config=settings, inputs=inputs)
     info = {
         "codebook_sizes": codes.sizes,
-        "tokenizer": config.tokenizer,
+        "tokenizer": tokenizer.name,
         "items_hash": inputs["items"],
         "conflict_level": codes.conflict_level,
         **codes.measures,
@@ -494,8 +490,9 @@ def _write_codes(
 
 def tokenize(
     paths: TokenizerPaths,
-    config: TokenizerConfig,
+    tokenizer: Tokenizer,
     source: EmbeddingSource | None = None,
+    published: str = "",
     overwrite: bool = False,
     say: Say = print,
     start_ray: Callable[[], None] = lambda: None,
@@ -504,8 +501,9 @@ def tokenize(
 
     Args:
         paths: Folders to read and write.
-        config: Tokenizer and its options.
+        tokenizer: The tokenizer.
         source: Origin of the embeddings; by default the encoder `minilm`.
+        published: File of published SIDs, for a tokenizer that reads a file.
         overwrite: Whether to replace existing tables.
         say: Prints a message.
         start_ray: Called before the first use of Ray, if Ray is used.
@@ -518,39 +516,38 @@ def tokenize(
             (unless `overwrite`), or another job writes to it.
     """
     started = time.monotonic()
-    is_published = config.tokenizer == "published"
     inputs = {"items": read_manifest(paths.items, "items").hash}
     check_folders(paths.output, paths.shared_embeddings)
     with writing(paths.output):
-        if is_published:
-            published_sids, inputs["published"] = read_published(config.published)
+        if tokenizer.reads_file:
+            published_sids, inputs["published"] = read_published(published)
         else:
             source = source or EmbeddingSource()
             inputs["embeddings"] = _write_embeddings(
                 paths, source, overwrite, say, start_ray
             )
-        if config.on_train_items:
+        if tokenizer.on_train_items:
             inputs["sequences"] = read_manifest(paths.sequences, "sequences").hash
-        settings = config.relevant_settings()
+        settings = settings_of_codes(tokenizer)
         finished = (
             None if overwrite else find_finished(paths.sids, "sids", settings, inputs)
         )
         if finished is None:
-            if is_published:
+            if tokenizer.reads_file:
                 items = read_table(paths.items, "items")
-                codes = _published_codes(items, published_sids, config.published, say)
+                codes = _published_codes(items, published_sids, published, say)
             else:
                 if os.environ.get("RAY_ADDRESS"):
                     start_ray()
-                codes = _trained_codes(paths, config, say)
-            _write_codes(paths, codes, config, inputs, started)
+                codes = _trained_codes(paths, tokenizer, say)
+            _write_codes(paths, codes, tokenizer, inputs, started)
         sids = read_manifest(paths.sids, "sids")
         is_complete = finished is not None and is_trie_current(paths, sids)
         if is_complete:
             trie = read_manifest(paths.trie, "trie")
         else:
             trie = write_trie(paths.trie, paths.sids)
-        if is_published:
+        if tokenizer.reads_file:
             # published SIDs may replace trained ones, whose tables have no use then
             for unused in (join(paths.output, "embeddings"), paths.quantizer):
                 if has_manifest(unused):

@@ -5,7 +5,6 @@ Codes of old items do not change, and new items get the nearest free codes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig, RqvaeConfig
-from models.retrieval.tokenizers.psid import extend_codes
+from models.config import NamedConfig
+from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
+from models.retrieval.tokenizers.psid import Psid, extend_codes
+from models.retrieval.tokenizers.rqkmeans import Rqkmeans
+from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
+from models.retrieval.tokenizers.tokenizer import Published
 from models.storage.tables import (
     UserError,
     read_table,
 )
-from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
+from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import EmbeddingSource, read_embeddings
 from pipelines.data.sids.extend import describe_drift, extend
 from pipelines.data.sids.precomputed import read_precomputed
@@ -32,15 +35,12 @@ from tests.fixtures.item_tables import append_items, write_items
 COUNT = 60
 KINDS = ["drill", "hose", "lamp"]
 COLOURS = ["red", "green", "blue", "black", "white"]
-KMEANS = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(levels=2, codebook_size=4))
+KMEANS = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=4))
 TOKENIZERS = {
     "rqkmeans": KMEANS,
-    "psid": TokenizerConfig(
-        "psid", rqkmeans=RqkmeansConfig(levels=2, codebook_size=16)
-    ),
-    "rqvae": TokenizerConfig(
-        "rqvae",
-        rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, hidden=[8], epochs=5),
+    "psid": Psid(RqkmeansConfig(levels=2, codebook_size=16)),
+    "rqvae": RqvaeTokenizer(
+        RqvaeConfig(levels=2, codebook_size=8, latent=4, hidden=[8], epochs=5)
     ),
 }
 SOURCE = EmbeddingSource("tfidf", 6, EmbedConfig())
@@ -167,11 +167,7 @@ def test_precomputed_embeddings_of_new_items_are_added(
     ("change", "message"),
     [
         (
-            {
-                "config": replace(
-                    KMEANS, rqkmeans=RqkmeansConfig(levels=3, codebook_size=4)
-                )
-            },
+            {"tokenizer": Rqkmeans(RqkmeansConfig(levels=3, codebook_size=4))},
             "other options of the token",
         ),
         (
@@ -184,7 +180,7 @@ def test_precomputed_embeddings_of_new_items_are_added(
         ),
         ({"extends": False}, "does not extend the items"),
         (
-            {"config": TokenizerConfig("published", "FILE")},
+            {"tokenizer": Published(NamedConfig())},
             "needs trained codebooks",
         ),
     ],
@@ -201,7 +197,9 @@ def test_an_extension_that_does_not_fit_is_refused(
     old_sids = read_table(f"{sids}/sids")
 
     with pytest.raises(UserError, match=message):
-        extend(paths, sids, change.get("config", KMEANS), change.get("source", SOURCE))
+        extend(
+            paths, sids, change.get("tokenizer", KMEANS), change.get("source", SOURCE)
+        )
 
     assert read_table(f"{sids}/sids") == old_sids
 
@@ -223,7 +221,7 @@ def test_free_codes_are_distinct_and_the_nearest_ones_if_these_are_free(
             taken,
             codebooks,
             conflicts,
-            PsidConfig(width=2),
+            2,
         )
 
     first = assign(slice(0, 7), no_codes)

@@ -16,17 +16,15 @@ import torch
 
 from models.retrieval.tokenizers import rqkmeans
 from models.retrieval.tokenizers.config import RqvaeConfig
+from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
 from pipelines import faults
 from pipelines.data.sids import tokenize
-from pipelines.data.sids.config import TokenizerConfig
 from pipelines.data.sids.tokenize import train_codes
 
 pytestmark = pytest.mark.exhaustive
 
 EMBEDDINGS = np.random.default_rng(0).normal(size=(90, 6)).astype(np.float32)
-RQVAE = TokenizerConfig(
-    "rqvae", rqvae=RqvaeConfig(levels=2, codebook_size=8, latent=4, epochs=400)
-)
+RQVAE = RqvaeTokenizer(RqvaeConfig(levels=2, codebook_size=8, latent=4, epochs=400))
 
 
 @contextlib.contextmanager

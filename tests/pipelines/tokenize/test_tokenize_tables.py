@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.config import NamedConfig
 from models.retrieval.tokenizers import codes
-from models.retrieval.tokenizers.config import PsidConfig, RqkmeansConfig
+from models.retrieval.tokenizers.config import RqkmeansConfig
+from models.retrieval.tokenizers.psid import Psid
+from models.retrieval.tokenizers.rqkmeans import Rqkmeans
+from models.retrieval.tokenizers.tokenizer import Published, Tokenizer
 from models.storage.tables import (
     UserError,
     has_manifest,
@@ -19,7 +23,7 @@ from models.storage.tables import (
     writing,
 )
 from pipelines.data.schemas import SIDS, TRIE
-from pipelines.data.sids.config import EmbedConfig, TokenizerConfig
+from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import EmbeddingSource, read_embeddings
 from pipelines.data.sids.tokenize import (
     TokenizerPaths,
@@ -31,7 +35,8 @@ from tests.fixtures.item_tables import write_items
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
-KMEANS = TokenizerConfig("rqkmeans", rqkmeans=RqkmeansConfig(levels=2, codebook_size=8))
+PUBLISHED = Published(NamedConfig())
+KMEANS = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=8))
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def items_uri(tmp_path: Path) -> str:
 
 
 def tokenize_items(
-    items: str, output: Path, config: TokenizerConfig = KMEANS, **options: Any
+    items: str, output: Path, tokenizer: Tokenizer = KMEANS, **options: Any
 ) -> tuple[Any, Any, bool]:
     """Tokenize items by TF-IDF; return the manifests of `sids` and `trie`, and whether
     a table was written.
@@ -57,7 +62,7 @@ def tokenize_items(
         options.pop("pca_width", 6),
         options.pop("embed", EmbedConfig()),
     )
-    return tokenize(paths, config, source, **options)
+    return tokenize(paths, tokenizer, source, **options)
 
 
 def read_change_times(folder: Path) -> dict[str, int]:
@@ -213,11 +218,7 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
 ) -> None:
     tokenize_items(items_uri, tmp_path / "sids")
     change_times = read_change_times(tmp_path / "sids")
-    psid = TokenizerConfig(
-        "psid",
-        rqkmeans=RqkmeansConfig(levels=3, codebook_size=6),
-        psid=PsidConfig(width=3),
-    )
+    psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
     with pytest.raises(UserError, match=r"sids was made from other input or settings"):
         tokenize_items(items_uri, tmp_path / "sids", RQ_OTHER)
     with pytest.raises(
@@ -244,20 +245,14 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
     assert sids.info["tokenizer"] == "psid"
 
 
-RQ_OTHER = TokenizerConfig(
-    "rqkmeans", rqkmeans=RqkmeansConfig(levels=2, codebook_size=5)
-)
+RQ_OTHER = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=5))
 
 
 def test_psid_codes_are_unique_without_a_conflict_level(
     ray_local: None, items_uri: str, tmp_path: Path
 ) -> None:
-    config = TokenizerConfig(
-        "psid",
-        rqkmeans=RqkmeansConfig(levels=3, codebook_size=6),
-        psid=PsidConfig(width=3),
-    )
-    sids, _, _ = tokenize_items(items_uri, tmp_path / "sids", config)
+    psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
+    sids, _, _ = tokenize_items(items_uri, tmp_path / "sids", psid)
     assert sids.info["conflict_level"] is False
     assert sids.info["codebook_sizes"] == [6, 6, 6]
     assert sids.info["relaxed_items"] > 0
@@ -293,20 +288,20 @@ def test_published_sids_get_a_conflict_level_only_if_they_collide(
     path = tmp_path / "x.index.json"
     table = {f"i{i:04d}": [f"<a_{i % 10}>", f"<b_{i // 10}>"] for i in range(COUNT)}
     path.write_text(json.dumps({**table, "not in the catalogue": ["<a_99>", "<b_3>"]}))
-    config = TokenizerConfig("published", published=str(path))
-    sids, trie, was_written = tokenize_items(items_uri, tmp_path / "sids", config)
+    arguments: Any = (items_uri, tmp_path / "sids", PUBLISHED)
+    sids, trie, was_written = tokenize_items(*arguments, published=str(path))
     assert was_written
     assert sids.info["conflict_level"] is False
     assert sids.info["codebook_sizes"] == [100, 9]
     assert read_codes(str(tmp_path / "sids/sids"))[37].tolist() == [7, 3]
     assert trie.info["branching"] == [10, 9]
-    _, _, was_written = tokenize_items(items_uri, tmp_path / "sids", config)
+    _, _, was_written = tokenize_items(*arguments, published=str(path))
     assert not was_written
 
     path.write_text(json.dumps({**table, "i0000": table["i0001"]}))
     with pytest.raises(UserError, match="--overwrite"):
-        tokenize_items(items_uri, tmp_path / "sids", config)
-    sids, _, _ = tokenize_items(items_uri, tmp_path / "sids", config, overwrite=True)
+        tokenize_items(*arguments, published=str(path))
+    sids, _, _ = tokenize_items(*arguments, published=str(path), overwrite=True)
     assert sids.info["conflict_level"] is True
     assert sids.info["codebook_sizes"] == [10, 9, 2]
     assert sids.info["collision_rate"] == pytest.approx(2 / COUNT)
@@ -325,7 +320,8 @@ def test_published_sids_replace_the_embeddings_of_earlier_sids(
     tokenize_items(
         items_uri,
         tmp_path / "sids",
-        TokenizerConfig("published", published=str(path)),
+        PUBLISHED,
+        published=str(path),
         overwrite=True,
     )
     assert not (tmp_path / "sids/embeddings").exists()

@@ -11,14 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.retrieval.tokenizers import rqkmeans, rqvae
+from models.retrieval.tokenizers import rqkmeans
 from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
     Progress,
+    Rqkmeans,
     nearest_centres,
     quantize_vectors,
 )
-from models.retrieval.tokenizers.rqvae import assign_evenly, separate_equal_codes
+from models.retrieval.tokenizers.rqvae import (
+    RqvaeTokenizer,
+    assign_evenly,
+    separate_equal_codes,
+)
 from tests.fixtures.golden import check_golden
 
 BRANCHES = (4, 3, 2)
@@ -70,10 +75,10 @@ def test_codebooks_of_many_items_are_fitted_on_a_sample_and_all_get_nearest_code
     labels = torch.randint(8, (1000,), generator=generator)
     vectors = centres[labels] + torch.randn(1000, 6, generator=generator)
     config = RqkmeansConfig(levels=2, codebook_size=8)
-    whole = finish(rqkmeans.fit(vectors, config))
+    whole = finish(Rqkmeans(config).fit(vectors))
 
     monkeypatch.setattr(rqkmeans, "ITEMS_PER_CODE", 30)
-    sampled = finish(rqkmeans.fit(vectors, config))
+    sampled = finish(Rqkmeans(config).fit(vectors))
 
     assert not torch.equal(sampled.codebooks, whole.codebooks)
     assert sampled.codes.shape == (1000, 2)
@@ -110,8 +115,8 @@ def test_rqkmeans_fitted_on_some_items_encodes_the_others_with_their_codebooks()
     config = RqkmeansConfig(levels=2, codebook_size=BRANCHES[0])
     fitted = torch.arange(0, len(points), 3)
 
-    alone = finish(rqkmeans.fit(points[fitted], config))
-    with_others = finish(rqkmeans.fit(points, config, fitted))
+    alone = finish(Rqkmeans(config).fit(points[fitted]))
+    with_others = finish(Rqkmeans(config).fit(points, fitted))
 
     assert torch.equal(alone.codebooks, with_others.codebooks)
     assert torch.equal(alone.codes, with_others.codes[fitted])
@@ -129,7 +134,7 @@ def test_codes_depend_on_the_seed_alone_and_their_error_is_the_golden_files(
         torch.rand(seed + 1)  # the global random state must not matter
         if kind == "rqkmeans":
             kmeans_config = RqkmeansConfig(codebook_size=16, seed=seed)
-            return finish(rqkmeans.fit(points, kmeans_config))
+            return finish(Rqkmeans(kmeans_config).fit(points))
         config = RqvaeConfig(
             codebook_size=16,
             latent=6,
@@ -138,7 +143,7 @@ def test_codes_depend_on_the_seed_alone_and_their_error_is_the_golden_files(
             batch_size=128,
             seed=seed,
         )
-        return finish(rqvae.fit(points, config))
+        return finish(RqvaeTokenizer(config).fit(points))
 
     first = quantize(1)
     assert torch.equal(quantize(1).codes, first.codes)

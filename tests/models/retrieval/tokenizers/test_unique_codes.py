@@ -16,7 +16,6 @@ from models.retrieval.tokenizers.codes import (
     conflict_ranks,
     measure_collisions,
 )
-from models.retrieval.tokenizers.config import PsidConfig
 from models.retrieval.tokenizers.psid import assign_unique_codes
 from models.retrieval.tokenizers.rqkmeans import Quantized, quantize_vectors
 from models.storage.tables import UserError
@@ -70,7 +69,7 @@ def test_the_closest_item_keeps_its_codes_and_others_take_the_best_free_candidat
     codebooks = quantized.codebooks.double().numpy()
     greedy = [tuple(row) for row in quantized.codes.tolist()]
 
-    unique_codes = assign_unique_codes(quantized, PsidConfig(width=width))
+    unique_codes = assign_unique_codes(quantized, width)
 
     codes = [tuple(row) for row in unique_codes.tolist()]
     assert len(set(codes)) == items
@@ -95,15 +94,10 @@ def test_the_closest_item_keeps_its_codes_and_others_take_the_best_free_candidat
         taken.add(codes[item])
 
 
-def test_psid_rejects_too_many_items_too_many_candidates_and_a_width_of_0() -> None:
+def test_psid_rejects_more_items_than_codes() -> None:
     message = "10 items need as many SIDs, 2 levels of 3 codes have 9"
     with pytest.raises(UserError, match=message):
-        assign_unique_codes(quantize_random(10, 3, 2, 0), PsidConfig())
-    wide = PsidConfig(width=4, max_candidates=10)
-    with pytest.raises(UserError, match=r"psid\.max_candidates 10"):
-        assign_unique_codes(quantize_random(12, 4, 3, 0), wide)
-    with pytest.raises(ValueError, match=r"psid\.width is 0"):
-        PsidConfig(width=0)
+        assign_unique_codes(quantize_random(10, 3, 2, 0))
 
 
 CODE_ROWS = st.integers(1, 3).flatmap(
@@ -142,7 +136,7 @@ def test_more_than_256_items_with_equal_codes_get_two_conflict_levels() -> None:
 def test_too_many_items_with_equal_codes_are_rejected_with_limit_and_remedy() -> None:
     codes = np.array([[3, 4]] + [[1, 2]] * 10)
     assert add_conflict_levels(codes[:-1], limit=3).shape == (10, 4)
-    message = r"10 items share the codes \[1, 2\], 2 conflict codes .*at most 9 .*psid"
+    message = r"10 items share the codes \[1, 2\], 2 conflict codes .*at most 9"
     with pytest.raises(UserError, match=message):
         add_conflict_levels(codes, limit=3)
 
