@@ -148,7 +148,7 @@ def _walk_options(
                 ),
             )
             key = chosen[name] if by_name else key
-        elif by_name:
+        elif variants and by_name:
             for variant in variants:
                 yield variant, Option(dict[str, Any], None, "", (variant,))
         if section_class and option_field.metadata.get("inline"):

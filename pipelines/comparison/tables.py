@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from scipy.stats import t as student_t
 
+from models import registry
 from models.config import pluralize
 from pipelines.comparison.floors import floor_tables
 from pipelines.comparison.over_users import over_users_tables
