@@ -20,12 +20,8 @@ import torch
 from torch import Tensor
 
 from models.retrieval.tokenizers.codes import collision_groups, measure_collisions
-from models.retrieval.tokenizers.rqkmeans import (
-    Progress,
-    Quantized,
-    Rqkmeans,
-    Training,
-)
+from models.retrieval.tokenizers.rqkmeans import Rqkmeans
+from models.retrieval.tokenizers.tokenizer import Progress, Quantized, Training
 from models.storage.tables import UserError
 
 WIDTH = 8

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from models.retrieval.tokenizers.config import RqkmeansConfig
-from models.retrieval.tokenizers.tokenizer import Tokenizer
+from models.retrieval.tokenizers.tokenizer import (
+    Progress,
+    Quantized,
+    T,
+    Tokenizer,
+    Training,
+)
 from models.storage.tables import UserError
 
 CHUNK_ROWS = 16384
@@ -31,42 +37,8 @@ ITEMS_PER_CODE = 256
 """Most items per code to fit a level on: 65,536 items for codebooks of 256."""
 PROGRESS_INTERVAL_S = 30.0
 """Least seconds between two progress messages within a step."""
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """A trained quantiser applied to the items, all on the CPU."""
-
-    vectors: Tensor
-    """(N, D) quantised vectors: embeddings, or latents of the RQ-VAE."""
-    codebooks: Tensor
-    """(C, K, D) centroids."""
-    codes: Tensor
-    """(N, C) int64 centroid of the residual at each level."""
-    reconstruction_error: float
-    """Share of the embeddings' variance that the codes do not explain."""
-    measures: dict[str, Any] = field(default_factory=dict)
-    """Further measures of the codes, for the manifest."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a tokenizer's training."""
-
-    step: int
-    """Number of finished steps: epochs or levels."""
-    steps: int
-    """Number of all steps."""
-    message: str
-    """Message, such as the losses."""
-    within: bool = False
-    """Whether the message is sent within a step; `limit_progress` drops most of
-    them."""
-
-
-T = TypeVar("T")
-Training = Generator[Progress, None, T]
-"""A training that yields its progress and returns a result."""
+WITHIN_A_STEP = Progress(0, 1, "", within=True)
+"""Progress of a training of one step."""
 
 
 def limit_progress(
@@ -191,7 +163,7 @@ def kmeans(
     k: int,
     generator: torch.Generator,
     iterations: int = 100,
-    progress: Progress = Progress(0, 1, "", within=True),
+    progress: Progress = WITHIN_A_STEP,
 ) -> Training[Tensor]:
     """Run Lloyd's k-means from greedy k-means++ seeds.
 

@@ -28,15 +28,17 @@ from models.config import pluralize
 from models.retrieval.tokenizers.config import RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
     CHUNK_ROWS,
-    Progress,
-    Quantized,
-    Training,
     kmeans,
     nearest_centres,
     quantize_vectors,
     unexplained_variance,
 )
-from models.retrieval.tokenizers.tokenizer import Tokenizer
+from models.retrieval.tokenizers.tokenizer import (
+    Progress,
+    Quantized,
+    Tokenizer,
+    Training,
+)
 
 COMMITMENT = 0.25
 """Weight of the commitment loss, beta (TIGER, Sec. 3.1)."""

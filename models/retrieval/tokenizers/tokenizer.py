@@ -10,14 +10,49 @@ tokenizer's class, never its name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from models.config import NamedConfig
 
-if TYPE_CHECKING:
-    from models.retrieval.tokenizers.rqkmeans import Quantized, Training
+
+@dataclass(frozen=True)
+class Quantized:
+    """A trained quantiser applied to the items, all on the CPU."""
+
+    vectors: Tensor
+    """(N, D) quantised vectors: embeddings, or latents of the RQ-VAE."""
+    codebooks: Tensor
+    """(C, K, D) centroids."""
+    codes: Tensor
+    """(N, C) int64 centroid of the residual at each level."""
+    reconstruction_error: float
+    """Share of the embeddings' variance that the codes do not explain."""
+    measures: dict[str, Any] = field(default_factory=dict)
+    """Further measures of the codes, for the manifest."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a tokenizer's training."""
+
+    step: int
+    """Number of finished steps: epochs or levels."""
+    steps: int
+    """Number of all steps."""
+    message: str
+    """Message, such as the losses."""
+    within: bool = False
+    """Whether the message is sent within a step; `limit_progress` drops most of
+    them."""
+
+
+T = TypeVar("T")
+Training = Generator[Progress, None, T]
+"""A training that yields its progress and returns a result."""
 
 
 class Tokenizer:

@@ -30,13 +30,8 @@ from models.retrieval.tokenizers.codes import (
     measure_levels,
 )
 from models.retrieval.tokenizers.published import catalogue_codes, read_published
-from models.retrieval.tokenizers.rqkmeans import (
-    Progress,
-    Training,
-    limit_progress,
-    quantization_error,
-)
-from models.retrieval.tokenizers.tokenizer import Tokenizer
+from models.retrieval.tokenizers.rqkmeans import limit_progress, quantization_error
+from models.retrieval.tokenizers.tokenizer import Progress, Tokenizer, Training
 from models.storage.tables import (
     Manifest,
     UserError,

@@ -14,7 +14,6 @@ from torch import Tensor
 from models.retrieval.tokenizers import rqkmeans
 from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
-    Progress,
     Rqkmeans,
     nearest_centres,
     quantize_vectors,
@@ -24,6 +23,7 @@ from models.retrieval.tokenizers.rqvae import (
     assign_evenly,
     separate_equal_codes,
 )
+from models.retrieval.tokenizers.tokenizer import Progress
 from tests.fixtures.golden import check_golden
 
 BRANCHES = (4, 3, 2)

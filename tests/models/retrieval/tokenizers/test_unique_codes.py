@@ -17,7 +17,8 @@ from models.retrieval.tokenizers.codes import (
     measure_collisions,
 )
 from models.retrieval.tokenizers.psid import assign_unique_codes
-from models.retrieval.tokenizers.rqkmeans import Quantized, quantize_vectors
+from models.retrieval.tokenizers.rqkmeans import quantize_vectors
+from models.retrieval.tokenizers.tokenizer import Quantized
 from models.storage.tables import UserError
 
 
