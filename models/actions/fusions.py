@@ -16,11 +16,6 @@ from models.config import check_least
 from models.layers.causal_attention import CausalAttention, Layout
 
 
-@dataclass
-class InterleavedConfig(ActionsConfig):
-    """Options of the interleaved baseline."""
-
-
 class Interleaved(FusionModel):
     """The interleaved transformer, the baseline of AttnMVP (Fig. 3; HSTU's layout).
 
@@ -32,10 +27,10 @@ class Interleaved(FusionModel):
     """
 
     name = "interleaved"
-    config_class = InterleavedConfig
+    config_class = ActionsConfig
     tokens = 2
 
-    def __init__(self, config: InterleavedConfig, catalogue: ActionsCatalogue) -> None:
+    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
         self.transformer = self.build_blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
@@ -50,11 +45,6 @@ class Interleaved(FusionModel):
         return self.norm(torch.cat([x[:, : 2 * n : 2], x[:, 2 * n :]], 1))
 
 
-@dataclass
-class AttnLFAConfig(ActionsConfig):
-    """Options of AttnLFA."""
-
-
 class AttnLFA(FusionModel):
     """Attention-based late fusion for actions (Sec. 3 of AttnMVP).
 
@@ -67,10 +57,10 @@ class AttnLFA(FusionModel):
     """
 
     name = "attn_lfa"
-    config_class = AttnLFAConfig
+    config_class = ActionsConfig
     states_width = 2
 
-    def __init__(self, config: AttnLFAConfig, catalogue: ActionsCatalogue) -> None:
+    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
         self.transformer = self.build_blocks(strict=False)
         self.norm = nn.LayerNorm(config.width)
@@ -135,11 +125,6 @@ class AttnMVP(FusionModel):
         return torch.cat([x, self.pool(x, actions, layout)], 2)
 
 
-@dataclass
-class AttnDHNConfig(ActionsConfig):
-    """Options of AttnDHN."""
-
-
 class AttnDHN(FusionModel):
     """Attention-based dual-helix network (Sec. 5 and Fig. 8 of AttnMVP, exploratory).
 
@@ -154,10 +139,10 @@ class AttnDHN(FusionModel):
     """
 
     name = "attn_dhn"
-    config_class = AttnDHNConfig
+    config_class = ActionsConfig
     states_width = 2
 
-    def __init__(self, config: AttnDHNConfig, catalogue: ActionsCatalogue) -> None:
+    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
         self.item_blocks = self.build_blocks(strict=True)
         self.action_blocks = self.build_blocks(strict=False)
@@ -178,11 +163,6 @@ class AttnDHN(FusionModel):
         return torch.cat([x, self.pool(x, self.action_norm(a), layout)], 2)
 
 
-@dataclass
-class LACConfig(ActionsConfig):
-    """Options of LAC."""
-
-
 class LAC(FusionModel):
     """Lagged action conditioning (Wei et al., 2025), a baseline of AttnMVP.
 
@@ -193,9 +173,9 @@ class LAC(FusionModel):
     """
 
     name = "lac"
-    config_class = LACConfig
+    config_class = ActionsConfig
 
-    def __init__(self, config: LACConfig, catalogue: ActionsCatalogue) -> None:
+    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
         self.first = nn.Parameter(0.02 * torch.randn(config.width))
         self.transformer = self.build_blocks(strict=False)
@@ -214,11 +194,6 @@ class LAC(FusionModel):
         return self.norm(x)
 
 
-@dataclass
-class GenRankConfig(ActionsConfig):
-    """Options of GenRank-style early fusion."""
-
-
 class GenRank(FusionModel):
     """GenRank-style early fusion (Huang et al., 2025), a baseline of AttnMVP.
 
@@ -228,11 +203,11 @@ class GenRank(FusionModel):
     """
 
     name = "genrank"
-    config_class = GenRankConfig
+    config_class = ActionsConfig
     example_unit = "split_sequence"
     history_targets = False
 
-    def __init__(self, config: GenRankConfig, catalogue: ActionsCatalogue) -> None:
+    def __init__(self, config: ActionsConfig, catalogue: ActionsCatalogue) -> None:
         super().__init__(config, catalogue)
         self.mask_action = nn.Parameter(0.02 * torch.randn(config.width))
         self.transformer = self.build_blocks(strict=False)

@@ -88,11 +88,6 @@ class AtSpeedConfig(StudentConfig):
 
 
 @dataclass
-class AtSpeedSConfig(AtSpeedConfig):
-    """Options of AtSpeed-S: strict verification, with the teacher's results."""
-
-
-@dataclass
 class AtSpeedRConfig(AtSpeedConfig):
     """Options of AtSpeed-R: relaxed verification, with sampled beams."""
 
@@ -364,7 +359,7 @@ class AtSpeedS(AtSpeed):
     """AtSpeed with strict verification, which recommends the teacher's items."""
 
     name = "atspeed_s"
-    config_class = AtSpeedSConfig
+    config_class = AtSpeedConfig
 
 
 class AtSpeedR(AtSpeed):

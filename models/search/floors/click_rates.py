@@ -52,16 +52,6 @@ class FloorConfig(NamedConfig):
 
 
 @dataclass
-class PairCtrConfig(FloorConfig):
-    """Pair CTR: ranks results by their click rate after the same query."""
-
-
-@dataclass
-class ItemCtrConfig(FloorConfig):
-    """Item CTR: ranks results by their click rate after any query."""
-
-
-@dataclass
 class ShownOrderConfig(FloorConfig):
     """Shown order: ranks results as the log showed them. Never served."""
 
@@ -114,7 +104,7 @@ class PairCtr(ClickRate):
     """Log-odds of the click rate of the pair of query and item."""
 
     name = "pair_ctr"
-    config_class = PairCtrConfig
+    config_class = FloorConfig
     by = "pair"
 
 
@@ -122,7 +112,7 @@ class ItemCtr(ClickRate):
     """Log-odds of the click rate of the item after any query."""
 
     name = "item_ctr"
-    config_class = ItemCtrConfig
+    config_class = FloorConfig
     by = "item"
 
 

@@ -26,16 +26,16 @@ SMALL = {
     "dropout": 0.0,
 }
 VARIANTS = {
-    "interleaved": (fusions.Interleaved, fusions.InterleavedConfig),
-    "attn_lfa": (fusions.AttnLFA, fusions.AttnLFAConfig),
+    "interleaved": (fusions.Interleaved, fusions.ActionsConfig),
+    "attn_lfa": (fusions.AttnLFA, fusions.ActionsConfig),
     "attn_mvp": (fusions.AttnMVP, fusions.AttnMVPConfig),
     "attn_mvp_no_lfa": (
         fusions.AttnMVP,
         partial(fusions.AttnMVPConfig, late_fusion=False),
     ),
-    "attn_dhn": (fusions.AttnDHN, fusions.AttnDHNConfig),
-    "lac": (fusions.LAC, fusions.LACConfig),
-    "genrank": (fusions.GenRank, fusions.GenRankConfig),
+    "attn_dhn": (fusions.AttnDHN, fusions.ActionsConfig),
+    "lac": (fusions.LAC, fusions.ActionsConfig),
+    "genrank": (fusions.GenRank, fusions.ActionsConfig),
 }
 
 
