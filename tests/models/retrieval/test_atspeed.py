@@ -250,6 +250,8 @@ def test_noise_is_uniform_and_independent_between_its_uses() -> None:
     assert values.mean().item() == pytest.approx(0.5, abs=0.005)
     assert values.var().item() == pytest.approx(1 / 12, abs=0.002)
     assert len(values.flatten().unique()) == 100_000
-    by_use: list[Tensor] = [noise.uniform(columns, use).flatten() for use in noise.USES]
+    by_use: list[Tensor] = [
+        noise.uniform(columns, use).flatten() for use in noise.SALTS
+    ]
     correlations = torch.corrcoef(torch.stack(by_use))
     assert (correlations - torch.eye(len(by_use))).abs().max() < 0.02

@@ -423,7 +423,7 @@ def change_info(**info: Any) -> Callable[[Path], None]:
 # The damage, by words of the message about it.
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "bytes, its manifest says": truncate_part,
-    "its SHA-256 is": flip_byte,
+    "does not match its name": flip_byte,
     "missing": lambda folder: find_part(folder).unlink(),
     "no known split: {'kind': 'temporal'}": change_info(split={"kind": "temporal"}),
     "no known split": change_info(
