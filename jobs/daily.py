@@ -60,7 +60,7 @@ class Config:
     register: str | None = None
     """Name in MLflow's model registry under which accepted models are registered; by
     default they are not registered."""
-    register_below_floor: bool = False
+    register_below_baseline: bool = False
     """Also register an accepted model whose metric is below that of the best model
     without training."""
 
@@ -270,9 +270,9 @@ class Day:
             result = self.evaluate(trained.checkpoint)
             after = defined_metrics(result)
             self.save(day, checkpoint=trained.checkpoint, after=after)
-        if "floors" not in day:
-            floors = self.compare_with_floors(trained.checkpoint, result)
-            self.save(day, floors=floors)
+        if "baselines" not in day:
+            baselines = self.compare_with_baselines(trained.checkpoint, result)
+            self.save(day, baselines=baselines)
         self.judge(day, trained.run)
 
     def explain_idle(self, name: str) -> None:
@@ -292,7 +292,7 @@ class Day:
         for line in describe_unread(source, self.config.prepare["input"]):
             print(line)
 
-    def compare_with_floors(
+    def compare_with_baselines(
         self, folder: str, result: Result | None
     ) -> list[dict[str, Any]]:
         """Compare a checkpoint on the day with the models that need no training.
@@ -310,28 +310,28 @@ class Day:
         """
         from models import registry
         from models.storage import checkpoint
-        from pipelines.comparison.floors import judge_result
+        from pipelines.comparison.baselines import judge_result
         from pipelines.comparison.rows import REPEATS
-        from pipelines.evaluation.floors import measure_floors
+        from pipelines.evaluation.baselines import measure_baselines
 
         metadata = checkpoint.read(folder)
         model_class = registry.find(metadata.name)
-        if model_class.is_floor:
+        if model_class.is_baseline:
             return []
         rankings: list[dict[str, Any]] = [{}]
         if model_class.ranks == "catalogue":
             rankings.append({"unseen": True})
-        all_floors = measure_floors(
+        all_baselines = measure_baselines(
             metadata.name, Inputs(self.tables), "test", rankings
         )
         verdicts = []
-        for options, floors in zip(rankings, all_floors, strict=True):
-            if not floors:
+        for options, baselines in zip(rankings, all_baselines, strict=True):
+            if not baselines:
                 continue
             evaluated = result
             if options or evaluated is None:
                 evaluated = self.evaluate(folder, **options)
-            verdicts.append(judge_result(evaluated, floors, metadata.fit["metric"]))
+            verdicts.append(judge_result(evaluated, baselines, metadata.fit["metric"]))
         if verdicts and verdicts[0]["repeats"] < REPEATS:
             verdicts.reverse()
         return verdicts
@@ -446,7 +446,7 @@ class Day:
             max_drop: Metrics that are compared, which are printed first.
         """
         from models import registry
-        from pipelines.comparison.floors import describe_verdict
+        from pipelines.comparison.baselines import describe_verdict
 
         before, after = day.get("before", {}), day["after"]
         running = day.get("running", "no running model")
@@ -455,7 +455,7 @@ class Day:
             if name in after:
                 old_value = f"{before[name]:.4f} to " if name in before else ""
                 print(f"  {name:<12}  {old_value}{after[name]:.4f}")
-        for verdict in day.get("floors", []):
+        for verdict in day.get("baselines", []):
             print(f"  {describe_verdict(verdict)}")
 
     def register(self, day: dict[str, Any], run: tracking.RunRef, metric: str) -> None:
@@ -466,18 +466,18 @@ class Day:
             run: MLflow run of the day's training.
             metric: Metric that describes the version in the registry.
         """
-        from pipelines.comparison.floors import BELOW
+        from pipelines.comparison.baselines import BELOW
         from pipelines.serving.registered_model import register
 
         if not self.config.register:
             return
-        verdicts = day.get("floors", [])
+        verdicts = day.get("baselines", [])
         is_below = bool(verdicts) and verdicts[0]["verdict"] == BELOW
-        if is_below and not self.config.register_below_floor:
+        if is_below and not self.config.register_below_baseline:
             print(
-                f"not registered: the model is below {verdicts[0]['floor']}, a model "
-                f"without training; register_below_floor: true registers such models "
-                f"from the next day on"
+                f"not registered: the model is below {verdicts[0]['baseline']}; "
+                f"register_below_baseline: true registers such models from the next "
+                f"day on"
             )
             return
         version = register(run, self.config.register, metric)

@@ -288,7 +288,7 @@ def describe_result(result: Result, metadata: Checkpoint, inputs: Inputs) -> lis
     lines += model_class.format_metrics(result.metrics)
     lines += describe_first_time_items(result.metrics)
     chance_level = describe_chance_level(result.metrics)
-    if chance_level and not model_class.is_floor:
+    if chance_level and not model_class.is_baseline:
         lines.append(f"warning: no better than without a model ({chance_level})")
     if model_class.ranks == "catalogue":
         skipped = f"{pluralize(result.skipped, 'request')} without history left out"

@@ -1,12 +1,12 @@
 """Run all commands on a log within minutes, from tables to a comparison of models.
 
-    python -m jobs.quickstart                   # next items: floors, SASRec, SID-MLP
-    python -m jobs.quickstart --family search   # searches: floors, Base and QGS
-    python -m jobs.quickstart --family actions  # a feed: floors, AttnLFA, AttnMVP
+    python -m jobs.quickstart                   # next items: baselines, SASRec, SID-MLP
+    python -m jobs.quickstart --family search   # searches: baselines, Base and QGS
+    python -m jobs.quickstart --family actions  # a feed: baselines, AttnLFA, AttnMVP
     python -m jobs.quickstart --data FOLDER     # a real log
     python -m jobs.quickstart --seed 43         # another seed, added to the comparison
 
-Floors are models without training. `jobs/configs/quickstart.yaml` has the models.
+Baselines are models without training. `jobs/configs/quickstart.yaml` has the models.
 Without `--data` the log is simulated, and the results are labelled as simulated. The
 source file of a real log is `--source`, or `FOLDER_FAMILY.yaml` or `FOLDER.yaml` in
 `jobs/configs/sources`, or a guess from the log (`jobs.prepare --suggest`), which is

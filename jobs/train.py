@@ -28,39 +28,39 @@ Config = TrainConfig
 
 
 def describe_no_gain(
-    metrics: Mapping[str, float], metric: str, floor: tuple[str, float] | None = None
+    metrics: Mapping[str, float], metric: str, baseline: tuple[str, float] | None = None
 ) -> str:
     """Return a warning if the best epoch is no better than a model without training.
 
     Args:
         metrics: Validation metrics of the best epoch.
         metric: Metric of the training (`fit.metric`).
-        floor: Name of the best model without training, and its value of `metric`. With
-            None, only chance level is compared, which `metrics` imply.
+        baseline: Name of the best baseline, and its value of `metric`. With None, only
+            chance level is compared, which `metrics` imply.
     """
     from models.metrics.ranking_metrics import describe_chance_level
 
     comparison = describe_chance_level(metrics)
     value = metrics.get(metric, math.nan)
-    if floor and value < floor[1]:
-        comparison = f"{metric} {value:.4f}, {floor[0]} {floor[1]:.4f}"
+    if baseline and value < baseline[1]:
+        comparison = f"{metric} {value:.4f}, {baseline[0]} {baseline[1]:.4f}"
     if not comparison:
         return ""
     return f"warning: no better than without training ({comparison})\n"
 
 
-def describe_floor(config: TrainConfig, result: TrainingResult) -> str:
+def describe_baseline(config: TrainConfig, result: TrainingResult) -> str:
     """Return a warning if a training is no better than models without training."""
     from models import registry
-    from pipelines.comparison.floors import best_trained_floor
+    from pipelines.comparison.baselines import best_trained_baseline
 
     model_class = registry.find(result.best.name)
-    if model_class.is_floor or model_class.is_diagnostic:
+    if model_class.is_baseline or model_class.is_diagnostic:
         return ""
     metric = config.fit.metric
-    names = registry.find_floors(model_class.family)
-    floor = best_trained_floor(result.run, metric) if names else None
-    return describe_no_gain(result.best.metrics, metric, floor)
+    names = registry.find_baselines(model_class.family)
+    baseline = best_trained_baseline(result.run, metric) if names else None
+    return describe_no_gain(result.best.metrics, metric, baseline)
 
 
 def print_result(config: TrainConfig, result: TrainingResult) -> None:
@@ -80,7 +80,7 @@ def print_result(config: TrainConfig, result: TrainingResult) -> None:
             f"Trained {best.name} for {pluralize(result.epochs, 'epoch')} in "
             f"{result.seconds:.0f} s."
         )
-        print(describe_floor(config, result), end="")
+        print(describe_baseline(config, result), end="")
         if best.epoch == config.fit.max_epochs > config.fit.eval_every_epochs:
             print("note: the best epoch is the last (--fit.max_epochs)")
     model_class = registry.find(best.name)

@@ -74,7 +74,7 @@ class Model(nn.Module):
     """Whether students can be distilled from the model, because it has a backbone and a
     decoder."""
 
-    is_floor: ClassVar[bool] = False
+    is_baseline: ClassVar[bool] = False
     """Whether the model is a simple baseline that trained models should outperform."""
     is_diagnostic: ClassVar[bool] = False
     """Whether the model reads values that are known only after results were shown. It

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from models.retrieval.tokenizers.tokenizer import Tokenizer
 
 MODELS = {
-    "popularity": "models.retrieval.floors.popularity:Popularity",
-    "own_items": "models.retrieval.floors.own_items:OwnItems",
-    "item_knn": "models.retrieval.floors.item_knn:ItemKNN",
-    "ease": "models.retrieval.floors.ease:EASE",
+    "popularity": "models.retrieval.baselines.popularity:Popularity",
+    "own_items": "models.retrieval.baselines.own_items:OwnItems",
+    "item_knn": "models.retrieval.baselines.item_knn:ItemKNN",
+    "ease": "models.retrieval.baselines.ease:EASE",
     "sasrec": "models.retrieval.sasrec:SASRec",
     "tiger": "models.retrieval.tiger:Tiger",
     "lc_rec": "models.retrieval.language.lc_rec:LcRec",
@@ -39,17 +39,17 @@ MODELS = {
     "atspeed_r": "models.retrieval.students.atspeed:AtSpeedR",
     "sid_mlp_pp_encoder": "models.retrieval.students.sid_mlp_pp:SidMlpPpEncoder",
     "sid_mlp_pp": "models.retrieval.students.sid_mlp_pp:SidMlpPp",
-    "pair_ctr": "models.search.floors.click_rates:PairCtr",
-    "item_ctr": "models.search.floors.click_rates:ItemCtr",
-    "best_number": "models.search.floors.best_number:BestNumber",
-    "shown_order": "models.search.floors.click_rates:ShownOrder",
-    "boosted": "models.search.floors.boosted:Boosted",
+    "pair_ctr": "models.search.baselines.click_rates:PairCtr",
+    "item_ctr": "models.search.baselines.click_rates:ItemCtr",
+    "best_number": "models.search.baselines.best_number:BestNumber",
+    "shown_order": "models.search.baselines.click_rates:ShownOrder",
+    "boosted": "models.search.baselines.boosted:Boosted",
     "base": "models.search.ranker:Base",
     "hstu": "models.search.qgs:HSTU",
     "hllm": "models.search.hllm:HLLM",
     "qgs": "models.search.qgs:QGS",
-    "base_rate": "models.actions.floors:BaseRate",
-    "item_rate": "models.actions.floors:ItemRate",
+    "base_rate": "models.actions.baselines:BaseRate",
+    "item_rate": "models.actions.baselines:ItemRate",
     "boosted_actions": "models.actions.boosted:BoostedActions",
     "interleaved": "models.actions.fusions:Interleaved",
     "attn_lfa": "models.actions.fusions:AttnLFA",
@@ -58,7 +58,7 @@ MODELS = {
     "lac": "models.actions.fusions:LAC",
     "genrank": "models.actions.fusions:GenRank",
 }
-"""Module and class of each model. Within a family, floors are listed first, from the
+"""Module and class of each model. Within a family, baselines are listed first, from the
 cheapest on."""
 
 TOKENIZERS = {
@@ -120,7 +120,7 @@ class ConfigClasses(Mapping[str, type]):
         return len(self.entries)
 
 
-def find_floors(family: str) -> list[str]:
+def find_baselines(family: str) -> list[str]:
     """Return the names of a family's baselines, and of the shown order.
 
     Baselines are models without training that trained models should outperform.
@@ -128,7 +128,7 @@ def find_floors(family: str) -> list[str]:
     names = []
     for name in MODELS:
         model_class = find(name)
-        is_baseline = model_class.is_floor or model_class.is_diagnostic
+        is_baseline = model_class.is_baseline or model_class.is_diagnostic
         if is_baseline and model_class.family == family:
             names.append(name)
     return names

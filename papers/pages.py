@@ -247,7 +247,7 @@ def compare_rows(rows: Sequence[Row], metric: str) -> Iterator[Line]:
 
     def is_baseline(row: Row) -> bool:
         model = row[0]["model"]
-        return model in registry.MODELS and registry.find(model).is_floor
+        return model in registry.MODELS and registry.find(model).is_baseline
 
     tested = [row for row in rows if read_users(row[0])]
     if not tested:

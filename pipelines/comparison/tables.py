@@ -15,7 +15,7 @@ from scipy.stats import t as student_t
 
 from models import registry
 from models.config import pluralize
-from pipelines.comparison.floors import floor_tables
+from pipelines.comparison.baselines import baseline_tables
 from pipelines.comparison.over_users import over_users_tables
 from pipelines.comparison.rows import Comparison, Row, ratio
 from pipelines.comparison.table import Table, percent
@@ -48,7 +48,7 @@ TASK_ENTROPY = re.compile(r"test/(?!mean/|with_position/)\w+/normalised_entropy"
 def tables(comparison: Comparison) -> list[Table]:
     """Return all tables of a comparison that are not empty, with verdicts first."""
     return [
-        *floor_tables(comparison),
+        *baseline_tables(comparison),
         runs_table(comparison),
         *compare_with_best(comparison),
         *over_users_tables(comparison),

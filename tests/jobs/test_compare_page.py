@@ -190,18 +190,18 @@ def test_the_first_plot_shows_the_validation_of_all_models(
             {"name": name, "dim": value},
             {"best/ndcg@10": value},
         )
-    floor = tracking.Logger(
+    baseline = tracking.Logger(
         tracking.open_run(
             uri,
             "retrieval/x",
-            "floor",
+            "baseline",
             str(tmp_path),
             config={"model": {"name": "popularity"}},
             hashes={},
         )
     )
-    floor.log({"val/ndcg@10": 0.03, "best/ndcg@10": 0.03}, 1)
-    floor.end()
+    baseline.log({"val/ndcg@10": 0.03, "best/ndcg@10": 0.03}, 1)
+    baseline.end()
 
     comparison = compare(select(uri, ["retrieval/x"]))
 
@@ -214,7 +214,7 @@ def test_the_first_plot_shows_the_validation_of_all_models(
     assert lines == {
         "tiger-0.07 0.0700": pytest.approx([0.07 * step / 3 for step in (1, 2, 3)]),
         "sasrec-0.05 0.0500": pytest.approx([0.05 * step / 3 for step in (1, 2, 3)]),
-        "floor 0.0300": pytest.approx([0.03, 0.03]),
+        "baseline 0.0300": pytest.approx([0.03, 0.03]),
     }
 
 

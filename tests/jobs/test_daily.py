@@ -25,7 +25,7 @@ from jobs.daily import Config, lowest_accepted, run
 from models.storage import checkpoint
 from models.storage.tables import UserError, read_manifest
 from pipelines import tracking
-from pipelines.comparison.floors import BELOW
+from pipelines.comparison.baselines import BELOW
 from pipelines.data.simulation import Settings, draw_interactions, write_log
 from pipelines.serving.registered_model import find_versions
 
@@ -65,7 +65,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "continue_training": {"fit": {"replay_fraction": 0.2, "max_epochs": 1}},
         "max_drop": {"recall@10": 1.0},
         "register": "simulated",
-        "register_below_floor": True,
+        "register_below_baseline": True,
     }
     (folder / "daily.yaml").write_text(yaml.safe_dump(content | changes))
     return folder / "daily.yaml"
@@ -266,7 +266,7 @@ def test_a_model_below_the_untrained_baselines_is_not_registered(
         train=untrained,
         tokenize={},
         prepare=prepare,
-        register_below_floor=False,
+        register_below_baseline=False,
     )
     (tmp_path / "raw").symlink_to(tmp_path / "all")
 
@@ -278,7 +278,7 @@ def test_a_model_below_the_untrained_baselines_is_not_registered(
     assert "not registered: the model is below" in output
     (day,) = read_days(tmp_path)
     assert day["accepted"]
-    assert [verdict["verdict"] for verdict in day["floors"]] == [BELOW, BELOW]
+    assert [verdict["verdict"] for verdict in day["baselines"]] == [BELOW, BELOW]
     client = tracking.connect(f"sqlite:///{tmp_path}/out/runs/mlflow.db")
     assert not find_versions(client, "simulated")
 

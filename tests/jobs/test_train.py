@@ -47,7 +47,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize(
-    ("metrics", "floor", "message"),
+    ("metrics", "baseline", "message"),
     [
         (
             {"ndcg@10": 0.1},
@@ -68,9 +68,9 @@ CONFIG = {
     ],
 )
 def test_a_note_reports_a_model_no_better_than_without_training(
-    metrics: dict[str, float], floor: tuple[str, float] | None, message: str
+    metrics: dict[str, float], baseline: tuple[str, float] | None, message: str
 ) -> None:
-    assert message in describe_no_gain(metrics, "ndcg@10", floor)
+    assert message in describe_no_gain(metrics, "ndcg@10", baseline)
 
 
 @pytest.mark.parametrize(

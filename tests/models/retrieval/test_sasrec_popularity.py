@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from models.retrieval.baselines.popularity import Popularity, PopularityConfig
 from models.retrieval.data import Catalogue, RequestBatch, RetrievalDataset
-from models.retrieval.floors.popularity import Popularity, PopularityConfig
 from models.retrieval.sasrec import SASRec, SASRecConfig
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.small_retrieval import make_windows

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from models.build import parse_options
+from models.retrieval.baselines import item_knn
 from models.retrieval.data import (
     Catalogue,
     HistoryBatch,
     InteractionBatch,
     RetrievalDataset,
 )
-from models.retrieval.floors import item_knn
 from models.storage import checkpoint
 from models.storage.checkpoint import Checkpoint
 from models.warm_start import load_extended_weights

@@ -16,13 +16,13 @@ from sklearn.metrics import roc_auc_score
 
 from models.custom_features import Category, CustomFeatures, Number
 from models.metrics.ranking_metrics import request_auc
-from models.search.catalogue import SearchCatalogue, SearchText
-from models.search.data import SearchBatch
-from models.search.floors.boosted import (
+from models.search.baselines.boosted import (
     Boosted,
     BoostedConfig,
     select_ranked,
 )
+from models.search.catalogue import SearchCatalogue, SearchText
+from models.search.data import SearchBatch
 from models.storage import checkpoint
 from models.warm_start import load_extended_weights
 from tests.fixtures.batches import fill_batch
@@ -229,7 +229,7 @@ def test_scores_are_those_of_the_lightgbm_with_the_higher_gauc(objective: str) -
 def test_lambdarank_learns_from_short_parts_of_lists_with_a_positive(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("models.search.floors.boosted.MAX_LIST", 2)
+    monkeypatch.setattr("models.search.baselines.boosted.MAX_LIST", 2)
     grade, sizes = np.array([0, 2, 1, 0, 0, 1]), np.array([3, 2, 1])
 
     used, used_sizes = select_ranked(grade, sizes)

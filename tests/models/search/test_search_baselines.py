@@ -12,16 +12,16 @@ import torch
 
 from models.custom_features import Category, CustomFeatures, Number
 from models.metrics.ranking_metrics import request_auc
-from models.search.catalogue import SearchCatalogue, SearchText
-from models.search.data import SearchBatch, SearchDataset
-from models.search.floors.best_number import BestNumber, BestNumberConfig
-from models.search.floors.click_rates import (
-    FloorConfig,
+from models.search.baselines.best_number import BestNumber, BestNumberConfig
+from models.search.baselines.click_rates import (
+    BaselineConfig,
     ItemCtr,
     PairCtr,
     ShownOrder,
     ShownOrderConfig,
 )
+from models.search.catalogue import SearchCatalogue, SearchText
+from models.search.data import SearchBatch, SearchDataset
 from models.storage.inputs import Inputs
 from models.storage.tables import join
 from models.training.fit import FitConfig
@@ -46,8 +46,8 @@ def build_catalogue(features: tuple[str, ...] = RATES) -> SearchCatalogue:
 @pytest.mark.parametrize(
     ("model", "column"),
     [
-        (lambda: PairCtr(FloorConfig(), build_catalogue()), 3),
-        (lambda: ItemCtr(FloorConfig(), build_catalogue()), 1),
+        (lambda: PairCtr(BaselineConfig(), build_catalogue()), 3),
+        (lambda: ItemCtr(BaselineConfig(), build_catalogue()), 1),
     ],
 )
 def test_a_click_rate_is_the_column_of_the_longest_window(
@@ -64,7 +64,7 @@ def test_a_click_rate_is_the_column_of_the_longest_window(
 def test_all_results_tie_in_tables_without_click_rates() -> None:
     catalogue = build_catalogue(("pair_ctr_7d",))
 
-    model = ItemCtr(FloorConfig(), catalogue)
+    model = ItemCtr(BaselineConfig(), catalogue)
 
     batch = fill_batch(SearchBatch, {}, features=torch.rand(4, 1))
     assert model.score(batch).tolist() == [[0.0]] * 4

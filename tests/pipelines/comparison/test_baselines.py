@@ -12,23 +12,23 @@ import torch
 from models import registry
 from models.metrics.per_user_metrics import PerUserValues
 from pipelines import tracking
-from pipelines.comparison.floors import (
+from pipelines.comparison.baselines import (
     BELOW,
     CLEARS,
     UNDECIDED,
     VERDICTS,
-    best_trained_floor,
+    baseline_tables,
+    best_trained_baseline,
     compare_per_user,
     describe_verdict,
     explain_ranking,
-    floor_tables,
     judge_result,
 )
 from pipelines.comparison.load import compare
 from pipelines.comparison.over_users import Interval, judge_difference
 from pipelines.comparison.rows import ALL_ITEMS, KNOWN_LEFT_OUT, Row, Run
 from pipelines.comparison.runs import select
-from pipelines.evaluation.floors import Floor
+from pipelines.evaluation.baselines import Baseline
 from tests.fixtures.comparison_rows import (
     evaluate_run,
     to_result,
@@ -109,7 +109,7 @@ def log_run(
 
 
 @pytest.mark.long
-def test_each_ranking_is_compared_with_its_best_floor(
+def test_each_ranking_is_compared_with_its_best_baseline(
     new_store: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The older of two runs with the same seed does not count."""
@@ -128,7 +128,7 @@ def test_each_ranking_is_compared_with_its_best_floor(
         log_run(uri, tmp_path, name, evaluations, hashes)
 
     comparison = compare(select(uri, ["retrieval/x"]))
-    (table,) = floor_tables(comparison)
+    (table,) = baseline_tables(comparison)
 
     assert [line[:3] + line[-1:] for line in table.cells] == [
         ["sasrec", ALL_ITEMS, "price, ascending", BELOW],
@@ -143,52 +143,52 @@ def test_each_ranking_is_compared_with_its_best_floor(
     assert [row.ranking for row in comparison.rows[:3]] == [ALL_ITEMS] * 3
 
     monkeypatch.setattr("pipelines.comparison.over_users.MIN_USERS", NUM_USERS + 1)
-    (table,) = floor_tables(comparison)
+    (table,) = baseline_tables(comparison)
     assert [line[-1] for line in table.cells] == ["-"] * 4
 
 
 @pytest.mark.long
-def test_a_training_is_compared_with_floors_on_the_same_tables(
+def test_a_training_is_compared_with_baselines_on_the_same_tables(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
     uri = new_store(tmp_path)
     hashes, other_hashes = {"sequences": "a"}, {"sequences": "b"}
     run = log_run(uri, tmp_path, "sasrec", [], hashes, 0.9)
-    assert best_trained_floor(run, "ndcg@10") is None
+    assert best_trained_baseline(run, "ndcg@10") is None
     log_run(uri, tmp_path, "popularity", [], hashes, 0.1)
     log_run(uri, tmp_path, "ease", [], hashes, 0.2)
     log_run(uri, tmp_path, "own_items", [], other_hashes, 0.3)
-    assert best_trained_floor(run, "ndcg@10") == ("ease", 0.2)
+    assert best_trained_baseline(run, "ndcg@10") == ("ease", 0.2)
 
 
 def test_baselines_of_rankers_are_rates_and_numbers() -> None:
     baselines = ["pair_ctr", "item_ctr", "best_number", "shown_order"]
-    assert registry.find_floors("search") == baselines
-    assert registry.find_floors("actions") == ["base_rate", "item_rate"]
+    assert registry.find_baselines("search") == baselines
+    assert registry.find_baselines("actions") == ["base_rate", "item_rate"]
 
 
 def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:
-    """Otherwise jobs.daily would register models that are below the floor."""
+    """Otherwise jobs.daily would register models that are below the baseline."""
     low, high = pack_values([0.1, 0.2] * 50), pack_values([0.4, 0.6] * 50)
     result = to_result({"ndcg@10": 0.15}, {"ndcg@10": low}, examples=100)
-    floors = [Floor("ease", {"ndcg@10": 0.5}, {"ndcg@10": high})]
-    assert judge_result(result, floors, "ndcg@10")["verdict"] == BELOW
+    baselines = [Baseline("ease", {"ndcg@10": 0.5}, {"ndcg@10": high})]
+    assert judge_result(result, baselines, "ndcg@10")["verdict"] == BELOW
 
 
-def test_a_search_model_is_judged_by_its_floor_on_the_same_users() -> None:
+def test_a_search_model_is_judged_by_its_baseline_on_the_same_users() -> None:
     users = torch.arange(NUM_USERS)
     values = PerUserValues.from_batch(users, torch.full((NUM_USERS,), 0.8), 1)
-    floor_values = PerUserValues.from_batch(
+    baseline_values = PerUserValues.from_batch(
         users, torch.linspace(0.5, 0.7, NUM_USERS), 1
     )
     result = to_result({"gauc": 0.8}, {"gauc": values.to_text()}, examples=NUM_USERS)
     shown_values = PerUserValues.from_batch(users, torch.full((NUM_USERS,), 0.9), 1)
-    floors = [
-        Floor("pair_ctr", {"gauc": 0.6}, {"gauc": floor_values.to_text()}),
-        Floor("shown_order", {"gauc": 0.9}, {"gauc": shown_values.to_text()}, True),
+    baselines = [
+        Baseline("pair_ctr", {"gauc": 0.6}, {"gauc": baseline_values.to_text()}),
+        Baseline("shown_order", {"gauc": 0.9}, {"gauc": shown_values.to_text()}, True),
     ]
 
-    verdict = judge_result(result, floors, "gauc")
+    verdict = judge_result(result, baselines, "gauc")
 
     line, shown = describe_verdict(verdict).splitlines()
     assert line.startswith("candidates: gauc 0.8000, best baseline (pair_ctr) 0.6000")

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from models.config import NamedConfig, check_least
-from models.retrieval.data import HistoryBatch
-from models.retrieval.floors.interactions import (
+from models.retrieval.baselines.interactions import (
     history_counts,
     popular_below_zero,
     real_items,
 )
-from models.retrieval.floors.popularity import Popularity
+from models.retrieval.baselines.popularity import Popularity
+from models.retrieval.data import HistoryBatch
 from models.retrieval.recommend import best_allowed, recommender
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.actions.floors import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
+from models.actions.baselines import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
 from models.storage.inputs import Inputs
 from models.storage.tables import join, read_table
 from models.training.fit import FitConfig

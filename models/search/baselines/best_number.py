@@ -21,22 +21,22 @@ from torch.nn import functional
 
 from models.custom_features import NUMBER
 from models.metrics.ranking_metrics import request_auc
+from models.search.baselines.click_rates import BaselineConfig, SearchBaseline
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
-from models.search.floors.click_rates import FloorConfig, SearchFloor
 
 
 @dataclass
-class BestNumberConfig(FloorConfig):
+class BestNumberConfig(BaselineConfig):
     """Best number: ranks results by the number that is best in training."""
 
 
-class BestNumber(SearchFloor):
+class BestNumber(SearchBaseline):
     """A score that rises or falls with one number, between -1 and 1."""
 
     name = "best_number"
     config_class = BestNumberConfig
-    is_floor = True
+    is_baseline = True
     column: Tensor
     """() int64 column of the features by which results are ranked."""
     largest: Tensor

@@ -1,4 +1,4 @@
-"""Search floors, which need no gradient training: click rates and the shown order.
+"""Search baselines, which need no gradient training: click rates and the shown order.
 
     python -m jobs.train --config jobs/configs/search/pair_ctr.yaml --tables TABLES
         --storage runs --name pair_ctr
@@ -39,11 +39,11 @@ from models.search.model import SearchModel
 
 
 @dataclass
-class FloorConfig(NamedConfig):
+class BaselineConfig(NamedConfig):
     """Options that datasets and requests of all search models need."""
 
     max_history: int = 1
-    """Behaviours read per request; floors ignore them."""
+    """Behaviours read per request; baselines ignore them."""
 
     window_overlap: ClassVar[float] = 1.0
     batch_unit: ClassVar[str] = "requests"
@@ -52,11 +52,11 @@ class FloorConfig(NamedConfig):
 
 
 @dataclass
-class ShownOrderConfig(FloorConfig):
+class ShownOrderConfig(BaselineConfig):
     """Shown order: ranks results as the log showed them. Never served."""
 
 
-class SearchFloor(SearchModel):
+class SearchBaseline(SearchModel):
     """A search model of the first label, the click, that reads no history."""
 
     example_unit = "request"
@@ -64,21 +64,21 @@ class SearchFloor(SearchModel):
     trains_by_gradient = False
     reads_first_label = True
 
-    def __init__(self, config: FloorConfig, catalogue: SearchCatalogue) -> None:
+    def __init__(self, config: BaselineConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
         self.labels, self.masks = catalogue.labels[:1], [None]
         # a served request's missing features are filled with its means
         self.scale = Standardised(catalogue.feature_mean, catalogue.feature_std)
 
 
-class ClickRate(SearchFloor):
+class ClickRate(SearchBaseline):
     """Log-odds of the smoothed click rate in the longest window of the tables."""
 
-    is_floor = True
+    is_baseline = True
     by: ClassVar[str]
     """Key of the click rates, `pair` or `item`."""
 
-    def __init__(self, config: FloorConfig, catalogue: SearchCatalogue) -> None:
+    def __init__(self, config: BaselineConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
         matches = [
             re.fullmatch(rf"{self.by}_ctr_([0-9.e+]+)d", name)
@@ -104,7 +104,7 @@ class PairCtr(ClickRate):
     """Log-odds of the click rate of the pair of query and item."""
 
     name = "pair_ctr"
-    config_class = FloorConfig
+    config_class = BaselineConfig
     by = "pair"
 
 
@@ -112,11 +112,11 @@ class ItemCtr(ClickRate):
     """Log-odds of the click rate of the item after any query."""
 
     name = "item_ctr"
-    config_class = FloorConfig
+    config_class = BaselineConfig
     by = "item"
 
 
-class ShownOrder(SearchFloor):
+class ShownOrder(SearchBaseline):
     """Log-odds that fall with the shown position p, counted from 0.
 
     logit = log-odds of the first position's click rate in training - log(1 + p)

@@ -1,9 +1,9 @@
 """Compare each trained model with the best model without training, on the same users.
 
-    floor_tables(compare(select(uri, ["retrieval/DATASET"])))
+    baseline_tables(compare(select(uri, ["retrieval/DATASET"])))
 
-A floor is a model whose class has `is_floor`. Each log and ranking has its own best
-floor, chosen on test, which favours the floor.
+A baseline is a model whose class has `is_baseline`. Each log and ranking has its own
+best baseline, chosen on test, which favours the baseline.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from pipelines.comparison.rows import (
 )
 from pipelines.comparison.runs import search_runs
 from pipelines.comparison.table import Table, percent
-from pipelines.evaluation.floors import Floor
+from pipelines.evaluation.baselines import Baseline
 from pipelines.evaluation.record import Result
 from pipelines.tracking import RANKS_BY_TAG, RunRef, connect, to_mlflow_name
 
 VERDICTS = CLEARS, BELOW, UNDECIDED = "clears it", "below it", "not told apart"
-"""Verdicts on a model and its floor."""
+"""Verdicts on a model and its baseline."""
 
 TIES = 0.5
 """GAUC of a shown order in which all results tie, as in a log without positions."""
@@ -55,15 +55,15 @@ VALIDATION_PARAMS = ("fit.eval_options.unseen", "fit.eval_examples")
 """Params that must be equal for the validations of two trainings to be comparable."""
 
 
-def is_floor(row: Row) -> bool:
-    """Return whether the row's model is a floor."""
-    return row.model in registry.MODELS and registry.find(row.model).is_floor
+def is_baseline(row: Row) -> bool:
+    """Return whether the row's model is a baseline."""
+    return row.model in registry.MODELS and registry.find(row.model).is_baseline
 
 
-def best_trained_floor(run: RunRef, metric: str) -> tuple[str, float] | None:
-    """Return the best floor of a training's experiment on validation.
+def best_trained_baseline(run: RunRef, metric: str) -> tuple[str, float] | None:
+    """Return the best baseline of a training's experiment on validation.
 
-    A floor counts if it was trained on the same tables, and validated on as many
+    A baseline counts if it was trained on the same tables, and validated on as many
     requests and with the same items left out.
 
     Args:
@@ -71,7 +71,7 @@ def best_trained_floor(run: RunRef, metric: str) -> tuple[str, float] | None:
         metric: Name of the metric, without its split.
 
     Returns:
-        The name of the floor and the value of its metric, or None without a floor.
+        The baseline's name and the value of its metric, or None without a baseline.
     """
     client = connect(run.uri)
     training = client.get_run(run.run_id)
@@ -79,7 +79,7 @@ def best_trained_floor(run: RunRef, metric: str) -> tuple[str, float] | None:
     values = {}
     for other in search_runs(client, [training.info.experiment_id]):
         name = other.data.params.get("model.name", "")
-        if name not in registry.MODELS or not registry.find(name).is_floor:
+        if name not in registry.MODELS or not registry.find(name).is_baseline:
             continue
         value = other.data.metrics.get(key, math.nan)
         if has_comparable_validation(other, training):
@@ -118,45 +118,47 @@ def explain_ranking(rows: Sequence[Row]) -> str:
     return f"{repeats}, so the ranking without known items comes first."
 
 
-def best_floors(groups: Sequence[Group]) -> dict[tuple[str, ...], Group]:
-    """Return the best floor of each log and ranking, by `Row.log`.
+def best_baselines(groups: Sequence[Group]) -> dict[tuple[str, ...], Group]:
+    """Return the best baseline of each log and ranking, by `Row.log`.
 
     Args:
         groups: Groups of rows, best first.
     """
     best: dict[tuple[str, ...], Group] = {}
     for group in groups:
-        if is_floor(group.row):
+        if is_baseline(group.row):
             best.setdefault(group.row.log, group)
     return best
 
 
 def compare_per_user(
-    model_metric: Mapping[str, str], floor_metric: Mapping[str, str]
+    model_metric: Mapping[str, str], baseline_metric: Mapping[str, str]
 ) -> tuple[Interval, int] | None:
     """Return the paired difference of two metrics per user and the number of users.
 
     Args:
         model_metric: Encoded metric per user of the model (see `decode_values`).
-        floor_metric: Encoded metric per user of the floor.
+        baseline_metric: Encoded metric per user of the baseline.
 
     Returns:
         The difference and the number of users, or None if the users differ.
     """
-    if model_metric["users"] != floor_metric["users"]:
+    if model_metric["users"] != baseline_metric["users"]:
         return None
     values, counts = decode_values(dict(model_metric))
-    floor_values, _ = decode_values(dict(floor_metric))
-    differences = (values - floor_values)[None]
+    baseline_values, _ = decode_values(dict(baseline_metric))
+    differences = (values - baseline_values)[None]
     return bootstrap_intervals(differences, counts)[0], len(counts)
 
 
-def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, Any]:
-    """Return the verdict on the result of an evaluation against the best floor.
+def judge_result(
+    result: Result, baselines: list[Baseline], metric: str
+) -> dict[str, Any]:
+    """Return the verdict on the result of an evaluation against the best baseline.
 
     Args:
         result: Result of the model's evaluation.
-        floors: Results of the floors on the same requests.
+        baselines: Results of the baselines on the same requests.
         metric: Name of the metric. If it is not measured per user, the first metric
             that is measured per user replaces it.
 
@@ -164,14 +166,14 @@ def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, 
         The verdict, which `describe_verdict` formats.
 
     Raises:
-        ValueError: If the floors were measured on other users.
+        ValueError: If the baselines were measured on other users.
     """
     if metric not in result.by_user:
         metric = next(iter(result.by_user))
     sign = -1 if lower_is_better(metric) else 1
     best = max(
-        (floor for floor in floors if not floor.is_shown_order),
-        key=lambda floor: sign * floor.metrics[metric],
+        (baseline for baseline in baselines if not baseline.is_shown_order),
+        key=lambda baseline: sign * baseline.metrics[metric],
     )
     comparison = compare_per_user(result.by_user[metric], best.by_user[metric])
     if comparison is None:
@@ -182,9 +184,9 @@ def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, 
     if "first/examples" not in result.metrics:
         ranking = CANDIDATES
     shown_order = ""
-    for floor in floors:
-        if floor.is_shown_order and floor.metrics[metric] != TIES:
-            shown = compare_per_user(result.by_user[metric], floor.by_user[metric])
+    for baseline in baselines:
+        if baseline.is_shown_order and baseline.metrics[metric] != TIES:
+            shown = compare_per_user(result.by_user[metric], baseline.by_user[metric])
             assert shown is not None, "the users are those of the best baseline"
             shown_order = f"{shown[0].mean:+.4f} (95% {shown[0]})"
     return {
@@ -193,8 +195,8 @@ def judge_result(result: Result, floors: list[Floor], metric: str) -> dict[str, 
         "repeats": 1 - first / result.examples,
         "metric": metric,
         "value": result.metrics[metric],
-        "floor": best.name,
-        "floor_value": best.metrics[metric],
+        "baseline": best.name,
+        "baseline_value": best.metrics[metric],
         "low": interval.low,
         "high": interval.high,
         "users": users,
@@ -214,35 +216,35 @@ def describe_verdict(verdict: dict[str, Any]) -> str:
         shown_order += SHOWN_ORDER_NOTE
     return (
         f"{verdict['ranking']}: {verdict['metric']} {verdict['value']:.4f}, best "
-        f"baseline ({verdict['floor']}) {verdict['floor_value']:.4f} "
+        f"baseline ({verdict['baseline']}) {verdict['baseline_value']:.4f} "
         f"(95% of the difference {verdict['low']:+.4f} to {verdict['high']:+.4f}, "
         f"{verdict['users']:,} users): {verdict['verdict']}{shown_order}"
     )
 
 
-def floor_tables(comparison: Comparison) -> list[Table]:
-    """Return the table of trained models and the best floors of their logs.
+def baseline_tables(comparison: Comparison) -> list[Table]:
+    """Return the table of trained models and the best baselines of their logs.
 
-    The list is empty if no floor was evaluated.
+    The list is empty if no baseline was evaluated.
     """
     metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
     groups = group_rows(comparison)
-    floors = best_floors(groups)
+    baselines = best_baselines(groups)
     leading = leading_ranking(comparison.rows)
     shown_orders = {group.row.log: group for group in groups if group.row.is_diagnostic}
     trained = [
         group
         for group in groups
-        if not is_floor(group.row) and not group.row.is_diagnostic
+        if not is_baseline(group.row) and not group.row.is_diagnostic
     ]
     trained.sort(key=lambda group: group.row.ranking != leading)
     cells, shown_cells = [], []
     for group in trained:
         log = group.row.log
-        if log in floors:
-            cells += to_floor_cells(group, floors[log], metric)
-        if log in floors and log in shown_orders:
-            shown_cells = to_floor_cells(group, shown_orders[log], metric)
+        if log in baselines:
+            cells += to_baseline_cells(group, baselines[log], metric)
+        if log in baselines and log in shown_orders:
+            shown_cells = to_baseline_cells(group, shown_orders[log], metric)
             cells += shown_cells
     if not cells:
         return []
@@ -271,24 +273,24 @@ def floor_tables(comparison: Comparison) -> list[Table]:
     return [Table(title, header, cells, notes, num_words)]
 
 
-def to_floor_cells(group: Group, floor: Group, metric: str) -> list[list[str]]:
-    """Return a group's row of the floor table.
+def to_baseline_cells(group: Group, baseline: Group, metric: str) -> list[list[str]]:
+    """Return a group's row of the baseline table.
 
-    It is [] if the group's users are not the floor's, or if the log has no positions.
+    It is [] if the users are not the baseline's, or if the log has no positions.
 
     Args:
         group: Runs of a trained model.
-        floor: Runs of the best floor, or of the shown order.
+        baseline: Runs of the best baseline, or of the shown order.
         metric: Name of the metric per user, without its split.
     """
-    pairs = tuple(product(newest_runs(group), newest_runs(floor)))
+    pairs = tuple(product(newest_runs(group), newest_runs(baseline)))
     paired = load_paired_metric(pairs, metric)
     if paired is None:
         return []
     (interval,) = bootstrap_intervals(paired.difference[None], paired.counts)
     base = paired.base_mean
     label, words = group.label, VERDICTS
-    if floor.row.is_diagnostic:
+    if baseline.row.is_diagnostic:
         if base == TIES:
             return []
         label, words = "  against the shown order", DIFFERENCES
@@ -296,7 +298,7 @@ def to_floor_cells(group: Group, floor: Group, metric: str) -> list[list[str]]:
         [
             label,
             group.row.ranking,
-            floor.row.model_label,
+            baseline.row.model_label,
             f"{base:.4f}",
             f"{len(paired.counts):,}",
             f"{interval.mean:+.4f}",

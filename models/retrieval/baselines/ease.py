@@ -28,13 +28,13 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from models.config import NamedConfig, check_least
-from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
-from models.retrieval.floors.interactions import (
+from models.retrieval.baselines.interactions import (
     history_indicators,
     interaction_matrix,
     item_counts,
     popular_below_zero,
 )
+from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
@@ -64,7 +64,7 @@ class EASE(RetrievalModel):
     config_class = EASEConfig
     example_unit = "behaviour"
     trains_by_gradient = False
-    is_floor = True
+    is_baseline = True
 
     counts: Tensor
     """(N,) training behaviours of each item."""

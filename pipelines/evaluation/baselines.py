@@ -1,9 +1,9 @@
 """Compute the models without training from tables, and measure them on a split.
 
-    (floors,) = measure_floors("sasrec", Inputs(tables), "test", [{}])
+    (baselines,) = measure_baselines("sasrec", Inputs(tables), "test", [{}])
 
-`jobs.daily` compares its models with the floors. Nothing is written; `jobs.train`
-trains a floor as a run of its own.
+`jobs.daily` compares its models with the baselines. Nothing is written; `jobs.train`
+trains a baseline as a run of its own.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from models.training_run import TrainingRun, resolve_training
 from pipelines.evaluation.record import pop_per_user
 
 BATCH_SIZES = {"behaviour": 8192, "request": 1024, "user": 64}
-"""Examples per batch while a floor counts, by the model's unit of examples."""
+"""Examples per batch while a baseline counts, by the model's unit of examples."""
 
 
 @dataclass(frozen=True)
-class Floor:
+class Baseline:
     """Metrics of one model without training."""
 
     name: str
@@ -41,49 +41,49 @@ class Floor:
     """Whether it is the order that the log showed, which no model has to exceed."""
 
 
-def measure_floors(
+def measure_baselines(
     model: str, inputs: Inputs, split: str, rankings: list[dict[str, Any]]
-) -> list[list[Floor]]:
-    """Measure the floors of a model's family on a split.
+) -> list[list[Baseline]]:
+    """Measure the baselines of a model's family on a split.
 
     Args:
         model: Name of a trained model.
         inputs: Folders of the tables, semantic IDs and text embeddings.
         split: `val` or `test`.
-        rankings: Options of `recommend`, such as `{"unseen": True}`; the floors are
+        rankings: Options of `recommend`, such as `{"unseen": True}`; the baselines are
             measured once with each.
 
     Returns:
-        A list of floors for each of `rankings`, empty for a family without floors.
+        A list of baselines per ranking, empty for a family without baselines.
     """
-    floors: list[list[Floor]] = [[] for _ in rankings]
+    baselines: list[list[Baseline]] = [[] for _ in rankings]
     stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
-    for name in registry.find_floors(registry.find(model).family):
+    for name in registry.find_baselines(registry.find(model).family):
         fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
         config, model_inputs = resolve_training(
             registry.find(name).config_class(name=name), fit, inputs
         )
         run = TrainingRun.build(config, fit, model_inputs)
         run.fit_in_one_pass()
-        floor = run.model
-        for options, ranking_floors in zip(rankings, floors, strict=True):
-            examples = floor.dataset_class.load(
+        baseline = run.model
+        for options, ranking_baselines in zip(rankings, baselines, strict=True):
+            examples = baseline.dataset_class.load(
                 inputs.sequences,
                 split,
-                unit=floor.eval_unit,
+                unit=baseline.eval_unit,
                 max_history=required_history(config.max_history, options),
-                **floor.dataset_class.dataset_options(config, run.catalogue),
+                **baseline.dataset_class.dataset_options(config, run.catalogue),
             )
             sums = measure_examples(
-                floor,
+                baseline,
                 examples,
                 batch_size=256,
                 device=torch.device("cpu"),
                 options={**options, "by_user": stride},
             ).sums
             by_user = pop_per_user(sums)
-            label = floor.ranks_by or name
-            ranking_floors.append(
-                Floor(label, run.means(sums), by_user, floor.is_diagnostic)
+            label = baseline.ranks_by or name
+            ranking_baselines.append(
+                Baseline(label, run.means(sums), by_user, baseline.is_diagnostic)
             )
-    return floors
+    return baselines

@@ -36,13 +36,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.config import NamedConfig, check_least
-from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
-from models.retrieval.floors.interactions import (
+from models.retrieval.baselines.interactions import (
     interaction_matrix,
     item_counts,
     popular_below_zero,
     real_items,
 )
+from models.retrieval.data import Catalogue, HistoryBatch, InteractionBatch
 from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
@@ -82,7 +82,7 @@ class ItemKNN(RetrievalModel):
     config_class = ItemKNNConfig
     example_unit = "behaviour"
     trains_by_gradient = False
-    is_floor = True
+    is_baseline = True
 
     neighbours: Tensor
     """(N, K) int32 nearest items of each item, -1 at padding."""

@@ -35,7 +35,7 @@ class Popularity(RetrievalModel):
     config_class: ClassVar[type] = PopularityConfig
     example_unit = "behaviour"
     trains_by_gradient = False
-    is_floor = True
+    is_baseline = True
 
     counts: Tensor
     """(N,) training behaviours of each item."""

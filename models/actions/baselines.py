@@ -1,4 +1,4 @@
-"""Base rates of actions: floors that trained models should exceed.
+"""Base rates of actions: baselines that trained models should exceed.
 
     python -m jobs.train --config jobs/configs/actions/item_rate.yaml --tables TABLES
         --storage runs --name item_rate
@@ -64,7 +64,7 @@ class BaseRate(ActionsModel):
     name = "base_rate"
     config_class = BaseRateConfig
     trains_by_gradient = False
-    is_floor = True
+    is_baseline = True
     config: BaseRateConfig
     events: Tensor
     """(I,) number of training events of each item."""
