@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PROBES = {
     "pipelines/ray_inside.py": "private attributes of Ray, which a version may lack",
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
+    "pipelines/data/sids/tokenize.py": "options of tokenizers, which may have a codebook",
     "pipelines/data/sids/embed.py": "configs of Hugging Face",
     "models/text/pretrained.py": "modules of Hugging Face",
     "models/text/text_encoder.py": "modules of Hugging Face",

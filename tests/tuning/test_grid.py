@@ -75,7 +75,9 @@ def test_settings_override_each_other(tmp_path: Path) -> None:
     trials = grid.vary(False).trials({"model.dropout": 0.3})
 
     assert [trial.model.dim for trial in trials] == [32, 64]
-    assert trials[0].model == SASRecConfig(dim=32, num_layers=2, dropout=0.3)
+    assert trials[0].model == SASRecConfig(
+        name="sasrec", dim=32, num_layers=2, dropout=0.3
+    )
     assert trials[0].fit == FitConfig(
         lr=1.0, eval_options={"k": 5}, seed=7, metric="ndcg@10"
     )

@@ -133,7 +133,7 @@ def test_recommending_needs_no_teacher_and_training_does(
 def test_resolving_twice_and_a_round_trip_through_json_change_nothing(
     taught: Taught,
 ) -> None:
-    config = SidMlpConfig(teacher=taught.teacher)
+    config = SidMlpConfig(name="sid_mlp", teacher=taught.teacher)
     resolved = SidMlp.resolve_config(config, taught.catalogue)
     assert resolved.teacher_model["d_model"] == 16
     assert resolved.max_history == 20
