@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -189,6 +189,9 @@ class NamedConfig:
     name: str = field(default="", metadata={"hidden": True})
     """Name in the registry; several models may share a config class."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
+    """Sizes that may be 0, though their default is larger."""
+
 
 def build(
     kind: type,
@@ -252,8 +255,20 @@ def _check_values(
             raise ValueError(
                 f"{label(where + key)} is {format_value(value)}, it must be {expected}"
             )
+        if issubclass(kind, NamedConfig):
+            least = int(bool(defaults[key]) and key not in kind.may_be_zero)
+            _check_size(f"{where}{key}", key, value, defaults[key], least)
         for section, name, inner in _sections(option, value):
             _check_values(section, inner, f"{where}{key}{name}.", label)
+
+
+def _check_size(label: str, name: str, value: Any, default: Any, least: int) -> None:
+    """Check a size or dropout of a model, which PyTorch would accept or find late."""
+    is_size = type(value) is type(default) is int and name != "max_depth"
+    if is_size and value < least:
+        raise ValueError(f"{label} is {value}, it must be at least {least}")
+    if name.endswith("dropout") and not 0 <= value < 1:
+        raise ValueError(f"{label} is {value}, it must be at least 0 and below 1")
 
 
 def _is_no_number(option: Any, value: Any) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class LcRecConfig(NamedConfig):
 
     The paper fine-tunes a pretrained LLaMA of 7 billion parameters (`lm`).
     """
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("max_words",)
 
     lm: str = field(default="", metadata={"names": "encoder"})
     """Pretrained causal language model, a Hugging Face name or a folder (LLaMA of 7

@@ -22,7 +22,7 @@ Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ paper's largest target beam)."""
 @dataclass
 class AtSpeedConfig(StudentConfig):
     """Options of both verifications: sizes of the draft model, beams and steps."""
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("draft_steps",)
 
     beam: int = 50
     """Number of beams of the target (Appendix D.2 of SID-MLP; 10 or 20 in the AtSpeed

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ EXPAND_V = 2
 @dataclass
 class RecurrentConfig(StudentConfig):
     """Options of both recurrent students."""
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ("width", "ffn_width")
 
     num_layers: int = 4
     """Number of blocks."""
