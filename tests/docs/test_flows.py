@@ -157,7 +157,6 @@ def test_the_pages_of_retrieval_and_of_sweeps(
     run_commands(read_prompts("sweeps_and_comparison.md", *sections), monkeypatch)
 
     output = capsys.readouterr().out
-    assert (checkout / "student.pt2").is_file()
     assert (checkout / "compare.html").is_file()
     assert "registered: version 1 of industrial" in output
     runs = checkout / "runs/industrial/runs"

@@ -277,7 +277,7 @@ def test_an_encoding_that_is_up_to_date_is_not_repeated(
 def test_another_config_overwrites_embeddings_only_on_request(
     tables: str, bert: str, encoded: Encoded
 ) -> None:
-    with pytest.raises(UserError, match="use --overwrite"):
+    with pytest.raises(UserError, match="--overwrite"):
         encode_log(tables, encoded.folder, bert, TextConfig(max_tokens=12), say=str)
 
 
@@ -371,12 +371,6 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
 def test_tfidf_has_no_joint_condition(tables: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no \\[SEP\\] token"):
         encode_log(tables, str(tmp_path), "tfidf", TextConfig(query_condition="joint"))
-
-
-def test_text_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="one of query, joint"):
-        TextConfig(query_condition="sep")  # type: ignore[arg-type]
-    assert TextConfig().max_tokens == 180
 
 
 def test_tables_of_a_kind_without_embeddings_are_rejected(tmp_path: Path) -> None:
@@ -494,6 +488,6 @@ def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
         assert len(served_text.cache._vectors) > len(rows["candidates"][0])
 
         served_text.encoder = None
-        with pytest.warns(UserWarning, match="1 of 3 queries|3 of 3 queries"):
+        with pytest.warns(UserWarning, match="not in the training tables"):
             without_encoder = model.predict(None, rows)
         assert without_encoder["score"].tolist() != expected["score"].tolist()
