@@ -12,7 +12,7 @@ served model per family, and the metrics of its MLflow run.
 Nothing is imported from the project. The commands run, and their tables, tensors and
 metrics are compared by content, so files and tensors may have other names. Every model
 is trained by jobs.train with one worker. With --old the checkout is c13c8484; the words
-of its command lines that were renamed since stand in NEW_WORDS. Compare on one machine,
+of its command lines that were renamed since stand in OLD_WORDS. Compare on one machine,
 as other processors sum in another order. It takes ten minutes on two cores.
 """
 
@@ -191,8 +191,8 @@ SERVED: dict[str, tuple[str, dict[str, Any], list[list[dict[str, Any]]]]] = {
     ),
 }
 """The served model, options of its answers, and frames of requests, by kind of log."""
-NEW_WORDS: dict[str, str] = {}
-"""Words of the command lines of c13c8484 that have another name today, and that name."""
+OLD_WORDS = {"actions": "feed", "--psid.codebook_size": "--rqkmeans.codebook_size"}
+"""Words of today's command lines that had another name at c13c8484, and that name."""
 
 SERVE = """
 import json, sys, mlflow, pandas
@@ -243,9 +243,9 @@ def read_training(run: Path) -> dict[str, Any]:
 class Checkout:
     """A checkout whose commands run two at a time, and their results."""
 
-    def __init__(self, checkout: Path, work: Path, new_words: dict[str, str]) -> None:
+    def __init__(self, checkout: Path, work: Path, old_words: dict[str, str]) -> None:
         self.checkout = checkout
-        self.new_words = new_words
+        self.old_words = old_words
         self.work = work
         self.start_time = time.monotonic()
         self.cores = Semaphore(2)
@@ -267,7 +267,7 @@ class Checkout:
             for key, value in os.environ.items()
             if not key.startswith(("MLFLOW_", "RAY_"))
         }
-        command = [sys.executable, *(self.new_words.get(str(w), str(w)) for w in words)]
+        command = [sys.executable, *(self.old_words.get(str(w), str(w)) for w in words)]
         with self.cores:
             if self.error:
                 raise SystemExit(self.error)
@@ -511,8 +511,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
-        new_words = {} if options.old else NEW_WORDS
-        checkout = Checkout(Path(options.checkout).absolute(), Path(work), new_words)
+        old_words = OLD_WORDS if options.old else {}
+        checkout = Checkout(Path(options.checkout).absolute(), Path(work), old_words)
         results = checkout.compute_results(options.kinds)
     if options.write:
         Path(options.write).write_text(json.dumps(results, indent=2) + "\n")
