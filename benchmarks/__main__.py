@@ -18,7 +18,7 @@ import sys
 import yaml
 
 from benchmarks.harness import describe_origin
-from models.storage.tables import UserError
+from core.errors import UserError
 
 
 def main() -> None:

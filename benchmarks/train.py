@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Line, device, in_fresh_process, read_peak_mb, to_line
+from core.options import build, read_configs
+from core.schemas import Inputs
 from models.build import parse_options
-from models.config import build, read_configs
-from models.storage.inputs import Inputs
 from models.training.fit import FitConfig, StepEvent, fit
 from models.training_run import TrainingRun, resolve_training
 

@@ -12,9 +12,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from core.errors import UserError, pluralize
 from jobs import cli
-from models.config import pluralize
-from models.storage.tables import UserError
 
 
 @dataclass

@@ -25,10 +25,10 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn, TextIO
 
+from core.errors import UserError, one_line
 from jobs.options import parse, read_mapping, say_loading, to_words
-from models.error_text import one_line
-from models.storage.tables import RAY_PACKAGE, UserError
 from pipelines.faults import explain, find_user_error
+from pipelines.tracking.code import RAY_PACKAGE
 from pipelines.training.stop import STOP_REQUEST
 
 STOPPED = "stopped; the same command again keeps the finished work and continues\n"

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from core.errors import pluralize
 from jobs import cli
-from models.config import pluralize
 
 if TYPE_CHECKING:
     from pipelines.comparison.rows import Comparison

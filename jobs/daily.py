@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
+from core.errors import UserError
+from core.files import absolute, hold_lock, join, read_json, write_file
+from core.schemas import Inputs
+from core.tables import has_manifest, read_manifest
 from jobs import cli
 from jobs.options import merge_options
-from models.storage.inputs import Inputs
-from models.storage.locks import hold_lock
-from models.storage.tables import UserError, has_manifest, join, read_manifest
-from models.storage.uri import absolute, read_json, write_file
 
 if TYPE_CHECKING:
     from models.model import Model
@@ -309,7 +309,7 @@ class Day:
             training or its family has no such models.
         """
         from models import registry
-        from models.storage import checkpoint
+        from models.training import checkpoint
         from pipelines.comparison.baselines import judge_result
         from pipelines.comparison.rows import REPEATS
         from pipelines.evaluation.baselines import measure_baselines
@@ -345,7 +345,7 @@ class Day:
             `jobs.prepare --overwrite`; a new model is then trained from scratch.
         """
         from models.loaded_model import read_versions
-        from models.storage import checkpoint
+        from models.training import checkpoint
 
         accepted = [other for other in self.days if other.get("accepted")]
         running = accepted[-1] if accepted else None
@@ -398,7 +398,7 @@ class Day:
             day: Record of the day; the decision is added.
             run: MLflow run of the day's training, which is tagged with the decision.
         """
-        from models.storage import checkpoint
+        from models.training import checkpoint
         from pipelines import tracking
 
         before, after = day.get("before", {}), day["after"]

@@ -13,8 +13,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from core.files import join
+from core.tables import read_manifest
 from jobs import cli
-from models.storage.tables import join, read_manifest
 from pipelines.data.kinds import KINDS
 from pipelines.data.sids.config import TextConfig
 

@@ -17,18 +17,19 @@ import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from core.errors import pluralize
+from core.options import check_positive
+from core.schemas import Inputs
 from jobs import cli
-from models.config import check_positive, pluralize
 from models.retrieval.options import (
     RECOMMEND_OPTIONS,
     AtSpeedOptions,
     StudentOptions,
 )
-from models.storage.inputs import Inputs
 
 if TYPE_CHECKING:
-    from models.storage.checkpoint import Checkpoint
-    from models.storage.tables import Manifest
+    from core.tables import Manifest
+    from models.training.checkpoint import Checkpoint
     from pipelines.evaluation.record import Result
 
 RECOMMEND_NAMES = tuple(
@@ -303,7 +304,7 @@ def describe_limits(result: Result, metadata: Checkpoint, inputs: Inputs) -> lis
     The notes are about a sample of users, and tables that differ from the training's.
     """
     from models.loaded_model import read_versions
-    from models.storage import checkpoint
+    from models.training import checkpoint
 
     notes = []
     versions = read_versions(metadata.name, inputs)

@@ -35,15 +35,8 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import yaml
 
-from models.config import (
-    build,
-    did_you_mean,
-    expected_type,
-    format_value,
-    read_yaml,
-    union_members,
-)
-from models.storage.tables import UserError
+from core.errors import UserError, did_you_mean
+from core.options import build, expected_type, format_value, read_yaml, union_members
 
 Config = TypeVar("Config")
 

@@ -22,11 +22,10 @@ from typing import Any, Literal
 
 from pyarrow import fs
 
+from core.errors import UserError, pluralize
+from core.files import open_uri, write_file
 from jobs import cli
 from jobs.options import Values, exit_with_help, read_values
-from models.config import pluralize
-from models.storage.tables import UserError, open_uri
-from models.storage.uri import write_file
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare import Existing, prepare
 from pipelines.data.prepare_config import PrepareConfig

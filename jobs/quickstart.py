@@ -23,10 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from core.errors import UserError, format_duration
+from core.files import join
+from core.options import build, check_positive, read_yaml
+from core.tables import read_manifest
 from jobs import cli
 from jobs.options import merge_options
-from models.config import build, check_positive, format_duration, read_yaml
-from models.storage.tables import UserError, join, read_manifest
 from pipelines.data.kinds import KINDS
 from pipelines.data.reading.log import load_source
 from pipelines.data.suggestion.suggest import suggest

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from core.errors import UserError, pluralize
+from core.files import absolute, join
+from core.options import path_fields
+from core.schemas import Inputs
 from jobs import cli
-from models.config import path_fields, pluralize
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
-from models.storage.uri import absolute, join
 from pipelines.training.config import RayOptions, TrackingOptions
 from tuning.options import Options, SweepConfig
 

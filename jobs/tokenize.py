@@ -19,10 +19,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from core.errors import pluralize
+from core.files import join
+from core.tables import Manifest
 from jobs import cli
 from models import registry
-from models.config import pluralize
-from models.storage.tables import Manifest, join
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.precomputed import SUFFIXES, read_precomputed
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from core.errors import pluralize
 from jobs import cli
-from models.config import pluralize
 from pipelines.training.config import TrainConfig
 
 if TYPE_CHECKING:

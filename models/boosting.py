@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.config import NamedConfig, check_positive
-from models.storage.tables import UserError
+from core.errors import UserError
+from core.options import NamedConfig, check_positive
 
 if TYPE_CHECKING:
     from lightgbm import Booster

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from core.errors import UserError
 from models import registry
 from models.model import Model
-from models.storage import checkpoint
-from models.storage.checkpoint import Checkpoint
-from models.storage.tables import UserError
+from models.training import checkpoint
+from models.training.checkpoint import Checkpoint
 from models.warm_start import load_extended_weights
 
 

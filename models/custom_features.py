@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from core.tables import CUSTOM_KEY
 from models.dataset.encoding import hash_strings
 from models.layers.standardised import MAX_DEVIATIONS, Standardised
-from models.storage.tables import CUSTOM_KEY
 from models.warm_start import EmbeddingTables
 
 NUMBER, CATEGORY = "num_", "cat_"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import NamedConfig
-from models.storage.tables import UserError
+from core.errors import UserError
+from core.options import NamedConfig
 from models.training.distributed import global_mean
 
 

@@ -12,18 +12,13 @@ from typing import Any, Self
 
 import torch
 
+from core.errors import UserError
+from core.schemas import Inputs, model_family
+from core.tables import TableVersion, read_manifest, table_hashes
 from models import registry
 from models.build import load_model
-from models.storage import checkpoint
-from models.storage.checkpoint import Checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import (
-    TableVersion,
-    UserError,
-    model_family,
-    read_manifest,
-    table_hashes,
-)
+from models.training import checkpoint
+from models.training.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from models.config import build
+from core.errors import UserError
+from core.options import build
+from core.schemas import Inputs
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.dataset import RequestDataset
 from models.requests import Requests
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
 
 Ranked = Literal["catalogue", "candidates", "nothing"]
 """Kinds of items that a model can rank."""

@@ -12,8 +12,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from models.config import did_you_mean
-from models.storage.tables import UserError
+from core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from models.model import Model

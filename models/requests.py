@@ -19,11 +19,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from core.errors import UserError
+from core.ids import parse_item_ids
+from core.schemas import MADE_BY, Inputs
+from core.tables import LARGEST_NUMBER, read_table
 from models.custom_features import CATEGORY, NUMBER, CustomFeatures
 from models.dataset.batch import Batch
-from models.item_ids import parse_item_ids
-from models.storage.inputs import MADE_BY, Inputs
-from models.storage.tables import LARGEST_NUMBER, UserError, read_table
 from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]

@@ -18,8 +18,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from core.errors import UserError, did_you_mean
+from core.files import join
+from core.schemas import Inputs
+from core.tables import TableVersion, read_manifest
 from models import registry
-from models.config import did_you_mean
 from models.custom_features import adopt_scales
 from models.dataset.batch import Batch
 from models.dataset.columns import cache_folder
@@ -27,16 +30,8 @@ from models.dataset.dataset import NewExamples, RequestDataset
 from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue, select_inputs
 from models.model import Model
-from models.storage import checkpoint
-from models.storage.checkpoint import Checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import (
-    TableVersion,
-    UserError,
-    code_version,
-    join,
-    read_manifest,
-)
+from models.training import checkpoint
+from models.training.checkpoint import Checkpoint
 from models.training.fit import (
     REQUESTS,
     FitConfig,
@@ -258,7 +253,6 @@ class TrainingRun:
             fit=vars(self.fit).copy(),
             hashes=dict(self.catalogue.hashes),
             learned=self.learned,
-            code=code_version(),
             **fields,
         )
 

@@ -26,10 +26,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from models.config import pluralize
+from core.errors import pluralize
 from models.dataset.encoding import hash_strings
 from models.layers.standardised import Standardised
-from models.storage.checkpoint import (
+from models.training.checkpoint import (
     WEIGHTS,
     Checkpoint,
     OtherTablesError,

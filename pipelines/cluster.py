@@ -11,8 +11,7 @@ from collections.abc import Mapping
 
 import ray
 
-from models.config import pluralize
-from models.storage.tables import UserError
+from core.errors import UserError, pluralize
 from pipelines.ray_inside import has_autoscaler
 
 ACCELERATOR = "accelerator_type:"

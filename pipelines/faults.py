@@ -8,8 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-from models.error_text import one_line
-from models.storage.tables import UserError
+from core.errors import UserError, one_line
 
 PERMANENT = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 """Numbers of OSErrors with which a retry fails too."""

@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("models", "pipelines", "tuning", "jobs", "benchmarks", "papers")
-ALLOWED = {
-    "models": {"models"},
-    "pipelines": {"models", "pipelines"},
-    "tuning": {"models", "pipelines", "tuning"},
-    "jobs": {"models", "pipelines", "tuning", "jobs"},
-    "benchmarks": {*PACKAGES} - {"papers"},
-    "papers": {*PACKAGES},
-}
-FORBIDDEN = {"models": {"ray", "mlflow", "polars"}}
+PACKAGES = ("core", "models", "pipelines", "tuning", "jobs", "benchmarks", "papers")
+"""Packages from the ground floor up; each imports only itself and lower ones."""
+ROOMS = ("data", "tracking", "serving", "training", "evaluation", "comparison")
+"""Rooms of `pipelines` from the lowest up; they share the modules beside them."""
+FORBIDDEN = {"core": {"torch", "ray", "mlflow"}, "models": {"ray", "mlflow", "polars"}}
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -36,8 +31,17 @@ def find_imported_packages(source: str) -> set[str]:
 def test_packages_import_only_lower_ones(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
     imported = find_imported_packages(path.read_text())
-    assert imported & set(PACKAGES) <= ALLOWED[package]
-    assert not imported & FORBIDDEN.get(package, set())
+    above = PACKAGES[PACKAGES.index(package) + 1 :]
+    assert not imported & {*above, *FORBIDDEN.get(package, ())}
+
+
+@pytest.mark.parametrize(("number", "room"), enumerate(ROOMS))
+def test_rooms_of_pipelines_import_only_lower_ones(number: int, room: str) -> None:
+    modules = {get_module_name(path) for path in FILES}
+    above = {f"pipelines.{name}" for name in ROOMS[number + 1 :]}
+    for path in (ROOT / "pipelines" / room).rglob("*.py"):
+        imported = find_imported_modules(path, modules)
+        assert not {".".join(name.split(".")[:2]) for name in imported} & above, path
 
 
 def test_an_import_inside_a_function_is_found() -> None:

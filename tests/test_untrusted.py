@@ -19,11 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from core.errors import UserError
+from core.ids import clean_id, parse_item_id
+from core.tables import read_parquet
 from jobs.cli import mask_controls
 from models.dataset.columns import cache_folder, open_columns
-from models.item_ids import clean_id, parse_item_id
-from models.storage.checkpoint import Checkpoint
-from models.storage.tables import UserError, read_parquet
+from models.training.checkpoint import Checkpoint
 from pipelines.comparison.table import Table
 from pipelines.data.reading.read import parse_sql
 from pipelines.evaluation.record import choose_store
@@ -155,7 +156,7 @@ def test_files_with_times_before_1980_are_served(
     os.utime(tmp_path / "models/old.py", (0, 0))
     monkeypatch.setattr(package.models, "__path__", [str(tmp_path / "models")])
     with zipfile.ZipFile(package.write_code(tmp_path)) as archive:
-        assert archive.namelist() == ["models/old.py"]
+        assert "models/old.py" in archive.namelist()
 
 
 @pytest.mark.parametrize("name", ["models/registry.py", "models/more.py"])
@@ -169,7 +170,7 @@ def test_a_version_with_other_code_than_the_process_is_refused(
     source = Path(package.__file__).with_name("served_model.py")
     shutil.copyfile(source, tmp_path / "served_model.py")
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    with pytest.raises(ImportError, match=r"other code in .*models\.zip"):
+    with pytest.raises(ImportError, match=r"other code in .*trieline\.zip"):
         runpy.run_path(str(tmp_path / "served_model.py"))
 
 

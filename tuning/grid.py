@@ -22,17 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from core.errors import UserError
+from core.files import absolute
+from core.options import build, check_least, path_fields, read_configs, read_yaml
+from core.schemas import Inputs
 from models import registry
-from models.config import (
-    build,
-    check_least,
-    path_fields,
-    read_configs,
-    read_yaml,
-)
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
-from models.storage.uri import absolute
 from models.text.pretrained import resolve_encoder_path
 from models.training.fit import FitConfig
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
-from models.storage import checkpoint
-from models.storage.tables import join
+from core.files import join
+from models.training import checkpoint
 from pipelines import tracking
 from pipelines.training.record import read_record
 from tuning.grid import Scheduler

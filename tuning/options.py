@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from models.config import check_least
-from models.storage.inputs import Inputs
-from models.storage.tables import join
-from models.storage.uri import absolute
+from core.files import absolute, join
+from core.options import check_least
+from core.schemas import Inputs
 from pipelines.training.config import RayOptions, TrackingOptions, check_run_name
 
 

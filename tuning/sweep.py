@@ -39,14 +39,13 @@ from ray import cloudpickle, tune
 from ray.exceptions import RayActorError
 from ray.tune import Callback
 
+from core.errors import UserError, did_you_mean, pluralize
+from core.files import absolute, join, open_uri, write_file
 from models import registry
-from models.config import did_you_mean, pluralize
 from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import format_metric
-from models.storage import checkpoint
-from models.storage.checkpoint import BEST
-from models.storage.tables import UserError, join, open_uri
-from models.storage.uri import absolute, write_file
+from models.training import checkpoint
+from models.training.checkpoint import BEST
 from pipelines import cluster, tracking
 from pipelines.evaluation.checks import check_evaluation
 from pipelines.evaluation.record import load_test_metrics

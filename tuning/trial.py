@@ -16,9 +16,10 @@ import torch
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from models.storage import attempts, checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError, join
+from core.errors import UserError
+from core.files import join
+from core.schemas import Inputs
+from models.training import attempts, checkpoint
 from models.training.fit import drop_undefined
 from models.training.memory import resident_peak_mb
 from pipelines import tracking

@@ -21,10 +21,10 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from core.options import check_positive
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
-from models.config import check_positive
 from models.custom_features import CustomInputs
 from models.label_loss import (
     LabelOptions,

@@ -26,10 +26,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from core.options import NamedConfig, check_least, check_positive
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
-from models.config import NamedConfig, check_least, check_positive
 from models.layers.standardised import Standardised
 
 

@@ -19,17 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from core.errors import UserError
+from core.files import join
+from core.schemas import Inputs, sequences_manifest
+from core.tables import CUSTOM_KEY, TableVersion, read_table, table_hashes
 from models.custom_features import CATEGORY, NUMBER, CustomFeatures
-from models.storage.inputs import Inputs
-from models.storage.tables import (
-    CUSTOM_KEY,
-    TableVersion,
-    UserError,
-    join,
-    read_table,
-    sequences_manifest,
-    table_hashes,
-)
 from models.text.text_tables import read_vectors, root_mean_square
 
 TABLES = {"tables": ("items", "sequences"), "text": ("items",)}

@@ -30,17 +30,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from core.ragged import lengths_to_starts, pad_indices, pad_ragged, row_numbers
+from core.tables import CUSTOM_KEY, Manifest
 from models.actions.batch import ActionsBatch, has_tied_times
 from models.custom_features import CustomFeatures
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
-from models.ragged import (
-    lengths_to_starts,
-    pad_indices,
-    pad_ragged,
-    row_numbers,
-)
-from models.storage.tables import CUSTOM_KEY, Manifest
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 """Step, modulo 1, between the cuts of a batch's rows, which spreads them evenly."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from core.options import check_least
 from models.actions.base import ActionsConfig, FusionModel
 from models.actions.catalogue import ActionsCatalogue
-from models.config import check_least
 from models.layers.causal_attention import CausalAttention, Layout
 
 

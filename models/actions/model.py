@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from core.schemas import Inputs
 from models.actions import metrics
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import TABLES, ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.actions.requests import ActionsRequests
 from models.model import Model, Ranked
-from models.storage.inputs import Inputs
 
 
 class ActionsModel(Model):

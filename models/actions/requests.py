@@ -26,13 +26,16 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
+from core.errors import UserError, one_line
+from core.files import join
+from core.ids import parse_item_id
+from core.ragged import concat_columns, lengths_to_starts
+from core.schemas import Inputs
+from core.tables import Manifest, read_manifest
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.custom_features import CATEGORY, NUMBER
-from models.error_text import one_line
-from models.item_ids import parse_item_id
-from models.ragged import concat_columns, lengths_to_starts
 from models.requests import (
     Columns,
     Request,
@@ -41,8 +44,6 @@ from models.requests import (
     check_entries,
     find_bundled_inputs,
 )
-from models.storage.inputs import Inputs
-from models.storage.tables import Manifest, UserError, join, read_manifest
 from models.text.text_encoder import (
     Floats,
     TextCache,

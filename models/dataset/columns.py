@@ -26,12 +26,7 @@ import pyarrow as pa
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from models.storage.tables import (
-    Manifest,
-    part_uris,
-    read_manifest,
-    read_parquet,
-)
+from core.tables import Manifest, part_uris, read_manifest, read_parquet
 
 CACHE_VARIABLE = "TRIELINE_CACHE"
 """Environment variable that names the cache folder."""

@@ -25,14 +25,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from torch import Tensor
 
+from core.errors import UserError
+from core.ragged import lengths_to_offsets
+from core.schemas import sequences_manifest
+from core.splits import SPLITS
+from core.tables import Manifest
 from models.dataset.batch import Batch
 from models.dataset.columns import Columns, columns_bytes, open_columns
 from models.dataset.order import count_steps, order_epoch
-from models.ragged import lengths_to_offsets
-from models.storage.tables import Manifest, UserError, sequences_manifest
-
-SPLITS = ("train", "val", "test")
-"""Splits of a table; columns store a split as its index in this tuple."""
 
 
 @dataclass(frozen=True)

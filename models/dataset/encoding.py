@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.dataset.dataset import SPLITS
+from core.splits import SPLITS
 
 PAD = -1
 """`item_index` at padding of a history, and target of a request without a target."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from models.ragged import narrow_indices, split_evenly
+from core.ragged import narrow_indices, split_evenly
 
 WINDOW_STEPS = 64
 """Number of steps whose examples are sorted together by length, so that a batch has

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.storage.tables import UserError
+from core.errors import UserError
 
 
 def check_finite(scores: Tensor, tail: bool = False) -> Tensor:

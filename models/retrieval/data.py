@@ -22,18 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.dataset.batch import Batch, axes
-from models.dataset.columns import Columns
-from models.dataset.dataset import SPLITS, RequestDataset
-from models.dataset.encoding import (
-    PAD,
-    decode_splits,
-    hash_strings,
-    request_columns,
-    request_number,
-    to_tensor,
-)
-from models.ragged import (
+from core.errors import UserError
+from core.files import join
+from core.ragged import (
     find_rows,
     find_sorted,
     gather_ranges,
@@ -45,17 +36,21 @@ from models.ragged import (
     row_numbers,
     run_starts,
 )
-from models.retrieval.search.trie import Trie
-from models.storage.inputs import Inputs
-from models.storage.tables import (
-    Manifest,
-    TableVersion,
-    UserError,
-    join,
-    read_manifest,
-    read_table,
-    table_hashes,
+from core.schemas import Inputs
+from core.splits import SPLITS
+from core.tables import Manifest, TableVersion, read_manifest, read_table, table_hashes
+from models.dataset.batch import Batch, axes
+from models.dataset.columns import Columns
+from models.dataset.dataset import RequestDataset
+from models.dataset.encoding import (
+    PAD,
+    decode_splits,
+    hash_strings,
+    request_columns,
+    request_number,
+    to_tensor,
 )
+from models.retrieval.search.trie import Trie
 
 TABLES = {"tables": ("items", "sequences"), "sids": ("sids", "trie")}
 """Tables that a catalogue is loaded from, by folder of `Inputs`."""

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from core.errors import UserError
+from core.schemas import Inputs
 from models.model import Model, Ranked
 from models.retrieval import metrics
 from models.retrieval.data import (
@@ -24,8 +26,6 @@ from models.retrieval.data import (
 from models.retrieval.options import RecommendOptions
 from models.retrieval.requests import RetrievalRequests
 from models.retrieval.search.nearest import nearest_by_cosine
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
 
 
 class RetrievalModel(Model):

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from core.errors import UserError
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.storage.tables import UserError
 
 
 def real_positions(lengths: Tensor, longest: int) -> Tensor:

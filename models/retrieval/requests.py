@@ -10,12 +10,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from core.errors import UserError
+from core.ids import clean_id, parse_allowed
 from models.dataset.batch import Batch
 from models.dataset.encoding import hash_strings
-from models.item_ids import clean_id, parse_allowed
 from models.requests import Columns, Requests, Row
 from models.retrieval.data import RetrievalDataset
-from models.storage.tables import UserError
 
 EVERY = ["*"]
 """Default of a call's `allowed`: all items. A client's empty list, or [""], is an empty

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import NamedConfig, check_positive
+from core.options import NamedConfig, check_positive
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch, WindowBatch
 from models.retrieval.model import RetrievalModel

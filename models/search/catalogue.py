@@ -23,23 +23,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.custom_features import CustomFeatures
-from models.dataset.columns import Columns, open_columns
-from models.dataset.encoding import request_columns
-from models.ragged import find_sorted, lengths_to_offsets
-from models.storage.inputs import Inputs
-from models.storage.tables import (
+from core.errors import UserError
+from core.files import join
+from core.ragged import find_sorted, lengths_to_offsets
+from core.schemas import Inputs, sequences_manifest
+from core.tables import (
     CUSTOM_KEY,
     Manifest,
     TableVersion,
-    UserError,
     has_manifest,
-    join,
     read_manifest,
     read_table,
-    sequences_manifest,
     table_hashes,
 )
+from models.custom_features import CustomFeatures
+from models.dataset.columns import Columns, open_columns
+from models.dataset.encoding import request_columns
 from models.text.text_tables import open_vectors, read_vectors, root_mean_square
 
 TABLES = {

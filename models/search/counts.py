@@ -22,8 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from models.ragged import find_sorted
-from models.storage.tables import UserError, read_manifest, read_table
+from core.errors import UserError
+from core.ragged import find_sorted
+from core.tables import read_manifest, read_table
 
 Floats = NDArray[np.float32]
 

@@ -28,19 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.custom_features import CustomFeatures
-from models.dataset.batch import Batch, axes
-from models.dataset.columns import Columns
-from models.dataset.dataset import SPLITS, RequestDataset
-from models.dataset.encoding import (
-    PAD,
-    decode_splits,
-    hash_strings,
-    request_columns,
-    request_number,
-    to_tensor,
-)
-from models.ragged import (
+from core.ragged import (
     find_rows,
     gather_ranges,
     lengths_to_offsets,
@@ -50,8 +38,21 @@ from models.ragged import (
     row_numbers,
     run_starts,
 )
+from core.splits import SPLITS
+from core.tables import CUSTOM_KEY, Manifest
+from models.custom_features import CustomFeatures
+from models.dataset.batch import Batch, axes
+from models.dataset.columns import Columns
+from models.dataset.dataset import RequestDataset
+from models.dataset.encoding import (
+    PAD,
+    decode_splits,
+    hash_strings,
+    request_columns,
+    request_number,
+    to_tensor,
+)
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText
-from models.storage.tables import CUSTOM_KEY, Manifest
 
 MAX_REQUESTS = 64
 """Maximum number of requests of an example, which bounds the size of a batch."""

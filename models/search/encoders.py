@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from core.errors import UserError
 from models.layers.hstu import HSTULayer
 from models.layers.linear_recurrence import Decay, linear_recurrence
-from models.storage.tables import UserError
 from models.text.pretrained import load_encoder
 
 # importing transformers takes as long as importing PyTorch, in each worker process

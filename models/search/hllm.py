@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from core.errors import UserError
 from models.cpu.derived import cache_until_changed
 from models.search.catalogue import SearchCatalogue
 from models.search.qgs import QGS, QGSConfig
-from models.storage.tables import UserError
 from models.text.pretrained import (
     load_encoder,
     pretrained_config,

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from core.schemas import Inputs
 from models.model import Model, Ranked
 from models.search import metrics
 from models.search.catalogue import TABLES, SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.requests import SearchRequests
-from models.storage.inputs import Inputs
 
 
 class SearchModel(Model):

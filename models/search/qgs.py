@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_least, check_positive
+from core.errors import UserError
+from core.options import check_least, check_positive
 from models.label_loss import label_loss
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
@@ -40,7 +41,6 @@ from models.search.encoders import (
     pretrained_sizes,
 )
 from models.search.ranker import Ranker, RankerConfig
-from models.storage.tables import UserError
 from models.training.distributed import global_mean
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_positive, check_shares
+from core.options import check_positive, check_shares
 from models.label_loss import (
     LabelOptions,
     label_loss,

@@ -23,13 +23,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from core.errors import UserError
+from core.ragged import concat_columns
+from core.tables import read_manifest, read_table
 from models.custom_features import CustomFeatures
-from models.ragged import concat_columns
 from models.requests import Columns, Request, Requests, Row
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
 from models.search.counts import HOURS, Counts, time_features
 from models.search.data import SearchBatch, SearchDataset
-from models.storage.tables import UserError, read_manifest, read_table
 from models.text.text_encoder import (
     Floats,
     TextCache,

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.error_text import one_line
-from models.storage.tables import UserError
+from core.errors import UserError, one_line
 from models.text import pretrained
 
 SUPPORTED_TYPES = (

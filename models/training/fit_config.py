@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from models.config import check_least, check_shares
+from core.options import check_least, check_shares
 
 
 @dataclass

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from models.training.optimizers import optimizer_state
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from models.storage.tables import UserError
+from core.errors import UserError
 
 
 def make_optimizer(

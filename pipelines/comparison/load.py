@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines import tracking
 from pipelines.comparison.rows import (
     Comparison,

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines.comparison.runs import Selection
 from pipelines.comparison.svg import Plot
 from pipelines.comparison.table import Table

@@ -19,8 +19,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
 
-from models.config import pluralize
-from models.storage.tables import UserError
+from core.errors import UserError, pluralize
 from pipelines import tracking
 from pipelines.evaluation.record import group_evaluations
 from pipelines.tracking import PARENT_TAG

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from scipy.stats import t as student_t
 
+from core.errors import pluralize
 from models import registry
-from models.config import pluralize
 from pipelines.comparison.baselines import baseline_tables
 from pipelines.comparison.over_users import over_users_tables
 from pipelines.comparison.rows import Comparison, Row, ratio

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from models.config import check_least
-from models.storage.tables import UserError
+from core.errors import UserError
+from core.options import check_least
 from pipelines.faults import find_user_error
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from models.storage.tables import Manifest
+from core.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log

@@ -16,15 +16,8 @@ from typing import Any, Literal
 
 from pyarrow import fs
 
-from models.storage.tables import (
-    Manifest,
-    has_manifest,
-    join,
-    open_uri,
-    read_manifest,
-    writing,
-)
-from models.storage.uri import write_file
+from core.files import join, open_uri, write_file
+from core.tables import Manifest, has_manifest, read_manifest, writing
 from pipelines.data.engine import Engine
 from pipelines.data.events.build_events import LoadStats, count_partitions, make_events
 from pipelines.data.events.catalogue import make_items

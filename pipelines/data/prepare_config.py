@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from models.config import check_least, check_shares
-from models.storage.tables import UserError
+from core.errors import UserError
+from core.options import check_least, check_shares
 from pipelines.data.engine import RayDataConfig
 from pipelines.data.sequences.splits import SplitConfig, epoch_ms
 

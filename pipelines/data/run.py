@@ -12,20 +12,17 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from models.config import pluralize
-from models.storage.tables import (
+from core.errors import UserError, pluralize
+from core.files import file_info, join, open_uri
+from core.tables import (
     MANIFEST,
     Manifest,
     Part,
-    UserError,
     clear,
-    file_info,
     fingerprint,
     has_manifest,
     is_up_to_date,
-    join,
     make_manifest,
-    open_uri,
     part_uris,
     read_manifest,
     read_table,

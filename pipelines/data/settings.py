@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from models.config import build, check_known
-from models.storage.tables import UserError, has_earlier_table, join, read_manifest
+from core.errors import UserError
+from core.files import join
+from core.options import build, check_known
+from core.tables import has_earlier_table, read_manifest
 from pipelines.data.engine import RayDataConfig
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare_config import PrepareConfig, raise_first

@@ -23,10 +23,10 @@ import pyarrow.parquet as pq
 from numpy.random import Generator, default_rng
 from pyarrow import fs
 
-from models.config import check_least, check_positive
-from models.ragged import lengths_to_starts
-from models.storage.tables import UserError, join, open_uri
-from models.storage.uri import read_json, write_file
+from core.errors import UserError
+from core.files import join, open_uri, read_json, write_file
+from core.options import check_least, check_positive
+from core.ragged import lengths_to_starts
 
 RECORD = "simulation.json"
 """Name of the file with the settings of a simulated log, which is written last."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.storage.tables import Manifest
+from core.tables import Manifest
 from pipelines.data.kinds import KINDS
 from pipelines.data.sequences.splits import SPLITS
 

@@ -14,16 +14,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from models.error_text import one_line
-from models.item_ids import parse_item_ids
-from models.storage.tables import (
-    UserError,
-    check_plain_types,
-    join,
-    open_uri,
-    read_table,
-)
-from models.storage.uri import storage_errors
+from core.errors import UserError, one_line
+from core.files import join, open_uri, storage_errors
+from core.ids import parse_item_ids
+from core.tables import check_plain_types, read_table
 
 COLUMN = "item_id"
 """Column of the ids in a CSV or Parquet file."""

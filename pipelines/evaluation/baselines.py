@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from core.schemas import Inputs
+from core.tables import read_manifest
 from models import registry
 from models.evaluation import measure_examples
 from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.recommend import required_history
-from models.storage.inputs import Inputs
-from models.storage.tables import read_manifest
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun, resolve_training
 from pipelines.evaluation.record import pop_per_user

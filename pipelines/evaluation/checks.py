@@ -11,15 +11,16 @@ from typing import Any
 import ray
 import torch
 
+from core.errors import UserError
+from core.schemas import Inputs
+from core.tables import table_hashes
 from models import registry
 from models.loaded_model import (
     read_versions,
     replace_sequences_version,
 )
-from models.storage import checkpoint
-from models.storage.checkpoint import Checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError, table_hashes
+from models.training import checkpoint
+from models.training.checkpoint import Checkpoint
 from pipelines import cluster
 from pipelines.training.record import find_checkpoint
 

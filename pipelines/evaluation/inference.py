@@ -32,24 +32,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models import registry
-from models.dataset.dataset import RequestDataset
-from models.dataset.encoding import request_index
-from models.loaded_model import LoadedModel
-from models.metrics.scores import check_finite
-from models.retrieval.data import RetrievalDataset
-from models.retrieval.recommend import required_history
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import (
+from core.errors import UserError
+from core.files import absolute, join
+from core.schemas import Inputs
+from core.tables import (
     Manifest,
     Part,
-    UserError,
     commit,
     fingerprint,
     has_earlier_table,
     is_up_to_date,
-    join,
     part_uris,
     read_manifest,
     read_parquet,
@@ -57,7 +49,14 @@ from models.storage.tables import (
     write_part,
     writing,
 )
-from models.storage.uri import absolute
+from models import registry
+from models.dataset.dataset import RequestDataset
+from models.dataset.encoding import request_index
+from models.loaded_model import LoadedModel
+from models.metrics.scores import check_finite
+from models.retrieval.data import RetrievalDataset
+from models.retrieval.recommend import required_history
+from models.training import checkpoint
 from pipelines.data.engine import quiet_ray_data
 from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.checks import (

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from core.files import join, write_file
+from core.schemas import Inputs
+from core.tables import read_table
 from models.loaded_model import LoadedModel
-from models.storage.inputs import Inputs
-from models.storage.tables import join, read_table
-from models.storage.uri import write_file
 from pipelines.training.record import find_checkpoint
 
 

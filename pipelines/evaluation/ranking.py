@@ -17,6 +17,9 @@ import numpy as np
 import ray
 import torch
 
+from core.errors import UserError
+from core.schemas import Inputs
+from core.tables import read_manifest
 from models import registry
 from models.dataset.dataset import RequestDataset
 from models.evaluation import add_sums, measure_examples
@@ -24,9 +27,7 @@ from models.loaded_model import LoadedModel
 from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.metrics import exposure
 from models.retrieval.recommend import required_history
-from models.storage.checkpoint import Checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_manifest
+from models.training.checkpoint import Checkpoint
 from pipelines.evaluation.checks import (
     CheckedEvaluation,
     Workers,

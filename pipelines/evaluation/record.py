@@ -20,12 +20,11 @@ from typing import Any
 
 from mlflow.exceptions import MlflowException
 
-from models.error_text import one_line
+from core.errors import UserError, one_line
+from core.files import join, write_file
 from models.metrics.per_user_metrics import PER_USER_PREFIX
-from models.storage import checkpoint
-from models.storage.checkpoint import Checkpoint
-from models.storage.tables import UserError, join
-from models.storage.uri import write_file
+from models.training import checkpoint
+from models.training.checkpoint import Checkpoint
 from pipelines import tracking
 
 

@@ -29,27 +29,23 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array, Map, Object, Property
 from pyarrow import fs
 
+import core
 import models
+from core.errors import UserError
+from core.files import join, open_uri
+from core.schemas import Inputs
+from core.tables import MANIFEST, has_manifest, read_manifest
 from models import registry
 from models.loaded_model import select_inputs
 from models.model import Model
 from models.requests import Columns
 from models.retrieval.requests import EVERY
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import (
-    MANIFEST,
-    UserError,
-    has_manifest,
-    join,
-    open_uri,
-    read_manifest,
-)
+from models.training import checkpoint
 from pipelines.tracking import RunRef, connect
 
 STRINGS, NUMBERS, ANY = Array(DataType.string), Array(DataType.double), AnyType()
 COLUMN_TYPES: dict[str, Any] = {
-    # strings, or integers for strings of digits, see models/item_ids.py
+    # strings, or integers for strings of digits, see core/ids.py
     "ids": Array(ANY),
     "string": DataType.string,
     "strings": STRINGS,
@@ -197,19 +193,20 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
 
 
 def write_code(folder: Path) -> Path:
-    """Write the archive of `models/` from which a served model imports.
+    """Write the archive of `core/` and `models/` from which a served model imports.
 
     A tracking server takes seconds to store each file, so the code is one file.
     """
-    package = Path(models.__path__[0])
-    archive_path = folder / "models.zip"
+    archive_path = folder / "trieline.zip"
     # files of reproducible images have times before 1980
     with zipfile.ZipFile(
         archive_path, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False
     ) as archive:
-        for file in sorted(package.rglob("*.*")):
-            if file.suffix in (".py", ".cpp"):
-                archive.write(file, file.relative_to(package.parent))
+        for package in (core, models):
+            root = Path(package.__path__[0])
+            for file in sorted(root.rglob("*.*")):
+                if file.suffix in (".py", ".cpp"):
+                    archive.write(file, file.relative_to(root.parent))
     return archive_path
 
 

@@ -161,7 +161,7 @@ class Replica:
         self.model = mlflow.pyfunc.load_model(self.version, model_config=settings)
         self.note = f"{self.version} answers"
         # imported from the version's code, which MLflow has put on the path by now
-        from models.storage.tables import UserError
+        from core.errors import UserError
 
         self.refusals = (UserError, MlflowException)
         self.answer_batched.set_max_batch_size(options.max_batch_size)  # type: ignore[attr-defined]

@@ -16,10 +16,10 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from core.errors import UserError
+from core.schemas import Inputs
 from models import registry
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from models.training import checkpoint
 from pipelines import tracking
 from pipelines.serving import package
 

@@ -3,8 +3,9 @@
     model = mlflow.pyfunc.load_model("models:/industrial/1")
     model.predict(pandas.DataFrame([{"history": ["B01", "B02"]}]), params={"k": 10})
 
-The model is logged as a "model from code": MLflow runs this file, next to `models/` and
-the data of `package.py`, without pickle. The file needs only PyTorch and MLflow.
+The model is logged as a "model from code": MLflow runs this file, next to
+`core/`, `models/` and the data of `package.py`, without pickle. The file needs only
+PyTorch and MLflow.
 Retrieval models rank their catalogue after a history, other models the candidates of a
 request; `models/<family>/requests.py` documents the columns of a request.
 `model_config={"device": "cuda"}` puts the model on a GPU.
@@ -42,34 +43,34 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from mlflow.pyfunc import PyFuncModel, PythonModel, scoring_server
 
-# MLflow stores `models/` as an archive beside this file.
-if Path(__file__).with_name("code").joinpath("models.zip").is_file():
-    code_file = Path(__file__).with_name("code") / "models.zip"
+# MLflow stores `core/` and `models/` as an archive beside this file.
+if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
+    code_file = Path(__file__).with_name("code") / "trieline.zip"
     sys.path.insert(0, str(code_file))
-    # another package of this name, or other code, may have been imported before
-    imported = importlib.import_module("models").__path__[0]
+    # other packages of these names, or other code, may have been imported before
     with ZipFile(code_file) as archive:
         for name in archive.namelist():
+            package, _, file = name.partition("/")
             try:
-                code = pkgutil.get_data("models", name.removeprefix("models/"))
+                code = pkgutil.get_data(package, file)
             except OSError:
                 code = None
             if code != archive.read(name):
+                imported = importlib.import_module(package).__path__[0]
                 raise ImportError(
                     f"this process has imported {imported}, and the model has other "
                     f"code in {code_file}; load it in a process of its own"
                 )
 
+from core.errors import UserError, pluralize
+from core.ids import parse_allowed
 from models import registry
 from models.build import load_model
-from models.config import pluralize
-from models.item_ids import parse_allowed
 from models.metrics.scores import check_finite
 from models.requests import Row, find_bundled_inputs
 from models.retrieval.recommend import required_history
 from models.retrieval.requests import EVERY
-from models.storage import checkpoint
-from models.storage.tables import UserError
+from models.training import checkpoint
 
 MAX_CACHED_SETS = 64
 """Largest number of cached sets of allowed items; the least recently used set is

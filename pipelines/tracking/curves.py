@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 
-from models.storage.tables import join
-from models.storage.uri import read_json
+from core.files import join, read_json
 from pipelines.tracking.runs import RunRef, log_text
 from pipelines.tracking.store import connect
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from models.config import did_you_mean
+from core.errors import did_you_mean
 
 PARENT_TAG = "mlflow.parentRunId"
 """MLflow's tag with the id of a child run's parent."""

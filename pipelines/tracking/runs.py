@@ -21,10 +21,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Param
 from mlflow.exceptions import MlflowException
 
-from models.config import flatten
-from models.error_text import one_line
-from models.storage.locks import hold_lock
-from models.storage.tables import UserError, code_version, run_git, submission_id
+from core.errors import UserError, one_line
+from core.files import hold_lock
+from core.options import flatten
+from pipelines.tracking.code import code_version, run_git, submission_id
 from pipelines.tracking.names import (
     CODE_TAG,
     COMMIT_TAG,

@@ -24,9 +24,8 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request, verify_rest_response
 from sqlalchemy.exc import SQLAlchemyError
 
-from models.error_text import one_line
-from models.storage.locks import hold_lock
-from models.storage.tables import UserError
+from core.errors import UserError, one_line
+from core.files import hold_lock
 
 for logger_name in ("mlflow", "alembic"):
     logging.getLogger(logger_name).setLevel(logging.WARNING)

@@ -16,11 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from models.config import check_least
+from core.files import absolute, join
+from core.options import check_least
+from core.schemas import Inputs
 from models.registry import MODELS, ConfigClasses
-from models.storage.inputs import Inputs
-from models.storage.tables import join
-from models.storage.uri import absolute
 from models.training.fit_config import FitConfig, check_replay
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
-from models.storage import attempts
-from models.storage.attempts import Attempt
+from models.training import attempts
+from models.training.attempts import Attempt
 
 ATTEMPT = "TRIELINE_ATTEMPT"
 """Environment variable with the attempt number of a training worker."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from models.config import flatten
-from models.storage.checkpoint import BEST
-from models.storage.tables import UserError, join
-from models.storage.uri import absolute, read_json, write_file
+from core.errors import UserError
+from core.files import absolute, join, read_json, write_file
+from core.options import flatten
+from models.training.checkpoint import BEST
 
 RUN = "run.json"
 """Name of the record in a run's folder."""

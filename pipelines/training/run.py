@@ -36,25 +36,17 @@ from ray.train import (
 from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from core.errors import UserError, one_line, pluralize
+from core.files import hold_lock, join, open_uri
+from core.schemas import Inputs
+from core.tables import has_manifest, read_manifest
 from models import registry
-from models.config import pluralize
-from models.error_text import one_line
-from models.storage import attempts, checkpoint
-from models.storage.attempts import Attempt
-from models.storage.checkpoint import BEST, Checkpoint
-from models.storage.inputs import Inputs
-from models.storage.locks import hold_lock
-from models.storage.tables import (
-    UserError,
-    code_version,
-    has_manifest,
-    join,
-    open_uri,
-    read_manifest,
-    submission_id,
-)
+from models.training import attempts, checkpoint
+from models.training.attempts import Attempt
+from models.training.checkpoint import BEST, Checkpoint
 from pipelines import cluster, faults, tracking
 from pipelines.serving import package
+from pipelines.tracking.code import code_version, submission_id
 from pipelines.training.config import RayOptions, TrainConfig
 from pipelines.training.fencing import FencedTorchConfig
 from pipelines.training.record import (

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from core.errors import UserError
+from core.options import path_fields
+from core.schemas import Inputs
 from models import registry
 from models.build import parse_options
-from models.config import path_fields
 from models.loaded_model import load_catalogue
 from models.model import Model
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
 from models.text.pretrained import resolve_encoder_path
+from models.training import checkpoint
 from models.training_run import check_fit, check_init
 from pipelines.tracking import resolve_uri
 from pipelines.training.config import TrainConfig

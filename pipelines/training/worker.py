@@ -24,13 +24,13 @@ from ray import train
 from ray.exceptions import RayError
 from ray.train.torch import get_device
 
-from models.config import pluralize
+from core.errors import pluralize
+from core.files import join
 from models.loaded_model import require_tables
 from models.metrics.ranking_metrics import format_metric
-from models.storage import attempts, checkpoint
-from models.storage.attempts import UNNUMBERED, Attempt
-from models.storage.checkpoint import Checkpoint
-from models.storage.uri import join
+from models.training import attempts, checkpoint
+from models.training.attempts import UNNUMBERED, Attempt
+from models.training.checkpoint import Checkpoint
 from models.training.fit import (
     ASK,
     CONTINUE,
@@ -148,7 +148,7 @@ class Task:
     run: tracking.RunRef | None
     """The MLflow run."""
     attempt: str = str(UNNUMBERED)
-    """Number of this attempt at the training (`models/storage/attempts.py`)."""
+    """Number of this attempt at the training (`models/training/attempts.py`)."""
 
 
 def threads_per_worker(option: int, local_world_size: int) -> int:

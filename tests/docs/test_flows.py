@@ -36,8 +36,8 @@ from pages import (
     read_section,
 )
 
+from core.tables import read_table
 from jobs import cli
-from models.storage.tables import read_table
 from pipelines.training import run as training
 
 SMALLER = {

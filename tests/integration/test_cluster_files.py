@@ -83,7 +83,7 @@ def test_the_uploaded_working_dir_has_all_code_and_hardly_anything_else(
     names = set(zipfile.ZipFile(package).namelist())
     code = {
         str(p.relative_to(ROOT))
-        for folder in ("jobs", "models", "pipelines", "tuning")
+        for folder in ("core", "jobs", "models", "pipelines", "tuning")
         for p in (ROOT / folder).rglob("*")
         if p.suffix in (".py", ".yaml", ".cpp")
     }

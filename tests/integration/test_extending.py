@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 
+from core.schemas import Inputs
+from core.tables import read_table
 from models.build import build_model
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import History
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import read_table
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from tests.fixtures import search_tables, training_tables
 from tests.fixtures.trainings import build_training
@@ -203,7 +203,7 @@ TINY_TIGER = {
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the project, and add a decoder, a search model and a kind of request."""
     copy = tmp_path_factory.mktemp("extended") / "project"
-    for name in ("models", "pipelines", "tuning", "jobs"):
+    for name in ("core", "models", "pipelines", "tuning", "jobs"):
         shutil.copytree(
             ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
         )

@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 import torch
 
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import read_manifest
+from core.schemas import Inputs
+from core.tables import read_manifest
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from models.warm_start import assign_by_hash

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from core.errors import UserError
+from core.options import build
 from jobs import quickstart
-from models.config import build
-from models.storage.tables import UserError
 
 TINY = {"width": 16, "num_layers": 1, "num_heads": 2, "ffn": 16}
 FLOWS: dict[str, dict[str, Any]] = {

@@ -16,9 +16,10 @@ import torch
 from pyarrow import fs
 from safetensors.torch import load_file
 
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import file_info, read_manifest
+from core.files import file_info
+from core.schemas import Inputs
+from core.tables import read_manifest
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from pipelines.training.config import RayOptions
 from tests.fixtures.trainings import train

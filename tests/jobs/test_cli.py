@@ -11,8 +11,8 @@ from typing import Literal
 
 import pytest
 
+from core.errors import UserError
 from jobs import cli
-from models.storage.tables import UserError
 
 
 @dataclass

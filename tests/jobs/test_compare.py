@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from core.errors import UserError
+from core.files import hold_lock
 from jobs.compare import Config, run
-from models.storage.locks import hold_lock
-from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.load import compare
 from pipelines.comparison.plots import Point, pareto_frontier

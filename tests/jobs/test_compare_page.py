@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from core.errors import UserError
 from jobs.cli import parse
 from jobs.compare import Config, run
-from models.storage.tables import UserError
 from pipelines import tracking
 from pipelines.comparison.load import compare
 from pipelines.comparison.over_users import group_rows

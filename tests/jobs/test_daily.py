@@ -20,10 +20,11 @@ import psutil
 import pytest
 import yaml
 
+from core.errors import UserError
+from core.tables import read_manifest
 from jobs import cli, daily
 from jobs.daily import Config, lowest_accepted, run
-from models.storage import checkpoint
-from models.storage.tables import UserError, read_manifest
+from models.training import checkpoint
 from pipelines import tracking
 from pipelines.comparison.baselines import BELOW
 from pipelines.data.simulation import Settings, draw_interactions, write_log

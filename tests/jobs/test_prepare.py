@@ -12,9 +12,10 @@ import polars as pl
 import pytest
 import yaml
 
+from core.errors import UserError
+from core.tables import read_manifest
 from jobs.prepare import parse, run
 from models.retrieval.data import RetrievalDataset
-from models.storage.tables import UserError, read_manifest
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from core.errors import UserError
 from jobs import cli
-from models.storage.tables import UserError
 
 PRINT_LISTENING_SOCKETS = """
 import ipaddress, json, psutil

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from core.errors import UserError
+from core.tables import read_manifest
 from jobs import tokenize as job
-from models.storage.tables import (
-    UserError,
-    read_manifest,
-)
 from tests.fixtures.item_tables import append_items, write_items
 
 TITLES = [f"thing {i % 4} of kind {i % 5} made by {i % 3}" for i in range(40)]

@@ -21,7 +21,7 @@ from jobs import cli
 from jobs import train as job
 from jobs.train import describe_no_gain
 from models.retrieval.sasrec import SASRecConfig
-from models.storage import checkpoint
+from models.training import checkpoint
 from pipelines import tracking
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from core.errors import UserError
+from core.schemas import Inputs
 from jobs import cli
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.trainings import build_training

@@ -33,8 +33,8 @@ sys.meta_path[:] = [HidingFinder(finder) for finder in sys.meta_path]
 import benchmarks.decode, benchmarks.train
 from models.build import load_model, parse_options
 from models.loaded_model import load_catalogue
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
+from models.training import checkpoint
+from core.schemas import Inputs
 from models.training.fit import FitConfig, fit
 from models.training_run import TrainingRun, resolve_training
 

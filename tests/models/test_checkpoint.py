@@ -17,12 +17,13 @@ import torch
 from pyarrow import fs
 from torch import nn
 
+from core.errors import UserError
+from core.files import open_uri
+from core.schemas import Inputs
+from core.tables import TableVersion
 from models.build import build_model, load_model
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import TableVersion, UserError
-from models.storage.uri import open_uri
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from core.schemas import Inputs
 from models import registry
 from models.metrics.ranking_metrics import Histogram
 from models.retrieval.distillation.teacher import TeacherConfig
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
+from models.training import checkpoint
 from models.training.fit import FitConfig, autocast
 from models.training_run import TrainingRun
 from tests.fixtures import actions_tables, search_tables, training_tables

@@ -19,12 +19,12 @@ import torch
 import yaml
 from torch import Tensor
 
+from core.schemas import Inputs
 from models import registry
 from models.build import load_model
 from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
+from models.training import checkpoint
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
 from tests.fixtures.actions_tables import write_actions

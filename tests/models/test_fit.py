@@ -15,8 +15,8 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from core.errors import UserError
 from models.dataset.batch import Batch, axes
-from models.storage.tables import UserError
 from models.training.fit import (
     ASK,
     CONTINUE,

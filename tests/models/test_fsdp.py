@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
+from core.schemas import Inputs
+from models.training import checkpoint
 from models.training.fit import FitConfig, best_fields, fit
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.files import join
 from models import registry
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
@@ -28,7 +29,6 @@ from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.recommend import _search_by_graph
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchDataset
-from models.storage.tables import join
 from models.training import fit as fit_module
 from models.training.cuda_graphs import CudaGraphs
 from models.training.fit import FitConfig, Meter, fit

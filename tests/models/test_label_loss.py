@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from core.errors import UserError
+from core.files import join
 from models.label_loss import (
     LabelOptions,
     label_loss,
@@ -21,7 +23,6 @@ from models.search import metrics
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.ranker import Ranker, RankerConfig
-from models.storage.tables import UserError, join
 from tests.fixtures.search_tables import write_search
 
 LABELS = ("click", "purchase", "share")

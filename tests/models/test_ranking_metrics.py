@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
+from core.errors import UserError
 from models.metrics import ranking_metrics
 from models.metrics.ranking_metrics import (
     METRIC_NAMES,
@@ -22,7 +23,6 @@ from models.metrics.ranking_metrics import (
     ranking_sums,
     request_auc,
 )
-from models.storage.tables import UserError
 
 
 def compute_pairwise_auc(scores: list[float], labels: list[int]) -> float:

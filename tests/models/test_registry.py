@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from core.errors import UserError
+from core.schemas import Inputs
 from models import registry
 from models.build import build_model, load_model, parse_options
 from models.retrieval.sasrec import SASRec
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from pipelines.training.settings import check_training
 from tests.fixtures.small_retrieval import build_catalogue

@@ -23,7 +23,7 @@ from transformers import (
     RobertaModel,
 )
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from models.text.text_encoder import TextEncoder, check_encoder, load_saved
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from core.errors import UserError
+from core.schemas import Inputs
 from jobs.evaluate import Config
 from jobs.evaluate import run as evaluate
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from pipelines import tracking

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from core.errors import UserError
+from core.schemas import Inputs
+from core.tables import read_manifest, read_table
 from models.loaded_model import LoadedModel
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_manifest, read_table
+from models.training import checkpoint
 from models.training.fit import FitConfig, fit
 from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare

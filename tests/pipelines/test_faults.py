@@ -10,7 +10,7 @@ import torch
 from ray.exceptions import RuntimeEnvSetupError
 from ray.train import ControllerError, WorkerGroupError
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines.faults import explain, find_user_error, is_permanent
 
 FULL = "[Node 192.0.2.7] OSError: [Errno 28] No space left on device"

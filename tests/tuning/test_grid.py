@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.errors import UserError
 from models.retrieval.sasrec import SASRecConfig
-from models.storage.tables import UserError
 from models.training.fit_config import FitConfig
 from tuning.grid import Grid, Point, load_grid
 

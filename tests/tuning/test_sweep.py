@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from core.errors import UserError
+from core.schemas import Inputs
+from models.training import checkpoint
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
 from pipelines.evaluation.record import load_test_metrics

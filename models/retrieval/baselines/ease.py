@@ -27,7 +27,7 @@ from scipy.linalg import lapack
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from models.config import NamedConfig, check_least
+from core.options import NamedConfig, check_least
 from models.retrieval.baselines.interactions import (
     history_indicators,
     interaction_matrix,

@@ -35,7 +35,7 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import NamedConfig, check_least
+from core.options import NamedConfig, check_least
 from models.retrieval.baselines.interactions import (
     interaction_matrix,
     item_counts,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.config import NamedConfig, check_least
+from core.options import NamedConfig, check_least
 from models.retrieval.baselines.interactions import (
     history_counts,
     popular_below_zero,

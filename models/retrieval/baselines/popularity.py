@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from models.config import NamedConfig
+from core.options import NamedConfig
 from models.retrieval.data import (
     Catalogue,
     HistoryBatch,

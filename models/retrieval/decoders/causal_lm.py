@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from core.errors import UserError
 from models.retrieval.backbones.causal_lm import LmBackbone
 from models.retrieval.parts import Decoder, History, Memory
-from models.storage.tables import UserError
 
 
 class LmDecoder(Decoder):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_positive
+from core.options import check_positive
 from models.retrieval.distillation.student import StudentConfig
 from models.retrieval.parts import Backbone, Decoder, History
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_least, check_positive, check_shares
+from core.errors import UserError
+from core.options import check_least, check_positive, check_shares
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
     TaughtModel,
@@ -32,7 +33,6 @@ from models.retrieval.options import Scores, StudentOptions
 from models.retrieval.parts import Decoder, History, Scorer
 from models.retrieval.recommend import recommender
 from models.retrieval.retriever import Retriever
-from models.storage.tables import UserError
 from models.training.distributed import global_mean
 
 

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar, cast
 
+from core.errors import UserError
+from core.files import absolute
+from core.options import NamedConfig
 from models import registry
 from models.build import build_model
-from models.config import NamedConfig
 from models.retrieval.data import Catalogue
 from models.retrieval.distillation.teacher_cache import (
     CachedStates,
@@ -21,9 +23,7 @@ from models.retrieval.distillation.teacher_cache import (
 )
 from models.retrieval.model import RetrievalModel
 from models.retrieval.retriever import Retriever
-from models.storage import checkpoint
-from models.storage.tables import UserError
-from models.storage.uri import absolute
+from models.training import checkpoint
 
 
 @dataclass

@@ -37,10 +37,20 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.config import pluralize
+from core.errors import UserError, pluralize
+from core.files import LOCK, hold_lock, join
+from core.ragged import find_sorted, lengths_to_offsets, pad_indices
+from core.tables import (
+    Manifest,
+    Part,
+    commit,
+    fingerprint,
+    has_manifest,
+    read_manifest,
+    write_part,
+)
 from models.dataset.columns import Columns, open_columns
 from models.dataset.encoding import PAD
-from models.ragged import find_sorted, lengths_to_offsets, pad_indices
 from models.retrieval.data import (
     Catalogue,
     HistoryBatch,
@@ -48,18 +58,6 @@ from models.retrieval.data import (
     RetrievalDataset,
 )
 from models.retrieval.parts import History, real_positions
-from models.storage.locks import LOCK, hold_lock
-from models.storage.tables import (
-    Manifest,
-    Part,
-    UserError,
-    commit,
-    fingerprint,
-    has_manifest,
-    join,
-    read_manifest,
-    write_part,
-)
 
 SCHEMA = pa.schema(
     [

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import NamedConfig, check_least, check_positive
+from core.errors import UserError
+from core.options import NamedConfig, check_least, check_positive
 from models.retrieval.backbones.causal_lm import (
     LmBackbone,
     Segment,
@@ -45,7 +46,6 @@ from models.retrieval.language.prompts import (
 )
 from models.retrieval.parts import SidTokens, real_positions
 from models.retrieval.retriever import Retriever
-from models.storage.tables import UserError
 from models.text import language_model
 from models.training.distributed import global_mean
 

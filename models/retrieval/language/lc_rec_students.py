@@ -30,6 +30,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from core.errors import UserError
 from models.cpu.derived import cache_until_changed
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -41,7 +42,6 @@ from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
 from models.retrieval.students.joint import Joint
 from models.retrieval.students.nezha import NezhaConfig, NezhaDecoder, last_positions
-from models.storage.tables import UserError
 from models.text import language_model
 
 

@@ -20,8 +20,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from core.errors import UserError
+from core.files import join
+from core.tables import read_manifest, read_table
 from models.retrieval.data import Catalogue
-from models.storage.tables import UserError, join, read_manifest, read_table
 from models.text.language_model import LANGUAGE_MODEL
 from models.text.pretrained import pretrained_source
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.storage.tables import UserError
+from core.errors import UserError
 
 
 def check_codes(codes: Tensor, codebook_sizes: tuple[int, ...]) -> None:

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.config import check_least, check_positive
+from core.errors import UserError
+from core.options import check_least, check_positive
 from models.metrics.scores import check_finite
 from models.retrieval import metrics
 from models.retrieval.backbones.t5 import T5Backbone
@@ -45,7 +46,6 @@ from models.retrieval.search.speculative import (
     mix_bits,
     speculative_search,
 )
-from models.storage.tables import UserError
 from models.training.distributed import global_mean
 
 TOP_CODES = 20

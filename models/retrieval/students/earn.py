@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from core.errors import UserError
 from models.layers.t5 import Block, dropout
 from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -28,7 +29,6 @@ from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.teacher import build_teacher
 from models.retrieval.parts import History, padding_mask
 from models.retrieval.students.joint import Joint, JointConfig, require_tiger
-from models.storage.tables import UserError
 
 NUM_REGISTERS = 2
 """Number of learned embeddings around a history."""

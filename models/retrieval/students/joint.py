@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-from models.config import check_positive
+from core.errors import UserError
+from core.options import check_positive
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.teacher import TaughtModel, TeacherConfig
 from models.retrieval.retriever import Retriever
 from models.retrieval.tiger import Tiger
-from models.storage.tables import UserError
 
 
 @dataclass

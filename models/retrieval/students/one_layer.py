@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from core.errors import UserError
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.retriever import Retriever
-from models.storage.tables import UserError
 
 
 @dataclass

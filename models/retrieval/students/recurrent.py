@@ -41,7 +41,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.config import check_least, check_positive
+from core.errors import UserError
+from core.options import check_least, check_positive
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import MixerState, RecurrentMixer
 from models.layers.mamba2 import Mamba2
@@ -49,7 +50,6 @@ from models.layers.t5 import dropout
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.retriever import Retriever
-from models.storage.tables import UserError
 
 EXPAND_V = 2
 """Ratio of the width of a Gated DeltaNet head's values to its keys (published)."""

@@ -22,6 +22,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
+from core.errors import UserError
 from models.build import build_model
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.backbones.t5 import T5Backbone
@@ -38,8 +39,7 @@ from models.retrieval.distillation.teacher_cache import CachedStates, TeacherOut
 from models.retrieval.parts import History, real_positions
 from models.retrieval.retriever import Retriever
 from models.retrieval.students.sid_mlp import SidMlp
-from models.storage import checkpoint
-from models.storage.tables import UserError
+from models.training import checkpoint
 from models.training.distributed import global_mean
 
 

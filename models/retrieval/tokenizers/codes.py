@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from models.storage.tables import UserError
+from core.errors import UserError
 
 MAX_CONFLICT_CODES = 256
 """Most codes of a conflict level, so that it fits a codebook of the usual size."""

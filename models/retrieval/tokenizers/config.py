@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from models.config import NamedConfig, check_least
+from core.options import NamedConfig, check_least
 
 
 @dataclass

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.errors import UserError
 from models.retrieval.tokenizers.codes import collision_groups, measure_collisions
 from models.retrieval.tokenizers.rqkmeans import Rqkmeans
 from models.retrieval.tokenizers.tokenizer import Progress, Quantized, Training
-from models.storage.tables import UserError
 
 WIDTH = 8
 """Number of nearest centroids per level to combine; doubled for an item without free

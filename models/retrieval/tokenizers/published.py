@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from models.storage.tables import UserError, open_uri
-from models.storage.uri import storage_errors
+from core.errors import UserError
+from core.files import open_uri, storage_errors
 
 TOKEN = re.compile(r"<?[A-Za-z]+_(\d+)>?")
 """A code as a token of LC-Rec, such as `<a_128>`."""

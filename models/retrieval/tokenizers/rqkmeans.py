@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from core.errors import UserError
 from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.retrieval.tokenizers.tokenizer import (
     Progress,
@@ -27,7 +28,6 @@ from models.retrieval.tokenizers.tokenizer import (
     Tokenizer,
     Training,
 )
-from models.storage.tables import UserError
 
 CHUNK_ROWS = 16384
 """Rows of a chunk in steps that compute a rows x K matrix."""

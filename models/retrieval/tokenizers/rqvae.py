@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import pluralize
+from core.errors import pluralize
 from models.retrieval.tokenizers.config import RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
     CHUNK_ROWS,

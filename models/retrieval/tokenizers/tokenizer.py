@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from models.config import NamedConfig
+from core.options import NamedConfig
 
 
 @dataclass(frozen=True)

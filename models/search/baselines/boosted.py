@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from core.errors import UserError
 from models.boosting import (
     TreeConfig,
     concat_batches,
@@ -42,7 +43,6 @@ from models.metrics.ranking_metrics import rank_in_request, request_auc
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.data import SearchBatch
 from models.search.model import SearchModel
-from models.storage.tables import UserError
 
 if TYPE_CHECKING:
     from lightgbm import Booster

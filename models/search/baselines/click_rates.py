@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from models.config import NamedConfig
+from core.options import NamedConfig
 from models.layers.standardised import Standardised
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch

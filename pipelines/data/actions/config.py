@@ -26,8 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.config import check_shares
-from models.storage.tables import UserError
+from core.errors import UserError
+from core.options import check_shares
 from pipelines.data.events.columns import bool_column
 from pipelines.data.prepare_config import PrepareConfig, raise_first
 from pipelines.data.reading.durations import WindowSettings

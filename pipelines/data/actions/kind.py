@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from models.storage.tables import Manifest
+from core.tables import Manifest
 from pipelines.data.actions.audit import check_actions_tables
 from pipelines.data.actions.config import ActionsConfig, check_actions
 from pipelines.data.actions.sequences import make_actions

@@ -21,8 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.config import pluralize
-from models.storage.tables import Manifest, UserError, part_uris
+from core.errors import UserError, pluralize
+from core.schemas import actions_schema
+from core.tables import Manifest, part_uris
 from pipelines.data.actions.config import ITEM, ActionsConfig, check_actions
 from pipelines.data.actions.features import (
     IDS,
@@ -33,7 +34,6 @@ from pipelines.data.actions.features import (
 from pipelines.data.engine import Call
 from pipelines.data.events.columns import read_part, take_rows
 from pipelines.data.run import Run
-from pipelines.data.schemas import actions_schema
 from pipelines.data.sequences.as_of import make_as_of_tables
 from pipelines.data.sequences.builder import (
     Behaviours,

@@ -13,7 +13,9 @@ from typing import Any
 
 import polars as pl
 
-from models.storage.tables import Manifest, UserError, join, read_manifest, read_parquet
+from core.errors import UserError
+from core.files import join
+from core.tables import Manifest, read_manifest, read_parquet
 
 MAX_EXAMPLES = 3
 """Maximum number of violations that are described per rule."""

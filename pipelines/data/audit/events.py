@@ -7,7 +7,9 @@ from typing import Any
 
 import polars as pl
 
-from models.storage.tables import UserError, join, part_uris, read_parquet
+from core.errors import UserError
+from core.files import join
+from core.tables import part_uris, read_parquet
 from pipelines.data.audit.base import EVENT, MINUTE_MS, Rule, Tables
 
 

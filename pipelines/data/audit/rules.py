@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 import polars as pl
 
-from models.storage.tables import UserError, join, read_manifest
+from core.errors import UserError
+from core.files import join
+from core.tables import read_manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.events import (
     check_catalogue,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from models.storage.tables import CUSTOM_KEY
+from core.tables import CUSTOM_KEY
 from pipelines.data.audit.base import (
     MAX_EXAMPLES,
     REQUEST,

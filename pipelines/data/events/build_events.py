@@ -20,17 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.config import pluralize
-from models.storage.tables import (
-    Manifest,
-    Part,
-    UserError,
-    join,
-    open_uri,
-    part_uris,
-    read_parquet,
-    write_part,
-)
+from core.errors import UserError, pluralize
+from core.files import join, open_uri
+from core.schemas import REJECTS
+from core.tables import Manifest, Part, part_uris, read_parquet, write_part
 from pipelines.data.engine import KEY, Exchange, ReadSummary, Shared, fetch
 from pipelines.data.events.columns import dictionary_column, user_keys
 from pipelines.data.events.event_stats import (
@@ -47,7 +40,6 @@ from pipelines.data.reading.log import Log
 from pipelines.data.reading.read import FilePart, split_file
 from pipelines.data.reading.rows import RejectCounts, check_missing, common_missing
 from pipelines.data.run import Run
-from pipelines.data.schemas import REJECTS
 
 BYTES_PER_PARTITION = 32 << 20
 """Bytes of raw text per partition; sorting a partition takes a few hundred MB."""

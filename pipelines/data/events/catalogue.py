@@ -19,7 +19,9 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.storage.tables import Manifest, Part, UserError, join, write_part
+from core.errors import UserError
+from core.files import join
+from core.tables import Manifest, Part, write_part
 from pipelines.data.engine import KEY, Engine, Exchange, ReadSummary, Shared, fetch
 from pipelines.data.events.build_events import LoadStats, count_partitions
 from pipelines.data.events.columns import Vocabulary

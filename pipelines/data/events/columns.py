@@ -15,8 +15,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.ragged import run_starts
-from models.storage.tables import read_parquet
+from core.ragged import run_starts
+from core.tables import read_parquet
 
 USER_AND_ITEM = ("user_id", "item_id")
 

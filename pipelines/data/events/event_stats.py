@@ -16,7 +16,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines.data.engine import Engine
 from pipelines.data.events.columns import dictionary_column, label_columns, read_part
 

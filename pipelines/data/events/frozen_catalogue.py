@@ -16,11 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.storage.tables import (
+from core.errors import UserError
+from core.files import join
+from core.schemas import items_schema
+from core.tables import (
     Manifest,
     Part,
-    UserError,
-    join,
     part_uris,
     read_manifest,
     read_parquet,
@@ -29,7 +30,6 @@ from models.storage.tables import (
 from pipelines.data.events.build_events import LoadStats
 from pipelines.data.events.event_stats import EventStats
 from pipelines.data.run import Run
-from pipelines.data.schemas import items_schema
 
 
 def read_split(catalogue: str, has_clock_times: bool) -> dict[str, Any]:

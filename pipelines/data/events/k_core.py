@@ -10,8 +10,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.ragged import run_starts
-from models.storage.tables import UserError
+from core.errors import UserError
+from core.ragged import run_starts
 from pipelines.data.engine import Engine
 from pipelines.data.events.columns import (
     Vocabulary,

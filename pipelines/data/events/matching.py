@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from models.storage.tables import UserError
+from core.errors import UserError
 
 WARN_BELOW = 0.9
 """Share of matched ids below which a warning is printed."""

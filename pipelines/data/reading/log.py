@@ -28,8 +28,10 @@ from urllib.parse import unquote
 import polars as pl
 import pyarrow as pa
 
-from models.config import build, read_yaml
-from models.storage.tables import UserError, join
+from core.errors import UserError
+from core.files import join
+from core.options import build, read_yaml
+from core.schemas import LABEL_TYPES, REJECTS, events_schema, items_schema
 from pipelines.data.reading.read import (
     ROW,
     FilePart,
@@ -50,7 +52,6 @@ from pipelines.data.reading.rows import (
     split_rows,
 )
 from pipelines.data.reading.times import Time, parse_iso_ms, parse_times
-from pipelines.data.schemas import LABEL_TYPES, REJECTS, events_schema, items_schema
 
 LOG_ROW = pa.field("log_row", pa.int64(), nullable=False)
 MISSING_VALUES = {"request_id": "", "position": 0}

@@ -35,14 +35,9 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from models.config import did_you_mean
-from models.error_text import one_line
-from models.storage.tables import (
-    JOB_FILES,
-    UserError,
-    check_plain_types,
-    open_uri,
-)
+from core.errors import UserError, did_you_mean, one_line
+from core.files import open_uri
+from core.tables import JOB_FILES, check_plain_types
 
 ROW = "__row"
 """Column with the index of the row in its piece, which counts broken rows, too."""

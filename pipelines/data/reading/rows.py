@@ -16,10 +16,10 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from models.config import pluralize
-from models.error_text import MAX_REASON_CHARS, one_line
-from models.item_ids import UNCLEAN_ID, clean_id
-from models.storage.tables import LARGEST_NUMBER, UserError
+from core.errors import MAX_REASON_CHARS, UserError, one_line, pluralize
+from core.ids import UNCLEAN_ID, clean_id
+from core.schemas import REJECTS
+from core.tables import LARGEST_NUMBER
 from pipelines.data.reading.read import (
     MAX_QUOTED_CHARS,
     ROW,
@@ -29,7 +29,6 @@ from pipelines.data.reading.read import (
     root_columns,
 )
 from pipelines.data.reading.times import Time, parse_times, reject_future, suggest_unit
-from pipelines.data.schemas import REJECTS
 
 MAX_EXPLODED_ROWS = 1 << 18
 """Approximate maximum number of rows per block after lists are exploded."""

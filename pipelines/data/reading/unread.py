@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.read import list_files
 

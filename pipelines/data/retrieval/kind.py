@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from models.storage.tables import Manifest
+from core.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
 from pipelines.data.prepare_config import PrepareConfig

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from models.config import pluralize
-from models.storage.tables import Manifest, UserError
+from core.errors import UserError, pluralize
+from core.schemas import sequences_schema
+from core.tables import Manifest
 from pipelines.data.events.columns import first_of_run, take_rows
-from pipelines.data.schemas import sequences_schema
 from pipelines.data.sequences.builder import (
     Behaviours,
     BuiltTable,

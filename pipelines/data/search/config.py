@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from models.config import check_least, check_shares
+from core.options import check_least, check_shares
 from pipelines.data.prepare_config import PrepareConfig, raise_first
 from pipelines.data.reading.durations import WindowSettings
 from pipelines.data.reading.log import Log, check_names

@@ -23,11 +23,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.config import pluralize
-from models.storage.tables import (
+from core.errors import UserError, pluralize
+from core.schemas import counts_schema
+from core.tables import (
     Manifest,
     Part,
-    UserError,
     fingerprint,
     is_up_to_date,
     part_uris,
@@ -35,7 +35,6 @@ from models.storage.tables import (
 )
 from pipelines.data.events.columns import Vocabulary
 from pipelines.data.run import Run
-from pipelines.data.schemas import counts_schema
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import (
     COUNTED,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from models.config import check_known
+from core.options import check_known
 from models.search.counts import HOURS, time_features
 from pipelines.data.events.columns import (
     bool_column,

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines.data.events.columns import dictionary_column, first_of_run
 from pipelines.data.reading.durations import MINUTE_MS
 from pipelines.data.search.config import SearchConfig

@@ -19,9 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.config import pluralize
-from models.ragged import run_starts
-from models.storage.tables import CUSTOM_KEY, Manifest, UserError, part_uris, write_part
+from core.errors import UserError, pluralize
+from core.ragged import run_starts
+from core.schemas import CARRIED, QUERIES, search_schema
+from core.tables import CUSTOM_KEY, Manifest, part_uris, write_part
 from pipelines.data.engine import Call
 from pipelines.data.events.columns import (
     bool_column,
@@ -32,7 +33,6 @@ from pipelines.data.events.columns import (
 from pipelines.data.events.event_stats import IdCounts
 from pipelines.data.reading.durations import MINUTE_MS
 from pipelines.data.run import Run
-from pipelines.data.schemas import CARRIED, QUERIES, search_schema
 from pipelines.data.search.config import SearchConfig, bool_labels
 from pipelines.data.search.features import (
     IDS,

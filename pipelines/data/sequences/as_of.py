@@ -20,7 +20,8 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from models.storage.tables import Manifest, Part, UserError, write_part
+from core.errors import UserError
+from core.tables import Manifest, Part, write_part
 from pipelines.data.engine import Shared
 from pipelines.data.events.columns import (
     Vocabulary,

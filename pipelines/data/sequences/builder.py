@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from models.config import pluralize
-from models.ragged import lengths_to_starts, run_starts
-from models.storage.tables import CUSTOM_KEY, Manifest, Part, part_uris, write_part
+from core.errors import pluralize
+from core.ragged import lengths_to_starts, run_starts
+from core.tables import CUSTOM_KEY, Manifest, Part, part_uris, write_part
 from pipelines.data.engine import Call, Shared, fetch
 from pipelines.data.events.columns import (
     USER_AND_ITEM,

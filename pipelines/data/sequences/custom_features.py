@@ -15,8 +15,8 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from models.config import check_known
-from models.storage.tables import UserError
+from core.errors import UserError
+from core.options import check_known
 from pipelines.data.reading.log import Log
 
 NUMBER = "num_"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines.data.engine import Engine
 from pipelines.data.events.columns import bool_column, label_columns, read_part
 from pipelines.data.events.event_stats import HOUR_MS, EventStats

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from models.config import check_least
+from core.options import check_least
 
 
 @dataclass(frozen=True)

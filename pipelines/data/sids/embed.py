@@ -24,11 +24,11 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from models.config import pluralize
-from models.storage.tables import (
+from core.errors import UserError, pluralize
+from core.schemas import embeddings_schema
+from core.tables import (
     Manifest,
     Part,
-    UserError,
     commit,
     fingerprint,
     has_manifest,
@@ -48,7 +48,6 @@ from models.text.text_encoder import (
 )
 from pipelines import cluster
 from pipelines.data.engine import quiet_ray_data
-from pipelines.data.schemas import embeddings_schema
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.precomputed import PrecomputedEmbeddings
 from pipelines.ray_inside import has_autoscaler, silence_cpp_log

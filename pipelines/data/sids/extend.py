@@ -20,18 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.config import pluralize
-from models.retrieval.tokenizers import psid
-from models.retrieval.tokenizers.codes import (
-    branching,
-    collision_groups,
-    measure_collisions,
-    measure_levels,
-)
-from models.retrieval.tokenizers.tokenizer import Tokenizer
-from models.storage.tables import (
+from core.errors import UserError, pluralize
+from core.files import absolute
+from core.schemas import embeddings_schema
+from core.tables import (
     Manifest,
-    UserError,
     commit,
     fingerprint,
     has_manifest,
@@ -40,8 +33,14 @@ from models.storage.tables import (
     read_table,
     writing,
 )
-from models.storage.uri import absolute
-from pipelines.data.schemas import embeddings_schema
+from models.retrieval.tokenizers import psid
+from models.retrieval.tokenizers.codes import (
+    branching,
+    collision_groups,
+    measure_collisions,
+    measure_levels,
+)
+from models.retrieval.tokenizers.tokenizer import Tokenizer
 from pipelines.data.sids.embed import (
     EmbeddingSource,
     Projection,

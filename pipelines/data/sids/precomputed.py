@@ -16,16 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from models.config import pluralize
-from models.error_text import one_line
-from models.item_ids import clean_id
-from models.storage.tables import (
-    LARGEST_NUMBER,
-    UserError,
-    check_plain_types,
-    open_uri,
-)
-from models.storage.uri import storage_errors
+from core.errors import UserError, one_line, pluralize
+from core.files import open_uri, storage_errors
+from core.ids import clean_id
+from core.tables import LARGEST_NUMBER, check_plain_types
 
 SUFFIXES = (".parquet", ".npy")
 """Suffixes of files of precomputed embeddings."""

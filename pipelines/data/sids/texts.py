@@ -28,16 +28,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
 
-from models.config import pluralize
-from models.storage.tables import (
+from core.errors import UserError, pluralize
+from core.files import absolute, join
+from core.schemas import TOKENS, embeddings_schema
+from core.tables import (
     Manifest,
     Part,
-    UserError,
     clear,
     commit,
     has_earlier_table,
     has_manifest,
-    join,
     part_uris,
     read_manifest,
     read_parquet,
@@ -45,12 +45,10 @@ from models.storage.tables import (
     write_part,
     writing,
 )
-from models.storage.uri import absolute
 from models.text.text_encoder import TextEncoder, TfidfEncoder, check_encoder
 from pipelines.data.engine import Engine
 from pipelines.data.events.columns import sorted_unique
 from pipelines.data.kinds import KINDS
-from pipelines.data.schemas import TOKENS, embeddings_schema
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,

@@ -19,6 +19,22 @@ import pyarrow as pa
 import ray
 import torch
 
+from core.errors import UserError
+from core.files import join
+from core.schemas import QUANTIZER, SIDS, TRIE
+from core.tables import (
+    Manifest,
+    clear,
+    commit,
+    fingerprint,
+    has_earlier_table,
+    has_manifest,
+    is_up_to_date,
+    read_manifest,
+    read_table,
+    write_part,
+    writing,
+)
 from models.cpu.matmul import matmul_precision
 from models.retrieval.data import RetrievalDataset
 from models.retrieval.search.trie import Trie
@@ -32,23 +48,7 @@ from models.retrieval.tokenizers.codes import (
 from models.retrieval.tokenizers.published import catalogue_codes, read_published
 from models.retrieval.tokenizers.rqkmeans import limit_progress, quantization_error
 from models.retrieval.tokenizers.tokenizer import Progress, Tokenizer, Training
-from models.storage.tables import (
-    Manifest,
-    UserError,
-    clear,
-    commit,
-    fingerprint,
-    has_earlier_table,
-    has_manifest,
-    is_up_to_date,
-    join,
-    read_manifest,
-    read_table,
-    write_part,
-    writing,
-)
 from pipelines import cluster
-from pipelines.data.schemas import QUANTIZER, SIDS, TRIE
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import (
     EmbeddingSource,

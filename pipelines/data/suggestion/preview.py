@@ -13,8 +13,7 @@ from typing import Any
 import polars as pl
 import polars.selectors as cs
 
-from models.config import pluralize
-from models.storage.tables import UserError
+from core.errors import UserError, pluralize
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.rows import RejectCounts, check_missing
 

@@ -17,8 +17,8 @@ import polars as pl
 import pyarrow.parquet as pq
 import yaml
 
-from models.error_text import one_line
-from models.storage.tables import UserError, file_info, join, open_uri
+from core.errors import UserError, one_line
+from core.files import file_info, join, open_uri
 from pipelines.data.reading.read import (
     COMPRESSED_SUFFIXES,
     SUFFIXES,

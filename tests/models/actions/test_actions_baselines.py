@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from core.files import join
+from core.schemas import Inputs
+from core.tables import read_table
 from models.actions.baselines import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
-from models.storage.inputs import Inputs
-from models.storage.tables import join, read_table
 from models.training.fit import FitConfig
 from tests.fixtures.actions_tables import TASKS, write_actions
 from tests.fixtures.trainings import build_training

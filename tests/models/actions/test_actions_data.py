@@ -11,11 +11,12 @@ import pyarrow as pa
 import pytest
 import torch
 
+from core.files import join
+from core.tables import read_table
 from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import Attributes
 from models.actions.data import ActionsDataset
-from models.storage.tables import join, read_table
 from tests.fixtures.actions_tables import (
     TRAIN_DEVICES,
     build_user_row,

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from core.tables import commit, write_part
 from models.dataset.columns import MAX_UNUSED_S, open_columns
-from models.storage.tables import commit, write_part
 
 PARTS = ([1, 2], [300], [], [0.5, 4.0])
 """Values of each part, whose narrowest types differ."""

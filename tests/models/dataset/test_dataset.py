@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.files import join
 from models.actions.data import ActionsDataset
 from models.dataset.dataset import RequestDataset
 from models.dataset.order import WINDOW_STEPS, count_steps, order_epoch
 from models.retrieval.data import RetrievalDataset
 from models.search.data import SearchDataset
-from models.storage.tables import join
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.training_tables import write_tables

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import ragged
+from core import ragged
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=8).map(
     lambda lengths: np.array(lengths, np.int64)

@@ -11,16 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from core.schemas import Inputs, events_schema, items_schema, sequences_schema
+from core.tables import Manifest, commit, write_part
 from models.retrieval.data import Catalogue
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import Manifest, commit, write_part
+from models.training import checkpoint
 from models.training.fit import EpochEvent, FitConfig, fit
-from pipelines.data.schemas import (
-    events_schema,
-    items_schema,
-    sequences_schema,
-)
 from tests.fixtures import training_tables
 from tests.fixtures.trainings import build_training
 

@@ -19,6 +19,7 @@ import yaml
 from torch import Tensor
 from torch.nn import functional
 
+from core.errors import UserError
 from models.build import build_model, load_model
 from models.cpu import kernels
 from models.dataset.encoding import PAD
@@ -28,8 +29,7 @@ from models.retrieval.distillation.student import ReusesDecoder, Student
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
 from models.retrieval.students.sid_mlp import SidMlp
-from models.storage import checkpoint
-from models.storage.tables import UserError
+from models.training import checkpoint
 from tests.fixtures.golden import check_golden
 from tests.fixtures.small_retrieval import (
     ITEMS,

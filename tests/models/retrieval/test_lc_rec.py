@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from core.schemas import Inputs
 from models.retrieval.language.lc_rec import LcRec
 from models.retrieval.language.prompts import (
     INSTRUCTIONS,
@@ -21,7 +22,6 @@ from models.retrieval.language.prompts import (
     Words,
     read_titles,
 )
-from models.storage.inputs import Inputs
 from models.text import language_model
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from core.errors import UserError
+from core.schemas import Inputs
+from core.tables import TableVersion
 from models.build import load_model
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone, RoleTokens
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -24,9 +27,7 @@ from models.retrieval.students.sid_mlp_pp import (
     SidMlpPpEncoderConfig,
 )
 from models.retrieval.tiger import Tiger, TigerConfig
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import TableVersion, UserError
+from models.training import checkpoint
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.small_retrieval import make_requests_with_lengths
 from tests.models.retrieval.conftest import TrainedTiger

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.errors import UserError
+from core.schemas import Inputs
 from models.build import load_model, parse_options
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.students.sid_mlp import SidMlp
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from models.training import checkpoint
 from models.training.fit import EpochEvent, FitConfig
 from models.training_run import TrainingRun
 from tests.fixtures.training_tables import write_tables

@@ -16,17 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import fs
 
+from core.files import LOCK, open_uri
+from core.schemas import Inputs
+from core.tables import read_manifest, read_table
 from models.retrieval.data import RequestBatch, RetrievalDataset
 from models.retrieval.distillation.teacher_cache import CachedStates
 from models.retrieval.parts import History
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.locks import LOCK
-from models.storage.tables import (
-    open_uri,
-    read_manifest,
-    read_table,
-)
+from models.training import checkpoint
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
 from tests.fixtures.batches import fill_batch

@@ -24,8 +24,8 @@ from models.retrieval.data import (
     InteractionBatch,
     RetrievalDataset,
 )
-from models.storage import checkpoint
-from models.storage.checkpoint import Checkpoint
+from models.training import checkpoint
+from models.training.checkpoint import Checkpoint
 from models.warm_start import load_extended_weights
 from tests.fixtures.batches import fill_batch
 

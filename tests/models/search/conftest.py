@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from core.files import join
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.qgs import QGSConfig
-from models.storage.tables import join
 from tests.fixtures.search_tables import write_search
 
 

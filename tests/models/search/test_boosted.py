@@ -23,7 +23,7 @@ from models.search.baselines.boosted import (
 )
 from models.search.catalogue import SearchCatalogue, SearchText
 from models.search.data import SearchBatch
-from models.storage import checkpoint
+from models.training import checkpoint
 from models.warm_start import load_extended_weights
 from tests.fixtures.batches import fill_batch
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from core.files import join
+from core.schemas import Inputs
 from models.custom_features import Category, CustomFeatures, Number
 from models.metrics.ranking_metrics import request_auc
 from models.search.baselines.best_number import BestNumber, BestNumberConfig
@@ -22,8 +24,6 @@ from models.search.baselines.click_rates import (
 )
 from models.search.catalogue import SearchCatalogue, SearchText
 from models.search.data import SearchBatch, SearchDataset
-from models.storage.inputs import Inputs
-from models.storage.tables import join
 from models.training.fit import FitConfig
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.trainings import build_training

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from core.files import join
+from core.tables import read_table
 from models.dataset.encoding import request_number
 from models.search.catalogue import (
     SearchCatalogue,
@@ -17,7 +19,6 @@ from models.search.catalogue import (
     pair_key,
 )
 from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset
-from models.storage.tables import join, read_table
 from tests.fixtures.search_tables import (
     FEATURES,
     LABELS,

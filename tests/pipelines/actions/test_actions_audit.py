@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from models.storage.tables import read_manifest
+from core.tables import read_manifest
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
+from core.tables import read_manifest, read_table
 from models.actions.data import ActionsDataset
-from models.storage.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from models.config import build
+from core.options import build
+from core.schemas import events_schema
 from pipelines.data.actions.config import ActionsConfig, Input, Task
 from pipelines.data.actions.features import IDS
 from pipelines.data.actions.sequences import ActionsBuilder
 from pipelines.data.events.columns import Vocabulary
-from pipelines.data.schemas import events_schema
 from pipelines.data.sequences.builder import Lookups
 
 LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}

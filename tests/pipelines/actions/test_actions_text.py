@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from core.errors import UserError
+from core.files import join
+from core.tables import read_manifest, read_table
 from models.actions.catalogue import ActionsCatalogue
-from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import choose_text_tables, encode_log, fit_tfidf_encoder
 from tests.fixtures.actions_tables import write_actions

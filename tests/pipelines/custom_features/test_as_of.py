@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.tables import read_manifest, read_table
 from models.search.catalogue import SearchCatalogue
-from models.storage.tables import read_manifest, read_table
 from pipelines.data.sequences.as_of import AsOfTable, join_as_of
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.custom_features_log import (

@@ -14,11 +14,12 @@ import pandas as pd
 import pytest
 import torch
 
+from core.errors import UserError
+from core.schemas import Inputs
+from core.tables import read_manifest, read_table
 from models.actions.batch import ActionsBatch
 from models.actions.data import ActionsDataset
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_manifest, read_table
+from models.training import checkpoint
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
 from pipelines import tracking

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.storage.tables import read_manifest, read_table
+from core.tables import read_manifest, read_table
 from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.custom_features_log import AS_OF, SOURCE, prepare_tables
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from models.storage.tables import read_manifest, read_table
+from core.tables import read_manifest, read_table
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import feature_groups
 from pipelines.data.sequences import custom_features

@@ -13,11 +13,12 @@ import pyarrow as pa
 import pytest
 import torch
 
+from core.files import join
+from core.schemas import Inputs
+from core.tables import read_manifest, read_table
 from models.custom_features import Category, CustomFeatures, CustomInputs, Number
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
-from models.storage.inputs import Inputs
-from models.storage.tables import join, read_manifest, read_table
 from models.training.fit import EpochEvent, FitConfig, fit
 from models.training_run import TrainingRun
 from tests.fixtures.custom_features_log import SOURCE, prepare_tables, write_random_text

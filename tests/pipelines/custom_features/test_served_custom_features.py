@@ -12,10 +12,11 @@ import pandas as pd
 import pytest
 import torch
 
+from core.files import join
+from core.schemas import Inputs
+from core.tables import read_table
 from models.search.data import SearchBatch, SearchDataset
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import join, read_table
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from models.training_run import TrainingRun
 from pipelines import tracking

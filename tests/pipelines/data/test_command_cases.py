@@ -12,10 +12,11 @@ from typing import Any
 import polars as pl
 import pytest
 
+from core.errors import UserError
+from core.schemas import Inputs
+from core.tables import read_manifest, read_table
 from models.loaded_model import LoadedModel
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_manifest, read_table
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines.data.engine import (
     KEY,
     Engine,

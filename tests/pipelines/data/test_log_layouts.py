@@ -10,7 +10,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from models.storage.tables import UserError, read_manifest
+from core.errors import UserError
+from core.tables import read_manifest
 from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.commands import prepare_log, read_rows
 from tests.fixtures.log_layouts import LOG_WRITERS

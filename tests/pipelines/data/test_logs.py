@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 import yaml
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from tests.fixtures.commands import merge, prepare_log, read_rows, write_rows
 
 CASES = Path(__file__).parent / "cases"

@@ -11,7 +11,8 @@ import polars as pl
 import pytest
 import yaml
 
-from models.storage.tables import UserError, read_manifest, read_table
+from core.errors import UserError
+from core.tables import read_manifest, read_table
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config

@@ -16,7 +16,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from models.storage.tables import UserError, read_manifest, writing
+from core.errors import UserError
+from core.tables import read_manifest, writing
 from pipelines.data.engine import Engine
 from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.commands import merge, prepare_log, read_rows, write_rows

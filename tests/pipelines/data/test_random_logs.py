@@ -17,7 +17,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from models.storage.tables import UserError, has_manifest, read_manifest
+from core.errors import UserError
+from core.tables import has_manifest, read_manifest
 from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.commands import merge, prepare_log, read_rows
 from tests.fixtures.random_logs import (

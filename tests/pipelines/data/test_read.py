@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from models.item_ids import NULL_WORDS, clean_id
+from core.ids import NULL_WORDS, clean_id
 from pipelines.data.reading import read
 from pipelines.data.reading.read import ROW, Files, read_frames, split_file
 from tests.fixtures.commands import prepare_log, read_rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from tests.fixtures.commands import merge, prepare_log
 
 LOGS = yaml.safe_load((Path(__file__).parent / "cases/refused.yaml").read_text())

@@ -9,8 +9,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from core.errors import UserError
 from jobs import cli, simulate
-from models.storage.tables import UserError
 from pipelines.data.kinds import KINDS
 from pipelines.data.simulation import DAY_MS, MAKERS, Settings, write_log
 

@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 import yaml
 
+from core.errors import UserError
 from jobs import prepare
-from models.storage.tables import UserError
 from pipelines.data.reading.log import parse_log
 from pipelines.data.suggestion.suggest import suggest
 

@@ -14,14 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from core.errors import UserError
+from core.tables import commit, read_manifest, read_table, write_part
 from jobs import audit as job
-from models.storage.tables import (
-    UserError,
-    commit,
-    read_manifest,
-    read_table,
-    write_part,
-)
 from pipelines.data.audit.rules import RULES, audit
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare import prepare

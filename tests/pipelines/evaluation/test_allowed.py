@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.storage.tables import read_table
+from core.tables import read_table
 from pipelines.evaluation.allowed import read_allowed
 from tests.fixtures.training_tables import write_tables
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from core.schemas import Inputs
 from jobs.evaluate import Config, run
 from jobs.options import parse
-from models.storage import checkpoint
-from models.storage.checkpoint import weights_hash
-from models.storage.inputs import Inputs
+from models.training import checkpoint
+from models.training.checkpoint import weights_hash
 from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.comparison.load import compare

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
+from core.schemas import Inputs
+from core.tables import read_table
 from jobs.evaluate import Config, run
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import read_table
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all

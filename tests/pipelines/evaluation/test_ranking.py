@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from core.errors import UserError
+from core.schemas import Inputs
+from core.tables import read_manifest, read_table, writing
 from jobs.evaluate import Config, run
 from models.build import load_model
 from models.loaded_model import LoadedModel
 from models.metrics.per_user_metrics import decode_values
 from models.retrieval.data import Catalogue, RetrievalDataset
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_manifest, read_table, writing
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.comparison.load import compare, load_rows

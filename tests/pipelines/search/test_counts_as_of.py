@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import yaml
 
+from core.errors import UserError
+from core.files import join
+from core.tables import read_manifest, read_table
 from models.search.counts import Counts
-from models.storage.tables import UserError, join, read_manifest, read_table
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config

@@ -9,9 +9,10 @@ from typing import Any
 import polars as pl
 import pytest
 
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError, read_table
+from core.errors import UserError
+from core.schemas import Inputs
+from core.tables import read_table
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log

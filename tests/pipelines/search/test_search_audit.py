@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from models.storage.tables import read_manifest, read_table
+from core.schemas import QUERIES
+from core.tables import read_manifest, read_table
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
-from pipelines.data.schemas import QUERIES
 from pipelines.data.settings import read_config
 from pipelines.data.simulation import Settings, draw_searches, write_log
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations

@@ -11,11 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from models.storage.tables import join, read_manifest, read_table, write_part
+from core.files import join
+from core.schemas import events_schema
+from core.tables import read_manifest, read_table, write_part
 from pipelines.data.events.columns import Vocabulary, read_part
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.times import Time
-from pipelines.data.schemas import events_schema
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import IDS
 from pipelines.data.search.sequences import SearchBuilder

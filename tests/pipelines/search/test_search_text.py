@@ -24,20 +24,14 @@ from transformers import (
     BertTokenizerFast,
 )
 
+from core.errors import UserError
+from core.files import join
+from core.schemas import Inputs
+from core.tables import MANIFEST, Manifest, commit, read_manifest, read_table
 from jobs import encode as job
 from models.search.catalogue import SearchCatalogue
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import (
-    MANIFEST,
-    Manifest,
-    UserError,
-    commit,
-    join,
-    read_manifest,
-    read_table,
-)
 from models.text.text_encoder import TextEncoder
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source

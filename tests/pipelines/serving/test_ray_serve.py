@@ -28,7 +28,7 @@ import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
-from models.storage import checkpoint
+from models.training import checkpoint
 from pipelines.serving import package
 from pipelines.serving.ray_serve import (
     MAX_BODY_BYTES,

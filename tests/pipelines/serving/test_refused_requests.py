@@ -13,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 from mlflow.pyfunc import PyFuncModel, scoring_server
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.fixtures.actions_tables import write_actions

@@ -15,11 +15,11 @@ import pandas as pd
 import pytest
 import torch
 
+from core.errors import UserError
 from jobs.compare import Config, run
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.storage import checkpoint
-from models.storage.tables import UserError
+from models.training import checkpoint
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register

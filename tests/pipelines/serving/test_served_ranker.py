@@ -13,7 +13,9 @@ import pandas as pd
 import pytest
 import torch
 
-from models.storage.tables import UserError, join, read_manifest, read_table
+from core.errors import UserError
+from core.files import join
+from core.tables import read_manifest, read_table
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log
 from pipelines.serving import package

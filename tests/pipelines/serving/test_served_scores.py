@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 import torch
 
+from core.files import join
+from core.tables import read_table
 from models import registry
 from models.actions.data import ActionsDataset
-from models.storage.tables import join, read_table
 from models.training_run import TrainingRun
 from tests.fixtures.actions_tables import TRAIN_DEVICES, write_actions
 from tests.fixtures.search_tables import write_search

@@ -19,7 +19,7 @@ from transformers import (
     BertTokenizerFast,
 )
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from models.text import pretrained
 from models.text.text_encoder import TextEncoder
 from pipelines.data.sids import embed

@@ -15,16 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.config import NamedConfig
+from core.errors import UserError
+from core.options import NamedConfig
+from core.tables import read_table
 from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
 from models.retrieval.tokenizers.psid import Psid, extend_codes
 from models.retrieval.tokenizers.rqkmeans import Rqkmeans
 from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
 from models.retrieval.tokenizers.tokenizer import Published
-from models.storage.tables import (
-    UserError,
-    read_table,
-)
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import EmbeddingSource, read_embeddings
 from pipelines.data.sids.extend import describe_drift, extend

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from core.errors import UserError
+from core.tables import read_manifest
 from jobs import cli, tokenize
-from models.storage.tables import UserError, read_manifest
 from pipelines.data.sids.embed import EmbeddingSource, embed_items, read_embeddings
 from pipelines.data.sids.precomputed import read_precomputed
 from tests.fixtures.item_tables import write_items

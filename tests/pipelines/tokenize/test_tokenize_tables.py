@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.config import NamedConfig
+from core.errors import UserError
+from core.options import NamedConfig
+from core.schemas import SIDS, TRIE
+from core.tables import has_manifest, read_manifest, read_table, writing
 from models.retrieval.tokenizers import codes
 from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.retrieval.tokenizers.psid import Psid
 from models.retrieval.tokenizers.rqkmeans import Rqkmeans
 from models.retrieval.tokenizers.tokenizer import Published, Tokenizer
-from models.storage.tables import (
-    UserError,
-    has_manifest,
-    read_manifest,
-    read_table,
-    writing,
-)
-from pipelines.data.schemas import SIDS, TRIE
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import EmbeddingSource, read_embeddings
 from pipelines.data.sids.tokenize import (

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from core.errors import UserError
+from core.schemas import Inputs
+from models.training import checkpoint
 from models.training.fit import FitConfig, fit
 from pipelines import tracking
 from pipelines.training.config import RayOptions

@@ -18,8 +18,8 @@ import torch
 from ray.train import TrainingFailedError
 from safetensors.torch import load_file
 
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
+from core.schemas import Inputs
+from models.training import checkpoint
 from models.training.fit import FitConfig
 from pipelines import tracking
 from pipelines.faults import explain

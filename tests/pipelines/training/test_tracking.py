@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.storage.tables import UserError
+from core.errors import UserError
 from pipelines import tracking
 from pipelines.tracking import from_mlflow_name, resolve_uri, to_mlflow_name
 from pipelines.training import run as runs

@@ -15,11 +15,11 @@ import pandas as pd
 import pytest
 import torch
 
+from core.errors import UserError
+from core.schemas import Inputs
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.storage import checkpoint
-from models.storage.inputs import Inputs
-from models.storage.tables import UserError
+from models.training import checkpoint
 from models.training.fit import FitConfig, StepEvent, fit
 from pipelines import tracking
 from pipelines.comparison.load import load_rows

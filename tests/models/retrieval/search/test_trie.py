@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.errors import UserError
 from models.retrieval.search.trie import Trie
-from models.storage.tables import UserError
 from tests.fixtures.search_problems import catalogues, draw_subset
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from core.errors import UserError
 from models.retrieval.tokenizers.published import (
     catalogue_codes,
     parse_published,
     read_published,
 )
-from models.storage.tables import UserError
 
 CODES = {"a": [1, 2, 3], "b": [0, 255, 7]}
 TOKENS = {"a": ["<a_1>", "<b_2>", "<c_3>"], "b": ["<a_0>", "<b_255>", "<c_7>"]}

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.errors import UserError
 from models.retrieval.tokenizers.codes import (
     add_conflict_levels,
     collision_groups,
@@ -19,7 +20,6 @@ from models.retrieval.tokenizers.codes import (
 from models.retrieval.tokenizers.psid import assign_unique_codes
 from models.retrieval.tokenizers.rqkmeans import quantize_vectors
 from models.retrieval.tokenizers.tokenizer import Quantized
-from models.storage.tables import UserError
 
 
 def quantize_random(

@@ -22,28 +22,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import posixpath
 import re
-import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from models.error_text import one_line
-from models.storage.locks import LOCK, hold_lock
-from models.storage.uri import (
-    UserError,
+from core.errors import UserError, one_line
+from core.files import (
+    LOCK,
     file_info,
+    hold_lock,
     join,
     open_uri,
     storage_errors,
@@ -116,14 +111,10 @@ class Manifest:
     info: dict[str, Any]
     """Statistics of the job that made the table, such as the number of dropped
     duplicates."""
-    code_version: str
-    """Version of the code that made the table (`code_version`)."""
     created: str
     """UTC time of the commit, ISO 8601."""
     timings: dict[str, float]
     """Seconds per phase."""
-    submission_id: str = ""
-    """Ray submission id of the job that made the table; empty if not submitted."""
     extends: list[str] = field(default_factory=list)
     """Hashes of the versions that the table extends, the latest last. The items of an
     extended version keep their index."""
@@ -186,29 +177,6 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
         raise UserError(f"{join(uri, MANIFEST)} is damaged ({error})") from error
     if table is not None and manifest.table != table:
         raise UserError(f"{uri} holds the table '{manifest.table}', not '{table}'")
-    return manifest
-
-
-def model_family(sequences: Manifest) -> str:
-    """Return the family of the models that read a table of sequences.
-
-    It is the kind of the requests, unless the manifest names another family.
-    """
-    return str(sequences.info.get("family", sequences.info["kind"]))
-
-
-def sequences_manifest(uri: str, family: str) -> Manifest:
-    """Read the manifest of a table of sequences.
-
-    Raises:
-        UserError: If the table is of another family of models than `family`.
-    """
-    manifest = read_manifest(uri, "sequences")
-    if model_family(manifest) != family:
-        raise UserError(
-            f"{uri} holds sequences of kind '{manifest.info['kind']}'; models of "
-            f"{family} need '{family}' (prepare: kind: {family})"
-        )
     return manifest
 
 
@@ -418,53 +386,6 @@ def _list_leaves(path: str, arrow_type: pa.DataType) -> list[tuple[str, pa.DataT
     return [(path, arrow_type)]
 
 
-RAY_PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+")
-"""Pattern of the name of the folder into which Ray unpacks the code of a job."""
-
-
-@cache
-def code_version() -> str:
-    """Return the package version and an identifier of the running code.
-
-    The identifier is the package that Ray unpacked, otherwise the git commit.
-    """
-    try:
-        release = version("trieline")
-    except PackageNotFoundError:
-        release = "unknown"
-    commit = run_git("describe", "--always", "--dirty") or ""
-    packages = [name for name in Path(__file__).parts if RAY_PACKAGE.fullmatch(name)]
-    if packages:
-        return f"{release} {packages[-1]}"
-    return f"{release} {commit}".rstrip()
-
-
-def submission_id() -> str:
-    """Return the Ray submission id of this job, or an empty string if not submitted.
-
-    Ray has no public function for the id. It passes the settings of a submitted job to
-    the driver in an environment variable.
-    """
-    settings = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
-    return str(settings.get("metadata", {}).get("job_submission_id", ""))
-
-
-def run_git(*args: str) -> str | None:
-    """Run git in the checkout of this code and return its output.
-
-    Returns:
-        The output without surrounding white space; None without git or a checkout, such
-        as in a container image, or if git fails.
-    """
-    try:
-        result = subprocess.run(
-            ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
 def make_manifest(
     table: str,
     schema: pa.Schema,
@@ -502,10 +423,8 @@ def make_manifest(
         config=config,
         inputs=inputs,
         info=info or {},
-        code_version=code_version(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         timings=timings or {},
-        submission_id=submission_id(),
         extends=list(extends),
     )
 

@@ -12,7 +12,7 @@ from decimal import Decimal
 from numbers import Integral
 from typing import Any
 
-from models.storage.tables import UserError
+from core.errors import UserError
 
 BLANKS = (
     " \t\r\n\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004"

@@ -6,7 +6,6 @@ fit = build(FitConfig, content["fit"], "fit.")
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
@@ -14,39 +13,8 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 import yaml
 
-from models.error_text import one_line
-from models.storage.tables import UserError, open_uri
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a clause of an error message that suggests the nearest valid name.
-
-    Names with the same last part, such as `lr` of `fit.lr`, are preferred.
-    """
-    names = list(known)
-    last = word.rsplit(".", 1)[-1]
-    names = [name for name in names if name.rsplit(".", 1)[-1] == last] or names
-    nearest = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
-    return f"the nearest is '{nearest[0]}'" if nearest else "there is none"
-
-
-def pluralize(count: int, noun: str) -> str:
-    """Return a count with its noun, such as `1 row`, `2,000 rows` or `0 queries`."""
-    if count == 1:
-        return f"1 {noun}"
-    if noun.endswith("y"):
-        return f"{count:,} {noun[:-1]}ies"
-    ending = "es" if noun.endswith(("rch", "tch")) else "s"
-    return f"{count:,} {noun}{ending}"
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration in seconds, minutes or hours, with about two digits."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h"
+from core.errors import UserError, did_you_mean, one_line
+from core.files import open_uri
 
 
 def path_fields(config: type, *kinds: str) -> set[str]:

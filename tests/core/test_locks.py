@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from models.storage import locks
-from models.storage.locks import LOCK, hold_lock
-from models.storage.tables import UserError, open_uri
+from core import files as locks
+from core.errors import UserError
+from core.files import LOCK, hold_lock, open_uri
 
 pytestmark = pytest.mark.exhaustive
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 HOLD_LOCK = """
 import sys
-from models.storage import locks
+from core import files as locks
 locks.HEARTBEAT_S = 0.5
 with locks.hold_lock(sys.argv[1], "it is held"):
     print("held", flush=True)

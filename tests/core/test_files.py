@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from models.storage.uri import UserError, join, open_uri
+from core.errors import UserError
+from core.files import join, open_uri
 
 
 @pytest.mark.parametrize(

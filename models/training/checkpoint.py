@@ -12,7 +12,7 @@ read, and hashes when a file is loaded.
 The folder of a run, local or at a URI, contains the last and the best checkpoint of the
 run, written by `keep` to folders `step-N-aATTEMPT`. Checkpoints are not overwritten, so
 `last` finds a complete checkpoint after a kill at any time. An attempt at the training
-(`models/storage/attempts.py`) writes only folders with its own number, and does not
+(`models/training/attempts.py`) writes only folders with its own number, and does not
 remove folders of a newer attempt. `publish` adds the folder `best` at the end of the
 run.
 """
@@ -36,16 +36,10 @@ import torch
 from pyarrow import fs
 from torch import nn
 
-from models.error_text import one_line
-from models.storage.attempts import UNNUMBERED, Attempt, require_current
-from models.storage.tables import (
-    TableVersion,
-    UserError,
-    check_file_names,
-    join,
-    open_uri,
-)
-from models.storage.uri import absolute, file_info, write_file
+from core.errors import UserError, one_line
+from core.files import absolute, file_info, join, open_uri, write_file
+from core.tables import TableVersion, check_file_names
+from models.training.attempts import UNNUMBERED, Attempt, require_current
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 
@@ -80,8 +74,6 @@ class Checkpoint:
     """Number of the attempt that wrote the checkpoint (`Attempt`)."""
     tracking: dict[str, str] = field(default_factory=dict)
     """MLflow `run_id`, `uri` and `experiment` of the run; empty without MLflow."""
-    code: str = ""
-    """Version of the code that wrote the checkpoint (`code_version`)."""
     timing: dict[str, float] = field(default_factory=dict)
     """Duration and throughput of the training so far."""
     learned: dict[str, Any] = field(default_factory=dict)

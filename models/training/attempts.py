@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from models.storage.uri import UserError, join, read_json, write_file
+from core.errors import UserError
+from core.files import join, read_json, write_file
 
 ATTEMPT = "attempt.json"
 """File of a run's folder that holds the number of the newest attempt."""

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.storage.locks import LOCK
-from models.storage.tables import (
-    UserError,
+from core.errors import UserError
+from core.files import LOCK
+from core.schemas import SIDS, embeddings_schema
+from core.tables import (
     clear,
     commit,
     fingerprint,
@@ -24,7 +25,6 @@ from models.storage.tables import (
     writing,
 )
 from pipelines.data.events.columns import read_part
-from pipelines.data.schemas import SIDS, embeddings_schema
 
 
 def build_sids(*codes: list[int]) -> pa.Table:

@@ -1,0 +1,1 @@
+"""Errors, options, files and tables, without PyTorch, Ray and MLflow."""

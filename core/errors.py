@@ -1,0 +1,55 @@
+"""Errors that a user can cure, and words for messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+MAX_REASON_CHARS = 300
+"""Longest quotation of another error in a message."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the start of an error's text in one line, or its class without text."""
+    text = " ".join(str(error).split())
+    return text[:MAX_REASON_CHARS] or type(error).__name__
+
+
+class UserError(Exception):
+    """An error in the input or configuration, with a one-line message for the user.
+
+    The message names the value and the limit. Jobs print the message
+    without a traceback and exit with code 1. Every other exception is a bug and is
+    printed with its traceback.
+    """
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a clause of an error message that suggests the nearest valid name.
+
+    Names with the same last part, such as `lr` of `fit.lr`, are preferred.
+    """
+    names = list(known)
+    last = word.rsplit(".", 1)[-1]
+    names = [name for name in names if name.rsplit(".", 1)[-1] == last] or names
+    nearest = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
+    return f"the nearest is '{nearest[0]}'" if nearest else "there is none"
+
+
+def pluralize(count: int, noun: str) -> str:
+    """Return a count with its noun, such as `1 row`, `2,000 rows` or `0 queries`."""
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith("y"):
+        return f"{count:,} {noun[:-1]}ies"
+    ending = "es" if noun.endswith(("rch", "tch")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in seconds, minutes or hours, with about two digits."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h"

@@ -1,0 +1,6 @@
+"""Splits of requests, and units of time."""
+
+SPLITS = ("train", "val", "test")
+"""Splits of a table; columns store a split as its index in this tuple."""
+
+HOUR_MS, DAY_MS = 3_600_000, 86_400_000

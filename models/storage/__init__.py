@@ -1,1 +1,0 @@
-"""Tables with manifests, URIs, locks and the files of checkpoints."""
