@@ -21,7 +21,18 @@ class UserError(Exception):
     The message names the value and the limit. Jobs print the message
     without a traceback and exit with code 1. Every other exception is a bug and is
     printed with its traceback.
+
+    Attributes:
+        cause: Key of the command or option that cures the error; "" if there is none.
     """
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str]]:
+        """Return the arguments, so that the cause crosses processes."""
+        return type(self), (str(self), self.cause)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
