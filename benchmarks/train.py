@@ -1,6 +1,6 @@
 r"""Time training steps of any config on its tables, with PyTorch alone.
 
-    python -m benchmarks train --config jobs/configs/tiger.yaml --tables TABLES \
+    python -m benchmarks train --config jobs/configs/retrieval/tiger.yaml --tables TABLES \
         --sids SIDS --fit.batch_size 512
 
 Needs torch, numpy, pyarrow, pydantic, PyYAML and safetensors, so that it runs on a bare

@@ -1,6 +1,6 @@
 """Typed configurations from YAML files, with suggestions for unknown keys.
 
-content = read_yaml("jobs/configs/sasrec.yaml")
+content = read_yaml("jobs/configs/retrieval/sasrec.yaml")
 fit = build(FitConfig, content["fit"], "fit.")
 """
 

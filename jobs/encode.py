@@ -65,10 +65,11 @@ def run(config: Config) -> None:
     seconds = time.monotonic() - start_s
     print(f"{counts}, width {width}, in {seconds:.0f} s: {config.output}")
     sequences = read_manifest(join(config.tables, "sequences"), "sequences")
-    model = KINDS[sequences.info["kind"]].first_model
+    kind = sequences.info["kind"]
+    model = KINDS[kind].first_model
     train = cli.command_line(
         "jobs.train",
-        config=f"jobs/configs/{model}.yaml",
+        config=f"jobs/configs/{kind}/{model}.yaml",
         tables=config.tables,
         text=config.output,
         storage=cli.suggest_storage(config.output),

@@ -194,7 +194,7 @@ def run(config: Config) -> None:
     tiger = "tiger_small" if sids.rows < SMALL_CATALOGUE else "tiger"
     train = cli.command_line(
         "jobs.train",
-        config=f"jobs/configs/{tiger}.yaml",
+        config=f"jobs/configs/retrieval/{tiger}.yaml",
         tables=config.tables,
         sids=config.output,
         storage=cli.suggest_storage(config.output),

@@ -1,6 +1,6 @@
 r"""Train one model on the tables of jobs.prepare, or continue a stopped run.
 
-    python -m jobs.train --config jobs/configs/sasrec.yaml --tables TABLES \
+    python -m jobs.train --config jobs/configs/retrieval/sasrec.yaml --tables TABLES \
         --storage runs --name sasrec
 
 `model.name` in the config file selects the model. Options of the command line override

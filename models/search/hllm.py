@@ -1,7 +1,7 @@
 """HLLM (Chen et al., 2024), a baseline of QGS: an item tower and a user tower.
 
-    python -m jobs.train --config jobs/configs/qgs.yaml
-        --config jobs/configs/search/hllm.yaml ...
+    python -m jobs.train --config jobs/configs/search/qgs.yaml
+        --config jobs/configs/search/ablations/hllm.yaml ...
 
 The item tower is the pretrained text encoder with a trained projection. The paper
 trains the encoder too, which the option `item_tower` does. Without this option the

@@ -1,6 +1,6 @@
 """QGS, query-conditioned generative search (Song et al., 2026), and its baseline HSTU.
 
-    python -m jobs.train --config jobs/configs/qgs.yaml --tables TABLES --text TEXT
+    python -m jobs.train --config jobs/configs/search/qgs.yaml --tables TABLES --text TEXT
         --storage runs --name qgs
 
 Behaviours are query-item pair tokens (Eq. 1 and 2), read by the Linear HSTU encoder

@@ -27,7 +27,7 @@ job() { "$python" -m "jobs.$@"; }
 row() {  # NAME CONFIG OPTION...
   local name=$1 config=$2
   shift 2
-  job train --config "jobs/configs/$config.yaml" --tables "$tables" --sids "$sids" --storage "$out/runs" --name "$name" \
+  job train --config "jobs/configs/retrieval/$config.yaml" --tables "$tables" --sids "$sids" --storage "$out/runs" --name "$name" \
     --experiment retrieval/beauty --fit.seed 42 "$@"
   job evaluate --checkpoint "$out/runs/$name" --tables "$tables" --sids "$sids" --split test
 }

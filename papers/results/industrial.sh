@@ -23,7 +23,7 @@ job() { "$python" -m "jobs.$@"; }
 row() {  # NAME CONFIG OPTION...
   local name=$1-$seed config=$2
   shift 2
-  job train --config "jobs/configs/$config.yaml" --tables "$out/tables" --sids "$out/sids" --storage "$out/runs" \
+  job train --config "jobs/configs/retrieval/$config.yaml" --tables "$out/tables" --sids "$out/sids" --storage "$out/runs" \
     --name "$name" --experiment retrieval/industrial --fit.seed "$seed" --fit.patience 10 "$@"
   job evaluate --checkpoint "$out/runs/$name" --tables "$out/tables" --sids "$out/sids" --split test
 }

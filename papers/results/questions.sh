@@ -33,7 +33,7 @@ tokenize() {  # NAME OPTION...
 row() {  # NAME SEED CONFIG CODES OPTION...
   local name=$1-$2 seed=$2 config=$3 sids=$out/sids/$4
   shift 4
-  job train --config "jobs/configs/$config.yaml" --tables "$tables" --sids "$sids" --storage "$out/runs" --name "$name" \
+  job train --config "jobs/configs/retrieval/$config.yaml" --tables "$tables" --sids "$sids" --storage "$out/runs" --name "$name" \
     --experiment retrieval/questions --fit.seed "$seed" --fit.patience 0 --ray.threads 1 "$@"
   job evaluate --checkpoint "$out/runs/$name" --tables "$tables" --sids "$sids" --split test
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does QGS read its history? QGS of jobs/configs/search/history.yaml, the same with the paper's next-item loss, the same
+# Does QGS read its history? QGS of jobs/configs/search/ablations/history.yaml, the same with the paper's next-item loss, the same
 # training without a history, and Base as the paper trains it, three seeds, none with the position of a result:
 #
 #   papers/results/search.sh OUT [PART...]           OUT: where logs, tables and runs go; PART: simulated, beauty_search; by default
@@ -36,7 +36,7 @@ row() {  # NAME SEED OPTION...
 
 of() {  # MODEL SEED
   local configs=jobs/configs
-  local history=(--config $configs/qgs.yaml --config $configs/search/small.yaml --config $configs/search/history.yaml)
+  local history=(--config $configs/search/qgs.yaml --config $configs/search/ablations/small.yaml --config $configs/search/ablations/history.yaml)
   case $1 in
     qgs) row "$1" "$2" "${history[@]}" ;;
     qgs_paper_loss) row "$1" "$2" "${history[@]}" --model.next_item token --model.match false --model.negatives position \

@@ -34,7 +34,7 @@ row() {  # NAME CODES OPTION...
   local name=$1 sids=$out/sids/$2
   shift 2
   for seed in $SEEDS; do
-    job train --config jobs/configs/tiger_small.yaml --tables "$tables" --sids "$sids" --storage "$out/runs" \
+    job train --config jobs/configs/retrieval/tiger_small.yaml --tables "$tables" --sids "$sids" --storage "$out/runs" \
       --name "$name-$seed" --experiment retrieval/settings --fit.seed "$seed" --fit.max_epochs 35 \
       --fit.eval_examples 2000 --ray.threads 1 "$@"
     job evaluate --checkpoint "$out/runs/$name-$seed" --tables "$tables" --sids "$sids" --split test

@@ -24,7 +24,7 @@ job() { "$python" -m "jobs.$@"; }
 row() {  # NAME CONFIG OPTION...
   local row=$1 config=$2
   shift 2
-  job train --config "jobs/configs/$config.yaml" --tables "$tables" --sids "$sids" --storage "$out/runs" --name "$row" \
+  job train --config "jobs/configs/retrieval/$config.yaml" --tables "$tables" --sids "$sids" --storage "$out/runs" --name "$row" \
     --experiment "retrieval/$name" "$@"
   job evaluate --checkpoint "$out/runs/$row" --tables "$tables" --sids "$sids" --split test
   job evaluate --checkpoint "$out/runs/$row" --tables "$tables" --sids "$sids" --split test --unseen true

@@ -40,8 +40,8 @@ class Kind(ABC):
     text_tables: ClassVar[tuple[str, ...]] = ()
     """Tables that `jobs.encode` writes; empty if the models read no text."""
     first_model: ClassVar[str]
-    """Name of the configuration in jobs/configs that is suggested for a first
-    training."""
+    """Name of the configuration in the kind's folder of jobs/configs that is
+    suggested for a first training."""
     skipped_rules: ClassVar[tuple[str, ...]] = ()
     """Audit rules that do not apply to tables of the kind."""
     simulated_source: ClassVar[str]

@@ -208,7 +208,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
         )
     add_model(copy, "models/retrieval/students/newest.py", DECODER, LINE.strip())
-    (copy / "jobs/configs/newest.yaml").write_text(DECODER_YAML)
+    (copy / "jobs/configs/retrieval/newest.yaml").write_text(DECODER_YAML)
     registry_line = '"nearest": "models.search.nearest:Nearest",'
     add_model(copy, "models/search/nearest.py", RANKER, registry_line)
     add_kind(copy)
@@ -225,7 +225,7 @@ def build_decoder_commands(copy: Path) -> list[list[str]]:
         Inputs(tables, sids),
     )
     checkpoint.save(home / "tiger", teacher.model, teacher.checkpoint(epoch=1))
-    config = ["--config", str(copy / "jobs/configs/newest.yaml")]
+    config = ["--config", str(copy / "jobs/configs/retrieval/newest.yaml")]
     config += ["--model.teacher", str(home / "tiger")]
     inputs = ["--tables", tables, "--sids", sids]
     storage = ["--storage", f"{home}/runs", "--name", "newest"]

@@ -22,7 +22,7 @@ FLOWS: dict[str, dict[str, Any]] = {
             {"model": "pair_ctr", "configs": ["search/pair_ctr"]},
             {
                 "model": "qgs",
-                "configs": ["qgs", "search/small"],
+                "configs": ["search/qgs", "search/ablations/small"],
                 "options": {"model": TINY},
                 "ms": 1e9,
             },
@@ -32,7 +32,7 @@ FLOWS: dict[str, dict[str, Any]] = {
         "models": [
             {
                 "model": "genrank",
-                "configs": ["attn_mvp", "actions/genrank"],
+                "configs": ["actions/attn_mvp", "actions/ablations/genrank"],
                 "options": {"model": TINY, "fit": {"batch_size": 16}},
                 "ms": 1e9,
             }

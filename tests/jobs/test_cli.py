@@ -162,12 +162,12 @@ def test_the_next_command_of_a_submitted_job_names_no_folder_of_rays_package(
         "tables": str(package / "my tables"),
         "sids": "s3://bucket/sids",
         "storage": "/mnt/efs/runs",
-        "config": "jobs/configs/tiger.yaml",
+        "config": "jobs/configs/retrieval/tiger.yaml",
     }
     monkeypatch.chdir(package)
     assert cli.command_line("jobs.train", **options) == (
         "python -m jobs.train --tables 'my tables' --sids s3://bucket/sids "
-        "--storage /mnt/efs/runs --config jobs/configs/tiger.yaml"
+        "--storage /mnt/efs/runs --config jobs/configs/retrieval/tiger.yaml"
     )
     monkeypatch.chdir(tmp_path)  # the working directory of a user
     assert str(package) in cli.command_line("jobs.train", **options)

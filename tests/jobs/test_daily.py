@@ -59,7 +59,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
             "rqkmeans": {"codebook_size": 8},
         },
         "train": {
-            "config": str(ROOT / "jobs/configs/tiger_small.yaml"),
+            "config": str(ROOT / "jobs/configs/retrieval/tiger_small.yaml"),
             "model": {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8},
             "fit": {"max_epochs": 2},
         },
@@ -227,7 +227,7 @@ def test_a_model_without_gradients_is_recomputed_each_day(tmp_path: Path) -> Non
     simulate_days(tmp_path)
     config = write_config(
         tmp_path,
-        train={"config": str(ROOT / "jobs/configs/ease.yaml")},
+        train={"config": str(ROOT / "jobs/configs/retrieval/ease.yaml")},
         tokenize={},
         register=None,
         max_drop={"recall@10": 1.0},
@@ -254,7 +254,7 @@ def test_a_model_below_the_untrained_baselines_is_not_registered(
     settings = Settings(800, 60, 6000)
     write_log(str(tmp_path / "all"), "retrieval", settings, draw_interactions)
     untrained = {
-        "config": str(ROOT / "jobs/configs/sasrec.yaml"),
+        "config": str(ROOT / "jobs/configs/retrieval/sasrec.yaml"),
         "fit": {"max_epochs": 1, "lr": 1e-9},
     }
     prepare = {
@@ -295,7 +295,7 @@ def test_the_accepted_drop_is_a_share_of_a_metric_of_either_sign() -> None:
         (
             {
                 "train": {
-                    "config": "jobs/configs/tiger_small.yaml",
+                    "config": "jobs/configs/retrieval/tiger_small.yaml",
                     "fit": {"epochs": 2},
                 }
             },

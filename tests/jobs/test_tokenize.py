@@ -53,7 +53,7 @@ def test_a_run_reports_its_output_and_the_next_command(
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[-2].startswith(f"made {output}")
     assert lines[-1].startswith(
-        f"next: python -m jobs.train --config jobs/configs/tiger_small.yaml --tables {tables}"
+        f"next: python -m jobs.train --config jobs/configs/retrieval/tiger_small.yaml --tables {tables}"
     )
     assert f"--sids {output}" in lines[-1]
     assert any(line.startswith("collision rate") for line in lines)

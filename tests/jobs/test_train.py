@@ -201,6 +201,6 @@ def test_options_override_the_config_of_the_model_and_the_training(
 )
 def test_the_shipped_configs_are_valid(name: str) -> None:
     words = ["--tables", "t", "--storage", "s", "--name", "n"]
-    config = ["--config", str(ROOT / f"jobs/configs/{name}.yaml")]
+    config = ["--config", str(ROOT / f"jobs/configs/retrieval/{name}.yaml")]
     parsed = cli.config_from_words(job, [*config, *words])
     assert parsed.model.name == name

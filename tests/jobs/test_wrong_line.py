@@ -53,7 +53,7 @@ def paths(
     }
 
 
-TRAIN = "train --storage {runs} --name new --config jobs/configs"
+TRAIN = "train --storage {runs} --name new --config jobs/configs/retrieval"
 SWEEP = "sweep --storage {runs} --name new --grid tuning/grids"
 TIGERS = f"{SWEEP}/tiger.yaml --tables {{tables}} --sids {{sids}}"
 PREPARE = "prepare --source {home}/source.yaml --input {home} --output {runs}/out"

@@ -6,7 +6,7 @@ z = readout(states) is computed once per user (equation 1):
 
 The logits of level t are f_t([z; e(c_1); ...; e(c_{t-1})]) (equation 2), so a beam
 needs no attention. The paper's ablations are options; each has its YAML under
-`jobs/configs/sid_mlp/`.
+`jobs/configs/retrieval/ablations/sid_mlp/`.
 
 Shapes: `B` requests, `W` prefixes or queries of a user, `S` source positions, `D`
 width, `H` heads, `K` width of a head, `N` hidden width of a level's head, `L` levels

@@ -107,7 +107,7 @@ def resolve_teacher(config: C, catalogue: Catalogue) -> C:
     if not config.teacher:
         raise UserError(
             "model.teacher is not set; give the folder of a trained TIGER, which is "
-            "STORAGE/NAME of jobs.train (--config jobs/configs/tiger.yaml)"
+            "STORAGE/NAME of jobs.train (--config jobs/configs/retrieval/tiger.yaml)"
         )
     uri = checkpoint.locate(config.teacher, "teacher")
     teacher = checkpoint.read(uri)

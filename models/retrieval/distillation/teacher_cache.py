@@ -1,6 +1,6 @@
 r"""A cache of a frozen teacher's outputs, shared by epochs, runs and sweep trials.
 
-    python -m jobs.train --config jobs/configs/sid_mlp.yaml ... \
+    python -m jobs.train --config jobs/configs/retrieval/sid_mlp.yaml ... \
         --model.teacher_cache runs/teacher_cache
 
 The cache is a folder with two Parquet tables of vectors by request, without padding and

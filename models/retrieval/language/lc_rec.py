@@ -1,6 +1,6 @@
 r"""LC-Rec (Zheng et al., 2024): a causal language model that generates semantic IDs.
 
-    python -m jobs.train --config jobs/configs/lc_rec.yaml --tables TABLES --sids SIDS \
+    python -m jobs.train --config jobs/configs/retrieval/lc_rec.yaml --tables TABLES --sids SIDS \
         --storage runs --name lc_rec --model.lm meta-llama/Llama-2-7b-hf
 
 `lm` is any causal language model of `transformers`, trained in full or by LoRA. If `lm`

@@ -1,6 +1,6 @@
 r"""Students of LC-Rec from the paper of SID-MLP: SID-MLP (App. D.1), NEZHA (App. D.4).
 
-    python -m jobs.train --config jobs/configs/lc_rec_sid_mlp.yaml --tables TABLES \
+    python -m jobs.train --config jobs/configs/retrieval/lc_rec_sid_mlp.yaml --tables TABLES \
         --sids SIDS --storage runs --name lc_rec_sid_mlp --model.teacher runs/lc_rec
 
 SID-MLP: the language model reads the history; a readout and an MLP per level decode.

@@ -1,6 +1,6 @@
 r"""EARN (Yang et al., 2025) on TIGER, as ported in Appendix D.3 of SID-MLP.
 
-    python -m jobs.train --config jobs/configs/earn.yaml --tables TABLES --sids SIDS \
+    python -m jobs.train --config jobs/configs/retrieval/earn.yaml --tables TABLES --sids SIDS \
         --storage runs --name earn --model.teacher runs/tiger
 
 Two learned embeddings, the registers, are added before and after the history. The

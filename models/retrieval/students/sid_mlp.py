@@ -1,6 +1,6 @@
 r"""SID-MLP (Guo et al., 2026): TIGER's decoder distilled into a readout and MLPs.
 
-    python -m jobs.train --config jobs/configs/sid_mlp.yaml --tables TABLES \
+    python -m jobs.train --config jobs/configs/retrieval/sid_mlp.yaml --tables TABLES \
         --sids SIDS --storage runs --name sid_mlp --model.teacher runs/tiger
 
 One attention readout per user and an MLP per level replace the decoder. The decoder is

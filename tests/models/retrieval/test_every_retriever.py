@@ -40,14 +40,14 @@ from tests.fixtures.small_retrieval import (
     make_windows,
 )
 
-CONFIGS = Path(__file__).parents[3] / "jobs/configs"
+ABLATIONS = Path(__file__).parents[3] / "jobs/configs/retrieval/ablations"
 ALL: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("retrievers.yaml").read_text()
 )
 """Options of the models and of their variants."""
-for path in sorted(CONFIGS.glob("sid_mlp/*.yaml")) + sorted(
-    CONFIGS.glob("one_layer/*.yaml")
-):  # the shipped ablations
+for path in sorted(ABLATIONS.glob("sid_mlp/*.yaml")) + sorted(
+    ABLATIONS.glob("one_layer/*.yaml")
+):
     model = path.parent.name
     changes = yaml.safe_load(path.read_text())["model"]
     ALL[f"{model} {path.stem}"] = {**ALL[model], **changes}
