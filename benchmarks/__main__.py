@@ -1,7 +1,8 @@
 """Timings, one JSON line per variant and size.
 
     python -m benchmarks decode   # ways to decode semantic IDs, in turn
-    python -m benchmarks train --config jobs/configs/retrieval/sasrec.yaml --tables TABLES
+    python -m benchmarks train --config jobs/configs/retrieval/sasrec.yaml
+        --tables TABLES
     python -m benchmarks prepare  # jobs.prepare and polars alone, in turn
 
 Options are the parameters of the functions `decode`, `train` and `prepare`, with values

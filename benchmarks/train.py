@@ -1,7 +1,7 @@
 r"""Time training steps of any config on its tables, with PyTorch alone.
 
-    python -m benchmarks train --config jobs/configs/retrieval/tiger.yaml --tables TABLES \
-        --sids SIDS --fit.batch_size 512
+    python -m benchmarks train --config jobs/configs/retrieval/tiger.yaml \
+        --tables TABLES --sids SIDS --fit.batch_size 512
 
 Needs torch, numpy, pyarrow, pydantic, PyYAML and safetensors, so that it runs on a bare
 GPU machine, with tables and a student's teacher copied there. Each mode trains in a

@@ -1,7 +1,7 @@
 """QGS, query-conditioned generative search (Song et al., 2026), and its baseline HSTU.
 
-    python -m jobs.train --config jobs/configs/search/qgs.yaml --tables TABLES --text TEXT
-        --storage runs --name qgs
+    python -m jobs.train --config jobs/configs/search/qgs.yaml --tables TABLES
+        --text TEXT --storage runs --name qgs
 
 Behaviours are query-item pair tokens (Eq. 1 and 2), read by the Linear HSTU encoder
 (Eq. 6-10). The model is trained to predict the next item given the next query

@@ -1,7 +1,7 @@
 r"""LC-Rec (Zheng et al., 2024): a causal language model that generates semantic IDs.
 
-    python -m jobs.train --config jobs/configs/retrieval/lc_rec.yaml --tables TABLES --sids SIDS \
-        --storage runs --name lc_rec --model.lm meta-llama/Llama-2-7b-hf
+    python -m jobs.train --config jobs/configs/retrieval/lc_rec.yaml --tables TABLES \
+        --sids SIDS --storage runs --name lc_rec --model.lm meta-llama/Llama-2-7b-hf
 
 `lm` is any causal language model of `transformers`, trained in full or by LoRA. If `lm`
 is empty, a small LLaMA is trained from random weights. Codes are new tokens. Prompts

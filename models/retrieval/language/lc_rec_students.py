@@ -1,7 +1,8 @@
 r"""Students of LC-Rec from the paper of SID-MLP: SID-MLP (App. D.1), NEZHA (App. D.4).
 
-    python -m jobs.train --config jobs/configs/retrieval/lc_rec_sid_mlp.yaml --tables TABLES \
-        --sids SIDS --storage runs --name lc_rec_sid_mlp --model.teacher runs/lc_rec
+    python -m jobs.train --config jobs/configs/retrieval/lc_rec_sid_mlp.yaml \
+        --tables TABLES --sids SIDS --storage runs --name lc_rec_sid_mlp \
+        --model.teacher runs/lc_rec
 
 SID-MLP: the language model reads the history; a readout and an MLP per level decode.
 The readout attends to the keys and values of the history's tokens in an early layer of

@@ -1,7 +1,8 @@
 r"""AtSpeed (Lin et al., 2025) on TIGER: a T5 draft whose beams the teacher verifies.
 
-    python -m jobs.train --config jobs/configs/retrieval/atspeed_s.yaml --tables TABLES \
-        --sids SIDS --storage runs --name atspeed_s --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/retrieval/atspeed_s.yaml \
+        --tables TABLES --sids SIDS --storage runs --name atspeed_s \
+        --model.teacher runs/tiger
 
 AtSpeed-S recommends the items of its teacher, up to the order of exactly tied scores
 (strict search of `search/speculative.py`). AtSpeed-R samples beams from the teacher's

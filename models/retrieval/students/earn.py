@@ -1,7 +1,7 @@
 r"""EARN (Yang et al., 2025) on TIGER, as ported in Appendix D.3 of SID-MLP.
 
-    python -m jobs.train --config jobs/configs/retrieval/earn.yaml --tables TABLES --sids SIDS \
-        --storage runs --name earn --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/retrieval/earn.yaml --tables TABLES \
+        --sids SIDS --storage runs --name earn --model.teacher runs/tiger
 
 Two learned embeddings, the registers, are added before and after the history. The
 encoder's layers up to k read all positions. Layers above k, and the decoder's

@@ -1,7 +1,7 @@
 r"""NEZHA (Wang et al., 2025) on TIGER, as ported in Appendix D.4 of SID-MLP.
 
-    python -m jobs.train --config jobs/configs/retrieval/nezha.yaml --tables TABLES --sids SIDS \
-        --storage runs --name nezha --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/retrieval/nezha.yaml --tables TABLES \
+        --sids SIDS --storage runs --name nezha --model.teacher runs/tiger
 
 The encoder's input is the history and a placeholder per level, which is a learned
 embedding. One pass returns the root, the state of the last token before the
@@ -12,8 +12,8 @@ it. The teacher's decoder is not used. The papers do not name the recurrent cell
 it is a GRU. Code embeddings are shared with the encoder.
 
 The published learning rates (head 1, token embeddings 100, transition 10 times the
-base) are in `jobs/configs/retrieval/ablations/nezha/published_rates.yaml`. They did not help, and the
-figures for SID-MLP's Table 3 are without them.
+base) are in `jobs/configs/retrieval/ablations/nezha/published_rates.yaml`. They did not
+help, and the figures for SID-MLP's Table 3 are without them.
 
 Published decoding has no trie: beams take the likeliest codes of the whole codebook,
 and a hash set of the catalogue drops tuples without an item at the end (`constrained`

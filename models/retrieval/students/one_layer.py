@@ -1,7 +1,8 @@
 r"""A student with one T5 decoder layer (Tables 1, 2, 8 and 9 of SID-MLP).
 
-    python -m jobs.train --config jobs/configs/retrieval/one_layer.yaml --tables TABLES \
-        --sids SIDS --storage runs --name one_layer --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/retrieval/one_layer.yaml \
+        --tables TABLES --sids SIDS --storage runs --name one_layer \
+        --model.teacher runs/tiger
 
 The layer attends to the prefix and to the frozen states of the teacher's backbone.
 """

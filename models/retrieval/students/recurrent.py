@@ -3,8 +3,8 @@ r"""Students with a recurrent state in place of attention: Gated DeltaNet and Ma
 Gated DeltaNet (Yang et al., 2025) and Mamba2 (Dao and Gu, 2024) are rows of Tables 3
 and 11 of SID-MLP.
 
-    python -m jobs.train --config jobs/configs/retrieval/gdn.yaml --tables TABLES --sids SIDS \
-        --storage runs --name gdn --model.teacher runs/tiger
+    python -m jobs.train --config jobs/configs/retrieval/gdn.yaml --tables TABLES \
+        --sids SIDS --storage runs --name gdn --model.teacher runs/tiger
 
 The input of a causal stack is the backbone's frozen states of the history, a learned
 start token, and the frozen embeddings of the prefix. A linear layer on the position

@@ -3,8 +3,9 @@ r"""SID-MLP++ (Guo et al., 2026, Sec. 3.5): SID-MLP with an encoder of MLPs.
     python -m jobs.train --config jobs/configs/retrieval/sid_mlp_pp_encoder.yaml \
         --tables TABLES --sids SIDS --storage runs --name encoder \
         --model.teacher runs/tiger
-    python -m jobs.train --config jobs/configs/retrieval/sid_mlp_pp.yaml --tables TABLES \
-        --sids SIDS --storage runs --name sid_mlp_pp --model.encoder runs/encoder
+    python -m jobs.train --config jobs/configs/retrieval/sid_mlp_pp.yaml \
+        --tables TABLES --sids SIDS --storage runs --name sid_mlp_pp \
+        --model.encoder runs/encoder
 
 Stage 1 (`sid_mlp_pp_encoder`) trains MLPs to match the encoder states of the frozen
 teacher by squared error. Stage 2 (`sid_mlp_pp`) freezes the MLPs and trains SID-MLP's
