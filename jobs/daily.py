@@ -232,9 +232,9 @@ class Day:
         split = sequences.info["split"]
         if "test_start_ms" not in split:
             raise UserError(
-                f"prepare.split is of kind '{split['kind']}', and jobs.daily needs a "
+                f"prepare.split.by is '{split['by']}', and jobs.daily needs a "
                 f"temporal split; give prepare: "
-                f"{{split: {{kind: temporal, val_days: 1, test_days: 1}}}}"
+                f"{{split: {{by: temporal, val_days: 1, test_days: 1}}}}"
             )
         last_ms = read_manifest(join(self.tables, "events"), "events").info["last_ms"]
         date = datetime.fromtimestamp(last_ms / 1000, UTC).date()

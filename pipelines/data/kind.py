@@ -64,7 +64,7 @@ class Kind(ABC):
             run: Log, settings and tables of this call of `prepare`.
             events: Manifest of the events.
             items: Manifest of the items.
-            split: Kind and boundaries of the split, as manifests record them.
+            split: `by` and boundaries of the split, as manifests record them.
 
         Returns:
             The manifest of `sequences`.

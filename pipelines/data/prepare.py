@@ -164,14 +164,14 @@ def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> dict[str
     config, has_clock_times = run.config, events.info["clock"]
     if config.catalogue is not None:
         return read_split(config.catalogue, has_clock_times)
-    if config.split.kind == "leave_last_out":
+    if config.split.by == "leave_last_out":
         if has_clock_times:
             run.report(
                 "warning: leave_last_out on a log with clock times trains on "
                 "behaviours of other users that are later than a test request; use "
-                "--split.kind temporal for a realistic estimate"
+                "--split.by temporal for a realistic estimate"
             )
-        return {"kind": "leave_last_out"}
+        return {"by": "leave_last_out"}
     if config.core_window == "all" and config.core > 1:
         run.report(
             "note: the k-core counts the whole log, including the test window, as in "

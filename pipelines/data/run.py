@@ -303,7 +303,7 @@ class Run:
         Args:
             events: Manifest of the events.
             items: Manifest of the items.
-            split: Kind and boundaries of the split, as manifests record them.
+            split: `by` and boundaries of the split, as manifests record them.
             count: Counts summed over all parts, by name.
         """
         config = self.config

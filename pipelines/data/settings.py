@@ -90,7 +90,7 @@ def _merge_layers(
 def resolve_config(
     source: Log, input_uri: str, output_uri: str, config: PrepareConfig
 ) -> PrepareConfig:
-    """Check the settings against the log, and resolve the split kind `auto`.
+    """Check the settings against the log, and resolve `auto` of `split.by`.
 
     Args:
         source: Mapping of the raw log.
@@ -99,7 +99,7 @@ def resolve_config(
         config: Settings.
 
     Returns:
-        The settings with `temporal` or `leave_last_out` as the kind of split.
+        The settings with `temporal` or `leave_last_out` as `split.by`.
 
     Raises:
         UserError: if files are missing, the output folder cannot be written, or the
@@ -113,7 +113,7 @@ def resolve_config(
     _check_files_exist(source, input_uri, config.catalogue)
     for name in TABLES:
         has_earlier_table(join(output_uri, name), name)
-    return replace(config, split=replace(config.split, kind=split))
+    return replace(config, split=replace(config.split, by=split))
 
 
 def _check_files_exist(source: Log, input_uri: str, catalogue: str | None) -> None:
@@ -163,7 +163,7 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
         (
             config.core_window == "train" and split != "temporal",
             "core_window is train, which needs a temporal split; "
-            "use --split.kind temporal or core_window all",
+            "use --split.by temporal or core_window all",
         ),
         (
             is_late and config.ties != "strict",

@@ -46,7 +46,7 @@ ACTIONS: dict[str, Any] = {
 ACTIONS_SETTINGS: dict[str, Any] = {
     "kind": "actions",
     "core": 0,
-    "split": {"kind": "temporal", "val_days": 1, "test_days": 1},
+    "split": {"by": "temporal", "val_days": 1, "test_days": 1},
     "actions": {"counts": {"keys": ["item"]}},
     "min_matched": 0,
 }

@@ -25,7 +25,7 @@ SOURCE = {
     "user": "user",
     "item": "item",
     "time": {"column": "ms", "unit": "ms"},
-    "prepare": {"core": 2, "split": {"kind": "temporal", "val_fraction": 0.2}},
+    "prepare": {"core": 2, "split": {"by": "temporal", "val_fraction": 0.2}},
 }
 TABLES = ("events", "rejects", "items", "sequences")
 
@@ -149,7 +149,7 @@ def test_options_override_the_source_file(
     assert statistics["max_length"] == 5
     config = read_manifest(str(tmp_path / "out" / "sequences")).config
     assert config["split"] == {
-        "kind": "temporal",
+        "by": "temporal",
         "val_fraction": 0.2,
         "test_fraction": 0.3,
     }

@@ -87,7 +87,7 @@ WRONG_LINES = [
     (f"{PREPARE} --input /nowhere", "/nowhere"),
     (f"{PREPARE} --source /nowhere.yaml", "/nowhere.yaml"),
     (f"{PREPARE} --core -3", "core is -3"),
-    (f"{PREPARE} --split.kind random", "random"),
+    (f"{PREPARE} --split.by random", "random"),
     ("simulate --output {runs}/out --users 0", "users is 0"),
 ]
 """Command lines that end with exit code 1, and a fragment of their one line."""

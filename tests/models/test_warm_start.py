@@ -45,7 +45,7 @@ PLACES = ("rome", "oslo")
 CONFIG = {
     "core": 0,
     "min_matched": 0,
-    "split": {"kind": "temporal", "val_days": 1, "test_days": 1},
+    "split": {"by": "temporal", "val_days": 1, "test_days": 1},
 }
 
 

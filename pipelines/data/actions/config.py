@@ -370,8 +370,8 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
         (
             has_clock_times
             and config.split.resolve(has_clock_times) == "leave_last_out",
-            "split.kind is leave_last_out, but a log of actions is split by time; use "
-            "--split.kind temporal",
+            "split.by is leave_last_out, but a log of actions is split by time; use "
+            "--split.by temporal",
         ),
     )
     try:

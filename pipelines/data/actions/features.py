@@ -39,7 +39,7 @@ def count_times(split: dict[str, Any], time: np.ndarray) -> np.ndarray:
     validation and test, as all candidates of a user are scored at once.
 
     Args:
-        split: Kind and boundaries of the split, as manifests record them.
+        split: `by` and boundaries of the split, as manifests record them.
         time: Times (E,) of the events in ms.
     """
     val, test = split["val_start_ms"], split["test_start_ms"]

@@ -495,7 +495,7 @@ def make_actions(
         run: Log, settings and tables of this call of `prepare`.
         events: Manifest of `events`.
         items: Manifest of `items`.
-        split: Kind and boundaries of the split, as manifests record them.
+        split: `by` and boundaries of the split, as manifests record them.
     """
     as_of = make_as_of_tables(run)
     return make_sequences(ActionsStep(run, events, items, split, as_of))

@@ -50,7 +50,7 @@ class Rule:
     """Descriptions of the first violations, one line each."""
     note: str = ""
     """Warning about a setting of the tables that leaks the future although no rule is
-    broken: the kind of split, or the core of the whole log."""
+    broken: the rule of the split, or the core of the whole log."""
 
     def add_violation(self, example: str, violations: int = 1) -> None:
         """Add `violations` rows, with a description of one of them."""

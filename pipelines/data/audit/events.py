@@ -159,7 +159,7 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
         "item {item_id}: in the {core}-core of events, but not in the catalogue",
         core=core,
     )
-    if core > 1 and info["core_window"] == "all" and split["kind"] == "temporal":
+    if core > 1 and info["core_window"] == "all" and split["by"] == "temporal":
         rule.note = (
             f"the {core}-core was computed on the whole log including validation and "
             f"test (core_window: all), as in papers; core_window: train uses only the "

@@ -228,7 +228,7 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
     split = tables.info.get("split") or {}
     starts = [split.get("val_start_ms"), split.get("test_start_ms")]
     is_timed = all(isinstance(start, int) for start in starts)
-    if split.get("kind") == "leave_last_out":
+    if split.get("by") == "leave_last_out":
         requests = requests.with_columns(rank=rank_in_time(tables, requests))
         length = pl.len().over("row")
         from_end = length.cast(pl.Int64) - 1 - pl.col("rank")
@@ -239,7 +239,7 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
                 "leave-last-out trains on other users' later behaviours; a temporal "
                 "split does not"
             )
-    elif split.get("kind") == "temporal" and is_timed:
+    elif split.get("by") == "temporal" and is_timed:
         is_train, is_val = (pl.col("timestamp_ms") < start for start in starts)
     else:
         rule.add_violation(

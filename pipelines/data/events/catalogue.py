@@ -48,7 +48,7 @@ def make_items(
         run: Log, settings and tables of this call of `prepare`.
         events: Manifest of the events.
         load_stats: Returns statistics of the events.
-        split: Kind and boundaries of the split, as manifests record them.
+        split: `by` and boundaries of the split, as manifests record them.
 
     Raises:
         UserError: if the item files cannot be read, have too many rejected rows, or

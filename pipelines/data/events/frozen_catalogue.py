@@ -43,7 +43,7 @@ def read_split(catalogue: str, has_clock_times: bool) -> dict[str, Any]:
         UserError: if the split needs clock times and the log has none.
     """
     split = dict(read_manifest(join(catalogue, "items"), "items").info["split"])
-    if split["kind"] == "temporal" and not has_clock_times:
+    if split["by"] == "temporal" and not has_clock_times:
         raise UserError(
             f"{catalogue} is split by time, but this log has no clock times"
         )
@@ -64,7 +64,7 @@ def copy_items(
         events: Manifest of the events.
         load_stats: Returns statistics of the events.
         catalogue: URI of the other tables.
-        split: Kind and boundaries of the split, as manifests record them.
+        split: `by` and boundaries of the split, as manifests record them.
 
     Returns:
         The manifest of the items.

@@ -391,7 +391,7 @@ def make_search(
         run: Log, settings and tables of this call of `prepare`.
         events: Manifest of `events`.
         items: Manifest of `items`.
-        split: Kind and boundaries of the split, as manifests record them.
+        split: `by` and boundaries of the split, as manifests record them.
 
     Returns:
         Manifest of `sequences`.

@@ -297,7 +297,7 @@ class SequenceBuilder(ABC):
     schema: pa.Schema
     """Schema of the events."""
     split: dict[str, Any]
-    """The split as manifests record it: `kind`, and the times of a temporal split."""
+    """The split as manifests record it: `by`, and the times of a temporal split."""
     max_events: int
     """Maximum number of behaviours per user, the most recent ones."""
     joined: pa.Schema
@@ -505,7 +505,7 @@ class SequenceBuilder(ABC):
     ) -> np.ndarray:
         """Return the index (R,) into SPLITS of each request."""
         user_start = run_starts(part.user[requests.row])
-        if self.split["kind"] == "temporal" or not self.hashes_ties:
+        if self.split["by"] == "temporal" or not self.hashes_ties:
             return assign_splits(self.split, requests.time, user_start)
         first_candidate = pa.array(requests.candidate[requests.start])
         user = dictionary_column(part.table, "user_id").take(pa.array(requests.row))

@@ -31,7 +31,7 @@ TIE_SEED = 0
 class SplitConfig:
     """Settings of the split of requests."""
 
-    kind: Literal["auto", "leave_last_out", "temporal"] = "auto"
+    by: Literal["auto", "leave_last_out", "temporal"] = "auto"
     """`temporal`: two cut times for all users. `leave_last_out`: each user's last
     request is for test, the one before it for validation. Users with fewer than three
     requests have all in training; a hash breaks ties between equal timestamps. `auto`:
@@ -57,9 +57,9 @@ class SplitConfig:
         for val, test in (("val_start", "test_start"), ("val_days", "test_days")):
             if (getattr(self, val) is None) != (getattr(self, test) is None):
                 raise ValueError(f"split has one of {val} and {test}, it needs both")
-            if getattr(self, val) is not None and self.kind == "leave_last_out":
+            if getattr(self, val) is not None and self.by == "leave_last_out":
                 raise ValueError(
-                    f"split.{val} splits by time, but split.kind is {self.kind}"
+                    f"split.{val} splits by time, but split.by is {self.by}"
                 )
         if self.val_start is not None and self.val_days is not None:
             raise ValueError("split has both val_start and val_days")
@@ -74,19 +74,19 @@ class SplitConfig:
         }
 
     def resolve(self, has_clock_times: bool) -> str:
-        """Return the kind of split for a log with or without clock times.
+        """Return `by` for a log with or without clock times.
 
         Raises:
             UserError: If the split needs clock times, and the log has none.
         """
-        if self.kind == "temporal" and not has_clock_times:
+        if self.by == "temporal" and not has_clock_times:
             raise UserError(
-                f"split.kind is {self.kind}, but the log has no clock times, only an "
+                f"split.by is {self.by}, but the log has no clock times, only an "
                 f"order of events within each user"
             )
-        if self.kind == "auto":
+        if self.by == "auto":
             return "temporal" if has_clock_times else "leave_last_out"
-        return self.kind
+        return self.by
 
 
 def epoch_ms(moment: Any, name: str) -> int:
@@ -154,7 +154,7 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
                 f"{stats.first_ms} ms"
             )
     return {
-        "kind": "temporal",
+        "by": "temporal",
         "val_start_ms": val_start,
         "test_start_ms": test_start,
     }
@@ -224,7 +224,7 @@ def assign_splits(
     """Return the index (R,) int8 into SPLITS of every request.
 
     Args:
-        split: Kind and boundaries of the split, as manifests record them.
+        split: `by` and boundaries of the split, as manifests record them.
         time: Times (R,) in ms, or ordinals, ascending within a user.
         user_start: Index (U,) of each user's first request; unused by a temporal
             split.
@@ -232,7 +232,7 @@ def assign_splits(
             between equal timestamps by a hash of the ids; without ids, requests keep
             the order of the array.
     """
-    if split["kind"] == "temporal":
+    if split["by"] == "temporal":
         starts = [split["val_start_ms"], split["test_start_ms"]]
         return np.digitize(time, starts).astype(np.int8)
     user_end = np.append(user_start[1:], len(time))

@@ -290,7 +290,7 @@ def suggest(folder: str, kind: str | None = None) -> Suggestion:
         behaviour = min(flags, key=lambda name: "click" not in name)
         settings.append(f"  behaviour: {behaviour}")
     split = "leave_last_out" if time.get("unit") == "order" else "temporal"
-    settings.append(yaml_line("  split", {"kind": split}))
+    settings.append(yaml_line("  split", {"by": split}))
     return Suggestion("\n".join([*lines, *settings]) + "\n", doubts)
 
 

@@ -41,7 +41,7 @@ SOURCE = {
         "kind": "actions",
         "core": 0,
         "split": {
-            "kind": "temporal",
+            "by": "temporal",
             "val_start": START + 20,
             "test_start": START + 30,
         },

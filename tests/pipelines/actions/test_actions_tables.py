@@ -22,7 +22,7 @@ SCHEMA = events_schema(LABELS, ["price"], ["city"])
 CATALOGUE = ["a", "b", "c", "d"]
 HOUR = 3_600_000
 VAL_START, TEST_START = 8 * HOUR, 12 * HOUR
-SPLIT = {"kind": "temporal", "val_start_ms": VAL_START, "test_start_ms": TEST_START}
+SPLIT = {"by": "temporal", "val_start_ms": VAL_START, "test_start_ms": TEST_START}
 
 
 def make_config(**counts: Any) -> ActionsConfig:

@@ -19,7 +19,7 @@ from models.loaded_model import LoadedModel
 from models.training import checkpoint
 from models.training.fit import FitConfig
 from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import load_source
+from pipelines.data.reading.log import Log, load_source
 from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from tests.fixtures.audited_tables import find_violations
@@ -30,9 +30,16 @@ pytestmark = pytest.mark.shared_data
 CASES = Path(__file__).parents[3] / "../shared/cases"
 
 
+def load_case(name: str) -> tuple[Log, dict[str, Any]]:
+    """Return the mapping of a reported log, which was written before `split.by`."""
+    source, settings = load_source(str(CASES / name / "src.yaml"))
+    settings["split"]["by"] = settings["split"].pop("kind")
+    return source, settings
+
+
 def prepare_case(name: str, output: Path, **settings: Any) -> tuple[str, list[str]]:
     """Prepare a reported log; return the path of its tables and the printed lines."""
-    source, defaults = load_source(str(CASES / name / "src.yaml"))
+    source, defaults = load_case(name)
     lines: list[str] = []
     config = read_config(defaults, settings)
     log = str(CASES / name / "log")
@@ -53,7 +60,7 @@ def train_on_growing_log(
     raw, log = folder / "raw", CASES / name / "log"
     raw.mkdir()
     shutil.copy(log / "items.csv", raw)
-    source, defaults = load_source(str(CASES / name / "src.yaml"))
+    source, defaults = load_case(name)
     config, fit = read_config(defaults), FitConfig(batch_size=8)
     inputs = Inputs(str(folder / "tables"))
 
@@ -94,7 +101,7 @@ def test_a_task_that_appears_later_stays_a_task(tmp_path: Path) -> None:
 def test_a_file_with_an_event_in_the_future_is_not_appended(tmp_path: Path) -> None:
     log, raw = CASES / "d4_clock_ahead/log", tmp_path / "raw"
     shutil.copytree(log, raw, ignore=shutil.ignore_patterns("log-07*", "log-08*"))
-    source, defaults = load_source(str(CASES / "d4_clock_ahead/src.yaml"))
+    source, defaults = load_case("d4_clock_ahead")
     config = read_config(defaults, {"split": {"val_days": 1, "test_days": 1}})
     tables = str(tmp_path / "tables")
     prepare(source, str(raw), tables, config, report=list, existing="append")

@@ -24,7 +24,7 @@ MAPPING = {
         "core": 0,
         "max_rejects": 1,
         "min_matched": 0,
-        "split": {"kind": "leave_last_out"},
+        "split": {"by": "leave_last_out"},
     },
 }
 LOGS = yaml.safe_load((CASES / "logs.yaml").read_text())

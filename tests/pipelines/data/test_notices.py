@@ -207,7 +207,7 @@ def test_a_search_log_of_clicked_results_alone_is_warned_of(shop: Shop) -> None:
     ("rows", "settings", "fragment"),
     [
         ({"events_per_user": 12}, {"max_events": 9}, "oldest 240"),
-        ({"users": 10}, {"split": {"kind": "leave_last_out"}}, "only 10 test requests"),
+        ({"users": 10}, {"split": {"by": "leave_last_out"}}, "only 10 test requests"),
     ],
 )
 def test_what_makes_metrics_worse_is_warned_of(

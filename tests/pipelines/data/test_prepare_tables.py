@@ -31,7 +31,7 @@ MAPPING = make_mapping() | {
         "core": 2,
         "min_matched": 0,
         "max_rejects": 1,
-        "split": {"kind": "temporal"},
+        "split": {"by": "temporal"},
     },
 }
 TABLES = ("events", "rejects", "items", "sequences")
@@ -167,7 +167,7 @@ def test_leave_last_out_draws_among_requests_of_equal_time(tmp_path: Path) -> No
     ]
     write_rows(tmp_path / "log_0.jsonl", rows)
     mapping = {key: MAPPING[key] for key in ("files", "user", "item", "time")}
-    mapping["prepare"] = {"core": 0, "split": {"kind": "leave_last_out"}}
+    mapping["prepare"] = {"core": 0, "split": {"by": "leave_last_out"}}
 
     for name in ("first", "second"):
         prepare_log(mapping, tmp_path, tmp_path / name)
@@ -252,7 +252,7 @@ def test_a_new_file_may_have_no_rows_or_lack_a_column(tmp_path: Path) -> None:
         "item": "i",
         "time": {"column": "t", "unit": "s"},
         "labels": {"click": "c"},
-        "prepare": {"core": 2, "split": {"kind": "temporal"}},
+        "prepare": {"core": 2, "split": {"by": "temporal"}},
     }
     rows = [f"u{k % 9},i{k * k % 7},{1_700_000_000 + 3600 * k}" for k in range(90)]
     full = ["u,i,t,c", *(f"{row},1" for row in rows[:60])]

@@ -40,14 +40,14 @@ FIRST_HOURS = (8, 12)
 REJECTED_ROW = {"user": None, "item": "a", "ms": BEGIN}
 TIERS = {"u": "one", "steady": "two"}
 
-LAST_HOURS = {"kind": "temporal", "val_days": 2 / 24, "test_days": 2 / 24}
-SHARES = {"kind": "temporal", "val_fraction": 0.1, "test_fraction": 0.25}
+LAST_HOURS = {"by": "temporal", "val_days": 2 / 24, "test_days": 2 / 24}
+SHARES = {"by": "temporal", "val_fraction": 0.1, "test_fraction": 0.25}
 MOMENTS = {
-    "kind": "temporal",
+    "by": "temporal",
     "val_start": BEGIN + 5 * HOUR,
     "test_start": BEGIN + 7 * HOUR,
 }
-LAST_OUT = {"kind": "leave_last_out"}
+LAST_OUT = {"by": "leave_last_out"}
 SETTINGS = {
     "retrieval": st.fixed_dictionaries(
         {
@@ -166,7 +166,7 @@ def check_events(tables: Path, rows: list[Row], mapping: Row) -> None:
             events = [event for event in events if event["label_click"]]
         times = sorted(event["timestamp_ms"] for event in events)
         assert info["split"] == {
-            "kind": "temporal",
+            "by": "temporal",
             "val_start_ms": times[int(len(times) * 0.65)],
             "test_start_ms": times[int(len(times) * 0.75)],
         }

@@ -504,7 +504,7 @@ def test_outcomes_are_labels_and_nothing_is_a_feature(tmp_path: Path) -> None:
     assert mapping["prepare"] == {
         "kind": "actions",
         "core": 0,
-        "split": {"kind": "temporal"},
+        "split": {"by": "temporal"},
     }
 
 

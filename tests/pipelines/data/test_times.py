@@ -72,7 +72,7 @@ def parse_columns(
         "item": "i",
         "time": {"column": "t"},
         "labels": labels,
-        "prepare": {"core": 0, "split": {"kind": "leave_last_out"}},
+        "prepare": {"core": 0, "split": {"by": "leave_last_out"}},
     }
     prepare_log(mapping, folder, folder / "tables")
     events = read_rows(folder / "tables", "events")

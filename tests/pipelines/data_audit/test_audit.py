@@ -40,7 +40,7 @@ def prepare_log(folder: Path, rows: list[Row], **settings: Any) -> str:
     folder.mkdir(exist_ok=True)
     lines = [json.dumps({"query": None, "click": True, **row}) for row in rows]
     (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
-    config = read_config({"core": 0, "split": {"kind": "leave_last_out"}, **settings})
+    config = read_config({"core": 0, "split": {"by": "leave_last_out"}, **settings})
     prepare(
         parse_log(SOURCE),
         str(folder),
@@ -344,7 +344,7 @@ def test_a_wrong_temporal_split_breaks_the_rule_of_splits(tmp_path: Path) -> Non
         {"user": f"u{n % 3}", "item": f"i{n % 5}", "ms": BEGIN + n * 1000}
         for n in range(60)
     ]
-    tables = prepare_log(tmp_path / "log", rows, split={"kind": "temporal"}, core=2)
+    tables = prepare_log(tmp_path / "log", rows, split={"by": "temporal"}, core=2)
     [note] = [rule.note for rule in audit(tables) if rule.name == "catalogue"]
     assert "core_window: all" in note
 
@@ -420,9 +420,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "bytes, its manifest says": truncate_part,
     "does not match its name": flip_byte,
     "missing": lambda folder: find_part(folder).unlink(),
-    "no known split: {'kind': 'temporal'}": change_info(split={"kind": "temporal"}),
+    "no known split: {'by': 'temporal'}": change_info(split={"by": "temporal"}),
     "no known split": change_info(
-        split={"kind": "temporal", "val_start_ms": "a", "test_start_ms": "b"}
+        split={"by": "temporal", "val_start_ms": "a", "test_start_ms": "b"}
     ),
     "is not a table": lambda folder: (folder / "manifest.json").unlink(),
     "manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text(

@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "kind": "search",
     "core": 0,
     "behaviour": "click",
-    "split": {"kind": "temporal", "val_fraction": 0.2, "test_fraction": 0.2},
+    "split": {"by": "temporal", "val_fraction": 0.2, "test_fraction": 0.2},
 }
 
 

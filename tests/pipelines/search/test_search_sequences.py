@@ -44,7 +44,7 @@ def make_builder(
     """Make a builder of a log without clock times, with a leave-last-out split."""
     builder = SearchBuilder(
         schema,
-        {"kind": "leave_last_out"},
+        {"by": "leave_last_out"},
         max_events,
         pa.schema([]),
         ["click", "buy"],
@@ -112,7 +112,7 @@ def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
     source, _, raw = write_log(tmp_path, rows)
     source = replace(source, time=Time("ms", "order"))
     config = read_config(
-        SEARCH_SOURCE["prepare"] | {"split": {"kind": "leave_last_out"}},
+        SEARCH_SOURCE["prepare"] | {"split": {"by": "leave_last_out"}},
         {"max_rejects": 0.1},
     )
 
@@ -121,7 +121,7 @@ def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
     info = read_manifest(str(tmp_path / "out" / "sequences")).info
     assert info["features"] == ["position", "page"]
     assert info["windows"] == []
-    assert info["split"] == {"kind": "leave_last_out"}
+    assert info["split"] == {"by": "leave_last_out"}
 
 
 def make_results(**changes: Any) -> list[dict]:

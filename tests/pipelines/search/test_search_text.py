@@ -344,7 +344,7 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
         "kind": "search",
         "core": 0,
         "behaviour": "click",
-        "split": {"kind": "leave_last_out"},
+        "split": {"by": "leave_last_out"},
     }
     prepare(source, str(raw), tables, read_config(options), report=str)
 
