@@ -5,7 +5,7 @@
 
 The file names the base config, the axes, the metric, the scheduler, the source of the
 values and the published results. An axis is a dotted key of jobs.train's config
-(`model.alpha`, `fit.lr`, `fit.seed`), `sids` or `text`, or, in grids of kind evaluate,
+(`model.alpha`, `fit.lr`, `fit.seed`), `sids` or `text`, or, in grids of job evaluate,
 `checkpoint` or an option of jobs.evaluate (`evaluate.beam`). `points` lists settings
 that are not a product of axes. The user gives values to an axis that has none
 (`--axes.sids '[A, B]'`).
@@ -75,7 +75,7 @@ class Trial:
     point: Point
     """Values of the axes."""
     model: Any
-    """Config of the model; None in a grid of kind evaluate."""
+    """Config of the model; None in a grid of job evaluate."""
     fit: FitConfig
     """Options of the training loop."""
     folders: dict[str, str]
@@ -99,7 +99,7 @@ class Grid:
     """Paper and the section, table or figure that documents the values."""
     config: str | list[str] | None = None
     """Base configs of jobs.train, relative to the grid file; later files win."""
-    kind: Literal["train", "evaluate"] = "train"
+    job: Literal["train", "evaluate"] = "train"
     """Whether a trial trains a model or evaluates a trained checkpoint."""
     axes: dict[str, list[Any] | None] = field(default_factory=dict)
     """Values by dotted key; the trials are their product. The user gives the values of
@@ -115,7 +115,7 @@ class Grid:
     """Values of fit.seed; two or more become an axis."""
     metric: str = "val/ndcg@10"
     """Metric that ranks the trials, larger is better. It begins with `val/`, in grids
-    of kind evaluate with `test/`."""
+    of job evaluate with `test/`."""
     scheduler: Scheduler = field(default_factory=Scheduler)
     """Rule by which trials are stopped early."""
     samples: int | None = None
@@ -132,10 +132,10 @@ class Grid:
 
     def __post_init__(self) -> None:
         check_least(self, ["samples"], 1)
-        prefix = "val/" if self.kind == "train" else "test/"
+        prefix = "val/" if self.job == "train" else "test/"
         if not self.metric.startswith(prefix):
             raise ValueError(
-                f"metric is {self.metric!r}, in a grid of kind {self.kind} it starts "
+                f"metric is {self.metric!r}, in a grid of job {self.job} it starts "
                 f"with {prefix}"
             )
         unknown = self.smoke.keys() - set(SMOKE)
@@ -260,7 +260,7 @@ class Grid:
 
     def _build_trial(self, settings: Point, point: Point) -> Trial:
         """Build the trial of a point."""
-        is_training = self.kind == "train"
+        is_training = self.job == "train"
         sections: dict[str, dict[str, Any]] = {"model": {}, "fit": {}, "evaluate": {}}
         section_names = ("model", "fit") if is_training else ("evaluate",)
         folder_names = INPUTS if is_training else (*INPUTS, "checkpoint")
@@ -274,12 +274,12 @@ class Grid:
             else:
                 patterns = [f"{name}.…" for name in section_names]
                 raise UserError(
-                    f"the grid {self.name} of kind {self.kind} has no use for '{key}'; "
+                    f"the grid {self.name} of job {self.job} has no use for '{key}'; "
                     f"it takes {', '.join([*patterns, *folder_names])}"
                 )
         if not is_training and "checkpoint" not in folders:
             raise UserError(
-                "a grid of kind evaluate needs checkpoints; give --axes.checkpoint "
+                "a grid of job evaluate needs checkpoints; give --axes.checkpoint "
                 "'[RUN, ...]'"
             )
         hash_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()

@@ -338,7 +338,7 @@ def require_best(
 def make_spec(grid: Grid, trials: list[Trial], config: SweepConfig) -> SweepSpec:
     """Return the specification of a sweep, before it is checked."""
     threads = config.ray.threads
-    if not threads and grid.kind == "train":
+    if not threads and grid.job == "train":
         threads = max(1, int(config.ray.cpus_per_worker))
     return SweepSpec(
         grid=grid,
@@ -347,7 +347,7 @@ def make_spec(grid: Grid, trials: list[Trial], config: SweepConfig) -> SweepSpec
         folder=config.folder,
         uri=tracking.resolve_uri(config.tracking.tracking_uri, config.storage),
         ray=replace(config.ray, threads=threads),
-        test=config.options.test and grid.kind == "train",
+        test=config.options.test and grid.job == "train",
         command=config.command,
     )
 
@@ -362,7 +362,7 @@ def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
     Raises:
         UserError: If a trial cannot run with its settings and tables.
     """
-    if spec.grid.kind == "train":
+    if spec.grid.job == "train":
         first = next(iter(spec.trials.values()))
         family = registry.find(first.model.name).family
     else:
@@ -371,7 +371,7 @@ def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
     experiment = find_experiment(spec, config.tracking.experiment)
     new_experiment = f"{family}/{dataset_name(spec.inputs.tables)}"
     spec = replace(spec, experiment=experiment or new_experiment)
-    if spec.grid.kind == "evaluate":
+    if spec.grid.job == "evaluate":
         return spec
     trainings = prepare_trainings(spec)
     hashes = {name: training.hashes for name, training in trainings.items()}
@@ -555,7 +555,7 @@ def run_pending(
             scheduler=scheduler,
             # A process runs many trials, unless a trial has workers of its own, which
             # must end with the process.
-            reuse_actors=spec.grid.kind == "train" and spec.num_workers == 1,
+            reuse_actors=spec.grid.job == "train" and spec.num_workers == 1,
             max_concurrent_trials=limit_concurrency(spec, concurrency) or None,
             trial_name_creator=trial_name,
             trial_dirname_creator=trial_name,
@@ -629,7 +629,7 @@ def limit_concurrency(spec: SweepSpec, concurrency: int) -> int:
         spec: The sweep.
         concurrency: The limit that the user set, or 0.
     """
-    if spec.grid.kind == "evaluate":
+    if spec.grid.job == "evaluate":
         return 1
     if concurrency or spec.num_workers == 1:
         return concurrency
@@ -670,7 +670,7 @@ def collect_result(
     if not record or record["status"] != "finished":
         return result
     result.status = "stopped" if record.get("stopped") else "finished"
-    if spec.grid.kind == "evaluate":
+    if spec.grid.job == "evaluate":
         result.value = record["values"].get(spec.grid.metric)
         result.checkpoint = trial.folders["checkpoint"]
     else:

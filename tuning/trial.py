@@ -86,7 +86,7 @@ class SweepSpec:
     @property
     def num_workers(self) -> int:
         """Number of workers of a trial."""
-        return 1 if self.grid.kind == "evaluate" else self.ray.num_workers
+        return 1 if self.grid.job == "evaluate" else self.ray.num_workers
 
     @property
     def device(self) -> str:
@@ -128,7 +128,7 @@ def run_trial(config: dict[str, Any], spec: SweepSpec) -> None:
     trial = spec.trials[config[TRIAL]]
     tracking.mark_reachable(spec.uri)
     try:
-        if spec.grid.kind == "evaluate":
+        if spec.grid.job == "evaluate":
             measure_checkpoint(trial, spec)
         else:
             train_trial(trial, spec)
@@ -262,12 +262,12 @@ def is_done(trial: Trial, spec: SweepSpec) -> bool:
         return False
     if record.get("stopped"):
         return True
-    if spec.grid.kind == "train" and is_longer(record, trial.fit.max_epochs):
+    if spec.grid.job == "train" and is_longer(record, trial.fit.max_epochs):
         return False
     if not spec.test:
         return True
     run = tracking.RunRef(**record["tracking"])
-    if spec.grid.kind == "evaluate":  # has no child run, but is itself the evaluation
+    if spec.grid.job == "evaluate":  # has no child run, but is itself the evaluation
         data = tracking.connect(run.uri).get_run(run.run_id).data
         return bool(data.tags.get(tracking.WEIGHTS_TAG))
     return bool(load_test_metrics(run))

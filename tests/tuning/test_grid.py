@@ -165,7 +165,7 @@ def test_documented_grids_have_trials_and_valid_published_values(path: Path) -> 
         assert 1 <= len(trials) <= (8 if smoke else 100)
         assert grid.name == path.stem
         assert grid.source
-        if smoke and grid.kind == "train":
+        if smoke and grid.job == "train":
             assert max(trial.fit.max_epochs for trial in trials) <= 3
 
         keys_of_points = {key for point in grid.points for key in point}

@@ -222,7 +222,7 @@ def build_evaluation_grid(halved: HalvedSweep, **fields: Any) -> Grid:
     """Build a grid that evaluates the checkpoint of the first trial."""
     trial = halved.sweep_folder / halved.result.trials[0].name
     axes = {"checkpoint": [str(trial)], **fields.pop("axes", {})}
-    defaults = {"name": "g", "source": "a test", "kind": "evaluate", "axes": axes}
+    defaults = {"name": "g", "source": "a test", "job": "evaluate", "axes": axes}
     return Grid(**{**defaults, **fields})
 
 
