@@ -90,6 +90,29 @@ def test_sql_of_a_mapping_opens_no_file(text: str) -> None:
         parse_sql(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lpad(x, 2000000000, 'x')",
+        "RPAD (x, 2000000000)",
+        "\"lpad\"(x, y, 'x')",
+        "upper(lpad(x, 999 * 999 * 999, 'x'))",
+        "'lpad(x, 3)' || lpad(x, 1000)",
+        "generate_series(1, 2000000000)",
+        "range(1, x)",
+    ],
+)
+def test_sql_of_a_mapping_makes_no_values_of_unlimited_length(text: str) -> None:
+    with pytest.raises(ValueError, match="unlimited length"):
+        parse_sql(text)
+
+
+def test_sql_of_a_mapping_pads_to_a_width() -> None:
+    frame = pl.DataFrame({"range": ["7"]})
+    expression = parse_sql("lpad(lpad(range, 3, 'x'), 4, '0')")
+    assert frame.select(expression)["range"].to_list() == ["0xx7"]
+
+
 def test_sql_of_a_mapping_reads_columns() -> None:
     frame = pl.DataFrame({"read_time": [1], "read csv": [2]})
     expression = parse_sql('read_time + "read csv"')

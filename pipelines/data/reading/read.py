@@ -386,12 +386,22 @@ def parse_sql(text: str) -> pl.Expr:
     """Parse a SQL expression of columns.
 
     Raises:
-        ValueError: If it names a function that opens files or addresses.
+        ValueError: If it names a function that opens files or addresses, or one whose
+            result can be longer than the row by any factor.
     """
     opens = re.search(r"(?i)\bread_(csv|ndjson|json|ipc|parquet)\b", text)
     if opens:
         raise ValueError(f"'{text}' calls {opens[0]}; an expression reads columns only")
-    return pl.sql_expr(text)
+    expression = pl.sql_expr(text)
+    # the names of polars, which SQL calls lpad, rpad, generate_series and range
+    if re.search(
+        r"\.pad_(start|end)\(\[(?!dyn int: \d{1,3}\])|_ranges\(\[", str(expression)
+    ):
+        raise ValueError(
+            f"'{text}' makes values of unlimited length: lpad and rpad "
+            f"take a width below 1,000, and series are not available"
+        )
+    return expression
 
 
 def root_columns(text: str, present: Collection[str]) -> list[str]:
