@@ -213,7 +213,9 @@ class Replica:
         """Return the predictions for the rows of a request."""
         try:
             served = self.model.unwrap_python_model()
-            rows, params = served.read_body(await read_body(request), self.model)
+            content_type = request.headers.get("content-type")
+            body = await read_body(request)
+            rows, params = served.read_body(body, content_type, self.model)
             answer = await self.answer_batched(ParsedRequest(rows, params))
             if isinstance(answer, Exception):
                 raise answer

@@ -157,11 +157,15 @@ class ServedModel(PythonModel):
         return self.ranker.answer(rows, **(params or {}))
 
     @staticmethod
-    def read_body(data: str | bytes, model: PyFuncModel) -> tuple[pd.DataFrame, Any]:
+    def read_body(
+        data: str | bytes, content_type: str | None, model: PyFuncModel
+    ) -> tuple[pd.DataFrame, Any]:
         """Read the body of an HTTP request.
 
         Args:
             data: JSON of the request.
+            content_type: Value of its header. A page in a browser can post any type but
+                JSON to a server on localhost.
             model: The model as MLflow has loaded it.
 
         Returns:
@@ -171,6 +175,11 @@ class ServedModel(PythonModel):
             RefusedRequest: If the body is no JSON object, a key is unknown, or not
                 exactly one key has rows.
         """
+        content_type = content_type or ""
+        if not content_type.startswith("application/json"):
+            raise RefusedRequest(
+                f"the Content-Type is '{content_type[:200]}', not application/json"
+            )
         try:
             body = json.loads(data)
             if not isinstance(body, dict):
@@ -538,9 +547,8 @@ def refuse_unknown_keys() -> None:
     def invocations(
         data: Any, content_type: str, model: PyFuncModel, input_schema: Any
     ) -> Any:
-        content_type = content_type or scoring_server.CONTENT_TYPE_JSON
-        if is_ours(model) and content_type.startswith("application/json"):
-            rows, params = ServedModel.read_body(data, model)
+        if is_ours(model):
+            rows, params = ServedModel.read_body(data, content_type, model)
             answer = StringIO()
             scoring_server.predictions_to_json(model.predict(rows, params), answer)
             return scoring_server.InvocationsResponse(

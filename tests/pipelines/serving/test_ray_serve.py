@@ -64,7 +64,11 @@ class ServedModel:
     def request(self, rows: Sequence[dict[str, Any]], **params: Any) -> tuple[int, Any]:
         """Send rows; return the status, and the predictions or the error message."""
         body = json.dumps({"dataframe_records": rows, "params": params}).encode()
-        headers = {"Content-Type": "application/json"}
+        return self.send(body, "application/json")
+
+    def send(self, body: bytes, content_type: str) -> tuple[int, Any]:
+        """Send a body; return the status, and the predictions or the error message."""
+        headers = {"Content-Type": content_type}
         request = urllib.request.Request(self.url, body, headers)
         try:
             with urllib.request.urlopen(request, timeout=100) as answer:
@@ -157,6 +161,13 @@ def test_half_sent_requests_do_not_stop_a_replica(service: Service) -> None:
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(service.qgs.url, large, timeout=100)
     assert error.value.code == 413
+
+
+def test_a_body_that_is_not_declared_as_json_is_refused(service: Service) -> None:
+    body = json.dumps({"dataframe_records": service.requests}).encode()
+    status, message = service.qgs.send(body, "text/plain")
+    assert status == 400
+    assert "not application/json" in message
 
 
 def test_requests_of_a_batch_are_answered_independently(service: Service) -> None:

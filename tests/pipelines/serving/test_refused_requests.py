@@ -95,12 +95,26 @@ def test_the_server_answers_valid_requests(served: dict[str, PyFuncModel]) -> No
     client = TestClient(scoring_server.init(served["tiger"]))
     params = {"k": 3, "allowed": ["item-002"]}
     body = json.dumps({"dataframe_records": [HISTORY], "params": params})
-    for headers in ({"Content-Type": "application/json"}, {}):
-        answer = client.post("/invocations", content=body, headers=headers)
+    headers = {"Content-Type": "application/json; charset=utf-8"}
+    answer = client.post("/invocations", content=body, headers=headers)
 
-        (prediction,) = answer.json()["predictions"]
-        assert prediction["item_id"] == ["item-002"]
-        assert prediction["note"] == "1 of 3 items: allowed has 1 item of the catalogue"
+    (prediction,) = answer.json()["predictions"]
+    assert prediction["item_id"] == ["item-002"]
+    assert prediction["note"] == "1 of 3 items: allowed has 1 item of the catalogue"
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "text/csv"])
+def test_a_body_that_is_not_declared_as_json_is_refused(
+    served: dict[str, PyFuncModel], content_type: str | None
+) -> None:
+    client = TestClient(scoring_server.init(served["tiger"]))
+    headers = {"Content-Type": content_type} if content_type else {}
+    body = json.dumps({"dataframe_records": [HISTORY]})
+
+    answer = client.post("/invocations", content=body, headers=headers)
+
+    assert answer.status_code == 400
+    assert "not application/json" in answer.json()["message"]
 
 
 def test_an_answer_repeats_at_most_200_characters_of_a_value(
