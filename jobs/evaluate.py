@@ -264,7 +264,7 @@ def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
     print(f"  written to  {path}")
     if metadata.tracking:
         print(f"  MLflow run  {metadata.tracking['run_id']}")
-        uri = choose_store(metadata, config.tracking_uri)
+        uri = choose_store(result.checkpoint, metadata, config.tracking_uri)
         if uri:
             compare = cli.command_line(
                 "jobs.compare",

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,8 +126,15 @@ def test_a_store_that_only_a_checkpoint_names_is_not_contacted(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     stranger = {"uri": "http://stranger", "experiment": "x", "run_id": "0"}
     evaluated = Checkpoint({"name": "sasrec"}, tracking=stranger)
-    assert choose_store(evaluated, None) == ""
-    assert choose_store(evaluated, "http://mine") == "http://mine"
+    folder = str(tmp_path / "runs/sasrec/best")
+    assert choose_store(folder, evaluated, None) == ""
+    assert choose_store(folder, evaluated, "http://mine") == "http://mine"
+    for name, is_used in (("runs/mlflow.db", True), ("other/mlflow.db", False)):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.touch()
+        local = replace(evaluated, tracking={**stranger, "uri": f"sqlite:///{file}"})
+        assert bool(choose_store(folder, local, None)) == is_used
     for content in (
         {"status": "running", "tracking": stranger},
         {"status": "opening", "opening": stranger},

@@ -106,7 +106,7 @@ def record_result(
         result: Metrics of the evaluation.
         evaluated: Content of the checkpoint's `config.json`.
         tracking_uri: Tracking URI; by default MLFLOW_TRACKING_URI, else the SQLite file
-            of the training. Nothing is logged to a server that only the checkpoint
+            of the training. Nothing is logged to a store that only the checkpoint
             names.
 
     Returns:
@@ -125,9 +125,9 @@ def record_result(
     write_file(path, content.encode())
     if not evaluated.tracking:
         return path
-    uri = choose_store(evaluated, tracking_uri)
+    uri = choose_store(result.checkpoint, evaluated, tracking_uri)
     if not uri:
-        print("note: not logged to the server, which only the checkpoint names")
+        print("note: not logged to the MLflow store, which only the checkpoint names")
         return path
     training = replace(tracking.RunRef(**evaluated.tracking), uri=uri)
     try:
@@ -141,14 +141,27 @@ def record_result(
     return path
 
 
-def choose_store(evaluated: Checkpoint, tracking_uri: str | None) -> str:
-    """Return the tracking URI to log to; empty if only the checkpoint names a server.
+def choose_store(folder: str, evaluated: Checkpoint, tracking_uri: str | None) -> str:
+    """Return the tracking URI to log to; empty if only the checkpoint names a store.
 
-    A checkpoint may come from anyone, and MLflow would send the server credentials.
+    A checkpoint may come from anyone. MLflow would send a server credentials, and
+    create its tables in any SQLite file, so the file must be the `mlflow.db` of a
+    folder above the checkpoint, as the file of the training's storage is.
+
+    Args:
+        folder: Folder of the checkpoint.
+        evaluated: Content of the checkpoint's `config.json`.
+        tracking_uri: Tracking URI of the user.
     """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-    if not uri and Path(tracking.sqlite_file(evaluated.tracking["uri"])).is_file():
-        return str(evaluated.tracking["uri"])
+    if not uri and "://" not in folder:
+        file = Path(tracking.sqlite_file(evaluated.tracking["uri"])).resolve()
+        stores = [
+            parent / "mlflow.db"
+            for parent in Path(folder).expanduser().resolve().parents
+        ]
+        if file in stores and file.is_file():
+            return str(evaluated.tracking["uri"])
     return uri
 
 
