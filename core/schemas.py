@@ -344,25 +344,17 @@ TRIE = pa.schema(
 """Schema of the trie of semantic IDs: one row per edge."""
 
 
-def model_family(sequences: Manifest) -> str:
-    """Return the family of the models that read a table of sequences.
-
-    It is the kind of the requests, unless the manifest names another family.
-    """
-    return str(sequences.info.get("family", sequences.info["kind"]))
-
-
-def sequences_manifest(uri: str, family: str) -> Manifest:
+def sequences_manifest(uri: str, kind: str) -> Manifest:
     """Read the manifest of a table of sequences.
 
     Raises:
-        UserError: If the table is of another family of models than `family`.
+        UserError: If the table is of another kind.
     """
     manifest = read_manifest(uri, "sequences")
-    if model_family(manifest) != family:
+    if manifest.info["kind"] != kind:
         raise UserError(
             f"{uri} holds sequences of kind '{manifest.info['kind']}'; models of "
-            f"{family} need '{family}' (prepare: kind: {family})"
+            f"{kind} need '{kind}' (prepare: kind: {kind})"
         )
     return manifest
 

@@ -27,7 +27,7 @@ class Config:
     """Options of jobs.compare."""
 
     experiment: list[str] = field(default_factory=list)
-    """MLflow experiment whose runs are compared: family/dataset; may be repeated."""
+    """MLflow experiment whose runs are compared: KIND/DATASET; may be repeated."""
     sweep: str | None = None
     """Sweep whose trials are compared: its name or the id of its MLflow run."""
     run: list[str] = field(default_factory=list)

@@ -306,7 +306,7 @@ class Day:
             One verdict per ranking, against the best of these models: over all items,
             and without the items of the user's history. The ranking over all items
             comes first if users often repeat items. Empty if the model itself needs no
-            training or its family has no such models.
+            training or its kind has no such models.
         """
         from models import registry
         from models.training import checkpoint

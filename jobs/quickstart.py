@@ -1,14 +1,14 @@
 """Run all commands on a log within minutes, from tables to a comparison of models.
 
     python -m jobs.quickstart                   # next items: baselines, SASRec, SID-MLP
-    python -m jobs.quickstart --family search   # searches: baselines, Base and QGS
-    python -m jobs.quickstart --family actions  # a feed: baselines, AttnLFA, AttnMVP
+    python -m jobs.quickstart --kind search     # searches: baselines, Base and QGS
+    python -m jobs.quickstart --kind actions    # a feed: baselines, AttnLFA, AttnMVP
     python -m jobs.quickstart --data FOLDER     # a real log
     python -m jobs.quickstart --seed 43         # another seed, added to the comparison
 
 Baselines are models without training. `jobs/configs/quickstart.yaml` has the models.
 Without `--data` the log is simulated, and the results are labelled as simulated. The
-source file of a real log is `--source`, or `FOLDER_FAMILY.yaml` or `FOLDER.yaml` in
+source file of a real log is `--source`, or `FOLDER_KIND.yaml` or `FOLDER.yaml` in
 `jobs/configs/sources`, or a guess from the log (`jobs.prepare --suggest`), which is
 written to `OUTPUT/FOLDER/source.yaml` for you to correct. If the guess is ambiguous,
 such as between two columns of users, the quickstart stops. The command of each step is
@@ -87,8 +87,8 @@ class Flow:
 class Config:
     """Options of jobs.quickstart."""
 
-    family: Literal[tuple(KINDS)] | None = None  # type: ignore[valid-type]
-    """Family of models: `retrieval` recommends the next item of a catalogue, `search`
+    kind: Literal[tuple(KINDS)] | None = None  # type: ignore[valid-type]
+    """Kind of requests: `retrieval` recommends the next item of a catalogue, `search`
     ranks the results of a search, `actions` predicts what a user does with an item. By
     default the kind of the source file, or retrieval for a simulated log."""
     data: str | None = None
@@ -135,13 +135,13 @@ def find_source(config: Config, home: Path) -> str:
     Raises:
         UserError: if the suggestion is ambiguous.
     """
-    for stem in (f"{home.name}_{config.family}", home.name):
+    for stem in (f"{home.name}_{config.kind}", home.name):
         file = CONFIGS / "sources" / f"{stem}.yaml"
         if file.is_file():
             return str(file)
     guess = home / "source.yaml"
     if not guess.is_file():
-        suggestion = suggest(str(config.data), config.family)
+        suggestion = suggest(str(config.data), config.kind)
         if suggestion.doubts:
             print(*suggestion.doubts, sep="\n")
             write = cli.command_line(
@@ -245,15 +245,15 @@ def plan_models(
 
 
 def run(config: Config) -> None:
-    """Run the flow of a family, and print where its results are."""
+    """Run the flow of a kind of log, and print where its results are."""
     cli.say_loading("torch", "ray", "mlflow")
     start_s = time.monotonic()
-    name = KINDS[config.family or "retrieval"].simulated_source
+    name = KINDS[config.kind or "retrieval"].simulated_source
     if config.data:
         name = Path(config.data).resolve().name
     home = Path(config.output).absolute() / name
     source = config.source or find_source(config, home)
-    kind = config.family or load_source(source)[1].get("kind", "retrieval")
+    kind = config.kind or load_source(source)[1].get("kind", "retrieval")
     flow = build(Flow, read_yaml(str(FLOWS))[kind], f"{kind}.")
     cli.preflight(output=config.output)
     from pipelines.tracking import resolve_uri
@@ -269,7 +269,7 @@ def run(config: Config) -> None:
         simulate = {"kind": kind, **flow.simulate, **config.simulate, "output": raw}
         run_step(Step("Simulate a raw log", "simulate", simulate), "")
     prepare = {"source": source, "input": raw, "output": tables}
-    if config.family:
+    if config.kind:
         prepare["kind"] = kind
     run_step(Step("Raw log to tables", "prepare", prepare), "")
     run_step(Step("Prove the tables free of leakage", "audit", {"tables": tables}), "")

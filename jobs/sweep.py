@@ -79,7 +79,7 @@ class Config:
     """MLflow tracking URI; by default MLFLOW_TRACKING_URI, else a SQLite file in the
     storage folder."""
     experiment: str | None = None
-    """MLflow experiment; by default family/dataset."""
+    """MLflow experiment; by default KIND/DATASET."""
 
     def __post_init__(self) -> None:
         if self.dry_run:

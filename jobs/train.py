@@ -58,7 +58,7 @@ def describe_baseline(config: TrainConfig, result: TrainingResult) -> str:
     if model_class.is_baseline or model_class.is_diagnostic:
         return ""
     metric = config.fit.metric
-    names = registry.find_baselines(model_class.family)
+    names = registry.find_baselines(model_class.kind)
     baseline = best_trained_baseline(result.run, metric) if names else None
     return describe_no_gain(result.best.metrics, metric, baseline)
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs, model_family
+from core.schemas import Inputs
 from core.tables import TableVersion, read_manifest, table_hashes
 from models import registry
 from models.build import load_model
@@ -112,19 +112,19 @@ def select_inputs(name: str, inputs: Inputs) -> Inputs:
     """Return the input folders that the model `name` reads.
 
     Raises:
-        UserError: If the tables are of another family, or a required folder is not
+        UserError: If the tables are of another kind, or a required folder is not
             set.
     """
     model_class = registry.find(name)
-    expected = model_class.family
-    family = model_family(read_manifest(inputs.sequences, "sequences"))
-    if family != expected:
+    expected = model_class.kind
+    kind = read_manifest(inputs.sequences, "sequences").info["kind"]
+    if kind != expected:
         alternatives = [
-            other for other in registry.MODELS if registry.find(other).family == family
+            other for other in registry.MODELS if registry.find(other).kind == kind
         ]
         raise UserError(
             f"the model '{name}' is of {expected}, and {inputs.tables} holds tables of "
-            f"{family}; models of {family} are {', '.join(alternatives) or 'none'}: "
+            f"{kind}; models of {kind} are {', '.join(alternatives) or 'none'}: "
             "give a config of one (jobs/configs), or tables that jobs.prepare made "
             f"with --kind {expected}"
         )

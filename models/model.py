@@ -8,8 +8,8 @@
 
 A model declares its properties as class attributes and overrides the methods in which
 it differs. `RetrievalModel`, `SearchModel` and `ActionsModel` are the base classes of
-the families; `models/registry.py` lists all models by name. Commands use the attributes
-of a model's class, never its name.
+the three kinds; `models/registry.py` lists all models by name. Commands use the
+attributes of a model's class, never its name.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Model(nn.Module):
 
     name: ClassVar[str]
     """Name of the model in the registry."""
-    family: ClassVar[str]
-    """Kind of tables that the model reads: `retrieval`, `search` or `actions`."""
+    kind: ClassVar[str]
+    """Kind of requests that the model reads: `retrieval`, `search` or `actions`."""
     config_class: ClassVar[type]
     """Subclass of `NamedConfig` with the model's options, also `max_history`."""
 
@@ -80,9 +80,9 @@ class Model(nn.Module):
     """Whether the model reads values that are known only after results were shown. It
     is never the best model of a comparison."""
     metrics_module: ClassVar[ModuleType]
-    """Module of the family's metrics, with functions `means`, `names` and `summary`."""
+    """Module of the kind's metrics, with functions `means`, `names` and `summary`."""
     has_own_metrics: ClassVar[bool] = False
-    """Whether the model has other metrics than its family."""
+    """Whether the model has other metrics than its kind."""
     shown_metrics: ClassVar[tuple[str, ...]]
     """Metrics of the best epoch that are printed after a training."""
 

@@ -57,7 +57,7 @@ MODELS = {
     "lac": "models.actions.fusions:LAC",
     "genrank": "models.actions.fusions:GenRank",
 }
-"""Module and class of each model. Within a family, baselines are listed first, from the
+"""Module and class of each model. Within a kind, baselines are listed first, from the
 cheapest on."""
 
 TOKENIZERS = {
@@ -119,8 +119,8 @@ class ConfigClasses(Mapping[str, type]):
         return len(self.entries)
 
 
-def find_baselines(family: str) -> list[str]:
-    """Return the names of a family's baselines, and of the shown order.
+def find_baselines(kind: str) -> list[str]:
+    """Return the names of a kind's baselines, and of the shown order.
 
     Baselines are models without training that trained models should outperform.
     """
@@ -128,6 +128,6 @@ def find_baselines(family: str) -> list[str]:
     for name in MODELS:
         model_class = find(name)
         is_baseline = model_class.is_baseline or model_class.is_diagnostic
-        if is_baseline and model_class.family == family:
+        if is_baseline and model_class.kind == kind:
             names.append(name)
     return names

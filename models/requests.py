@@ -1,9 +1,9 @@
 """Parsing of served requests: rows become arrays, and requests become a batch.
 
-    requests = family.requests(bundle, model, catalogue, {"device": "cpu"})
+    requests = RetrievalRequests(bundle, model, catalogue, {"device": "cpu"})
     batch = requests.collate([requests.parse(Row(row)) for row in rows])
 
-`models/<family>/requests.py` declares the columns of a family's requests. Most columns
+`models/<kind>/requests.py` declares the columns of a kind's requests. Most columns
 are optional. The MLflow models in `pipelines/serving` use this module. A bundle is the
 folder of a served model, with the checkpoint and copies of tables.
 """
@@ -169,9 +169,9 @@ class Request:
 
 
 class Requests:
-    """Parser of the requests of one family.
+    """Parser of the requests of one kind.
 
-    The defaults are for a family that ranks candidates.
+    The defaults are for a kind that ranks candidates.
     """
 
     required_columns: ClassVar[Columns] = {"candidates": "ids", "history": "ids"}

@@ -7,7 +7,7 @@
 Results of a log of each kind are: all tables, the codes of three tokenizers, and every
 model's weights after a short training and its validation metrics; of some models the
 rankings of all users and a test evaluation; the trials of a sweep; the answers of a
-served model per family, and the metrics of its MLflow run.
+served model per kind, and the metrics of its MLflow run.
 
 Nothing is imported from the project. The commands run, and their tables, tensors and
 metrics are compared by content, so files and tensors may have other names. Every model

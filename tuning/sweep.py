@@ -364,12 +364,12 @@ def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
     """
     if spec.grid.job == "train":
         first = next(iter(spec.trials.values()))
-        family = registry.find(first.model.name).family
+        kind = registry.find(first.model.name).kind
     else:
-        family, hashes = prepare_evaluations(spec)
+        kind, hashes = prepare_evaluations(spec)
         spec = replace(spec, hashes=hashes)
     experiment = find_experiment(spec, config.tracking.experiment)
-    new_experiment = f"{family}/{dataset_name(spec.inputs.tables)}"
+    new_experiment = f"{kind}/{dataset_name(spec.inputs.tables)}"
     spec = replace(spec, experiment=experiment or new_experiment)
     if spec.grid.job == "evaluate":
         return spec
@@ -401,18 +401,18 @@ def prepare_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
 
 
 def prepare_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the family and table hashes of a grid that evaluates checkpoints.
+    """Return the kind and table hashes of a grid that evaluates checkpoints.
 
     Nothing is written.
 
     Returns:
-        The family of the models, and the hashes of each trial's tables by name of the
+        The kind of the models, and the hashes of each trial's tables by name of the
         trial.
 
     Raises:
         UserError: If a trial cannot be evaluated, or its metric is not measured.
     """
-    family, hashes = "", {}
+    kind, hashes = "", {}
     metric = spec.grid.metric.removeprefix("test/")
     for trial in spec.trials.values():
         options = dict(trial.evaluate)
@@ -432,9 +432,9 @@ def prepare_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]
             raise UserError(
                 f"{trial.name} was measured with other options in {spec.folder}"
             )
-        family = registry.find(evaluated.name).family
+        kind = registry.find(evaluated.name).kind
         hashes[trial.name] = evaluated.hashes
-    return family, hashes
+    return kind, hashes
 
 
 def find_experiment(spec: SweepSpec, option: str | None) -> str | None:

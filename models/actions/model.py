@@ -23,7 +23,7 @@ from models.model import Model, Ranked
 class ActionsModel(Model):
     """A model that scores each task for a user's candidates by `score(batch)`."""
 
-    family = "actions"
+    kind = "actions"
     dataset_class = ActionsDataset
     requests_class = ActionsRequests
     catalogue_tables = TABLES

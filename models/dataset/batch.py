@@ -4,9 +4,9 @@
     batch.history                              # (B, T)
     batch.pad_to_buckets(max_behaviours=100)   # few shapes, for CUDA graphs
 
-Each family declares its tensors in subclasses of `Batch`, with their axes and the value
+Each kind declares its tensors in subclasses of `Batch`, with their axes and the value
 at padded positions. Axes: `B` rows, `T` behaviours of the longest row, `R` requests,
-`N` candidates; a family documents others. Only the axes in `bucket_axes` are padded to
+`N` candidates; a kind documents others. Only the axes in `bucket_axes` are padded to
 buckets.
 """
 

@@ -5,7 +5,7 @@
         ...
 
 An example is a window of one user's behaviours and the requests that the window serves.
-The dataset of a family plans its examples over the table's columns
+The dataset of a kind plans its examples over the table's columns
 (`models/dataset/columns.py`) and collates them to tensors. Every worker memory-maps the
 whole table. The order of an epoch is the same for any number of workers, and worker `r`
 of `w` takes every `w`-th example of a global batch, from number `r` on.
@@ -57,9 +57,9 @@ class RequestDataset:
     """The examples of one split, and the share of them that one worker reads."""
 
     kind: ClassVar[str]
-    """Name of the family."""
+    """Kind of the requests: `retrieval`, `search` or `actions`."""
     splits: ClassVar[tuple[str, ...]] = SPLITS
-    """Splits of the family's tables."""
+    """Splits of the kind's tables."""
     default_unit: ClassVar[str]
     """Default of `unit` in `load`."""
     default_max_history: ClassVar[int]
@@ -103,15 +103,15 @@ class RequestDataset:
         Args:
             columns: The decoded table, or served requests in the same form.
             split: `train`, `val`, `test`, or another entry of `splits`.
-            unit: Unit of an example, such as `request`; a family documents its units.
+            unit: Unit of an example, such as `request`; a kind documents its units.
             max_history: Maximum number of behaviours of a history.
             rank: Rank of this worker.
             world: Number of workers.
             new: Selection of the training examples; None for all.
-            options: Options of the family, from `dataset_options`.
+            options: Options of the kind, from `dataset_options`.
 
         Raises:
-            UserError: If the family has no such split.
+            UserError: If the kind has no such split.
         """
         if split not in self.splits:
             raise UserError(f"models of {self.kind} have no split '{split}'")
@@ -128,11 +128,11 @@ class RequestDataset:
             setattr(self, name, value)
         self._plan()
 
-    # Methods that a family overrides.
+    # Methods that a kind overrides.
 
     @classmethod
     def dataset_options(cls, config: Any, catalogue: Any) -> dict[str, Any]:
-        """Return the family's options of the dataset for a model."""
+        """Return the kind's options of the dataset for a model."""
         return {}
 
     @classmethod
@@ -184,7 +184,7 @@ class RequestDataset:
         """Return the (b,) examples of a training batch, sampled anew in each epoch."""
         return rows
 
-    # Methods that all families share.
+    # Methods that all kinds share.
 
     @classmethod
     def load(
@@ -210,10 +210,10 @@ class RequestDataset:
             rank: Rank of this worker.
             world: Number of workers.
             new: Selection of the training examples; None for all.
-            options: Options of the family, from `dataset_options`.
+            options: Options of the kind, from `dataset_options`.
 
         Raises:
-            UserError: If the table is of another family, is damaged or has no users.
+            UserError: If the table is of another kind, is damaged or has no users.
         """
         manifest = sequences_manifest(uri, cls.kind)
         if not manifest.rows:

@@ -1,4 +1,4 @@
-"""Encodings that the datasets of several families share.
+"""Encodings that the datasets of several kinds share.
 
 String hashes, request numbers, splits as integers, and arrays as tensors.
 

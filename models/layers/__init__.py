@@ -1,1 +1,1 @@
-"""Neural network layers shared by several model families."""
+"""Neural network layers shared by the models of several kinds."""

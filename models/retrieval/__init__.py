@@ -1,1 +1,1 @@
-"""The retrieval family: which item comes next, out of the whole catalogue?"""
+"""Models of the kind retrieval: which item comes next, out of the whole catalogue?"""

@@ -31,7 +31,7 @@ from models.retrieval.search.nearest import nearest_by_cosine
 class RetrievalModel(Model):
     """A model that ranks the catalogue after a history, by `recommend(batch, k)`."""
 
-    family = "retrieval"
+    kind = "retrieval"
     dataset_class = RetrievalDataset
     requests_class = RetrievalRequests
     catalogue_tables = TABLES

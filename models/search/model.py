@@ -22,7 +22,7 @@ from models.search.requests import SearchRequests
 class SearchModel(Model):
     """A model that scores the candidates of requests by `score(batch)`."""
 
-    family = "search"
+    kind = "search"
     dataset_class = SearchDataset
     requests_class = SearchRequests
     catalogue_tables = TABLES

@@ -20,7 +20,8 @@ class Kind(ABC):
     """A kind of request: its settings, sequences, audit rules and simulated logs."""
 
     name: ClassVar[str]
-    """Name of the kind in source files, and of the family of its models."""
+    """Name of the kind in source files, which the models that read its tables have as
+    `kind`."""
     config: ClassVar[type | None] = None
     """Dataclass of the section of `prepare` in a source file that has the kind's
     name."""
@@ -56,9 +57,6 @@ class Kind(ABC):
         self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
     ) -> Manifest:
         """Write the table `sequences`, with the tables it depends on.
-
-        The table is read by the models of the family that `info["family"]` names, by
-        default the family with the name of the kind.
 
         Args:
             run: Log, settings and tables of this call of `prepare`.

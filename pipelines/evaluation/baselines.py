@@ -44,7 +44,7 @@ class Baseline:
 def measure_baselines(
     model: str, inputs: Inputs, split: str, rankings: list[dict[str, Any]]
 ) -> list[list[Baseline]]:
-    """Measure the baselines of a model's family on a split.
+    """Measure the baselines of a model's kind on a split.
 
     Args:
         model: Name of a trained model.
@@ -54,11 +54,11 @@ def measure_baselines(
             measured once with each.
 
     Returns:
-        A list of baselines per ranking, empty for a family without baselines.
+        A list of baselines per ranking, empty for a kind without baselines.
     """
     baselines: list[list[Baseline]] = [[] for _ in rankings]
     stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
-    for name in registry.find_baselines(registry.find(model).family):
+    for name in registry.find_baselines(registry.find(model).kind):
         fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
         config, model_inputs = resolve_training(
             registry.find(name).config_class(name=name), fit, inputs

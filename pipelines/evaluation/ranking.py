@@ -2,7 +2,7 @@
 
     result, checkpoint = evaluate("runs/sasrec", Inputs(tables), split="test")
 
-The metrics depend on the model's family, such as Recall@K and NDCG@K over the full
+The metrics depend on the model's kind, such as Recall@K and NDCG@K over the full
 catalogue. Requests per second are measured after a warm-up. With several shards, each
 Ray task measures some of the users, and the sums of the tasks are added.
 """

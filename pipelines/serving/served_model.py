@@ -7,7 +7,7 @@ The model is logged as a "model from code": MLflow runs this file, next to
 `core/`, `models/` and the data of `package.py`, without pickle. The file needs only
 PyTorch and MLflow.
 Retrieval models rank their catalogue after a history, other models the candidates of a
-request; `models/<family>/requests.py` documents the columns of a request.
+request; `models/<kind>/requests.py` documents the columns of a request.
 `model_config={"device": "cuda"}` puts the model on a GPU.
 
 A key that the signature does not have is rejected (`refuse_unknown_keys`). MLflow would

@@ -1,4 +1,4 @@
-"""MLflow: one run per training, in the experiment `family/dataset`, at an explicit URI.
+"""MLflow: one run per training, in the experiment `KIND/DATASET`, at an explicit URI.
 
     run = tracking.open_run(
         uri, "retrieval/x", "sasrec", storage, config=config, hashes=hashes

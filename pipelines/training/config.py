@@ -91,7 +91,7 @@ class TrackingOptions:
     """URI of the MLflow store; by default MLFLOW_TRACKING_URI, else a SQLite file in
     the storage folder."""
     experiment: str | None = None
-    """MLflow experiment; by default FAMILY/DATASET."""
+    """MLflow experiment; by default KIND/DATASET."""
     log_model: bool = True
     """Store the best model in MLflow, with the tables that it needs to be served."""
 

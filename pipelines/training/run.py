@@ -369,7 +369,7 @@ def open_run(
     if opening:
         tracking.discard_opening(opening["opening"])
     inputs, uri = config.inputs, str(config.tracking.tracking_uri)
-    dataset = f"{training.model_class.family}/{dataset_name(inputs.tables)}"
+    dataset = f"{training.model_class.kind}/{dataset_name(inputs.tables)}"
     experiment = config.tracking.experiment or dataset
     opened = tracking.make_opening(uri, experiment)
     write_record(config.folder, {"status": "opening", "opening": opened})

@@ -1,6 +1,6 @@
-"""Test that a new decoder, search model or kind of request takes one file and one line.
+"""Test that a new decoder or search model takes one file and one line.
 
-Each is added to a copy of the project. The copy's commands prepare or train, evaluate
+So does a kind of request, with a file and a line for its model. Each is added to a copy of the project. The copy's commands prepare or train, evaluate
 and compare it.
 """
 
@@ -116,9 +116,6 @@ class ChangesBuilder(RetrievalBuilder):
 class ChangesStep(RetrievalStep):
     builder_class = ChangesBuilder
 
-    def describe(self, builder, built):
-        return super().describe(builder, built) | {"family": "retrieval"}
-
 
 def check_changes(tables, rules, core_users):
     requests = request_rows(tables.sequences)
@@ -144,6 +141,23 @@ class Changes(Retrieval):
         return check_changes(tables, rules, core_users)
 '''
 
+KIND_MODEL = '''
+"""SASRec on the requests of the smallest kind."""
+
+from models.retrieval.data import RetrievalDataset
+from models.retrieval.sasrec import SASRec
+
+
+class ChangesDataset(RetrievalDataset):
+    kind = "changes"
+
+
+class ChangesSASRec(SASRec):
+    name = "changes_sasrec"
+    kind = "changes"
+    dataset_class = ChangesDataset
+'''
+
 
 def insert_after(file: Path, line: str, addition: str) -> None:
     """Insert text after a line of a file."""
@@ -159,7 +173,7 @@ def add_model(copy: Path, file: str, content: str, registry_line: str) -> None:
 
 
 def add_kind(copy: Path) -> None:
-    """Add a kind of request to a copy of the project."""
+    """Add a kind of request and a model of the kind to a copy of the project."""
     (copy / "pipelines/data/changes.py").write_text(KIND.lstrip())
     kinds = copy / "pipelines/data/kinds.py"
     insert_after(kinds, "for kind in (Retrieval(), Search(), Actions()", ", Changes()")
@@ -168,6 +182,8 @@ def add_kind(copy: Path) -> None:
         "from pipelines.data.kind import Kind\n",
         "from pipelines.data.changes import Changes\n",
     )
+    registry_line = '"changes_sasrec": "models.changes:ChangesSASRec",'
+    add_model(copy, "models/changes.py", KIND_MODEL, registry_line)
 
 
 COMMANDS = """
@@ -252,22 +268,22 @@ def build_search_commands(copy: Path) -> list[list[str]]:
 
 
 def build_kind_commands(copy: Path) -> list[list[str]]:
-    """Return commands that prepare a log of the new kind and train SASRec on it."""
+    """Return commands that prepare a log of the new kind and train its model."""
     home = copy.parent
     raw, tables = f"{home}/raw", f"{home}/shop"
     sizes = ["--users", "60", "--items", "30", "--events", "900"]
     source = ["--source", str(ROOT / "jobs/configs/sources/simulated.yaml")]
-    model = ["--model.name", "sasrec", "--model.dim", "16", "--model.num_layers", "1"]
+    model = ["--model.name", "changes_sasrec", "--model.dim", "16"]
     fit = ["--fit.max_epochs", "1"]
     inputs = ["--tables", tables]
-    storage = ["--storage", f"{home}/runs", "--name", "sasrec"]
+    storage = ["--storage", f"{home}/runs", "--name", "changes_sasrec"]
     return [
         ["simulate", "--kind", "changes", "--output", raw, *sizes],
         ["prepare", *source, "--kind", "changes", "--input", raw, "--output", tables],
         ["audit", *inputs],
         ["train", *model, *fit, *inputs, *storage],
-        ["evaluate", "--checkpoint", f"{home}/runs/sasrec", *inputs],
-        ["compare", "--experiment", "retrieval/shop"],
+        ["evaluate", "--checkpoint", f"{home}/runs/changes_sasrec", *inputs],
+        ["compare", "--experiment", "changes/shop"],
     ]
 
 
@@ -315,9 +331,9 @@ def output(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str])
         ),
         (
             "No violations",
-            "Trained sasrec",
-            "sasrec on test",
-            "$ --experiment retrieval/shop",
+            "Trained changes_sasrec",
+            "changes_sasrec on test",
+            "$ --experiment changes/shop",
             "val/ndcg@10",
         ),
     ],

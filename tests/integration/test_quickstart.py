@@ -57,7 +57,7 @@ def find_rows(output: str, model: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "log", "model", "metric"),
+    ("kind", "log", "model", "metric"),
     [
         ("search", "simulated_search", "qgs", "gauc"),
         ("actions", "simulated_feed", "genrank", "mean/normalised_entropy"),
@@ -67,13 +67,13 @@ def test_a_simulated_log_becomes_a_table_of_models(
     ray_local: None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    family: str,
+    kind: str,
     log: str,
     model: str,
     metric: str,
 ) -> None:
     sizes = {"users": 60, "items": 60, "events": 500}
-    config = quickstart.Config(family=family, output=str(tmp_path), simulate=sizes)
+    config = quickstart.Config(kind=kind, output=str(tmp_path), simulate=sizes)
 
     quickstart.run(config)
 
@@ -85,7 +85,7 @@ def test_a_simulated_log_becomes_a_table_of_models(
     metrics = json.loads(file.read_text())["metrics"]
     assert f"{metrics[metric]:.4f}" in find_rows(output, model)
 
-    if family == "search":  # a second seed joins the first one's row
+    if kind == "search":  # a second seed joins the first one's row
         quickstart.run(replace(config, seed=43))
         assert "±" in find_rows(capsys.readouterr().out, model)
 

@@ -178,7 +178,7 @@ SIZES: dict[str, dict[str, Any]] = {
             "expert_width": 16,
         }
         for name in registry.MODELS
-        if registry.find(name).family == "actions"
+        if registry.find(name).kind == "actions"
         and registry.find(name).trains_by_gradient
     },
 }
@@ -187,7 +187,7 @@ FIT = FitConfig(batch_size=8, eval_batch_size=8)
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Inputs by family, and checkpoints of teachers and encoders by name."""
+    """Inputs by kind, and checkpoints of teachers and encoders by name."""
     folder = tmp_path_factory.mktemp("devices")
     tables, text = search_tables.write_search(folder / "search", users=10, requests=6)
     retrieval = training_tables.write_tables(
@@ -221,7 +221,7 @@ def build_small_training(
         options["teacher"] = data[model_class.config_class.default_teacher]
     if name == "sid_mlp_pp":
         options["encoder"] = data["sid_mlp_pp_encoder"]
-    return build_training(options, fit, data[model_class.family], device=device)
+    return build_training(options, fit, data[model_class.kind], device=device)
 
 
 def get_gradients(model: nn.Module) -> list[Tensor]:

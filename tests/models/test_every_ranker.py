@@ -49,7 +49,7 @@ Build = Callable[..., TrainingRun]
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Inputs]:
-    """Tables of each family."""
+    """Tables of each kind."""
     folder = tmp_path_factory.mktemp("rankers")
     tables, text = write_search(folder / "search", joint=True)
     actions = write_actions(folder / "actions", viewers=True)
@@ -62,9 +62,9 @@ def build(inputs: dict[str, Inputs]) -> Build:
 
     @cache
     def build_case(case: str) -> TrainingRun:
-        family = registry.find(CASES[case]["name"]).family
-        fit = FitConfig(batch_size=16, metric=METRICS[family], seed=1)
-        run = build_training(CASES[case], fit, inputs[family])
+        kind = registry.find(CASES[case]["name"]).kind
+        fit = FitConfig(batch_size=16, metric=METRICS[kind], seed=1)
+        run = build_training(CASES[case], fit, inputs[kind])
         if case not in GRADIENT:
             run.fit_in_one_pass()
         generator = torch.Generator().manual_seed(0)
@@ -119,7 +119,7 @@ def test_labels_and_later_events_change_no_score(
     case: str, build: Build, inputs: dict[str, Inputs], tmp_path: Path
 ) -> None:
     run = build(case)
-    tables = inputs[run.model.family].tables
+    tables = inputs[run.model.kind].tables
     other = str(shutil.copytree(tables, tmp_path / "tables"))
     change_sequences(other, change_future)
     dataset = run.model.dataset_class
@@ -200,7 +200,7 @@ def test_a_checkpoint_restores_the_model(
     checkpoint.save(tmp_path, run.model, run.checkpoint(epoch=1))
 
     loaded, metadata = load_model(
-        tmp_path, load_catalogue(name, inputs[run.model.family]), name
+        tmp_path, load_catalogue(name, inputs[run.model.kind]), name
     )
 
     assert set(metadata.files) == {"model.safetensors"}
@@ -214,15 +214,15 @@ def test_a_checkpoint_restores_the_model(
 def test_training_lowers_the_loss_and_reports_all_metrics(
     case: str, inputs: dict[str, Inputs]
 ) -> None:
-    family = registry.find(CASES[case]["name"]).family
+    kind = registry.find(CASES[case]["name"]).kind
     config = FitConfig(
         lr=0.01,
         warmup_share=0.0,
         batch_size=8,
         max_epochs=4,
-        metric=METRICS[family],
+        metric=METRICS[kind],
     )
-    run = build_training(CASES[case], config, inputs[family])
+    run = build_training(CASES[case], config, inputs[kind])
 
     events = list(fit(run.model, run.train, run.validate, run.fit, means=run.means))
 

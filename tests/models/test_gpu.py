@@ -41,9 +41,9 @@ from tests.models.test_devices import LC_REC, SIZES
 GRADIENT_MODELS = [
     name for name in registry.MODELS if registry.find(name).trains_by_gradient
 ]
-MODELS_BY_FAMILY = {
-    family: [n for n in GRADIENT_MODELS if registry.find(n).family == family]
-    for family in ("retrieval", "search", "actions")
+MODELS_BY_KIND = {
+    kind: [n for n in GRADIENT_MODELS if registry.find(n).kind == kind]
+    for kind in ("retrieval", "search", "actions")
 }
 SMALL_OPTIONS: dict[str, dict[str, Any]] = {
     "search": {
@@ -151,7 +151,7 @@ def get_search_step(model: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MODELS_BY_FAMILY["retrieval"])
+@pytest.mark.parametrize("name", MODELS_BY_KIND["retrieval"])
 @pytest.mark.exhaustive
 def test_training_steps_and_searches_of_retrieval_read_no_values_back(name, to_meta):
     meta_model, batch = build_retrieval_model(name)
@@ -176,11 +176,7 @@ def test_training_steps_and_searches_of_retrieval_read_no_values_back(name, to_m
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name in MODELS_BY_FAMILY["retrieval"]
-        if registry.find(name).options_class
-    ],
+    [name for name in MODELS_BY_KIND["retrieval"] if registry.find(name).options_class],
 )
 def test_an_empty_history_gets_the_same_ranking_alone_and_beside_longer_ones(name):
     model, _ = build_retrieval_model(name)
@@ -203,7 +199,7 @@ def test_an_empty_history_gets_the_same_ranking_alone_and_beside_longer_ones(nam
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MODELS_BY_FAMILY["search"])
+@pytest.mark.parametrize("name", MODELS_BY_KIND["search"])
 @pytest.mark.exhaustive
 def test_training_steps_of_search_read_no_values_back(name, search_log, to_meta):
     options = {} if name == "base" else {"num_layers": 1}
@@ -240,7 +236,7 @@ def build_actions_model(
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "tied"),
-    [*((name, True) for name in MODELS_BY_FAMILY["actions"]), ("attn_lfa", False)],
+    [*((name, True) for name in MODELS_BY_KIND["actions"]), ("attn_lfa", False)],
 )
 @pytest.mark.exhaustive
 def test_training_steps_and_scores_of_actions_read_no_values_back(
@@ -278,14 +274,14 @@ def assert_same_loss_and_gradients(model: Any, batch: Batch, padded: Batch) -> N
         torch.testing.assert_close(value, padded_value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS_BY_FAMILY["actions"])
+@pytest.mark.parametrize("name", MODELS_BY_KIND["actions"])
 def test_padding_of_a_batch_of_actions_changes_no_loss_or_gradient(name, feed):
     model, examples = build_actions_model(name, feed, dropout=0.0, category_dropout=0.0)
     batch = next(examples.epoch(5, seed=1, epoch=0))
     assert_same_loss_and_gradients(model, batch, batch.pad_to_buckets(8))
 
 
-@pytest.mark.parametrize("name", MODELS_BY_FAMILY["search"])
+@pytest.mark.parametrize("name", MODELS_BY_KIND["search"])
 def test_padding_of_a_batch_of_searches_changes_no_loss_or_gradient(name, search_log):
     model, examples = build_search_model(name, search_log)
     batch = examples.collate(np.arange(9))

@@ -307,7 +307,7 @@ class AtSpeed(Student):
         unseen: bool | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Return the sums of the family's metrics, and of target passes and steps.
+        """Return the sums of the kind's metrics, and of target passes and steps.
 
         Args:
             batch: Requests with their targets.
@@ -332,7 +332,7 @@ class AtSpeed(Student):
 
     @classmethod
     def metric_means(cls, sums: dict[str, Any]) -> dict[str, float]:
-        """Return the family's metrics, `acceptance` and `target_passes`.
+        """Return the kind's metrics, `acceptance` and `target_passes`.
 
         `acceptance` is the share of drafted steps that were accepted. `target_passes`
         is the mean number of target passes per request; beam search needs one per
@@ -350,7 +350,7 @@ class AtSpeed(Student):
 
     @classmethod
     def format_metrics(cls, metrics_: dict[str, float]) -> list[str]:
-        """Return the family's lines, and a line on the verification."""
+        """Return the kind's lines, and a line on the verification."""
         return [
             *super().format_metrics(metrics_),
             f"  {metrics_['acceptance']:.1%} of the drafted steps accepted, "

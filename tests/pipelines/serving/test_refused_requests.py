@@ -61,7 +61,7 @@ REFUSED_BODIES: list[tuple[str, dict[str, Any], str]] = [
 def served(
     new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, PyFuncModel]:
-    """Register a model of each family, and load the models by MLflow."""
+    """Register a model of each kind, and load the models by MLflow."""
     folder = tmp_path_factory.mktemp("refused")
     uri = new_store(folder)
     write_tables(folder / "small")

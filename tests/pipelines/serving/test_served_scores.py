@@ -19,16 +19,16 @@ from tests.fixtures.actions_tables import TRAIN_DEVICES, write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import build_search_requests, serve_ranker
 
-FAMILIES = {
-    family: [
+KINDS = {
+    kind: [
         name
         for name in registry.MODELS
-        if registry.find(name).family == family
+        if registry.find(name).kind == kind
         and not registry.find(name).reason_not_served()
     ]
-    for family in ("search", "actions")
+    for kind in ("search", "actions")
 }
-MODELS = {name: {"name": name} for names in FAMILIES.values() for name in names}
+MODELS = {name: {"name": name} for names in KINDS.values() for name in names}
 for name in ("qgs", "hllm"):
     MODELS[f"{name}, match"] = {"name": name, "next_item": "document", "match": True}
 
@@ -37,7 +37,7 @@ for name in ("qgs", "hllm"):
 def inputs(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[str, str | None]]:
-    """Write the folders of tables and of text vectors, by family."""
+    """Write the folders of tables and of text vectors, by kind."""
     folder = tmp_path_factory.mktemp("served")
     return {
         "search": write_search(folder / "search"),
@@ -113,11 +113,11 @@ def test_served_scores_equal_the_modules_scores(
     name: str, inputs: dict[str, tuple[str, str | None]], tmp_path: Path
 ) -> None:
     """Also beside requests with an unknown candidate, and without candidates."""
-    family = registry.find(MODELS[name]["name"]).family
-    tables, text = inputs[family]
+    kind = registry.find(MODELS[name]["name"]).kind
+    tables, text = inputs[kind]
     setup, served = serve_ranker(MODELS[name], tmp_path, tables, text, max_history=8)
     label = len(setup.model.labels) - 1
-    requests, expected_scores = REQUEST_BUILDERS[family](setup, tables, 8, label)
+    requests, expected_scores = REQUEST_BUILDERS[kind](setup, tables, 8, label)
     assert sum(len(request["history"]) > 3 for request in requests) >= 3
     known = requests[0]["candidates"]
     bare = {**requests[0], "features": None}

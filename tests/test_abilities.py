@@ -1,4 +1,4 @@
-"""Test that models and families declare their abilities, and that no code probes them."""
+"""Test that models declare their abilities, and that no code probes them."""
 
 from __future__ import annotations
 
