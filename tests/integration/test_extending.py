@@ -1,7 +1,7 @@
 """Test that a new decoder or search model takes one file and one line.
 
-So does a kind of request, with a file and a line for its model. Each is added to a copy of the project. The copy's commands prepare or train, evaluate
-and compare it.
+So does a kind of request, with a file and a line for its model. Each is added to a copy
+of the project. The copy's commands prepare or train, evaluate and compare it.
 """
 
 from __future__ import annotations
