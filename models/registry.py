@@ -49,6 +49,7 @@ MODELS = {
     "qgs": "models.search.qgs:QGS",
     "base_rate": "models.actions.baselines:BaseRate",
     "item_rate": "models.actions.baselines:ItemRate",
+    "user_rate": "models.actions.baselines:UserRate",
     "boosted_actions": "models.actions.boosted:BoostedActions",
     "interleaved": "models.actions.fusions:Interleaved",
     "attn_lfa": "models.actions.fusions:AttnLFA",

@@ -116,6 +116,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hllm": ("search", SEQUENCE),
     "qgs": ("search", SEQUENCE),
     "item_rate": ("actions", {}),
+    "user_rate": ("actions", {}),
     "boosted_actions": ("actions", {"num_iterations": 20, "min_data_in_leaf": 20}),
     "interleaved": ("actions", ACTIONS),
     "attn_lfa": ("actions", ACTIONS),

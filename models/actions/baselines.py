@@ -9,12 +9,16 @@ positive:
 
     base_rate:  P(k | i) = r_k
     item_rate:  P(k | i) = (p_ik + strength * r_k) / (n_i + strength)
+    user_rate:  P(k | u) = (p_uk + strength * r_k) / (n_u + strength)
 
-Events of val and test come after the training window, so that no rate counts the events
-that it predicts. Logs of actions have no column for the position at which an item was
-shown, so there is no diagnostic model that ranks by the position.
+where n_u and p_uk count the earlier events of user u in the batch, so that nothing
+about a user is stored. Events of val and test come after the training window, so that
+no rate counts the events that it predicts. Logs of actions have no column for the
+position at which an item was shown, so there is no diagnostic model that ranks by the
+position.
 
-Shapes: `N` candidates, `I` items, `K` tasks.
+Shapes: `B` users, `C` candidates of a user, `N` candidates of all users, `I` items, `K`
+tasks.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from core.options import NamedConfig, check_least, check_positive
 from models.actions.batch import ActionsBatch
@@ -38,7 +43,8 @@ class BaseRateConfig(NamedConfig):
     """Base rate: predicts each task's share in training, for every item."""
 
     max_history: int = 1024
-    """Maximum number of events of a training example; rates read no history."""
+    """Maximum number of earlier events that `user_rate` counts, and of events of a
+    training example."""
 
     window_overlap: ClassVar[float] = 0.5
 
@@ -47,11 +53,11 @@ class BaseRateConfig(NamedConfig):
 
 
 @dataclass
-class ItemRateConfig(BaseRateConfig):
-    """Item rate: predicts each task's share in the training events of the item."""
+class SmoothedRateConfig(BaseRateConfig):
+    """Item rate, user rate: predict each task's share in events of the item or user."""
 
     strength: float = 20.0
-    """Weight of the base rate, as a number of events of the item."""
+    """Weight of the base rate, as a number of events."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,8 +115,8 @@ class ItemRate(BaseRate):
     """Log-odds of each task's smoothed share of the item's training events."""
 
     name = "item_rate"
-    config_class = ItemRateConfig
-    config: ItemRateConfig
+    config_class = SmoothedRateConfig
+    config: SmoothedRateConfig
 
     def rates(self, item: Tensor) -> Tensor:
         """Return the probabilities (N, K) of the tasks for `item` (N,).
@@ -125,3 +131,28 @@ class ItemRate(BaseRate):
         events = (self.events[row] * in_catalogue)[:, None]
         done = self.done[row] * in_catalogue[:, None]
         return (done + strength * base) / (events + strength)
+
+
+class UserRate(BaseRate):
+    """Log-odds of each task's smoothed share of the user's earlier events."""
+
+    name = "user_rate"
+    config_class = SmoothedRateConfig
+    config: SmoothedRateConfig
+
+    @classmethod
+    def reason_not_served(cls) -> str:
+        """Return that requests have the actions of a history, but not its tasks."""
+        return "requests do not have the tasks of earlier events"
+
+    def score(self, batch: ActionsBatch) -> Tensor:
+        """Return (N, K) log-odds of the valid candidates of all users, row by row."""
+        valid = batch.candidate_valid
+        earlier = batch.count_earlier()[:, batch.item.shape[1] :]  # (B, C)
+        # done[:, n]: number of positives among the first n events
+        done = functional.pad(batch.label.double().cumsum(1), (0, 0, 1, 0))
+        done = done.take_along_dim(earlier[..., None], 1)[valid]
+        strength = self.config.strength
+        base = self.rates(batch.candidate_item[valid])
+        rates = (done + strength * base) / (earlier[valid][:, None] + strength)
+        return rates.logit(eps=1e-6)

@@ -14,7 +14,13 @@ import torch
 from core.files import join
 from core.schemas import Inputs
 from core.tables import read_table
-from models.actions.baselines import BaseRate, BaseRateConfig, ItemRate, ItemRateConfig
+from models.actions.baselines import (
+    BaseRate,
+    BaseRateConfig,
+    ItemRate,
+    SmoothedRateConfig,
+)
+from models.actions.data import ActionsDataset
 from models.training.fit import FitConfig
 from tests.fixtures.actions_tables import TASKS, write_actions
 from tests.fixtures.trainings import build_training
@@ -65,6 +71,36 @@ def test_rates_of_an_item_are_those_of_its_training_events(
     np.testing.assert_allclose(model.score(batch).sigmoid(), expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_rates_of_a_user_are_those_of_the_earlier_events(
+    tables: str, split: str
+) -> None:
+    run = build_training({"name": "user_rate"}, FitConfig(batch_size=8), Inputs(tables))
+    model: Any = run.model
+    base_rates = compute_base_rates(read_training_tasks(tables))
+    expected = []
+    for row in read_table(join(tables, "sequences")).to_pylist():
+        ends = {"val": (row["train_end"], row["val_end"])}
+        begin, end = ends.get(split, (row["val_end"], len(row["tasks"])))
+        for time in row["timestamp_ms"][begin:end]:
+            earlier = [
+                tasks
+                for tasks, other in zip(
+                    row["tasks"][:begin], row["timestamp_ms"], strict=False
+                )
+                if other < time
+            ]
+            total = np.reshape(earlier, (-1, len(TASKS))).sum(0)
+            total = total + STRENGTH * base_rates
+            expected.append(total / (len(earlier) + STRENGTH))
+
+    run.fit_in_one_pass()
+
+    examples = ActionsDataset.load(join(tables, "sequences"), split, unit="user")
+    batch = examples.collate(np.arange(len(examples)))
+    np.testing.assert_allclose(model.score(batch).sigmoid(), expected, rtol=1e-9)
+
+
 def test_base_rates_are_those_of_training_and_have_no_information_gain(
     tables: str,
 ) -> None:
@@ -83,7 +119,7 @@ def test_base_rates_are_those_of_training_and_have_no_information_gain(
 
 
 def test_new_items_have_the_base_rates(catalogue: Any, batch: dict[str, Any]) -> None:
-    model = ItemRate(ItemRateConfig(), catalogue)
+    model = ItemRate(SmoothedRateConfig(), catalogue)
     model.fit_in_one_pass([batch])
     base = BaseRate(BaseRateConfig(), catalogue)
     base.fit_in_one_pass([batch])

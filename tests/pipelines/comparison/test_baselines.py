@@ -164,7 +164,8 @@ def test_a_training_is_compared_with_baselines_on_the_same_tables(
 def test_baselines_of_rankers_are_rates_and_numbers() -> None:
     baselines = ["pair_ctr", "item_ctr", "best_number", "shown_order"]
     assert registry.find_baselines("search") == baselines
-    assert registry.find_baselines("actions") == ["base_rate", "item_rate"]
+    rates = ["base_rate", "item_rate", "user_rate"]
+    assert registry.find_baselines("actions") == rates
 
 
 def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:

@@ -4,11 +4,13 @@ equals its encoding alone; the joint condition (the [SEP] state) leaks the docum
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,6 +32,7 @@ from core.schemas import Inputs
 from core.tables import MANIFEST, Manifest, commit, read_manifest, read_table
 from jobs import encode as job
 from models.search.catalogue import SearchCatalogue
+from models.text.pretrained import MINILM_PACKAGE, load_pretrained
 from models.text.text_encoder import TextEncoder
 from models.training import checkpoint
 from models.training.fit import FitConfig
@@ -244,6 +247,37 @@ def test_the_stored_tokens_of_documents_give_the_same_embeddings(
         with torch.inference_mode():
             pooled = model(input_ids=tokens[None].long()).last_hidden_state[0, 0]
         np.testing.assert_allclose(embeddings[index], pooled / pooled.norm(), atol=1e-5)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec(MINILM_PACKAGE) is None,
+    reason="the extra 'encoder' is not installed",
+)
+def test_towers_start_at_a_published_encoder(tables: str, tmp_path: Path) -> None:
+    text = str(tmp_path / "text")
+    config = TextConfig(max_tokens=24, pooling="mean")
+    encode_log(tables, text, "minilm", config, say=str)
+    towers = {"pretrained": "minilm", "item_tower": "minilm"}
+    run = build_training(
+        {"name": "hllm", **towers}, FitConfig(batch_size=4), Inputs(tables, text=text)
+    )
+    model: Any = run.model.eval()
+    embeddings = to_vectors(read_table(join(text, "items")))
+
+    with torch.no_grad():
+        documents = model.item_tower(torch.arange(len(embeddings)))
+
+    np.testing.assert_allclose(documents, embeddings, atol=1e-5)
+    layers = load_pretrained("minilm", AutoModel).encoder.state_dict()
+    user_tower = model.encoder.bert.encoder.state_dict()
+    assert all(torch.equal(user_tower[name], layers[name]) for name in layers)
+    model.train()(next(iter(run.train(0, 0))))["loss"].backward()
+    trained = [
+        *model.encoder.bert.encoder.layer,
+        *model.item_tower.encoder.encoder.layer,
+    ]
+    for layer in trained:
+        assert layer.output.dense.weight.grad.abs().sum() > 0
 
 
 def test_an_encoding_that_is_up_to_date_is_not_repeated(
