@@ -119,7 +119,7 @@ def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
     """Draw the metric on validation over steps for the best row of each model.
 
     A run that was validated once has a dashed horizontal line at the mean of its row.
-    Nothing is drawn for a single model.
+    Nothing is drawn for a single model, or if all runs were validated once.
     """
     metric = f"val/{comparison.metric}"
     rows = best_rows(comparison)
@@ -147,8 +147,9 @@ def draw_validation(comparison: Comparison, colours: Colours) -> list[Drawing]:
             steps, values = zip(*points, strict=True)
             (line,) = axes.plot(steps, values, marker=marker, ms=3, **style)
             add_hover(hover, line, [describe_point(run.name, *p) for p in points])
-    if has_curve:
-        make_logarithmic(axes)
+    if not has_curve:
+        return []
+    make_logarithmic(axes)
     label_axes(axes, "optimizer step", metric)
     figure.legend(loc="outside right upper")
     caption = (
