@@ -71,6 +71,7 @@ class HalvedSweep:
         settings: dict[str, Any] = {
             "inputs": Inputs(self.tables),
             "storage": str(self.folder / "runs"),
+            "tracking_uri": f"sqlite:///{self.folder}/store/mlflow.db",
             "name": "halved",
             "ray": RayOptions(threads=1),
             "options": Options(concurrency=1),
@@ -122,7 +123,7 @@ def halved(
 ) -> HalvedSweep:
     """Run a sweep over three learning rates under successive halving."""
     folder = tmp_path_factory.mktemp("sweep")
-    new_store(folder / "runs")
+    new_store(folder / "store")
     halved = HalvedSweep(folder, small[0], [], None)  # type: ignore[arg-type]
     halved.result = halved.run(HALVED)
     return halved
