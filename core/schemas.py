@@ -1,15 +1,19 @@
-"""Arrow schemas of the tables, with a comment per column."""
+"""Arrow schemas of the tables, and the typed `info` of their manifests."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import field
+from typing import Any, Literal, Self
 
 import pyarrow as pa
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import absolute, join
-from core.tables import Manifest, TableVersion, read_manifest
+from core.tables import STRICT, TableInfo, TableVersion, read_manifest
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
 
@@ -106,6 +110,376 @@ def items_schema(
             *(pa.field(f"num_{name}", pa.float32()) for name in numbers),
         ]
     )
+
+
+@dataclass(config=STRICT)
+class Split:
+    """The split of the requests of a log."""
+
+    by: Literal["temporal", "leave_last_out"]
+    val_start_ms: int = 0
+    """First epoch ms of the validation window of a temporal split."""
+    test_start_ms: int = 0
+    """First epoch ms of the test window of a temporal split."""
+
+
+@dataclass(config=STRICT)
+class LogInfo:
+    """Labels and features of a log, as its mapping declares them."""
+
+    labels: dict[str, str]
+    """Type of each label: `bool` or `float32`."""
+    numbers: list[str]
+    categories: list[str]
+    clock: bool
+    """Whether times are clock times; else `timestamp_ms` is an ordinal."""
+    known: dict[str, float | None] = field(default_factory=dict)
+    """Labels that become known later than their event, with the delay in minutes; None
+    if a column has the time."""
+    ranges: dict[str, list[float]] = field(default_factory=dict)
+    """Range of each number label that declares one."""
+    history: str | None = None
+    """Column of earlier behaviours."""
+
+    @property
+    def bool_labels(self) -> list[str]:
+        """Names of the bool labels."""
+        return [name for name, kind in self.labels.items() if kind == "bool"]
+
+
+@dataclass(config=STRICT)
+class Match:
+    """Counts of distinct ids and their events with a row in item or user files."""
+
+    ids: int = 0
+    ids_matched: int = 0
+    events: int = 0
+    events_matched: int = 0
+    unmatched: list[str] = field(default_factory=list)
+    """The first ids of the events without a row."""
+    others: list[str] = field(default_factory=list)
+    """The first ids of the files."""
+
+    def add(self, other: Match) -> None:
+        """Add the counts of `other`, whose ids are different ones."""
+        self.ids += other.ids
+        self.ids_matched += other.ids_matched
+        self.events += other.events
+        self.events_matched += other.events_matched
+        self.unmatched = sorted([*self.unmatched, *other.unmatched])[:2]
+
+
+@dataclass(config=STRICT)
+class PartitionInfo:
+    """A part of `events`, which has the events of one partition of the users."""
+
+    partition: int
+    first_user: str
+    duplicates: int
+    """Number of duplicates, whether dropped or kept."""
+    matched: Match
+    """Counts of users with a row in the user files."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class EventsInfo(TableInfo):
+    """Info of `events`."""
+
+    table = "events"
+
+    log: LogInfo
+    parts: list[PartitionInfo]
+    """The partition of each part, in order."""
+    ties: Literal["strict", "log_order"]
+    rows_read: int
+    rejects: int
+    reject_reasons: dict[str, int]
+    duplicates: int
+    """Number of duplicates that were dropped."""
+    duplicates_kept: int | None = None
+    """Number of duplicates; None if they are dropped."""
+    users: int
+    first_ms: int
+    """First time of a behaviour."""
+    last_ms: int
+    """Last time of a behaviour."""
+    grain_ms: int
+    """Precision of the times of behaviours."""
+    stamps: dict[str, list[int]]
+    """Size and modification time in ns of each raw file."""
+    user_files: list[str]
+
+
+@dataclass(config=STRICT)
+class RejectsInfo(TableInfo):
+    """Info of `rejects`."""
+
+    table = "rejects"
+
+    stamps: dict[str, list[int]]
+    """Stamps of the raw files of the events."""
+    old_files: int
+    """Number of parts that the extended version has."""
+
+
+@dataclass(config=STRICT)
+class AsOfInfo(TableInfo):
+    """Info of a table of features with times of their own."""
+
+    key: str
+    """Column of ids: `item_id` or `user_id`."""
+    stamps: dict[str, list[int]]
+    """Size and modification time in ns of each file."""
+
+
+@dataclass(config=STRICT)
+class QueriesInfo(TableInfo):
+    """Info of `queries`."""
+
+    table = "queries"
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ItemsInfo(TableInfo):
+    """Info of `items`."""
+
+    table = "items"
+
+    texts: list[str]
+    """Names of the columns `text_*`."""
+    attributes: list[str]
+    """Names of the columns `cat_*`."""
+    numbers: list[str]
+    """Names of the columns `num_*`."""
+    core: int
+    """Minimum number of behaviours of users and items."""
+    core_window: Literal["all", "train"]
+    """Events that the k-core counts."""
+    behaviour: str | None
+    """Label that makes an event a behaviour; None if all events are."""
+    split: Split
+    split_made_from: list[Any]
+    """Hash of the events, settings of the split, and `behaviour`."""
+    items_before_core: int
+    """Number of items with a behaviour."""
+    dropped_items: int
+    """Number of items with a behaviour that the catalogue lacks."""
+    items_without_metadata: int
+    metadata_outside_catalogue: int
+    """Number of rows of item files of other items."""
+    metadata_differ: int = 0
+    """Number of rows of item files that differ from the first row of their item."""
+    core_rounds: int = 0
+    items_without_behaviours: int | None = None
+    """Number of described items without a behaviour; None if they are left out."""
+    stamps: dict[str, list[int]] = field(default_factory=dict)
+    """Size and modification time in ns of each item file."""
+    catalogue_of: str | None = None
+    """Folder of the tables whose items these are."""
+
+
+@dataclass(config=STRICT)
+class CountsInfo(TableInfo):
+    """Info of `counts`."""
+
+    table = "counts"
+
+    as_of_ms: int
+    """Time in epoch ms; only earlier events are counted."""
+    features: dict[str, list[str]]
+    """Names of the features by kind of key: `item`, `query` and `pair`."""
+    never: dict[str, float]
+    """Features of a key without events."""
+    search: dict[str, Any]
+    """Settings of the features."""
+    behaviour: str
+    """Label that is counted."""
+
+
+@dataclass(config=STRICT, frozen=True)
+class Number:
+    """A numeric custom feature, with statistics over the training window."""
+
+    name: str
+    """Name of the column."""
+    mean: float
+    std: float
+    """Standard deviation; 0 for a constant feature and for one without values."""
+    missing: bool
+    """Whether values are missing in the training window; models then also read whether
+    a value is present."""
+
+
+@dataclass(config=STRICT, frozen=True)
+class Category:
+    """A categorical custom feature. Models read a value as its code, 0 if unknown."""
+
+    name: str
+    """Name of the column."""
+    values: tuple[str, ...] = ()
+    """Values of the training window, with codes from 1 in this order."""
+    buckets: int = 0
+    """Number of hash buckets of a feature with too many values; 0 for a feature with a
+    vocabulary."""
+
+    @property
+    def rows(self) -> int:
+        """Number of codes, including code 0."""
+        return 1 + (self.buckets or len(self.values))
+
+
+@dataclass(config=STRICT, frozen=True)
+class CustomFeatures:
+    """The custom features of a log, in the order of its mapping file."""
+
+    numbers: tuple[Number, ...] = ()
+    categories: tuple[Category, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns: numbers first, then categories."""
+        return tuple(feature.name for feature in (*self.numbers, *self.categories))
+
+
+@dataclass(config=STRICT)
+class AsOfFeatures:
+    """Features that sequences take from a table with times of their own."""
+
+    key: str
+    """Column of ids: `item_id` or `user_id`."""
+    features: list[str]
+
+
+@dataclass(config=STRICT, kw_only=True)
+class SequencesInfo(TableInfo):
+    """Info of `sequences`. A subclass per layout of the table."""
+
+    table = "sequences"
+
+    kind: str
+    """Kind of the requests, as the source file names it."""
+    layout: str
+    """Columns of the table: those of a kind in `models`."""
+    split: Split
+    log: LogInfo
+    ties: Literal["strict", "log_order"] = "strict"
+    behaviour: str | None = None
+    """Label that makes an event a behaviour; None if all events are."""
+    max_events: int
+    """Maximum number of behaviours of a user."""
+    custom: CustomFeatures = field(default_factory=CustomFeatures)
+    as_of: dict[str, AsOfFeatures] = field(default_factory=dict)
+    """Features of tables with times of their own, by table."""
+    item_features: list[str] = field(default_factory=list)
+    """Columns of `items` among the custom features."""
+    requests: dict[str, int]
+    """Number of requests per split; of impressions in a log of actions."""
+    users: int
+    items: int
+    interactions: int
+    pairs: int
+    """Number of distinct pairs of a user and an item."""
+    max_length: int
+    truncated_users: int
+    """Number of users with more than `max_events` behaviours."""
+    truncated_events: int
+    """Number of their dropped behaviours."""
+    tied_behaviours: int
+    """Number of behaviours at the time of the user's previous one."""
+
+    @classmethod
+    def parse(cls, content: dict[str, Any]) -> Self:
+        """Validate the `info` of a manifest, as the class of its layout.
+
+        Raises:
+            UserError: If the table has another layout.
+        """
+        classes = {"search": SearchInfo, "actions": ActionsInfo}
+        info_class = classes.get(content["layout"], RetrievalInfo)
+        if not issubclass(info_class, cls):
+            raise UserError(
+                f"these are sequences of kind '{content['kind']}', which models of "
+                f"{content['models']} read",
+                "kind",
+            )
+        return TypeAdapter(info_class).validate_python(content)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class RetrievalInfo(SequencesInfo):
+    """Info of `sequences` of retrieval."""
+
+    layout: Literal["retrieval"] = "retrieval"
+    requests_without_history: dict[str, int]
+    tied_targets: dict[str, int]
+    """Number of validation and test requests at the time of another of their user."""
+
+
+@dataclass(config=STRICT)
+class FeatureGroup:
+    """Features that HFG-Attention turns into one token."""
+
+    name: str
+    features: list[str]
+
+
+@dataclass(config=STRICT, kw_only=True)
+class SearchInfo(SequencesInfo):
+    """Info of `sequences` of search."""
+
+    layout: Literal["search"] = "search"
+    search: dict[str, Any]
+    """Settings of the features."""
+    labels: list[str]
+    """Labels of the results; the first makes behaviours."""
+    features: list[str]
+    """Features that are computed from events."""
+    groups: list[FeatureGroup]
+    """Groups of HFG-Attention, in order."""
+    unknown_when_ranking: list[str]
+    windows: list[str]
+    """Windows of the counts, such as `7d`."""
+    queries: int
+    max_candidates: int
+    candidates: dict[str, int]
+    requests_one_class: dict[str, int]
+    requests_without_history: dict[str, int]
+    tied_targets: dict[str, int]
+    """Number of validation and test requests at the time of another of their user."""
+    requests_outside: int
+    """Number of requests without an item of the catalogue."""
+    candidates_outside: int
+    requests_truncated: int
+    requests_without_query: int
+    requests_spread: int
+    """Number of requests whose results have different times."""
+    max_request_spread_ms: int
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ActionsInfo(SequencesInfo):
+    """Info of `sequences` of actions."""
+
+    layout: Literal["actions"] = "actions"
+    definitions: dict[str, Any]
+    """Settings of the tasks, actions and counts."""
+    tasks: list[str]
+    actions: list[str]
+    features: list[str]
+    viewers: dict[str, list[str]]
+    """Values in training of each viewer-side category with few values."""
+    feature_mean: list[float]
+    feature_std: list[float]
+    base_rates: dict[str, float]
+    """Share of training events with each task."""
+    dropped: dict[str, str]
+    """Constant value of each `task NAME` and `action NAME` that was left out."""
+    users_with_candidates: dict[str, int]
+    users_with_context: dict[str, int]
+    users_without_context: dict[str, int]
+    events_without_context: dict[str, int]
+    events_outside: int
+    """Number of events of items outside the catalogue."""
 
 
 def sequences_schema(events: pa.Schema) -> pa.Schema:
@@ -344,21 +718,6 @@ TRIE = pa.schema(
 """Schema of the trie of semantic IDs: one row per edge."""
 
 
-def sequences_manifest(uri: str, kind: str) -> Manifest:
-    """Read the manifest of a table of sequences.
-
-    Raises:
-        UserError: If the table is of another kind.
-    """
-    manifest = read_manifest(uri, "sequences")
-    if manifest.info["kind"] != kind:
-        raise UserError(
-            f"{uri} holds sequences of kind '{manifest.info['kind']}'; models of "
-            f"{kind} need '{kind}' (prepare: kind: {kind})"
-        )
-    return manifest
-
-
 MADE_BY = {
     "sids": "semantic IDs; give --sids, the output of jobs.tokenize",
     "text": "text embeddings; give --text, the output of jobs.encode",
@@ -366,7 +725,7 @@ MADE_BY = {
 """Content of each optional folder, for messages."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Inputs:
     """Input folders of a run, as absolute paths or URIs.
 

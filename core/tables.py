@@ -26,13 +26,14 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from core.errors import UserError, one_line
 from core.files import (
@@ -49,9 +50,8 @@ MANIFEST = "manifest.json"
 
 SCHEMA_VERSION = 1
 
-CUSTOM_KEY = "own"
-"""Key of a log's custom features in the `info` of the manifest of `sequences`, and of
-their scales in a checkpoint (`models/custom_features.py`)."""
+STRICT = ConfigDict(extra="forbid")
+"""Settings of validated dataclasses: unknown keys are refused."""
 
 LARGEST_NUMBER = 1.8e19
 """Largest float32 whose square is finite. In many exports larger numbers, such as
@@ -85,8 +85,25 @@ class Part:
     """SHA-256 of the file."""
 
 
+class TableInfo:
+    """Settings and statistics of a table in its manifest: a dataclass per table."""
+
+    table: ClassVar[str] = ""
+    """Name of the table; "" if there are several."""
+    version: ClassVar[int] = 2
+    """Version of the format, which a manifest records as `schema_version`."""
+
+    @classmethod
+    def parse(cls, content: dict[str, Any]) -> Self:
+        """Validate the `info` of a manifest."""
+        return TypeAdapter(cls).validate_python(content)
+
+
+Info = TypeVar("Info", bound=TableInfo)
+
+
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Generic[Info]):
     """Content of `manifest.json`."""
 
     table: str
@@ -108,7 +125,7 @@ class Manifest:
     """Configuration of the job that made the table."""
     inputs: dict[str, str]
     """Hashes of the tables and files that the table was made from, by name."""
-    info: dict[str, Any]
+    info: Info
     """Statistics of the job that made the table, such as the number of dropped
     duplicates."""
     created: str
@@ -152,17 +169,24 @@ def has_manifest(uri: str) -> bool:
     return bool(file_info(join(uri, MANIFEST)).type == fs.FileType.File)
 
 
-def read_manifest(uri: str, table: str | None = None) -> Manifest:
+@overload
+def read_manifest(uri: str, table: type[Info]) -> Manifest[Info]: ...
+@overload
+def read_manifest(uri: str, table: str | None = None) -> Manifest[Any]: ...
+def read_manifest(uri: str, table: Any = None) -> Manifest[Any]:
     """Read the manifest of a table.
 
     Args:
         uri: Folder of the table.
-        table: Expected name of the table; None for any.
+        table: Type of the `info`, or the expected name of the table, whose `info` is
+            not validated; None for any table.
 
     Raises:
-        UserError: If there is no manifest, it is damaged, or it is of another table
-            than `table`.
+        UserError: If there is no manifest, it is damaged, of another format, or of
+            another table than `table`.
     """
+    info_class = None if table is None or isinstance(table, str) else table
+    name = info_class.table if info_class else table or ""
     if not has_manifest(uri):
         raise UserError(f"{uri} is not a table: it holds no {MANIFEST}")
     filesystem, path = open_uri(join(uri, MANIFEST))
@@ -171,13 +195,27 @@ def read_manifest(uri: str, table: str | None = None) -> Manifest:
     try:
         content = json.loads(text)
         content["files"] = [Part(**part) for part in content["files"]]
-        manifest = Manifest(**content)
+        manifest: Manifest[Any] = Manifest(**content)
         check_file_names(part.path for part in manifest.files)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{join(uri, MANIFEST)} is damaged ({error})") from error
-    if table is not None and manifest.table != table:
-        raise UserError(f"{uri} holds the table '{manifest.table}', not '{table}'")
-    return manifest
+    if name and manifest.table != name:
+        raise UserError(f"{uri} holds the table '{manifest.table}', not '{name}'")
+    if info_class is None:
+        return manifest
+    if manifest.schema_version != info_class.version:
+        raise UserError(
+            f"{uri} has format {manifest.schema_version} of {manifest.table}, this "
+            f"version reads format {info_class.version}",
+            "format",
+        )
+    try:
+        info = info_class.parse(manifest.info)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(f"{join(uri, MANIFEST)} is damaged ({reason})") from error
+    return replace(manifest, info=info)
 
 
 def part_uris(uri: str, manifest: Manifest) -> list[str]:
@@ -393,10 +431,10 @@ def make_manifest(
     *,
     config: dict[str, Any],
     inputs: dict[str, str],
-    info: dict[str, Any] | None = None,
+    info: Any = None,
     timings: dict[str, Any] | None = None,
     extends: Iterable[str] = (),
-) -> Manifest:
+) -> Manifest[Any]:
     """Build the manifest of a table, for `replace_tables`.
 
     Args:
@@ -411,7 +449,7 @@ def make_manifest(
     """
     return Manifest(
         table=table,
-        schema_version=SCHEMA_VERSION,
+        schema_version=getattr(info, "version", SCHEMA_VERSION),
         schema=[
             {"name": f.name, "type": str(f.type), "nullable": str(f.nullable)}
             for f in schema

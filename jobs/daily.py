@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
 from core.files import absolute, hold_lock, join, read_json, write_file
-from core.schemas import Inputs
+from core.schemas import EventsInfo, Inputs, SequencesInfo
 from core.tables import has_manifest, read_manifest
 from jobs import cli
 from jobs.options import merge_options
@@ -228,15 +228,15 @@ class Day:
         Raises:
             UserError: if the split is not temporal.
         """
-        sequences = read_manifest(join(self.tables, "sequences"), "sequences")
-        split = sequences.info["split"]
-        if "test_start_ms" not in split:
+        sequences = read_manifest(join(self.tables, "sequences"), SequencesInfo)
+        split = sequences.info.split
+        if split.by != "temporal":
             raise UserError(
-                f"prepare.split.by is '{split['by']}', and jobs.daily needs a "
+                f"prepare.split.by is '{split.by}', and jobs.daily needs a "
                 f"temporal split; give prepare: "
                 f"{{split: {{by: temporal, val_days: 1, test_days: 1}}}}"
             )
-        last_ms = read_manifest(join(self.tables, "events"), "events").info["last_ms"]
+        last_ms = read_manifest(join(self.tables, "events"), EventsInfo).info.last_ms
         date = datetime.fromtimestamp(last_ms / 1000, UTC).date()
         name = f"{date}-{sequences.hash[:8]}"
         for day in self.days:

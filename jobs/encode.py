@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 from core.files import join
+from core.schemas import SequencesInfo
 from core.tables import read_manifest
 from jobs import cli
 from pipelines.data.kinds import KINDS
@@ -64,8 +65,8 @@ def run(config: Config) -> None:
     width = manifests["items"].info["width"]
     seconds = time.monotonic() - start_s
     print(f"{counts}, width {width}, in {seconds:.0f} s: {config.output}")
-    sequences = read_manifest(join(config.tables, "sequences"), "sequences")
-    kind = sequences.info["kind"]
+    sequences = read_manifest(join(config.tables, "sequences"), SequencesInfo)
+    kind = sequences.info.kind
     model = KINDS[kind].first_model
     train = cli.command_line(
         "jobs.train",

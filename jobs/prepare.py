@@ -145,10 +145,10 @@ def describe_statistics(statistics: dict[str, Any], kind: str) -> list[str]:
     sparsity = ""
     if "sparsity" in statistics:
         sparsity = f"sparsity {statistics['sparsity']:.2%}, "
-    unit = "requests" if "requests" in statistics else "events"
     described = [
         f"{users}, {items}, {interactions}; {sparsity}mean length "
-        f"{statistics['mean_length']:.2f}; {unit}: {_join_counts(statistics[unit])}"
+        f"{statistics['mean_length']:.2f}; "
+        f"requests: {_join_counts(statistics['requests'])}"
     ]
     skipped = statistics.get("requests_without_history", {})
     if KINDS[kind].needs_history and any(skipped.values()):

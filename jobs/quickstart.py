@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 from core.errors import UserError, format_duration
 from core.files import join
 from core.options import build, check_positive, read_yaml
+from core.schemas import ItemsInfo, SequencesInfo
 from core.tables import read_manifest
 from jobs import cli
 from jobs.options import merge_options
@@ -164,9 +165,9 @@ def plan_extra(config: Config, home: Path, extra: str) -> Step | None:
 
     It is None if the log has neither texts of items nor published semantic IDs.
     """
-    items = read_manifest(str(home / "tables/items"), "items")
+    items = read_manifest(str(home / "tables/items"), ItemsInfo)
     options = {"tables": str(home / "tables"), "output": str(home / extra)}
-    if items.info["texts"]:
+    if items.info.texts:
         options["encoder"] = config.encoder
         if extra == "text":
             return Step("Texts to embeddings", "encode", options, 20)
@@ -274,8 +275,8 @@ def run(config: Config) -> None:
     run_step(Step("Raw log to tables", "prepare", prepare), "")
     run_step(Step("Prove the tables free of leakage", "audit", {"tables": tables}), "")
 
-    info = read_manifest(join(tables, "sequences"), "sequences").info
-    requests = info.get("requests") or info["events"]  # impressions of a feed
+    info = read_manifest(join(tables, "sequences"), SequencesInfo).info
+    requests = info.requests
     extra = plan_extra(config, home, flow.extra) if flow.extra else None
     page = home / "compare.html"
     compare = {

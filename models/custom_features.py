@@ -1,7 +1,7 @@
 """Custom features: numbers and categories that a log provides.
 
-    features = CustomFeatures.from_info(manifest.info)
-    features.matrix({"num_bm25": pa.array([2.5, None])}, 2)   # (2, X + G) float32
+    columns = {"num_bm25": pa.array([2.5, None])}
+    read_features(info.custom, columns, 2)   # (2, X + G) float32
 
 The features describe candidates and behaviours. jobs.prepare computes their statistics
 and vocabularies from the training window only
@@ -14,8 +14,8 @@ Shapes: `n` values, `X` numbers, `G` categories, `O` columns that a layer reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,126 +24,71 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from core.tables import CUSTOM_KEY
+from core.schemas import Category, CustomFeatures
 from models.dataset.encoding import hash_strings
 from models.layers.standardised import MAX_DEVIATIONS, Standardised
 from models.warm_start import EmbeddingTables
+
+CUSTOM_KEY = "own"
+"""Key of the scales of custom features in a checkpoint."""
 
 NUMBER, CATEGORY = "num_", "cat_"
 """Prefixes of the names of the features' columns."""
 
 
-@dataclass(frozen=True)
-class Number:
-    """A numeric feature, with statistics over the training window."""
-
-    name: str
-    """Name of the column."""
-    mean: float
-    std: float
-    """Standard deviation; 0 for a constant feature and for one without values."""
-    missing: bool
-    """Whether values are missing in the training window; models then also read whether
-    a value is present."""
-
-
-@dataclass(frozen=True)
-class Category:
-    """A categorical feature. Models read a value as its code, 0 if unknown."""
-
-    name: str
-    """Name of the column."""
-    values: tuple[str, ...] = ()
-    """Values of the training window, with codes from 1 in this order."""
-    buckets: int = 0
-    """Number of hash buckets of a feature with too many values; 0 for a feature with a
-    vocabulary."""
-
-    @property
-    def rows(self) -> int:
-        """Number of codes, including code 0."""
-        return 1 + (self.buckets or len(self.values))
-
-    def codes(self, strings: pa.Array) -> NDArray[np.int64]:
-        """Return the (n,) codes of (n,) strings."""
-        encoded = strings
-        if not pa.types.is_dictionary(strings.type):
-            encoded = strings.dictionary_encode()
-        distinct = encoded.dictionary.cast(pa.large_string())
-        if self.buckets:
-            codes = hash_strings(distinct) % self.buckets + 1
-        else:
-            vocabulary = pa.array(self.values, pa.large_string())
-            position = pc.fill_null(pc.index_in(distinct, vocabulary), -1)
-            codes = position.to_numpy().astype(np.int64) + 1
-        index = pc.fill_null(encoded.indices.cast(pa.int64()), -1).to_numpy()
-        return np.append(codes, 0)[index]  # a null has index -1, the appended 0
+def read_codes(category: Category, strings: pa.Array) -> NDArray[np.int64]:
+    """Return the (n,) codes of (n,) strings."""
+    encoded = strings
+    if not pa.types.is_dictionary(strings.type):
+        encoded = strings.dictionary_encode()
+    distinct = encoded.dictionary.cast(pa.large_string())
+    if category.buckets:
+        codes = hash_strings(distinct) % category.buckets + 1
+    else:
+        vocabulary = pa.array(category.values, pa.large_string())
+        position = pc.fill_null(pc.index_in(distinct, vocabulary), -1)
+        codes = position.to_numpy().astype(np.int64) + 1
+    index = pc.fill_null(encoded.indices.cast(pa.int64()), -1).to_numpy()
+    return np.append(codes, 0)[index]  # a null has index -1, the appended 0
 
 
-@dataclass(frozen=True)
-class CustomFeatures:
-    """The custom features of a log, in the order of its mapping file."""
+def read_features(
+    features: CustomFeatures, columns: Mapping[str, pa.Array], num_rows: int
+) -> NDArray[np.float32]:
+    """Convert columns to a matrix.
 
-    numbers: tuple[Number, ...] = ()
-    categories: tuple[Category, ...] = ()
+    Args:
+        features: Custom features of the log.
+        columns: (n,) values by name of the column; values of absent columns are
+            missing or unknown.
+        num_rows: Number n of rows.
 
-    @classmethod
-    def from_info(
-        cls, info: Mapping[str, Any], scales: Mapping[str, Any] | None = None
-    ) -> Self:
-        """Load the features from a manifest.
+    Returns:
+        (n, X + G) numbers, NaN if missing, followed by codes of categories.
+    """
+    matrix = np.zeros((num_rows, len(features.names)), np.float32)
+    for index, number in enumerate(features.numbers):
+        matrix[:, index] = np.nan
+        if number.name in columns:
+            values = columns[number.name].cast(pa.float32())
+            matrix[:, index] = values.to_numpy(zero_copy_only=False)  # null to NaN
+    for index, category in enumerate(features.categories, len(features.numbers)):
+        if category.name in columns:
+            matrix[:, index] = read_codes(category, columns[category.name])
+    return matrix
 
-        Args:
-            info: `info` of the manifest of sequences.
-            scales: Scales of a checkpoint, which replace the statistics of numbers.
-        """
-        features = info.get(CUSTOM_KEY) or {"numbers": [], "categories": []}
-        trained = {
-            number["name"]: number for number in (scales or {}).get(CUSTOM_KEY, [])
-        }
-        numbers = [
-            Number(**{**number, **trained.get(number["name"], {})})
-            for number in features["numbers"]
-        ]
-        categories = [
-            Category(**{**category, "values": tuple(category["values"])})
-            for category in features["categories"]
-        ]
-        return cls(tuple(numbers), tuple(categories))
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the columns: numbers first, then categories."""
-        numbers = [number.name for number in self.numbers]
-        return (*numbers, *(category.name for category in self.categories))
-
-    def matrix(
-        self, columns: Mapping[str, pa.Array], num_rows: int
-    ) -> NDArray[np.float32]:
-        """Convert columns to a matrix.
-
-        Args:
-            columns: (n,) values by name of the column; values of absent columns are
-                missing or unknown.
-            num_rows: Number n of rows.
-
-        Returns:
-            (n, X + G) numbers, NaN if missing, followed by codes of categories.
-        """
-        matrix = np.zeros((num_rows, len(self.names)), np.float32)
-        for index, number in enumerate(self.numbers):
-            matrix[:, index] = np.nan
-            if number.name in columns:
-                values = columns[number.name].cast(pa.float32())
-                matrix[:, index] = values.to_numpy(zero_copy_only=False)  # null to NaN
-        for index, category in enumerate(self.categories, len(self.numbers)):
-            if category.name in columns:
-                matrix[:, index] = category.codes(columns[category.name])
-        return matrix
+def rescale(features: CustomFeatures, scales: Mapping[str, Any]) -> CustomFeatures:
+    """Return the features with the scales of a checkpoint in place of the tables'."""
+    trained = {number["name"]: number for number in scales.get(CUSTOM_KEY, [])}
+    numbers = tuple(
+        replace(number, **trained.get(number.name, {})) for number in features.numbers
+    )
+    return replace(features, numbers=numbers)
 
 
 def adopt_scales(
-    scales: Mapping[str, Any], info: Mapping[str, Any]
+    scales: Mapping[str, Any], features: CustomFeatures
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the scales of a model that continues training from a checkpoint.
 
@@ -152,13 +97,12 @@ def adopt_scales(
 
     Args:
         scales: Scales of the checkpoint.
-        info: `info` of the manifest of the new sequences.
+        features: Custom features of the new tables.
 
     Returns:
         The scales, and warnings about numbers whose mean has shifted.
     """
-    new_numbers = (info.get(CUSTOM_KEY) or {}).get("numbers", [])
-    new_means = {number["name"]: number["mean"] for number in new_numbers}
+    new_means = {number.name: number.mean for number in features.numbers}
     numbers: list[dict[str, Any]] = []
     warnings: list[str] = []
     for number in scales.get(CUSTOM_KEY, []):
@@ -231,7 +175,7 @@ class CustomInputs(Standardised, EmbeddingTables):
         """Compute the columns of features.
 
         Args:
-            values: (..., X + G) features from `CustomFeatures.matrix`.
+            values: (..., X + G) features from `read_features`.
 
         Returns:
             (..., O) columns, described by `columns`.

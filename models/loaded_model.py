@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs
+from core.schemas import Inputs, SequencesInfo
 from core.tables import TableVersion, read_manifest, table_hashes
 from models import registry
 from models.build import load_model
@@ -117,7 +117,7 @@ def select_inputs(name: str, inputs: Inputs) -> Inputs:
     """
     model_class = registry.find(name)
     expected = model_class.kind
-    kind = read_manifest(inputs.sequences, "sequences").info["kind"]
+    kind = read_manifest(inputs.sequences, SequencesInfo).info.kind
     if kind != expected:
         alternatives = [
             other for other in registry.MODELS if registry.find(other).kind == kind

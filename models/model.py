@@ -177,11 +177,11 @@ class Model(nn.Module):
         return ""
 
     @classmethod
-    def describe_requests(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+    def describe_requests(cls, info: Any) -> dict[str, Any]:
         """Return the names of features, actions and labels that requests refer to.
 
         Args:
-            info: `info` of the manifest of `sequences`.
+            info: Info of `sequences`, a subclass of `SequencesInfo`.
         """
         return cls.requests_class.list_names(info)
 

@@ -21,17 +21,13 @@ from numpy.typing import NDArray
 
 from core.errors import UserError
 from core.ids import parse_item_ids
-from core.schemas import MADE_BY, Inputs
+from core.schemas import MADE_BY, CustomFeatures, Inputs
 from core.tables import LARGEST_NUMBER, read_table
-from models.custom_features import CATEGORY, NUMBER, CustomFeatures
+from models.custom_features import CATEGORY, NUMBER, read_features
 from models.dataset.batch import Batch
 from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
-
-NAMES = ("features", "actions", "viewers")
-"""Keys of the manifest of sequences with ordered lists of names, in addition to
-labels."""
 
 MAX_TEXT = 10_000
 """Longest text of a request in characters, such as a query, which may be cached."""
@@ -147,7 +143,7 @@ class Row(dict[str, Any]):
         )
         for name, values in categories.items():
             columns[CATEGORY + name] = pa.array(values, pa.string(), from_pandas=True)
-        return features.matrix(columns, count)
+        return read_features(features, columns, count)
 
 
 @dataclass(frozen=True)
@@ -215,30 +211,27 @@ class Requests:
         raise NotImplementedError
 
     @classmethod
-    def columns(cls, info: Mapping[str, Any], inputs: Inputs) -> Columns:
+    def columns(cls, info: Any, inputs: Inputs) -> Columns:
         """Return all optional columns, including columns of the log's custom features.
 
         Args:
-            info: `info` of the manifest of sequences.
+            info: Info of the sequences.
             inputs: Folders of the tables.
         """
         columns = dict(cls.optional_columns)
-        for kind in _list_custom_names(CustomFeatures.from_info(info)):
+        for kind in _list_custom_names(info.custom):
             columns[kind] = f"own_{kind}"
             columns[f"history_{kind}"] = f"own_{kind}"
         return columns
 
     @classmethod
-    def list_names(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+    def list_names(cls, info: Any) -> dict[str, Any]:
         """Return the ordered names of features, actions and labels in requests.
 
         Args:
-            info: `info` of the manifest of sequences.
+            info: Info of the sequences.
         """
-        labels = info.get("tasks", info.get("labels"))
-        lists = {"labels": labels} | {key: info.get(key) for key in NAMES}
-        names = {key: list(value) for key, value in lists.items() if value is not None}
-        return names | _list_custom_names(CustomFeatures.from_info(info))
+        return {"labels": list(info.log.labels)} | _list_custom_names(info.custom)
 
 
 def check_entries(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from core.errors import UserError, did_you_mean
 from core.files import join
-from core.schemas import Inputs
+from core.schemas import Inputs, SequencesInfo
 from core.tables import TableVersion, read_manifest
 from models import registry
 from models.custom_features import adopt_scales
@@ -162,7 +162,7 @@ class TrainingRun:
         )
         device = torch.device(device)
         pad_to_buckets = uses_cuda_graphs(fit, device, world)
-        info = read_manifest(inputs.sequences, "sequences").info
+        info = read_manifest(inputs.sequences, SequencesInfo).info
         return cls(
             model=module,
             catalogue=catalogue,
@@ -171,7 +171,7 @@ class TrainingRun:
             fit=fit,
             device=device,
             world=world,
-            until=info.get("split", {}).get("val_start_ms"),
+            until=info.split.val_start_ms or None,
             messages=messages,
             progress_unit=progress_unit,
         )
@@ -336,8 +336,8 @@ def choose_scales(
         return last.learned.get("scales"), []
     if initial is None or "scales" not in initial.learned:
         return None, []
-    info = read_manifest(inputs.sequences, "sequences").info
-    return adopt_scales(initial.learned["scales"], info)
+    info = read_manifest(inputs.sequences, SequencesInfo).info
+    return adopt_scales(initial.learned["scales"], info.custom)
 
 
 def resolve_training(

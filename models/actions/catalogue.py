@@ -21,9 +21,9 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import Inputs, sequences_manifest
-from core.tables import CUSTOM_KEY, TableVersion, read_table, table_hashes
-from models.custom_features import CATEGORY, NUMBER, CustomFeatures
+from core.schemas import ActionsInfo, CustomFeatures, Inputs
+from core.tables import TableVersion, read_manifest, read_table, table_hashes
+from models.custom_features import CATEGORY, CUSTOM_KEY, NUMBER, rescale
 from models.text.text_tables import read_vectors, root_mean_square
 
 TABLES = {"tables": ("items", "sequences"), "text": ("items",)}
@@ -181,7 +181,7 @@ class ActionsCatalogue:
                 dense and sorted from 0.
         """
         versions = Inputs(tables, text=text).versions(TABLES)
-        info = sequences_manifest(join(tables, "sequences"), "actions").info
+        info = read_manifest(join(tables, "sequences"), ActionsInfo).info
         items = read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
             raise UserError(
@@ -196,20 +196,18 @@ class ActionsCatalogue:
             vectors = read_vectors(read_table(uri), "embedding", len(items), uri)
         return cls(
             num_items=len(items),
-            actions=tuple(info["actions"]),
-            labels=tuple(info["tasks"]),
-            features=tuple(info["features"]),
-            feature_mean=torch.tensor(info["feature_mean"], dtype=torch.float32),
-            feature_std=torch.tensor(info["feature_std"], dtype=torch.float32),
+            actions=tuple(info.actions),
+            labels=tuple(info.tasks),
+            features=tuple(info.features),
+            feature_mean=torch.tensor(info.feature_mean, dtype=torch.float32),
+            feature_std=torch.tensor(info.feature_std, dtype=torch.float32),
             numbers=numbers,
             categories=categories,
             attributes=attributes,
             text=vectors,
             text_size=scales.get("text_size", 0.0),
-            viewers=info.get("viewers", {}),
-            custom_features=CustomFeatures.from_info(info, scales),
-            train_rates=tuple(
-                float(info["base_rates"][task]) for task in info["tasks"]
-            ),
+            viewers=info.viewers,
+            custom_features=rescale(info.custom, scales),
+            train_rates=tuple(info.base_rates[task] for task in info.tasks),
             versions=versions,
         )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.ragged import lengths_to_starts, pad_indices, pad_ragged, row_numbers
-from core.tables import CUSTOM_KEY, Manifest
+from core.schemas import ActionsInfo
 from models.actions.batch import ActionsBatch, has_tied_times
-from models.custom_features import CustomFeatures
+from models.custom_features import read_features
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
 
@@ -95,6 +95,7 @@ class ActionsDataset(RequestDataset):
     """
 
     kind = "actions"
+    info_class = ActionsInfo
     default_unit = "user"
     default_max_history = 1024
     request_unit = "sequences of events"
@@ -117,24 +118,30 @@ class ActionsDataset(RequestDataset):
         return {"window_overlap": config.window_overlap}
 
     @classmethod
-    def parquet_columns(cls, manifest: Manifest) -> list[str]:
+    def parquet_columns(cls, info: ActionsInfo) -> list[str]:
         """Return the columns to read, including viewer-side and custom features."""
-        viewers = [f"cat_{name}" for name in manifest.info.get("viewers", {})]
-        custom_names = CustomFeatures.from_info(manifest.info).names
+        viewers = [f"cat_{name}" for name in info.viewers]
         vectors = ("actions", "tasks", "features")
         ends = ("train_end", "val_end")
-        return ["item_index", "timestamp_ms", *viewers, *custom_names, *vectors, *ends]
+        return [
+            "item_index",
+            "timestamp_ms",
+            *viewers,
+            *info.custom.names,
+            *vectors,
+            *ends,
+        ]
 
     @classmethod
-    def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
+    def decode(cls, table: pa.Table, info: ActionsInfo, uri: str) -> Columns:
         """Decode one part of the table (`decode_sequences`)."""
-        return decode_sequences(table, manifest)
+        return decode_sequences(table, info)
 
     @classmethod
-    def decoder_settings(cls, manifest: Manifest) -> Any:
-        """Return the entries of the manifest that `decode` depends on."""
-        names = ("actions", "tasks", "features", "viewers", CUSTOM_KEY)
-        return {name: manifest.info.get(name) for name in names}
+    def decoder_settings(cls, info: ActionsInfo) -> Any:
+        """Return the entries of the info that `decode` depends on."""
+        custom = asdict(info.custom)
+        return [info.actions, info.tasks, info.features, info.viewers, custom]
 
     @classmethod
     def from_requests(
@@ -336,7 +343,7 @@ class ActionsDataset(RequestDataset):
         }
 
 
-def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
+def decode_sequences(table: pa.Table, info: ActionsInfo) -> Columns:
     """Decode one part of the sequences of a log of actions.
 
     Returns:
@@ -346,44 +353,40 @@ def decode_sequences(table: pa.Table, manifest: Manifest) -> Columns:
         Columns by event: `item`, `time`, `action` (A), `label` (K) and `feature` (F).
         If the log has viewer-side categories, `viewer` (V) holds the index of each
         value in the manifest's `viewers`, from 1, or 0 for other values. If the log has
-        custom features, `custom` holds them as `CustomFeatures.matrix` returns them.
+        custom features, `custom` holds them as `read_features` returns them.
     """
-    info = manifest.info
-    custom_features = CustomFeatures.from_info(info)
     item_lists = table["item_index"].combine_chunks()
 
     def by_event(name: str) -> pa.Array:
         return table[name].combine_chunks().flatten()
 
-    def vectors(name: str) -> NDArray:
-        width = len(info[name])
+    def vectors(name: str, width: int) -> NDArray:
         values = by_event(name).flatten().to_numpy(zero_copy_only=False)
         return values.reshape(-1, max(1, width))[:, :width]
 
     item = item_lists.flatten().to_numpy().astype(np.int32)
     feature = np.zeros((len(item), 0), np.float32)
-    if info["features"]:
-        feature = vectors("features")
+    if info.features:
+        feature = vectors("features", len(info.features))
     columns = {
         "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
         "train_end": table["train_end"].to_numpy().astype(np.int32),
         "val_end": table["val_end"].to_numpy().astype(np.int32),
         "item": item,
         "time": by_event("timestamp_ms").to_numpy(),
-        "action": _narrow(vectors("actions")),
-        "label": _narrow(vectors("tasks")),
+        "action": _narrow(vectors("actions", len(info.actions))),
+        "label": _narrow(vectors("tasks", len(info.tasks))),
         "feature": _narrow(feature),
     }
-    viewers = info.get("viewers")
-    if viewers:
+    if info.viewers:
         codes = [
             _category_codes(by_event(f"cat_{name}"), values)
-            for name, values in viewers.items()
+            for name, values in info.viewers.items()
         ]
         columns["viewer"] = np.stack(codes, 1)
-    if custom_features.names:
-        custom_columns = {name: by_event(name) for name in custom_features.names}
-        columns["custom"] = custom_features.matrix(custom_columns, len(item))
+    if info.custom.names:
+        custom_columns = {name: by_event(name) for name in info.custom.names}
+        columns["custom"] = read_features(info.custom, custom_columns, len(item))
     return columns
 
 

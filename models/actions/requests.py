@@ -30,7 +30,7 @@ from core.errors import UserError, one_line
 from core.files import join
 from core.ids import parse_item_id
 from core.ragged import concat_columns, lengths_to_starts
-from core.schemas import Inputs
+from core.schemas import ActionsInfo, Inputs, ItemsInfo
 from core.tables import Manifest, read_manifest
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
@@ -227,24 +227,24 @@ class ActionsRequests(Requests):
             name: {value: code for code, value in enumerate(values, 1)}
             for name, values in catalogue.viewers.items()
         }
-        items = read_manifest(f"{folder}/tables/items", "items")
+        items = read_manifest(f"{folder}/tables/items", ItemsInfo)
         text = read_text_manifest(find_bundled_inputs(folder))
         columns = content_columns(items, text)
         self.new_items = NewItems(catalogue, columns, self.encoder, text_template(text))
 
     @classmethod
-    def columns(cls, info: Mapping[str, Any], inputs: Inputs) -> Columns:
+    def columns(cls, info: ActionsInfo, inputs: Inputs) -> Columns:
         """Return all optional columns, including viewer-side categories and new items.
 
         Args:
-            info: The manifest's `info` of the sequences.
+            info: Info of the sequences.
             inputs: Where the tables are.
         """
         columns = super().columns(info, inputs)
         # values of the request, and of each event of the history; "" for none
-        for name in info.get("viewers", ()):
+        for name in info.viewers:
             columns |= {f"viewer_{name}": "string", f"history_viewer_{name}": "strings"}
-        items = read_manifest(join(inputs.tables, "items"), "items")
+        items = read_manifest(join(inputs.tables, "items"), ItemsInfo)
         fields = {
             field_name(name): "number" if name.startswith(NUMBER) else "string"
             for name in content_columns(items, read_text_manifest(inputs))
@@ -252,10 +252,16 @@ class ActionsRequests(Requests):
         return {**columns, "new_items": {"item_id": "id", **fields}}
 
     @classmethod
-    def list_names(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+    def list_names(cls, info: ActionsInfo) -> dict[str, Any]:
         """Return the names that requests refer to, and the definitions of actions."""
-        inputs = info.get("definitions", {}).get("inputs", {})
-        return {**super().list_names(info), "inputs": inputs}
+        return {
+            **super().list_names(info),
+            "labels": info.tasks,
+            "features": info.features,
+            "actions": info.actions,
+            "viewers": list(info.viewers),
+            "inputs": info.definitions.get("inputs", {}),
+        }
 
     def parse(self, row: Row) -> Request:
         """Return the request of a row, with the latest `max_history` readable events.

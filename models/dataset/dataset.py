@@ -27,9 +27,9 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.ragged import lengths_to_offsets
-from core.schemas import sequences_manifest
+from core.schemas import SequencesInfo
 from core.splits import SPLITS
-from core.tables import Manifest
+from core.tables import read_manifest
 from models.dataset.batch import Batch
 from models.dataset.columns import Columns, columns_bytes, open_columns
 from models.dataset.order import count_steps, order_epoch
@@ -128,6 +128,9 @@ class RequestDataset:
             setattr(self, name, value)
         self._plan()
 
+    info_class: ClassVar[type[SequencesInfo]]
+    """Type of the info of the sequences."""
+
     # Methods that a kind overrides.
 
     @classmethod
@@ -136,23 +139,23 @@ class RequestDataset:
         return {}
 
     @classmethod
-    def parquet_columns(cls, manifest: Manifest) -> list[str]:
+    def parquet_columns(cls, info: Any) -> list[str]:
         """Return the columns of `sequences` that `decode` reads."""
         raise NotImplementedError
 
     @classmethod
-    def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
+    def decode(cls, table: pa.Table, info: Any, uri: str) -> Columns:
         """Return the flat arrays of one part of `sequences`, by name.
 
         Args:
             table: Rows of the part.
-            manifest: Manifest of the table.
+            info: Info of the table, a subclass of `SequencesInfo`.
             uri: Folder of the table, for messages.
         """
         raise NotImplementedError
 
     @classmethod
-    def decoder_settings(cls, manifest: Manifest) -> Any:
+    def decoder_settings(cls, info: Any) -> Any:
         """Return the `settings` of `open_columns` for a table."""
         return None
 
@@ -215,16 +218,16 @@ class RequestDataset:
         Raises:
             UserError: If the table is of another kind, is damaged or has no users.
         """
-        manifest = sequences_manifest(uri, cls.kind)
+        manifest = read_manifest(uri, cls.info_class)
         if not manifest.rows:
             raise UserError(f"{uri} has no users")
         columns = open_columns(
             uri,
             cls.kind,
-            cls.parquet_columns(manifest),
-            lambda table: cls.decode(table, manifest, uri),
+            cls.parquet_columns(manifest.info),
+            lambda table: cls.decode(table, manifest.info, uri),
             manifest=manifest,
-            settings=cls.decoder_settings(manifest),
+            settings=cls.decoder_settings(manifest.info),
         )
         return cls(
             columns,

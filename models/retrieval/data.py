@@ -36,9 +36,9 @@ from core.ragged import (
     row_numbers,
     run_starts,
 )
-from core.schemas import Inputs
+from core.schemas import Inputs, ItemsInfo, RetrievalInfo
 from core.splits import SPLITS
-from core.tables import Manifest, TableVersion, read_manifest, read_table, table_hashes
+from core.tables import TableVersion, read_manifest, read_table, table_hashes
 from models.dataset.batch import Batch, axes
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
@@ -96,7 +96,7 @@ class Catalogue:
         """
         versions = Inputs(tables_uri, sids_uri).versions(TABLES)
         items_table = join(tables_uri, "items")
-        num_items = read_manifest(items_table, "items").rows
+        num_items = read_manifest(items_table, ItemsInfo).rows
         if num_items == 0:
             raise UserError(f"{items_table} has no rows")
         if sids_uri is None:
@@ -237,6 +237,7 @@ class RetrievalDataset(RequestDataset):
     """
 
     kind = "retrieval"
+    info_class = RetrievalInfo
     splits: ClassVar[tuple[str, ...]] = (*SPLITS, "next")
     default_unit = "request"
     default_max_history = 20
@@ -250,13 +251,13 @@ class RetrievalDataset(RequestDataset):
     """(n + 1,) index in `requests` of each example's first request."""
 
     @classmethod
-    def parquet_columns(cls, manifest: Manifest) -> list[str]:
+    def parquet_columns(cls, info: RetrievalInfo) -> list[str]:
         """Return the columns that `decode_sequences` reads."""
         fields = ("timestamp_ms", "history_end", "candidates", "split")
         return ["user_id", "item_index", *request_columns(*fields)]
 
     @classmethod
-    def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
+    def decode(cls, table: pa.Table, info: RetrievalInfo, uri: str) -> Columns:
         """Decode one part of the table by `decode_sequences`."""
         return decode_sequences(table, uri)
 

@@ -26,9 +26,8 @@ from torch import Tensor
 from core.errors import UserError
 from core.files import join
 from core.ragged import find_sorted, lengths_to_offsets
-from core.schemas import Inputs, sequences_manifest
+from core.schemas import CustomFeatures, Inputs, ItemsInfo, QueriesInfo, SearchInfo
 from core.tables import (
-    CUSTOM_KEY,
     Manifest,
     TableVersion,
     has_manifest,
@@ -36,7 +35,7 @@ from core.tables import (
     read_table,
     table_hashes,
 )
-from models.custom_features import CustomFeatures
+from models.custom_features import CUSTOM_KEY, rescale
 from models.dataset.columns import Columns, open_columns
 from models.dataset.encoding import request_columns
 from models.text.text_tables import open_vectors, read_vectors, root_mean_square
@@ -316,11 +315,11 @@ class SearchCatalogue:
         """
         versions = Inputs(tables, text=text).versions(TABLES)
         uri = join(tables, "sequences")
-        info = sequences_manifest(uri, "search").info
-        items = read_manifest(join(tables, "items"), "items")
-        num_queries = read_manifest(join(tables, "queries"), "queries").rows
-        custom_features = CustomFeatures.from_info(info, scales)
-        num_features = len(info["features"])
+        info = read_manifest(uri, SearchInfo).info
+        items = read_manifest(join(tables, "items"), ItemsInfo)
+        num_queries = read_manifest(join(tables, "queries"), QueriesInfo).rows
+        custom_features = rescale(info.custom, scales or {})
+        num_features = len(info.features)
         mean, std = torch.zeros(num_features), torch.ones(num_features)
         if measure_features:
             mean, std = _feature_scale(uri, num_features)
@@ -332,17 +331,15 @@ class SearchCatalogue:
         return cls(
             num_items=items.rows,
             num_queries=num_queries,
-            labels=tuple(info["labels"]),
-            features=(*info["features"], *custom_features.names),
+            labels=tuple(info.labels),
+            features=(*info.features, *custom_features.names),
             text=search_text,
             text_size=(scales or {}).get("text_size", 0.0),
             feature_mean=mean,
             feature_std=std,
             custom_features=custom_features,
-            unknown_when_ranking=tuple(info["unknown_when_ranking"]),
-            groups={
-                group["name"]: tuple(group["features"]) for group in info["groups"]
-            },
+            unknown_when_ranking=tuple(info.unknown_when_ranking),
+            groups={group.name: tuple(group.features) for group in info.groups},
             versions=versions,
         )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from core.errors import UserError
 from core.ragged import find_sorted
+from core.schemas import CountsInfo, SearchInfo
 from core.tables import read_manifest, read_table
 
 Floats = NDArray[np.float32]
@@ -113,24 +114,19 @@ class Counts:
     """Key of each pair, ascending: item row * number of queries + query row."""
 
     @classmethod
-    def load(
-        cls, uri: str, features: Sequence[str], settings: Mapping[str, Any]
-    ) -> Self:
+    def load(cls, uri: str, model: SearchInfo) -> Self:
         """Read a table of counts for a model.
 
         Args:
             uri: Folder of the table of counts.
-            features: Names of the model's features of a candidate, without the log's
-                own features.
-            settings: Settings of the counts in the model's tables, from the manifest of
-                `sequences`.
+            model: Info of the sequences of the model.
 
         Raises:
             UserError: If the table was made with other settings.
         """
-        info = read_manifest(uri, "counts").info
-        table_settings = _count_settings(info)
-        model_settings = _count_settings(settings)
+        info = read_manifest(uri, CountsInfo).info
+        table_settings = {**info.search, "behaviour": info.behaviour}
+        model_settings = {**model.search, "behaviour": model.behaviour}
         for name in COUNT_SETTINGS:
             if table_settings[name] != model_settings[name]:
                 raise UserError(
@@ -155,7 +151,7 @@ class Counts:
         return cls(
             tables={
                 kind: CountTable.from_table(
-                    rows, info["features"][kind], features, info["never"]
+                    rows, info.features[kind], model.features, info.never
                 )
                 for kind, rows in rows_by_kind.items()
             },
@@ -187,11 +183,6 @@ class Counts:
         for kind, row in rows.items():
             table = self.tables[kind]
             vectors[:, table.feature_index] = table.values[row]
-
-
-def _count_settings(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a manifest's `info` on which counts depend."""
-    return {**info["search"], "behaviour": info["behaviour"]}
 
 
 def _find_rows(values: pa.ChunkedArray, keys: pa.ChunkedArray) -> NDArray[np.int64]:

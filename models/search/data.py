@@ -18,7 +18,7 @@ Shapes: `B` rows, `T` behaviours, `R` requests, `N` candidates, `Q` distinct que
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,9 +38,9 @@ from core.ragged import (
     row_numbers,
     run_starts,
 )
+from core.schemas import CustomFeatures, SearchInfo
 from core.splits import SPLITS
-from core.tables import CUSTOM_KEY, Manifest
-from models.custom_features import CustomFeatures
+from models.custom_features import read_features
 from models.dataset.batch import Batch, axes
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
@@ -139,6 +139,7 @@ class SearchDataset(RequestDataset):
     """
 
     kind = "search"
+    info_class = SearchInfo
     default_unit = "user"
     default_max_history = 1000
     window_overlap: float = 0.75
@@ -174,10 +175,9 @@ class SearchDataset(RequestDataset):
         }
 
     @classmethod
-    def parquet_columns(cls, manifest: Manifest) -> list[str]:
+    def parquet_columns(cls, info: SearchInfo) -> list[str]:
         """Return the columns to read, including labels and custom features."""
-        custom_names = CustomFeatures.from_info(manifest.info).names
-        labels = [f"label_{name}" for name in manifest.info["labels"]]
+        labels = [f"label_{name}" for name in info.labels]
         by_user = ["user_id", "item_index", "timestamp_ms", "query_index", "features"]
         by_request = [
             "timestamp_ms",
@@ -188,22 +188,18 @@ class SearchDataset(RequestDataset):
             "positions",
             "features",
         ]
-        requests = request_columns(*by_request, *labels, *custom_names)
-        return [*by_user, *custom_names, *requests]
+        requests = request_columns(*by_request, *labels, *info.custom.names)
+        return [*by_user, *info.custom.names, *requests]
 
     @classmethod
-    def decode(cls, table: pa.Table, manifest: Manifest, uri: str) -> Columns:
+    def decode(cls, table: pa.Table, info: SearchInfo, uri: str) -> Columns:
         """Decode one part of the table (`decode_sequences`)."""
-        labels = [f"label_{name}" for name in manifest.info["labels"]]
-        num_features = len(manifest.info["features"])
-        custom_features = CustomFeatures.from_info(manifest.info)
-        return decode_sequences(table, labels, num_features, custom_features)
+        return decode_sequences(table, info)
 
     @classmethod
-    def decoder_settings(cls, manifest: Manifest) -> Any:
-        """Return the entries of the manifest that `decode` depends on."""
-        names = ("labels", "features", CUSTOM_KEY)
-        return {name: manifest.info.get(name) for name in names}
+    def decoder_settings(cls, info: SearchInfo) -> Any:
+        """Return the entries of the info that `decode` depends on."""
+        return [info.labels, info.features, asdict(info.custom)]
 
     @classmethod
     def from_requests(
@@ -372,19 +368,8 @@ def _limit_runs(
     return np.flatnonzero((index - run_start) % longest == 0)
 
 
-def decode_sequences(
-    table: pa.Table,
-    labels: list[str],
-    num_features: int,
-    custom_features: CustomFeatures,
-) -> Columns:
+def decode_sequences(table: pa.Table, info: SearchInfo) -> Columns:
     """Decode one part of the sequences of a search log.
-
-    Args:
-        table: Part of the table `sequences`.
-        labels: Fields of a request that hold the labels of its candidates.
-        num_features: Length of the table's feature vectors.
-        custom_features: Features of the log, which have a column each.
 
     Returns:
         Columns by user: `behaviours_per_user`, `requests_per_user` and `user_hash`. By
@@ -410,18 +395,19 @@ def decode_sequences(
         return pc.struct_field(requests, name).flatten()
 
     history_vectors = by_behaviour("features").flatten().to_numpy()
+    num_features = len(info.features)
     history_features = _join_custom_features(
         history_vectors.reshape(len(items), num_features),
-        custom_features,
-        {name: by_behaviour(name) for name in custom_features.names},
+        info.custom,
+        {name: by_behaviour(name) for name in info.custom.names},
     )
     vectors = by_candidate("features").to_numpy()
     features = _join_custom_features(
         vectors.reshape(len(candidates), num_features),
-        custom_features,
-        {name: by_candidate(name) for name in custom_features.names},
+        info.custom,
+        {name: by_candidate(name) for name in info.custom.names},
     )
-    label_columns = [by_candidate(name) for name in labels]
+    label_columns = [by_candidate(f"label_{name}") for name in info.labels]
     return {
         "behaviours_per_user": pc.list_value_length(item_lists).to_numpy(),
         "requests_per_user": pc.list_value_length(request_lists).to_numpy(),
@@ -451,4 +437,5 @@ def _join_custom_features(
     features = vectors.astype(np.float32, copy=False)
     if not custom_features.names:
         return features
-    return np.concatenate([features, custom_features.matrix(columns, len(vectors))], 1)
+    custom = read_features(custom_features, columns, len(vectors))
+    return np.concatenate([features, custom], 1)

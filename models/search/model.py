@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from core.schemas import Inputs
+from core.schemas import Inputs, SearchInfo
 from models.model import Model, Ranked
 from models.search import metrics
 from models.search.catalogue import TABLES, SearchCatalogue
@@ -53,7 +53,7 @@ class SearchModel(Model):
         )
 
     @classmethod
-    def describe_requests(cls, info: Mapping[str, Any]) -> dict[str, Any]:
+    def describe_requests(cls, info: SearchInfo) -> dict[str, Any]:
         """Return the names that requests refer to, with the labels of this model."""
         description = super().describe_requests(info)
         if cls.reads_first_label:

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from core.errors import UserError
 from core.ragged import concat_columns
+from core.schemas import SearchInfo
 from core.tables import read_manifest, read_table
-from models.custom_features import CustomFeatures
 from models.requests import Columns, Request, Requests, Row
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
 from models.search.counts import HOURS, Counts, time_features
@@ -186,20 +186,27 @@ class SearchRequests(Requests):
             table = pq.read_table(f"{folder}/encoder/documents.parquet")
             documents = table["text"].to_pylist()
         self.text = RequestText(catalogue.text, queries, self.encoder, documents)
-        info = read_manifest(f"{folder}/tables/sequences", "sequences").info
-        features = info["features"]
+        info = read_manifest(f"{folder}/tables/sequences", SearchInfo).info
+        features = info.features
         self.counts = None
         if settings.get("counts"):
-            self.counts = Counts.load(settings["counts"], features, info)
+            self.counts = Counts.load(settings["counts"], info)
         self.time_columns = [
             index for index, name in enumerate(features) if name in HOURS
         ]
-        self.custom_features = CustomFeatures.from_info(info)
+        self.custom_features = info.custom
         self.item_features = pa.table({})
         """The log's custom features of items, by `item_index`."""
-        names = info.get("item_features", [])
-        if names:
-            self.item_features = read_table(f"{folder}/tables/items", "items", names)
+        if info.item_features:
+            self.item_features = read_table(
+                f"{folder}/tables/items", "items", info.item_features
+            )
+
+    @classmethod
+    def list_names(cls, info: SearchInfo) -> dict[str, Any]:
+        """Return the names of labels, features and custom features."""
+        names = {"labels": info.labels, "features": info.features}
+        return super().list_names(info) | names
 
     def parse(self, row: Row) -> Request:
         """Return the request of a row, with the latest `max_history` behaviours.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
+from core.schemas import Split
 from core.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.prepare_config import PrepareConfig
@@ -54,7 +55,7 @@ class Kind(ABC):
 
     @abstractmethod
     def make_sequences(
-        self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+        self, run: Run, events: Manifest, items: Manifest, split: Split
     ) -> Manifest:
         """Write the table `sequences`, with the tables it depends on.
 
@@ -62,7 +63,7 @@ class Kind(ABC):
             run: Log, settings and tables of this call of `prepare`.
             events: Manifest of the events.
             items: Manifest of the items.
-            split: `by` and boundaries of the split, as manifests record them.
+            split: The split.
 
         Returns:
             The manifest of `sequences`.
@@ -96,12 +97,12 @@ class Kind(ABC):
             The users that sequences must contain.
         """
 
-    def warn(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
+    def warn(self, events: Manifest, info: Any) -> Iterator[str]:
         """Yield warnings about valid tables that only this kind has.
 
         Args:
             events: Manifest of the events.
-            info: Entry `info` of the manifest of sequences.
+            info: Info of the sequences.
         """
         yield from ()
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from core.schemas import EventsInfo, ItemsInfo, SequencesInfo
 from core.tables import Manifest
 from pipelines.data.kinds import KINDS
 from pipelines.data.sequences.splits import SPLITS
@@ -17,32 +18,34 @@ MAX_DUPLICATES = 0.01
 
 
 def collect_warnings(
-    events: Manifest, items: Manifest, sequences: Manifest
+    events: Manifest[EventsInfo],
+    items: Manifest[ItemsInfo],
+    sequences: Manifest[SequencesInfo],
 ) -> list[str]:
     """Return the warnings about the tables with these manifests."""
     info = sequences.info
     lines = []
-    duplicates = events.info["duplicates"]
+    duplicates = events.info.duplicates
     # Equal events at one millisecond are one event that was logged twice.
-    is_coarse = not events.info["clock"] or events.info.get("grain_ms", 1) > 1
+    is_coarse = not events.info.log.clock or events.info.grain_ms > 1
     if is_coarse and duplicates > MAX_DUPLICATES * (events.rows + duplicates):
         lines.append(f"{duplicates:,} equal events were dropped (--duplicates keep)")
-    if items.info.get("metadata_differ"):
+    if items.info.metadata_differ:
         lines.append(
-            f"{items.info['metadata_differ']:,} rows of the item files differ from the "
+            f"{items.info.metadata_differ:,} rows of the item files differ from the "
             f"first row of their item and were ignored"
         )
-    if info["truncated_events"]:
+    if info.truncated_events:
         lines.append(
-            f"the oldest {info['truncated_events']:,} behaviours of "
-            f"{info['truncated_users']:,} users, over --max_events "
-            f"{info['max_events']:,}, were dropped"
+            f"the oldest {info.truncated_events:,} behaviours of "
+            f"{info.truncated_users:,} users, over --max_events "
+            f"{info.max_events:,}, were dropped"
         )
-    lines += KINDS[info["kind"]].warn(events, info)
+    lines += KINDS[info.kind].warn(events, info)
     # no model is trained on a log with the catalogue of other tables
-    if not items.info.get("catalogue_of"):
-        requests = info.get("requests") or info["events"]
-        tied = info.get("tied_targets", {})
+    if not items.info.catalogue_of:
+        requests = info.requests
+        tied = getattr(info, "tied_targets", {})
         for name in SPLITS[1:]:
             if requests[name] < MIN_REQUESTS:
                 lines.append(f"there are only {requests[name]:,} {name} requests")

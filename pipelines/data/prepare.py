@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pyarrow import fs
 
 from core.files import join, open_uri, write_file
+from core.schemas import ItemsInfo, Split
 from core.tables import Manifest, has_manifest, read_manifest, writing
 from pipelines.data.engine import Engine
 from pipelines.data.events.build_events import LoadStats, count_partitions, make_events
@@ -159,9 +160,9 @@ def _create_engine(
     )
 
 
-def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> dict[str, Any]:
-    """Return the split as manifests record it."""
-    config, has_clock_times = run.config, events.info["clock"]
+def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> Split:
+    """Return the split of earlier tables of the same events, or compute one."""
+    config, has_clock_times = run.config, events.info.log.clock
     if config.catalogue is not None:
         return read_split(config.catalogue, has_clock_times)
     if config.split.by == "leave_last_out":
@@ -171,17 +172,16 @@ def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> dict[str
                 "behaviours of other users that are later than a test request; use "
                 "--split.by temporal for a realistic estimate"
             )
-        return {"by": "leave_last_out"}
+        return Split(by="leave_last_out")
     if config.core_window == "all" and config.core > 1:
         run.report(
             "note: the k-core counts the whole log, including the test window, as in "
             "the papers; use --core_window train to count the training window only"
         )
     inputs = run.split_inputs(events)
-    recorded_in = () if run.tables.overwrite else ("sequences", "items")
-    for name in recorded_in:
-        if has_manifest(run.tables.table_uri(name)):
-            info = read_manifest(run.tables.table_uri(name), name).info
-            if info.get("split_made_from") == inputs:
-                return dict(info["split"])
+    items_uri = run.tables.table_uri("items")
+    if has_manifest(items_uri) and not run.tables.overwrite:
+        info = read_manifest(items_uri, ItemsInfo).info
+        if info.split_made_from == inputs:
+            return info.split
     return cut_times(load_stats(), config.split, run.engine)

@@ -14,14 +14,15 @@ from pyarrow import fs
 
 from core.errors import UserError, pluralize
 from core.files import file_info, join, open_uri
+from core.schemas import ItemsInfo, Split
 from core.tables import (
     MANIFEST,
+    Info,
     Manifest,
     Part,
     clear,
     fingerprint,
     has_manifest,
-    is_up_to_date,
     make_manifest,
     part_uris,
     read_manifest,
@@ -67,37 +68,40 @@ class OutputTables:
 
     def find_finished(
         self,
-        name: str,
+        info_class: type[Info],
         config: dict[str, Any],
         inputs: dict[str, str],
         stamps: dict[str, list[int]] | None = None,
-    ) -> Manifest | None:
+        table: str = "",
+    ) -> Manifest[Info] | None:
         """Return the manifest of a table that is up to date, or None.
 
         Args:
-            name: Name of the table.
+            info_class: Type of the table's info.
             config: Settings of the table.
             inputs: Hashes of the inputs of the table, by name.
             stamps: Size and modification time of the raw files that the table is made
                 from. A file whose stamp has changed counts as a changed input.
+            table: Name of the table, if the type does not name it.
 
         Raises:
             UserError: if a finished run made the table from other inputs or settings,
                 or a part of the table is missing or truncated.
         """
+        name = table or info_class.table
         uri = self.table_uri(name)
         if self.overwrite or not has_manifest(uri):
             return None
-        earlier = read_manifest(uri)
+        earlier = read_manifest(uri, info_class)
+        old_stamps = getattr(earlier.info, "stamps", {})
         for file, stamp in (stamps or {}).items():
-            unchanged = earlier.info.get("stamps", {}).get(file) == stamp
+            unchanged = old_stamps.get(file) == stamp
             file_hash = earlier.inputs.get(file, "") if unchanged else "changed"
             inputs = {**inputs, file: file_hash}
-        if is_up_to_date(uri, fingerprint(config, inputs)):
-            manifest = read_manifest(uri, name)
-            part_uris(uri, manifest)  # raises for a missing or truncated part
-            self.report(f"{name}: up to date, {pluralize(manifest.rows, 'row')}")
-            return manifest
+        if earlier.fingerprint == fingerprint(config, inputs):
+            part_uris(uri, earlier)  # raises for a missing or truncated part
+            self.report(f"{name}: up to date, {pluralize(earlier.rows, 'row')}")
+            return earlier
         if self.append:
             return None
         if self.is_complete:
@@ -110,12 +114,12 @@ class OutputTables:
         )
         return None
 
-    def appended_version(self, name: str) -> Manifest | None:
+    def appended_version(self, info_class: type[Info]) -> Manifest[Info] | None:
         """Return the manifest of the version that this run extends, or None."""
-        uri = self.table_uri(name)
+        uri = self.table_uri(info_class.table)
         if not self.append or not has_manifest(uri):
             return None
-        return read_manifest(uri, name)
+        return read_manifest(uri, info_class)
 
     def manifest(self, name: str) -> Manifest:
         """Return the manifest of a pending or committed table."""
@@ -153,7 +157,7 @@ class OutputTables:
         parts: list[Part],
         settings: dict[str, Any],
         inputs: dict[str, str],
-        info: dict[str, Any] | None = None,
+        info: Any = None,
         **timings: Any,
     ) -> Manifest:
         """Commit a table whose parts are written.
@@ -179,8 +183,9 @@ class OutputTables:
             info=info,
             timings=timings,
         )
-        earlier = self.appended_version(name)
-        if earlier and name in EXTENSIBLE:
+        uri = self.table_uri(name)
+        if self.append and name in EXTENSIBLE and has_manifest(uri):
+            earlier = read_manifest(uri, name)
             manifest.extends.extend(earlier.extends)
             if earlier.hash != manifest.hash:
                 manifest.extends.append(earlier.hash)
@@ -244,7 +249,7 @@ class Run:
     @property
     def is_late(self) -> bool:
         """Whether the behaviour label becomes known later than its event."""
-        return self.behaviour in self.source.info.get("known", {})
+        return self.behaviour in self.source.info.known
 
     def stamps(self, files: Iterable[str]) -> dict[str, list[int]]:
         """Return [size, modification time in ns] of raw files, to detect changes."""
@@ -282,28 +287,23 @@ class Run:
         """Return the inputs of the split's cut times, as manifests record them."""
         return [events.hash, self.config.split.settings(), self.behaviour]
 
-    def core_before_ms(self, split: dict[str, Any]) -> int | None:
+    def core_before_ms(self, split: Split) -> int | None:
         """Return the epoch ms before which the k-core counts behaviours, or None.
 
         None stands for the whole log, which also counts with the catalogue of other
         tables.
         """
         whole_log = self.config.core_window == "all" or self.config.catalogue
-        return None if whole_log else int(split["val_start_ms"])
+        return None if whole_log else split.val_start_ms
 
     def sequences_info(
-        self,
-        events: Manifest,
-        items: Manifest,
-        split: dict[str, Any],
-        count: Counter[str],
+        self, items: Manifest[ItemsInfo], split: Split, count: Counter[str]
     ) -> dict[str, Any]:
-        """Return the `info` of the manifest of sequences that all kinds have in common.
+        """Return the fields of `SequencesInfo` that all kinds have in common.
 
         Args:
-            events: Manifest of the events.
             items: Manifest of the items.
-            split: `by` and boundaries of the split, as manifests record them.
+            split: The split.
             count: Counts summed over all parts, by name.
         """
         config = self.config
@@ -314,19 +314,12 @@ class Run:
             "pairs": count["pairs"],
             "items": items.rows,
             "split": split,
-            "split_made_from": self.split_inputs(events),
             "ties": config.ties,
-            "clock": events.info["clock"],
+            "log": self.source.info,
             "behaviour": config.behaviour,
-            "core": config.core,
-            "core_window": config.core_window,
             "max_events": config.max_events,
             "max_length": count["max_length"],
             "truncated_users": count["truncated_users"],
             "truncated_events": count["truncated_events"],
             "tied_behaviours": count["tied_rows"],
-            "items_hash": items.hash,
-            "labels": self.source.info["labels"],
-            "numbers": self.source.info["numbers"],
-            "categories": self.source.info["categories"],
         }

@@ -9,6 +9,7 @@ from typing import Any
 from core.errors import UserError
 from core.files import join
 from core.options import build, check_known
+from core.schemas import ItemsInfo
 from core.tables import has_earlier_table, read_manifest
 from pipelines.data.engine import RayDataConfig
 from pipelines.data.kinds import KINDS
@@ -108,7 +109,7 @@ def resolve_config(
     kind = KINDS[config.kind]
     _check_behaviour(source, config)
     kind.check_settings(source, config)
-    split: Any = config.split.resolve(source.info["clock"])
+    split: Any = config.split.resolve(source.info.clock)
     _check_combinations(source, config, split)
     _check_files_exist(source, input_uri, config.catalogue)
     for name in TABLES:
@@ -126,13 +127,12 @@ def _check_files_exist(source: Log, input_uri: str, catalogue: str | None) -> No
     if catalogue is None:
         source.item_files(input_uri)
     else:
-        read_manifest(join(catalogue, "items"), "items")
+        read_manifest(join(catalogue, "items"), ItemsInfo)
 
 
 def _check_behaviour(source: Log, config: PrepareConfig) -> None:
     """Raise UserError if the behaviour is not a bool label of the log."""
-    labels = source.info["labels"]
-    bool_labels = [name for name, label_type in labels.items() if label_type == "bool"]
+    bool_labels = source.info.bool_labels
     if config.behaviour is not None and config.behaviour not in bool_labels:
         raise UserError(
             f"behaviour is '{config.behaviour}', which is not a bool label of the log; "
@@ -144,10 +144,10 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
     """Raise UserError if settings conflict with each other, the log or the kind."""
     info, name = source.info, config.kind
     kind, moment = KINDS[name], config.counts_as_of
-    history = info.get("history")
-    is_late = config.behaviour in info.get("known", {})
+    history = info.history
+    is_late = config.behaviour in info.known
     counts_nothing = kind.has_counts and not (
-        info["clock"] and config.kind_config.windows_days
+        info.clock and config.kind_config.windows_days
     )
     raise_first(
         (

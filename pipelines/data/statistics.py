@@ -7,57 +7,55 @@ The branching per digit of its Table 7 is in the manifest of `trie`.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from core.schemas import EventsInfo, ItemsInfo, SequencesInfo
 from core.tables import Manifest
 from pipelines.data.kinds import KINDS
-from pipelines.data.sequences.splits import SPLITS
-
-PER_SPLIT = ("requests", "requests_without_history", "events")
-"""Entries of the `info` of sequences that have a number per split."""
 
 
-def summarise(events: Manifest, items: Manifest, sequences: Manifest) -> dict[str, Any]:
+def summarise(
+    events: Manifest[EventsInfo],
+    items: Manifest[ItemsInfo],
+    sequences: Manifest[SequencesInfo],
+) -> dict[str, Any]:
     """Return the statistics of a dataset from the manifests of its tables."""
     info = sequences.info
-    users, interactions = info["users"], info["interactions"]
+    users, interactions = info.users, info.interactions
     statistics = {
         "users": users,
         "items": items.rows,
         "interactions": interactions,
-        "sparsity": round(1 - info["pairs"] / (users * items.rows), 6),
+        "sparsity": round(1 - info.pairs / (users * items.rows), 6),
         "mean_length": round(interactions / users, 4),
-        "max_length": info["max_length"],
-        # Sorted keys give the same bytes for a computed and a reloaded split.
-        "split": dict(sorted(info["split"].items())),
+        "max_length": info.max_length,
+        "requests": info.requests,
+        "split": {k: value for k, value in asdict(items.info.split).items() if value},
     }
-    for name in PER_SPLIT:
-        if name in info:
-            statistics[name] = {split: info[name][split] for split in SPLITS}
-    for name in KINDS[info["kind"]].statistics:
-        if name in info:
-            statistics[name] = info[name]
+    for name in KINDS[info.kind].statistics:
+        statistics[name] = getattr(info, name)
     return {
         **statistics,
-        "tied_behaviours": info["tied_behaviours"],
-        "truncated_users": info["truncated_users"],
-        "truncated_events": info["truncated_events"],
-        "core": items.info["core"],
-        "core_window": items.info["core_window"],
-        "behaviour": info["behaviour"],
-        "ties": info["ties"],
-        "clock": info["clock"],
+        "tied_behaviours": info.tied_behaviours,
+        "truncated_users": info.truncated_users,
+        "truncated_events": info.truncated_events,
+        "core": items.info.core,
+        "core_window": items.info.core_window,
+        "behaviour": info.behaviour,
+        "ties": info.ties,
+        "clock": info.log.clock,
         "raw": {
-            "rows_read": events.info["rows_read"],
-            "rejects": events.info["rejects"],
-            "reject_reasons": events.info["reject_reasons"],
-            "duplicates": events.info["duplicates"],
+            "rows_read": events.info.rows_read,
+            "rejects": events.info.rejects,
+            "reject_reasons": events.info.reject_reasons,
+            "duplicates": events.info.duplicates,
             "events": events.rows,
-            "users": events.info["users"],
-            "items": items.info["items_before_core"],
-            "items_dropped": items.info["dropped_items"],
-            "items_without_metadata": items.info["items_without_metadata"],
-            "metadata_outside_catalogue": items.info["metadata_outside_catalogue"],
+            "users": events.info.users,
+            "items": items.info.items_before_core,
+            "items_dropped": items.info.dropped_items,
+            "items_without_metadata": items.info.items_without_metadata,
+            "metadata_outside_catalogue": items.info.metadata_outside_catalogue,
         },
         "hashes": {
             "events": events.hash,

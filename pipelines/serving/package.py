@@ -33,7 +33,7 @@ import core
 import models
 from core.errors import UserError
 from core.files import join, open_uri
-from core.schemas import Inputs
+from core.schemas import Inputs, SequencesInfo
 from core.tables import MANIFEST, has_manifest, read_manifest
 from models import registry
 from models.loaded_model import select_inputs
@@ -145,7 +145,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     """
     model_class = registry.find(checkpoint.read(uri).name)
     requests = model_class.requests_class
-    info = read_manifest(inputs.sequences, "sequences").info
+    info = read_manifest(inputs.sequences, SequencesInfo).info
     client = connect(run.uri)
     training = client.get_run(run.run_id)
     with tempfile.TemporaryDirectory() as folder:

@@ -150,7 +150,7 @@ def test_a_constant_number_takes_the_scale_of_the_first_day_on_which_it_varies(
     info = log.add_days((4, 5, 6), with_price)
     setup = log.train("second", ATTN, init="first")
     second = setup.model.items.own
-    (number,) = info["own"]["numbers"]
+    (number,) = info["custom"]["numbers"]
     assert second.std.tolist() == pytest.approx([number["std"]])
     assert second.mean.tolist() == pytest.approx([number["mean"]])
     note = "num_price had no values or was constant"

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.errors import UserError
+from core.schemas import Category
 from models.boosting import (
     TreeConfig,
     concat_batches,
@@ -37,7 +38,6 @@ from models.boosting import (
     predict_raw,
     to_state,
 )
-from models.custom_features import Category
 from models.layers.standardised import Standardised
 from models.metrics.ranking_metrics import rank_in_request, request_auc
 from models.search.catalogue import NO_QUERY, SearchCatalogue

@@ -25,7 +25,6 @@ from pipelines.data.audit.sequences import (
     check_number,
     check_values,
     count_per_split,
-    custom_columns,
     expected_behaviours,
     join_as_of,
 )
@@ -42,7 +41,8 @@ def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame
     """
     info = tables.info
     users = check_lengths(tables.sequences, rules["behaviours"])
-    values = {name: read_vectors(users, name, len(info[name])) for name in VECTORS}
+    names = {name: getattr(info, name) for name in VECTORS}
+    values = {name: read_vectors(users, name, len(names[name])) for name in VECTORS}
     rows = add_count_times(tables, behaviour_rows(users.drop(VECTORS)))
     expected = expected_behaviours(tables, tables.users_events)
     expected = join_as_of(tables, add_count_times(tables, expected), "at")
@@ -52,11 +52,11 @@ def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame
         rule = rules["windows" if name == "features" else "tasks"]
         rule.rows = rows.height
         noun = name.removesuffix("s")
-        check_values(rows, values[name], info[name], expected_columns, noun, rule)
+        check_values(rows, values[name], names[name], expected_columns, noun, rule)
     check_as_of(tables, rules["features"])
     rows = add_splits(users, rows)
     counts: dict[str, int | dict[str, int]] = {
-        "events": count_per_split(rows),
+        "requests": count_per_split(rows),
         "users_with_candidates": count_per_split(rows.unique(["row", "split"])),
         "users_without_context": count_per_split(rows.filter(pl.col("index") == 0)),
     }
@@ -81,7 +81,7 @@ def add_count_times(tables: Tables, rows: pl.DataFrame) -> pl.DataFrame:
     It is the event's time in training, and the start of its split for candidates.
     """
     time = pl.col("timestamp_ms")
-    val, test = tables.info["val_start_ms"], tables.info["test_start_ms"]
+    val, test = tables.info.split.val_start_ms, tables.info.split.test_start_ms
     at = pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time)
     return rows.with_columns(at=at)
 
@@ -100,8 +100,8 @@ def check_ends(
     rule.rows += users.height
     time = pl.col("timestamp_ms")
     expected = rows.group_by("row").agg(
-        train=(time < tables.info["val_start_ms"]).sum(),
-        val=(time < tables.info["test_start_ms"]).sum(),
+        train=(time < tables.info.split.val_start_ms).sum(),
+        val=(time < tables.info.split.test_start_ms).sum(),
     )
     ends = users.select("row", "user_id", "train_end", "val_end")
     ends = ends.join(expected, on="row", how="left")
@@ -147,22 +147,23 @@ def check_statistics(
     info = tables.info
     rule = rules["counts"]
     train = rows.filter(split="train")
-    check_custom_scales(info, train.select(custom_columns(info)), rules["features"])
+    custom = train.select(info.custom.names)
+    check_custom_scales(info.custom, custom, rules["features"])
     is_train = (rows["split"] == "train").to_numpy()
     rates = values["tasks"][is_train].mean(0)
     features = values["features"][is_train]
-    rule.rows += len(rates) + 2 * len(info["features"])
-    for name, rate in zip(info["tasks"], rates, strict=True):
-        recorded = info["base_rates"][name]
+    rule.rows += len(rates) + 2 * len(info.features)
+    for name, rate in zip(info.tasks, rates, strict=True):
+        recorded = info.base_rates[name]
         check_number(f"base rate of {name}", recorded, rate, 1.0, rule)
-    for column, name in enumerate(info["features"]):
+    for column, name in enumerate(info.features):
         mean, std = features[:, column].mean(), features[:, column].std()
         std = std if std > 1e-6 else 0.0
-        recorded = info["feature_mean"][column]
+        recorded = info.feature_mean[column]
         check_number(f"feature_mean of {name}", recorded, mean, 1.0, rule)
-        recorded = info["feature_std"][column]
+        recorded = info.feature_std[column]
         check_number(f"feature_std of {name}", recorded, std, 1.0, rule)
-    for name, listed in info["viewers"].items():
+    for name, listed in info.viewers.items():
         check_category(f"cat_{name}", listed, train, rule)
 
 
@@ -177,7 +178,7 @@ def expected_values(
     Returns:
         For each of the three, the values (events,) by name.
     """
-    definitions = tables.info["definitions"]
+    definitions = tables.info.definitions
     tasks = {
         name: task_values(task).cast(pl.Float64)
         for name, task in definitions["tasks"].items()
@@ -232,7 +233,7 @@ def expected_features(tables: Tables, rows: pl.DataFrame) -> dict[str, np.ndarra
     Returns:
         The features (events,) by name.
     """
-    definitions = tables.info["definitions"]
+    definitions = tables.info.definitions
     tasks, settings = definitions["tasks"], definitions["counts"]
     labels = settings["counted_labels"]
     prior, strength = settings["prior"], settings["strength"]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +27,7 @@ import pyarrow.compute as pc
 
 from core.errors import UserError
 from core.options import check_shares
+from core.schemas import LogInfo
 from pipelines.data.events.columns import bool_column
 from pipelines.data.prepare_config import PrepareConfig, raise_first
 from pipelines.data.reading.durations import WindowSettings
@@ -236,11 +236,11 @@ class ActionsConfig:
     counts: Counts = field(default_factory=Counts)
     """Kinds of key, windows and smoothing of the counted features."""
 
-    def resolve(self, info: dict[str, Any], attributes: list[str]) -> ActionsConfig:
+    def resolve(self, info: LogInfo, attributes: list[str]) -> ActionsConfig:
         """Return the configuration with all defaults filled in from the log.
 
         Args:
-            info: `info` of the log: its labels with their types and ranges.
+            info: Labels of the log.
             attributes: Attributes of the log's items.
 
         Raises:
@@ -266,13 +266,13 @@ class ActionsConfig:
                 )
         return ActionsConfig(tasks, inputs, replace(counts, counted_labels=labels))
 
-    def _resolve_tasks(self, info: dict[str, Any]) -> dict[str, Task]:
+    def _resolve_tasks(self, info: LogInfo) -> dict[str, Task]:
         """Return the tasks, and one for each bool label other than a task's `label`."""
         tasks = dict(self.tasks)
         for name, task in tasks.items():
-            task.check(name, info["labels"])
+            task.check(name, info.labels)
         used_labels = {task.label for task in tasks.values()}
-        for name in _bool_labels(info):
+        for name in info.bool_labels:
             if name not in used_labels and name not in tasks:
                 tasks[name] = Task(name)
         if not tasks:
@@ -282,15 +282,15 @@ class ActionsConfig:
             )
         return tasks
 
-    def _resolve_inputs(self, info: dict[str, Any]) -> dict[str, Input]:
+    def _resolve_inputs(self, info: LogInfo) -> dict[str, Input]:
         """Return the inputs with their ranges, and one for each bool label not read."""
-        labels, ranges = info["labels"], info.get("ranges", {})
+        labels, ranges = info.labels, info.ranges
         inputs = {
             name: value.check(name, labels, ranges)
             for name, value in self.inputs.items()
         }
         used_labels = {value.label for value in inputs.values()}
-        for name in _bool_labels(info):
+        for name in info.bool_labels:
             if name not in used_labels and name not in inputs:
                 inputs[name] = Input(name)
         if not inputs:
@@ -337,8 +337,8 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     Raises:
         UserError: If a setting does not fit a log of actions, or this log.
     """
-    has_clock_times = source.info["clock"]
-    late_label = min(source.info.get("known", {}), default=None)
+    has_clock_times = source.info.clock
+    late_label = min(source.info.known, default=None)
     raise_first(
         (
             not has_clock_times,
@@ -381,11 +381,6 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
     except ValueError as error:
         raise UserError(f"prepare.actions: {error}") from error
     return resolved
-
-
-def _bool_labels(info: dict[str, Any]) -> list[str]:
-    """Return the names of the log's bool labels."""
-    return [name for name, kind in info["labels"].items() if kind == "bool"]
 
 
 def label_type(label: str, labels: dict[str, str], key: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from core.schemas import Split
 from pipelines.data.actions.config import ITEM, USER, ActionsConfig
 from pipelines.data.events.columns import dictionary_column, encode_ids, read_part
 from pipelines.data.sequences.counts import (
@@ -32,17 +33,17 @@ from pipelines.data.sequences.counts import (
 IDS = ("user_id", "item_id")
 
 
-def count_times(split: dict[str, Any], time: np.ndarray) -> np.ndarray:
+def count_times(split: Split, time: np.ndarray) -> np.ndarray:
     """Return the time (E,) in ms as of which the counts of each event are taken.
 
     It is the event's time in training, and the start of its split for candidates of
     validation and test, as all candidates of a user are scored at once.
 
     Args:
-        split: `by` and boundaries of the split, as manifests record them.
+        split: The split.
         time: Times (E,) of the events in ms.
     """
-    val, test = split["val_start_ms"], split["test_start_ms"]
+    val, test = split.val_start_ms, split.test_start_ms
     return np.where(time >= test, test, np.where(time >= val, val, time))
 
 
@@ -58,8 +59,7 @@ class ActionsCounter(KeyCounter):
     """Counts by all kinds of key of the configuration except the user."""
 
     config: ActionsConfig
-    split: dict[str, Any]
-    """The split as manifests record it."""
+    split: Split
 
     @property
     def keys(self) -> list[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import polars as pl
 
+from core.schemas import Split
 from core.tables import Manifest
 from pipelines.data.actions.audit import check_actions_tables
 from pipelines.data.actions.config import ActionsConfig, check_actions
@@ -43,7 +42,7 @@ class Actions(Kind):
         check_actions(source, config)
 
     def make_sequences(
-        self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+        self, run: Run, events: Manifest, items: Manifest, split: Split
     ) -> Manifest:
         """Make `sequences`, and the tables of features that have times of their own."""
         return make_actions(run, events, items, split)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize
-from core.schemas import actions_schema
+from core.schemas import ActionsInfo, Split, actions_schema
 from core.tables import Manifest, part_uris
 from pipelines.data.actions.config import ITEM, ActionsConfig, check_actions
 from pipelines.data.actions.features import (
@@ -267,25 +267,23 @@ def compute_label_stats(step: ActionsStep, builder: ActionsBuilder) -> LabelStat
     categories = [part.categories for part in parts]
     described = describe_features(categories, builder.categories)
     viewers, hashed = {}, []
-    for category in described["categories"]:
-        if category["buckets"]:
-            hashed.append(category["name"])
+    for category in described.categories:
+        if category.buckets:
+            hashed.append(category.name)
         else:
-            viewers[plain_name(category["name"])] = category["values"]
+            viewers[plain_name(category.name)] = list(category.values)
     return LabelStats(constant, viewers, tuple(hashed))
 
 
-def _check_splits(num_events: dict[str, int], split_info: dict[str, Any]) -> None:
+def _check_splits(num_events: dict[str, int], split: Split) -> None:
     """Check that every split has an event."""
     empty = [name for name in SPLITS if not num_events[name]]
     if not empty:
         return
     counts = ", ".join(f"{name} {count:,}" for name, count in num_events.items())
-    val_start, test_start = (
-        format_moment(split_info[name]) for name in ("val_start_ms", "test_start_ms")
-    )
     raise UserError(
-        f"the cuts at {val_start} and {test_start} leave no event in "
+        f"the cuts at {format_moment(split.val_start_ms)} and "
+        f"{format_moment(split.test_start_ms)} leave no event in "
         f"{' and '.join(empty)} ({counts})"
     )
 
@@ -357,6 +355,8 @@ def feature_scale(
 @dataclass(frozen=True)
 class ActionsStep(SequencesStep):
     """The step of prepare that makes the sequences of a log of actions."""
+
+    info_class = ActionsInfo
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -435,9 +435,7 @@ class ActionsStep(SequencesStep):
             "base_rates": dict(zip(builder.actions.tasks, rates, strict=True)),
             "definitions": asdict(builder.actions),
             "dropped": self.dropped_labels,
-            "val_start_ms": self.split["val_start_ms"],
-            "test_start_ms": self.split["test_start_ms"],
-            "events": events,
+            "requests": events,
             "users_with_candidates": users,
             "users_with_context": with_context,
             "users_without_context": {
@@ -447,26 +445,26 @@ class ActionsStep(SequencesStep):
             "events_outside": count["outside"],
         }
 
-    def report(self, sequences: Manifest, seconds: float) -> None:
+    def report(self, sequences: Manifest[Any], seconds: float) -> None:
         """Report sizes of the table and its splits, and the base rates of the tasks."""
         info, report = sequences.info, self.run.report
         report(
             f"sequences: {pluralize(sequences.rows, 'user')}, "
-            f"{pluralize(len(info['tasks']), 'task')}, "
-            f"{pluralize(len(info['actions']), 'action')} and "
-            f"{pluralize(len(info['features']), 'feature')} in {seconds:.1f} s; "
-            f"{pluralize(info['events_outside'], 'event')} outside the catalogue "
-            f"dropped, {info['tied_behaviours']:,} at the same millisecond as the "
+            f"{pluralize(len(info.tasks), 'task')}, "
+            f"{pluralize(len(info.actions), 'action')} and "
+            f"{pluralize(len(info.features), 'feature')} in {seconds:.1f} s; "
+            f"{pluralize(info.events_outside, 'event')} outside the catalogue "
+            f"dropped, {info.tied_behaviours:,} at the same millisecond as the "
             f"user's previous event"
         )
         for name in SPLITS[1:]:
             report(
-                f"{name}: {info['users_with_candidates'][name]:,} users with "
-                f"{info['events'][name]:,} candidates, "
-                f"{info['users_without_context'][name]:,} of these users without "
+                f"{name}: {info.users_with_candidates[name]:,} users with "
+                f"{info.requests[name]:,} candidates, "
+                f"{info.users_without_context[name]:,} of these users without "
                 f"context"
             )
-        rates = [f"{name} {rate:.4f}" for name, rate in info["base_rates"].items()]
+        rates = [f"{name} {rate:.4f}" for name, rate in info.base_rates.items()]
         report(f"base rates: {', '.join(rates)}")
 
 
@@ -486,16 +484,14 @@ def read_attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
     return codes
 
 
-def make_actions(
-    run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
-) -> Manifest:
+def make_actions(run: Run, events: Manifest, items: Manifest, split: Split) -> Manifest:
     """Make the sequences of a log of actions and return their manifest.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
         events: Manifest of `events`.
         items: Manifest of `items`.
-        split: `by` and boundaries of the split, as manifests record them.
+        split: The split.
     """
     as_of = make_as_of_tables(run)
     return make_sequences(ActionsStep(run, events, items, split, as_of))

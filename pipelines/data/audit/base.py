@@ -15,6 +15,7 @@ import polars as pl
 
 from core.errors import UserError
 from core.files import join
+from core.schemas import EventsInfo, ItemsInfo, QueriesInfo, SequencesInfo
 from core.tables import Manifest, read_manifest, read_parquet
 
 MAX_EXAMPLES = 3
@@ -32,6 +33,12 @@ EVENT = "user {user_id}, item {item_id} at {timestamp_ms}"
 
 REQUEST = "user {user_id}, request {index}"
 """Template of a request in messages."""
+
+
+INFO_CLASSES: dict[str, Any] = {
+    info.table: info for info in (EventsInfo, ItemsInfo, QueriesInfo, SequencesInfo)
+}
+"""Type of the info of each table."""
 
 
 @dataclass
@@ -94,9 +101,12 @@ class Tables:
         Raises:
             UserError: If a manifest is missing or damaged.
         """
-        sequences = read_manifest(join(uri, "sequences"), "sequences")
+        sequences = read_manifest(join(uri, "sequences"), SequencesInfo)
         names = dict.fromkeys(("events", "items", *sequences.inputs))
-        manifests = {name: read_manifest(join(uri, name)) for name in names}
+        manifests = {
+            name: read_manifest(join(uri, name), INFO_CLASSES.get(name))
+            for name in names
+        }
         return cls(uri, {**manifests, "sequences": sequences}, all_shown)
 
     def read(self, table: str) -> pl.DataFrame:
@@ -145,9 +155,15 @@ class Tables:
         return events.join(rows, on="user_id", maintain_order="left")
 
     @property
-    def info(self) -> dict[str, Any]:
-        """`info` of the manifest of `sequences`."""
+    def info(self) -> Any:
+        """`info` of the manifest of `sequences`, of the class of its kind."""
         return self.manifests["sequences"].info
+
+    @property
+    def items_info(self) -> ItemsInfo:
+        """`info` of the manifest of `items`."""
+        info: ItemsInfo = self.manifests["items"].info
+        return info
 
     @property
     def event_columns(self) -> set[str]:
@@ -157,7 +173,7 @@ class Tables:
     @property
     def behaviour(self) -> str | None:
         """Column of the bool label that makes an event a behaviour; None if all do."""
-        name = self.info.get("behaviour")
+        name = self.info.behaviour
         return f"label_{name}" if name else None
 
     @property
@@ -172,7 +188,7 @@ class Tables:
     @property
     def log_order(self) -> bool:
         """Whether behaviours at the same time keep the log's order (`ties`)."""
-        return bool(self.info["ties"] == "log_order")
+        return bool(self.info.ties == "log_order")
 
     @property
     def event_order(self) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import polars as pl
 
 from core.errors import UserError
 from core.files import join
+from core.schemas import EventsInfo
 from core.tables import part_uris, read_parquet
 from pipelines.data.audit.base import EVENT, MINUTE_MS, Rule, Tables
 
@@ -77,26 +77,26 @@ def check_events(tables: Tables, rules: dict[str, Rule]) -> None:
     _check_known_times(events, info, rules["known"])
 
 
-def _check_duplicates(events: pl.DataFrame, info: dict[str, Any], rule: Rule) -> None:
+def _check_duplicates(events: pl.DataFrame, info: EventsInfo, rule: Rule) -> None:
     """Check that events are distinct or, if kept, their recorded number."""
     rule.rows = events.height
     num_duplicates = events.height - events.n_unique()
-    recorded = info.get("duplicates_kept")
+    recorded = info.duplicates_kept
     if recorded is None:
         if num_duplicates:
             first = events.filter(events.is_duplicated()).row(0, named=True)
             rule.add_violation(EVENT.format(**first), num_duplicates)
         return
     # with `ties: log_order`, equal events have different positions
-    if recorded != num_duplicates and info.get("ties") == "strict":
+    if recorded != num_duplicates and info.ties == "strict":
         rule.add_violation(
             f"{num_duplicates:,} events repeat another, the manifest says {recorded:,}"
         )
 
 
-def _check_known_times(events: pl.DataFrame, info: dict[str, Any], rule: Rule) -> None:
+def _check_known_times(events: pl.DataFrame, info: EventsInfo, rule: Rule) -> None:
     """Check the times at which late labels become known."""
-    for name, declared in info.get("known", {}).items():
+    for name, delay in info.log.known.items():
         rule.rows += events.height
         time, known = pl.col("timestamp_ms"), pl.col(f"known_{name}")
         label = pl.col(f"label_{name}")
@@ -104,8 +104,8 @@ def _check_known_times(events: pl.DataFrame, info: dict[str, Any], rule: Rule) -
         if events.schema[f"label_{name}"] == pl.Boolean:
             is_set = label.fill_null(False)
         is_valid = known >= time
-        if "delay_minutes" in declared:
-            is_valid = known == time + round(declared["delay_minutes"] * MINUTE_MS)
+        if delay is not None:
+            is_valid = known == time + round(delay * MINUTE_MS)
         is_wrong = is_set & ~is_valid.fill_null(False)
         is_unexpected = ~is_set & known.is_not_null()
         rule.add_rows(
@@ -124,12 +124,12 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     Returns:
         The users (`user_id`) in the k-core.
     """
-    items, info = tables.catalogue, tables.manifests["items"].info
+    items, info = tables.catalogue, tables.items_info
     rule.rows = items.height
     _check_item_order(tables, rule)
-    core, split = info["core"], tables.info["split"]
-    is_frozen = bool(info.get("catalogue_of"))
-    num_described = info.get("items_without_behaviours")
+    core, split = info.core, info.split
+    is_frozen = info.catalogue_of is not None
+    num_described = info.items_without_behaviours
     events = tables.events
     if not tables.all_shown:
         events = tables.filter_behaviours(events)
@@ -159,7 +159,7 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
         "item {item_id}: in the {core}-core of events, but not in the catalogue",
         core=core,
     )
-    if core > 1 and info["core_window"] == "all" and split["by"] == "temporal":
+    if core > 1 and info.core_window == "all" and split.by == "temporal":
         rule.note = (
             f"the {core}-core was computed on the whole log including validation and "
             f"test (core_window: all), as in papers; core_window: train uses only the "
@@ -170,12 +170,11 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
 
 def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     """Return the events that count for the k-core: all or the training events."""
-    split = tables.info["split"]
-    core_window = tables.manifests["items"].info["core_window"]
-    if core_window != "train" or split.get("val_start_ms") is None:
+    info = tables.items_info
+    if info.core_window != "train" or info.split.by != "temporal":
         return events
     known = "timestamp_ms" if tables.all_shown else tables.known_time_column
-    return events.filter(pl.col(known) < split["val_start_ms"])
+    return events.filter(pl.col(known) < info.split.val_start_ms)
 
 
 def _check_item_order(tables: Tables, rule: Rule) -> None:
@@ -184,7 +183,7 @@ def _check_item_order(tables: Tables, rule: Rule) -> None:
     row = pl.int_range(pl.len(), dtype=pl.Int32)
     previous = pl.col("item_id").shift(1)
     is_wrong = (pl.col("item_id") <= previous).fill_null(False)
-    if manifest.extends or manifest.info.get("catalogue_of"):
+    if manifest.extends or manifest.info.catalogue_of:
         is_wrong = ~pl.col("item_id").is_first_distinct()
     is_wrong |= pl.col("item_index").ne_missing(row) | pl.col("item_id").is_null()
     rows = tables.catalogue.with_columns(row=row, previous=previous, is_wrong=is_wrong)

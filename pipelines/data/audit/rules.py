@@ -14,6 +14,7 @@ import polars as pl
 
 from core.errors import UserError
 from core.files import join
+from core.schemas import SequencesInfo
 from core.tables import read_manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.events import (
@@ -61,7 +62,7 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     Raises:
         UserError: If there are no tables, or they lack columns.
     """
-    name = read_manifest(join(uri, "sequences"), "sequences").info["kind"]
+    name = read_manifest(join(uri, "sequences"), SequencesInfo).info.kind
     if name not in KINDS:
         raise UserError(
             f"{uri} has sequences of kind '{name}'; the audit supports "

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from core.tables import CUSTOM_KEY
+from core.schemas import CustomFeatures
 from pipelines.data.audit.base import (
     MAX_EXAMPLES,
     REQUEST,
@@ -115,7 +115,7 @@ def expected_behaviours(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     order = ["row", tables.known_time_column, *tables.event_order]
     behaviours = behaviours.sort(order, maintain_order=True)
     length = pl.len().over("row").cast(pl.Int64)
-    num_truncated = (length - tables.info["max_events"]).clip(0)
+    num_truncated = (length - tables.info.max_events).clip(0)
     index = pl.int_range(pl.len(), dtype=pl.Int64).over("row") - num_truncated
     behaviours = behaviours.with_columns(index=index.cast(pl.Int32))
     return behaviours.filter(pl.col("index") >= 0)
@@ -225,27 +225,21 @@ def check_history(
 def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str, int]:
     """Check the split of each request, and return the number of requests per split."""
     rule.rows += requests.height
-    split = tables.info.get("split") or {}
-    starts = [split.get("val_start_ms"), split.get("test_start_ms")]
-    is_timed = all(isinstance(start, int) for start in starts)
-    if split.get("by") == "leave_last_out":
+    split = tables.info.split
+    if split.by == "leave_last_out":
         requests = requests.with_columns(rank=rank_in_time(tables, requests))
         length = pl.len().over("row")
         from_end = length.cast(pl.Int64) - 1 - pl.col("rank")
         is_train = (length < 3) | (from_end > 1)
         is_val = from_end == 1
-        if tables.manifests["events"].info["clock"]:
+        if tables.manifests["events"].info.log.clock:
             rule.note = (
                 "leave-last-out trains on other users' later behaviours; a temporal "
                 "split does not"
             )
-    elif split.get("by") == "temporal" and is_timed:
-        is_train, is_val = (pl.col("timestamp_ms") < start for start in starts)
     else:
-        rule.add_violation(
-            f"the manifest of sequences names no known split: {split}", requests.height
-        )
-        return {}
+        is_train = pl.col("timestamp_ms") < split.val_start_ms
+        is_val = pl.col("timestamp_ms") < split.test_start_ms
     expected = pl.when(is_train).then(pl.lit("train")).when(is_val)
     requests = requests.with_columns(
         expected=expected.then(pl.lit("val")).otherwise(pl.lit("test"))
@@ -302,10 +296,10 @@ def check_counts(
         **counts,
     }
     for name, count in all_counts.items():
-        recorded = tables.info.get(name)
+        recorded = getattr(tables.info, name)
         if isinstance(count, dict):
             for split, split_count in count.items():
-                split_recorded = (recorded or {}).get(split)
+                split_recorded = recorded.get(split)
                 _check_count(f"{name} {split}", split_recorded, split_count, rule)
         else:
             _check_count(name, recorded, count, rule)
@@ -365,13 +359,6 @@ def check_values(
 # Custom features.
 
 
-def custom_columns(info: dict[str, Any]) -> list[str]:
-    """Return the columns of custom features listed in the manifest of `sequences`."""
-    custom = info.get(CUSTOM_KEY) or {}
-    entries = [*custom.get("numbers", ()), *custom.get("categories", ())]
-    return [entry["name"] for entry in entries]
-
-
 def join_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
     """Join the features of items and of tables with times of their own.
 
@@ -382,14 +369,12 @@ def join_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
         rows: Rows with `item_id` and `user_id`.
         at: Name of the rows' column with the time.
     """
-    for name, table in (tables.info.get("as_of") or {}).items():
-        key = table["key"]
-        columns = tables.read(name).select(
-            key, *table["features"], __since="timestamp_ms"
-        )
+    for name, table in tables.info.as_of.items():
+        key = table.key
+        columns = tables.read(name).select(key, *table.features, __since="timestamp_ms")
         points = rows.with_columns(at=at)
         rows = rows.hstack(latest_before(points, columns, [key], 0, "__since"))
-    if item_features := tables.info.get("item_features"):
+    if item_features := tables.info.item_features:
         items = tables.items.select("item_id", *item_features)
         rows = rows.join(items, on="item_id", how="left", maintain_order="left")
     return rows
@@ -397,8 +382,8 @@ def join_as_of(tables: Tables, rows: pl.DataFrame, at: str) -> pl.DataFrame:
 
 def check_as_of(tables: Tables, rule: Rule) -> None:
     """Check that tables with times of their own have one row per id and time."""
-    for name, table in (tables.info.get("as_of") or {}).items():
-        key = table["key"]
+    for name, table in tables.info.as_of.items():
+        key = table.key
         rows = tables.read(name).select(key, "timestamp_ms")
         rule.rows += rows.height
         rule.add_rows(
@@ -425,29 +410,30 @@ def check_number(
         )
 
 
-def check_custom_scales(info: dict[str, Any], train: pl.DataFrame, rule: Rule) -> None:
+def check_custom_scales(
+    custom: CustomFeatures, train: pl.DataFrame, rule: Rule
+) -> None:
     """Check the manifest's statistics of custom features against training rows.
 
     Args:
-        info: `info` of the manifest of `sequences`.
+        custom: Custom features of the manifest of `sequences`.
         train: Training rows, with a column per custom feature.
         rule: Rule that rows and violations are added to.
     """
-    custom = info.get(CUSTOM_KEY) or {"numbers": [], "categories": []}
-    for number in custom["numbers"]:
+    for number in custom.numbers:
         rule.rows += 1
-        name = number["name"]
+        name = number.name
         values = train[name].drop_nulls().cast(pl.Float64).to_numpy()
         mean, std = (values.mean(), values.std()) if len(values) else (0.0, 0.0)
         if std <= 1e-9 * max(1.0, abs(mean)):
             std = 0.0
         has_missing = len(values) < train.height
-        check_number(f"mean of {name}", number["mean"], mean, std, rule)
-        check_number(f"std of {name}", number["std"], std, std, rule)
-        check_number(f"missing of {name}", number["missing"], has_missing, std, rule)
-    for category in custom["categories"]:
-        if not category["buckets"]:
-            check_category(category["name"], category["values"], train, rule)
+        check_number(f"mean of {name}", number.mean, mean, std, rule)
+        check_number(f"std of {name}", number.std, std, std, rule)
+        check_number(f"missing of {name}", number.missing, has_missing, std, rule)
+    for category in custom.categories:
+        if not category.buckets:
+            check_category(category.name, list(category.values), train, rule)
 
 
 def check_category(

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize
 from core.files import join, open_uri
-from core.schemas import REJECTS
+from core.schemas import REJECTS, EventsInfo, Match, PartitionInfo, RejectsInfo
 from core.tables import Manifest, Part, part_uris, read_parquet, write_part
 from pipelines.data.engine import KEY, Exchange, ReadSummary, Shared, fetch
 from pipelines.data.events.columns import dictionary_column, user_keys
@@ -33,7 +33,7 @@ from pipelines.data.events.event_stats import (
     event_stats,
     part_stats,
 )
-from pipelines.data.events.matching import Match, check_matched
+from pipelines.data.events.matching import WARN_BELOW, check_matched, matched_share
 from pipelines.data.events.order_events import LOG_PLACE, order_events
 from pipelines.data.prepare_config import raise_first
 from pipelines.data.reading.log import Log
@@ -79,7 +79,9 @@ class LogFiles:
     """[size, modification time in ns] of these files and of files in the tables."""
 
 
-def make_events(run: Run, num_partitions: int) -> tuple[Manifest, LoadStats]:
+def make_events(
+    run: Run, num_partitions: int
+) -> tuple[Manifest[EventsInfo], LoadStats]:
     """Write the tables `events` and `rejects`, or append new files to them.
 
     Args:
@@ -94,7 +96,7 @@ def make_events(run: Run, num_partitions: int) -> tuple[Manifest, LoadStats]:
         UserError: if the log cannot be read, too many rows are rejected, or appending
             would give other tables than reading all files at once.
     """
-    earlier = run.tables.appended_version("events")
+    earlier = run.tables.appended_version(EventsInfo)
     if earlier:
         num_partitions = run.config.partitions or earlier.config["partitions"]
     events, users = run.source.event_files(run.input), run.source.user_files(run.input)
@@ -108,8 +110,8 @@ def make_events(run: Run, num_partitions: int) -> tuple[Manifest, LoadStats]:
             )
             return earlier, _stats_loader(run, earlier)
     else:
-        finished = run.tables.find_finished("events", settings, {}, files.stamps)
-        rejects = run.tables.find_finished("rejects", settings, {}, files.stamps)
+        finished = run.tables.find_finished(EventsInfo, settings, {}, files.stamps)
+        rejects = run.tables.find_finished(RejectsInfo, settings, {}, files.stamps)
         if finished and rejects:
             return finished, _stats_loader(run, finished)
     manifest, stats = _read_files(run, files, settings, earlier)
@@ -142,11 +144,11 @@ def _events_settings(run: Run, num_partitions: int) -> dict[str, Any]:
 
 
 def _check_append(
-    run: Run, earlier: Manifest, settings: dict[str, Any], files: LogFiles
+    run: Run, earlier: Manifest[EventsInfo], settings: dict[str, Any], files: LogFiles
 ) -> LogFiles:
     """Check that files can be appended to the events, and return the new files."""
-    source, old = run.source, earlier.info["stamps"]
-    old_user_files = {*earlier.info["user_files"]}
+    source, old = run.source, earlier.info.stamps
+    old_user_files = {*earlier.info.user_files}
     old_files = old.keys() - old_user_files
     new_files = sorted(files.stamps.keys() - old.keys() - {*files.users})
     differing = [
@@ -203,9 +205,11 @@ def differs_beyond_files(source: dict[str, Any], earlier: dict[str, Any]) -> boo
     return {**source, "files": ""} != {**earlier, "files": ""}
 
 
-def _changed_files(run: Run, earlier: Manifest, files: LogFiles) -> list[str]:
+def _changed_files(
+    run: Run, earlier: Manifest[EventsInfo], files: LogFiles
+) -> list[str]:
     """Return the files of the earlier version whose stamp and content have changed."""
-    old = earlier.info["stamps"]
+    old = earlier.info.stamps
     changed = []
     for file, stamp in files.stamps.items():
         if old.get(file, stamp) == stamp:
@@ -235,8 +239,11 @@ def _combine_digests(digests: list[str]) -> str:
 
 
 def _read_files(
-    run: Run, files: LogFiles, settings: dict[str, Any], earlier: Manifest | None
-) -> tuple[Manifest, EventStats]:
+    run: Run,
+    files: LogFiles,
+    settings: dict[str, Any],
+    earlier: Manifest[EventsInfo] | None,
+) -> tuple[Manifest[EventsInfo], EventStats]:
     """Read event files, and commit `events` and `rejects`."""
     partitions = settings["partitions"]
     run.report(
@@ -245,22 +252,13 @@ def _read_files(
     )
     begin = time.perf_counter()
     with run.tables.clean_up_on_error("events", "rejects"):
-        users, user_hashes, rejected_users = _read_users(run, files)
+        users, user_hashes = _read_users(run, files)
         result = read_partitions(run, files.events, partitions, users, earlier)
         _check_result(run, files.events, result, earlier)
         read_end = time.perf_counter()
         stats = result.stats.result()
         inputs = {**(earlier.inputs if earlier else {}), **result.hashes, **user_hashes}
-        info = _events_info(run, result, stats, earlier)
-        info |= {
-            "stamps": files.stamps,
-            "user_files": files.users,
-            "user_rows": rejected_users.rows_read,
-            "user_rejects": rejected_users.rejects,
-            "user_reject_reasons": dict(sorted(rejected_users.reasons.items())),
-        }
-        if users is not None:
-            info["users_matched"] = result.matched.to_info()
+        info = _events_info(run, files, result, stats, earlier)
         events = run.tables.commit(
             "events",
             run.source.schema,
@@ -272,26 +270,20 @@ def _read_files(
             survey_s=time.perf_counter() - read_end,
         )
         old_rejects = _old_rejects(run, earlier)
-        rejects_info = {
-            "rows": info["rejects"],
-            "stamps": files.stamps,
-            "old_files": len(old_rejects),
-        }
+        rejects_info = RejectsInfo(files.stamps, len(old_rejects))
         parts = [*old_rejects, *result.reject_parts]
         run.tables.commit("rejects", REJECTS, parts, settings, inputs, rejects_info)
     duplicates = pluralize(result.duplicates, "duplicate")
     run.report(
         f"events: {pluralize(events.rows, 'row')} of {pluralize(stats.users, 'user')}, "
         f"each in one part ({duplicates} {DUPLICATES_WORD[run.config.duplicates]}, "
-        f"{pluralize(info['rejects'], 'reject')}) in "
+        f"{pluralize(info.rejects, 'reject')}) in "
         f"{time.perf_counter() - begin:.1f} s"
     )
     return events, stats
 
 
-def _read_users(
-    run: Run, files: LogFiles
-) -> tuple[pa.Table | None, dict[str, str], RejectCounts]:
+def _read_users(run: Run, files: LogFiles) -> tuple[pa.Table | None, dict[str, str]]:
     """Read the user files."""
     digests = {file: hashlib.sha256() for file in files.users}
     users = run.source.read_users(run.input, digests)
@@ -299,11 +291,11 @@ def _read_users(
     rejected = RejectCounts.from_block(users) if users else RejectCounts()
     run.check_rejects(rejected, " of the user files")
     hashes = {file: digest.hexdigest() for file, digest in digests.items()}
-    return users.rows if users else None, hashes, rejected
+    return users.rows if users else None, hashes
 
 
 def _check_result(
-    run: Run, files: list[str], result: ReadResult, earlier: Manifest | None
+    run: Run, files: list[str], result: ReadResult, earlier: Manifest[EventsInfo] | None
 ) -> None:
     """Raise UserError if there are no rows, no valid events or too many rejects."""
     if not result.rejected.rows_read and not earlier:
@@ -315,40 +307,46 @@ def _check_result(
 
 
 def _events_info(
-    run: Run, result: ReadResult, stats: EventStats, earlier: Manifest | None
-) -> dict[str, Any]:
-    """Return the entries of the manifest's `info` except those about files."""
-    old: dict[str, Any] = earlier.info if earlier else {}
+    run: Run,
+    files: LogFiles,
+    result: ReadResult,
+    stats: EventStats,
+    earlier: Manifest[EventsInfo] | None,
+) -> EventsInfo:
+    """Return the info of the manifest of `events`."""
     keep = run.config.duplicates == "keep"
-    reasons = Counter(old.get("reject_reasons", {})) + result.rejected.reasons
-    info = {
-        **run.source.info,
-        "parts": [written.to_info() for written in result.partitions],
-        "ties": run.config.ties,
-        "rows_read": old.get("rows_read", 0) + result.rejected.rows_read,
-        "rejects": reasons.total(),
-        "reject_reasons": dict(sorted(reasons.items())),
-        "duplicates": 0 if keep else result.duplicates,
-        "users": stats.users,
-        "first_ms": stats.first_ms,
-        "last_ms": stats.last_ms,
-        "grain_ms": stats.grain_ms,
-    }
-    if keep:
-        info["duplicates_kept"] = result.duplicates
-    return info
+    rows_read, reasons = result.rejected.rows_read, result.rejected.reasons
+    if earlier:
+        rows_read += earlier.info.rows_read
+        reasons = Counter(earlier.info.reject_reasons) + reasons
+    return EventsInfo(
+        log=run.source.info,
+        parts=[written.info for written in result.partitions],
+        ties=run.config.ties,
+        rows_read=rows_read,
+        rejects=reasons.total(),
+        reject_reasons=dict(sorted(reasons.items())),
+        duplicates=0 if keep else result.duplicates,
+        duplicates_kept=result.duplicates if keep else None,
+        users=stats.users,
+        first_ms=stats.first_ms,
+        last_ms=stats.last_ms,
+        grain_ms=stats.grain_ms,
+        stamps=files.stamps,
+        user_files=files.users,
+    )
 
 
-def _old_rejects(run: Run, earlier: Manifest | None) -> list[Part]:
+def _old_rejects(run: Run, earlier: Manifest[EventsInfo] | None) -> list[Part]:
     """Return the parts of `rejects` that belong to the earlier version of events."""
-    rejects = run.tables.appended_version("rejects")
+    rejects = run.tables.appended_version(RejectsInfo)
     if not rejects or not earlier:
         return []
-    if rejects.info["stamps"] == earlier.info["stamps"]:
+    if rejects.info.stamps == earlier.info.stamps:
         return rejects.files
     # A run that was killed after it committed rejects and before it committed events
     # has left rejects of files that the events do not contain.
-    return rejects.files[: rejects.info["old_files"]]
+    return rejects.files[: rejects.info.old_files]
 
 
 # The rows: read by file, shuffled by user, written by partition.
@@ -460,37 +458,9 @@ class WrittenPartition:
     """A written part of the events table, with the events of one partition."""
 
     part: Part
-    partition: int
-    first_user: str
-    duplicates: int
-    """Number of duplicates, whether dropped or kept."""
-    users: int
-    matched: Match
-    """Counts of users with a row in the user files."""
+    info: PartitionInfo
     stats: PartStats | None = None
     """Statistics of the behaviours; None for a part of an earlier run."""
-
-    def to_info(self) -> dict[str, Any]:
-        """Return the entry of the part in the manifest, which a later append reads."""
-        return {
-            "key": self.partition,
-            "first": self.first_user,
-            "duplicates": self.duplicates,
-            "users": self.users,
-            "matched": json.dumps(self.matched.to_info()),
-        }
-
-    @classmethod
-    def from_info(cls, part: Part, info: dict[str, Any]) -> WrittenPartition:
-        """Build the partition from its part and its entry in the manifest."""
-        return cls(
-            part,
-            info["key"],
-            info["first"],
-            info["duplicates"],
-            info["users"],
-            Match(**json.loads(info["matched"])),
-        )
 
 
 @dataclass(frozen=True)
@@ -521,7 +491,7 @@ class PartitionWriter:
             rows = pa.concat_tables([old_rows, rows])
         events, duplicates = order_events(rows, self.schema, self.keep_duplicates)
         if existing and not self.keep_duplicates:
-            duplicates += existing.duplicates
+            duplicates += existing.info.duplicates
         user = dictionary_column(events, "user_id")
         is_misplaced = user_keys(user.dictionary) % self.partitions != partition
         if is_misplaced.any():
@@ -531,11 +501,12 @@ class PartitionWriter:
             )
         return WrittenPartition(
             part=write_part(self.events_uri, events),
-            partition=partition,
-            first_user=user[0].as_py(),
-            duplicates=duplicates,
-            users=len(user.dictionary),
-            matched=_match_users(user, users),
+            info=PartitionInfo(
+                partition=partition,
+                first_user=user[0].as_py(),
+                duplicates=duplicates,
+                matched=_match_users(user, users),
+            ),
             stats=part_stats(events, self.behaviour),
         )
 
@@ -579,7 +550,7 @@ class ReadResult:
     @property
     def duplicates(self) -> int:
         """Number of duplicates, whether dropped or kept."""
-        return sum(written.duplicates for written in self.partitions)
+        return sum(written.info.duplicates for written in self.partitions)
 
 
 def read_partitions(
@@ -587,7 +558,7 @@ def read_partitions(
     files: list[str],
     partitions: int,
     users: pa.Table | None,
-    earlier: Manifest | None,
+    earlier: Manifest[EventsInfo] | None,
 ) -> ReadResult:
     """Read raw files and write parts of events and rejects, without committing them.
 
@@ -606,8 +577,8 @@ def read_partitions(
     reader = _create_reader(run, files, partitions, users)
     existing: dict[int, WrittenPartition] = {}
     if earlier:
-        for part, info in zip(earlier.files, earlier.info["parts"], strict=True):
-            existing[info["key"]] = WrittenPartition.from_info(part, info)
+        for part, info in zip(earlier.files, earlier.info.parts, strict=True):
+            existing[info.partition] = WrittenPartition(part, info)
     writer = PartitionWriter(
         run.tables.table_uri("events"),
         run.source.schema,
@@ -630,26 +601,26 @@ def read_partitions(
     for output in run.engine.exchange(exchange):
         if isinstance(output, ReadSummary):
             summaries[output.index] = output.value
-        elif output.partition in written:
+        elif output.info.partition in written:
             raise RuntimeError(
-                f"the shuffle returned partition {output.partition} twice; nothing was "
-                f"committed"
+                f"the shuffle returned partition {output.info.partition} twice; "
+                f"nothing was committed"
             )
         else:
-            written[output.partition] = output
+            written[output.info.partition] = output
             uri = join(writer.events_uri, output.part.path)
             result.stats.add(uri, output.stats)
     unchanged = {key: old for key, old in existing.items() if key not in written}
     uris = [join(writer.events_uri, old.part.path) for old in unchanged.values()]
     result.stats.read(uris, run.engine)
     all_partitions = [*written.values(), *unchanged.values()]
-    result.partitions = sorted(all_partitions, key=lambda part: part.first_user)
+    result.partitions = sorted(all_partitions, key=lambda part: part.info.first_user)
     _add_summaries(run, result, reader, summaries, is_first=earlier is None)
     new_events = sum(summary.events for summary in summaries.values())
     _check_num_events(run, result, existing, new_events)
     for partition in result.partitions:
-        result.matched.add(partition.matched)
-    if users is not None and result.matched.is_low:
+        result.matched.add(partition.info.matched)
+    if users is not None and matched_share(result.matched) < WARN_BELOW:
         result.matched.others = users["user_id"].slice(0, 2).to_pylist()
     return result
 
@@ -715,7 +686,7 @@ def _check_num_events(
     expected = new_events + sum(old.part.rows for old in existing.values())
     if run.config.duplicates == "drop":
         rows += result.duplicates
-        expected += sum(old.duplicates for old in existing.values())
+        expected += sum(old.info.duplicates for old in existing.values())
     if rows != expected:
         raise RuntimeError(
             f"{expected:,} events were read, but the shuffle returned {rows:,}; "

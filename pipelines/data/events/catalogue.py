@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from core.errors import UserError
 from core.files import join
+from core.schemas import ItemsInfo, Split
 from core.tables import Manifest, Part, write_part
 from pipelines.data.engine import KEY, Engine, Exchange, ReadSummary, Shared, fetch
 from pipelines.data.events.build_events import LoadStats, count_partitions
@@ -40,15 +41,15 @@ hash of the values of the row."""
 
 
 def make_items(
-    run: Run, events: Manifest, load_stats: LoadStats, split: dict[str, Any]
-) -> Manifest:
+    run: Run, events: Manifest, load_stats: LoadStats, split: Split
+) -> Manifest[ItemsInfo]:
     """Write the table `items` and return its manifest.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
         events: Manifest of the events.
         load_stats: Returns statistics of the events.
-        split: `by` and boundaries of the split, as manifests record them.
+        split: The split.
 
     Raises:
         UserError: if the item files cannot be read, have too many rejected rows, or
@@ -59,7 +60,7 @@ def make_items(
     settings = _items_settings(run)
     inputs = {"events": events.hash}
     stamps = run.stamps(files)
-    if finished := run.tables.find_finished("items", settings, inputs, stamps):
+    if finished := run.tables.find_finished(ItemsInfo, settings, inputs, stamps):
         return finished
     begin = time.perf_counter()
     stats = load_stats()
@@ -70,14 +71,28 @@ def make_items(
         written = write_items(run, files, catalogue.ids)
         _check_files_unchanged(run, catalogue, written)
         run.check_rejects(written.rejected, " of the item files")
-        info = {
-            "split": split,
-            "split_made_from": run.split_inputs(events),
-            "stamps": stamps,
-            **_items_info(run, catalogue, written, stats),
-        }
+        info = ItemsInfo(
+            texts=source.items_columns[0],
+            attributes=source.items_columns[1],
+            numbers=source.items_numbers,
+            core=run.config.core,
+            core_window=run.config.core_window,
+            core_rounds=catalogue.core_rounds,
+            behaviour=run.behaviour,
+            split=split,
+            split_made_from=run.split_inputs(events),
+            stamps=stamps,
+            items_before_core=len(stats.items),
+            dropped_items=len(stats.items) - len(catalogue.in_core),
+            items_without_metadata=len(written.missing),
+            metadata_outside_catalogue=sum(file.outside for file in written.files),
+            metadata_differ=sum(part.differing for part in written.ranges),
+        )
+        if source.keeps_all_items:
+            outside_core = len(catalogue.ids) - len(catalogue.in_core)
+            info.items_without_behaviours = outside_core
         if files:
-            info["matched"] = _match_items(run, catalogue, written, stats).to_info()
+            _check_metadata(run, catalogue, written, stats)
         items = run.tables.commit(
             "items",
             source.items_schema,
@@ -94,8 +109,8 @@ def make_items(
 
 def _check_files_present(run: Run, files: list[str]) -> None:
     """Raise UserError if an item file of the extended version is missing."""
-    earlier = run.tables.appended_version("items")
-    missing = sorted(earlier.info["stamps"].keys() - {*files}) if earlier else []
+    earlier = run.tables.appended_version(ItemsInfo)
+    missing = sorted(earlier.info.stamps.keys() - {*files}) if earlier else []
     if missing:
         raise UserError(
             f"{run.input} has no file {missing[0]}, but --append reads all item files "
@@ -103,41 +118,19 @@ def _check_files_present(run: Run, files: list[str]) -> None:
         )
 
 
-def _items_info(
-    run: Run, catalogue: Catalogue, written: WrittenItems, stats: EventStats
-) -> dict[str, Any]:
-    """Return the entries of the manifest's `info` about the catalogue and metadata."""
-    info = {
-        "core": run.config.core,
-        "core_window": run.config.core_window,
-        "core_rounds": catalogue.core_rounds,
-        "behaviour": run.behaviour,
-        "behaviours": stats.behaviours,
-        "items_before_core": len(stats.items),
-        "dropped_items": len(stats.items) - len(catalogue.in_core),
-        "metadata_rows": written.rejected.rows_read,
-        "metadata_rejects": written.rejected.rejects,
-        "metadata_reject_reasons": dict(sorted(written.rejected.reasons.items())),
-        **written.to_info(run.source),
-    }
-    if run.source.keeps_all_items:
-        outside_core = len(catalogue.ids) - len(catalogue.in_core)
-        info["items_without_behaviours"] = outside_core
-    return info
-
-
-def _report_items(run: Run, items: Manifest) -> None:
+def _report_items(run: Run, items: Manifest[ItemsInfo]) -> None:
     """Report the sizes of the catalogue and of its metadata."""
     info = items.info
     without_behaviours = ""
-    if "items_without_behaviours" in info:
-        number = info["items_without_behaviours"]
-        without_behaviours = f", {number:,} of them without behaviours"
+    if info.items_without_behaviours is not None:
+        without_behaviours = (
+            f", {info.items_without_behaviours:,} of them without behaviours"
+        )
     run.report(
         f"items: {items.rows:,} in the catalogue{without_behaviours}, "
-        f"{info['dropped_items']:,} dropped by the {run.config.core}-core "
-        f"({info['core_rounds']} rounds), {info['items_without_metadata']:,} without "
-        f"metadata, {info['metadata_outside_catalogue']:,} metadata rows of other "
+        f"{info.dropped_items:,} dropped by the {run.config.core}-core "
+        f"({info.core_rounds} rounds), {info.items_without_metadata:,} without "
+        f"metadata, {info.metadata_outside_catalogue:,} metadata rows of other "
         f"items dropped"
     )
 
@@ -175,7 +168,7 @@ class Catalogue:
 
 
 def _choose_items(
-    run: Run, files: list[str], stats: EventStats, split: dict[str, Any]
+    run: Run, files: list[str], stats: EventStats, split: Split
 ) -> Catalogue:
     """Choose the items of the catalogue."""
     described, hashes = None, dict[str, str]()
@@ -189,7 +182,7 @@ def _choose_items(
     if described is not None:
         ids = pc.unique(pa.chunked_array([in_core.cast(pa.large_string()), described]))
         ids = ids.take(pc.sort_indices(ids))
-    extends = run.tables.appended_version("items") is not None
+    extends = run.tables.appended_version(ItemsInfo) is not None
     if extends:
         old = run.tables.read("items", ["item_id"])["item_id"].combine_chunks()
         ids = extend_catalogue(old.cast(ids.type), ids)
@@ -390,10 +383,8 @@ class WrittenRange:
     """First item_index of the part."""
     missing: np.ndarray
     """(M,) item_index of items without metadata."""
-    repeated: int
-    """Number of metadata rows after the first row of their item."""
     differing: int
-    """Number of repeated rows that differ from the first row of their item."""
+    """Number of metadata rows that differ from the first row of their item."""
 
 
 @dataclass(frozen=True)
@@ -432,7 +423,6 @@ class RangeWriter:
             part=write_part(self.items_uri, table),
             low=low,
             missing=missing["item_index"].to_numpy().astype(np.int64),
-            repeated=metadata.height - first.height,
             differing=_count_differing(metadata),
         )
 
@@ -472,18 +462,6 @@ class WrittenItems:
     def first_ids(self) -> list[str]:
         """The first ids of the first item file that has any."""
         return next((file.first_ids for file in self.files if file.first_ids), [])
-
-    def to_info(self, source: Log) -> dict[str, Any]:
-        """Return the entries of the manifest's `info` about metadata."""
-        return {
-            "texts": source.items_columns[0],
-            "attributes": source.items_columns[1],
-            "numbers": source.items_numbers,
-            "items_without_metadata": len(self.missing),
-            "metadata_outside_catalogue": sum(file.outside for file in self.files),
-            "metadata_repeated": sum(written.repeated for written in self.ranges),
-            "metadata_differ": sum(written.differing for written in self.ranges),
-        }
 
 
 def write_items(run: Run, files: list[str], catalogue: pa.Array) -> WrittenItems:
@@ -542,10 +520,10 @@ def _check_files_unchanged(
             raise UserError(f"{join(run.input, file)} changed while it was being read")
 
 
-def _match_items(
+def _check_metadata(
     run: Run, catalogue: Catalogue, written: WrittenItems, stats: EventStats
-) -> Match:
-    """Count the items in the k-core that have metadata, and their behaviours."""
+) -> None:
+    """Warn or raise if few items of the k-core, or few behaviours, have metadata."""
     in_core, missing = catalogue.in_core, written.missing
     # (items in the core,) behaviours on each, as both arrays of ids are sorted
     is_in_core = pc.is_in(stats.items, in_core).to_numpy(zero_copy_only=False)
@@ -564,4 +542,3 @@ def _match_items(
         others=written.first_ids,
     )
     check_matched(match, "item", run.config.min_matched, run.report)
-    return match

@@ -11,14 +11,13 @@ the test split has no request from the training window of TABLES.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import items_schema
+from core.schemas import ItemsInfo, Split, items_schema
 from core.tables import (
     Manifest,
     Part,
@@ -32,8 +31,8 @@ from pipelines.data.events.event_stats import EventStats
 from pipelines.data.run import Run
 
 
-def read_split(catalogue: str, has_clock_times: bool) -> dict[str, Any]:
-    """Return the split of other tables, as their manifest records it.
+def read_split(catalogue: str, has_clock_times: bool) -> Split:
+    """Return the split of other tables.
 
     Args:
         catalogue: URI of the other tables.
@@ -42,8 +41,8 @@ def read_split(catalogue: str, has_clock_times: bool) -> dict[str, Any]:
     Raises:
         UserError: if the split needs clock times and the log has none.
     """
-    split = dict(read_manifest(join(catalogue, "items"), "items").info["split"])
-    if split["by"] == "temporal" and not has_clock_times:
+    split = read_manifest(join(catalogue, "items"), ItemsInfo).info.split
+    if split.by == "temporal" and not has_clock_times:
         raise UserError(
             f"{catalogue} is split by time, but this log has no clock times"
         )
@@ -55,8 +54,8 @@ def copy_items(
     events: Manifest,
     load_stats: LoadStats,
     catalogue: str,
-    split: dict[str, Any],
-) -> Manifest:
+    split: Split,
+) -> Manifest[ItemsInfo]:
     """Write the items of other tables as the items of this log.
 
     Args:
@@ -64,7 +63,7 @@ def copy_items(
         events: Manifest of the events.
         load_stats: Returns statistics of the events.
         catalogue: URI of the other tables.
-        split: `by` and boundaries of the split, as manifests record them.
+        split: The split.
 
     Returns:
         The manifest of the items.
@@ -74,37 +73,34 @@ def copy_items(
             another version of the code wrote the original items.
     """
     uri, config = join(catalogue, "items"), run.config
-    original = read_manifest(uri, "items")
+    original = read_manifest(uri, ItemsInfo)
     settings = {"catalogue": original.hash, "behaviour": run.behaviour}
     inputs = {"events": events.hash, "catalogue": original.hash}
-    if finished := run.tables.find_finished("items", settings, inputs):
+    if finished := run.tables.find_finished(ItemsInfo, settings, inputs):
         return finished
     begin = time.perf_counter()
     stats = load_stats()
     schema = items_schema(
-        original.info["texts"],
-        original.info["attributes"],
-        original.info.get("numbers", []),
+        original.info.texts, original.info.attributes, original.info.numbers
     )
     with run.tables.clean_up_on_error("items"):
         parts, inside = _copy_parts(run, uri, original, schema, stats)
         share = _check_share(run, catalogue, stats, inside)
-        info = {
-            "texts": original.info.get("texts"),
-            "attributes": original.info.get("attributes"),
-            "numbers": original.info.get("numbers"),
-            "catalogue_of": catalogue,
-            "core": config.core,
-            "core_window": "all",
-            "behaviour": run.behaviour,
-            "split": split,
-            "split_made_from": run.split_inputs(events),
-            "behaviours": stats.behaviours,
-            "items_before_core": len(stats.items),
-            "dropped_items": len(stats.items) - int(pc.sum(inside).as_py() or 0),
-            "items_without_metadata": original.info["items_without_metadata"],
-            "metadata_outside_catalogue": 0,
-        }
+        info = ItemsInfo(
+            texts=original.info.texts,
+            attributes=original.info.attributes,
+            numbers=original.info.numbers,
+            catalogue_of=catalogue,
+            core=config.core,
+            core_window="all",
+            behaviour=run.behaviour,
+            split=split,
+            split_made_from=run.split_inputs(events),
+            items_before_core=len(stats.items),
+            dropped_items=len(stats.items) - int(pc.sum(inside).as_py() or 0),
+            items_without_metadata=original.info.items_without_metadata,
+            metadata_outside_catalogue=0,
+        )
         seconds = time.perf_counter() - begin
         items = run.tables.commit(
             "items", schema, parts, settings, inputs, info, write_s=seconds
@@ -116,7 +112,7 @@ def copy_items(
         )
     run.report(
         f"items: the {items.rows:,} of {catalogue}; {share:.1%} of the behaviours are "
-        f"on them, {info['dropped_items']:,} other items dropped"
+        f"on them, {info.dropped_items:,} other items dropped"
     )
     return items
 

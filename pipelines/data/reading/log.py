@@ -31,7 +31,7 @@ import pyarrow as pa
 from core.errors import UserError
 from core.files import join
 from core.options import build, read_yaml
-from core.schemas import LABEL_TYPES, REJECTS, events_schema, items_schema
+from core.schemas import LABEL_TYPES, REJECTS, LogInfo, events_schema, items_schema
 from pipelines.data.reading.read import (
     ROW,
     FilePart,
@@ -373,7 +373,7 @@ class Log(Files):
         _check_section("users", self.users, "user", ("attributes",))
         features = [
             *(f"num_{name}" for name in self.numbers),
-            *(f"cat_{name}" for name in self.info["categories"]),
+            *(f"cat_{name}" for name in self.info.categories),
         ]
         for name, section in self.as_of.items():
             self._check_as_of(name, section)
@@ -449,46 +449,35 @@ class Log(Files):
         return self.event_time.has_clock_times
 
     @property
-    def info(self) -> dict[str, Any]:
-        """Description of the events for the `info` of the manifest.
-
-        `labels` has the type of each label, `ranges` the range of labels that have one,
-        `known` the column or delay of labels that become known later than their event.
-        `numbers` and `categories` are names of features, `clock` tells whether times
-        are clock times, and `history` is the column of earlier behaviours.
-        """
-        known = {
-            name: {"column": label.time.column, "unit": label.time.notation}
-            if label.time
-            else {"delay_minutes": label.delay_minutes}
-            for name, label in self.labels.items()
-            if label.is_late
-        }
-        labels = {name: label.type for name, label in self.labels.items()}
-        return {
-            **({"known": known} if known else {}),
-            "labels": labels,
-            "numbers": list(self.numbers),
-            "categories": [
+    def info(self) -> LogInfo:
+        """Labels and features of the events."""
+        labels = self.labels
+        return LogInfo(
+            labels={name: label.type for name, label in labels.items()},
+            numbers=list(self.numbers),
+            categories=[
                 *self.categories,
                 *(self.users.attributes if self.users else ()),
             ],
-            "clock": self.has_clock_times,
-            "ranges": {
+            clock=self.has_clock_times,
+            known={
+                name: label.delay_minutes
+                for name, label in labels.items()
+                if label.is_late
+            },
+            ranges={
                 name: label.range
-                for name, label in self.labels.items()
+                for name, label in labels.items()
                 if label.range is not None
             },
-            **({"history": self.history.column} if self.history else {}),
-        }
+            history=self.history.column if self.history else None,
+        )
 
     @property
     def schema(self) -> pa.Schema:
         """Schema of the events, without the column LOG_ROW."""
         info = self.info
-        return events_schema(
-            info["labels"], info["numbers"], info["categories"], info.get("known", ())
-        )
+        return events_schema(info.labels, info.numbers, info.categories, info.known)
 
     @property
     def config(self) -> dict[str, Any]:

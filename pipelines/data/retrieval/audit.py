@@ -38,7 +38,7 @@ def _count_truncated(tables: Tables) -> dict[str, int | dict[str, int]]:
     behaviours = tables.filter_behaviours(tables.users_events)
     behaviours = behaviours.join(tables.catalogue, on="item_id", how="semi")
     lengths = behaviours.group_by("row").len()["len"].cast(pl.Int64)
-    excess = lengths - tables.info["max_events"]
+    excess = lengths - tables.info.max_events
     return {
         "truncated_users": int((excess > 0).sum()),
         "truncated_events": int(excess.clip(0).sum()),

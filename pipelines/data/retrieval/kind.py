@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from core.schemas import Split
 from core.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
@@ -29,6 +30,7 @@ class Retrieval(Kind):
     name = "retrieval"
     needs_history = True
     allows_repeats = True
+    statistics = ("requests_without_history",)
     first_model = "tiger"
     skipped_rules = ("tasks", "queries", "features", "windows")
     simulated_source = "simulated"
@@ -37,7 +39,7 @@ class Retrieval(Kind):
         """Accept all settings."""
 
     def make_sequences(
-        self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+        self, run: Run, events: Manifest, items: Manifest, split: Split
     ) -> Manifest:
         """Make `sequences`; a retrieval log needs no other table."""
         return make_sequences(RetrievalStep(run, events, items, split, as_of={}))
@@ -53,12 +55,12 @@ class Retrieval(Kind):
         """Draw a log in which items follow from the user's last item and clusters."""
         return draw_interactions(settings)
 
-    def warn(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
+    def warn(self, events: Manifest, info: Any) -> Iterator[str]:
         """Yield a line if many training requests have no history."""
-        num_train = info["requests"]["train"]
-        num_skipped = info["requests_without_history"]["train"]
+        num_train = info.requests["train"]
+        num_skipped = info.requests_without_history["train"]
         if num_skipped > MAX_WITHOUT_HISTORY * num_train:
             yield (
                 f"{num_skipped:,} of {num_train:,} training requests have no history "
-                f"and are skipped in training (--ties {info['ties']})"
+                f"and are skipped in training (--ties {info.ties})"
             )

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from core.errors import UserError, pluralize
-from core.schemas import sequences_schema
+from core.schemas import RetrievalInfo, sequences_schema
 from core.tables import Manifest
 from pipelines.data.events.columns import first_of_run, take_rows
 from pipelines.data.sequences.builder import (
@@ -25,7 +25,7 @@ from pipelines.data.sequences.builder import (
 from pipelines.data.sequences.splits import (
     SPLITS,
     require_training,
-    tied_targets_info,
+    tied_targets,
 )
 
 
@@ -116,6 +116,7 @@ class RetrievalBuilder(SequenceBuilder):
 class RetrievalStep(SequencesStep):
     """The step of prepare that makes the sequences of a retrieval log."""
 
+    info_class = RetrievalInfo
     builder_class: ClassVar[type[RetrievalBuilder]] = RetrievalBuilder
 
     @property
@@ -153,7 +154,7 @@ class RetrievalStep(SequencesStep):
         usable = {name: requests[name] - without_history[name] for name in SPLITS}
         self._check(built.count, usable)
         return {
-            **tied_targets_info(built.count),
+            "tied_targets": tied_targets(built.count),
             "requests": requests,
             "requests_without_history": without_history,
         }
@@ -169,7 +170,7 @@ class RetrievalStep(SequencesStep):
                 f"{config.catalogue}"
             )
 
-    def report(self, sequences: Manifest, seconds: float) -> None:
+    def report(self, sequences: Manifest[Any], seconds: float) -> None:
         """Report the number of users."""
         self.run.report(
             f"sequences: {pluralize(sequences.rows, 'user')} in {seconds:.1f} s"

@@ -27,7 +27,6 @@ from pipelines.data.audit.sequences import (
     check_values,
     compare_rows,
     count_per_split,
-    custom_columns,
     expected_behaviours,
     join_as_of,
     unfold,
@@ -122,7 +121,7 @@ def expected_candidates(tables: Tables, log: pl.DataFrame) -> pl.DataFrame:
     results = log.join(tables.catalogue, on="item_id", maintain_order="left")
     known = pl.col(tables.known_time_column).sort(descending=True)
     per_user = tables.filter_behaviours(results).group_by("user_id").agg(known=known)
-    max_events = tables.info["max_events"]
+    max_events = tables.info.max_events
     truncated = per_user.filter(pl.col("known").list.len() > max_events)
     oldest = pl.col("known").list.get(max_events - 1, null_on_oob=True)
     results = results.join(
@@ -149,8 +148,8 @@ def check_requests(
         requests: Requests of `sequences`.
         rules: `targets` takes wrong results and labels, `features` wrong features.
     """
-    custom_features = custom_columns(tables.info)
-    labels = [f"label_{name}" for name in tables.info["labels"]]
+    custom_features = list(tables.info.custom.names)
+    labels = [f"label_{name}" for name in tables.info.labels]
     candidates = expected_candidates(tables, users_log)
     expected = expected_requests(candidates, [*labels, *custom_features])
     if custom_features:
@@ -190,7 +189,7 @@ def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) ->
 
     Requests whose lists differ in length are skipped: `check_requests` reports them.
     """
-    names = custom_columns(tables.info)
+    names = list(tables.info.custom.names)
     if not names:
         return
     num_candidates = pl.col("candidates").list.len()
@@ -200,14 +199,14 @@ def check_training_values(tables: Tables, requests: pl.DataFrame, rule: Rule) ->
     is_train = pl.col("split") == "train"
     is_counted = has_length.fill_null(False) & is_train & (num_candidates > 0)
     train = requests.filter(is_counted)
-    check_custom_scales(tables.info, train.select(names).explode(names), rule)
+    check_custom_scales(tables.info.custom, train.select(names).explode(names), rule)
 
 
 def count_requests(
     tables: Tables, requests: pl.DataFrame
 ) -> dict[str, int | dict[str, int]]:
     """Count the candidates, and the requests with all or no clicks, of each split."""
-    clicked = pl.col(f"label_{tables.info['labels'][0]}").list
+    clicked = pl.col(f"label_{tables.info.labels[0]}").list
     candidates = requests.select("split", "candidates").explode("candidates")
     one_class = requests.filter(clicked.any() == clicked.all())
     return {
@@ -237,7 +236,7 @@ def check_features(
         behaviours: Behaviours with the time of their request, `asked`.
         rule: Rule that rows and violations are added to.
     """
-    names = tables.info["features"]
+    names = tables.info.features
     num_candidates = pl.col("candidates").list.len()
     has_features = pl.col("features").list.len() == num_candidates * len(names)
     has_positions = pl.col("positions").list.len() == num_candidates
@@ -290,7 +289,7 @@ def expected_features(
         points: Rows of `feature_points`.
     """
     features = _context_features(tables, points)
-    if tables.info["windows"]:
+    if tables.info.windows:
         features |= _count_features(tables, log, points)
         features |= _gap_features(tables, log, points)
     return features
@@ -299,7 +298,7 @@ def expected_features(
 def _context_features(tables: Tables, points: pl.DataFrame) -> dict[str, np.ndarray]:
     """Return the features (points,) of position and time, by name."""
     position = points["position"].to_numpy().clip(0)
-    page = position // tables.info["search"]["page_size"]
+    page = position // tables.info.search["page_size"]
     time = points["at"].to_numpy()
     hour = time % DAY_MS // HOUR_MS / 24
     weekday = (time // DAY_MS + 3) % 7 / 7  # 1 January 1970 was a Thursday
@@ -317,14 +316,14 @@ def _count_features(
     tables: Tables, log: pl.DataFrame, points: pl.DataFrame
 ) -> dict[str, np.ndarray]:
     """Return the windowed counts and click rates of items, queries and pairs."""
-    info, settings = tables.info, tables.info["search"]
+    info, settings = tables.info, tables.info.search
     prior, strength = settings["ctr_prior"], settings["ctr_strength"]
     windows, delay = settings["windows_days"], settings["delay_minutes"]
     one, zero = pl.lit(1, pl.Int64), pl.lit(0, pl.Int64)
     columns = ["item_id", "query", "timestamp_ms"]
     is_first = pl.struct(*REQUEST_KEYS, "query").is_first_distinct().cast(pl.Int64)
     shown = log.select(*columns, exposures=one, clicks=zero, searches=is_first)
-    is_clicked = pl.col(f"label_{info['labels'][0]}").fill_null(False)
+    is_clicked = pl.col(f"label_{info.labels[0]}").fill_null(False)
     clicked = log.filter(is_clicked).with_columns(timestamp_ms=tables.known_time_column)
     clicked = clicked.select(*columns, exposures=zero, clicks=one, searches=zero)
     counted = pl.concat([shown, clicked])
@@ -343,7 +342,7 @@ def _gap_features(
     tables: Tables, log: pl.DataFrame, points: pl.DataFrame
 ) -> dict[str, np.ndarray]:
     """Return whether, and how long before, each point's pair was last shown."""
-    delay = round(tables.info["search"]["delay_minutes"] * MINUTE_MS)
+    delay = round(tables.info.search["delay_minutes"] * MINUTE_MS)
     pairs = log.select(*KEYS["pair"], time="timestamp_ms", last="timestamp_ms")
     pairs = pairs.drop_nulls()
     last = latest_before(points, pairs, KEYS["pair"], delay, "time")["last"]

@@ -70,8 +70,7 @@ class SearchConfig(WindowSettings):
 
 def bool_labels(source: Log, behaviour: str | None) -> list[str]:
     """Return the log's bool labels, with the label that makes behaviours first."""
-    labels = [name for name, kind in source.info["labels"].items() if kind == "bool"]
-    return sorted(labels, key=lambda name: name != behaviour)
+    return sorted(source.info.bool_labels, key=lambda name: name != behaviour)
 
 
 def check_search(source: Log, config: PrepareConfig) -> None:

@@ -17,14 +17,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize
-from core.schemas import counts_schema
+from core.schemas import CountsInfo, counts_schema
 from core.tables import (
     Manifest,
     Part,
@@ -73,7 +72,7 @@ def make_counts(run: Run, events: Manifest, items: Manifest, as_of_ms: int) -> N
     config, click = run.config.kind_config, run.config.behaviour
     assert click is not None, "a search log has a label that makes behaviours"
     as_of_text = _to_iso(as_of_ms)
-    if as_of_ms <= events.info["first_ms"]:
+    if as_of_ms <= events.info.first_ms:
         raise UserError(
             f"counts_as_of is {as_of_text}, and the log has no event before it"
         )
@@ -93,14 +92,13 @@ def make_counts(run: Run, events: Manifest, items: Manifest, as_of_ms: int) -> N
     with run.tables.clean_up_on_error("counts"):
         parts, num_keys = _write_buckets(run, events, counter)
         names = features_by_key(config)
-        info: dict[str, Any] = {
-            "as_of_ms": as_of_ms,
-            "features": names,
-            "never": _default_features(config),
-            "search": asdict(config),
-            "behaviour": click,
-            **num_keys,
-        }
+        info = CountsInfo(
+            as_of_ms=as_of_ms,
+            features={key: list(features) for key, features in names.items()},
+            never=_default_features(config),
+            search=asdict(config),
+            behaviour=click,
+        )
         schema = counts_schema(names.values())
         seconds = time.perf_counter() - started
         run.tables.commit(

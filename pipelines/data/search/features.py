@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from core.options import check_known
+from core.schemas import FeatureGroup
 from models.search.counts import HOURS, time_features
 from pipelines.data.events.columns import (
     bool_column,
@@ -226,7 +227,7 @@ def features(
 
 def feature_groups(
     config: SearchConfig, names: list[str], custom_groups: dict[str, str]
-) -> list[dict[str, Any]]:
+) -> list[FeatureGroup]:
     """Group the features that HFG-Attention turns into tokens; no group is empty.
 
     Args:
@@ -234,9 +235,6 @@ def feature_groups(
             first.
         names: Names of `feature_names`.
         custom_groups: Default group of each column of custom features.
-
-    Returns:
-        `name` and `features` of each group.
 
     """
     declared_group: dict[str, str] = {}
@@ -252,11 +250,7 @@ def feature_groups(
     for column, default in custom_groups.items():
         group = declared_group.get(plain_name(column), default)
         groups[group].append(column)
-    return [
-        {"name": name, "features": members}
-        for name, members in groups.items()
-        if members
-    ]
+    return [FeatureGroup(name, members) for name, members in groups.items() if members]
 
 
 def check_feature_names(

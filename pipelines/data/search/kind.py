@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from core.schemas import Split
 from core.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
@@ -32,6 +33,7 @@ class Search(Kind):
     reads_as_of_features = True
     has_counts = True
     statistics = (
+        "requests_without_history",
         "queries",
         "candidates",
         "requests_one_class",
@@ -50,11 +52,11 @@ class Search(Kind):
         """Raise UserError for settings or names of features that do not fit the log."""
         check_search(source, config)
         custom_groups = default_groups(source, config.kind_config.item_features)
-        names = feature_names(config.kind_config, source.info["clock"])
+        names = feature_names(config.kind_config, source.info.clock)
         check_feature_names(config.kind_config, names, custom_groups)
 
     def make_sequences(
-        self, run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
+        self, run: Run, events: Manifest, items: Manifest, split: Split
     ) -> Manifest:
         """Make `queries`, the tables of joined features, and `sequences`."""
         return make_search(run, events, items, split)
@@ -71,11 +73,11 @@ class Search(Kind):
         """Check `queries` and `sequences`; users with shown results must be in it."""
         return check_search_tables(tables, rules)
 
-    def warn(self, events: Manifest, info: dict[str, Any]) -> Iterator[str]:
+    def warn(self, events: Manifest, info: Any) -> Iterator[str]:
         """Yield a line for each split whose requests have one class only."""
         for name in SPLITS:
-            requests = info["requests"][name]
-            if requests and info["requests_one_class"][name] == requests:
+            requests = info.requests[name]
+            if requests and info.requests_one_class[name] == requests:
                 yield (
                     f"all {requests:,} {name} requests have one class only, so there "
                     f"is no GAUC"

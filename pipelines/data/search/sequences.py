@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize
 from core.ragged import run_starts
-from core.schemas import CARRIED, QUERIES, search_schema
-from core.tables import CUSTOM_KEY, Manifest, part_uris, write_part
+from core.schemas import CARRIED, QUERIES, QueriesInfo, SearchInfo, Split, search_schema
+from core.tables import Manifest, part_uris, write_part
 from pipelines.data.engine import Call
 from pipelines.data.events.columns import (
     bool_column,
@@ -69,7 +69,7 @@ from pipelines.data.sequences.custom_features import (
 from pipelines.data.sequences.splits import (
     SPLITS,
     require_training,
-    tied_targets_info,
+    tied_targets,
 )
 
 QUERIES_PER_PART = 1_000_000
@@ -232,8 +232,9 @@ def _count_candidates(
 class SearchStep(SequencesStep):
     """The step of prepare that makes the sequences of a search log."""
 
-    queries: Manifest
-    """Manifest of `queries`."""
+    info_class = SearchInfo
+
+    queries: Manifest[QueriesInfo]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -268,7 +269,7 @@ class SearchStep(SequencesStep):
             max_events=run.config.max_events,
             joined=self.joined_schema,
             labels=bool_labels(run.source, run.config.behaviour),
-            has_clock_times=self.events.info["clock"],
+            has_clock_times=self.events.info.log.clock,
             search=run.config.kind_config,
         )
 
@@ -309,8 +310,8 @@ class SearchStep(SequencesStep):
         require_training(requests, "request")
         windows = config.kind_config.windows_days if builder.is_windowed else []
         custom_groups = default_groups(source, config.kind_config.item_features)
-        info = {
-            **tied_targets_info(count),
+        return {
+            "tied_targets": tied_targets(count),
             "queries": self.queries.rows,
             "labels": builder.labels,
             "features": builder.features,
@@ -333,11 +334,8 @@ class SearchStep(SequencesStep):
             "requests_without_query": count["requests_without_query"],
             "requests_spread": count["requests_spread"],
             "max_request_spread_ms": count["max_spread_ms"],
-            "queries_hash": self.queries.hash,
+            "item_features": self._item_columns.names,
         }
-        if self._item_columns:
-            info["item_features"] = self._item_columns.names
-        return info
 
     def _check_positions(self, count: Counter[str]) -> None:
         """Check that positions count from 0, as pages and models expect."""
@@ -349,49 +347,46 @@ class SearchStep(SequencesStep):
                 f"cast({column} as bigint) - 1"
             )
 
-    def report(self, sequences: Manifest, seconds: float) -> None:
+    def report(self, sequences: Manifest[Any], seconds: float) -> None:
         """Report the sizes of the table, and counts of dropped or unusual requests."""
         info, report = sequences.info, self.run.report
-        requests = sum(info["requests"].values())
-        candidates = sum(info["candidates"].values())
-        one_class = sum(info["requests_one_class"].values())
-        custom_features = info.get(CUSTOM_KEY, {"numbers": [], "categories": []})
-        num_features = len(info["features"]) + sum(map(len, custom_features.values()))
+        requests = sum(info.requests.values())
+        candidates = sum(info.candidates.values())
+        one_class = sum(info.requests_one_class.values())
+        num_features = len(info.features) + len(info.custom.names)
         report(
             f"sequences: {sequences.rows:,} users, {requests:,} requests with "
             f"{candidates:,} candidates and {num_features} features in {seconds:.1f} "
-            f"s; dropped: {pluralize(info['requests_outside'], 'request')} and "
-            f"{pluralize(info['candidates_outside'], 'candidate')} outside the "
-            f"catalogue, {pluralize(info['requests_truncated'], 'request')} older than "
+            f"s; dropped: {pluralize(info.requests_outside, 'request')} and "
+            f"{pluralize(info.candidates_outside, 'candidate')} outside the "
+            f"catalogue, {pluralize(info.requests_truncated, 'request')} older than "
             f"the user's behaviours; {one_class:,} requests have one class only"
         )
-        if info["requests_without_query"]:
+        if info.requests_without_query:
             report(
-                f"note: {info['requests_without_query']:,} of {requests:,} requests "
+                f"note: {info.requests_without_query:,} of {requests:,} requests "
                 f"have no query"
             )
-        if info["requests_spread"]:
-            spread = info["max_request_spread_ms"]
+        if info.requests_spread:
+            spread = info.max_request_spread_ms
             span = f"{spread:,} positions in the log"
-            if info["clock"]:
+            if info.log.clock:
                 span = f"{spread / MINUTE_MS:,.2f} minutes"
             report(
-                f"note: the results of {info['requests_spread']:,} requests have "
+                f"note: the results of {info.requests_spread:,} requests have "
                 f"different times, up to {span} apart; a request's time is that of its "
                 f"earliest result"
             )
 
 
-def make_search(
-    run: Run, events: Manifest, items: Manifest, split: dict[str, Any]
-) -> Manifest:
+def make_search(run: Run, events: Manifest, items: Manifest, split: Split) -> Manifest:
     """Make the tables of a search log that follow `events` and `items`.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
         events: Manifest of `events`.
         items: Manifest of `items`.
-        split: `by` and boundaries of the split, as manifests record them.
+        split: The split.
 
     Returns:
         Manifest of `sequences`.
@@ -404,7 +399,7 @@ def make_search(
 def make_queries(run: Run, events: Manifest) -> Manifest:
     """Make the table of distinct queries, sorted, and return its manifest."""
     inputs = {"events": events.hash}
-    if finished := run.tables.find_finished("queries", {}, inputs):
+    if finished := run.tables.find_finished(QueriesInfo, {}, inputs):
         return finished
     started = time.perf_counter()
     uri = run.tables.table_uri("queries")
@@ -420,7 +415,9 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
             index = pa.array(np.arange(start, start + len(text), dtype=np.int32))
             table = pa.Table.from_arrays([index, text], schema=QUERIES)
             parts.append(write_part(uri, table))
-        manifest = run.tables.commit("queries", QUERIES, parts, {}, inputs)
+        manifest = run.tables.commit(
+            "queries", QUERIES, parts, {}, inputs, QueriesInfo()
+        )
     seconds = time.perf_counter() - started
     run.report(f"queries: {len(queries):,} distinct in {seconds:.1f} s")
     return manifest

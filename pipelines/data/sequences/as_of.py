@@ -14,13 +14,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError
+from core.schemas import AsOfFeatures, AsOfInfo
 from core.tables import Manifest, Part, write_part
 from pipelines.data.engine import Shared
 from pipelines.data.events.columns import (
@@ -40,7 +40,7 @@ BEFORE_ALL_MS = -(2**62)
 """A time before any event."""
 
 
-def make_as_of_tables(run: Run) -> dict[str, Manifest]:
+def make_as_of_tables(run: Run) -> dict[str, Manifest[AsOfInfo]]:
     """Make the tables that the source declares, and return their manifests by name."""
     return {
         f"{PREFIX}{name}": _make_table(run, name, section)
@@ -48,13 +48,13 @@ def make_as_of_tables(run: Run) -> dict[str, Manifest]:
     }
 
 
-def _make_table(run: Run, name: str, section: Section) -> Manifest:
+def _make_table(run: Run, name: str, section: Section) -> Manifest[AsOfInfo]:
     """Make the table of one section, unless it is up to date."""
     table = f"{PREFIX}{name}"
     files = section.list_files(run.input, "feature")
     settings = {"as_of": run.source.config["as_of"][name]}
     stamps = run.stamps(files)
-    if finished := run.tables.find_finished(table, settings, {}, stamps):
+    if finished := run.tables.find_finished(AsOfInfo, settings, {}, stamps, table):
         return finished
     uri = run.tables.table_uri(table)
     with run.tables.clean_up_on_error(table):
@@ -63,13 +63,7 @@ def _make_table(run: Run, name: str, section: Section) -> Manifest:
         run.check_rejects(written.rejected, f" of {table}")
         if written.part is None:
             raise UserError(f"{run.input} has no valid row in {', '.join(files[:3])}")
-        info = {
-            "key": section.key,
-            "stamps": stamps,
-            "rows_read": written.rejected.rows_read,
-            "reject_reasons": dict(sorted(written.rejected.reasons.items())),
-            "repeated": written.repeated,
-        }
+        info = AsOfInfo(section.key, stamps)
         manifest = run.tables.commit(
             table, section.schema, [written.part], settings, written.hashes, info
         )
@@ -194,22 +188,21 @@ def share_items(run: Run, columns: list[str]) -> list[Shared]:
     return [run.engine.put(AsOfTable.from_rows("items", items, "item_id"))]
 
 
-def share_as_of(run: Run, manifests: dict[str, Manifest]) -> list[Shared]:
+def share_as_of(run: Run, manifests: dict[str, Manifest[AsOfInfo]]) -> list[Shared]:
     """Store the tables of these manifests for all tasks."""
     shared = []
     for name, manifest in manifests.items():
-        table = AsOfTable.from_rows(name, run.tables.read(name), manifest.info["key"])
+        table = AsOfTable.from_rows(name, run.tables.read(name), manifest.info.key)
         shared.append(run.engine.put(table))
     return shared
 
 
-def as_of_info(manifests: dict[str, Manifest]) -> dict[str, Any]:
-    """Return the entry of these tables in manifests: their `key` and `features`."""
+def as_of_info(manifests: dict[str, Manifest[AsOfInfo]]) -> dict[str, AsOfFeatures]:
+    """Return the keys and features of these tables."""
     return {
-        name: {
-            "key": manifest.info["key"],
-            "features": [column["name"] for column in manifest.schema[2:]],
-        }
+        name: AsOfFeatures(
+            manifest.info.key, [column["name"] for column in manifest.schema[2:]]
+        )
         for name, manifest in manifests.items()
     }
 
@@ -236,7 +229,10 @@ def join_as_of(
 
 
 def report_missing(
-    run: Run, manifests: dict[str, Manifest], num_events: int, count: Counter[str]
+    run: Run,
+    manifests: dict[str, Manifest[AsOfInfo]],
+    num_events: int,
+    count: Counter[str],
 ) -> None:
     """Report how many events have no earlier row in each table.
 

@@ -27,7 +27,8 @@ import pyarrow as pa
 
 from core.errors import pluralize
 from core.ragged import lengths_to_starts, run_starts
-from core.tables import CUSTOM_KEY, Manifest, Part, part_uris, write_part
+from core.schemas import AsOfInfo, EventsInfo, ItemsInfo, SequencesInfo, Split
+from core.tables import Manifest, Part, part_uris, write_part
 from pipelines.data.engine import Call, Shared, fetch
 from pipelines.data.events.columns import (
     USER_AND_ITEM,
@@ -296,8 +297,7 @@ class SequenceBuilder(ABC):
 
     schema: pa.Schema
     """Schema of the events."""
-    split: dict[str, Any]
-    """The split as manifests record it: `by`, and the times of a temporal split."""
+    split: Split
     max_events: int
     """Maximum number of behaviours per user, the most recent ones."""
     joined: pa.Schema
@@ -505,7 +505,7 @@ class SequenceBuilder(ABC):
     ) -> np.ndarray:
         """Return the index (R,) into SPLITS of each request."""
         user_start = run_starts(part.user[requests.row])
-        if self.split["by"] == "temporal" or not self.hashes_ties:
+        if self.split.by == "temporal" or not self.hashes_ties:
             return assign_splits(self.split, requests.time, user_start)
         first_candidate = pa.array(requests.candidate[requests.start])
         user = dictionary_column(part.table, "user_id").take(pa.array(requests.row))
@@ -605,15 +605,16 @@ class BuiltTable:
 class SequencesStep(ABC):
     """The step of prepare that makes `sequences`; runs on the driver."""
 
+    info_class: ClassVar[type[SequencesInfo]]
+
     run: Run
     """The run of prepare."""
-    events: Manifest
+    events: Manifest[EventsInfo]
     """Manifest of `events`."""
-    items: Manifest
+    items: Manifest[ItemsInfo]
     """Manifest of `items`."""
-    split: dict[str, Any]
-    """The split as manifests record it."""
-    as_of: dict[str, Manifest]
+    split: Split
+    as_of: dict[str, Manifest[AsOfInfo]]
     """Manifests of the tables of features with times of their own, by name."""
 
     @property
@@ -662,14 +663,14 @@ class SequencesStep(ABC):
 
     @abstractmethod
     def describe(self, builder: Any, built: BuiltTable) -> dict[str, Any]:
-        """Return the kind's entries in the `info` of the manifest.
+        """Return the fields that `info_class` adds to `SequencesInfo`.
 
         Raises:
             UserError: If nothing can be trained on the table.
         """
 
     @abstractmethod
-    def report(self, sequences: Manifest, seconds: float) -> None:
+    def report(self, sequences: Manifest[Any], seconds: float) -> None:
         """Report the sizes of the table, and counts of dropped events and requests.
 
         Args:
@@ -678,24 +679,25 @@ class SequencesStep(ABC):
         """
 
 
-def make_sequences(step: SequencesStep) -> Manifest:
+def make_sequences(step: SequencesStep) -> Manifest[SequencesInfo]:
     """Make the table of a step, unless it is up to date, and return its manifest."""
     run = step.run
     settings, inputs = step.settings, step.inputs
-    if finished := run.tables.find_finished("sequences", settings, inputs):
+    if finished := run.tables.find_finished(SequencesInfo, settings, inputs):
         return finished
     started = time.perf_counter()
     with run.tables.clean_up_on_error("sequences"):
         builder = step.create_builder()
         built = _build_parts(step, builder)
         report_missing(run, step.as_of, step.events.rows, built.count)
-        info = run.sequences_info(step.events, step.items, step.split, built.count)
-        info |= step.describe(builder, built)
-        if builder.custom_columns and built.training:
-            custom = [part.custom for part in built.training]
-            info[CUSTOM_KEY] = describe_features(custom, builder.custom_columns)
-        if step.as_of:
-            info["as_of"] = as_of_info(step.as_of)
+        custom = [part.custom for part in built.training]
+        custom_columns = builder.custom_columns if custom else []
+        info = step.info_class(
+            **run.sequences_info(step.items, step.split, built.count),
+            **step.describe(builder, built),
+            custom=describe_features(custom, custom_columns),
+            as_of=as_of_info(step.as_of),
+        )
         sequences = run.tables.commit(
             "sequences",
             builder.output,

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import polars as pl
 import pyarrow as pa
 
 from core.errors import UserError
 from core.options import check_known
+from core.schemas import Category, CustomFeatures, Number
 from pipelines.data.reading.log import Log
 
 NUMBER = "num_"
@@ -140,17 +140,17 @@ class Moments:
         squares += difference**2 * self.count * share
         return Moments(count, missing, self.mean + difference * share, squares)
 
-    def to_info(self, name: str) -> dict[str, Any]:
-        """Return the number's entry in the manifest, under the column `name`."""
+    def describe(self, name: str) -> Number:
+        """Return the number with the column `name`."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
         # rounding may give a constant a small deviation
         is_constant = std <= 1e-9 * max(1.0, abs(self.mean))
-        return {
-            "name": name,
-            "mean": self.mean,
-            "std": 0.0 if is_constant else std,
-            "missing": self.missing > 0,
-        }
+        return Number(
+            name=name,
+            mean=self.mean,
+            std=0.0 if is_constant else std,
+            missing=self.missing > 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -185,15 +185,15 @@ def _sort_few(values: Iterable[str]) -> list[str] | None:
 
 def describe_features(
     parts: Iterable[TrainingValues], names: list[str]
-) -> dict[str, Any]:
-    """Merge the statistics of parts into the entry of the manifest.
+) -> CustomFeatures:
+    """Merge the statistics of parts.
 
     Args:
         parts: Statistics of the training rows of all parts.
         names: Columns of the features.
 
     Returns:
-        The lists `numbers` and `categories`, in the order of `names`.
+        The features, in the order of `names`.
     """
     numbers = {name: Moments() for name in names if name.startswith(NUMBER)}
     categories: dict[str, list[str] | None] = {
@@ -208,14 +208,10 @@ def describe_features(
                 categories[name] = None
             else:
                 categories[name] = _sort_few([*merged, *values])
-    return {
-        "numbers": [moments.to_info(name) for name, moments in numbers.items()],
-        "categories": [
-            {
-                "name": name,
-                "values": values or [],
-                "buckets": BUCKETS if values is None else 0,
-            }
+    return CustomFeatures(
+        tuple(moments.describe(name) for name, moments in numbers.items()),
+        tuple(
+            Category(name, tuple(values or ()), BUCKETS if values is None else 0)
             for name, values in categories.items()
-        ],
-    }
+        ),
+    )

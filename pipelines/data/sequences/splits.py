@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from core.errors import UserError
+from core.schemas import Split
 from pipelines.data.engine import Engine
 from pipelines.data.events.columns import bool_column, label_columns, read_part
 from pipelines.data.events.event_stats import HOUR_MS, EventStats
@@ -116,7 +117,7 @@ def epoch_ms(moment: Any, name: str) -> int:
 # Cut times of a temporal split.
 
 
-def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[str, Any]:
+def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> Split:
     """Compute the windows of a temporal split.
 
     Args:
@@ -125,8 +126,7 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
         engine: Runs a pass over the events, for a split by fractions.
 
     Returns:
-        The split as manifests record it: `val_start_ms` and `test_start_ms`, the first
-        timestamps of the windows.
+        The split, with the first timestamps of the windows.
 
     Raises:
         UserError: If a window would be empty, or timestamps are too coarse to place
@@ -153,11 +153,7 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> dict[st
                 f"{val_start} and validation at {test_start} ms, but the log begins at "
                 f"{stats.first_ms} ms"
             )
-    return {
-        "by": "temporal",
-        "val_start_ms": val_start,
-        "test_start_ms": test_start,
-    }
+    return Split("temporal", val_start, test_start)
 
 
 def _configured_starts(stats: EventStats, config: SplitConfig) -> list[int]:
@@ -216,7 +212,7 @@ def _times_in_hours(
 
 
 def assign_splits(
-    split: dict[str, Any],
+    split: Split,
     time: np.ndarray,
     user_start: np.ndarray,
     ids: tuple[pa.Array, pa.Array] | None = None,
@@ -224,7 +220,7 @@ def assign_splits(
     """Return the index (R,) int8 into SPLITS of every request.
 
     Args:
-        split: `by` and boundaries of the split, as manifests record them.
+        split: The split.
         time: Times (R,) in ms, or ordinals, ascending within a user.
         user_start: Index (U,) of each user's first request; unused by a temporal
             split.
@@ -232,8 +228,8 @@ def assign_splits(
             between equal timestamps by a hash of the ids; without ids, requests keep
             the order of the array.
     """
-    if split["by"] == "temporal":
-        starts = [split["val_start_ms"], split["test_start_ms"]]
+    if split.by == "temporal":
+        starts = np.array([split.val_start_ms, split.test_start_ms])
         return np.digitize(time, starts).astype(np.int8)
     user_end = np.append(user_start[1:], len(time))
     is_long = user_end - user_start >= 3
@@ -309,13 +305,9 @@ def count_tied(
     }
 
 
-def tied_targets_info(count: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return the entry `tied_targets` of manifests; no entry without ties.
-
-    `count` has the sums of `count_tied` over all parts.
-    """
-    tied = {name: count.get(f"tied_targets_{name}", 0) for name in SPLITS[1:]}
-    return {"tied_targets": tied} if any(tied.values()) else {}
+def tied_targets(count: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums of `count_tied` over all parts."""
+    return {name: count.get(f"tied_targets_{name}", 0) for name in SPLITS[1:]}
 
 
 def require_training(num_requests: dict[str, int], noun: str) -> None:

@@ -30,7 +30,7 @@ import ray
 
 from core.errors import UserError, pluralize
 from core.files import absolute, join
-from core.schemas import TOKENS, embeddings_schema
+from core.schemas import TOKENS, SequencesInfo, embeddings_schema
 from core.tables import (
     Manifest,
     Part,
@@ -524,7 +524,7 @@ def choose_text_tables(
     Raises:
         UserError: If models of this kind read no texts, or an argument is not valid.
     """
-    kind = KINDS[read_manifest(join(tables_uri, "sequences"), "sequences").info["kind"]]
+    kind = KINDS[read_manifest(join(tables_uri, "sequences"), SequencesInfo).info.kind]
     if not kind.text_tables:
         raise UserError(
             f"{tables_uri} is of kind '{kind.name}', whose models read no embeddings "

@@ -11,12 +11,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from core.schemas import Inputs, events_schema, items_schema, sequences_schema
+from core.schemas import (
+    Inputs,
+    ItemsInfo,
+    RetrievalInfo,
+    events_schema,
+    items_schema,
+    sequences_schema,
+)
 from core.tables import Manifest, commit, write_part
 from models.retrieval.data import Catalogue
 from models.training import checkpoint
 from models.training.fit import EpochEvent, FitConfig, fit
 from tests.fixtures import training_tables
+from tests.fixtures.infos import make_info
 from tests.fixtures.trainings import build_training
 
 Log = dict[str, list[tuple[int, int]]]
@@ -59,7 +67,7 @@ def build_sequence(user: str, behaviours: list[tuple[int, int]]) -> dict[str, An
 
 
 def commit_table(
-    folder: Path, schema: pa.Schema, parts: list[pa.Table], inputs: dict, info: dict
+    folder: Path, schema: pa.Schema, parts: list[pa.Table], inputs: dict, info: Any
 ) -> Manifest:
     """Write the parts of a table and its manifest."""
     uri = str(folder)
@@ -81,7 +89,9 @@ def write_tables(tmp_path: Path) -> WriteTables:
             "item_id": [f"i{i:05d}" for i in range(num_items)],
         }
         items = pa.table(columns, schema=schema)
-        items_manifest = commit_table(root / "items", schema, [items], {}, {})
+        items_manifest = commit_table(
+            root / "items", schema, [items], {}, make_info(ItemsInfo)
+        )
 
         schema = sequences_schema(events_schema())
         rows = [build_sequence(user, behaviours) for user, behaviours in log.items()]
@@ -90,7 +100,7 @@ def write_tables(tmp_path: Path) -> WriteTables:
             for first in range(0, len(rows), users_per_part)
         ]
         inputs = {"items": items_manifest.hash}
-        info = {"kind": "retrieval"}
+        info = make_info(RetrievalInfo, kind="retrieval")
         commit_table(root / "sequences", schema, parts, inputs, info)
         return root
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from models.custom_features import Category, CustomFeatures, Number
+from core.schemas import Category, CustomFeatures, Number
 from models.metrics.ranking_metrics import request_auc
 from models.search.baselines.boosted import (
     Boosted,

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import Inputs
-from models.custom_features import Category, CustomFeatures, Number
+from core.schemas import Category, CustomFeatures, Inputs, Number
 from models.metrics.ranking_metrics import request_auc
 from models.search.baselines.best_number import BestNumber, BestNumberConfig
 from models.search.baselines.click_rates import (

@@ -51,7 +51,9 @@ def test_correct_tables_pass(prepared: str) -> None:
 
     assert find_violations(prepared) == {}
     assert info["truncated_users"] > 0
-    assert rules["windows"].rows == rules["tasks"].rows == sum(info["events"].values())
+    assert (
+        rules["windows"].rows == rules["tasks"].rows == sum(info["requests"].values())
+    )
     assert rules["splits"].rows == info["users"] == 60
 
 
@@ -108,8 +110,8 @@ def change_threshold(rows: list[Row], info: Row) -> None:
 
 def move_candidate_to_context(rows: list[Row], info: Row) -> None:
     find_user(rows)["val_end"] += 1
-    info["events"]["val"] += 1
-    info["events"]["test"] -= 1
+    info["requests"]["val"] += 1
+    info["requests"]["test"] -= 1
 
 
 def repeat_user(rows: list[Row], info: Row) -> None:
@@ -124,7 +126,7 @@ def repeat_user(rows: list[Row], info: Row) -> None:
         ("val", train, val),
         ("test", val, length),
     ):
-        info["events"][split] += end - begin
+        info["requests"][split] += end - begin
         if end > begin:
             info["users_with_candidates"][split] += 1
             info["users_without_context"][split] += begin == 0
@@ -132,7 +134,7 @@ def repeat_user(rows: list[Row], info: Row) -> None:
 
 def move_val_start(rows: list[Row], info: Row) -> None:
     """Record a validation start an hour later than it was."""
-    info["val_start_ms"] += 3_600_000
+    info["split"]["val_start_ms"] += 3_600_000
 
 
 def remove_delay(rows: list[Row], info: Row) -> None:

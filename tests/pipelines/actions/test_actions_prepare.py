@@ -203,7 +203,7 @@ def test_sequences_have_tasks_features_and_split_boundaries(prepared: Prepared) 
     assert info["base_rates"] == {"liked": 0.25, "click": 0.75, "like": 0.25}
     for name in ("features", "feature_mean", "feature_std"):
         assert len(info[name]) == 3 * 7
-    assert info["events"] == {"train": 4, "val": 1, "test": 3}
+    assert info["requests"] == {"train": 4, "val": 1, "test": 3}
     assert info["users_with_candidates"] == {"train": 1, "val": 1, "test": 2}
     assert info["users_without_context"] == {"train": 1, "val": 0, "test": 1}
     assert info["events_without_context"]["test"] == 2

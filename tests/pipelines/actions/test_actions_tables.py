@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from core.options import build
-from core.schemas import events_schema
+from core.schemas import Split, events_schema
 from pipelines.data.actions.config import ActionsConfig, Input, Task
 from pipelines.data.actions.features import IDS
 from pipelines.data.actions.sequences import ActionsBuilder
@@ -22,7 +22,7 @@ SCHEMA = events_schema(LABELS, ["price"], ["city"])
 CATALOGUE = ["a", "b", "c", "d"]
 HOUR = 3_600_000
 VAL_START, TEST_START = 8 * HOUR, 12 * HOUR
-SPLIT = {"by": "temporal", "val_start_ms": VAL_START, "test_start_ms": TEST_START}
+SPLIT = Split("temporal", VAL_START, TEST_START)
 
 
 def make_config(**counts: Any) -> ActionsConfig:

@@ -71,7 +71,7 @@ def test_requests_and_behaviours_have_the_price_known_at_their_time(
 ) -> None:
     assert find_violations(priced) == {}
     info = read_manifest(f"{priced}/sequences").info
-    numbers = [number["name"] for number in info["own"]["numbers"]]
+    numbers = [number["name"] for number in info["custom"]["numbers"]]
     assert numbers == ["num_bm25", "num_price"]
     assert info["groups"][-1] == {
         "name": "prices",
@@ -155,6 +155,5 @@ def test_of_rows_with_equal_item_and_time_the_last_is_kept_and_counted(
 
     tables = prepare_tables(tmp_path, log, WITH_PRICES)
 
-    assert read_manifest(f"{tables}/as_of_prices").info["repeated"] == 3
     kept = read_table(f"{tables}/as_of_prices")["num_price"].to_pylist()
     assert kept.count(99.0) == 3

@@ -76,9 +76,9 @@ def tables(tmp_path_factory: pytest.TempPathFactory, feed: Path) -> str:
 def test_the_manifest_describes_the_custom_features(tables: str) -> None:
     info = read_manifest(f"{tables}/sequences").info
 
-    numbers = [number["name"] for number in info["own"]["numbers"]]
+    numbers = [number["name"] for number in info["custom"]["numbers"]]
     assert numbers == ["num_score", "num_price"]
-    categories = [category["name"] for category in info["own"]["categories"]]
+    categories = [category["name"] for category in info["custom"]["categories"]]
     assert categories == ["cat_state"]
     assert info["viewers"] == {"device": ["phone", "tablet"]}
     assert find_violations(tables) == {}
@@ -92,7 +92,7 @@ def raise_price(rows: list[Row], info: Row) -> None:
 
 def scale_by_the_whole_log(rows: list[Row], info: Row) -> None:
     """Change the standard deviation of a number, as if it were of the whole log."""
-    info["own"]["numbers"][1]["std"] *= 1.1
+    info["custom"]["numbers"][1]["std"] *= 1.1
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_category_with_too_many_values_is_hashed(
 
     info = read_manifest(f"{tables}/sequences").info
     assert info["viewers"] == {}
-    assert info["own"]["categories"] == [
+    assert info["custom"]["categories"] == [
         {"name": name, "values": [], "buckets": custom_features.BUCKETS}
         for name in ("cat_device", "cat_state")
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from core.schemas import Category, Number
 from core.tables import read_manifest, read_table
 from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import feature_groups
@@ -27,9 +28,9 @@ def test_the_manifest_describes_custom_features_by_the_values_of_training(
 ) -> None:
     assert find_violations(tables) == {}
     info = read_manifest(f"{tables}/sequences").info
-    [number] = info["own"]["numbers"]
+    [number] = info["custom"]["numbers"]
     assert (number["name"], number["missing"]) == ("num_bm25", True)
-    [category] = info["own"]["categories"]
+    [category] = info["custom"]["categories"]
     assert category == {
         "name": "cat_city",
         "values": ["Lima", "Oslo", "Rome"],
@@ -52,7 +53,7 @@ def test_counts_are_grouped_by_what_they_are_about() -> None:
 
     groups = feature_groups(SearchConfig(), names, {})
 
-    assert {group["name"]: group["features"] for group in groups} == {
+    assert {group.name: group.features for group in groups} == {
         "cross": ["pair_ctr_7d"],
         "document": ["item_clicks_1d"],
         "query": ["pair_gap", "query_searches_1d"],
@@ -128,12 +129,12 @@ def replace_category(rows: list[Row], info: Row) -> None:
 
 def add_value_of_test(rows: list[Row], info: Row) -> None:
     """Add a city of the test window to the values of the category."""
-    info["own"]["categories"][0]["values"] = ["Kyiv", "Lima", "Oslo", "Rome"]
+    info["custom"]["categories"][0]["values"] = ["Kyiv", "Lima", "Oslo", "Rome"]
 
 
 def shift_mean(rows: list[Row], info: Row) -> None:
     """Change the mean of a number, as if it were of the whole log."""
-    info["own"]["numbers"][0]["mean"] += 0.01
+    info["custom"]["numbers"][0]["mean"] += 0.01
 
 
 @pytest.mark.parametrize(
@@ -154,23 +155,17 @@ def test_moments_of_parts_add_up_to_those_of_all_values() -> None:
     moments += Moments.from_values(pl.Series([None], dtype=pl.Float64))
     moments += Moments.from_values(values[3:])
 
-    info = moments.to_info("x")
-    expected = Moments.from_values(values).to_info("x")
-    assert expected["std"] == pytest.approx(values.std(ddof=0))
-    assert info.keys() == expected.keys()
-    for name in ("mean", "std"):
-        assert info[name] == pytest.approx(expected[name])
-    for name in info.keys() - {"mean", "std"}:
-        assert info[name] == expected[name]
+    number = moments.describe("x")
+    expected = Moments.from_values(values).describe("x")
+    assert expected.std == pytest.approx(values.std(ddof=0))
+    assert number.std == pytest.approx(expected.std)
+    assert number.mean == pytest.approx(expected.mean)
+    assert number.missing is expected.missing
 
 
 def test_moments_of_equal_values_have_no_deviation() -> None:
-    assert Moments.from_values(pl.Series([3.0, 3.0])).to_info("x") == {
-        "name": "x",
-        "mean": 3.0,
-        "std": 0.0,
-        "missing": False,
-    }
+    number = Moments.from_values(pl.Series([3.0, 3.0])).describe("x")
+    assert number == Number("x", mean=3.0, std=0.0, missing=False)
 
 
 def test_a_category_with_more_values_than_the_limit_is_hashed(
@@ -182,9 +177,7 @@ def test_a_category_with_more_values_than_the_limit_is_hashed(
         for values in (["x", "y"], ["y", "z"])
     )
 
-    assert describe_features([first], ["cat_a"])["categories"] == [
-        {"name": "cat_a", "values": ["x", "y"], "buckets": 0}
-    ]
-    assert describe_features([first, second], ["cat_a"])["categories"] == [
-        {"name": "cat_a", "values": [], "buckets": custom_features.BUCKETS}
-    ]
+    (few,) = describe_features([first], ["cat_a"]).categories
+    assert few == Category("cat_a", ("x", "y"))
+    (many,) = describe_features([first, second], ["cat_a"]).categories
+    assert many == Category("cat_a", buckets=custom_features.BUCKETS)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import Inputs
+from core.schemas import Category, CustomFeatures, Inputs, Number
 from core.tables import read_manifest, read_table
-from models.custom_features import Category, CustomFeatures, CustomInputs, Number
+from models.custom_features import CustomInputs, read_features
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.training.fit import EpochEvent, FitConfig, fit
@@ -63,7 +63,7 @@ COLUMNS = {
 
 
 def test_columns_become_numbers_codes_and_buckets() -> None:
-    matrix = FEATURES.matrix(COLUMNS, 3)
+    matrix = read_features(FEATURES, COLUMNS, 3)
 
     num_a, num_b, cat_c, cat_d = matrix.T
     np.testing.assert_array_equal(num_a, [10, np.nan, 2])
@@ -74,10 +74,10 @@ def test_columns_become_numbers_codes_and_buckets() -> None:
 
 
 def test_the_bucket_of_a_value_does_not_depend_on_the_other_values() -> None:
-    of_y, of_new = FEATURES.matrix(COLUMNS, 3)[:2, 3].tolist()
+    of_y, of_new = read_features(FEATURES, COLUMNS, 3)[:2, 3].tolist()
     encoded = {"cat_d": pa.array(["new", "y"]).dictionary_encode()}
 
-    matrix = FEATURES.matrix(encoded, 2)
+    matrix = read_features(FEATURES, encoded, 2)
 
     assert matrix[:, 3].tolist() == [of_new, of_y]
 
@@ -87,7 +87,7 @@ def test_a_model_reads_standardized_numbers_and_embeddings_of_categories() -> No
     embeddings = ["cat_c"] * 3 + ["cat_d"] * 3
     assert inputs.columns == ["num_a", "num_b", "num_a", *embeddings]
 
-    vectors = inputs(torch.from_numpy(FEATURES.matrix(COLUMNS, 3)))
+    vectors = inputs(torch.from_numpy(read_features(FEATURES, COLUMNS, 3)))
 
     assert vectors[:, 0].tolist() == [2.0, 0.0, 0.0]  # (10 - 2) / 4, and 0 if missing
     assert vectors[:, 1].tolist() == [0.0, 0.0, 0.0]
@@ -111,7 +111,7 @@ def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables
 
     batch = examples.collate(np.arange(len(examples)))
 
-    cities = info["own"]["categories"][0]["values"]
+    cities = info["custom"]["categories"][0]["values"]
     code = {city: index for index, city in enumerate(cities, 1)}
     bm25: list[float | None] = []
     codes: list[int] = []

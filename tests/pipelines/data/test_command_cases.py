@@ -84,7 +84,7 @@ def test_a_number_that_was_empty_takes_the_scale_of_later_days(tmp_path: Path) -
     training = train_on_growing_log("d4_init_scale_of_empty_number", tmp_path, 5, 14)
 
     info = read_manifest(str(tmp_path / "tables/sequences")).info
-    (price,) = info["own"]["numbers"]
+    (price,) = info["custom"]["numbers"]
     assert price["mean"] > 10_000
     assert training.model.items.own.std.tolist() == pytest.approx([price["std"]])
     assert any("num_price had no values" in note for note in training.messages)

@@ -195,7 +195,6 @@ def read_content(tables: Path) -> Row:
     for info in infos.values():
         for key in ("split_made_from", "items_hash", "old_files"):
             info.pop(key, None)
-        info.get("matched", {}).pop("unmatched", None)  # examples of ids
     statistics = json.loads((tables / "statistics.json").read_text())
     return {"rows": rows, "infos": infos, "statistics": {**statistics, "hashes": None}}
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 from core.errors import UserError
+from core.schemas import SequencesInfo
 from core.tables import commit, read_manifest, read_table, write_part
 from jobs import audit as job
 from pipelines.data.audit.rules import RULES, audit
@@ -299,7 +300,7 @@ def test_sequences_of_another_catalogue_break_the_rule_of_inputs(
 ) -> None:
     tables = copy_with_change(prepared, tmp_path, change_nothing)
     uri = f"{tables}/sequences"
-    manifest = read_manifest(uri)
+    manifest = read_manifest(uri, SequencesInfo)
     commit(
         uri,
         "sequences",
@@ -400,7 +401,7 @@ def replace_by_other_schema(folder: Path) -> None:
     """Replace the sequences by a table with the user ids alone."""
     schema = pa.schema([("user_id", pa.string())])
     part = write_part(str(folder), pa.table({"user_id": ["a"]}, schema=schema))
-    info = read_manifest(str(folder)).info
+    info = read_manifest(str(folder), SequencesInfo).info
     commit(str(folder), "sequences", schema, [part], config={}, inputs={}, info=info)
 
 
@@ -415,15 +416,21 @@ def change_info(**info: Any) -> Callable[[Path], None]:
     return change
 
 
+def change_version(folder: Path) -> None:
+    """Change the version of a manifest to an earlier one."""
+    content = json.loads((folder / "manifest.json").read_text())
+    content["schema_version"] = 1
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
 # The damage, by words of the message about it.
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "bytes, its manifest says": truncate_part,
     "does not match its name": flip_byte,
     "missing": lambda folder: find_part(folder).unlink(),
-    "no known split: {'by': 'temporal'}": change_info(split={"by": "temporal"}),
-    "no known split": change_info(
-        split={"by": "temporal", "val_start_ms": "a", "test_start_ms": "b"}
-    ),
+    "split.by": change_info(split={"by": "weeks"}),
+    "split.val_start_ms": change_info(split={"by": "temporal", "val_start_ms": "a"}),
+    "has format 1": change_version,
     "is not a table": lambda folder: (folder / "manifest.json").unlink(),
     "manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text(
         '{"table": "sequ'

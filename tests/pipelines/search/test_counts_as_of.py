@@ -4,6 +4,7 @@ where the log ends.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 
 from core.errors import UserError
 from core.files import join
+from core.schemas import SearchInfo
 from core.tables import read_manifest, read_table
 from models.search.counts import Counts
 from pipelines.data.prepare import prepare
@@ -165,13 +167,13 @@ def test_counts_of_other_windows_or_delays_are_rejected(tmp_path: Path) -> None:
     tables = str(tmp_path / "out")
     config.counts_as_of = rows[0]["ms"]
     prepare(source, raw, tables, config, report=str)
-    info = read_manifest(join(tables, "sequences")).info
-    assert Counts.load(join(tables, "counts"), info["features"], info)
+    info = read_manifest(join(tables, "sequences"), SearchInfo).info
+    assert Counts.load(join(tables, "counts"), info)
 
     for name, value in (("delay_minutes", 5.0), ("windows_days", [1.0])):
-        other = {**info, "search": {**info["search"], name: value}}
+        other = replace(info, search={**info.search, name: value})
         with pytest.raises(
             UserError,
             match=f"was counted with {name} .*",
         ):
-            Counts.load(join(tables, "counts"), info["features"], other)
+            Counts.load(join(tables, "counts"), other)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from core.files import join
-from core.schemas import events_schema
+from core.schemas import Split, events_schema
 from core.tables import read_manifest, read_table, write_part
 from pipelines.data.events.columns import Vocabulary, read_part
 from pipelines.data.prepare import prepare
@@ -44,7 +44,7 @@ def make_builder(
     """Make a builder of a log without clock times, with a leave-last-out split."""
     builder = SearchBuilder(
         schema,
-        {"by": "leave_last_out"},
+        Split("leave_last_out"),
         max_events,
         pa.schema([]),
         ["click", "buy"],
@@ -121,7 +121,7 @@ def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
     info = read_manifest(str(tmp_path / "out" / "sequences")).info
     assert info["features"] == ["position", "page"]
     assert info["windows"] == []
-    assert info["split"] == {"by": "leave_last_out"}
+    assert info["split"]["by"] == "leave_last_out"
 
 
 def make_results(**changes: Any) -> list[dict]:
