@@ -338,7 +338,8 @@ class CustomFeatures:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the columns: numbers first, then categories."""
-        return tuple(feature.name for feature in (*self.numbers, *self.categories))
+        numbers = [number.name for number in self.numbers]
+        return (*numbers, *(category.name for category in self.categories))
 
 
 @dataclass(config=STRICT)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from core.schemas import Inputs
+from core.schemas import Inputs, SequencesInfo
 from core.tables import read_manifest
 from models import registry
 from models.evaluation import measure_examples
@@ -57,7 +57,7 @@ def measure_baselines(
         A list of baselines per ranking, empty for a kind without baselines.
     """
     baselines: list[list[Baseline]] = [[] for _ in rankings]
-    stride = sampling_stride(read_manifest(inputs.sequences, "sequences").rows)
+    stride = sampling_stride(read_manifest(inputs.sequences, SequencesInfo).rows)
     for name in registry.find_baselines(registry.find(model).kind):
         fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
         config, model_inputs = resolve_training(

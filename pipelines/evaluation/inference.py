@@ -34,7 +34,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.files import absolute, join
-from core.schemas import Inputs
+from core.schemas import Inputs, QueriesInfo, SequencesInfo
 from core.tables import (
     Manifest,
     Part,
@@ -260,7 +260,7 @@ class Inference:
     def load_users(self, file: int) -> None:
         """Load the user ids of a file of `sequences`."""
         sequences = self.task.inputs.sequences
-        manifest = read_manifest(sequences, "sequences")
+        manifest = read_manifest(sequences, SequencesInfo)
         uri = part_uris(sequences, manifest)[file]
         self.users = read_parquet(uri, ["user_id"])["user_id"].combine_chunks()
         self.first_user = sum(part.rows for part in manifest.files[:file])
@@ -419,7 +419,7 @@ class CandidateInference(Inference):
 def read_queries(tables: str) -> pa.Array:
     """Return the texts of the table of queries; none for a log without queries."""
     uri = join(tables, "queries")
-    if not read_manifest(uri, "queries").rows:
+    if not read_manifest(uri, QueriesInfo).rows:
         return pa.array([], pa.string())
     return read_table(uri, "queries", ["query"])["query"].combine_chunks()
 
@@ -470,7 +470,7 @@ def infer_all(
     finished = find_finished(output, kind, expected, options.overwrite)
     if finished:
         return finished, True
-    sequences = read_manifest(inputs.sequences, "sequences")
+    sequences = read_manifest(inputs.sequences, SequencesInfo)
     name = checked.checkpoint.name
     task = InferenceTask(
         uri=checked.uri,

@@ -18,7 +18,7 @@ import ray
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs
+from core.schemas import Inputs, SequencesInfo
 from core.tables import read_manifest
 from models import registry
 from models.dataset.dataset import RequestDataset
@@ -159,7 +159,7 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
         rank=rank,
         world=task.workers.shards,
     )
-    stride = sampling_stride(read_manifest(task.inputs.sequences, "sequences").rows)
+    stride = sampling_stride(read_manifest(task.inputs.sequences, SequencesInfo).rows)
     options: dict[str, Any] = {**task.options, "by_user": stride}
     if len(examples):
         warm_up(loaded, examples, task.batch_size, options, device)

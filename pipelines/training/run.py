@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from core.errors import UserError, one_line, pluralize
 from core.files import hold_lock, join, open_uri
-from core.schemas import Inputs
+from core.schemas import EventsInfo, Inputs
 from core.tables import has_manifest, read_manifest
 from models import registry
 from models.training import attempts, checkpoint
@@ -795,20 +795,12 @@ def is_simulated(tables: str) -> bool:
     """Return whether the log's mapping file declares it as simulated."""
     uri = join(tables, "events")
     return has_manifest(uri) and bool(
-        read_manifest(uri, "events").config.get("source", {}).get("simulated")
+        read_manifest(uri, EventsInfo).config.get("source", {}).get("simulated")
     )
 
 
 def dataset_name(tables: str) -> str:
-    """Return the dataset's name from the manifest of the sequences.
-
-    Without a name in the manifest, return the name of the folder, or of its parent if
-    the folder is called `tables`.
-    """
-    manifest = read_manifest(join(tables, "sequences"), "sequences")
-    for content in (manifest.info, manifest.config):
-        if isinstance(content.get("dataset"), str):
-            return str(content["dataset"])
+    """Return the name of the folder, or of its parent if it is called `tables`."""
     parts = [part for part in tables.rstrip("/").split("/") if part]
     return parts[-2] if parts[-1] == "tables" and len(parts) > 1 else parts[-1]
 

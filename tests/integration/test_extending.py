@@ -263,7 +263,7 @@ def build_search_commands(copy: Path) -> list[list[str]]:
     return [
         ["train", "--model.name", "nearest", *inputs, *fit, *storage],
         ["evaluate", "--checkpoint", f"{home}/runs/nearest", *inputs],
-        ["compare", "--experiment", "search/search-test"],
+        ["compare", "--experiment", "search/searches"],
     ]
 
 
@@ -326,7 +326,7 @@ def output(copy: Path, in_ray: dict[str, str], new_store: Callable[[Path], str])
         (
             "Trained nearest",
             "nearest on test",
-            "$ --experiment search/search-test",
+            "$ --experiment search/searches",
             "val/gauc",
         ),
         (

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.files import join
+from core.schemas import ItemsInfo
 from core.tables import read_manifest, read_table
 from models.retrieval.data import Catalogue
 from models.text.language_model import LANGUAGE_MODEL
@@ -158,7 +159,7 @@ def read_titles(catalogue: Catalogue, column: str) -> list[str] | None:
     if not catalogue.tables:
         return None
     uri, name = join(catalogue.tables, "items"), f"text_{column}"
-    schema = read_manifest(uri, "items").schema
+    schema = read_manifest(uri, ItemsInfo).schema
     if name not in [field["name"] for field in schema]:
         return None
     table = read_table(uri, "items", ["item_index", name]).sort_by("item_index")

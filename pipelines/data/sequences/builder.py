@@ -631,7 +631,8 @@ class SequencesStep(ABC):
     @property
     def inputs(self) -> dict[str, str]:
         """Hashes of the input tables, by name."""
-        tables = {"events": self.events, "items": self.items, **self.as_of}
+        tables: dict[str, Manifest[Any]] = {"events": self.events, "items": self.items}
+        tables |= self.as_of
         return {name: table.hash for name, table in tables.items()}
 
     @property

@@ -25,7 +25,7 @@ import ray
 import ray.data
 
 from core.errors import UserError, pluralize
-from core.schemas import embeddings_schema
+from core.schemas import ItemsInfo, embeddings_schema
 from core.tables import (
     Manifest,
     Part,
@@ -459,7 +459,7 @@ def embed_origin(
     Raises:
         UserError: If the encoder cannot be read.
     """
-    inputs = {"items": read_manifest(items_uri, "items").hash}
+    inputs = {"items": read_manifest(items_uri, ItemsInfo).hash}
     if source.precomputed:
         settings = {"pca": source.pca_width}
         return settings, {**inputs, "own": source.precomputed.sha256}

@@ -22,7 +22,7 @@ import torch
 
 from core.errors import UserError, pluralize
 from core.files import absolute
-from core.schemas import embeddings_schema
+from core.schemas import ItemsInfo, embeddings_schema
 from core.tables import (
     Manifest,
     commit,
@@ -312,7 +312,7 @@ def extend(
     """
     paths = replace(paths, output=absolute(paths.output))
     old_paths = replace(paths, output=absolute(old_output))
-    items = read_manifest(paths.items, "items")
+    items = read_manifest(paths.items, ItemsInfo)
     old = read_manifest(old_paths.sids, "sids")
     _check_extensible(old, old_paths.output, items, paths.items, tokenizer)
     with writing(paths.output):

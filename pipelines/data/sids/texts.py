@@ -30,7 +30,13 @@ import ray
 
 from core.errors import UserError, pluralize
 from core.files import absolute, join
-from core.schemas import TOKENS, SequencesInfo, embeddings_schema
+from core.schemas import (
+    TOKENS,
+    ItemsInfo,
+    QueriesInfo,
+    SequencesInfo,
+    embeddings_schema,
+)
 from core.tables import (
     Manifest,
     Part,
@@ -336,7 +342,7 @@ class _LogEncoder:
         if self.encoder == "tfidf" or not has_manifest(uri):
             return []
         earlier = read_manifest(uri)
-        items = read_manifest(join(self.tables, "items"), "items")
+        items = read_manifest(join(self.tables, "items"), ItemsInfo)
         has_same_encoder = earlier.inputs["encoder"] == inputs["encoder"]
         extends_items = earlier.inputs["items"] in items.extends
         if earlier.config == settings and has_same_encoder and extends_items:
@@ -393,7 +399,7 @@ class _LogEncoder:
         started = time.monotonic()
         uri = join(self.output, "pairs")
         sequences = join(self.tables, "sequences")
-        files = part_uris(sequences, read_manifest(sequences, "sequences"))
+        files = part_uris(sequences, read_manifest(sequences, SequencesInfo))
         keys = distinct_pairs(files, self.start_ray)
         size = min(max(len(keys) // TARGET_PARTS, MIN_PART_PAIRS), MAX_PART_PAIRS)
         blocks = [
@@ -485,7 +491,7 @@ def encode_log(
         # the table is empty if no search has a query, and read_table refuses it then
         texts["queries"] = []
         queries_uri = join(tables_uri, "queries")
-        if read_manifest(queries_uri, "queries").rows:
+        if read_manifest(queries_uri, QueriesInfo).rows:
             table = read_table(queries_uri, "queries")
             texts["queries"] = table["query"].to_pylist()
     tfidf = None

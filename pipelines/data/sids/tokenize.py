@@ -21,7 +21,7 @@ import torch
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import QUANTIZER, SIDS, TRIE
+from core.schemas import QUANTIZER, SIDS, TRIE, ItemsInfo, SequencesInfo
 from core.tables import (
     Manifest,
     clear,
@@ -420,7 +420,7 @@ def check_items(
         UserError: If there are fewer items than codes, or the texts are not valid.
     """
     codebook_size = getattr(tokenizer.config, "codebook_size", 0)
-    num_items = read_manifest(items_uri, "items").rows
+    num_items = read_manifest(items_uri, ItemsInfo).rows
     if num_items < codebook_size:
         raise UserError(
             f"{tokenizer.name}.codebook_size is {codebook_size}, more than the "
@@ -511,7 +511,7 @@ def tokenize(
             (unless `overwrite`), or another job writes to it.
     """
     started = time.monotonic()
-    inputs = {"items": read_manifest(paths.items, "items").hash}
+    inputs = {"items": read_manifest(paths.items, ItemsInfo).hash}
     check_folders(paths.output, paths.shared_embeddings)
     with writing(paths.output):
         if tokenizer.reads_file:
@@ -522,7 +522,7 @@ def tokenize(
                 paths, source, overwrite, say, start_ray
             )
         if tokenizer.on_train_items:
-            inputs["sequences"] = read_manifest(paths.sequences, "sequences").hash
+            inputs["sequences"] = read_manifest(paths.sequences, SequencesInfo).hash
         settings = settings_of_codes(tokenizer)
         finished = (
             None if overwrite else find_finished(paths.sids, "sids", settings, inputs)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from core.options import build
-from core.schemas import Split, events_schema
+from core.schemas import LogInfo, Split, events_schema
 from pipelines.data.actions.config import ActionsConfig, Input, Task
 from pipelines.data.actions.features import IDS
 from pipelines.data.actions.sequences import ActionsBuilder
@@ -43,7 +43,7 @@ def make_config(**counts: Any) -> ActionsConfig:
         },
     )
     config: ActionsConfig = build(ActionsConfig, content)
-    return config.resolve({"labels": LABELS}, ["author"])
+    return config.resolve(LogInfo(LABELS, [], [], clock=True), ["author"])
 
 
 def compute_features(disliked_hour: int) -> np.ndarray:
@@ -106,7 +106,8 @@ def test_bool_labels_without_an_entry_become_tasks_and_inputs() -> None:
 
 
 def test_an_input_is_scaled_by_the_declared_range_of_its_label() -> None:
-    info = {"labels": {"rating": "float32"}, "ranges": {"rating": [1, 5]}}
+    ranges = {"rating": [1.0, 5.0]}
+    info = LogInfo({"rating": "float32"}, [], [], clock=True, ranges=ranges)
     config = ActionsConfig(
         tasks={"t": Task("rating", at_least=4)}, inputs={"r": Input("rating")}
     )

@@ -77,9 +77,9 @@ def assert_counts_equal_probes(
     counts_uri: str, tables: str, probes: list[dict[str, Any]]
 ) -> None:
     """Assert that a table of counts gives the features of the probes in `tables`."""
-    info = read_manifest(join(tables, "sequences")).info
-    names = info["features"]
-    counts = Counts.load(counts_uri, names, info)
+    info = read_manifest(join(tables, "sequences"), SearchInfo).info
+    names = info.features
+    counts = Counts.load(counts_uri, info)
     is_count = np.array(
         [name.split("_")[0] in ("pair", "item", "query") for name in names]
     )

@@ -28,7 +28,7 @@ from transformers import (
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import Inputs
+from core.schemas import Inputs, ItemsInfo, RetrievalInfo
 from core.tables import MANIFEST, Manifest, commit, read_manifest, read_table
 from jobs import encode as job
 from models.search.catalogue import SearchCatalogue
@@ -53,6 +53,7 @@ from pipelines.data.simulation import (
 )
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
+from tests.fixtures.infos import make_info
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.exhaustive
@@ -404,16 +405,9 @@ def test_tfidf_has_no_joint_condition(tables: str, tmp_path: Path) -> None:
 def test_tables_of_a_kind_without_embeddings_are_rejected(tmp_path: Path) -> None:
     schema = pa.schema([("user_id", pa.string())])
     tables = str(tmp_path / "tables")
-    for table in ("items", "sequences"):
-        commit(
-            join(tables, table),
-            table,
-            schema,
-            [],
-            config={},
-            inputs={},
-            info={"kind": "retrieval"},
-        )
+    for info in (make_info(ItemsInfo), make_info(RetrievalInfo, kind="retrieval")):
+        uri = join(tables, info.table)
+        commit(uri, info.table, schema, [], config={}, inputs={}, info=info)
 
     with pytest.raises(
         UserError, match="of kind 'retrieval', whose models read no embeddings"
