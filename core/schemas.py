@@ -483,6 +483,104 @@ class ActionsInfo(SequencesInfo):
     """Number of events of items outside the catalogue."""
 
 
+@dataclass(config=STRICT, kw_only=True)
+class EmbeddingsInfo(TableInfo):
+    """Info of `embeddings`."""
+
+    table = "embeddings"
+
+    width: int
+    encoder_width: int = 0
+    """Width before the PCA."""
+    pca: dict[str, str] | None = None
+    """Arrays of the PCA in base64."""
+    fitted_items: int | None = None
+    """Number of first items that the PCA was fitted on; None for all."""
+    distinct_texts: int = 0
+    texts_without_known_word: int = 0
+
+
+@dataclass(config=STRICT)
+class TokensInfo(TableInfo):
+    """Info of `tokens`."""
+
+    table = "tokens"
+
+    pooling: str
+    """`cls` or `mean`: how the encoder pools its states."""
+
+
+@dataclass(config=STRICT)
+class QuantizerInfo(TableInfo):
+    """Info of `quantizer`."""
+
+    table = "quantizer"
+
+
+@dataclass(config=STRICT)
+class Drift:
+    """How well codes explain the items that codebooks were trained on, and new ones."""
+
+    new_items: int
+    error_old: float
+    """Mean squared error of old items, as a share of their variance."""
+    error_new: float
+    """Mean squared error of new items, as a share of the old items' variance."""
+    collision_rate_old: float
+    """Share of old items whose nearest codes another old item has."""
+    collision_rate_new: float
+    """Share of new items whose nearest codes any other item has."""
+    relaxed_new: int
+    """Number of new items without their nearest codes."""
+
+
+@dataclass(config=STRICT)
+class SidsInfo(TableInfo):
+    """Info of `sids`."""
+
+    table = "sids"
+
+    codebook_sizes: list[int]
+    """Number of codes of each level."""
+    tokenizer: str
+    items_hash: str
+    conflict_level: bool
+    """Whether the last levels tell apart items of equal codes."""
+    measures: dict[str, Any] = field(default_factory=dict)
+    """Quality of the codes, which trainings log beside their metrics."""
+    fitted_items: int | None = None
+    """Number of first items that codebooks were trained on; None for all."""
+    drift: Drift | None = None
+
+
+@dataclass(config=STRICT)
+class TrieInfo(TableInfo):
+    """Info of `trie`."""
+
+    table = "trie"
+
+    codebook_sizes: list[int]
+    """Number of codes of each level."""
+    levels: int
+    items: int
+    branching: list[float]
+    """Mean number of children of the nodes of each level."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class PredictionsInfo(TableInfo):
+    """Info of a table that batch inference writes."""
+
+    model: str
+    checkpoint: str
+    split: str = ""
+    """Split of the requests; "" for a recommendation per user."""
+    candidates: int = 0
+    """Number of scored candidates."""
+    below_k: int = 0
+    """Number of recommendations with fewer than k items."""
+
+
 def sequences_schema(events: pa.Schema) -> pa.Schema:
     """Return the schema of retrieval sequences: one row per user.
 

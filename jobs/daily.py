@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
 from core.files import absolute, hold_lock, join, read_json, write_file
-from core.schemas import EventsInfo, Inputs, SequencesInfo
+from core.schemas import EventsInfo, Inputs, SequencesInfo, SidsInfo
 from core.tables import has_manifest, read_manifest
 from jobs import cli
 from jobs.options import merge_options
@@ -162,7 +162,7 @@ class Day:
         options = {**self.config.tokenize, "tables": self.tables, "output": output}
         if not has_manifest(join(output, "sids")):
             return options
-        items_hash = read_manifest(join(output, "sids"), "sids").info["items_hash"]
+        items_hash = read_manifest(join(output, "sids"), SidsInfo).info.items_hash
         if items_hash in read_ancestry(join(self.tables, "items")):
             return {**options, "extend": output}
         return {**options, "overwrite": True}

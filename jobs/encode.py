@@ -62,7 +62,7 @@ def run(config: Config) -> None:
         for name in ("items", "queries", "pairs")
         if name in manifests
     )
-    width = manifests["items"].info["width"]
+    width = manifests["items"].info.width
     seconds = time.monotonic() - start_s
     print(f"{counts}, width {width}, in {seconds:.0f} s: {config.output}")
     sequences = read_manifest(join(config.tables, "sequences"), SequencesInfo)

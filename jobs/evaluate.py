@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from core.errors import pluralize
 from core.options import check_positive
-from core.schemas import Inputs
+from core.schemas import Inputs, PredictionsInfo
 from jobs import cli
 from models.retrieval.options import (
     RECOMMEND_OPTIONS,
@@ -179,7 +179,7 @@ def write_inference(config: Config, inputs: Inputs, folder: str) -> None:
         print_recommendations(config, manifest, folder, status)
 
 
-def print_scores(manifest: Manifest, folder: str, status: str) -> None:
+def print_scores(manifest: Manifest[PredictionsInfo], folder: str, status: str) -> None:
     """Print the size and columns of a table of scores.
 
     Args:
@@ -187,9 +187,9 @@ def print_scores(manifest: Manifest, folder: str, status: str) -> None:
         folder: Folder of the table.
         status: End of the first line: whether the table is new.
     """
-    candidates = pluralize(manifest.info["candidates"], "candidate")
+    candidates = pluralize(manifest.info.candidates, "candidate")
     requests = pluralize(manifest.rows, "request")
-    model, split = manifest.info["model"], manifest.info["split"]
+    model, split = manifest.info.model, manifest.info.split
     print(f"Scores of {model} on {split}: {candidates} of {requests} {status}.")
     names = [column["name"] for column in manifest.schema]
     first_score = next(name for name in names if name.startswith("score_"))
@@ -200,7 +200,7 @@ def print_scores(manifest: Manifest, folder: str, status: str) -> None:
 
 
 def print_recommendations(
-    config: Config, manifest: Manifest, folder: str, status: str
+    config: Config, manifest: Manifest[PredictionsInfo], folder: str, status: str
 ) -> None:
     """Print the size and columns of a table of recommendations.
 
@@ -214,7 +214,7 @@ def print_recommendations(
     """
     from models import registry
 
-    model = manifest.info["model"]
+    model = manifest.info.model
     unit, on_split = "user", ""
     if config.split:
         unit, on_split = "request", f" on {config.split}"
@@ -222,7 +222,7 @@ def print_recommendations(
         f"Recommendations of {model}{on_split}: top {config.k} of "
         f"{pluralize(manifest.rows, unit)} {status}."
     )
-    num_short = manifest.info.get(f"{unit}s_below_k", 0)
+    num_short = manifest.info.below_k
     if num_short:
         items = "the allowed set" if config.allowed else "the catalogue"
         reason = f"{items} has no more"

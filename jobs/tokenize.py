@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import pluralize
 from core.files import join
+from core.schemas import SidsInfo, TrieInfo
 from core.tables import Manifest
 from jobs import cli
 from models import registry
@@ -104,10 +105,9 @@ class Config:
         return self.embeddings.lower().endswith(SUFFIXES)
 
 
-def describe_quality(sids: Manifest, trie: Manifest) -> list[str]:
+def describe_quality(sids: Manifest[SidsInfo], trie: Manifest[TrieInfo]) -> list[str]:
     """Return lines on the quality of the SIDs: errors, collisions, use of codes."""
-    info: dict[str, Any] = sids.info
-    sizes = info["codebook_sizes"]
+    sizes, info = sids.info.codebook_sizes, sids.info.measures
     lines = [
         f"{pluralize(sids.rows, 'item')}, {pluralize(len(sizes), 'code')} each, "
         f"codebooks {sizes}"
@@ -136,7 +136,7 @@ def describe_quality(sids: Manifest, trie: Manifest) -> list[str]:
             f"level {level + 1}: {measures['used']} codes in use "
             f"({measures['use']:.1%}), entropy {measures['entropy_bits']:.2f} bits"
         )
-    branching = ", ".join(f"{mean:.2f}" for mean in trie.info["branching"])
+    branching = ", ".join(f"{mean:.2f}" for mean in trie.info.branching)
     lines.append(f"branching per level {branching}")
     return lines
 
@@ -240,13 +240,15 @@ def resolve_source(
     return source
 
 
-def print_result(config: Config, sids: Manifest, trie: Manifest) -> None:
+def print_result(
+    config: Config, sids: Manifest[SidsInfo], trie: Manifest[TrieInfo]
+) -> None:
     """Print the quality of the SIDs, and the drift of extended SIDs."""
     from pipelines.data.sids.extend import describe_drift
 
     lines = describe_quality(sids, trie)
-    if "drift" in sids.info:
-        lines.append(describe_drift(sids.info["drift"]))
+    if sids.info.drift:
+        lines.append(describe_drift(sids.info.drift))
     for line in lines:
         print(line)
 

@@ -30,7 +30,7 @@ from core.errors import UserError, one_line
 from core.files import join
 from core.ids import parse_item_id
 from core.ragged import concat_columns, lengths_to_starts
-from core.schemas import ActionsInfo, Inputs, ItemsInfo
+from core.schemas import ActionsInfo, EmbeddingsInfo, Inputs, ItemsInfo
 from core.tables import Manifest, read_manifest
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
@@ -66,7 +66,7 @@ def read_text_manifest(inputs: Inputs) -> Manifest | None:
     """Return the manifest of the items' text, or None for models without text."""
     if not inputs.text:
         return None
-    return read_manifest(join(inputs.text, "items"), "embeddings")
+    return read_manifest(join(inputs.text, "items"), EmbeddingsInfo)
 
 
 def text_template(text: Manifest | None) -> str:

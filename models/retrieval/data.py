@@ -36,7 +36,7 @@ from core.ragged import (
     row_numbers,
     run_starts,
 )
-from core.schemas import Inputs, ItemsInfo, RetrievalInfo
+from core.schemas import Inputs, ItemsInfo, RetrievalInfo, SidsInfo
 from core.splits import SPLITS
 from core.tables import TableVersion, read_manifest, read_table, table_hashes
 from models.dataset.batch import Batch, axes
@@ -103,8 +103,7 @@ class Catalogue:
             return cls(num_items, versions=versions, tables=tables_uri)
 
         sids_table = join(sids_uri, "sids")
-        info = read_manifest(sids_table, "sids").info
-        sizes = tuple(int(size) for size in info["codebook_sizes"])
+        sizes = tuple(read_manifest(sids_table, SidsInfo).info.codebook_sizes)
         codes = read_codes(read_table(sids_table, "sids"), sids_table)
         if codes.shape != (num_items, len(sizes)):
             raise UserError(

@@ -26,7 +26,14 @@ from torch import Tensor
 from core.errors import UserError
 from core.files import join
 from core.ragged import find_sorted, lengths_to_offsets
-from core.schemas import CustomFeatures, Inputs, ItemsInfo, QueriesInfo, SearchInfo
+from core.schemas import (
+    CustomFeatures,
+    Inputs,
+    ItemsInfo,
+    QueriesInfo,
+    SearchInfo,
+    TokensInfo,
+)
 from core.tables import (
     Manifest,
     TableVersion,
@@ -391,7 +398,7 @@ def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
     """Load the documents' tokens, or return None if the table does not exist."""
     if not has_manifest(uri):
         return None
-    manifest = read_manifest(uri, "tokens")
+    manifest = read_manifest(uri, TokensInfo)
     if manifest.inputs.get("items") != items.hash:
         raise UserError(f"{uri} was made from other items")
     lists = read_table(uri, "tokens")["tokens"].combine_chunks()
@@ -400,7 +407,7 @@ def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
     return DocumentTokens(
         tokens,
         torch.from_numpy(begin),
-        manifest.info["pooling"],
+        manifest.info.pooling,
     )
 
 

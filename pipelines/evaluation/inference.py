@@ -34,14 +34,13 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.files import absolute, join
-from core.schemas import Inputs, QueriesInfo, SequencesInfo
+from core.schemas import Inputs, PredictionsInfo, QueriesInfo, SequencesInfo
 from core.tables import (
     Manifest,
     Part,
     commit,
     fingerprint,
     has_earlier_table,
-    is_up_to_date,
     part_uris,
     read_manifest,
     read_parquet,
@@ -292,7 +291,7 @@ class UserInference(Inference):
     """Inference that ranks the catalogue after all behaviours of each user."""
 
     table = "recommendations"
-    count_name = "users_below_k"
+    count_name = "below_k"
 
     def load_examples(self) -> RequestDataset:
         """Load the requests, with histories as long as the options need."""
@@ -338,7 +337,7 @@ class UserInference(Inference):
 class RequestInference(UserInference):
     """Inference that ranks the catalogue for each request of a split."""
 
-    count_name = "requests_below_k"
+    count_name = "below_k"
     examples: RetrievalDataset
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
@@ -487,13 +486,10 @@ def infer_all(
         start_ray()
     with writing(output):
         written = write_units(kind, task, cut_units(sequences, options.users_per_part))
-        info = {
-            "users": sequences.rows,
-            **ranked,
-            kind.count_name: sum(count for _, count in written),
-            "model": name,
-            "checkpoint": checked.uri,
-        }
+        counted = {kind.count_name: sum(count for _, count in written)}
+        info = PredictionsInfo(
+            model=name, checkpoint=checked.uri, split=ranked.get("split", ""), **counted
+        )
         parts = [part for part, _ in written]
         manifest = commit(
             output,
@@ -509,7 +505,7 @@ def infer_all(
 
 def find_finished(
     output: str, kind: type[Inference], expected: str, overwrite: bool
-) -> Manifest | None:
+) -> Manifest[PredictionsInfo] | None:
     """Return the manifest of an equal table in the output folder, or None.
 
     Args:
@@ -524,8 +520,9 @@ def find_finished(
     """
     if not has_earlier_table(output, kind.table) or overwrite:
         return None
-    if is_up_to_date(output, expected):
-        return read_manifest(output, kind.table)
+    manifest = read_manifest(output, PredictionsInfo)
+    if manifest.fingerprint == expected:
+        return manifest
     raise UserError(f"{output} holds other {kind.table}")
 
 

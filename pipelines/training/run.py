@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from core.errors import UserError, one_line, pluralize
 from core.files import hold_lock, join, open_uri
-from core.schemas import EventsInfo, Inputs
+from core.schemas import EventsInfo, Inputs, SidsInfo
 from core.tables import has_manifest, read_manifest
 from models import registry
 from models.training import attempts, checkpoint
@@ -392,8 +392,9 @@ def open_run(
             tags=tags,
         )
     if inputs.sids:  # log the tokenizer's metrics beside the model's
-        info = read_manifest(join(inputs.sids, "sids"), "sids").info
-        tracking.Logger(run).update(collect_numbers(info, "sids"), 0)
+        info = read_manifest(join(inputs.sids, "sids"), SidsInfo).info
+        content = {**asdict(info), **info.measures, "measures": {}}
+        tracking.Logger(run).update(collect_numbers(content, "sids"), 0)
     record = {
         "config": identity,
         "hashes": training.hashes,

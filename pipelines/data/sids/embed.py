@@ -25,14 +25,14 @@ import ray
 import ray.data
 
 from core.errors import UserError, pluralize
-from core.schemas import ItemsInfo, embeddings_schema
+from core.schemas import EmbeddingsInfo, ItemsInfo, embeddings_schema
 from core.tables import (
+    Info,
     Manifest,
     Part,
     commit,
     fingerprint,
     has_manifest,
-    is_up_to_date,
     iter_parts,
     read_manifest,
     read_table,
@@ -475,13 +475,13 @@ def embed_origin(
 
 
 def find_finished(
-    uri: str, table: str, config: dict[str, Any], inputs: dict[str, str]
-) -> Manifest | None:
+    uri: str, info_class: type[Info], config: dict[str, Any], inputs: dict[str, str]
+) -> Manifest[Info] | None:
     """Return the manifest of a table if it exists, otherwise None.
 
     Args:
         uri: Folder of the table.
-        table: Name of its schema.
+        info_class: Type of its info.
         config: Settings that the table must have been made with.
         inputs: Hashes of the inputs that it must have been made from, by name.
 
@@ -490,11 +490,12 @@ def find_finished(
     """
     if not has_manifest(uri):
         return None
-    if not is_up_to_date(uri, fingerprint(config, inputs)):
+    manifest = read_manifest(uri, info_class)
+    if manifest.fingerprint != fingerprint(config, inputs):
         raise UserError(
             f"{uri} was made from other input or settings; --overwrite replaces it"
         )
-    return read_manifest(uri, table)
+    return manifest
 
 
 def embed_items(
@@ -504,7 +505,7 @@ def embed_items(
     overwrite: bool = False,
     say: Say = print,
     start_ray: Callable[[], None] = lambda: None,
-) -> Manifest:
+) -> Manifest[EmbeddingsInfo]:
     """Write the `embeddings` table of the `items` table, unless it is up to date.
 
     Args:
@@ -521,13 +522,13 @@ def embed_items(
     config = source.config
     settings, inputs = embed_origin(items_uri, source)
     if not overwrite:
-        finished = find_finished(output_uri, "embeddings", settings, inputs)
+        finished = find_finished(output_uri, EmbeddingsInfo, settings, inputs)
         if finished:
             say(f"{output_uri}: up to date")
             return finished
     started = time.monotonic()
     items = read_table(items_uri, "items")
-    info: dict[str, Any] = {"items": len(items)}
+    info = EmbeddingsInfo(width=0)
     if source.precomputed:
         vectors = source.precomputed.align(items["item_id"].to_pylist(), say)
         blocks = iter([vectors])
@@ -537,12 +538,12 @@ def embed_items(
             start_ray()
         texts = item_texts(items, config, say)
         blocks = embed_ranges(texts, source.encoder, config, say)
-        info["distinct_texts"] = len(set(texts))
+        info.distinct_texts = len(set(texts))
     if source.pca_width:
         vectors = np.concatenate(list(blocks))
         projection = fit_pca(vectors, source.pca_width)
-        info["encoder_width"] = vectors.shape[1]
-        info["pca"] = projection.to_record()
+        info.encoder_width = vectors.shape[1]
+        info.pca = projection.to_record()
         blocks = iter([projection.project(vectors)])
     parts: list[Part] = []
     width = num_items = 0
@@ -550,8 +551,8 @@ def embed_items(
         width = block.shape[1]
         parts += write_vectors(output_uri, block, first=num_items)
         num_items += len(block)
-    info["width"] = width
-    info.setdefault("encoder_width", width)
+    info.width = width
+    info.encoder_width = info.encoder_width or width
     return commit(
         output_uri,
         "embeddings",
@@ -595,8 +596,8 @@ def write_vectors(
 
 def read_embeddings(uri: str) -> np.ndarray:
     """Read a table of embeddings as (items, width) float32, ordered by item_index."""
-    manifest = read_manifest(uri, "embeddings")
-    vectors = np.empty((manifest.rows, manifest.info["width"]), dtype=np.float32)
-    for part in iter_parts(uri, "embeddings"):
+    manifest = read_manifest(uri, EmbeddingsInfo)
+    vectors = np.empty((manifest.rows, manifest.info.width), dtype=np.float32)
+    for part in iter_parts(uri, manifest=manifest):
         vectors[part["item_index"].to_numpy()] = _to_matrix(part["embedding"])
     return vectors

@@ -15,14 +15,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from core.errors import UserError, pluralize
 from core.files import absolute
-from core.schemas import ItemsInfo, embeddings_schema
+from core.schemas import (
+    Drift,
+    EmbeddingsInfo,
+    ItemsInfo,
+    SidsInfo,
+    TrieInfo,
+    embeddings_schema,
+)
 from core.tables import (
     Manifest,
     commit,
@@ -84,10 +90,10 @@ class _OldEmbeddings:
     @classmethod
     def read(cls, uri: str, num_old: int) -> _OldEmbeddings:
         """Read the embeddings of the first `num_old` items."""
-        info = read_manifest(uri, "embeddings").info
-        projection = Projection.from_record(info["pca"]) if "pca" in info else None
+        info = read_manifest(uri, EmbeddingsInfo).info
+        projection = Projection.from_record(info.pca) if info.pca else None
         vectors = read_embeddings(uri)[:num_old]
-        return cls(uri, vectors, info["encoder_width"], projection)
+        return cls(uri, vectors, info.encoder_width, projection)
 
 
 def extend_embeddings(
@@ -116,8 +122,8 @@ def extend_embeddings(
     """
     settings, inputs = embed_origin(items_uri, source)
     if is_up_to_date(uri, fingerprint(settings, inputs)):
-        return read_manifest(uri, "embeddings")
-    manifest = read_manifest(old_uri, "embeddings")
+        return read_manifest(uri, EmbeddingsInfo)
+    manifest = read_manifest(old_uri, EmbeddingsInfo)
     if manifest.config != settings or manifest.inputs.get("encoder") != inputs.get(
         "encoder"
     ):
@@ -126,15 +132,15 @@ def extend_embeddings(
     old = _OldEmbeddings.read(old_uri, num_old)
     items = read_table(items_uri, "items")
     item_ids = items["item_id"].to_pylist()
-    num_fit = manifest.info.get("fitted_items", manifest.rows)
+    num_fit = manifest.info.fitted_items or manifest.rows
     say(f"{pluralize(len(items) - num_old, 'new item')} in addition to {num_old:,}")
-    info = {**manifest.info, "items": len(items), "fitted_items": num_fit}
+    info = replace(manifest.info, fitted_items=num_fit)
     encoded: np.ndarray | None
     if source.precomputed:
         encoded = source.precomputed.align(item_ids, say)
     else:
         texts = item_texts(items, source.config)
-        info["distinct_texts"] = len(set(texts))
+        info.distinct_texts = len(set(texts))
         encoded = _encode_new(texts, num_old, num_fit, source, say, start_ray)
     new_vectors = old.vectors[:0]
     if encoded is not None:
@@ -235,7 +241,7 @@ def measure_drift(
     nearest: np.ndarray,
     codebooks: np.ndarray,
     num_old: int,
-) -> dict[str, Any]:
+) -> Drift:
     """Measure how well codes explain old and new items, and how many items collide.
 
     Args:
@@ -244,14 +250,6 @@ def measure_drift(
         nearest: Nearest codes (N, C), which several items may share.
         codebooks: Centroids (C, K, D).
         num_old: Number of items that the codebooks were trained on; they come first.
-
-    Returns:
-        `new_items`: number of new items; `error_old`, `error_new`: mean squared errors
-        of old and new items, as shares of the old items' variance;
-        `collision_rate_old`: share of old items whose nearest codes another old item
-        has, as before the extension; `collision_rate_new`: share of new items whose
-        nearest codes any other item has; `relaxed_new`: number of new items without
-        their nearest codes.
     """
     levels = np.arange(codebooks.shape[0])
     residual = latents - codebooks[levels, codes].sum(1)  # (N, D)
@@ -262,25 +260,25 @@ def measure_drift(
     collides = np.bincount(groups)[groups] > 1  # (N,)
     num_new = len(latents) - num_old
     old_rate = measure_collisions(nearest[:num_old])["collision_rate"]
-    return {
-        "new_items": num_new,
-        "error_old": float(error[:num_old].mean() / variance),
-        "error_new": float(error[num_old:].mean() / variance) if num_new else 0.0,
-        "collision_rate_old": old_rate,
-        "collision_rate_new": float(collides[num_old:].mean()) if num_new else 0.0,
-        "relaxed_new": int((codes != nearest)[num_old:].any(1).sum()),
-    }
+    return Drift(
+        new_items=num_new,
+        error_old=float(error[:num_old].mean() / variance),
+        error_new=float(error[num_old:].mean() / variance) if num_new else 0.0,
+        collision_rate_old=old_rate,
+        collision_rate_new=float(collides[num_old:].mean()) if num_new else 0.0,
+        relaxed_new=int((codes != nearest)[num_old:].any(1).sum()),
+    )
 
 
-def describe_drift(measured: dict[str, Any]) -> str:
+def describe_drift(measured: Drift) -> str:
     """Format the measures of `measure_drift`."""
     return (
-        f"{pluralize(measured['new_items'], 'item')} since the codebooks were trained: "
+        f"{pluralize(measured.new_items, 'item')} since the codebooks were trained: "
         f"variance not explained "
-        f"{measured['error_new']:.4f} (old items {measured['error_old']:.4f}), "
+        f"{measured.error_new:.4f} (old items {measured.error_old:.4f}), "
         f"collision rate "
-        f"{measured['collision_rate_new']:.4f} ({measured['collision_rate_old']:.4f}), "
-        f"{measured['relaxed_new']:,} without their nearest codes"
+        f"{measured.collision_rate_new:.4f} ({measured.collision_rate_old:.4f}), "
+        f"{measured.relaxed_new:,} without their nearest codes"
     )
 
 
@@ -292,7 +290,7 @@ def extend(
     overwrite: bool = False,
     say: Say = print,
     start_ray: Callable[[], None] = lambda: None,
-) -> tuple[Manifest, Manifest, bool]:
+) -> tuple[Manifest[SidsInfo], Manifest[TrieInfo], bool]:
     """Write SIDs and a trie that add the new items of `paths.items` to existing SIDs.
 
     Args:
@@ -313,32 +311,32 @@ def extend(
     paths = replace(paths, output=absolute(paths.output))
     old_paths = replace(paths, output=absolute(old_output))
     items = read_manifest(paths.items, ItemsInfo)
-    old = read_manifest(old_paths.sids, "sids")
+    old = read_manifest(old_paths.sids, SidsInfo)
     _check_extensible(old, old_paths.output, items, paths.items, tokenizer)
     with writing(paths.output):
         existing = (
-            read_manifest(paths.sids, "sids") if has_manifest(paths.sids) else None
+            read_manifest(paths.sids, SidsInfo) if has_manifest(paths.sids) else None
         )
         is_current = (
             existing is not None
-            and existing.info["items_hash"] == items.hash
+            and existing.info.items_hash == items.hash
             and old.hash in (existing.hash, *existing.extends)
         )
         is_in_place = paths.output == old_paths.output
         if existing and not (is_current or is_in_place or overwrite):
             raise UserError(f"{paths.output} holds other SIDs; --overwrite replaces it")
-        old_trie = read_manifest(old_paths.trie, "trie")
+        old_trie = read_manifest(old_paths.trie, TrieInfo)
         if not is_current:
             _write_extended(paths, old_paths, tokenizer, source, say, start_ray)
-        sids = read_manifest(paths.sids, "sids")
+        sids = read_manifest(paths.sids, SidsInfo)
         if is_current and is_trie_current(paths, sids):
-            return sids, read_manifest(paths.trie, "trie"), False
+            return sids, read_manifest(paths.trie, TrieInfo), False
         extends = [*old_trie.extends, old_trie.hash]
         return sids, write_trie(paths.trie, paths.sids, extends), True
 
 
 def _check_extensible(
-    old: Manifest,
+    old: Manifest[SidsInfo],
     old_output: str,
     items: Manifest,
     items_uri: str,
@@ -349,7 +347,7 @@ def _check_extensible(
         raise UserError("--extend needs trained codebooks")
     if old.config != settings_of_codes(tokenizer):
         raise UserError(f"{old_output} was made with other options of the tokenizer")
-    if old.info["items_hash"] not in (*items.extends, items.hash):
+    if old.info.items_hash not in (*items.extends, items.hash):
         raise UserError(f"{items_uri} does not extend the items of {old_output}")
 
 
@@ -363,7 +361,7 @@ def _write_extended(
 ) -> None:
     """Write the tables `embeddings`, `quantizer` and `sids` of old and new items."""
     started = time.monotonic()
-    old = read_manifest(old_paths.sids, "sids")
+    old = read_manifest(old_paths.sids, SidsInfo)
     embeddings = extend_embeddings(
         paths.items,
         paths.embeddings,
@@ -378,14 +376,14 @@ def _write_extended(
         write_quantizer(paths.quantizer, arrays, config=old.config, inputs=old.inputs)
     vectors = read_embeddings(paths.embeddings)
     old_codes = read_codes(old_paths.sids)
-    codes, measures = _extend_codes(vectors, old_codes, arrays, old.info, tokenizer)
+    codes, info = _extend_codes(vectors, old_codes, arrays, old.info, tokenizer)
     items_hash = embeddings.inputs["items"]
     write_sids(
         paths.sids,
         codes,
         config=old.config,
         inputs={"items": items_hash, "embeddings": embeddings.hash},
-        info={**old.info, **measures, "items_hash": items_hash},
+        info=replace(info, items_hash=items_hash),
         timings={"tokenize_s": round(time.monotonic() - started, 2)},
         extends=[*old.extends, old.hash],
     )
@@ -395,12 +393,12 @@ def _extend_codes(
     embeddings: np.ndarray,
     old_codes: np.ndarray,
     arrays: dict[str, np.ndarray],
-    old_info: dict[str, Any],
+    old_info: SidsInfo,
     tokenizer: Tokenizer,
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """Assign codes to the new items, which follow the old items."""
+) -> tuple[np.ndarray, SidsInfo]:
+    """Assign codes to the new items, which follow the old items, and measure them."""
     codebooks = arrays["codebooks"]
-    sizes = old_info["codebook_sizes"]
+    sizes = old_info.codebook_sizes
     num_levels = len(codebooks)
     num_old = len(old_codes)
     tokenizer.arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -415,11 +413,13 @@ def _extend_codes(
     )
     codes = np.concatenate([old_codes, new_codes])
     quantized = codes[:, :num_levels]  # without conflict levels
-    num_fit = old_info.get("fitted_items", num_old)
-    return codes, {
+    num_fit = old_info.fitted_items or num_old
+    measures = {
+        **old_info.measures,
         **measure_collisions(quantized),
         "levels": measure_levels(quantized, sizes[:num_levels]),
         "branching": branching(codes),
-        "fitted_items": num_fit,
-        "drift": measure_drift(vectors, quantized, nearest, codebooks, num_fit),
     }
+    drift = measure_drift(vectors, quantized, nearest, codebooks, num_fit)
+    info = replace(old_info, measures=measures, fitted_items=num_fit, drift=drift)
+    return codes, info

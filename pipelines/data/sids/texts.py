@@ -32,9 +32,11 @@ from core.errors import UserError, pluralize
 from core.files import absolute, join
 from core.schemas import (
     TOKENS,
+    EmbeddingsInfo,
     ItemsInfo,
     QueriesInfo,
     SequencesInfo,
+    TokensInfo,
     embeddings_schema,
 )
 from core.tables import (
@@ -262,9 +264,9 @@ class _LogEncoder:
         """Return the manifest of a table that is up to date, otherwise None."""
         if self.overwrite:
             return None
-        schema_name = "tokens" if name == "tokens" else "embeddings"
+        info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
         uri = join(self.output, name)
-        manifest = find_finished(uri, schema_name, *self.settings_and_inputs(name))
+        manifest = find_finished(uri, info_class, *self.settings_and_inputs(name))
         if manifest:
             self.say(f"{name}: up to date")
         return manifest
@@ -284,7 +286,7 @@ class _LogEncoder:
         for name in missing:
             all_texts += texts[name]
         if not all_texts:
-            width = manifests["items"].info["width"] if manifests else 0
+            width = manifests["items"].info.width if manifests else 0
             vectors = np.zeros((0, width), np.float32)
         elif tfidf is not None:
             vectors = tfidf.encode(all_texts)
@@ -309,13 +311,11 @@ class _LogEncoder:
         schema = embeddings_schema(vectors.shape[1], [key])
         settings, inputs = self.settings_and_inputs(name)
         num_unknown = int((~vectors.any(axis=1)).sum())
-        info = {
-            "encoder": self.encoder,
-            "width": vectors.shape[1],
-            "texts": len(texts),
-            "distinct_texts": len(set(texts)),
-            "texts_without_known_word": num_unknown,
-        }
+        info = EmbeddingsInfo(
+            width=vectors.shape[1],
+            distinct_texts=len(set(texts)),
+            texts_without_known_word=num_unknown,
+        )
         manifest = commit(
             uri,
             "embeddings",
@@ -329,7 +329,7 @@ class _LogEncoder:
         )
         note = f", {num_unknown:,} without a known word (zeros)" if num_unknown else ""
         self.say(
-            f"{name}: {len(texts):,} texts, {info['distinct_texts']:,} distinct, width "
+            f"{name}: {len(texts):,} texts, {info.distinct_texts:,} distinct, width "
             f"{vectors.shape[1]}{note}"
         )
         return manifest
@@ -377,10 +377,7 @@ class _LogEncoder:
             parts,
             config=settings,
             inputs=inputs,
-            info={
-                "encoder": self.encoder,
-                "pooling": self.config.pooling,
-            },
+            info=TokensInfo(self.config.pooling),
             timings={"tokens_s": round(time.monotonic() - started, 2)},
         )
         self.say(
@@ -441,7 +438,7 @@ class _LogEncoder:
             [part for _, part in sorted(parts_by_key)],
             config=settings,
             inputs=inputs,
-            info={"encoder": self.encoder, "width": width, "pairs": len(keys)},
+            info=EmbeddingsInfo(width=width),
             timings={"encode_s": round(time.monotonic() - started, 2)},
         )
 
@@ -566,7 +563,7 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     Raises:
         UserError: If the encoder does not exist any more, or gives other vectors now.
     """
-    manifest = read_manifest(join(text_uri, "items"), "embeddings")
+    manifest = read_manifest(join(text_uri, "items"), EmbeddingsInfo)
     settings = dict(manifest.config)
     name = settings.pop("encoder", None)
     if name is None:

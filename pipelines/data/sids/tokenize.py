@@ -21,7 +21,16 @@ import torch
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import QUANTIZER, SIDS, TRIE, ItemsInfo, SequencesInfo
+from core.schemas import (
+    QUANTIZER,
+    SIDS,
+    TRIE,
+    ItemsInfo,
+    QuantizerInfo,
+    SequencesInfo,
+    SidsInfo,
+    TrieInfo,
+)
 from core.tables import (
     Manifest,
     clear,
@@ -304,6 +313,7 @@ def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) ->
         "quantizer",
         QUANTIZER,
         [write_part(uri, table, use_dictionary=False)],
+        info=QuantizerInfo(),
         **manifest,
     )
 
@@ -318,7 +328,7 @@ def read_quantizer(uri: str) -> dict[str, np.ndarray]:
     }
 
 
-def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest:
+def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest[SidsInfo]:
     """Write the `sids` table of codes (N, C).
 
     Args:
@@ -342,7 +352,9 @@ def read_codes(uri: str) -> np.ndarray:
     return matrix[np.argsort(table["item_index"].to_numpy())]
 
 
-def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest:
+def write_trie(
+    uri: str, sids_uri: str, extends: Iterable[str] = ()
+) -> Manifest[TrieInfo]:
     """Write the `trie` table of the `sids` table, replacing a trie of other SIDs.
 
     Args:
@@ -350,21 +362,16 @@ def write_trie(uri: str, sids_uri: str, extends: Iterable[str] = ()) -> Manifest
         sids_uri: Folder of the `sids` table.
         extends: Hashes of the tries whose items this trie extends, oldest first.
     """
-    sids = read_manifest(sids_uri, "sids")
+    sids = read_manifest(sids_uri, SidsInfo)
     codes = read_codes(sids_uri)
-    sizes = sids.info["codebook_sizes"]
+    sizes = sids.info.codebook_sizes
     trie = Trie(torch.from_numpy(codes), tuple(sizes))
     edges = {name: column.numpy() for name, column in trie.edge_columns().items()}
     leaf = edges["item_index"] >= 0
     columns = [pa.array(edges[f.name], f.type) for f in TRIE if f.name != "item_index"]
     columns.append(pa.array(edges["item_index"], pa.int32(), mask=~leaf))
     part = write_part(uri, pa.Table.from_arrays(columns, schema=TRIE))
-    info = {
-        "codebook_sizes": sizes,
-        "levels": trie.levels,
-        "items": trie.num_items,
-        "branching": trie.branching(),
-    }
+    info = TrieInfo(sizes, trie.levels, trie.num_items, trie.branching())
     return commit(
         uri,
         "trie",
@@ -465,13 +472,13 @@ def _write_codes(
     settings = settings_of_codes(tokenizer)
     if codes.arrays:
         write_quantizer(paths.quantizer, codes.arrays, config=settings, inputs=inputs)
-    info = {
-        "codebook_sizes": codes.sizes,
-        "tokenizer": tokenizer.name,
-        "items_hash": inputs["items"],
-        "conflict_level": codes.conflict_level,
-        **codes.measures,
-    }
+    info = SidsInfo(
+        codebook_sizes=codes.sizes,
+        tokenizer=tokenizer.name,
+        items_hash=inputs["items"],
+        conflict_level=codes.conflict_level,
+        measures=codes.measures,
+    )
     timings = {"tokenize_s": round(time.monotonic() - started, 2)}
     write_sids(
         paths.sids,
@@ -491,7 +498,7 @@ def tokenize(
     overwrite: bool = False,
     say: Say = print,
     start_ray: Callable[[], None] = lambda: None,
-) -> tuple[Manifest, Manifest, bool]:
+) -> tuple[Manifest[SidsInfo], Manifest[TrieInfo], bool]:
     """Write `embeddings` (unless SIDs are published), `sids` and `trie`.
 
     Args:
@@ -525,7 +532,7 @@ def tokenize(
             inputs["sequences"] = read_manifest(paths.sequences, SequencesInfo).hash
         settings = settings_of_codes(tokenizer)
         finished = (
-            None if overwrite else find_finished(paths.sids, "sids", settings, inputs)
+            None if overwrite else find_finished(paths.sids, SidsInfo, settings, inputs)
         )
         if finished is None:
             if tokenizer.reads_file:
@@ -536,10 +543,10 @@ def tokenize(
                     start_ray()
                 codes = _trained_codes(paths, tokenizer, say)
             _write_codes(paths, codes, tokenizer, inputs, started)
-        sids = read_manifest(paths.sids, "sids")
+        sids = read_manifest(paths.sids, SidsInfo)
         is_complete = finished is not None and is_trie_current(paths, sids)
         if is_complete:
-            trie = read_manifest(paths.trie, "trie")
+            trie = read_manifest(paths.trie, TrieInfo)
         else:
             trie = write_trie(paths.trie, paths.sids)
         if tokenizer.reads_file:

@@ -167,7 +167,7 @@ def test_feed_scores_match_the_log_the_metrics_and_served_answers(
     scored = collect_by_event(rows, "score_")
     assert set(scored) == set(logged)
     # No user is shown an item twice at one time, so no event is lost in `logged`.
-    assert len(logged) == manifest.info["candidates"]
+    assert len(logged) == manifest.info.candidates
     assert collect_by_event(rows, "label_") == logged
 
     metrics = evaluate(path, inputs)[0].metrics

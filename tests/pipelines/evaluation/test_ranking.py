@@ -281,7 +281,7 @@ def test_recommendations_of_all_users_are_written_to_a_table(
     assert "core_worker" not in capfd.readouterr().err
     assert not existed
     assert manifest.rows == 60
-    assert manifest.info["users_below_k"] == 0
+    assert manifest.info.below_k == 0
     # The table of sequences has two files of 30 users.
     assert [part.rows for part in manifest.files] == [25, 5, 25, 5]
     table = read_table(output, "recommendations").to_pydict()

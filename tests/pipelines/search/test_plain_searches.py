@@ -75,7 +75,7 @@ def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None
     scores = read_table(str(tmp_path / "scores"), "scores")
     assert scores["query"].to_pylist() == [None] * scores.num_rows
     result, *_ = evaluate(model, tables)
-    assert manifest.info["candidates"] == result.metrics["candidates"] > 0
+    assert manifest.info.candidates == result.metrics["candidates"] > 0
 
 
 def test_positions_that_begin_at_1_are_rejected_with_the_expression_to_use(

@@ -191,7 +191,7 @@ def test_every_item_and_query_is_encoded_once_and_as_if_alone(
     np.testing.assert_allclose(
         to_vectors(queries), encoder.encode(query_texts), atol=1e-5
     )
-    widths = {encoded.manifests[name].info["width"] for name in ("items", "queries")}
+    widths = {encoded.manifests[name].info.width for name in ("items", "queries")}
     assert widths == {16}
 
 
@@ -212,7 +212,7 @@ def test_every_pair_is_encoded_once_and_as_if_alone(
         np.testing.assert_allclose(joint[index], separator, atol=1e-4)
     manifest = encoded.manifests["pairs"]
     assert len(manifest.files) == -(-len(keys) // 100) > 1
-    assert manifest.info["width"] == 16
+    assert manifest.info.width == 16
     sequences = read_manifest(join(tables, "sequences"))
     assert manifest.inputs["sequences"] == sequences.hash
 
@@ -387,7 +387,7 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
         tables, str(tmp_path / "text"), "tfidf", TextConfig(svd=1), say=str
     )
 
-    assert manifests["queries"].info["texts_without_known_word"] == 1
+    assert manifests["queries"].info.texts_without_known_word == 1
     pairs = read_table(str(tmp_path / "text" / "pairs"))
     keys = zip(
         pairs["item_index"].to_pylist(), pairs["query_index"].to_pylist(), strict=True

@@ -73,13 +73,13 @@ def test_old_codes_stay_and_new_items_get_free_ones(
     codes = read_codes(f"{sids}/sids")
     np.testing.assert_array_equal(codes[:COUNT], old_codes)
     assert len(np.unique(codes, axis=0)) == len(codes) == COUNT + 20
-    assert extended.info["codebook_sizes"] == old_sids.info["codebook_sizes"]
-    assert (codes < np.array(extended.info["codebook_sizes"])).all()
+    assert extended.info.codebook_sizes == old_sids.info.codebook_sizes
+    assert (codes < np.array(extended.info.codebook_sizes)).all()
     vectors = read_embeddings(f"{sids}/embeddings")
     np.testing.assert_array_equal(vectors[:COUNT], old_vectors)
     assert extended.extends == [old_sids.hash]
     assert trie.extends == [old_trie.hash]
-    assert trie.info["items"] == COUNT + 20
+    assert trie.info.items == COUNT + 20
     assert extend(paths, sids, config, SOURCE)[2] is False
     assert tokenize(paths, config, SOURCE)[2] is False
 
@@ -89,11 +89,12 @@ def test_old_codes_stay_and_new_items_get_free_ones(
     last_vector = read_embeddings(f"{sids}/embeddings")[-1]
     np.testing.assert_allclose(last_vector, old_vectors[0], atol=1e-4)
     assert len(extended.extends) == 2
-    drift = extended.info["drift"]
-    assert drift["new_items"] == 21
+    drift = extended.info.drift
+    assert drift
+    assert drift.new_items == 21
     if name != "rqvae":
-        error = old_sids.info["quantization_error"]
-        assert drift["error_old"] == pytest.approx(error, abs=1e-4)
+        error = old_sids.info.measures["quantization_error"]
+        assert drift.error_old == pytest.approx(error, abs=1e-4)
 
 
 def test_a_large_drift_is_reported(ray_local: None, tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_large_drift_is_reported(ray_local: None, tmp_path: Path) -> None:
 
     extended, *_ = extend(paths, sids, KMEANS, SOURCE)
 
-    assert "5 items since" in describe_drift(extended.info["drift"])
+    assert "5 items since" in describe_drift(extended.info.drift)
 
 
 @pytest.mark.parametrize(("width", "scale"), [(0, 1.0), (3, 1.0), (0, 1e-5)])

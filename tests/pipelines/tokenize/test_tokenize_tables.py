@@ -115,24 +115,24 @@ def test_tables_record_their_inputs_and_describe_the_codes(
     assert embeddings.inputs["items"] == items.hash
     assert sids.inputs == {"items": items.hash, "embeddings": embeddings.hash}
     assert trie.inputs == {"sids": sids.hash}
-    info = {"items_hash": items.hash, "tokenizer": "rqkmeans", "conflict_level": True}
-    assert info.items() <= sids.info.items()
-    assert sids.info["codebook_sizes"][:2] == [8, 8]
+    assert (sids.info.items_hash, sids.info.tokenizer) == (items.hash, "rqkmeans")
+    assert sids.info.conflict_level
+    assert sids.info.codebook_sizes[:2] == [8, 8]
     assert {
         "reconstruction_error",
         "collision_rate",
         "levels",
         "branching",
         "duplicates",
-    } <= sids.info.keys()
-    assert trie.info["codebook_sizes"] == sids.info["codebook_sizes"]
-    assert (trie.info["levels"], trie.info["items"]) == (3, COUNT)
+    } <= sids.info.measures.keys()
+    assert trie.info.codebook_sizes == sids.info.codebook_sizes
+    assert (trie.info.levels, trie.info.items) == (3, COUNT)
     assert read_table(str(output / "sids")).schema.equals(SIDS)
     assert read_table(str(output / "trie")).schema.equals(TRIE)
     assert read_embeddings(str(output / "embeddings")).shape == (COUNT, 6)
     codes = read_codes(str(output / "sids"))
     assert len(np.unique(codes, axis=0)) == COUNT
-    assert (codes < np.array(sids.info["codebook_sizes"])).all()
+    assert (codes < np.array(sids.info.codebook_sizes)).all()
     check_paths(str(output / "trie"), codes)
 
 
@@ -227,7 +227,7 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
         items_uri, tmp_path / "sids", RQ_OTHER, overwrite=True
     )
     assert was_written
-    assert sids.info["codebook_sizes"][:2] == [5, 5]
+    assert sids.info.codebook_sizes[:2] == [5, 5]
     assert trie.inputs == {"sids": sids.hash}
     listed = {
         part.path
@@ -237,7 +237,7 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
     assert {path.name for path in (tmp_path / "sids").rglob("*.parquet")} == listed
 
     sids, _, _ = tokenize_items(items_uri, tmp_path / "sids", psid, overwrite=True)
-    assert sids.info["tokenizer"] == "psid"
+    assert sids.info.tokenizer == "psid"
 
 
 RQ_OTHER = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=5))
@@ -248,10 +248,14 @@ def test_psid_codes_are_unique_without_a_conflict_level(
 ) -> None:
     psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
     sids, _, _ = tokenize_items(items_uri, tmp_path / "sids", psid)
-    assert sids.info["conflict_level"] is False
-    assert sids.info["codebook_sizes"] == [6, 6, 6]
-    assert sids.info["relaxed_items"] > 0
-    assert sids.info["collision_rate"] == 0 < sids.info["collision_rate_before"]
+    assert sids.info.conflict_level is False
+    assert sids.info.codebook_sizes == [6, 6, 6]
+    assert sids.info.measures["relaxed_items"] > 0
+    assert (
+        sids.info.measures["collision_rate"]
+        == 0
+        < sids.info.measures["collision_rate_before"]
+    )
     assert len(np.unique(read_codes(str(tmp_path / "sids/sids")), axis=0)) == COUNT
 
 
@@ -266,7 +270,7 @@ def test_items_with_equal_texts_take_two_conflict_codes_or_are_refused(
 
     sids, trie, _ = tokenize_items(items, tmp_path / "two", **options, say=lines.append)
 
-    assert sids.info["codebook_sizes"][-2:] == [2, 256]
+    assert sids.info.codebook_sizes[-2:] == [2, 256]
     assert trie.rows > 280
     note = "note: 280 items share their codes, so the conflict code takes two"
     assert any(line.startswith(note) for line in lines)
@@ -286,10 +290,10 @@ def test_published_sids_get_a_conflict_level_only_if_they_collide(
     arguments: Any = (items_uri, tmp_path / "sids", PUBLISHED)
     sids, trie, was_written = tokenize_items(*arguments, published=str(path))
     assert was_written
-    assert sids.info["conflict_level"] is False
-    assert sids.info["codebook_sizes"] == [100, 9]
+    assert sids.info.conflict_level is False
+    assert sids.info.codebook_sizes == [100, 9]
     assert read_codes(str(tmp_path / "sids/sids"))[37].tolist() == [7, 3]
-    assert trie.info["branching"] == [10, 9]
+    assert trie.info.branching == [10, 9]
     _, _, was_written = tokenize_items(*arguments, published=str(path))
     assert not was_written
 
@@ -297,9 +301,9 @@ def test_published_sids_get_a_conflict_level_only_if_they_collide(
     with pytest.raises(UserError, match="--overwrite"):
         tokenize_items(*arguments, published=str(path))
     sids, _, _ = tokenize_items(*arguments, published=str(path), overwrite=True)
-    assert sids.info["conflict_level"] is True
-    assert sids.info["codebook_sizes"] == [10, 9, 2]
-    assert sids.info["collision_rate"] == pytest.approx(2 / COUNT)
+    assert sids.info.conflict_level is True
+    assert sids.info.codebook_sizes == [10, 9, 2]
+    assert sids.info.measures["collision_rate"] == pytest.approx(2 / COUNT)
     assert read_codes(str(tmp_path / "sids/sids"))[:2].tolist() == [
         [1, 0, 0],
         [1, 0, 1],
