@@ -19,7 +19,7 @@ import torch
 from benchmarks.harness import Line, device, in_fresh_process, read_peak_mb, to_line
 from core.options import build, read_configs
 from core.schemas import Inputs
-from models.build import parse_options
+from models.registry import build_model_config
 from models.training.fit import FitConfig, StepEvent, fit
 from models.training_run import TrainingRun, resolve_training
 
@@ -82,7 +82,7 @@ def time_steps(content: Line, inputs: Inputs, params: Line) -> Line:
     fit_options = {"log_every_steps": 1, "max_epochs": 10_000, "metric": "none"}
     fit_config = build(FitConfig, {**content["fit"], **fit_options}, "fit.")
     config, inputs = resolve_training(
-        parse_options(content["model"])[1], fit_config, inputs
+        build_model_config(content["model"]), fit_config, inputs
     )
     before = read_peak_mb()
     run = TrainingRun.build(config, fit_config, inputs, device=device())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 MAX_REASON_CHARS = 300
 """Longest quotation of another error in a message."""
@@ -64,3 +65,14 @@ def format_duration(seconds: float) -> str:
     if seconds < 100 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.0f} h"
+
+
+def raise_first(*checks: tuple[Any, str]) -> None:
+    """Raise UserError with the message of the first check that fails.
+
+    Args:
+        checks: Pairs of a condition, true if the check fails, and a message.
+    """
+    for failed, message in checks:
+        if failed:
+            raise UserError(message)

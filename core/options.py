@@ -1,98 +1,76 @@
-"""Typed configurations from YAML files, with suggestions for unknown keys.
+"""Typed options: dataclasses checked by pydantic, from YAML files and command lines.
 
-content = read_yaml("jobs/configs/retrieval/sasrec.yaml")
-fit = build(FitConfig, content["fit"], "fit.")
+    @dataclass(config=STRICT)
+    class FitConfig:
+        lr: PositiveFloat = 1e-3
+        '''Peak learning rate.'''
+
+    config = parse(TrainConfig, ["--config", "sasrec.yaml", "--fit.lr", "0.1"])
+    fit = build(FitConfig, {"lr": 0.1}, "fit.")
+
+A field whose type is a dataclass is a section, whose options start with its name. The
+docstring below a field is its help.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, did_you_mean, one_line
 from core.files import open_uri
 
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+"""Settings of all configs: unknown keys are refused, and docstrings are help."""
 
-def path_fields(config: type, *kinds: str) -> set[str]:
-    """Return the names of a config's fields that hold paths of some kinds.
+Config = TypeVar("Config")
 
-    Args:
-        config: Dataclass of the config.
-        kinds: Kinds of path: `checkpoint`, `folder`, or `encoder`, which is a
-            folder or a name of the model hub. A field declares its kind by
-            `metadata={"names": "checkpoint"}`.
-    """
-    return {
-        field.name for field in fields(config) if field.metadata.get("names") in kinds
-    }
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+"""Pattern of numbers such as `1e-4`, which are strings in YAML 1.1."""
 
 
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten nested values to strings with dotted names."""
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = str(value)
-    return flat
+def parse_scalar(value: Any) -> Any:
+    """Convert text by YAML's rules; return other values unchanged."""
+    if not isinstance(value, str):
+        return value
+    if SCIENTIFIC.fullmatch(value):
+        return float(value)
+    try:
+        return yaml.safe_load(value or '""')
+    except yaml.YAMLError:
+        return value
 
 
-def check_least(
-    config: Any, names: Iterable[str], least: float, section: str = ""
-) -> None:
-    """Raise ValueError for the first field whose value is too small.
-
-    Args:
-        config: Instance of the dataclass.
-        names: Names of the fields to check; a value of None is valid.
-        least: Smallest valid value.
-        section: Prefix of the names in messages, such as `fit.`.
-    """
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{section}{name} is {value}, it must be at least {least}")
+Free = Annotated[Any, BeforeValidator(parse_scalar)]
+"""Type of a value whose type another config knows, such as an axis of a grid."""
 
 
-def check_shares(config: Any, names: Iterable[str], section: str = "") -> None:
-    """Raise ValueError for the first field whose value is not between 0 and 1.
+@dataclass(config=STRICT, kw_only=True)
+class NamedConfig:
+    """Options of a model or a tokenizer, with its name."""
 
-    Args:
-        config: Instance of the dataclass.
-        names: Names of the fields to check.
-        section: Prefix of the names in messages, such as `fit.`.
-    """
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value <= 1:
-            raise ValueError(
-                f"{section}{name} is {value}, it must be a fraction between 0 and 1"
-            )
-
-
-def check_positive(config: Any, names: Iterable[str]) -> None:
-    """Raise ValueError for the first field whose value is below 1."""
-    check_least(config, names, 1)
-
-
-def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise UserError for the first unknown name.
-
-    Args:
-        names: Names to check.
-        known: Valid names.
-        what: Setting with the names, for the message.
-    """
-    valid_names = list(known)
-    for name in names:
-        if name not in valid_names:
-            suggestion = did_you_mean(name, valid_names)
-            raise UserError(f"{what} has '{name}'; {suggestion}")
+    name: str = ""
+    """Name in the registry; several models may share a config class."""
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
@@ -132,204 +110,260 @@ def read_yaml(uri: str) -> dict[str, Any]:
     return content
 
 
-def read_configs(uris: Iterable[str]) -> dict[str, Any]:
-    """Merge the sections of several YAML files.
+def merge(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested options; later values replace earlier ones of the same key."""
+    merged = dict(base)
+    for other in others:
+        for key, value in other.items():
+            old = merged.get(key)
+            if isinstance(value, Mapping) and isinstance(old, Mapping):
+                value = merge(old, value)
+            merged[key] = value
+    return merged
 
-    Values of later files override values of earlier files.
+
+def read_configs(uris: Iterable[str]) -> dict[str, Any]:
+    """Merge YAML files; values of later files replace values of earlier ones."""
+    return merge({}, *map(read_yaml, uris))
+
+
+class Option(NamedTuple):
+    """An option of a config."""
+
+    key: str
+    """Dotted key, such as `fit.lr`."""
+    types: tuple[Any, ...]
+    """Type, or the members of a union of types."""
+    default: Any
+    """Default value; MISSING if the option is required."""
+    help: str
+    """Docstring of the field."""
+
+
+def list_types(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union of types, or the type alone."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def find_section(hint: Any) -> Any:
+    """Return the dataclass of a section, or None for a field of another type."""
+    return next(filter(is_dataclass, list_types(hint)), None)
+
+
+def list_options(config_class: Any, prefix: str = "") -> Iterator[Option]:
+    """Yield the options of a config and its sections."""
+    hints = get_type_hints(config_class)
+    described = getattr(config_class, "__pydantic_fields__", {})
+    for field in fields(config_class):
+        section = find_section(hints[field.name])
+        if section:
+            yield from list_options(section, f"{prefix}{field.name}.")
+            continue
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        text = getattr(described.get(field.name), "description", None) or ""
+        yield Option(
+            f"{prefix}{field.name}", list_types(hints[field.name]), default, text
+        )
+
+
+def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
+    """Return the nested values of a command line's words.
+
+    A flag without a value is true. Lists and mappings are YAML; text is converted by
+    the types of the config. A repeated option of a list has several items. Text for a
+    section, such as `--tokenizer psid --tokenizer.levels 4`, is its name.
 
     Raises:
-        UserError: If a file does not exist or does not contain a mapping.
+        UserError: If a word belongs to no option, or an option has no value.
     """
+    options = {option.key: option for option in list_options(config_class)}
+    mappings = [
+        key
+        for key, option in options.items()
+        if any(get_origin(kind) is dict for kind in option.types)
+    ]
     content: dict[str, Any] = {}
-    for uri in uris:
-        for name, section in read_yaml(uri).items():
-            earlier = content.get(name)
-            if isinstance(section, dict) and isinstance(earlier, dict):
-                section = {**earlier, **section}
-            content[name] = section
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"'{word}' belongs to no option")
+        key, has_value, text = word[2:].partition("=")
+        key = key.replace("-", "_")
+        types = options[key].types if key in options else ()
+        if not has_value and (not rest or rest[0].startswith("--")):
+            if types and bool not in types:
+                raise UserError(f"--{key} has no value")
+            text = "true"
+        elif not has_value:
+            text = rest.pop(0)
+        is_nested = text[:1] in ("[", "{") or text == "null"
+        value: Any = parse_scalar(text) if is_nested else text
+        mapping = next((name for name in mappings if key.startswith(f"{name}.")), "")
+        name = key.removeprefix(f"{mapping}.") if mapping else key.split(".")[-1]
+        sections = mapping.split(".") if mapping else key.split(".")[:-1]
+        node = content
+        for section in sections:
+            if not isinstance(node.setdefault(section, {}), dict):
+                node[section] = {"name": node[section]}
+            node = node[section]
+        if isinstance(value, str) and any(get_origin(t) is list for t in types):
+            value = [*node.get(name, []), value]
+        if isinstance(node.get(name), dict) and isinstance(value, str):
+            node[name]["name"] = value
+        else:
+            node[name] = value
     return content
 
 
-@dataclass(kw_only=True)
-class NamedConfig:
-    """Options of a model or a tokenizer, with its name."""
+def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
+    """Return the nested values of `--config` files, in order, and of the other words.
 
-    name: str = field(default="", metadata={"hidden": True})
-    """Name in the registry; several models may share a config class."""
+    Raises:
+        UserError: If a file is not a mapping, or a word belongs to no option.
+    """
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--config":
+            files.append(next(rest, ""))
+        elif word.startswith("--config="):
+            files.append(word.partition("=")[2])
+        else:
+            others.append(word)
+    return merge(read_configs(files), nest(others, config_class))
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ()
-    """Sizes that may be 0, though their default is larger."""
+
+def parse(config_class: type[Config], words: Sequence[str]) -> Config:
+    """Build a config from the words of a command line.
+
+    Raises:
+        UserError: For an unknown key, or a value that the config refuses.
+    """
+    return build(config_class, read_words(words, config_class))
 
 
 def build(
-    kind: type,
-    content: dict[str, Any],
-    where: str = "",
-    label: Callable[[str], str] = "'{}'".format,
-) -> Any:
-    """Build a dataclass and its nested dataclasses from plain values.
+    config_class: type[Config], content: Mapping[str, Any], prefix: str = ""
+) -> Config:
+    """Build a config from nested values.
 
     Args:
-        kind: Dataclass to build.
+        config_class: Dataclass of the config.
         content: Values by field.
-        where: Prefix of the keys in messages, such as `fit.`.
-        label: Formats a key for messages.
+        prefix: Prefix of keys in messages, such as `fit.`.
 
     Raises:
-        ValueError: For the first key that is unknown, missing or of another type.
+        UserError: For an unknown key, or a value that the config refuses.
     """
-    _check_values(kind, content, where, label)
+    check_keys(config_class, content, prefix)
     try:
-        from pydantic import TypeAdapter, ValidationError
-    except ImportError:
-        # Without pydantic, '1e-3' remains a string and 1.5 layers are accepted.
-        return kind(**content)
-    try:
-        return TypeAdapter(kind).validate_python(content)
+        return TypeAdapter(config_class).validate_python(content)
     except ValidationError as error:
-        # a misspelt key leads to a missing key too, so missing keys come last
-        faults = sorted(error.errors(), key=lambda fault: fault["type"] == "missing")
-    fault = faults[0]
-    if fault["type"] == "value_error":
-        raise ValueError(fault["msg"].removeprefix("Value error, "))
-    path, option, default = _find_field(kind, fault["loc"])
-    key = where + ".".join(path)
-    if fault["type"] == "missing":
-        raise ValueError(f"{label(key)} is missing")
-    value = fault["input"]
-    is_text = str in union_members(option) and not isinstance(value, dict | list)
-    quotes = "; write it in quotes" if is_text else ""
-    expected = expected_type(option, default)
-    raise ValueError(
-        f"{label(key)} is {format_value(value)}, it must be {expected}{quotes}"
+        raise UserError(describe_error(error, content, prefix)) from error
+
+
+def as_base(config: Any, base_class: type[Config]) -> Config:
+    """Return the options of a config that its base class has."""
+    return base_class(
+        **{field.name: getattr(config, field.name) for field in fields(base_class)}  # type: ignore[arg-type]
     )
 
 
-def _check_values(
-    kind: type, content: dict[str, Any], where: str, label: Callable[[str], str]
-) -> None:
-    """Check keys and numbers, because pydantic accepts true and false as 1 and 0."""
-    hints = get_type_hints(kind)
-    defaults = {field.name: field.default for field in fields(kind)}
+def check_keys(config_class: Any, content: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise UserError for the first key that a config or its sections do not have."""
+    hints = get_type_hints(config_class)
+    names = {field.name for field in fields(config_class)}
     for key, value in content.items():
-        if key not in defaults:
-            suggestion = did_you_mean(
-                f"{where}{key}", [f"{where}{name}" for name in defaults]
-            )
-            raise ValueError(f"unknown key '{where}{key}'; {suggestion}")
-        option = hints[key]
-        if _is_no_number(option, value):
-            expected = expected_type(option, defaults[key])
-            raise ValueError(
-                f"{label(where + key)} is {format_value(value)}, it must be {expected}"
-            )
-        if issubclass(kind, NamedConfig):
-            least = int(bool(defaults[key]) and key not in kind.may_be_zero)
-            _check_size(f"{where}{key}", key, value, defaults[key], least)
-        for section, name, inner in _sections(option, value):
-            _check_values(section, inner, f"{where}{key}{name}.", label)
+        if key not in names:
+            known = [option.key for option in list_options(config_class, prefix)]
+            nearest = did_you_mean(f"{prefix}{key}", known)
+            raise UserError(f"unknown key '{prefix}{key}'; {nearest}")
+        section = find_section(hints[key])
+        if section and isinstance(value, Mapping):
+            check_keys(section, value, f"{prefix}{key}.")
 
 
-def _check_size(label: str, name: str, value: Any, default: Any, least: int) -> None:
-    """Check a size or dropout of a model, which PyTorch would accept or find late."""
-    is_size = type(value) is type(default) is int and name != "max_depth"
-    if is_size and value < least:
-        raise ValueError(f"{label} is {value}, it must be at least {least}")
-    if name.endswith("dropout") and not 0 <= value < 1:
-        raise ValueError(f"{label} is {value}, it must be at least 0 and below 1")
+def describe_error(
+    error: ValidationError, content: Mapping[str, Any], prefix: str = ""
+) -> str:
+    """Return one line with the key and value of an error, and what is allowed."""
+    faults = [(locate(fault["loc"], content), fault) for fault in error.errors()]
+    missing = [key for key, fault in faults if fault["type"] == "missing"]
+    others = [(key, fault) for key, fault in faults if fault["type"] != "missing"]
+    if not others:
+        return f"missing: {', '.join(prefix + key for key in missing)}"
+    first, fault = others[0]
+    if fault["type"] == "value_error":
+        return fault["msg"].removeprefix("Value error, ")
+    reasons = [fault["msg"] for key, fault in others if key == first]
+    reason = " or ".join(dict.fromkeys(reasons))
+    return (
+        f"{prefix}{first} is {fault['input']!r:.200}; {reason[0].lower()}{reason[1:]}"
+    )
 
 
-def _is_no_number(option: Any, value: Any) -> bool:
-    """Return whether the value of a numeric option is a boolean or NaN."""
-    kinds = {option, *union_members(option), *get_args(option)}
-    if not kinds & {int, float}:
-        return False
-    accepts_bool = bool in kinds or any(get_origin(kind) is Literal for kind in kinds)
-    is_bool = isinstance(value, bool) and not accepts_bool
-    return is_bool or str(value).lower() == "nan"
-
-
-def _sections(option: Any, value: Any) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Yield the dataclass, name and values of each nested section of an option."""
-    for kind in {option, *union_members(option), *get_args(option)}:
-        if not is_dataclass(kind) or not isinstance(value, dict):
-            continue
-        if get_origin(option) is not dict:
-            yield kind, "", value
-            continue
-        for name, inner in value.items():
-            if isinstance(inner, dict):
-                yield kind, f".{name}", inner
-
-
-def _find_field(kind: Any, path: Iterable[Any]) -> tuple[list[str], Any, Any]:
-    """Follow a path of keys through nested dataclasses and mappings."""
+def locate(path: Iterable[Any], content: Any) -> str:
+    """Return the dotted key of an error, without the names of union members."""
     keys: list[str] = []
-    default: Any = None
     for part in path:
-        section: Any = next(filter(is_dataclass, (kind, *union_members(kind))), None)
-        hints = get_type_hints(section) if section else {}
-        if section and part in hints:
-            defaults = {field.name: field.default for field in fields(section)}
-            default = defaults[part]
-            kind = hints[part]
-        elif get_origin(kind) is dict:
-            kind = get_args(kind)[1]
-        else:
+        if not isinstance(content, Mapping | list):
             break
         keys.append(str(part))
-    return keys, kind, default
+        is_item = isinstance(content, list) or part in content
+        content = content[part] if is_item else None
+    return ".".join(keys)
 
 
-def union_members(kind: Any) -> list[Any]:
-    """Return the members of a union type, or a list of the type itself."""
-    return list(get_args(kind)) if get_origin(kind) in (Union, UnionType) else [kind]
+def to_words(options: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
+    """Yield nested options as words of a command line, such as `--fit.lr`, `0.1`."""
+    for name, value in options.items():
+        if isinstance(value, dict) and value:
+            yield from to_words(value, f"{prefix}{name}.")
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            yield f"{prefix}{name}"
+            yield str(item).lower() if isinstance(item, bool) else str(item)
 
 
-def format_value(value: Any) -> str:
-    """Format a value like YAML, for messages."""
-    if value is None:
-        return "null"
-    return repr(value).lower() if isinstance(value, bool) else repr(value)
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Flatten nested values to strings with dotted names."""
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat
 
 
-TYPE_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    dict: "a mapping such as '{key: value}'",
-}
-ITEM_WORDS = {
-    int: "whole numbers such as '[1, 2]'",
-    float: "numbers such as '[0.1, 0.2]'",
-    str: "names such as '[a, b]'",
-}
-
-
-def expected_type(kind: Any, default: Any = None) -> str:
-    """Describe the valid values of an option, such as `true or false`.
+def path_fields(config: type, *kinds: str) -> set[str]:
+    """Return the names of a config's fields that hold paths of some kinds.
 
     Args:
-        kind: Type of the option.
-        default: Default of the option; a number is shown as an example.
+        config: Dataclass of the config.
+        kinds: Kinds of path: `checkpoint`, `folder`, or `encoder`, which is a
+            folder or a name of the model hub. A field declares its kind by
+            `metadata={"names": "checkpoint"}`.
     """
-    choices: list[str] = []
-    descriptions: list[str] = []
-    for member in union_members(kind):
-        if member is bool:
-            choices += ["true", "false"]
-        elif get_origin(member) is Literal:
-            choices += map(str, get_args(member))
-        elif get_origin(member) is list:
-            items = ITEM_WORDS.get(get_args(member)[0], "values")
-            descriptions.append(f"a list of {items}")
-        elif member is not NoneType:
-            fallback = "a mapping" if is_dataclass(member) else "another value"
-            plain_type = get_origin(member) or member
-            descriptions.append(TYPE_WORDS.get(plain_type, fallback))
-    if not descriptions:
-        is_flag = choices == ["true", "false"]
-        return "true or false" if is_flag else f"one of {', '.join(choices)}"
-    is_number = isinstance(default, int | float) and not isinstance(default, bool)
-    example = f", such as {default}" if is_number and default else ""
-    return " or ".join([*choices, *descriptions]) + example
+    return {
+        field.name for field in fields(config) if field.metadata.get("names") in kinds
+    }
+
+
+def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise UserError for the first unknown name.
+
+    Args:
+        names: Names to check.
+        known: Valid names.
+        what: Setting with the names, for the message.
+    """
+    valid_names = list(known)
+    for name in names:
+        if name not in valid_names:
+            nearest = did_you_mean(name, valid_names)
+            raise UserError(f"{what} has '{name}'; {nearest}")

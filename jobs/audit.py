@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+
+from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, pluralize
+from core.options import STRICT
 from jobs import cli
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Config:
     """Options of the audit."""
 
@@ -54,4 +56,4 @@ def run(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

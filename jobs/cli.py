@@ -3,7 +3,7 @@
 A job is a dataclass of options and a function that takes it:
 
     if __name__ == "__main__":
-        cli.main(run, Config)
+        cli.main(run)
 """
 
 from __future__ import annotations
@@ -17,19 +17,31 @@ import shlex
 import signal
 import socket
 import sys
+import textwrap
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn, TextIO
+from typing import Any, Literal, NoReturn, TextIO, get_args, get_origin
 
 from core.errors import UserError, one_line
-from jobs.options import parse, read_mapping, say_loading, to_words
+from core.options import (
+    Option,
+    build,
+    check_keys,
+    list_options,
+    merge,
+    read_configs,
+    read_words,
+    to_words,
+)
+from models import registry
 from pipelines.faults import explain, find_user_error
-from pipelines.tracking.code import RAY_PACKAGE
 from pipelines.training.stop import STOP_REQUEST
+from pipelines.version import RAY_PACKAGE
 
 STOPPED = "stopped; the same command again keeps the finished work and continues\n"
 """Message of a command that SIGINT (Ctrl-C, exit code 130) or SIGTERM (143) stops."""
@@ -256,19 +268,98 @@ def suggest_storage(output: str) -> str:
     return f"{parent}/runs"
 
 
-def config_from_words(job: ModuleType, argv: Sequence[str]) -> Any:
-    """Build the configuration of a job from the words of its command line."""
-    if hasattr(job, "parse"):
-        return job.parse(argv)
-    return parse(job.Config, argv, job.__name__)
+def config_from_words(job: ModuleType, words: Sequence[str]) -> Any:
+    """Build the configuration of a job from the words of its command line.
+
+    With `--help` or `-h`, print the help and exit.
+    """
+    if {"--help", "-h"} & set(words):
+        print(
+            format_help(job, [word for word in words if word not in ("--help", "-h")])
+        )
+        sys.exit(0)
+    return build_config(job, read_words(words, job.Config))
 
 
-def config_from_options(job: ModuleType, options: Mapping[str, Any]) -> Any:
-    """Build the configuration of a job from nested options, such as parsed YAML."""
-    values = read_mapping(job.Config, options, job.__name__)
+def config_from_options(name: str, options: Mapping[str, Any]) -> Any:
+    """Build the configuration of a job from nested options, such as parsed YAML.
+
+    Args:
+        name: Name of the job, such as `train`.
+        options: Nested options. The key `config` names one or several YAML files, whose
+            values the other options override.
+    """
+    others = dict(options)
+    config = others.pop("config", [])
+    files = [config] if isinstance(config, str) else config
+    job = importlib.import_module(f"jobs.{name}")
+    return build_config(job, merge(read_configs(files), others))
+
+
+def build_config(job: ModuleType, content: dict[str, Any]) -> Any:
+    """Build the configuration of a job from nested values."""
     if hasattr(job, "build_config"):
-        return job.build_config(values)
-    return values.build(job.Config)
+        return job.build_config(content)
+    check_keys(job.Config, content)
+    if {"model", "tokenizer"} & {field.name for field in fields(job.Config)}:
+        say_loading("torch", "ray", "mlflow")
+    return build(job.Config, content)
+
+
+HELP_WIDTH = 120
+"""Width of lines of help, in characters."""
+
+
+def format_help(job: ModuleType, words: Sequence[str]) -> str:
+    """Return the help of a job: usage, docstring and options.
+
+    Args:
+        job: Module of the job.
+        words: Other words of the command line, which may choose a model.
+    """
+    name = job.__spec__.name if job.__spec__ else job.__name__
+    usage = f"usage: python -m {name} [--config FILE] [--OPTION VALUE ...]"
+    lines = [usage, "", (job.__doc__ or "").strip(), ""]
+    lines.append("  --config FILE: YAML files with the options below")
+    content = read_words(words, job.Config)
+    for option in list_options(job.Config):
+        lines += describe_option(option)
+        if option.key in ("model", "tokenizer") and content.get(option.key):
+            config = getattr(registry, f"build_{option.key}_config")(
+                content[option.key]
+            )
+            for nested in list_options(type(config), f"{option.key}."):
+                lines += describe_option(nested)
+    return "\n".join(lines)
+
+
+def describe_option(option: Option) -> list[str]:
+    """Return lines of help with an option's name, type, docstring and default."""
+    types = [
+        "|".join(map(str, get_args(kind)))
+        if get_origin(kind) is Literal
+        else getattr(kind, "__name__", str(kind))
+        for kind in option.types
+    ]
+    text = option.help
+    if option.default is MISSING:
+        text += " (required)"
+    elif option.default not in (None, ""):
+        text += f" ({str(option.default).lower()})"
+    indent = " " * 8
+    wrapped = textwrap.wrap(
+        text, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent
+    )
+    return [f"  --{option.key} {'|'.join(types)}", *wrapped]
+
+
+def say_loading(*packages: str) -> None:
+    """Print that packages are being loaded, unless the first one is already imported.
+
+    Imports of large packages take seconds, or a minute on a busy machine.
+    """
+    if packages[0] not in sys.modules:
+        print(f"loading {', '.join(packages)}", flush=True)
 
 
 def run_job(name: str, options: Mapping[str, Any]) -> Any:
@@ -284,14 +375,10 @@ def run_job(name: str, options: Mapping[str, Any]) -> Any:
     words = shlex.join(to_words(options))
     print(f"$ python -m jobs.{name} {words}", flush=True)
     job = importlib.import_module(f"jobs.{name}")
-    return job.run(config_from_options(job, options))
+    return job.run(config_from_options(name, options))
 
 
-def main(
-    run: Callable[[Any], Any],
-    config_class: type,
-    parse_argv: Callable[[], Any] | None = None,
-) -> NoReturn:
+def main(run: Callable[[Any], Any]) -> NoReturn:
     """Parse the command line, run the job, and exit.
 
     The exit code is 0 for success, 1 after a UserError or an infrastructure failure
@@ -299,11 +386,8 @@ def main(
     of stdout has closed it (`| head`).
 
     Args:
-        run: Function that takes the configuration. Help shows the docstring of its
-            module.
-        config_class: Dataclass of the job's options.
-        parse_argv: Function that builds the configuration from `sys.argv`; by default
-            `jobs.options.parse` with `config_class`.
+        run: Function that takes the configuration, in a module that has its class as
+            `Config`.
     """
     try:
         catch_signals()
@@ -317,11 +401,7 @@ def main(
         for stream in (sys.stdout, sys.stderr):
             mask_controls(stream)
         warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
-        if parse_argv:
-            config = parse_argv()
-        else:
-            config = parse(config_class, module=run.__module__)
-        run(config)
+        run(config_from_words(sys.modules[run.__module__], sys.argv[1:]))
         sys.stdout.flush()
         # The work is done: a signal during the clean-up no longer counts as a stop.
         for number in (signal.SIGINT, signal.SIGTERM):

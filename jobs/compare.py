@@ -11,10 +11,13 @@ curves, accuracy against requests per second, the effect of a sweep's axes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
+from pydantic.dataclasses import dataclass
+
 from core.errors import pluralize
+from core.options import STRICT
 from jobs import cli
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from pipelines.comparison.table import Table
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Config:
     """Options of jobs.compare."""
 
@@ -138,4 +141,4 @@ def register_best(comparison: Comparison, name: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

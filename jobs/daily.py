@@ -12,19 +12,20 @@ continues a stopped run after its last finished step.
 
 from __future__ import annotations
 
-import importlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
+from pydantic.dataclasses import dataclass
+
 from core.errors import UserError
 from core.files import absolute, hold_lock, join, read_json, write_file
+from core.options import STRICT, merge
 from core.schemas import EventsInfo, Inputs, SequencesInfo, SidsInfo
 from core.tables import has_manifest, read_manifest
 from jobs import cli
-from jobs.options import merge_options
 
 if TYPE_CHECKING:
     from models.model import Model
@@ -35,7 +36,7 @@ DAYS = "days.json"
 """File in the output folder with a record of each day."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Config:
     """Options of jobs.daily."""
 
@@ -83,11 +84,6 @@ def lowest_accepted(value: float, share: float) -> float:
     return value - share * abs(value)
 
 
-def build_config(job: str, options: dict[str, Any]) -> Any:
-    """Build the configuration of a job; raise UserError for invalid options."""
-    return cli.config_from_options(importlib.import_module(f"jobs.{job}"), options)
-
-
 def read_ancestry(uri: str) -> list[str]:
     """Return the hash of a table after the hashes of the versions that it extends."""
     manifest = read_manifest(uri)
@@ -116,7 +112,9 @@ class Day:
         """Raise UserError for invalid options of any job, before the first job runs."""
         from models import registry
 
-        first_training = build_config("train", self.train_options("first", None))
+        first_training = cli.config_from_options(
+            "train", self.train_options("first", None)
+        )
         self.model_class = registry.find(first_training.model.name)
         for job, options in (
             ("prepare", self.prepare_options()),
@@ -126,7 +124,7 @@ class Day:
         ):
             if options:
                 # raises for invalid options; each job builds its config again
-                build_config(job, options)
+                cli.config_from_options(job, options)
         reason = self.model_class.reason_not_served()
         if self.config.register and reason:
             raise UserError(
@@ -202,7 +200,7 @@ class Day:
         options |= {"storage": self.runs, "name": name}
         if running is None or not self.model_class.trains_by_gradient:
             return options
-        return merge_options(
+        return merge(
             options, {**self.config.continue_training, "init": running["checkpoint"]}
         )
 
@@ -524,4 +522,4 @@ def run(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

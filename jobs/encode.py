@@ -11,9 +11,12 @@ missing.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from pydantic.dataclasses import dataclass
 
 from core.files import join
+from core.options import STRICT
 from core.schemas import SequencesInfo
 from core.tables import read_manifest
 from jobs import cli
@@ -21,7 +24,7 @@ from pipelines.data.kinds import KINDS
 from pipelines.data.sids.config import TextConfig
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Config:
     """Options of jobs.encode."""
 
@@ -80,4 +83,4 @@ def run(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

@@ -14,11 +14,14 @@ users, or of all requests of --split, or the scores of all candidates of the spl
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
 from core.errors import pluralize
-from core.options import check_positive
+from core.options import STRICT
 from core.schemas import Inputs, PredictionsInfo
 from jobs import cli
 from models.retrieval.options import (
@@ -38,7 +41,7 @@ RECOMMEND_NAMES = tuple(
 """Names of the options of all models' `recommend`, which are options of this job."""
 
 
-@dataclass(kw_only=True)
+@dataclass(config=STRICT, kw_only=True)
 class Config(StudentOptions, AtSpeedOptions):
     """Options of jobs.evaluate."""
 
@@ -67,12 +70,12 @@ class Config(StudentOptions, AtSpeedOptions):
     """Write the K nearest items of each item to this Parquet file: by cosine similarity
     of SASRec's item embeddings or of the embeddings of TIGER's codes, or the neighbours
     of item_knn."""
-    k: int = 20
+    k: PositiveInt = 20
     """Number of items: per item with --nearest, and with --batch_inference of a model
     that ranks the catalogue per user or request."""
-    batch_size: int = 256
+    batch_size: PositiveInt = 256
     """Requests per batch."""
-    shards: int = 1
+    shards: PositiveInt = 1
     """Number of Ray tasks (actors in batch inference) that rank the users; 1: this
     process ranks them, unless the job was submitted to a cluster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -83,7 +86,6 @@ class Config(StudentOptions, AtSpeedOptions):
     """Replace the table of --batch_inference."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("k", "batch_size", "shards"))
         if self.allowed and not self.batch_inference:
             raise ValueError(
                 "--allowed is given without --batch_inference; metrics rank the whole "
@@ -335,4 +337,4 @@ def describe_first_time_items(metrics: dict[str, float]) -> list[str]:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

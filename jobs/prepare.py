@@ -14,31 +14,29 @@ are missing. `--append` adds new files of the log to the tables (docs/days.md).
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pyarrow import fs
+from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, pluralize
 from core.files import open_uri, write_file
+from core.options import STRICT, as_base, build, merge
 from jobs import cli
-from jobs.options import Values, exit_with_help, read_values
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare import Existing, prepare
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import load_source
 from pipelines.data.reading.unread import describe_unread
-from pipelines.data.settings import read_config, resolve_config
+from pipelines.data.settings import resolve_config
 from pipelines.data.suggestion.preview import lines, preview, warnings
 from pipelines.data.suggestion.suggest import suggest
 
 
-@dataclass
-class Config:
-    """Options of jobs.prepare."""
+@dataclass(config=STRICT, kw_only=True)
+class Config(PrepareConfig):
+    """Options of jobs.prepare; settings of the tables override the source file's."""
 
     source: str
     """YAML file that describes the raw log, such as jobs/configs/sources/NAME.yaml."""
@@ -46,39 +44,35 @@ class Config:
     """Folder of the raw log: a local path, s3:// or gs://."""
     output: str
     """Folder for the tables."""
-    settings: PrepareConfig = field(metadata={"inline": True})
-    """Settings of the tables; by default those in the source file's `prepare`."""
     overwrite: bool = False
     """Replace existing tables."""
     append: bool = False
     """Add new files of events to existing tables; items keep their indices."""
     dry_run: bool = False
     """Read the first rows of the log, print the resulting events, and exit."""
-    log: Any = field(default=None, metadata={"hidden": True})
-    """Description of the raw log in the source file."""
 
     def __post_init__(self) -> None:
-        if self.append and (self.overwrite or self.settings.catalogue):
-            other = "--overwrite" if self.overwrite else "--catalogue"
-            raise UserError(
-                f"--append and {other} are both given; --append keeps the tables and "
-                f"their items, remove one of them"
+        super().__post_init__()
+        if self.append and (self.overwrite or self.catalogue):
+            other = "overwrite" if self.overwrite else "catalogue"
+            raise ValueError(
+                f"append and {other} are both given; append keeps the tables and their "
+                "items"
             )
 
+    @property
+    def settings(self) -> PrepareConfig:
+        """Settings of the tables."""
+        return as_base(self, PrepareConfig)
 
-def build_config(values: Values) -> Config:
+
+def build_config(content: dict[str, Any]) -> Config | Suggestion:
     """Build the configuration from options and the defaults in the source file."""
-    values.check_required()
-    options = dict(values.content)
-    overrides = options.pop("settings", {})
-    log, defaults = load_source(options["source"])
-
-    def label(key: str) -> str:
-        name = key.removeprefix("prepare.")
-        return values.labels.get(f"settings.{name}", f"'{key}'")
-
-    settings = read_config(defaults, overrides, named=label)
-    return Config(**options, settings=settings, log=log)
+    if "suggest" in content:
+        return build(Suggestion, content)
+    source = content.get("source")
+    defaults = load_source(source)[1] if source else {}
+    return build(Config, merge(defaults, content))
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -88,7 +82,7 @@ def run(config: Config) -> dict[str, Any]:
         The content of statistics.json; empty after `--dry_run`.
     """
     start_s = time.perf_counter()
-    source, settings = config.log, config.settings
+    source, settings = load_source(config.source)[0], config.settings
     print(f"reading {config.input}", flush=True)
     cli.preflight(
         input=config.input, output=config.output, catalogue=settings.catalogue
@@ -163,7 +157,7 @@ def _join_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Suggestion:
     """Options of jobs.prepare --suggest."""
 
@@ -196,15 +190,6 @@ def run_suggestion(config: Suggestion) -> None:
     )
 
 
-def parse(argv: Sequence[str] | None = None) -> Config | Suggestion:
-    """Build the configuration of jobs.prepare or of `--suggest` from a command line."""
-    argv = sys.argv[1:] if argv is None else argv
-    if any(word.split("=")[0] == "--suggest" for word in argv):
-        return cli.parse(Suggestion, argv, __name__)
-    exit_with_help(Config, argv, __name__)
-    return build_config(read_values(Config, [], argv))
-
-
 def main(config: Config | Suggestion) -> None:
     """Prepare tables or suggest a source file, according to the type of `config`."""
     if isinstance(config, Suggestion):
@@ -214,4 +199,4 @@ def main(config: Config | Suggestion) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(main, Config, parse)
+    cli.main(main)

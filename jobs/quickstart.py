@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
 from core.errors import UserError, format_duration
 from core.files import join
-from core.options import build, check_positive, read_yaml
+from core.options import STRICT, build, merge, read_yaml
 from core.schemas import ItemsInfo, SequencesInfo
 from core.tables import read_manifest
 from jobs import cli
-from jobs.options import merge_options
 from pipelines.data.kinds import KINDS
 from pipelines.data.reading.log import load_source
 from pipelines.data.suggestion.suggest import suggest
@@ -50,7 +52,7 @@ RANKING = 4
 """Time to rank a request, in times of an epoch's time per request."""
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class ModelRun:
     """A model that a flow trains and evaluates."""
 
@@ -64,13 +66,13 @@ class ModelRun:
     """Name of the run; by default the name of the model."""
     teacher: str = ""
     """Name of the run whose model is the teacher; empty if there is no teacher."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Largest number of epochs."""
     ms: float = 0.05
     """Milliseconds per training request and epoch on two quiet cores."""
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Flow:
     """Models and additional tables of one kind of log."""
 
@@ -84,7 +86,7 @@ class Flow:
     """Options of jobs.simulate."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Config:
     """Options of jobs.quickstart."""
 
@@ -102,7 +104,7 @@ class Config:
     encoder: str = "tfidf"
     """Text encoder: tfidf, minilm (`make encoder` installs it), or the name or path of
     a transformers model."""
-    epochs: int | None = None
+    epochs: PositiveInt | None = None
     """Epochs of each model; by default chosen by the number of requests, so that all
     commands take about ten minutes on two cores."""
     simulate: dict[str, Any] = field(default_factory=dict)
@@ -110,9 +112,6 @@ class Config:
     seed: int = SEED
     """Seed of the trainings. Names of runs contain a seed other than 42, and the
     comparison averages over seeds."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, ["epochs"])
 
 
 class Step(NamedTuple):
@@ -177,7 +176,7 @@ def plan_extra(config: Config, home: Path, extra: str) -> Step | None:
             "levels": 2 if items.rows <= 16_384 else 3,
             "codebook_size": min(256, 2 ** max(1, (items.rows // 8).bit_length() - 1)),
         }
-        tokenize = {"tokenizer": "rqkmeans", "rqkmeans": size, **options}
+        tokenize = {"tokenizer": {"name": "rqkmeans", **size}, **options}
         return Step("Items to semantic IDs", "tokenize", tokenize, 20)
     raw = Path(config.data or "")
     published = sorted([*raw.glob("*index*.json*"), *raw.glob("published_sids.csv*")])
@@ -228,14 +227,14 @@ def plan_models(
             "storage": str(runs),
             "name": name,
         }
-        options = merge_options(options, run.options)
+        options = merge(options, run.options)
         if fit:
-            options = merge_options(options, {"fit": fit})
+            options = merge(options, {"fit": fit})
         verb = "Train"
         if run.teacher:
             verb = "Distil"
             teacher = {"teacher": f"{runs}/{run.teacher}{suffix}"}
-            options = merge_options(options, {"model": teacher})
+            options = merge(options, {"model": teacher})
         yield Step(f"{verb} {name}", "train", options, STEP_S + epochs * epoch_s)
         evaluate = {"checkpoint": f"{runs}/{name}", **inputs, "split": "test"}
         rank_s = STEP_S + RANKING * run.ms / 1000 * requests["test"]
@@ -306,4 +305,4 @@ def run(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

@@ -11,17 +11,19 @@ for a feed `simulated_feed.yaml`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic.dataclasses import dataclass
+
+from core.options import STRICT, as_base
 from jobs import cli
 from pipelines.data.kinds import KINDS
 from pipelines.data.simulation import Settings, write_log
 
 
-@dataclass(frozen=True)
-class Config:
-    """Options of jobs.simulate."""
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class Config(Settings):
+    """Options of jobs.simulate: where to write the log, its size, seed and causes."""
 
     output: str
     """Folder for the log: new, empty, or with an earlier simulated log, which is
@@ -30,13 +32,11 @@ class Config:
     """`retrieval`: one item per event. `search`: searches with a query, ten results,
     clicks, purchases and dwell. `actions`: impressions of a feed with
     likes, comments, shares, follows, hides and dwell of dog and cat users."""
-    settings: Settings = field(default_factory=Settings, metadata={"inline": True})
-    """Size, seed and causes of the log."""
 
 
 def run(config: Config) -> None:
     """Write the log, unless the folder already holds the log of the same options."""
-    kind, settings = KINDS[config.kind], config.settings
+    kind, settings = KINDS[config.kind], as_base(config, Settings)
     size = (
         f"{settings.events:,} events of {settings.users:,} users on "
         f"{settings.items:,} items, seed {settings.seed}: {config.output}"
@@ -51,4 +51,4 @@ def run(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

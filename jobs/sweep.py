@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
 from core.errors import UserError, pluralize
 from core.files import absolute, join
-from core.options import path_fields
+from core.options import STRICT, Free, path_fields
 from core.schemas import Inputs
 from jobs import cli
 from pipelines.training.config import RayOptions, TrackingOptions
@@ -38,7 +41,7 @@ MAX_PRINTED_TRIALS = 20
 """Largest number of trials that are printed."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Config:
     """Options of jobs.sweep."""
 
@@ -61,15 +64,15 @@ class Config:
     trials."""
     dry_run: bool = False
     """Print the trials without running them."""
-    samples: int | None = None
+    samples: PositiveInt | None = None
     """Number of points drawn from the grid; by default the grid's setting."""
-    model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Free] = field(default_factory=dict)
     """Model options of all trials, such as --model.teacher."""
-    fit: dict[str, Any] = field(default_factory=dict)
+    fit: dict[str, Free] = field(default_factory=dict)
     """Training options of all trials, such as --fit.max_epochs."""
-    evaluate: dict[str, Any] = field(default_factory=dict)
+    evaluate: dict[str, Free] = field(default_factory=dict)
     """Options of jobs.evaluate of all trials, for a grid of evaluations."""
-    axes: dict[str, list[Any]] = field(default_factory=dict)
+    axes: dict[str, list[Free]] = field(default_factory=dict)
     """Values of an axis, such as --axes.fit.seed '[42, 43, 44]'; may add an axis."""
     options: Options = field(default_factory=Options)
     """Scheduling of the trials."""
@@ -242,4 +245,4 @@ def print_trials(grid: Grid, trials: list[Trial]) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

@@ -16,11 +16,15 @@ The commands make SIDs from item texts, from your own embeddings, for items that
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import field
+from typing import TYPE_CHECKING
+
+from pydantic import NonNegativeInt
+from pydantic.dataclasses import dataclass
 
 from core.errors import pluralize
 from core.files import join
+from core.options import STRICT
 from core.schemas import SidsInfo, TrieInfo
 from core.tables import Manifest
 from jobs import cli
@@ -42,7 +46,7 @@ ERROR_LABELS = {
 """Printed labels of the errors that the manifest of SIDs records."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Config:
     """Options of jobs.tokenize."""
 
@@ -50,19 +54,14 @@ class Config:
     """TABLES: the folder that jobs.prepare made."""
     output: str
     """SIDS: folder for the tables embeddings, sids and trie."""
-    tokenizer: Any = field(
-        metadata={
-            "variants": registry.ConfigClasses(registry.TOKENIZERS),
-            "by_name": True,
-        }
-    )
-    """Tokenizer and its options: trained codebooks with a conflict code (rqvae,
-    rqkmeans), trained codebooks with relaxed codes (psid), or codes of a file
-    (published)."""
+    tokenizer: registry.TokenizerSection
+    """Tokenizer, and its options such as `--tokenizer.levels 4`: trained codebooks with
+    a conflict code (rqvae, rqkmeans), trained codebooks with relaxed codes (psid), or
+    codes of a file (published)."""
     encoder: str = "minilm"
     """Text encoder: a transformers hub name or folder, `minilm` (a pip package), or
     `tfidf` (no weights)."""
-    pca: int = 0
+    pca: NonNegativeInt = 0
     """Width of the embeddings after PCA; 0: no PCA. SID-MLP uses 128, whitened."""
     published: str = ""
     """File with published SIDs, for --tokenizer published: CSV or LC-Rec's index.json,
@@ -84,8 +83,6 @@ class Config:
     embed: EmbedConfig = field(default_factory=EmbedConfig)
 
     def __post_init__(self) -> None:
-        if self.pca < 0:
-            raise ValueError(f"pca is {self.pca}; it must be 0 (none) or more")
         reads_file = registry.find_tokenizer(self.tokenizer.name).reads_file
         if reads_file != bool(self.published) or (reads_file and self.embeddings):
             raise ValueError(
@@ -254,4 +251,4 @@ def print_result(
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

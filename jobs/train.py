@@ -115,4 +115,4 @@ def run(config: TrainConfig) -> TrainingResult:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

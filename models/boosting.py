@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from core.errors import UserError
-from core.options import NamedConfig, check_positive
+from core.options import STRICT, NamedConfig
 
 if TYPE_CHECKING:
     from lightgbm import Booster
@@ -30,27 +31,24 @@ EARLY_STOPPING_ROUNDS = 30
 """Number of trees without a better validation metric before training stops."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class TreeConfig(NamedConfig):
     """Options of gradient-boosted trees, with LightGBM's names."""
 
-    max_history: int = 100
+    max_history: PositiveInt = 100
     """Number of latest behaviours in which the user's actions are counted."""
-    num_iterations: int = 1000
+    num_iterations: PositiveInt = 1000
     """Maximum number of trees; early stopping chooses how many are used."""
     learning_rate: float = 0.1
     """Factor on the leaf values of each tree."""
-    num_leaves: int = 31
+    num_leaves: PositiveInt = 31
     """Maximum number of leaves of a tree."""
     max_depth: int = 6
     """Maximum depth of a tree."""
-    min_data_in_leaf: int = 100
+    min_data_in_leaf: PositiveInt = 100
     """Minimum number of training candidates in a leaf."""
     feature_fraction: float = 0.5
     """Fraction of the columns sampled for each tree, with the seed `fit.seed`."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, ["max_history"])
 
 
 def concat_batches(

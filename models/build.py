@@ -9,29 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError
 from models import registry
 from models.model import Model
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
 from models.warm_start import load_extended_weights
-
-
-def parse_options(options: Mapping[str, Any]) -> tuple[type[Model], Any]:
-    """Return the class and the config of a model.
-
-    Args:
-        options: The model's `name`, and the options of its config.
-
-    Raises:
-        UserError: For an unknown model, an unknown option or an invalid value.
-    """
-    if "name" not in options:
-        raise UserError(
-            "the model has no name; add name: with one of " + ", ".join(registry.MODELS)
-        )
-    model_class = registry.find(options["name"])
-    return model_class, model_class.parse_config(options)
 
 
 def build_model(options: Mapping[str, Any], catalogue: Any) -> Model:
@@ -44,8 +26,8 @@ def build_model(options: Mapping[str, Any], catalogue: Any) -> Model:
     Raises:
         UserError: For an unknown model, an unknown option or an invalid value.
     """
-    model_class, config = parse_options(options)
-    return model_class(config, catalogue)
+    config = registry.build_model_config(options)
+    return registry.find(config.name)(config, catalogue)
 
 
 def load_model(

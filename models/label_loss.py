@@ -11,40 +11,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
 from core.errors import UserError
-from core.options import NamedConfig
+from core.options import STRICT, NamedConfig, Share
 from models.training.distributed import global_mean
 
 
-@dataclass
+@dataclass(config=STRICT)
 class LabelOptions(NamedConfig):
     """Options of a model with several labels."""
 
-    label_weights: dict[str, float] = field(default_factory=dict)
+    label_weights: dict[str, NonNegativeFloat] = field(default_factory=dict)
     """Weight of each label in the loss; 1 for labels that are not listed."""
     label_masks: dict[str, str] = field(default_factory=dict)
     """Condition of a label: another label that must be true for candidates on which the
     label is learned and measured. {purchase: click} learns the probability of a
     purchase given a click."""
-    negative_rate: float = 1.0
+    negative_rate: Share = 1.0
     """Fraction of the negative candidates of a label that the label is learned from.
     Logits are corrected by log(rate), so that probabilities refer to all candidates."""
 
     def __post_init__(self) -> None:
-        for name, weight in self.label_weights.items():
-            if not weight >= 0:
-                raise ValueError(f"label_weights has {weight} for '{name}'")
         for name, mask in self.label_masks.items():
             if name == mask:
                 raise ValueError(f"label_masks has '{name}' for itself")
-        if not 0 < self.negative_rate <= 1:
-            raise ValueError(f"negative_rate {self.negative_rate} is not in (0, 1]")
 
     @property
     def correction(self) -> float:

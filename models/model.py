@@ -21,8 +21,6 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from core.errors import UserError
-from core.options import build
 from core.schemas import Inputs
 from models.cpu.matmul import use_exact_onednn
 from models.dataset.dataset import RequestDataset
@@ -116,18 +114,6 @@ class Model(nn.Module):
         super().__init__()
         use_exact_onednn()
         self.config = config
-
-    @classmethod
-    def parse_config(cls, options: Mapping[str, Any]) -> Any:
-        """Build the config of the model from options.
-
-        Raises:
-            UserError: For an unknown option or an invalid value.
-        """
-        try:
-            return build(cls.config_class, dict(options), "model.")
-        except ValueError as error:
-            raise UserError(f"model '{cls.name}': {error}") from error
 
     @classmethod
     def config_to_dict(cls, config: Any) -> dict[str, Any]:

@@ -9,10 +9,13 @@ can look up the class of its teacher.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator
 
 from core.errors import UserError, did_you_mean
+from core.options import NamedConfig, build
 
 if TYPE_CHECKING:
     from models.model import Model
@@ -76,48 +79,60 @@ def find(name: str) -> type[Model]:
     Raises:
         UserError: If there is no model of this name; the message suggests a name.
     """
-    if name not in MODELS:
-        raise UserError(
-            f"unknown model '{name}'; {did_you_mean(name, MODELS)}; known are "
-            f"{', '.join(MODELS)}"
-        )
-    model_class: type[Model] = _import_class(MODELS, name)
+    model_class: type[Model] = _import_class("model", MODELS, name)
     return model_class
 
 
 def find_tokenizer(name: str) -> type[Tokenizer]:
     """Import and return the class of a tokenizer."""
-    tokenizer_class: type[Tokenizer] = _import_class(TOKENIZERS, name)
+    tokenizer_class: type[Tokenizer] = _import_class("tokenizer", TOKENIZERS, name)
     return tokenizer_class
 
 
-def _import_class(entries: Mapping[str, str], name: str) -> Any:
+def _import_class(what: str, entries: Mapping[str, str], name: str) -> Any:
     """Import and return the class of a name."""
+    if name not in entries:
+        unknown = f"unknown {what} '{name}'; {did_you_mean(name, entries)}"
+        fault = unknown if name else f"no {what} is named"
+        raise UserError(f"{fault}; known are {', '.join(entries)}")
     module, class_name = entries[name].split(":")
     found = getattr(importlib.import_module(module), class_name)
     assert found.name == name, f"{class_name} has the name {found.name}, not {name}"
     return found
 
 
-class ConfigClasses(Mapping[str, type]):
-    """Config classes by name, which are imported when they are looked up.
+def build_model_config(options: Any) -> Any:
+    """Build the config of the model that options name.
 
     Args:
-        entries: `MODELS` or `TOKENIZERS`.
+        options: A model's name, or a mapping with its name and options.
+
+    Raises:
+        UserError: For an unknown model, an unknown option or an invalid value.
     """
+    return _build_config("model", MODELS, options)
 
-    def __init__(self, entries: Mapping[str, str]) -> None:
-        self.entries = entries
 
-    def __getitem__(self, name: str) -> type:
-        config_class: type = _import_class(self.entries, name).config_class
-        return config_class
+def build_tokenizer_config(options: Any) -> Any:
+    """Build the config of the tokenizer that options name (`build_model_config`)."""
+    return _build_config("tokenizer", TOKENIZERS, options)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
 
-    def __len__(self) -> int:
-        return len(self.entries)
+def _build_config(what: str, entries: Mapping[str, str], options: Any) -> Any:
+    """Return the config of a name and its options; a config is returned unchanged."""
+    if isinstance(options, NamedConfig):
+        return options
+    if not isinstance(options, Mapping):
+        options = {"name": options}
+    named_class = _import_class(what, entries, str(options.get("name", "")))
+    return build(named_class.config_class, options, f"{what}.")
+
+
+ModelSection = Annotated[Any, BeforeValidator(build_model_config)]
+"""Type of the config of a model, which its `name` chooses."""
+
+TokenizerSection = Annotated[Any, BeforeValidator(build_tokenizer_config)]
+"""Type of the config of a tokenizer, which its `name` chooses."""
 
 
 def find_baselines(kind: str) -> list[str]:

@@ -333,4 +333,4 @@ def benchmark_tables(lines: Sequence[Line]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    cli.main(run, Config)
+    cli.main(run)

@@ -1,7 +1,7 @@
 """All uses of Ray's private interfaces.
 
 If a version of Ray has changed an interface, jobs run without its function.
-`pipelines.tracking.code.submission_id` reads a further one, an environment variable, as
+`pipelines.version.submission_id` reads a further one, an environment variable, as
 `models` does not import Ray.
 
 Ray 2.60 is supported. Ray 2.59 has the shuffle that prepare uses, but rejects an empty

@@ -50,9 +50,9 @@ LOGS: dict[str, tuple[str, list[str], list[str], str]] = {
 names semantic IDs or text, by kind of log."""
 SIZE = ["--users", "200", "--items", "120", "--events", "2400", "--seed", "3"]
 TOKENIZERS = {
-    "rqkmeans": "--rqkmeans.codebook_size 16",
-    "rqvae": "--rqvae.codebook_size 16 --rqvae.hidden [32] --rqvae.latent 8 --rqvae.epochs 20",
-    "psid": "--psid.codebook_size 16",
+    "rqkmeans": "--tokenizer.codebook_size 16",
+    "rqvae": "--tokenizer.codebook_size 16 --tokenizer.hidden [32] --tokenizer.latent 8 --tokenizer.epochs 20",
+    "psid": "--tokenizer.codebook_size 16",
 }
 """Options of each tokenizer. Models use the semantic IDs of the first."""
 FIT = {"max_epochs": 1, "warmup_share": 0.1, "lr": 0.002, "seed": 7}

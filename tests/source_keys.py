@@ -94,7 +94,8 @@ EXAMPLES = {
 """An example of each key of `KINDS`, as written below `search` or `actions`."""
 
 OMITTED_FIELDS = (
-    "prepare.kind_config",
+    "prepare.search",
+    "prepare.actions",
     "prepare.ray_data",
     "prepare.split",
     "time",

@@ -18,13 +18,16 @@ import itertools
 import json
 import random
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import absolute
-from core.options import build, check_least, path_fields, read_configs, read_yaml
+from core.options import STRICT, build, path_fields, read_configs, read_yaml
 from core.schemas import Inputs
 from models import registry
 from models.text.pretrained import resolve_encoder_path
@@ -44,27 +47,21 @@ SMOKE = ("fixed", "axes", "points", "samples", "seeds")
 """Keys that the `smoke` section of a grid file can replace."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Scheduler:
     """Rule by which trials are stopped early."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     name: Literal["none", "asha"] = "none"
     """none: no trial is stopped; asha: asynchronous successive halving (Li et al.,
     2020)."""
-    grace: int = 1
+    grace: PositiveInt = 1
     """asha: number of epochs before a trial can be stopped."""
-    reduction: int = 3
+    reduction: Annotated[int, Field(ge=2)] = 3
     """asha: at epochs grace, grace * reduction, grace * reduction^2, ... only the best
     1 / reduction of the trials continue."""
 
-    def __post_init__(self) -> None:
-        check_least(self, ["grace"], 1, "scheduler.")
-        check_least(self, ["reduction"], 2, "scheduler.")
 
-
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Trial:
     """A point of the grid with the resolved configuration of its run."""
 
@@ -89,7 +86,7 @@ class Trial:
         return replace(shared, **folders)
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Grid:
     """The content of a grid file."""
 
@@ -118,7 +115,7 @@ class Grid:
     of job evaluate with `test/`."""
     scheduler: Scheduler = field(default_factory=Scheduler)
     """Rule by which trials are stopped early."""
-    samples: int | None = None
+    samples: PositiveInt | None = None
     """Number of points that are drawn at random, without repetition; None: all."""
     published: list[dict[str, Any]] = field(default_factory=list)
     """The paper's results, each with `point`, `dataset`, `metrics` and `source`."""
@@ -131,7 +128,6 @@ class Grid:
     a minute on 2 cores."""
 
     def __post_init__(self) -> None:
-        check_least(self, ["samples"], 1)
         prefix = "val/" if self.job == "train" else "test/"
         if not self.metric.startswith(prefix):
             raise ValueError(

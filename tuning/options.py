@@ -5,19 +5,22 @@ The module does not import Ray, so that a command line is parsed before that imp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from pydantic import NonNegativeInt
+from pydantic.dataclasses import dataclass
 
 from core.files import absolute, join
-from core.options import check_least
+from core.options import STRICT
 from core.schemas import Inputs
 from pipelines.training.config import RayOptions, TrackingOptions, check_run_name
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Options:
     """Number of concurrent trials of a sweep, and whether to evaluate them on test."""
 
-    concurrency: int = 0
+    concurrency: NonNegativeInt = 0
     """Largest number of trials that run at once; 0: as many as the cluster holds. For
     trials of several workers that number is taken from the nodes at the start; with an
     autoscaler it is at least 16, so that waiting trials make it start nodes."""
@@ -25,11 +28,8 @@ class Options:
     """Evaluate each finished trial on the test split too. The best trial is chosen on
     the validation split in any case."""
 
-    def __post_init__(self) -> None:
-        check_least(self, ["concurrency"], 0, "options.")
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
 class SweepConfig:
     """Tables, storage and resources of a sweep."""
 

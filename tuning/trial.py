@@ -31,7 +31,7 @@ from pipelines.evaluation.record import (
     record_result,
     to_json,
 )
-from pipelines.training.config import RayOptions, TrackingOptions, TrainConfig
+from pipelines.training.config import RayOptions, TrainConfig
 from pipelines.training.record import is_longer, read_record, write_record
 from pipelines.training.run import TrialContext, finish_run, run_training, wants_gpu
 from pipelines.training.settings import CheckedTraining
@@ -96,13 +96,15 @@ class SweepSpec:
     def train_config(self, trial: Trial) -> TrainConfig:
         """Return the configuration of a trial's training."""
         return TrainConfig(
-            inputs=trial.inputs(self.inputs),
+            **vars(trial.inputs(self.inputs)),
             storage=self.folder,
             name=trial.name,
             model=trial.model,
             fit=trial.fit,
             ray=self.ray,
-            tracking=TrackingOptions(self.uri, self.experiment, log_model=False),
+            tracking_uri=self.uri,
+            experiment=self.experiment,
+            log_model=False,
         )
 
     def tags(self, trial: Trial) -> dict[str, str]:

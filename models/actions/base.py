@@ -15,13 +15,14 @@ the states that the head reads.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from core.options import check_positive
+from core.options import STRICT, Dropout, Fraction
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
@@ -45,50 +46,49 @@ HASH_FACTOR = 0x9E3779B1
 """Factor of Knuth's multiplicative hash: 2^32 divided by the golden ratio."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class ActionsConfig(LabelOptions):
     """Options that all trained actions models share."""
 
-    max_history: int = 1024
+    max_history: PositiveInt = 1024
     """Number of latest events of a user that are read (Sec. 3 of AttnMVP)."""
-    window_overlap: float = 0.5
+    window_overlap: Fraction = 0.5
     """Share of `max_history` by which the training examples of a user with more events
     overlap. An event that is learned has at least this much history, except at the
     user's first events. 0 reads each event in one example."""
-    width: int = 128
+    width: PositiveInt = 128
     """Width D of item and action embeddings and of all states (the paper names
     none)."""
-    num_layers: int = 12
+    num_layers: PositiveInt = 12
     """Transformer blocks (Sec. 2)."""
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Attention heads (the paper names none)."""
-    ffn: int = 512
+    ffn: PositiveInt = 512
     """Inner width of a feed-forward block (the paper names none)."""
-    experts: int = 4
+    experts: PositiveInt = 4
     """Experts of the MMoE head (the paper names none)."""
-    expert_width: int = 128
+    expert_width: PositiveInt = 128
     """Width of an expert's output."""
-    tower_width: int = 64
+    tower_width: PositiveInt = 64
     """Inner width of a task's tower."""
-    dropout: float = 0.1
+    dropout: Dropout = 0.1
     """Dropout rate in blocks and head."""
     item_ids: Literal["learned", "hashed", "none"] = "learned"
     """Embedding of an item's id, which is added to the item's attributes. `learned` has
     an embedding per item, `hashed` shares `id_buckets` embeddings, `none` has no id,
     for feeds of new items (the features of Sec. 2 of the paper have no id)."""
-    id_buckets: int = 4096
+    id_buckets: PositiveInt = 4096
     """Number of embeddings of hashed ids."""
-    id_dropout: float = 0.0
+    id_dropout: Dropout = 0.0
     """Share of the events whose id is replaced by the unknown id, a vector of zeros, in
     training. Above 0, all id embeddings are initialised with zeros, so that an item
     without training events has the unknown id."""
-    category_dropout: float = 0.02
+    category_dropout: Dropout = 0.02
     """Share of the values of the log's custom categories replaced by the unknown value
     in training, so that the embedding of unknown values is trained."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ["max_history", "num_heads"])
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice num_heads "

@@ -24,44 +24,38 @@ tasks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from core.options import NamedConfig, check_least, check_positive
+from core.options import STRICT, NamedConfig
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
 from models.layers.standardised import Standardised
 
 
-@dataclass
+@dataclass(config=STRICT)
 class BaseRateConfig(NamedConfig):
     """Base rate: predicts each task's share in training, for every item."""
 
-    max_history: int = 1024
+    max_history: PositiveInt = 1024
     """Maximum number of earlier events that `user_rate` counts, and of events of a
     training example."""
 
     window_overlap: ClassVar[float] = 0.5
 
-    def __post_init__(self) -> None:
-        check_positive(self, ["max_history"])
 
-
-@dataclass
+@dataclass(config=STRICT)
 class SmoothedRateConfig(BaseRateConfig):
     """Item rate, user rate: predict each task's share in events of the item or user."""
 
-    strength: float = 20.0
+    strength: PositiveFloat = 20.0
     """Weight of the base rate, as a number of events."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, ["strength"], 1e-3)
 
 
 class BaseRate(ActionsModel):

@@ -17,13 +17,15 @@ of action, `K` tasks, `G` categories of items, viewers and the log, `J` keys of 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from core.options import STRICT
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
@@ -41,11 +43,11 @@ if TYPE_CHECKING:
     from lightgbm import Booster
 
 
-@dataclass
+@dataclass(config=STRICT)
 class BoostedActionsConfig(TreeConfig):
     """Options of gradient-boosted trees for actions."""
 
-    max_history: int = 1024
+    max_history: PositiveInt = 1024
     """Number of latest events in which the user's actions are counted."""
 
     window_overlap: ClassVar[float] = 0.5

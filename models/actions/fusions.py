@@ -5,12 +5,12 @@ Shapes: see models/actions/base.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from core.options import check_least
+from core.options import STRICT
 from models.actions.base import ActionsConfig, FusionModel
 from models.actions.catalogue import ActionsCatalogue
 from models.layers.causal_attention import CausalAttention, Layout
@@ -75,20 +75,16 @@ class AttnLFA(FusionModel):
         return torch.cat([x, self.pool(x, actions, layout)], 2)
 
 
-@dataclass
+@dataclass(config=STRICT)
 class AttnMVPConfig(ActionsConfig):
     """Options of AttnMVP."""
 
-    action_weight: float = 1.0
+    action_weight: NonNegativeFloat = 1.0
     """Weight lambda of actions in the mixed values (1 in the paper, which finds [0.5,
     1] stable)."""
     late_fusion: bool = True
     """Whether the last states pool actions once more, as in AttnLFA; false for "AttnMVP
     - LFA" of Table 2."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, ("action_weight",), 0)
 
 
 class AttnMVP(FusionModel):

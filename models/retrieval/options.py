@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from core.options import check_least
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from core.options import STRICT
 
 Scores = Literal["children", "codebook"]
 
 
-@dataclass
+@dataclass(config=STRICT)
 class RecommendOptions:
     """Options of every `recommend`."""
 
@@ -25,20 +27,17 @@ class RecommendOptions:
     half a minute per batch shape."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class BeamOptions(RecommendOptions):
     """Options of `recommend` by beam search; None is the value in the config."""
 
-    beam: int | None = None
+    beam: PositiveInt | None = None
     """Number of beams (models that decode semantic IDs)."""
     constrained: bool | None = None
     """Whether decoding of semantic IDs stays within the catalogue's trie."""
 
-    def __post_init__(self) -> None:
-        check_least(self, ["beam"], 1, "--")
 
-
-@dataclass
+@dataclass(config=STRICT)
 class StudentOptions(BeamOptions):
     """Options of `Student.recommend`."""
 
@@ -47,32 +46,27 @@ class StudentOptions(BeamOptions):
     the prefix, or the whole codebook."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.constrained is False and self.scores:
             raise ValueError(
                 f"--scores {self.scores} has no effect with --constrained false"
             )
 
 
-@dataclass
+@dataclass(config=STRICT)
 class AtSpeedOptions(RecommendOptions):
     """Options of `AtSpeed.recommend`; None is the value in the config."""
 
-    beam: int | None = None
+    beam: PositiveInt | None = None
     """Number of beams (models that decode semantic IDs)."""
-    draft_beam: int | None = None
+    draft_beam: PositiveInt | None = None
     """Number of beams that AtSpeed drafts per step."""
-    draft_steps: int | None = None
+    draft_steps: NonNegativeInt | None = None
     """Most steps that AtSpeed drafts per verification."""
     scores: Scores | None = None
     """Codes that a student's probabilities are normalised over: the valid children of
     the prefix, or the whole codebook."""
     seed: int | None = None
     """Random seed of AtSpeed-R."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["beam", "draft_beam"], 1, "--")
-        check_least(self, ["draft_steps"], 0, "--")
 
 
 RECOMMEND_OPTIONS = (

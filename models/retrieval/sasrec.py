@@ -10,13 +10,13 @@ Shapes: `B` users, `T` positions, `D` width, `N` items, `M` targets, `H` heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from core.options import NamedConfig, check_positive
+from core.options import STRICT, Dropout, NamedConfig
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch, WindowBatch
 from models.retrieval.model import RetrievalModel
@@ -24,26 +24,25 @@ from models.retrieval.recommend import best_allowed, recommender
 from models.training.distributed import global_mean
 
 
-@dataclass
+@dataclass(config=STRICT)
 class SASRecConfig(NamedConfig):
     """Sizes of SASRec: RecBole's defaults for sparse data, with 50 positions."""
 
-    dim: int = 64
+    dim: PositiveInt = 64
     """Width of item embeddings and states (RecBole's default; the paper has 50)."""
-    num_layers: int = 2
+    num_layers: PositiveInt = 2
     """Self-attention blocks (Sec. 4.4 of SASRec)."""
-    num_heads: int = 2
+    num_heads: PositiveInt = 2
     """Attention heads (RecBole's default; the paper found 1 about as good)."""
-    feedforward_dim: int = 256
+    feedforward_dim: PositiveInt = 256
     """Inner width of the feed-forward blocks (RecBole's default)."""
-    dropout: float = 0.5
+    dropout: Dropout = 0.5
     """Dropout on embeddings, attention and blocks (Sec. 4.4 of SASRec for sparse
     data)."""
-    max_history: int = 50
+    max_history: PositiveInt = 50
     """Number of latest behaviours read (Sec. 4.4 of SASRec for Amazon data)."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("num_heads", "max_history"))
         if self.dim % self.num_heads:
             raise ValueError(
                 f"dim {self.dim} is not a multiple of num_heads {self.num_heads}"

@@ -10,13 +10,13 @@ Shapes: `B` requests, `S` tokens of a history, `L` levels (codes of an item), `N
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from core.options import NamedConfig, check_positive
+from core.options import STRICT, Dropout, NamedConfig
 from models.layers.t5 import T5Sizes
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue, RequestBatch
@@ -25,33 +25,33 @@ from models.retrieval.parts import SidTokens
 from models.retrieval.retriever import Retriever
 
 
-@dataclass
+@dataclass(config=STRICT)
 class TigerConfig(NamedConfig):
     """Options of TIGER; the defaults are from the public code of the SID-MLP paper."""
 
-    d_model: int = 128
+    d_model: PositiveInt = 128
     """Width of token embeddings and states."""
-    d_ff: int = 1024
+    d_ff: PositiveInt = 1024
     """Inner width of the feed-forward layers."""
-    num_heads: int = 6
+    num_heads: PositiveInt = 6
     """Attention heads."""
-    d_kv: int = 64
+    d_kv: PositiveInt = 64
     """Width of a head."""
-    num_encoder_layers: int = 4
+    num_encoder_layers: PositiveInt = 4
     """Encoder blocks (Sec. 4.1 of SID-MLP: a four-layer T5)."""
-    num_decoder_layers: int = 4
+    num_decoder_layers: PositiveInt = 4
     """Decoder blocks."""
-    dropout: float = 0.1
+    dropout: Dropout = 0.1
     """Dropout on embeddings, attention and blocks."""
     label_smoothing: float = 0.0
     """Share of each target's probability that training spreads evenly over the
     vocabulary."""
-    n_user_tokens: int = 1
+    n_user_tokens: PositiveInt = 1
     """Number of tokens that users are hashed to (2000 in TIGER, 1 in the public code of
     SID-MLP)."""
-    max_history: int = 20
+    max_history: PositiveInt = 20
     """Number of latest items read."""
-    beam: int = 50
+    beam: PositiveInt = 50
     """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
     constrained: bool = True
     """Whether decoding stays within the trie; otherwise code tuples without an item are
@@ -59,9 +59,6 @@ class TigerConfig(NamedConfig):
     end_token: bool = False
     """Whether training also predicts the end token after the codes, as in T5's labels;
     search stops before it."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, ("n_user_tokens", "max_history", "beam"))
 
     def sizes(self, vocabulary: int) -> T5Sizes:
         """Return the sizes of T5 for a number of tokens."""

@@ -23,15 +23,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal, cast
 
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from core.errors import UserError
+from core.options import STRICT
 from models.cpu.derived import cache_until_changed
 from models.search.catalogue import SearchCatalogue
 from models.search.qgs import QGS, QGSConfig
@@ -147,17 +150,17 @@ class ItemTower(nn.Module):
         return functional.normalize(pooled, dim=-1)
 
 
-@dataclass
+@dataclass(config=STRICT)
 class HLLMConfig(QGSConfig):
     """Settings of HLLM (Sec. 4.1 of QGS: 12 layers, 12 heads, 768)."""
 
     encoder: Literal["linear_hstu", "hstu", "transformer"] = "transformer"
     """Encoder of the user tower."""
-    width: int = 768
+    width: PositiveInt = 768
     """Width of the user tower."""
-    num_heads: int = 12
+    num_heads: PositiveInt = 12
     """Heads of the user tower."""
-    ffn: int = 3072
+    ffn: PositiveInt = 3072
     """Inner width of the user tower's feed-forward blocks."""
     token: Literal["pair", "item"] = "item"
     """Text of a behaviour: the document alone."""

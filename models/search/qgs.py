@@ -21,15 +21,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal, cast
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
 from core.errors import UserError
-from core.options import check_least, check_positive
+from core.options import STRICT
 from models.label_loss import label_loss
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
@@ -44,19 +46,19 @@ from models.search.ranker import Ranker, RankerConfig
 from models.training.distributed import global_mean
 
 
-@dataclass
+@dataclass(config=STRICT)
 class QGSConfig(RankerConfig):
     """Settings of QGS; the defaults are the paper's."""
 
     encoder: Literal["linear_hstu", "hstu", "transformer"] = "linear_hstu"
     """Encoder of the behaviours (Table 3 of QGS compares the three)."""
-    width: int = 512
+    width: PositiveInt = 512
     """Width of the encoder (d_h, Sec. 3.7 of QGS)."""
-    num_layers: int = 12
+    num_layers: PositiveInt = 12
     """Layers of the encoder (N, Sec. 3.7 of QGS)."""
-    num_heads: int = 8
+    num_heads: PositiveInt = 8
     """Heads of `hstu` and `transformer` (Sec. 4.1 of QGS); Linear HSTU has none."""
-    ffn: int = 2048
+    ffn: PositiveInt = 2048
     """Inner width of the feed-forward blocks of `transformer`; the other encoders have
     none."""
     pretrained: str = field(default="", metadata={"names": "encoder"})
@@ -72,10 +74,10 @@ class QGSConfig(RankerConfig):
     """Text of the next query that the prediction head reads (Eq. 3): `query` encodes
     the query alone. `joint` is the paper's literal [SEP] output, which leaks the
     document to predict. `none` reads no query."""
-    infonce_weight: float = 0.1
+    infonce_weight: NonNegativeFloat = 0.1
     """Weight of the InfoNCE loss, which is added to the ranking loss; 0 disables it.
     The paper names no weight."""
-    temperature: float = 0.1
+    temperature: PositiveFloat = 0.1
     """Temperature of InfoNCE (Sec. 3.7)."""
     negatives: Literal["position", "batch"] = "position"
     """Negatives of InfoNCE: other users' items at the same position (Eq. 5), or at all
@@ -102,15 +104,9 @@ class QGSConfig(RankerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, ["num_heads"])
         if self.encoder != "linear_hstu" and self.width % self.num_heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of num_heads {self.num_heads}"
-            )
-        check_least(self, ("infonce_weight",), 0)
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature {self.temperature} is not above 0; the paper uses 0.1"
             )
         if self.pretrained and self.encoder != "transformer":
             raise ValueError(
@@ -124,7 +120,7 @@ class QGSConfig(RankerConfig):
             )
 
 
-@dataclass
+@dataclass(config=STRICT)
 class HSTUConfig(QGSConfig):
     """Settings of HSTU (Zhai et al., 2024) in the comparison of QGS.
 
@@ -134,7 +130,7 @@ class HSTUConfig(QGSConfig):
 
     encoder: Literal["linear_hstu", "hstu", "transformer"] = "hstu"
     """Encoder of the behaviours."""
-    width: int = 768
+    width: PositiveInt = 768
     """Width of the encoder."""
     token: Literal["pair", "item"] = "item"
     """Text of a behaviour: the document alone."""

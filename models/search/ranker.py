@@ -9,14 +9,15 @@ Shapes: `R` requests, `N` candidates, `O` columns of features, `K` labels, `G` g
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from core.options import check_positive, check_shares
+from core.options import STRICT, Dropout, Fraction
 from models.label_loss import (
     LabelOptions,
     label_loss,
@@ -43,36 +44,36 @@ GROUP_WIDTH, GROUP_HEADS, GROUP_OUTPUT = 16, 8, 128
 (Sec. 3.7 of QGS)."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class RankerConfig(LabelOptions):
     """Options that all trained search models share."""
 
-    max_history: int = 100
+    max_history: PositiveInt = 100
     """Number of latest behaviours read (Sec. 4.1 of QGS for comparisons; 1,000 in Sec.
     3.7)."""
-    window_overlap: float = 0.75
+    window_overlap: Fraction = 0.75
     """Minimum share of `max_history` that training reads before a search of a user with
     a longer history. 1 reads `max_history` behaviours, as evaluation does, with one
     encoder pass for each search."""
     batch_unit: Literal["requests", "users"] = "requests"
     """Unit of `fit.batch_size`: searches, or users' examples of up to 64 searches."""
-    text_width: int = 64
+    text_width: PositiveInt = 64
     """Width to which text embeddings are reduced (d_b, Sec. 3.7 of QGS)."""
-    dnn_width: int = 256
+    dnn_width: PositiveInt = 256
     """Width of the two layers of the shared DNN over all raw features (Sec. 3.6 names
     no size)."""
-    tower_width: int = 128
+    tower_width: PositiveInt = 128
     """Inner width of a label's tower (Sec. 3.6 names no size)."""
-    dropout: float = 0.1
+    dropout: Dropout = 0.1
     """Dropout rate in the DNN, the towers and the encoder."""
     position: Mode = "hidden"
     """How training uses the position at which a result was shown: `hidden` does not
     read it, `dropout` reads it as a feature for a share of the requests, `bias` adds a
     term of the position to the logits. Evaluation and serving never read it."""
-    position_dropout: float = 0.5
+    position_dropout: Dropout = 0.5
     """With `position: dropout`, the share of requests whose positions are hidden in
     training."""
-    category_dropout: float = 0.02
+    category_dropout: Dropout = 0.02
     """Share of category values replaced by the unknown value in training, so that the
     embedding of unknown values is trained."""
     group_attention: bool = False
@@ -87,11 +88,6 @@ class RankerConfig(LabelOptions):
     def reads_history_queries(self) -> bool:
         """Whether the model reads the text of behaviours' queries or pairs."""
         return False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_shares(self, ["window_overlap"])
-        check_positive(self, ["max_history"])
 
 
 class HFGAttention(nn.Module):

@@ -5,62 +5,65 @@ This module does not import PyTorch, so that command lines are parsed quickly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Literal
 
-from core.options import check_least, check_shares
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from core.options import STRICT, Fraction, Free
 
 
-@dataclass
+@dataclass(config=STRICT)
 class FitConfig:
     """Options of the training loop."""
 
     optimizer: Literal["adamw", "adagrad"] = "adamw"
     """AdamW, or Adagrad, with which search models are published (Sec. 4.1 of QGS:
     lr 0.01, batch 100)."""
-    lr: float = 1e-3
+    lr: PositiveFloat = 1e-3
     """Peak learning rate."""
-    weight_decay: float = 0.05
+    weight_decay: NonNegativeFloat = 0.05
     """Weight decay on all parameters: decoupled in AdamW, added to the gradient in
     Adagrad."""
-    warmup_steps: int = 10_000
+    warmup_steps: NonNegativeInt = 10_000
     """Steps of the warm-up, in which the learning rate rises linearly to `lr` (10,000
     in TIGER's published set-up)."""
-    warmup_share: float = 0.1
+    warmup_share: Fraction = 0.1
     """Upper limit of the warm-up as a fraction of all planned steps, for small
     datasets."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Learning rate after the warm-up: it decays to 0 along a half cosine by the last
     planned step, or is constant."""
-    batch_size: int = 256
+    batch_size: PositiveInt = 256
     """Examples per step, all workers together. An example is a request or a user,
     depending on the model."""
-    eval_batch_size: int = 256
+    eval_batch_size: PositiveInt = 256
     """Requests per validation batch and worker."""
-    max_epochs: int = 150
+    max_epochs: PositiveInt = 150
     """Maximum number of passes over the training data; it also sets the length of the
     learning rate schedule."""
-    patience: int = 20
+    patience: NonNegativeInt = 20
     """Number of validations (not epochs) in a row without a better `metric` after which
     training stops early; 0 disables early stopping."""
-    eval_every_epochs: int = 1
+    eval_every_epochs: PositiveInt = 1
     """Epochs between validations; the last epoch is always validated."""
-    train_examples: int = 0
+    train_examples: NonNegativeInt = 0
     """Number of training examples, sampled once and used in every epoch; 0 uses all
     examples."""
-    replay_fraction: float = 1.0
+    replay_fraction: Fraction = 1.0
     """Fraction of the training examples of the --init checkpoint to train on again,
     in addition to all newer examples; sampled once and used in every epoch."""
-    eval_examples: int = 0
+    eval_examples: NonNegativeInt = 0
     """Maximum number of validation requests, the same in every validation; 0 uses all
     requests."""
-    eval_options: dict[str, Any] = field(default_factory=dict)
+    eval_options: dict[str, Free] = field(default_factory=dict)
     """Options of the model's `recommend` method in validation, such as `beam: 20` for
     TIGER."""
     metric: str = "ndcg@10"
     """Validation metric, larger is better, that selects the best checkpoint and decides
     on early stopping."""
-    clip_norm: float = 1.0
+    clip_norm: NonNegativeFloat = 1.0
     """Maximum global norm of the gradient; 0 disables clipping."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Whether steps on one GPU are captured as CUDA graphs, once per batch shape, and
@@ -74,31 +77,11 @@ class FitConfig:
     it, and fp32 elsewhere. Validation always runs in fp32."""
     seed: int = 0
     """Random seed of the initial weights, the order of batches and dropout."""
-    log_every_steps: int = 50
+    log_every_steps: PositiveInt = 50
     """Steps between logged training losses."""
-    checkpoint_every_steps: int = 0
+    checkpoint_every_steps: NonNegativeInt = 0
     """Steps between checkpoints within an epoch, for long epochs; 0 saves checkpoints
     only at the end of epochs."""
-
-    def __post_init__(self) -> None:
-        positive = (
-            "batch_size",
-            "eval_batch_size",
-            "max_epochs",
-            "eval_every_epochs",
-            "log_every_steps",
-        )
-        check_least(self, positive, 1, "fit.")
-        steps = (
-            "warmup_steps",
-            "checkpoint_every_steps",
-            "patience",
-        )
-        check_least(self, (*steps, "train_examples", "eval_examples"), 0, "fit.")
-        check_least(self, ("weight_decay", "clip_norm"), 0, "fit.")
-        if not self.lr > 0:
-            raise ValueError(f"fit.lr is {self.lr}, it must be above 0")
-        check_shares(self, ["warmup_share", "replay_fraction"], "fit.")
 
 
 def check_replay(fit: FitConfig, init: str | None) -> None:

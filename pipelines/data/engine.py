@@ -16,6 +16,7 @@ load it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pickle
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import islice
 from types import FunctionType
@@ -31,49 +32,46 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic import NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
-from core.options import check_least
+from core.options import STRICT
 from pipelines.faults import find_user_error
 
 if TYPE_CHECKING:
     from ray.data import DataContext
 
 
-@dataclass
+@dataclass(config=STRICT)
 class ResourceLimits:
     """Part of a shared cluster that one job may use at once."""
 
-    cpu: float = 0
+    cpu: NonNegativeFloat = 0
     """CPUs of all tasks together; 0: all CPUs of the cluster."""
-    memory_gb: float = 0
+    memory_gb: NonNegativeFloat = 0
     """GiB of memory that all tasks together reserve (`ray_data.memory_gb` each); 0: all
     memory of the cluster."""
 
-    def __post_init__(self) -> None:
-        check_least(self, ["cpu", "memory_gb"], 0, "ray_data.resource_limits.")
 
-
-@dataclass
+@dataclass(config=STRICT)
 class RayDataConfig:
     """Settings of Ray Data. They do not change the contents of the tables."""
 
-    shuffle_batch_mb: int = 64
+    shuffle_batch_mb: PositiveInt = 64
     """MiB of rows that one shuffle task splits by partition."""
     compression: Literal["auto", "none", "lz4", "zstd"] = "auto"
     """Compression of rows between tasks; auto: none on one node, lz4 between nodes."""
-    read_mb: int = 128
+    read_mb: PositiveInt = 128
     """MiB of a plain file that one task reads; a compressed file is read by one
     task."""
-    memory_gb: float = 0
+    memory_gb: NonNegativeFloat = 0
     """GiB of memory that Ray reserves for each task, which limits the tasks per node;
     0: only CPUs limit the tasks per node."""
     resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
     """Part of a shared cluster that prepare may use at once."""
 
     def __post_init__(self) -> None:
-        check_least(self, ["shuffle_batch_mb", "read_mb"], 1, "ray_data.")
-        check_least(self, ["memory_gb"], 0, "ray_data.")
         limits = self.resource_limits
         if 0 < limits.memory_gb < self.memory_gb:
             raise ValueError(
@@ -112,7 +110,7 @@ Shared = Any
 Ray. `fetch` returns the value."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ReadSummary:
     """A value that a read sends to the driver, for example counts of rejected rows."""
 
@@ -126,7 +124,7 @@ Read = Callable[[int], Iterator[pa.Table | ReadSummary]]
 """Yields the rows, and optionally a summary, of the read with the given index."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Exchange:
     """A shuffle: rows of many reads are grouped by partition and passed to a kernel."""
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from core.errors import UserError
+from core.errors import UserError, raise_first
 from core.files import join
-from core.options import build, check_known
+from core.options import build, merge
 from core.schemas import ItemsInfo
 from core.tables import has_earlier_table, read_manifest
-from pipelines.data.engine import RayDataConfig
 from pipelines.data.kinds import KINDS
-from pipelines.data.prepare_config import PrepareConfig, raise_first
+from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.times import MAX_TIME_MS, MIN_TIME_MS
-from pipelines.data.sequences.splits import SplitConfig
 
 STATISTICS = "statistics.json"
 """Name of the file that a run writes last."""
@@ -25,67 +22,13 @@ TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
 """Names of the tables in the output folder."""
 
 
-def read_config(
-    *layers: dict[str, Any], named: Callable[[str], str] = "'{}'".format
-) -> PrepareConfig:
-    """Build the settings from plain values.
-
-    Args:
-        layers: Values by key; later layers override earlier ones, and None keeps the
-            earlier value.
-        named: Returns the name of a key in messages.
+def read_config(*layers: dict[str, Any]) -> PrepareConfig:
+    """Build the settings from plain values; later layers override earlier ones.
 
     Raises:
         UserError: for an unknown key or an invalid value.
     """
-    sections: dict[str, Any] = {"split": SplitConfig, "ray_data": RayDataConfig}
-    sections |= {name: kind.config for name, kind in KINDS.items() if kind.config}
-    values, section_values = _merge_layers(layers, sections)
-    name = values.get("kind", PrepareConfig.kind)
-    if name not in KINDS:
-        raise UserError(f"kind is '{name}'; it must be one of {', '.join(KINDS)}")
-    try:
-        configs = {}
-        for section, config in sections.items():
-            prefix = f"prepare.{section}."
-            configs[section] = build(config, section_values[section], prefix, named)
-        values |= {"split": configs["split"], "ray_data": configs["ray_data"]}
-        values["kind_config"] = configs.get(name)
-        settings: PrepareConfig = build(PrepareConfig, values, "prepare.", named)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    if settings.duplicates != "drop" and not KINDS[name].allows_repeats:
-        raise UserError(
-            f"duplicates is {settings.duplicates}, which only kind retrieval supports"
-        )
-    return settings
-
-
-def _merge_layers(
-    layers: tuple[dict[str, Any], ...], sections: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Merge layers of settings."""
-    plain = [f.name for f in fields(PrepareConfig) if f.name != "kind_config"]
-    valid_keys = list(dict.fromkeys([*plain, *sections]))
-    values: dict[str, Any] = {}
-    section_values: dict[str, dict[str, Any]] = {name: {} for name in sections}
-    for layer in layers:
-        check_known(layer, valid_keys, "prepare")
-        for key, value in layer.items():
-            if value is None:
-                continue
-            if key not in sections:
-                values[key] = value
-                continue
-            if value and not isinstance(value, dict):
-                raise UserError(
-                    f"prepare.{key} is '{value}'; it must be a mapping such as "
-                    f"{{key: value}}"
-                )
-            for section_key, section_value in (value or {}).items():
-                if section_value is not None:
-                    section_values[key][section_key] = section_value
-    return values, section_values
+    return build(PrepareConfig, merge({}, *layers), "prepare.")
 
 
 def resolve_config(
@@ -154,6 +97,10 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
             history and not kind.allows_repeats,
             f"the source file has 'history', which only kind retrieval supports, but "
             f"kind is {name}; use --kind retrieval or remove 'history'",
+        ),
+        (
+            config.duplicates != "drop" and not kind.allows_repeats,
+            f"duplicates is {config.duplicates}, which only kind retrieval supports",
         ),
         (
             history and config.duplicates != "drop",

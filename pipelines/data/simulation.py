@@ -9,12 +9,13 @@ A log is `events-*.parquet` in the order of time, `items.parquet` and, written l
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import partial
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 import polars as pl
@@ -22,10 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.random import Generator, default_rng
 from pyarrow import fs
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import join, open_uri, read_json, write_file
-from core.options import check_least, check_positive
+from core.options import STRICT, Fraction
 from core.ragged import lengths_to_starts
 
 RECORD = "simulation.json"
@@ -70,39 +73,37 @@ Lunden Marlowe Norvane Oakridge Penrose Quillon Rowanta Silvern Tamsin
 """.split()  # noqa: SIM905
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Settings:
     """Size, seed and causes of a simulated log."""
 
-    users: int = 1500
+    users: PositiveInt = 1500
     """Number of users, each with at least one event or search."""
-    items: int = 400
+    items: Annotated[int, Field(ge=8)] = 400
     """Number of items in the catalogue; rare items may have no event."""
-    events: int = 15_000
+    events: PositiveInt = 15_000
     """Exact number of events or searches."""
-    seed: int = 42
+    seed: NonNegativeInt = 42
     """Seed; the same settings give the same log, byte for byte."""
-    files: int = 1
+    files: PositiveInt = 1
     """Minimum number of files with equally many events, in the order of time; a large
     log has more files."""
     taste: Literal["user", "class"] = "user"
     """Search: the makers that a user likes: some makers (`user`), or all makers of one
     of two classes (`class`)."""
-    disliked_click: float = 0.25
+    disliked_click: Fraction = 0.25
     """Search: probability of a click, given a look, on a result of the intent whose
     maker the user does not like; for a liked maker it is 0.85."""
-    shown_days: float = 0.0
+    shown_days: NonNegativeFloat = 0.0
     """Feed: days for which an item is shown, so that later items are new; 0: the whole
     log."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ["users", "files"])
-        check_least(self, ["items"], 8)  # four clusters of two
-        check_least(self, ["events"], self.users)
-        check_least(self, ["seed", "shown_days"], 0)
+        if self.events < self.users:
+            raise ValueError(f"events is {self.events}, less than users {self.users}")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SimulatedLog:
     """Rows of a simulated log: E events or searches, with W rows each."""
 
@@ -115,7 +116,7 @@ class SimulatedLog:
     rows_per_event: int = 1
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Clusters:
     """Latent clusters of items: K clusters, N items."""
 
@@ -374,7 +375,8 @@ def draw_searches(settings: Settings) -> SimulatedLog:
     of one class: a few earlier clicks, for any query, predict clicks also on makers
     that the user has not clicked yet.
     """
-    check_least(settings, ["items"], 36)  # six clusters
+    if settings.items < 36:
+        raise UserError(f"items is {settings.items}, a search log has at least 36")
     clusters = Clusters.draw(settings.items, default_rng([settings.seed, 1]))
     rng = default_rng([settings.seed, 3])
     items = item_texts(clusters, rng)

@@ -24,7 +24,6 @@ from mlflow.exceptions import MlflowException
 from core.errors import UserError, one_line
 from core.files import hold_lock
 from core.options import flatten
-from pipelines.tracking.code import code_version, run_git, submission_id
 from pipelines.tracking.names import (
     CODE_TAG,
     COMMIT_TAG,
@@ -35,6 +34,7 @@ from pipelines.tracking.names import (
     TRIAL_TAG,
 )
 from pipelines.tracking.store import connect
+from pipelines.version import code_version, run_git, submission_id
 
 MAX_METRICS = 1000
 """Largest number of metrics that MLflow accepts in one request."""

@@ -1,7 +1,7 @@
 """The configuration of a training.
 
     config = TrainConfig(
-        inputs=Inputs("tables"),
+        tables="tables",
         model=SASRecConfig(name="sasrec", dim=64),
         storage="runs",
         name="sasrec",
@@ -13,33 +13,36 @@ before their import.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from core.files import absolute, join
-from core.options import check_least
+from core.options import STRICT
 from core.schemas import Inputs
-from models.registry import MODELS, ConfigClasses
+from models.registry import ModelSection
 from models.training.fit_config import FitConfig, check_replay
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class RayOptions:
     """Workers of a training and their resources."""
 
-    num_workers: int = 1
+    num_workers: PositiveInt = 1
     """Number of training processes, one per GPU; each gets an equal part of
     `fit.batch_size`. Without a cluster, a single worker runs in the job's process, and
     options about lost workers do not apply."""
-    min_workers: int = 0
+    min_workers: NonNegativeInt = 0
     """Smallest number of workers to train with while nodes are missing; further workers
     join when their nodes are back. 0: `num_workers`, so that the training waits for
     missing nodes."""
     use_gpu: bool | Literal["auto"] = "auto"
     """Whether each worker takes one GPU; auto: if the cluster has any."""
-    cpus_per_worker: float = 1
+    cpus_per_worker: PositiveFloat = 1
     """CPUs that Ray reserves for each worker."""
-    memory_gb: float = 0
+    memory_gb: NonNegativeFloat = 0
     """GiB of memory that Ray reserves for each worker, which limits the workers per
     node; 0: Ray places workers by CPUs and GPUs alone."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
@@ -51,14 +54,14 @@ class RayOptions:
     """Type of GPU by Ray's name, such as A100; empty: any type."""
     label_selector: dict[str, str] = field(default_factory=dict)
     """Labels of the nodes that workers run on, such as {ray.io/node-group: trainer}."""
-    threads: int = 0
+    threads: NonNegativeInt = 0
     """PyTorch threads per worker; 0 divides the machine's cores among its workers."""
-    max_failures: int = 2
+    max_failures: NonNegativeInt = 2
     """Number of times that lost workers are started again without a new checkpoint in
     between. Each new checkpoint resets the count, so that nodes may be lost any number
     of times in a training of days. In a sweep, the trials of one worker count every
     lost process."""
-    hang_minutes: float = 10
+    hang_minutes: PositiveFloat = 10
     """Minutes after which an unresponsive worker, or one that the others wait for in a
     gradient exchange, is considered lost: all workers start again from the last
     checkpoint. A single worker that responds is never ended."""
@@ -67,10 +70,6 @@ class RayOptions:
     models whose training does not fit on one device."""
 
     def __post_init__(self) -> None:
-        check_least(self, ["num_workers"], 1, "ray.")
-        check_least(self, ["hang_minutes"], 0.1, "ray.")
-        least_0 = ["min_workers", "threads", "max_failures"]
-        check_least(self, [*least_0, "memory_gb"], 0, "ray.")
         if self.min_workers > self.num_workers:
             raise ValueError(
                 f"ray.min_workers is {self.min_workers}, it must be at most "
@@ -83,7 +82,7 @@ class RayOptions:
         return self.min_workers or self.num_workers
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class TrackingOptions:
     """Options of MLflow."""
 
@@ -102,27 +101,28 @@ def check_run_name(name: str) -> None:
         raise ValueError(f"the run's name is '{name}', which names no folder")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class TrainConfig(TrackingOptions):
     """Configuration of a training: model, input tables, training loop and storage."""
 
-    inputs: Inputs = field(metadata={"inline": True})
-    """Folders of tables."""
+    tables: str
+    """Output folder of jobs.prepare."""
+    sids: str | None = None
+    """Output folder of jobs.tokenize, for models that use semantic IDs."""
+    text: str | None = None
+    """Output folder of jobs.encode, required by search models and optional for actions
+    models."""
     storage: str
     """Folder for all runs: their checkpoints, and MLflow's SQLite store unless
     tracking_uri is given."""
     name: str
     """Name of this run; the same name again continues it."""
-    model: Any = field(metadata={"variants": ConfigClasses(MODELS)})
+    model: ModelSection
     """Config of the model, with its name."""
     fit: FitConfig = field(default_factory=FitConfig)
     """Options of the training loop."""
     ray: RayOptions = field(default_factory=RayOptions)
     """Workers and their resources."""
-    tracking: TrackingOptions = field(
-        default_factory=TrackingOptions, metadata={"inline": True}
-    )
-    """Options of MLflow."""
     init: str | None = None
     """A run, or one of its checkpoints, whose weights the training starts from. The
     tables may be extended ones with newer days; `fit.replay_fraction` is then the
@@ -133,7 +133,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_run_name(self.name)
         check_replay(self.fit, self.init)
-        object.__setattr__(self, "storage", absolute(self.storage))
+        for name in ("storage", "tables", "sids", "text"):
+            if folder := getattr(self, name):
+                object.__setattr__(self, name, absolute(folder))
+
+    @property
+    def inputs(self) -> Inputs:
+        """Folders of tables."""
+        return Inputs(self.tables, self.sids, self.text)
 
     @property
     def folder(self) -> str:

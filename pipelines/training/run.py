@@ -46,7 +46,6 @@ from models.training.attempts import Attempt
 from models.training.checkpoint import BEST, Checkpoint
 from pipelines import cluster, faults, tracking
 from pipelines.serving import package
-from pipelines.tracking.code import code_version, submission_id
 from pipelines.training.config import RayOptions, TrainConfig
 from pipelines.training.fencing import FencedTorchConfig
 from pipelines.training.record import (
@@ -65,6 +64,7 @@ from pipelines.training.worker import (
     run_task,
     run_worker,
 )
+from pipelines.version import code_version, submission_id
 
 # How often Ray Train's controller polls its workers. A worker that reports waits for
 # the next poll: by default up to 2 s, which is longer than many epochs.
@@ -163,7 +163,7 @@ def run_training(
             return load_finished(config, record)
         in_process = trains_in_process(config.ray, trial)
         if start and not in_process:
-            start_cluster(str(config.tracking.tracking_uri), start, say)
+            start_cluster(str(config.tracking_uri), start, say)
         use_gpu = wants_gpu(config.ray) and training.model_class.trains_by_gradient
         check_resources(training, in_process, use_gpu, trial)
         record = prepare_run(training, record, trial, say)
@@ -176,7 +176,7 @@ def run_training(
             else:
                 run_workers(task, attempt, use_gpu, say, trial.callbacks)
             last = require_last_checkpoint(config.folder, attempt)
-            log_model = config.tracking.log_model
+            log_model = config.log_model
             if log_model and training.model_class.logs_every_run:
                 say("logging the model to MLflow")
             best = finish_run(config.folder, record, last, log_model)
@@ -199,7 +199,7 @@ def find_record(training: CheckedTraining) -> dict[str, Any] | None:
     if training.config.overwrite:
         return None
     config = training.config
-    record = read_record(config.folder, str(config.tracking.tracking_uri))
+    record = read_record(config.folder, str(config.tracking_uri))
     if record and record["status"] != "opening":
         check_continues(training, record)
     return record
@@ -215,10 +215,10 @@ def check_continues(training: CheckedTraining, record: dict[str, Any]) -> None:
     check_same(record, training.identity, training.hashes)
     config = training.config
     experiment = record["tracking"]["experiment"]
-    if config.tracking.experiment not in (None, "", experiment):
+    if config.experiment not in (None, "", experiment):
         raise UserError(
             f"the run '{config.name}' is in the experiment {experiment}, not "
-            f"{config.tracking.experiment}"
+            f"{config.experiment}"
         )
 
 
@@ -340,7 +340,7 @@ def check_resources(
         if trial.parent_run is None:  # the sweep has checked the cluster already
             check_cluster(config.ray, config.ray.num_workers, use_gpu)
         nodes = sum(node["Alive"] for node in ray.nodes())
-        tracking.check_nodes(str(config.tracking.tracking_uri), nodes)
+        tracking.check_nodes(str(config.tracking_uri), nodes)
     elif use_gpu and not torch.cuda.is_available():
         raise UserError(
             "ray.use_gpu is true, and this machine has no GPU that PyTorch finds"
@@ -368,9 +368,9 @@ def open_run(
     config, identity = training.config, training.identity
     if opening:
         tracking.discard_opening(opening["opening"])
-    inputs, uri = config.inputs, str(config.tracking.tracking_uri)
+    inputs, uri = config.inputs, str(config.tracking_uri)
     dataset = f"{training.model_class.kind}/{dataset_name(inputs.tables)}"
-    experiment = config.tracking.experiment or dataset
+    experiment = config.experiment or dataset
     opened = tracking.make_opening(uri, experiment)
     write_record(config.folder, {"status": "opening", "opening": opened})
     tags = {
@@ -837,7 +837,7 @@ def delete_run(config: TrainConfig, say: Callable[[str], None]) -> None:
     """
     filesystem, path = open_uri(config.folder)
     entries = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    record = read_record(config.folder, str(config.tracking.tracking_uri))
+    record = read_record(config.folder, str(config.tracking_uri))
     if record is None:
         if any(entry.base_name != attempts.ATTEMPT for entry in entries):
             raise UserError(

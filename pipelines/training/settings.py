@@ -14,7 +14,6 @@ from core.errors import UserError
 from core.options import path_fields
 from core.schemas import Inputs
 from models import registry
-from models.build import parse_options
 from models.loaded_model import load_catalogue
 from models.model import Model
 from models.text.pretrained import resolve_encoder_path
@@ -73,7 +72,7 @@ def check_training(
     """
     model_class = registry.find(config.model.name)
     name = model_class.name
-    tracking_uri = resolve_uri(config.tracking.tracking_uri, config.storage)
+    tracking_uri = resolve_uri(config.tracking_uri, config.storage)
     model = locate_encoders(config.model)
     catalogue = load(name, config.inputs)
     record = None if config.overwrite else read_record(config.folder)
@@ -95,9 +94,9 @@ def check_training(
             config,
             model=resolved,
             ray=ray,
-            inputs=config.inputs.select(name, model_class.extra_inputs),
+            **vars(config.inputs.select(name, model_class.extra_inputs)),
             init=init,
-            tracking=replace(config.tracking, tracking_uri=tracking_uri),
+            tracking_uri=tracking_uri,
         ),
         given_model=model,
         hashes=catalogue.hashes,
@@ -143,4 +142,4 @@ def resolve_model(model: Any, catalogue: Any, record: dict[str, Any] | None) -> 
         is_finished = record is not None and record["status"] == "finished"
         if not record or not is_finished or record.get("given") != given_model:
             raise
-        return parse_options(record["config"]["model"])[1]
+        return registry.build_model_config(record["config"]["model"])

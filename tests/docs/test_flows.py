@@ -41,7 +41,7 @@ from jobs import cli
 from pipelines.training import run as training
 
 SMALLER = {
-    "jobs.tokenize": "--encoder tfidf --pca 0 --rqkmeans.codebook_size 8",
+    "jobs.tokenize": "--encoder tfidf --pca 0 --tokenizer.codebook_size 8",
     "jobs.encode": "--encoder tfidf",
     "jobs.train": "--fit.max_epochs 1 --ray.threads 1",
     "jobs.sweep": "--fit.max_epochs 1 --axes.model.alpha [0.5,0.7] --ray.threads 1",

@@ -89,7 +89,7 @@ def storages(
     env = {**in_ray, **aws, "RAY_JOB_CONFIG_JSON_ENV_VAR": job_config}
     storages = Storages(env, s3, disk, new_store(disk))
     prepare = "prepare --source jobs/configs/sources/simulated.yaml --input {disk}/raw --partitions 2 --output "
-    tokenize = "tokenize --tokenizer rqkmeans --encoder tfidf --rqkmeans.codebook_size 16 --tables "
+    tokenize = "tokenize --tokenizer rqkmeans --encoder tfidf --tokenizer.codebook_size 16 --tables "
     storages.run(
         "simulate --output {disk}/raw --users 120 --items 60 --events 1500",
         prepare + "{disk}/tables",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from pydantic.dataclasses import dataclass
 
+from core import options
 from core.errors import UserError
 from jobs import cli
 
 
-@dataclass
+@dataclass(config=options.STRICT)
 class Split:
     """Options below `split`."""
 
@@ -29,7 +31,7 @@ class Split:
             raise ValueError(f"val_share {self.val_share} is outside (0, 1)")
 
 
-@dataclass
+@dataclass(config=options.STRICT)
 class Options:
     """Options of a job."""
 
@@ -49,14 +51,14 @@ class Options:
 
 def parse(*argv: str) -> Options:
     """Parse a command line."""
-    return cli.parse(Options, list(argv))
+    return options.parse(Options, list(argv))
 
 
 def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("source: a\nsplit:\n  val_share: 0.3\n")
-    options = parse("--config", str(path), "--source", "b")
-    assert options == Options("b", split=Split(val_share=0.3))
+    parsed = parse("--config", str(path), "--source", "b")
+    assert parsed == Options("b", split=Split(val_share=0.3))
 
 
 def test_a_flag_needs_no_value() -> None:
@@ -69,17 +71,20 @@ def test_a_flag_needs_no_value() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("", "missing: --source"),
+        ("", "missing: source"),
         ("--source", "--source has no value"),
         ("--source a b", "'b' belongs to no option"),
-        ("--source a --split b", "'split.kind'"),
-        ("--source a --overwrite maybe", "true or false"),
-        ("--source a --count 1.5", "a whole number"),
-        ("--source a --sizes [1,x]", "a list of whole numbers"),
-        ("--source a --gpu some", "one of true, false, auto"),
-        ("--source a --split.val_share nan", "a number, such as 0.1"),
-        ("--source a --split.val_share=", "''"),
-        ("--source a --split.val_share null", "null"),
+        ("--source a --split b", "split is 'b'"),
+        (
+            "--source a --overwrite maybe",
+            "overwrite is 'maybe'; input should be a valid bool",
+        ),
+        ("--source a --count 1.5", "count is '1.5'; input should be a valid integer"),
+        ("--source a --sizes [1,x]", "sizes.1 is 'x'"),
+        ("--source a --gpu some", "or Input should be 'auto'"),
+        ("--source a --split.val_share nan", "outside (0, 1)"),
+        ("--source a --split.val_share=", "split.val_share is ''"),
+        ("--source a --split.val_share null", "split.val_share is None"),
         ("--sorce a", "'source'"),
         ("--source a --split.val_share 7", "outside (0, 1)"),
     ],
@@ -96,11 +101,8 @@ def test_a_wrong_line_is_refused(argv: str, message: str) -> None:
     [
         ("source: a\nsplit:\n  kin: x\n", "unknown key 'split.kin'"),
         ("sorce: a\n", "the nearest is 'source'"),
-        ("source: a\nsplit: 3\n", "unknown key 'split' in"),
-        (
-            "source: a\nsplit: {val_share: x}\n",
-            "it must be a number",
-        ),
+        ("source: a\nsplit: 3\n", "split is 3"),
+        ("source: a\nsplit: {val_share: x}\n", "split.val_share is 'x'"),
         ("- a\n", "not a mapping"),
         ("a: [\n", "not valid YAML"),
     ],
@@ -113,7 +115,6 @@ def test_a_wrong_config_file_is_refused(
     with pytest.raises(UserError) as error:
         parse("--config", str(path))
     assert message in str(error.value)
-    assert str(path) in str(error.value)
 
 
 def test_a_user_error_of_a_ray_task_is_found(ray_local: None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import UserError
-from jobs.cli import parse
+from core.options import parse
 from jobs.compare import Config, run
 from pipelines import tracking
 from pipelines.comparison.load import compare

@@ -23,7 +23,7 @@ import yaml
 from core.errors import UserError
 from core.tables import read_manifest
 from jobs import cli, daily
-from jobs.daily import Config, lowest_accepted, run
+from jobs.daily import lowest_accepted, run
 from models.training import checkpoint
 from pipelines import tracking
 from pipelines.comparison.baselines import BELOW
@@ -54,9 +54,8 @@ def write_config(folder: Path, **changes: Any) -> Path:
             "split": {"val_fraction": 0.1, "test_fraction": 0.15},
         },
         "tokenize": {
-            "tokenizer": "rqkmeans",
+            "tokenizer": {"name": "rqkmeans", "codebook_size": 8},
             "encoder": "tfidf",
-            "rqkmeans": {"codebook_size": 8},
         },
         "train": {
             "config": str(ROOT / "jobs/configs/retrieval/tiger_small.yaml"),
@@ -235,7 +234,7 @@ def test_a_model_without_gradients_is_recomputed_each_day(tmp_path: Path) -> Non
 
     for number in (1, 2):
         add_days(tmp_path, *range(number + 1))
-        run(cli.parse(Config, ["--config", str(config)]))
+        run(cli.config_from_words(daily, ["--config", str(config)]))
 
     first, second = read_days(tmp_path)
     assert (first["accepted"], second["accepted"]) == (True, True)
@@ -271,7 +270,7 @@ def test_a_model_below_the_untrained_baselines_is_not_registered(
     )
     (tmp_path / "raw").symlink_to(tmp_path / "all")
 
-    run(cli.parse(Config, ["--config", str(config)]))
+    run(cli.config_from_words(daily, ["--config", str(config)]))
 
     output = capsys.readouterr().out
     assert "all items: ndcg@10" in output

@@ -29,7 +29,4 @@ def test_the_help_of_a_training_shows_the_options_of_the_named_model(
 ) -> None:
     text = print_help(train, ["--model.name", "attn_mvp"], capsys)
     assert "--model.action_weight" in text
-    assert (
-        "--model.name TEXT\n        Which model: one of popularity, own_items" in text
-    )
     assert "--model.action_weight" not in print_help(train, [], capsys)

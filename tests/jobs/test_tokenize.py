@@ -32,14 +32,14 @@ def parse(*words: str) -> job.Config:
     """Parse a command line."""
     import jobs.cli
 
-    return jobs.cli.parse(job.Config, list(words))
+    return jobs.cli.config_from_words(job, list(words))
 
 
 def build_rqkmeans_words(tables: Path, output: str, codebook_size: int) -> list[str]:
     """Return the words of a command line with two codebooks of this size."""
     words = ["--tables", str(tables), "--output", output, "--encoder", "tfidf"]
-    words += ["--tokenizer", "rqkmeans", "--rqkmeans.levels", "2"]
-    return [*words, "--rqkmeans.codebook_size", str(codebook_size)]
+    words += ["--tokenizer", "rqkmeans", "--tokenizer.levels", "2"]
+    return [*words, "--tokenizer.codebook_size", str(codebook_size)]
 
 
 def test_a_run_reports_its_output_and_the_next_command(

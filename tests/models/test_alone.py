@@ -31,7 +31,8 @@ class HidingFinder:
 sys.meta_path[:] = [HidingFinder(finder) for finder in sys.meta_path]
 
 import benchmarks.decode, benchmarks.train
-from models.build import load_model, parse_options
+from models.build import load_model
+from models.registry import build_model_config
 from models.loaded_model import load_catalogue
 from models.training import checkpoint
 from core.schemas import Inputs
@@ -39,7 +40,7 @@ from models.training.fit import FitConfig, fit
 from models.training_run import TrainingRun, resolve_training
 
 tables, folder = sys.argv[1:]
-_, config = parse_options({"name": "sasrec", "dim": 8, "num_layers": 1})
+config = build_model_config({"name": "sasrec", "dim": 8, "num_layers": 1})
 options = FitConfig(max_epochs=1, batch_size=4)
 config, inputs = resolve_training(config, options, Inputs(tables))
 run = TrainingRun.build(config, options, inputs)

@@ -11,7 +11,7 @@ import yaml
 from core.errors import UserError
 from core.schemas import Inputs
 from models import registry
-from models.build import build_model, load_model, parse_options
+from models.build import build_model, load_model
 from models.retrieval.sasrec import SASRec
 from models.training import checkpoint
 from models.training.fit import FitConfig
@@ -25,12 +25,12 @@ REFUSED = yaml.safe_load(Path(__file__).with_name("refused_options.yaml").read_t
 
 @pytest.mark.parametrize("name", registry.MODELS)
 def test_every_config_survives_conversion_to_options_and_back(name):
-    model_class, config = parse_options({"name": name})
-    assert model_class is registry.find(name)
+    config = registry.build_model_config({"name": name})
+    model_class = registry.find(name)
     assert config == model_class.config_class(name=name)
     assert model_class.trains_by_gradient != hasattr(model_class, "fit_in_one_pass")
     options = model_class.config_to_dict(config)
-    assert parse_options(options) == (model_class, config)
+    assert registry.build_model_config(options) == config
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)

@@ -17,17 +17,19 @@ Shapes: `U` users, `M` items of B, `N` items, `B` requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from scipy.linalg import lapack
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from core.options import NamedConfig, check_least
+from core.options import STRICT, NamedConfig
 from models.retrieval.baselines.interactions import (
     history_indicators,
     interaction_matrix,
@@ -39,22 +41,17 @@ from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
 
-@dataclass
+@dataclass(config=STRICT)
 class EASEConfig(NamedConfig):
     """EASE: a linear item-to-item model in closed form."""
 
-    l2: float = 500.0
+    l2: PositiveFloat = 500.0
     """L2 regularisation of B: larger for fewer behaviours per item."""
-    max_items: int = 10_000
+    max_items: PositiveInt = 10_000
     """M, the most items that B covers. The model takes 4 M^2 bytes and training 12
     M^2."""
-    max_history: int = 1000
+    max_history: PositiveInt = 1000
     """Number of latest behaviours read per request."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["max_history", "max_items"], 1, "model.")
-        if not self.l2 > 0:
-            raise ValueError(f"model.l2 is {self.l2}, it must be above 0")
 
 
 class EASE(RetrievalModel):

@@ -25,17 +25,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn import functional
 
-from core.options import NamedConfig, check_least
+from core.options import STRICT, NamedConfig
 from models.retrieval.baselines.interactions import (
     interaction_matrix,
     item_counts,
@@ -56,23 +57,19 @@ PRODUCTS_PER_BLOCK = 20_000_000
 """Most pairs of items whose similarities are in memory at once."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class ItemKNNConfig(NamedConfig):
     """ItemKNN: recommends items that share users with the items of the history."""
 
-    neighbours: int = 100
+    neighbours: PositiveInt = 100
     """Number of most similar items stored per item."""
     weights: Literal["none", "tfidf", "bm25"] = "tfidf"
     """Weights of a user's items: none (raw counts), tfidf or bm25."""
-    shrinkage: float = 0.0
+    shrinkage: NonNegativeFloat = 0.0
     """Added to the denominator of the cosine, which lowers similarities based on few
     users."""
-    max_history: int = 200
+    max_history: PositiveInt = 200
     """Number of latest behaviours read per request."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["max_history", "neighbours"], 1, "model.")
-        check_least(self, ["shrinkage"], 0, "model.")
 
 
 class ItemKNN(RetrievalModel):

@@ -17,12 +17,12 @@ Shapes: `B` requests, `T` behaviours of the longest history, `N` items.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from core.options import NamedConfig, check_least
+from core.options import STRICT, NamedConfig
 from models.retrieval.baselines.interactions import (
     history_counts,
     popular_below_zero,
@@ -33,15 +33,12 @@ from models.retrieval.data import HistoryBatch
 from models.retrieval.recommend import best_allowed, recommender
 
 
-@dataclass
+@dataclass(config=STRICT)
 class OwnItemsConfig(NamedConfig):
     """Own items: recommends a user's most frequent items, then popular items."""
 
-    max_history: int = 1000
+    max_history: PositiveInt = 1000
     """Number of latest behaviours read per request."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["max_history"], 1, "model.")
 
 
 class OwnItems(Popularity):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from core.options import NamedConfig
+from core.options import STRICT, NamedConfig
 from models.retrieval.data import (
     Catalogue,
     HistoryBatch,
@@ -20,11 +21,11 @@ from models.retrieval.model import RetrievalModel
 from models.retrieval.recommend import best_allowed, recommender
 
 
-@dataclass
+@dataclass(config=STRICT)
 class PopularityConfig(NamedConfig):
     """Popularity: recommends the most frequent items of training to every user."""
 
-    max_history: int = 1
+    max_history: PositiveInt = 1
     """Number of latest behaviours read per request; popularity ignores them."""
 
 

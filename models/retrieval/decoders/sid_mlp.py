@@ -17,34 +17,35 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from core.options import check_positive
+from core.options import STRICT, Dropout
 from models.retrieval.distillation.student import StudentConfig
 from models.retrieval.parts import Backbone, Decoder, History
 
 
-@dataclass
+@dataclass(config=STRICT)
 class SidMlpConfig(StudentConfig):
     """Options of SID-MLP; the defaults are the paper's student and its public code."""
 
-    attention_heads: int = 4
+    attention_heads: PositiveInt = 4
     """Heads of the readout (public code; swept over 4 and 8, Appendix C.2)."""
-    attention_width: int = 384
+    attention_width: PositiveInt = 384
     """Inner width of the readout (public code; swept from 128 to 512, Appendix C.2)."""
-    ffn_width: int = 1024
+    ffn_width: PositiveInt = 1024
     """Inner width of the readout's feed-forward (public code)."""
-    head_width: int = 512
+    head_width: PositiveInt = 512
     """Hidden width of each level's head (public code; swept from 128 to 2048, Appendix
     C.2)."""
-    dropout: float = 0.2
+    dropout: Dropout = 0.2
     """Dropout of heads and feed-forward (public code; 0.1 and 0.2 in Appendix C.2)."""
-    attention_dropout: float = 0.0
+    attention_dropout: Dropout = 0.0
     """Dropout of the readout's attention weights; the paper names none."""
     prefix: Literal["concat", "none", "sum", "cascade"] = "concat"
     """Input of a head from the prefix (Table 5, G1): `concat`, all embeddings in order;
@@ -66,8 +67,6 @@ class SidMlpConfig(StudentConfig):
     5, G3)."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, ["attention_heads"])
         if self.attention_width % self.attention_heads:
             raise ValueError(
                 f"attention_width {self.attention_width} does not divide by "

@@ -13,15 +13,16 @@ level l.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
 from core.errors import UserError
-from core.options import check_least, check_positive, check_shares
+from core.options import STRICT, Fraction
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.distillation.teacher import (
     TaughtModel,
@@ -36,33 +37,24 @@ from models.retrieval.retriever import Retriever
 from models.training.distributed import global_mean
 
 
-@dataclass
+@dataclass(config=STRICT)
 class StudentConfig(TeacherConfig):
     """Options of all students."""
 
-    beam: int = 50
+    beam: PositiveInt = 50
     """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
     scores: Scores = "children"
     """Codes that log-probabilities are normalised over when recommending: the valid
     `children` of the prefix, as in the public code and the paper's figures (the first
     level always over its codebook), or the `codebook`."""
-    alpha: float = 0.7
+    alpha: Fraction = 0.7
     """Weight of the teacher in the loss, 1 - alpha is the target's (Eq. 3); 0 trains
     without a teacher's logits (Table 8; Table 5, w/o KL)."""
-    tau: float = 1.0
+    tau: PositiveFloat = 1.0
     """Temperature of the teacher's and the student's distributions (Eq. 3)."""
-    m: int = 0
+    m: NonNegativeInt = 0
     """Number of first levels that the teacher's decoder generates; the student decodes
     the others (Table 1; Appendix E.1)."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, ["beam"])
-        check_shares(self, ["alpha"])
-        check_least(self, ["m"], 0)
-        if not self.tau > 0:
-            raise ValueError(
-                f"tau {self.tau} is not above 0; give a temperature such as 1"
-            )
 
 
 def distillation_loss(

@@ -7,12 +7,14 @@ teacher = load_teacher(config, catalogue)    # frozen, in evaluation mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, ClassVar, TypeVar, cast
+
+from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import absolute
-from core.options import NamedConfig
+from core.options import STRICT, NamedConfig
 from models import registry
 from models.build import build_model
 from models.retrieval.data import Catalogue
@@ -26,7 +28,7 @@ from models.retrieval.retriever import Retriever
 from models.training import checkpoint
 
 
-@dataclass
+@dataclass(config=STRICT)
 class TeacherConfig(NamedConfig):
     """The teacher of a model that learns from one."""
 

@@ -18,16 +18,19 @@ longest response.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import field, replace
+from typing import Any
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
 from core.errors import UserError
-from core.options import NamedConfig, check_least, check_positive
+from core.options import STRICT, Dropout, NamedConfig, Share
 from models.retrieval.backbones.causal_lm import (
     LmBackbone,
     Segment,
@@ -50,37 +53,35 @@ from models.text import language_model
 from models.training.distributed import global_mean
 
 
-@dataclass
+@dataclass(config=STRICT)
 class LcRecConfig(NamedConfig):
     """Options of LC-Rec; default sizes are a small LLaMA with random weights.
 
     The paper fine-tunes a pretrained LLaMA of 7 billion parameters (`lm`).
     """
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("max_words",)
-
     lm: str = field(default="", metadata={"names": "encoder"})
     """Pretrained causal language model, a Hugging Face name or a folder (LLaMA of 7
     billion parameters in the paper, LLaMA-2 in Appendix D.1 of SID-MLP), loaded when
     training starts. Empty: a LLaMA of the sizes below with random weights."""
-    width: int = 256
+    width: PositiveInt = 256
     """Width of the states, if `lm` is empty."""
-    num_layers: int = 8
+    num_layers: PositiveInt = 8
     """Number of blocks, if `lm` is empty."""
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Attention heads, if `lm` is empty."""
-    ffn_width: int = 704
+    ffn_width: PositiveInt = 704
     """Inner width of the feed-forward layers, if `lm` is empty; LLaMA has 8/3 of the
     width."""
-    dropout: float = 0.0
+    dropout: Dropout = 0.0
     """Dropout of attention, if `lm` is empty (LLaMA has none)."""
-    max_words: int = 8000
+    max_words: NonNegativeInt = 8000
     """Most words of titles in the vocabulary, if `lm` is empty; other words are
     unknown."""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """Rank of LoRA on all linear layers of the language model; 0 trains the model in
     full, as in the paper."""
-    lora_dropout: float = 0.05
+    lora_dropout: Dropout = 0.05
     """Dropout on the input of LoRA's updates."""
     tasks: list[str] = field(default_factory=lambda: list(TASKS))
     """Training tasks: `next` (history -> codes), `next_title` (history -> title),
@@ -88,14 +89,14 @@ class LcRecConfig(NamedConfig):
     log has none (Sec. 3.3 of LC-Rec)."""
     title: str = "title"
     """Text column of the items with their title, as named in the source file."""
-    title_tokens: int = 32
+    title_tokens: PositiveInt = 32
     """Most tokens of a title."""
-    task_share: float = 0.25
+    task_share: Share = 0.25
     """Number of rows of each task other than `next`, as a share of the batch's
     requests; the paper mixes whole data sets."""
-    max_history: int = 20
+    max_history: PositiveInt = 20
     """Number of latest items read (public settings of LC-Rec)."""
-    beam: int = 20
+    beam: PositiveInt = 20
     """Number of beams when recommending (Sec. 4.1 of LC-Rec)."""
     constrained: bool = True
     """Whether decoding stays within the trie; otherwise code tuples without an item are
@@ -106,17 +107,10 @@ class LcRecConfig(NamedConfig):
     """Tokens of the prompt of `next`, filled in before training."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ("num_heads", "title_tokens", "max_history", "beam"))
-        check_least(self, ("max_words", "lora_rank"), 0)
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 f"width {self.width} does not give each of {self.num_heads} heads an "
                 f"even width"
-            )
-        if not 0 < self.task_share <= 1:
-            raise ValueError(
-                f"task_share {self.task_share} is not in (0, 1]; to train on no other "
-                "tasks, set tasks: [next]"
             )
         if "next" not in self.tasks or not set(self.tasks) <= set(TASKS):
             raise ValueError(f"tasks are {self.tasks}, not next and others of {TASKS}")
@@ -306,7 +300,7 @@ def require_lc_rec(teacher: Retriever) -> LcRec:
     return teacher
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Texts:
     """Titles of all items, and the words around the input of each task."""
 

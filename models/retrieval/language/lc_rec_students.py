@@ -25,13 +25,15 @@ of the readouts, `H` heads, `K` width of a head, `V` tokens, `L` levels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from core.errors import UserError
+from core.options import STRICT, Dropout
 from models.cpu.derived import cache_until_changed
 from models.retrieval.backbones.causal_lm import LmBackbone, Segment
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -46,39 +48,33 @@ from models.retrieval.students.nezha import NezhaConfig, NezhaDecoder, last_posi
 from models.text import language_model
 
 
-@dataclass
+@dataclass(config=STRICT)
 class LcRecSidMlpConfig(StudentConfig):
     """Options of SID-MLP on LC-Rec."""
 
     default_teacher: ClassVar[str] = "lc_rec"
-    beam: int = 20
+    beam: PositiveInt = 20
     """Number of beams when recommending (the teacher's)."""
-    layer: int = 0
+    layer: NonNegativeInt = 0
     """Number of the layer whose keys and values are read, from 1; 0: a quarter of the
     layers (Appendix D.1: the 8th of 32)."""
-    width: int = 768
+    width: PositiveInt = 768
     """Width that queries, keys and values are projected to (d_h of Appendix D.1)."""
-    readout_layers: int = 1
+    readout_layers: PositiveInt = 1
     """Number of stacked readouts (swept over 1, 2, 3 in Appendix D.1)."""
-    attention_heads: int = 12
+    attention_heads: PositiveInt = 12
     """Heads of a readout, of 64 numbers each as in LC-Rec; the number is not
     published."""
-    ffn_width: int = 1024
+    ffn_width: PositiveInt = 1024
     """Inner width of a readout's feed-forward (swept over 512, 1024, 2048, 3072 in
     Appendix D.1)."""
-    head_width: int = 1024
+    head_width: PositiveInt = 1024
     """Hidden width of each level's head (swept over 512, 1024, 2048, 3072 in Appendix
     D.1)."""
-    dropout: float = 0.2
+    dropout: Dropout = 0.2
     """Dropout of heads and feed-forward (public code of SID-MLP)."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.readout_layers < 1 or self.layer < 0:
-            raise ValueError(
-                f"readout_layers is {self.readout_layers} and layer {self.layer}; "
-                "readout_layers must be at least 1 and layer at least 0"
-            )
         self.to_sid_mlp()
 
     def to_sid_mlp(self) -> SidMlpConfig:
@@ -234,12 +230,12 @@ class LcRecSidMlp(Student):
         return self.readouts.keys_and_values(history)
 
 
-@dataclass
+@dataclass(config=STRICT)
 class LcRecNezhaConfig(NezhaConfig):
     """Options of NEZHA on LC-Rec; sizes are the teacher's."""
 
     default_teacher: ClassVar[str] = "lc_rec"
-    beam: int = 20
+    beam: PositiveInt = 20
     """Number of beams when recommending (the teacher's; Appendix D.4 tries 10, 20, 50
     and 512)."""
 

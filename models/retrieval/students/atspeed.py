@@ -22,15 +22,17 @@ Shapes: `B` requests, `L` levels (codes of an item), `C_l` codes of level l.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, cast
+from dataclasses import replace
+from typing import Any, Self, cast
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
 from core.errors import UserError
-from core.options import check_least, check_positive
+from core.options import STRICT
 from models.metrics.scores import check_finite
 from models.retrieval import metrics
 from models.retrieval.backbones.t5 import T5Backbone
@@ -54,35 +56,30 @@ TOP_CODES = 20
 paper's largest target beam)."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class AtSpeedConfig(StudentConfig):
     """Options of both verifications: sizes of the draft model, beams and steps."""
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("draft_steps",)
-
-    beam: int = 50
+    beam: PositiveInt = 50
     """Number of beams of the target (Appendix D.2 of SID-MLP; 10 or 20 in the AtSpeed
     paper)."""
     scores: Scores = "codebook"
     """Codes that log-probabilities are normalised over when recommending: `codebook`
     uses the target's log-probabilities unchanged, `children` normalises them again over
     the valid children of a prefix."""
-    draft_beam: int = 100
+    draft_beam: PositiveInt = 100
     """Number of beams drafted per step: twice the target's, as in the AtSpeed paper (40
     for 20). Raised to `beam` if lower."""
-    draft_steps: int = 4
+    draft_steps: NonNegativeInt = 4
     """Most steps drafted per verification (AtSpeed paper)."""
-    draft_layers: int = 1
+    draft_layers: PositiveInt = 1
     """Decoder blocks of the draft (Sec. 4.2 of SID-MLP: a single layer)."""
-    draft_d_ff: int = 512
+    draft_d_ff: PositiveInt = 512
     """Inner width of the draft's feed-forward layers."""
-    draft_heads: int = 4
+    draft_heads: PositiveInt = 4
     """Attention heads of the draft; each has the width of the teacher's heads."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, ["draft_beam"])
-        check_least(self, ["draft_steps"], 0)
         if self.m:
             raise ValueError(
                 f"m {self.m} is not 0; AtSpeed drafts from the first level on, leave m "
@@ -90,11 +87,11 @@ class AtSpeedConfig(StudentConfig):
             )
 
 
-@dataclass
+@dataclass(config=STRICT)
 class AtSpeedRConfig(AtSpeedConfig):
     """Options of AtSpeed-R: relaxed verification, with sampled beams."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the samples. A request's samples depend on the seed, its user and its
     history only."""
 

@@ -15,13 +15,14 @@ Shapes: `B` requests, `S` tokens of a history with its registers, `D` width, `H`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
 from core.errors import UserError
+from core.options import STRICT
 from models.layers.t5 import Block, dropout
 from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -34,21 +35,13 @@ NUM_REGISTERS = 2
 """Number of learned embeddings around a history."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class EarnConfig(JointConfig):
     """Options of EARN on TIGER; sizes are the teacher's."""
 
-    register_layer: int = 1
+    register_layer: PositiveInt = 1
     """Number k of the last encoder layer that reads the history, from 1 (swept over 1,
     2, 3 in Appendix D.3)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.register_layer < 1:
-            raise ValueError(
-                f"register_layer {self.register_layer} is below 1, so no layer would "
-                "read the history"
-            )
 
 
 class EarnBackbone(ExtendedT5):

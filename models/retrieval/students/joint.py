@@ -6,11 +6,13 @@ so there are no teacher outputs to cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, cast
 
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
 from core.errors import UserError
-from core.options import check_positive
+from core.options import STRICT
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.teacher import TaughtModel, TeacherConfig
@@ -18,19 +20,18 @@ from models.retrieval.retriever import Retriever
 from models.retrieval.tiger import Tiger
 
 
-@dataclass
+@dataclass(config=STRICT)
 class JointConfig(TeacherConfig):
     """Options of EARN and NEZHA."""
 
     has_fixed_outputs: ClassVar[bool] = False
-    beam: int = 50
+    beam: PositiveInt = 50
     """Number of beams when recommending (Sec. 4.1 of SID-MLP)."""
     constrained: bool = True
     """Whether decoding stays within the trie; otherwise code tuples without an item are
     dropped at the end."""
 
     def __post_init__(self) -> None:
-        check_positive(self, ["beam"])
         if self.teacher_cache:
             raise ValueError(
                 f"teacher_cache {self.teacher_cache} cannot be used, as the states "

@@ -26,13 +26,16 @@ of level l.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import cast
 
 import torch
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
+from core.options import STRICT
 from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.teacher import build_teacher
@@ -47,26 +50,21 @@ PARAMETER_PREFIXES = {
 """Prefixes of the parameter names of each part that `rates` may name."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class NezhaConfig(JointConfig):
     """Options of NEZHA on TIGER; sizes are the teacher's."""
 
-    rates: dict[str, float] = field(default_factory=dict)
+    rates: dict[str, PositiveFloat] = field(default_factory=dict)
     """Learning rates of head, embedding and transition as multiples of fit.lr; 1 for
     parts that are not named."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for part, factor in self.rates.items():
+        for part in self.rates:
             if part not in PARAMETER_PREFIXES:
                 raise ValueError(
                     f"rates has the unknown part '{part}'; the parts are "
                     f"{', '.join(PARAMETER_PREFIXES)}"
-                )
-            if not factor > 0:
-                raise ValueError(
-                    f"rates.{part} is {factor}, it must be above 0; 1 is the base "
-                    "learning rate"
                 )
 
     def lr_multipliers(self) -> dict[str, float]:

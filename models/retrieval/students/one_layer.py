@@ -9,17 +9,20 @@ The layer attends to the prefix and to the frozen states of the teacher's backbo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from pydantic.dataclasses import dataclass
+
 from core.errors import UserError
+from core.options import STRICT
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.retriever import Retriever
 
 
-@dataclass
+@dataclass(config=STRICT)
 class OneLayerConfig(StudentConfig):
     """Options of the one-layer student; sizes are the teacher's."""
 

@@ -34,15 +34,16 @@ width of the backbone, `N` width of the stack, `W` beams of a user, `L` levels,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
 from core.errors import UserError
-from core.options import check_least, check_positive
+from core.options import STRICT, Dropout
 from models.layers.gated_deltanet import GatedDeltaNet
 from models.layers.gated_recurrence import MixerState, RecurrentMixer
 from models.layers.mamba2 import Mamba2
@@ -55,65 +56,54 @@ EXPAND_V = 2
 """Ratio of the width of a Gated DeltaNet head's values to its keys (published)."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class RecurrentConfig(StudentConfig):
     """Options of both recurrent students."""
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("width", "ffn_width")
-
-    num_layers: int = 4
+    num_layers: PositiveInt = 4
     """Number of blocks."""
-    width: int = 0
+    width: NonNegativeInt = 0
     """Width of the stack. 0: the backbone's width, without a linear layer before the
     stack."""
-    chunk: int = 64
+    chunk: PositiveInt = 64
     """Number of positions that training computes in parallel; results differ by
     rounding only."""
-    dropout: float = 0.1
+    dropout: Dropout = 0.1
     """Dropout on the output of each block (TIGER's value; swept over 0.1 and 0.2 in
     Appendix C.2)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, ["chunk"])
-        check_least(self, ["width"], 0)
 
-
-@dataclass
+@dataclass(config=STRICT)
 class GdnConfig(RecurrentConfig):
     """Options of the student with a Gated DeltaNet."""
 
-    heads: int = 6
+    heads: PositiveInt = 6
     """Number of heads (published; also TIGER's)."""
-    head_width: int = 64
+    head_width: PositiveInt = 64
     """Width of a head's keys and queries (TIGER's; published 256)."""
-    ffn_width: int = 512
+    ffn_width: NonNegativeInt = 512
     """Inner width of the SwiGLU after each mixer; 0 for no SwiGLU. The published rule
     is 8/3 of the width, rounded up to a multiple of 256."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class Mamba2Config(RecurrentConfig):
     """Options of the student with a Mamba2."""
 
-    num_layers: int = 5
+    num_layers: PositiveInt = 5
     """Number of blocks; 5 have as many parameters as the teacher's decoder."""
-    width: int = 256
+    width: NonNegativeInt = 256
     """Width of the stack. 0: the backbone's width, without a linear layer before the
     stack."""
-    chunk: int = 256
+    chunk: PositiveInt = 256
     """Number of positions that training computes in parallel (published); results
     differ by rounding only."""
-    head_width: int = 64
+    head_width: PositiveInt = 64
     """Width of a head (published)."""
-    state: int = 128
+    state: PositiveInt = 128
     """Width of the state of each channel of a head (published)."""
-    expand: int = 2
+    expand: PositiveInt = 2
     """Ratio of the inner width to the width of the stack (published)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, ("head_width", "state", "expand"))
 
 
 class Block(nn.Module):

@@ -17,13 +17,15 @@ Shapes: `B` requests, `S` tokens of a history, `D` width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, field, fields, replace
 from typing import Any, Self, cast
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from core.errors import UserError
+from core.options import STRICT
 from models.build import build_model
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
 from models.retrieval.backbones.t5 import T5Backbone
@@ -44,7 +46,7 @@ from models.training import checkpoint
 from models.training.distributed import global_mean
 
 
-@dataclass
+@dataclass(config=STRICT)
 class SidMlpPpEncoderConfig(EncoderSizes, TeacherConfig):
     """Options of stage 1 of SID-MLP++: representation matching."""
 
@@ -179,7 +181,7 @@ class SidMlpPpEncoder(TaughtModel):
         return ["  " + "  ".join(values)]
 
 
-@dataclass
+@dataclass(config=STRICT)
 class SidMlpPpConfig(SidMlpConfig, EncoderSizes):
     """Options of stage 2 of SID-MLP++: SID-MLP on the student encoder's states."""
 

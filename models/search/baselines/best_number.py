@@ -13,12 +13,13 @@ Shapes: `N` candidates, `C` numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from core.options import STRICT
 from models.custom_features import NUMBER
 from models.metrics.ranking_metrics import request_auc
 from models.search.baselines.click_rates import BaselineConfig, SearchBaseline
@@ -26,7 +27,7 @@ from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
 
 
-@dataclass
+@dataclass(config=STRICT)
 class BestNumberConfig(BaselineConfig):
     """Best number: ranks results by the number that is best in training."""
 

@@ -20,15 +20,16 @@ Shapes: `N` candidates, `B` rows, `T` behaviours, `C` split categories, `X` colu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from core.errors import UserError
+from core.options import STRICT
 from core.schemas import Category
 from models.boosting import (
     TreeConfig,
@@ -54,7 +55,7 @@ MAX_LIST = 10_000
 """Number of results of a search from which LightGBM's lambdarank can learn."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class BoostedConfig(TreeConfig):
     """Options of gradient-boosted trees for search."""
 

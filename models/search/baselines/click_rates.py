@@ -25,24 +25,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from core.options import NamedConfig
+from core.options import STRICT, NamedConfig
 from models.layers.standardised import Standardised
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch
 from models.search.model import SearchModel
 
 
-@dataclass
+@dataclass(config=STRICT)
 class BaselineConfig(NamedConfig):
     """Options that datasets and requests of all search models need."""
 
-    max_history: int = 1
+    max_history: PositiveInt = 1
     """Behaviours read per request; baselines ignore them."""
 
     window_overlap: ClassVar[float] = 1.0
@@ -51,7 +52,7 @@ class BaselineConfig(NamedConfig):
     reads_times: ClassVar[bool] = False
 
 
-@dataclass
+@dataclass(config=STRICT)
 class ShownOrderConfig(BaselineConfig):
     """Shown order: ranks results as the log showed them. Never served."""
 

@@ -19,28 +19,26 @@ Shapes: E events, K tasks, A actions that models read.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
 
-from core.errors import UserError
-from core.options import check_shares
+from core.options import STRICT, Fraction
 from core.schemas import LogInfo
 from pipelines.data.events.columns import bool_column
-from pipelines.data.prepare_config import PrepareConfig, raise_first
 from pipelines.data.reading.durations import WindowSettings
-from pipelines.data.reading.log import FORBID_EXTRA, Log, check_names, check_range
+from pipelines.data.reading.log import check_names, check_range
 
 USER, ITEM = "user", "item"
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Task:
     """A binary task, computed from labels."""
-
-    __pydantic_config__ = FORBID_EXTRA
 
     label: str | None = None
     """Label of the task; alternatively give `any`. A bool label is the task itself, a
@@ -115,11 +113,9 @@ class Task:
         return pc.fill_null(is_over, False).to_numpy(zero_copy_only=False)
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Input:
     """An action as models read it: a number from 0 to 1, computed from a label."""
-
-    __pydantic_config__ = FORBID_EXTRA
 
     label: str
     """Label of the input."""
@@ -184,14 +180,12 @@ class Input:
         return (distance / length).astype(np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class Counts(WindowSettings):
     """Settings of the counting statistics that late fusion reads (AttnMVP, Sec. 2).
 
     Each statistic counts the events of a key within a window.
     """
-
-    __pydantic_config__ = FORBID_EXTRA
 
     keys: list[str] = field(default_factory=lambda: [ITEM, USER])
     """Keys to count by: `item`, `user`, or the name of an attribute of items such as
@@ -203,10 +197,10 @@ class Counts(WindowSettings):
     delay_minutes: float = 60.0
     """Minutes until a logged event is available: counts at time t end at t - delay.
     Events at the same time never count each other."""
-    prior: float = 0.1
+    prior: Fraction = 0.1
     """Rate of a key without exposures. Rates are smoothed: (count + prior * strength) /
     (exposures + strength)."""
-    strength: float = 10.0
+    strength: PositiveFloat = 10.0
     """Weight of the prior, in exposures."""
 
     def __post_init__(self) -> None:
@@ -218,12 +212,9 @@ class Counts(WindowSettings):
                 "as [7]"
             )
         self.check_windows("counts")
-        check_shares(self, ["prior"], "counts.")
-        if self.strength <= 0:
-            raise ValueError(f"counts.strength is {self.strength}; it must be above 0")
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class ActionsConfig:
     """Tasks, inputs and counts of a log of actions."""
 
@@ -326,61 +317,6 @@ class ActionsConfig:
                     f"{key}_{label}_rate_{days:g}d" for label in self.counted_labels
                 ]
         return names
-
-
-def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
-    """Check the settings of a log of actions.
-
-    Returns:
-        The settings with all defaults filled in from the log.
-
-    Raises:
-        UserError: If a setting does not fit a log of actions, or this log.
-    """
-    has_clock_times = source.info.clock
-    late_label = min(source.info.known, default=None)
-    raise_first(
-        (
-            not has_clock_times,
-            "the log has only an order of events, but a log of actions needs clock "
-            "times, for its counts and its splits; give time.unit s, ms, us or iso",
-        ),
-        (
-            late_label,
-            f"label '{late_label}' is known later than its event, but models of "
-            f"actions read the actions of every earlier event; remove its 'time' or "
-            f"'delay_minutes', or use kind search or retrieval",
-        ),
-        (
-            config.behaviour is not None,
-            f"behaviour is '{config.behaviour}', but in a log of actions every "
-            f"impression is a behaviour; remove it",
-        ),
-        (
-            config.core > 1,
-            f"core is {config.core}, but the catalogue of a log of actions contains "
-            f"every item that was shown; use --core 0, and --core_window train to "
-            f"exclude items that were not shown in the training window",
-        ),
-        (
-            config.ties != "strict",
-            f"ties is {config.ties}, but counts use strictly earlier events only; use "
-            f"--ties strict",
-        ),
-        (
-            has_clock_times
-            and config.split.resolve(has_clock_times) == "leave_last_out",
-            "split.by is leave_last_out, but a log of actions is split by time; use "
-            "--split.by temporal",
-        ),
-    )
-    try:
-        resolved: ActionsConfig = config.kind_config.resolve(
-            source.info, source.items_columns[1]
-        )
-    except ValueError as error:
-        raise UserError(f"prepare.actions: {error}") from error
-    return resolved
 
 
 def label_type(label: str, labels: dict[str, str], key: str) -> str:

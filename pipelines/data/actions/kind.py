@@ -7,8 +7,8 @@ import polars as pl
 from core.schemas import Split
 from core.tables import Manifest
 from pipelines.data.actions.audit import check_actions_tables
-from pipelines.data.actions.config import ActionsConfig, check_actions
-from pipelines.data.actions.sequences import make_actions
+from pipelines.data.actions.config import ActionsConfig
+from pipelines.data.actions.sequences import check_actions, make_actions
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
 from pipelines.data.prepare_config import PrepareConfig

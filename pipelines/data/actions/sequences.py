@@ -21,10 +21,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from core.errors import UserError, pluralize
+from core.errors import UserError, pluralize, raise_first
 from core.schemas import ActionsInfo, Split, actions_schema
 from core.tables import Manifest, part_uris
-from pipelines.data.actions.config import ITEM, ActionsConfig, check_actions
+from pipelines.data.actions.config import ITEM, ActionsConfig
 from pipelines.data.actions.features import (
     IDS,
     ActionsCounter,
@@ -33,6 +33,8 @@ from pipelines.data.actions.features import (
 )
 from pipelines.data.engine import Call
 from pipelines.data.events.columns import read_part, take_rows
+from pipelines.data.prepare_config import PrepareConfig
+from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
 from pipelines.data.sequences.as_of import make_as_of_tables
 from pipelines.data.sequences.builder import (
@@ -495,3 +497,58 @@ def make_actions(run: Run, events: Manifest, items: Manifest, split: Split) -> M
     """
     as_of = make_as_of_tables(run)
     return make_sequences(ActionsStep(run, events, items, split, as_of))
+
+
+def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
+    """Check the settings of a log of actions.
+
+    Returns:
+        The settings with all defaults filled in from the log.
+
+    Raises:
+        UserError: If a setting does not fit a log of actions, or this log.
+    """
+    has_clock_times = source.info.clock
+    late_label = min(source.info.known, default=None)
+    raise_first(
+        (
+            not has_clock_times,
+            "the log has only an order of events, but a log of actions needs clock "
+            "times, for its counts and its splits; give time.unit s, ms, us or iso",
+        ),
+        (
+            late_label,
+            f"label '{late_label}' is known later than its event, but models of "
+            f"actions read the actions of every earlier event; remove its 'time' or "
+            f"'delay_minutes', or use kind search or retrieval",
+        ),
+        (
+            config.behaviour is not None,
+            f"behaviour is '{config.behaviour}', but in a log of actions every "
+            f"impression is a behaviour; remove it",
+        ),
+        (
+            config.core > 1,
+            f"core is {config.core}, but the catalogue of a log of actions contains "
+            f"every item that was shown; use --core 0, and --core_window train to "
+            f"exclude items that were not shown in the training window",
+        ),
+        (
+            config.ties != "strict",
+            f"ties is {config.ties}, but counts use strictly earlier events only; use "
+            f"--ties strict",
+        ),
+        (
+            has_clock_times
+            and config.split.resolve(has_clock_times) == "leave_last_out",
+            "split.by is leave_last_out, but a log of actions is split by time; use "
+            "--split.by temporal",
+        ),
+    )
+    try:
+        resolved: ActionsConfig = config.kind_config.resolve(
+            source.info, source.items_columns[1]
+        )
+    except ValueError as error:
+        raise UserError(f"prepare.actions: {error}") from error
+    return resolved

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from core.errors import UserError, pluralize
+from core.errors import UserError, pluralize, raise_first
 from core.files import join, open_uri
 from core.schemas import REJECTS, EventsInfo, Match, PartitionInfo, RejectsInfo
 from core.tables import Manifest, Part, part_uris, read_parquet, write_part
@@ -35,7 +35,6 @@ from pipelines.data.events.event_stats import (
 )
 from pipelines.data.events.matching import WARN_BELOW, check_matched, matched_share
 from pipelines.data.events.order_events import LOG_PLACE, order_events
-from pipelines.data.prepare_config import raise_first
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.read import FilePart, split_file
 from pipelines.data.reading.rows import RejectCounts, check_missing, common_missing

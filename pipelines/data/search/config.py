@@ -7,15 +7,17 @@ prepare:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from core.options import check_least, check_shares
-from pipelines.data.prepare_config import PrepareConfig, raise_first
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from core.options import STRICT, Fraction
 from pipelines.data.reading.durations import WindowSettings
 from pipelines.data.reading.log import Log, check_names
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class SearchConfig(WindowSettings):
     """Settings of the features of a search log (Sec. 3.1 of QGS)."""
 
@@ -24,14 +26,14 @@ class SearchConfig(WindowSettings):
     without clock times."""
     delay_minutes: float = 60.0
     """Minutes until a logged event is available: counts at time t end at t - delay."""
-    ctr_prior: float = 0.1
+    ctr_prior: Fraction = 0.1
     """Click-through rate of a key without exposures. Rates are smoothed: (clicks +
     prior * strength) / (exposures + strength)."""
-    ctr_strength: float = 10.0
+    ctr_strength: PositiveFloat = 10.0
     """Weight of the prior, in exposures."""
-    page_size: int = 10
+    page_size: PositiveInt = 10
     """Results per page; the page is position // page_size."""
-    max_request_minutes: float = 60.0
+    max_request_minutes: NonNegativeFloat = 60.0
     """Maximum time from the first to the last result of one request id; more is an
     error, as it means that ids are reused."""
 
@@ -49,13 +51,6 @@ class SearchConfig(WindowSettings):
 
     def __post_init__(self) -> None:
         self.check_windows("search")
-        check_shares(self, ["ctr_prior"], "search.")
-        check_least(self, ["page_size"], 1, "search.")
-        check_least(self, ["max_request_minutes"], 0, "search.")
-        if self.ctr_strength <= 0:
-            raise ValueError(
-                f"search.ctr_strength is {self.ctr_strength}; it must be above 0"
-            )
         check_names(self.groups, "search.groups")
         group_of: dict[str, str] = {}
         for group, names in self.groups.items():
@@ -71,30 +66,3 @@ class SearchConfig(WindowSettings):
 def bool_labels(source: Log, behaviour: str | None) -> list[str]:
     """Return the log's bool labels, with the label that makes behaviours first."""
     return sorted(source.info.bool_labels, key=lambda name: name != behaviour)
-
-
-def check_search(source: Log, config: PrepareConfig) -> None:
-    """Check the settings of a search log.
-
-    Raises:
-        UserError: If a setting does not fit a search log, or this log.
-    """
-    raise_first(
-        (
-            config.behaviour is None,
-            f"kind is search, which needs the bool label that makes a result a "
-            f"behaviour; set behaviour to one of: "
-            f"{', '.join(bool_labels(source, None)) or 'none'}",
-        ),
-        (
-            config.core > 1,
-            f"core is {config.core}, but the catalogue of a search log contains every "
-            f"item that was shown; use --core 0, and --core_window train to exclude "
-            f"items that were not shown in the training window",
-        ),
-        (
-            config.ties != "strict",
-            f"ties is {config.ties}, but a search has strictly earlier behaviours as "
-            f"its history; use --ties strict",
-        ),
-    )

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from core.errors import raise_first
 from core.schemas import Split
 from core.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
@@ -15,7 +16,7 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
 from pipelines.data.search.audit import check_search_tables
-from pipelines.data.search.config import SearchConfig, check_search
+from pipelines.data.search.config import SearchConfig, bool_labels
 from pipelines.data.search.counts_as_of import make_counts
 from pipelines.data.search.features import check_feature_names, feature_names
 from pipelines.data.search.sequences import make_search
@@ -86,3 +87,30 @@ class Search(Kind):
     def draw_log(self, settings: Settings) -> SimulatedLog:
         """Draw searches with clicks, purchases and dwell time."""
         return draw_searches(settings)
+
+
+def check_search(source: Log, config: PrepareConfig) -> None:
+    """Check the settings of a search log.
+
+    Raises:
+        UserError: If a setting does not fit a search log, or this log.
+    """
+    raise_first(
+        (
+            config.behaviour is None,
+            f"kind is search, which needs the bool label that makes a result a "
+            f"behaviour; set behaviour to one of: "
+            f"{', '.join(bool_labels(source, None)) or 'none'}",
+        ),
+        (
+            config.core > 1,
+            f"core is {config.core}, but the catalogue of a search log contains every "
+            f"item that was shown; use --core 0, and --core_window train to exclude "
+            f"items that were not shown in the training window",
+        ),
+        (
+            config.ties != "strict",
+            f"ties is {config.ties}, but a search has strictly earlier behaviours as "
+            f"its history; use --ties strict",
+        ),
+    )

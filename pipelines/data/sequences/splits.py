@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
+from core.options import STRICT, Fraction, Free
 from core.schemas import Split
 from pipelines.data.engine import Engine
 from pipelines.data.events.columns import bool_column, label_columns, read_part
@@ -28,7 +30,7 @@ TIE_SEED = 0
 """Seed of the hash that breaks ties between equal timestamps."""
 
 
-@dataclass
+@dataclass(config=STRICT)
 class SplitConfig:
     """Settings of the split of requests."""
 
@@ -37,16 +39,16 @@ class SplitConfig:
     request is for test, the one before it for validation. Users with fewer than three
     requests have all in training; a hash breaks ties between equal timestamps. `auto`:
     `temporal` if the log has clock times, else `leave_last_out`."""
-    val_fraction: float = 0.1
+    val_fraction: Fraction = 0.1
     """Share of all behaviours, before the k-core, in the validation window of a
     temporal split."""
-    test_fraction: float = 0.1
+    test_fraction: Fraction = 0.1
     """Share of all behaviours, before the k-core, in the test window of a temporal
     split."""
-    val_start: Any = None
+    val_start: Free = None
     """Start of the validation window, as ISO 8601 (UTC) or epoch ms; replaces the
     fractions, together with `test_start`."""
-    test_start: Any = None
+    test_start: Free = None
     """Start of the test window."""
     val_days: float | None = None
     """Days of the validation window; replaces the fractions, together with `test_days`.

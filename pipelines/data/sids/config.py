@@ -5,13 +5,15 @@ Ray and PyTorch are not imported, so command lines are parsed quickly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from core.options import check_least
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from core.options import STRICT
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class EmbedConfig:
     """Options of embeddings of item texts."""
 
@@ -23,29 +25,25 @@ class EmbedConfig:
     pooling: Literal["folder", "mean", "cls"] = "folder"
     """`folder`: as the folder of sentence-transformers says; the mean in a folder of
     transformers. `mean` over tokens, or the `cls` token's state, scaled to length 1."""
-    max_tokens: int = 256
+    max_tokens: PositiveInt = 256
     """Maximum number of tokens per text; longer texts are truncated."""
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Texts per forward pass; a batch holds texts of similar length and is padded to
     its longest."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`fp32`, or `bf16` for the encoder's matrix products, which is faster on GPUs and
     newer CPUs."""
-    workers: int = 0
+    workers: NonNegativeInt = 0
     """Maximum number of encoder actors. 0: one per GPU or, without GPUs, one per CPU;
     on a cluster with an autoscaler also one per 4 blocks of texts, up to 32, so that
     it starts nodes."""
     use_gpu: bool | Literal["auto"] = "auto"
     """Whether each encoder uses a GPU. auto: if the cluster has a GPU when the job
     starts. true makes an autoscaler start GPU nodes."""
-    memory_gb: float = 0
+    memory_gb: NonNegativeFloat = 0
     """GiB of memory that Ray reserves per encoder; 0 reserves only CPUs and GPUs."""
-    svd: int = 256
+    svd: PositiveInt = 256
     """Width of the TF-IDF encoder's truncated SVD."""
-
-    def __post_init__(self) -> None:
-        check_least(self, ["max_tokens", "batch_size", "svd"], 1, "embed.")
-        check_least(self, ["workers", "memory_gb"], 0, "embed.")
 
     def encoder_options(self) -> tuple[str, int, int, str]:
         """Return the arguments of `TextEncoder` that follow its name."""
@@ -57,17 +55,17 @@ class EmbedConfig:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class TextConfig(EmbedConfig):
     """Options of jobs.encode: embeddings of items, queries and pairs."""
 
     pooling: Literal["mean", "cls"] = "cls"  # type: ignore[assignment]
     """State of the `cls` token, as in QGS (Sec. 3.3), or the `mean` over tokens; scaled
     to length 1. The pooling of the encoder's folder is not used."""
-    max_tokens: int = 180
+    max_tokens: PositiveInt = 180
     """Maximum number of tokens per text or pair (QGS, Sec. 4.1); longer texts are
     truncated."""
-    svd: int = 64
+    svd: PositiveInt = 64
     """Width of the TF-IDF encoder's truncated SVD."""
     query_condition: Literal["query", "joint"] = "query"
     """For searches. `query`: embeddings of the query alone. `joint`: also the [SEP]

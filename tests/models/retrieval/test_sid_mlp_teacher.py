@@ -15,7 +15,8 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.schemas import Inputs
-from models.build import load_model, parse_options
+from models.build import load_model
+from models.registry import build_model_config
 from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.students.sid_mlp import SidMlp
@@ -140,7 +141,7 @@ def test_resolving_twice_and_a_round_trip_through_json_change_nothing(
 
     assert SidMlp.resolve_config(resolved, taught.catalogue) == resolved
     text = json.dumps(SidMlp.config_to_dict(resolved))
-    assert parse_options(json.loads(text))[1] == resolved
+    assert build_model_config(json.loads(text)) == resolved
 
 
 def test_a_teacher_that_does_not_fit_is_rejected(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from models.build import parse_options
+from models import registry
 from models.retrieval.baselines import item_knn
 from models.retrieval.data import (
     Catalogue,
@@ -70,7 +70,8 @@ def to_requests(histories: list[list[int]]) -> HistoryBatch:
 
 def build_resolved(options: dict[str, Any], catalogue: Catalogue) -> Any:
     """Return a model with the resolved config of its options."""
-    model_class, config = parse_options(options)
+    config = registry.build_model_config(options)
+    model_class = registry.find(config.name)
     return model_class(model_class.resolve_config(config, catalogue), catalogue)
 
 

@@ -113,7 +113,7 @@ def test_the_job_names_the_mapping_of_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--kind", "search", "--users", "20", "--output", str(tmp_path / "raw")]
-    config = cli.parse(simulate.Config, words)
+    config = cli.config_from_words(simulate, words)
     simulate.run(config)
     assert "sources/simulated_search.yaml" in capsys.readouterr().out
     simulate.run(config)

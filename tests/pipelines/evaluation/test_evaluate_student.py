@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from core.options import parse
 from core.schemas import Inputs
 from jobs.evaluate import Config, run
-from jobs.options import parse
 from models.training import checkpoint
 from models.training.checkpoint import weights_hash
 from models.training.fit import FitConfig

@@ -125,10 +125,10 @@ def test_the_job_tokenizes_precomputed_embeddings(
         "--embeddings",
         file,
     ]
-    words += ["--tokenizer", "rqkmeans", "--rqkmeans.codebook_size", "8"]
+    words += ["--tokenizer", "rqkmeans", "--tokenizer.codebook_size", "8"]
     with pytest.raises(UserError, match=r"a \.parquet or .npy file needs --id"):
-        cli.parse(tokenize.Config, words)
+        cli.config_from_words(tokenize, words)
     for status in ("made ", "nothing to do: "):
-        tokenize.run(cli.parse(tokenize.Config, [*words, "--id", "sku"]))
+        tokenize.run(cli.config_from_words(tokenize, [*words, "--id", "sku"]))
         assert f"{status}{tmp_path}/sids" in capsys.readouterr().out
     assert read_manifest(f"{tmp_path}/sids/sids").rows == 40
