@@ -167,7 +167,7 @@ def train_trial(trial: Trial, spec: SweepSpec) -> None:
             batch_size=trial.fit.eval_batch_size,
             workers=Workers(device=spec.device, remote=has_workers),
         )
-        record_result(result, best, training.config.tracking.tracking_uri)
+        record_result(result, best, training.config.tracking_uri)
 
 
 class TuneReporter(TuneReportCallback):
