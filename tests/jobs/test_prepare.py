@@ -14,7 +14,9 @@ import yaml
 
 from core.errors import UserError
 from core.tables import read_manifest
-from jobs.prepare import parse, run
+from jobs import cli
+from jobs import prepare as job
+from jobs.prepare import run
 from models.retrieval.data import RetrievalDataset
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
@@ -67,7 +69,7 @@ for kill_line in lines:  # each start is a fork, which saves the imports
     if child == 0:
         os.dup2(write, 1)
         sys.stdout.reconfigure(line_buffering=True)
-        prepare.run(prepare.parse(words))
+        prepare.run(cli.config_from_words(job, words))
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as output:
@@ -143,7 +145,9 @@ def test_options_override_the_source_file(
     options = ["--core", "0", "--split.test_fraction", "0.3"]
     options += ["--max_events", "5", "--overwrite"]
 
-    statistics = run(parse(build_words(raw, tmp_path / "out", *options)))
+    statistics = run(
+        cli.config_from_words(job, build_words(raw, tmp_path / "out", *options))
+    )
 
     assert statistics["core"] == 0
     assert statistics["max_length"] == 5
@@ -164,7 +168,9 @@ def test_the_report_counts_requests_without_history_as_the_training_does(
     raw = write_log(tmp_path / "raw", events=300)
     options = ["--core", "0", "--split.test_fraction", "0.3", "--max_events", "5"]
 
-    statistics = run(parse(build_words(raw, tmp_path / "out", *options)))
+    statistics = run(
+        cli.config_from_words(job, build_words(raw, tmp_path / "out", *options))
+    )
 
     skipped = {}
     for split, num_requests in statistics["requests"].items():
@@ -184,16 +190,20 @@ def test_append_adds_the_rows_of_a_new_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = write_log(tmp_path / "raw", events=400)
-    run(parse(build_words(raw, tmp_path / "out", "--append")))
+    run(cli.config_from_words(job, build_words(raw, tmp_path / "out", "--append")))
     rows = read_manifest(str(tmp_path / "out/events")).rows
     (raw / "log_2.csv").write_text("user,item,ms\nu1,i1,1600000000001\n")
 
-    run(parse(build_words(raw, tmp_path / "out", "--append")))
+    run(cli.config_from_words(job, build_words(raw, tmp_path / "out", "--append")))
 
     assert read_manifest(str(tmp_path / "out/events")).rows == rows + 1
     assert "events: reading 1 file" in capsys.readouterr().out
     with pytest.raises(UserError, match="--append and --overwrite are both given"):
-        run(parse(build_words(raw, tmp_path / "out", "--append", "--overwrite")))
+        run(
+            cli.config_from_words(
+                job, build_words(raw, tmp_path / "out", "--append", "--overwrite")
+            )
+        )
 
 
 def test_a_missing_column_is_reported_before_ray_starts(
@@ -204,7 +214,7 @@ def test_a_missing_column_is_reported_before_ray_starts(
     (raw / "source.yaml").write_text(yaml.safe_dump({**SOURCE, "item": "itm"}))
 
     with pytest.raises(UserError) as error:
-        run(parse(build_words(raw, tmp_path / "out")))
+        run(cli.config_from_words(job, build_words(raw, tmp_path / "out")))
 
     assert f"{raw}/log.csv has no column 'itm'" in str(error.value)
     assert not (tmp_path / "out/events").exists()
