@@ -69,7 +69,7 @@ for kill_line in lines:  # each start is a fork, which saves the imports
     if child == 0:
         os.dup2(write, 1)
         sys.stdout.reconfigure(line_buffering=True)
-        prepare.run(cli.config_from_words(job, words))
+        prepare.run(cli.config_from_words(prepare, words))
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as output:
