@@ -198,7 +198,7 @@ def test_append_adds_the_rows_of_a_new_file(
 
     assert read_manifest(str(tmp_path / "out/events")).rows == rows + 1
     assert "events: reading 1 file" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--append and --overwrite are both given"):
+    with pytest.raises(UserError, match="append and overwrite"):
         run(
             cli.config_from_words(
                 job, build_words(raw, tmp_path / "out", "--append", "--overwrite")
