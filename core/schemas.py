@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import pyarrow as pa
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from core.errors import UserError
+from core.errors import UserError, one_line
 from core.files import absolute, join
-from core.tables import STRICT, TableInfo, TableVersion, read_manifest
+from core.tables import CHECKED, TableInfo, TableVersion, read_manifest
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
+
+Record = TypeVar("Record", "RunRecord", "DayRecord")
 
 CARRIED = ("label_", "known_", "num_", "cat_")
 """Prefixes of the columns that sequences copy from events."""
@@ -112,7 +114,7 @@ def items_schema(
     )
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class Split:
     """The split of the requests of a log."""
 
@@ -123,7 +125,7 @@ class Split:
     """First epoch ms of the test window of a temporal split."""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class LogInfo:
     """Labels and features of a log, as its mapping declares them."""
 
@@ -147,7 +149,7 @@ class LogInfo:
         return [name for name, kind in self.labels.items() if kind == "bool"]
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class Match:
     """Counts of distinct ids and their events with a row in item or user files."""
 
@@ -169,7 +171,7 @@ class Match:
         self.unmatched = sorted([*self.unmatched, *other.unmatched])[:2]
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class PartitionInfo:
     """A part of `events`, which has the events of one partition of the users."""
 
@@ -181,7 +183,7 @@ class PartitionInfo:
     """Counts of users with a row in the user files."""
 
 
-@dataclass(config=STRICT, kw_only=True)
+@dataclass(config=CHECKED, kw_only=True)
 class EventsInfo(TableInfo):
     """Info of `events`."""
 
@@ -210,7 +212,7 @@ class EventsInfo(TableInfo):
     user_files: list[str]
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class RejectsInfo(TableInfo):
     """Info of `rejects`."""
 
@@ -222,7 +224,7 @@ class RejectsInfo(TableInfo):
     """Number of parts that the extended version has."""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class AsOfInfo(TableInfo):
     """Info of a table of features with times of their own."""
 
@@ -232,14 +234,14 @@ class AsOfInfo(TableInfo):
     """Size and modification time in ns of each file."""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class QueriesInfo(TableInfo):
     """Info of `queries`."""
 
     table = "queries"
 
 
-@dataclass(config=STRICT, kw_only=True)
+@dataclass(config=CHECKED, kw_only=True)
 class ItemsInfo(TableInfo):
     """Info of `items`."""
 
@@ -278,7 +280,7 @@ class ItemsInfo(TableInfo):
     """Folder of the tables whose items these are."""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class CountsInfo(TableInfo):
     """Info of `counts`."""
 
@@ -296,7 +298,7 @@ class CountsInfo(TableInfo):
     """Label that is counted."""
 
 
-@dataclass(config=STRICT, frozen=True)
+@dataclass(config=CHECKED, frozen=True)
 class Number:
     """A numeric custom feature, with statistics over the training window."""
 
@@ -310,7 +312,7 @@ class Number:
     a value is present."""
 
 
-@dataclass(config=STRICT, frozen=True)
+@dataclass(config=CHECKED, frozen=True)
 class Category:
     """A categorical custom feature. Models read a value as its code, 0 if unknown."""
 
@@ -328,7 +330,7 @@ class Category:
         return 1 + (self.buckets or len(self.values))
 
 
-@dataclass(config=STRICT, frozen=True)
+@dataclass(config=CHECKED, frozen=True)
 class CustomFeatures:
     """The custom features of a log, in the order of its mapping file."""
 
@@ -342,7 +344,7 @@ class CustomFeatures:
         return (*numbers, *(category.name for category in self.categories))
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class AsOfFeatures:
     """Features that sequences take from a table with times of their own."""
 
@@ -351,7 +353,7 @@ class AsOfFeatures:
     features: list[str]
 
 
-@dataclass(config=STRICT, kw_only=True)
+@dataclass(config=CHECKED, kw_only=True)
 class SequencesInfo(TableInfo):
     """Info of `sequences`. A subclass per layout of the table."""
 
@@ -406,7 +408,7 @@ class SequencesInfo(TableInfo):
         return TypeAdapter(info_class).validate_python(content)
 
 
-@dataclass(config=STRICT, kw_only=True)
+@dataclass(config=CHECKED, kw_only=True)
 class RetrievalInfo(SequencesInfo):
     """Info of `sequences` of retrieval."""
 
@@ -416,7 +418,7 @@ class RetrievalInfo(SequencesInfo):
     """Number of validation and test requests at the time of another of their user."""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class FeatureGroup:
     """Features that HFG-Attention turns into one token."""
 
@@ -424,7 +426,7 @@ class FeatureGroup:
     features: list[str]
 
 
-@dataclass(config=STRICT, kw_only=True)
+@dataclass(config=CHECKED, kw_only=True)
 class SearchInfo(SequencesInfo):
     """Info of `sequences` of search."""
 
@@ -457,7 +459,7 @@ class SearchInfo(SequencesInfo):
     max_request_spread_ms: int
 
 
-@dataclass(config=STRICT, kw_only=True)
+@dataclass(config=CHECKED, kw_only=True)
 class ActionsInfo(SequencesInfo):
     """Info of `sequences` of actions."""
 
@@ -483,7 +485,7 @@ class ActionsInfo(SequencesInfo):
     """Number of events of items outside the catalogue."""
 
 
-@dataclass(config=STRICT, kw_only=True)
+@dataclass(config=CHECKED, kw_only=True)
 class EmbeddingsInfo(TableInfo):
     """Info of `embeddings`."""
 
@@ -500,7 +502,7 @@ class EmbeddingsInfo(TableInfo):
     texts_without_known_word: int = 0
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class TokensInfo(TableInfo):
     """Info of `tokens`."""
 
@@ -510,14 +512,14 @@ class TokensInfo(TableInfo):
     """`cls` or `mean`: how the encoder pools its states."""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class QuantizerInfo(TableInfo):
     """Info of `quantizer`."""
 
     table = "quantizer"
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class Drift:
     """How well codes explain the items that codebooks were trained on, and new ones."""
 
@@ -534,7 +536,7 @@ class Drift:
     """Number of new items without their nearest codes."""
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class SidsInfo(TableInfo):
     """Info of `sids`."""
 
@@ -553,7 +555,7 @@ class SidsInfo(TableInfo):
     drift: Drift | None = None
 
 
-@dataclass(config=STRICT)
+@dataclass(config=CHECKED)
 class TrieInfo(TableInfo):
     """Info of `trie`."""
 
@@ -567,7 +569,7 @@ class TrieInfo(TableInfo):
     """Mean number of children of the nodes of each level."""
 
 
-@dataclass(config=STRICT, kw_only=True)
+@dataclass(config=CHECKED, kw_only=True)
 class PredictionsInfo(TableInfo):
     """Info of a table that batch inference writes."""
 
@@ -815,6 +817,102 @@ TRIE = pa.schema(
     ]
 )
 """Schema of the trie of semantic IDs: one row per edge."""
+
+
+@dataclass(config=CHECKED, frozen=True)
+class RunRef:
+    """Reference to an MLflow run: store, experiment and id."""
+
+    uri: str
+    """Tracking URI."""
+    experiment: str
+    """Name of the experiment."""
+    run_id: str
+    """Id of the run."""
+
+
+@dataclass(config=CHECKED)
+class JobRef:
+    """A job that trained a run."""
+
+    code: str
+    """Version of the code."""
+    submission_id: str
+    """Ray submission id; "" if Ray did not start the job."""
+
+
+@dataclass(config=CHECKED, kw_only=True)
+class RunRecord:
+    """Content of `run.json`, the record of a training or of a trial that evaluates."""
+
+    version: Literal[2] = 2
+    status: Literal["opening", "running", "finished"]
+    """`opening`: the MLflow run may exist already, and `run` is not known yet."""
+    opening: dict[str, str] = field(default_factory=dict)
+    """Store, experiment and key by which an interrupted opening is found."""
+    run: RunRef = field(default_factory=lambda: RunRef("", "", ""))
+    config: dict[str, Any] = field(default_factory=dict)
+    """Settings of the training, resolved."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """Options of the model as the user gave them."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Hashes of the tables, by name."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """Folders of the tables, by option."""
+    created: str = ""
+    """UTC time of the start, ISO 8601."""
+    jobs: list[JobRef] = field(default_factory=list)
+    """Jobs that trained the run, the latest last."""
+    epochs: int = 0
+    """Number of trained epochs of a finished run."""
+    stopped: bool = False
+    """Whether the scheduler of a sweep stopped the run early."""
+    evaluate: dict[str, Any] = field(default_factory=dict)
+    """Options of a trial that evaluates."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Metrics of a trial that evaluates."""
+
+
+@dataclass(config=CHECKED, kw_only=True)
+class DayRecord:
+    """A day of a growing log in `days.json`. None: the step has not been taken yet."""
+
+    version: Literal[2] = 2
+    name: str
+    """Date of the last event, and the start of the hash of the tables."""
+    audited: bool = False
+    anew: str = ""
+    """Why the running model could not be trained further; "" if it was."""
+    running: str = ""
+    """Name of the day of the running model; "" if there is none."""
+    before: dict[str, float] | None = None
+    """Test metrics of the running model on the day."""
+    checkpoint: str = ""
+    """Folder of the model that was trained with the day."""
+    after: dict[str, float] | None = None
+    """Test metrics of that model."""
+    baselines: list[dict[str, Any]] | None = None
+    """Verdicts against the best model without training, one per ranking."""
+    accepted: bool | None = None
+
+
+def parse_record(record_class: type[Record], content: Any, uri: str) -> Record:
+    """Validate the content of a JSON file.
+
+    Raises:
+        UserError: If the file is of another format, or damaged.
+    """
+    try:
+        version = content.get("version", 1)
+        if version != record_class.version:
+            raise UserError(
+                f"{uri} has format {version}, this version reads format "
+                f"{record_class.version}",
+                "format",
+            )
+        return TypeAdapter(record_class).validate_python(content)
+    except (AttributeError, ValidationError) as error:
+        raise UserError(f"{uri} is damaged ({one_line(error)})") from error
 
 
 MADE_BY = {

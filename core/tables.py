@@ -50,8 +50,9 @@ MANIFEST = "manifest.json"
 
 SCHEMA_VERSION = 1
 
-STRICT = ConfigDict(extra="forbid")
-"""Settings of validated dataclasses: unknown keys are refused."""
+CHECKED = ConfigDict(extra="forbid", defer_build=True)
+"""Settings of validated dataclasses: unknown keys are refused, and validators are built
+when they are first used, so that imports stay fast."""
 
 LARGEST_NUMBER = 1.8e19
 """Largest float32 whose square is finite. In many exports larger numbers, such as

@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import pluralize
 from core.options import STRICT
+from core.schemas import RunRef
 from jobs import cli
 
 if TYPE_CHECKING:
@@ -126,12 +127,11 @@ def write_files(
 
 def register_best(comparison: Comparison, name: str) -> None:
     """Register the checkpoint with the best validation metric as a model version."""
-    from pipelines import tracking
     from pipelines.comparison.load import find_best_run
     from pipelines.serving.registered_model import register
 
     best = find_best_run(comparison)
-    run = tracking.RunRef(best.uri, comparison.rows[0].experiment, best.id)
+    run = RunRef(best.uri, comparison.rows[0].experiment, best.id)
     version = register(run, name, f"val/{comparison.metric}").version
     print(
         f"registered: version {version} of {name} is the best checkpoint of "

@@ -13,7 +13,7 @@ continues a stopped run after its last finished step.
 from __future__ import annotations
 
 import json
-from dataclasses import field
+from dataclasses import asdict, field
 from datetime import UTC, datetime
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,20 @@ from pydantic.dataclasses import dataclass
 from core.errors import UserError
 from core.files import absolute, hold_lock, join, read_json, write_file
 from core.options import STRICT, merge
-from core.schemas import EventsInfo, Inputs, SequencesInfo, SidsInfo
+from core.schemas import (
+    DayRecord,
+    EventsInfo,
+    Inputs,
+    RunRef,
+    SequencesInfo,
+    SidsInfo,
+    parse_record,
+)
 from core.tables import has_manifest, read_manifest
 from jobs import cli
 
 if TYPE_CHECKING:
     from models.model import Model
-    from pipelines import tracking
     from pipelines.evaluation.record import Result
 
 DAYS = "days.json"
@@ -106,21 +113,19 @@ class Day:
             self.inputs["sids"] = join(self.output, "sids")
         if config.encode:
             self.inputs["text"] = join(self.output, "text")
-        self.days: list[dict[str, Any]] = []
+        self.days: list[DayRecord] = []
 
     def check(self) -> None:
         """Raise UserError for invalid options of any job, before the first job runs."""
         from models import registry
 
-        first_training = cli.config_from_options(
-            "train", self.train_options("first", None)
-        )
+        first_training = cli.config_from_options("train", self.train_options("first"))
         self.model_class = registry.find(first_training.model.name)
         for job, options in (
             ("prepare", self.prepare_options()),
             ("tokenize", self.tokenize_options()),
             ("encode", self.encode_options()),
-            ("train", self.train_options("next", {"checkpoint": self.runs})),
+            ("train", self.train_options("next", self.runs)),
         ):
             if options:
                 # raises for invalid options; each job builds its config again
@@ -136,12 +141,10 @@ class Day:
         """Read the records of the earlier days."""
         path = join(self.output, DAYS)
         try:
-            self.days = read_json(path) or []
+            content = read_json(path) or []
         except ValueError as error:
-            raise UserError(
-                f"{path} is damaged ({error}); restore it from a backup, or remove it "
-                f"to start without earlier days"
-            ) from error
+            raise UserError(f"{path} is damaged ({error})", "damaged_days") from error
+        self.days = [parse_record(DayRecord, day, path) for day in content]
 
     def prepare_options(self) -> dict[str, Any]:
         """Return the options of jobs.prepare."""
@@ -186,38 +189,31 @@ class Day:
                     return True
         return False
 
-    def train_options(
-        self, name: str, running: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    def train_options(self, name: str, init: str = "") -> dict[str, Any]:
         """Return the options of jobs.train.
 
         Args:
             name: Name of the run.
-            running: Record of the day whose model is trained further; None trains a new
-                model. Models without gradients are always trained from scratch.
+            init: Folder of the model that is trained further; "" trains a new model.
+                Models without gradients are always trained from scratch.
         """
         options = {**self.config.train, **self.inputs}
         options |= {"storage": self.runs, "name": name}
-        if running is None or not self.model_class.trains_by_gradient:
+        if not init or not self.model_class.trains_by_gradient:
             return options
-        return merge(
-            options, {**self.config.continue_training, "init": running["checkpoint"]}
-        )
+        return merge(options, {**self.config.continue_training, "init": init})
 
     def run_job(self, job: str, options: dict[str, Any]) -> Any:
         """Print the command line of a job after an empty line, and run the job."""
         print()
         return cli.run_job(job, options)
 
-    def save(self, record: dict[str, Any], **values: Any) -> None:
-        """Add values to the record of a day, and write the records of all days.
+    def save(self) -> None:
+        """Write the records of all days. A step whose result is recorded is done."""
+        content = json.dumps([asdict(day) for day in self.days], indent=2)
+        write_file(join(self.output, DAYS), content.encode())
 
-        A step whose result is recorded is not repeated.
-        """
-        record |= values
-        write_file(join(self.output, DAYS), json.dumps(self.days, indent=2).encode())
-
-    def begin(self) -> dict[str, Any]:
+    def begin(self) -> DayRecord:
         """Return the record of the newest day in the tables, added if it is new.
 
         The name of a day is the date of its last event and the start of the tables'
@@ -238,9 +234,9 @@ class Day:
         date = datetime.fromtimestamp(last_ms / 1000, UTC).date()
         name = f"{date}-{sequences.hash[:8]}"
         for day in self.days:
-            if day["name"] == name:
+            if day.name == name:
                 return day
-        self.days.append({"name": name})
+        self.days.append(DayRecord(name=name))
         return self.days[-1]
 
     def run(self) -> None:
@@ -248,12 +244,13 @@ class Day:
         self.read_days()
         self.run_job("prepare", self.prepare_options())
         day = self.begin()
-        if "accepted" in day:
-            self.explain_idle(day["name"])
+        if day.accepted is not None:
+            self.explain_idle(day.name)
             return
-        if "audited" not in day:
+        if not day.audited:
             self.run_job("audit", {"tables": self.tables})
-            self.save(day, audited=True)
+            day.audited = True
+            self.save()
         tokenize = self.tokenize_options()
         if tokenize:
             self.run_job("tokenize", tokenize)
@@ -262,15 +259,16 @@ class Day:
             self.run_job("encode", encode)
         self.check_max_drop()
         running = self.measure_running(day)
-        trained = self.run_job("train", self.train_options(day["name"], running))
+        init = running.checkpoint if running else ""
+        trained = self.run_job("train", self.train_options(day.name, init))
         result = None
-        if "after" not in day:
+        if day.after is None:
             result = self.evaluate(trained.checkpoint)
-            after = defined_metrics(result)
-            self.save(day, checkpoint=trained.checkpoint, after=after)
-        if "baselines" not in day:
-            baselines = self.compare_with_baselines(trained.checkpoint, result)
-            self.save(day, baselines=baselines)
+            day.checkpoint, day.after = trained.checkpoint, defined_metrics(result)
+            self.save()
+        if day.baselines is None:
+            day.baselines = self.compare_with_baselines(trained.checkpoint, result)
+            self.save()
         self.judge(day, trained.run)
 
     def explain_idle(self, name: str) -> None:
@@ -334,7 +332,7 @@ class Day:
             verdicts.reverse()
         return verdicts
 
-    def measure_running(self, day: dict[str, Any]) -> dict[str, Any] | None:
+    def measure_running(self, day: DayRecord) -> DayRecord | None:
         """Evaluate the running model on the day, and record its metrics.
 
         Returns:
@@ -345,26 +343,28 @@ class Day:
         from models.loaded_model import read_versions
         from models.training import checkpoint
 
-        accepted = [other for other in self.days if other.get("accepted")]
+        accepted = [other for other in self.days if other.accepted]
         running = accepted[-1] if accepted else None
-        if running is None or "anew" in day:
+        if running is None or day.anew:
             return None
-        if "before" in day:
+        if day.before is not None:
             return running
-        folder = running["checkpoint"]
+        folder = running.checkpoint
         metadata = checkpoint.read(folder)
         try:
             versions = read_versions(metadata.name, Inputs(**self.inputs))
             checkpoint.check(metadata, folder, versions, extending=True)
-            before = defined_metrics(self.evaluate(folder))
+            day.before = defined_metrics(self.evaluate(folder))
         except checkpoint.OtherTablesError as error:
             print(
-                f"\nthe model of {running['name']} cannot be trained further, so a new "
+                f"\nthe model of {running.name} cannot be trained further, so a new "
                 f"model is trained from scratch: {error}"
             )
-            self.save(day, anew=str(error))
+            day.anew = str(error)
+            self.save()
             return None
-        self.save(day, running=running["name"], before=before)
+        day.running = running.name
+        self.save()
         return running
 
     def check_max_drop(self) -> None:
@@ -389,7 +389,7 @@ class Day:
         result: Result = self.run_job("evaluate", evaluate)
         return result
 
-    def judge(self, day: dict[str, Any], run: tracking.RunRef) -> None:
+    def judge(self, day: DayRecord, run: RunRef) -> None:
         """Accept or reject the day's model, and register an accepted model.
 
         Args:
@@ -399,12 +399,12 @@ class Day:
         from models.training import checkpoint
         from pipelines import tracking
 
-        before, after = day.get("before", {}), day["after"]
-        metadata = checkpoint.read(day["checkpoint"])
+        before, after = day.before or {}, day.after or {}
+        metadata = checkpoint.read(day.checkpoint)
         max_drop = self.config.max_drop or {metadata.fit["metric"]: 0.05}
         undefined = [name for name in max_drop if name not in after]
         dropped = find_drops(before, after, max_drop)
-        running = day.get("running", "none")
+        running = day.running or "none"
         logger = tracking.Logger(run)
         running_metrics = {f"running/{name}": value for name, value in before.items()}
         logger.update(running_metrics, metadata.step)
@@ -427,14 +427,15 @@ class Day:
             )
         else:
             self.register(day, run, metadata.fit["metric"])
-        self.save(day, accepted=not dropped)
+        day.accepted = not dropped
+        self.save()
         compare = cli.command_line(
             "jobs.compare", experiment=run.experiment, tracking_uri=run.uri
         )
         print(f"next: {compare}")
 
     def print_comparison(
-        self, day: dict[str, Any], model: str, max_drop: dict[str, float]
+        self, day: DayRecord, model: str, max_drop: dict[str, float]
     ) -> None:
         """Print the metrics of the day's model beside the running model's metrics.
 
@@ -446,17 +447,17 @@ class Day:
         from models import registry
         from pipelines.comparison.baselines import describe_verdict
 
-        before, after = day.get("before", {}), day["after"]
-        running = day.get("running", "no running model")
-        print(f"\n{day['name']}, compared with {running} on the same day")
+        before, after = day.before or {}, day.after or {}
+        running = day.running or "no running model"
+        print(f"\n{day.name}, compared with {running} on the same day")
         for name in dict.fromkeys([*max_drop, *registry.find(model).shown_metrics]):
             if name in after:
                 old_value = f"{before[name]:.4f} to " if name in before else ""
                 print(f"  {name:<12}  {old_value}{after[name]:.4f}")
-        for verdict in day.get("baselines", []):
+        for verdict in day.baselines or []:
             print(f"  {describe_verdict(verdict)}")
 
-    def register(self, day: dict[str, Any], run: tracking.RunRef, metric: str) -> None:
+    def register(self, day: DayRecord, run: RunRef, metric: str) -> None:
         """Register an accepted model, unless a model without training is better.
 
         Args:
@@ -469,7 +470,7 @@ class Day:
 
         if not self.config.register:
             return
-        verdicts = day.get("baselines", [])
+        verdicts = day.baselines or []
         is_below = bool(verdicts) and verdicts[0]["verdict"] == BELOW
         if is_below and not self.config.register_below_baseline:
             print(

@@ -136,8 +136,8 @@ def test_a_store_that_only_a_checkpoint_names_is_not_contacted(
         local = replace(evaluated, tracking={**stranger, "uri": f"sqlite:///{file}"})
         assert bool(choose_store(folder, local, None)) == is_used
     for content in (
-        {"status": "running", "tracking": stranger},
-        {"status": "opening", "opening": stranger},
+        {"version": 2, "status": "running", "run": stranger},
+        {"version": 2, "status": "opening", "opening": stranger},
     ):
         (tmp_path / "run.json").write_text(json.dumps(content))
         record = read_record(str(tmp_path), "http://mine")

@@ -24,6 +24,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from core.schemas import RunRef
+
 # MLflow has the metrics, so Tune need not write them to files.
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
 # Time for a stopped trial to leave its process, which runs the next trial.
@@ -117,7 +119,7 @@ class SweepResult:
     """Name of the sweep."""
     folder: str
     """Folder of the sweep."""
-    run: tracking.RunRef
+    run: RunRef
     """MLflow run of the sweep."""
     trials: list[TrialResult]
     """All trials, in the grid's order."""
@@ -289,7 +291,7 @@ def check_resources(spec: SweepSpec) -> None:
 
 @contextmanager
 def finish_interrupted(
-    spec: SweepSpec, run: tracking.RunRef, reporter: TrialReporter
+    spec: SweepSpec, run: RunRef, reporter: TrialReporter
 ) -> Iterator[None]:
     """End the trials and the sweep's MLflow run if the block is interrupted or raises.
 
@@ -394,7 +396,7 @@ def prepare_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
     for name, trial in spec.trials.items():
         training = check_training(spec.train_config(trial), load)
         record = read_record(training.config.folder)
-        if record and record["status"] != "opening":
+        if record and record.status != "opening":
             check_continues(training, record)
         trainings[name] = training
     return trainings
@@ -428,7 +430,7 @@ def prepare_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]
                 f"of {', '.join(available)}"
             )
         record = read_record(join(spec.folder, trial.name))
-        if record and record.get("evaluate") != trial.evaluate:
+        if record and record.evaluate != trial.evaluate:
             raise UserError(
                 f"{trial.name} was measured with other options in {spec.folder}"
             )
@@ -449,9 +451,9 @@ def find_experiment(spec: SweepSpec, option: str | None) -> str | None:
     """
     records = [read_record(join(spec.folder, name)) for name in spec.trials]
     for record in records:
-        if not record or "tracking" not in record:
+        if not record or record.status == "opening":
             continue
-        run = tracking.RunRef(**record["tracking"])
+        run = record.run
         if run.uri != spec.uri or option not in (None, run.experiment):
             raise UserError(
                 f"the trials in {spec.folder} are in the experiment {run.experiment} "
@@ -461,7 +463,7 @@ def find_experiment(spec: SweepSpec, option: str | None) -> str | None:
     return option
 
 
-def open_run(spec: SweepSpec, config: SweepConfig) -> tracking.RunRef:
+def open_run(spec: SweepSpec, config: SweepConfig) -> RunRef:
     """Reopen the MLflow run of the sweep in this folder, or open a new one."""
     key = sha256(spec.folder.encode()).hexdigest()
     run = reopen_run(spec, key)
@@ -498,7 +500,7 @@ def open_run(spec: SweepSpec, config: SweepConfig) -> tracking.RunRef:
     )
 
 
-def reopen_run(spec: SweepSpec, key: str) -> tracking.RunRef | None:
+def reopen_run(spec: SweepSpec, key: str) -> RunRef | None:
     """Reopen the MLflow run of a sweep that an earlier call began.
 
     Args:
@@ -520,7 +522,7 @@ def reopen_run(spec: SweepSpec, key: str) -> tracking.RunRef | None:
             continue
         # a finished run without trials belongs to a folder that was removed since
         if has_trials or run.info.status != "FINISHED":
-            reference = tracking.RunRef(spec.uri, spec.experiment, run.info.run_id)
+            reference = RunRef(spec.uri, spec.experiment, run.info.run_id)
             tracking.reopen(reference)
             return reference
     return None
@@ -662,19 +664,19 @@ def collect_result(
     record = read_record(folder)
     error = errors.get(trial.name)
     result = TrialResult(trial.id, trial.name, trial.point, "unfinished", error=error)
-    if record and "tracking" in record:
-        result.run_id = record["tracking"]["run_id"]
+    if record:
+        result.run_id = record.run.run_id or None
     if error:
         result.status = "failed"
         return result
-    if not record or record["status"] != "finished":
+    if not record or record.status != "finished":
         return result
-    result.status = "stopped" if record.get("stopped") else "finished"
+    result.status = "stopped" if record.stopped else "finished"
     if spec.grid.job == "evaluate":
-        result.value = record["values"].get(spec.grid.metric)
+        result.value = record.values.get(spec.grid.metric)
         result.checkpoint = trial.folders["checkpoint"]
     else:
-        result.checkpoint, result.epochs = join(folder, BEST), record["epochs"]
+        result.checkpoint, result.epochs = join(folder, BEST), record.epochs
         result.value = checkpoint.read(result.checkpoint).metrics.get(spec.metric)
     return result
 
@@ -760,7 +762,7 @@ def resolve_best_trial(path: str) -> str:
 
 
 def finish_sweep(
-    spec: SweepSpec, run: tracking.RunRef, results: list[TrialResult]
+    spec: SweepSpec, run: RunRef, results: list[TrialResult]
 ) -> TrialResult | None:
     """Write the results to MLflow and the sweep's folder, and end the sweep's run.
 
@@ -795,14 +797,14 @@ def finish_sweep(
     return best
 
 
-def load_best_metrics(run: tracking.RunRef, best_id: str) -> dict[str, float]:
+def load_best_metrics(run: RunRef, best_id: str) -> dict[str, float]:
     """Return the metrics of the best trial, as the sweep's MLflow run shows them.
 
     Args:
         run: The sweep's MLflow run.
         best_id: Id of the best trial's MLflow run.
     """
-    best_run = tracking.RunRef(run.uri, run.experiment, best_id)
+    best_run = RunRef(run.uri, run.experiment, best_id)
     metrics = tracking.connect(run.uri).get_run(best_id).data.metrics
     metrics = {**metrics, **load_test_metrics(best_run)}
     names = [name for name in metrics if name.startswith(("best/", "test/"))]

@@ -18,7 +18,7 @@ from ray.tune.integration.ray_train import TuneReportCallback
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import Inputs
+from core.schemas import Inputs, RunRecord
 from models.training import attempts, checkpoint
 from models.training.fit import drop_undefined
 from models.training.memory import resident_peak_mb
@@ -231,12 +231,9 @@ def measure_checkpoint(trial: Trial, spec: SweepSpec) -> None:
     logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})
     tracking.log_text(run, to_json(result), artifact_name("test"))
     logger.end()
-    record = {
-        "status": "finished",
-        "tracking": run.to_dict(),
-        "evaluate": trial.evaluate,
-        "values": values,
-    }
+    record = RunRecord(
+        status="finished", run=run, evaluate=trial.evaluate, values=values
+    )
     write_record(folder, record)
     tune.report({EPOCH: 1, VALUE: values.get(spec.metric, math.nan), **values})
 
@@ -245,7 +242,7 @@ def stop_trial(trial: Trial, spec: SweepSpec) -> None:
     """Finish the run of a trial that the scheduler stopped, at its last checkpoint."""
     folder = join(spec.folder, trial.name)
     record = read_record(folder, spec.uri)
-    if not record or record["status"] != "running":
+    if not record or record.status != "running":
         return
     attempts.begin(folder)  # fences off workers that have not ended yet
     last = checkpoint.last(folder)
@@ -260,15 +257,15 @@ def is_done(trial: Trial, spec: SweepSpec) -> bool:
     requests that.
     """
     record = read_record(join(spec.folder, trial.name), spec.uri)
-    if record is None or record["status"] != "finished":
+    if record is None or record.status != "finished":
         return False
-    if record.get("stopped"):
+    if record.stopped:
         return True
     if spec.grid.job == "train" and is_longer(record, trial.fit.max_epochs):
         return False
     if not spec.test:
         return True
-    run = tracking.RunRef(**record["tracking"])
+    run = record.run
     if spec.grid.job == "evaluate":  # has no child run, but is itself the evaluation
         data = tracking.connect(run.uri).get_run(run.run_id).data
         return bool(data.tags.get(tracking.WEIGHTS_TAG))

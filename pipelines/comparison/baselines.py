@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from core.schemas import RunRef
 from models import registry
 from models.metrics.per_user_metrics import decode_values
 from pipelines.comparison.over_users import (
@@ -41,7 +42,7 @@ from pipelines.comparison.runs import search_runs
 from pipelines.comparison.table import Table, percent
 from pipelines.evaluation.baselines import Baseline
 from pipelines.evaluation.record import Result
-from pipelines.tracking import RANKS_BY_TAG, RunRef, connect, to_mlflow_name
+from pipelines.tracking import RANKS_BY_TAG, connect, to_mlflow_name
 
 VERDICTS = CLEARS, BELOW, UNDECIDED = "clears it", "below it", "not told apart"
 """Verdicts on a model and its baseline."""

@@ -22,6 +22,7 @@ from mlflow.exceptions import MlflowException
 
 from core.errors import UserError, one_line
 from core.files import join, write_file
+from core.schemas import RunRef
 from models.metrics.per_user_metrics import PER_USER_PREFIX
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
@@ -129,7 +130,7 @@ def record_result(
     if not uri:
         print("note: not logged to the MLflow store, which only the checkpoint names")
         return path
-    training = replace(tracking.RunRef(**evaluated.tracking), uri=uri)
+    training = replace(RunRef(**evaluated.tracking), uri=uri)
     try:
         weights = checkpoint.weights_hash(result.checkpoint)
         log_evaluation(training, result, changed, weights)
@@ -166,7 +167,7 @@ def choose_store(folder: str, evaluated: Checkpoint, tracking_uri: str | None) -
 
 
 def log_evaluation(
-    training: tracking.RunRef,
+    training: RunRef,
     result: Result,
     changed: Mapping[str, Any],
     weights: str,
@@ -255,7 +256,7 @@ def read_fresh_log(evaluation: Any, training: Any) -> str:
     return log if training_log and log != training_log else ""
 
 
-def load_test_metrics(run: tracking.RunRef) -> dict[str, float]:
+def load_test_metrics(run: RunRef) -> dict[str, float]:
     """Return the metrics of a training's latest evaluation on test, by MLflow name.
 
     Evaluations with options that differ from the model's config do not count. The

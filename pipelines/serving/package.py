@@ -33,7 +33,7 @@ import core
 import models
 from core.errors import UserError
 from core.files import join, open_uri
-from core.schemas import Inputs, SequencesInfo
+from core.schemas import Inputs, RunRef, SequencesInfo
 from core.tables import MANIFEST, has_manifest, read_manifest
 from models import registry
 from models.loaded_model import select_inputs
@@ -41,7 +41,7 @@ from models.model import Model
 from models.requests import Columns
 from models.retrieval.requests import EVERY
 from models.training import checkpoint
-from pipelines.tracking import RunRef, connect
+from pipelines.tracking import connect
 
 STRINGS, NUMBERS, ANY = Array(DataType.string), Array(DataType.double), AnyType()
 COLUMN_TYPES: dict[str, Any] = {

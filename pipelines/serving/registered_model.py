@@ -17,7 +17,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from core.errors import UserError
-from core.schemas import Inputs
+from core.schemas import Inputs, RunRef
 from models import registry
 from models.training import checkpoint
 from pipelines import tracking
@@ -27,9 +27,7 @@ RUN_TAG = "trieline.run"
 """Tag of a version with the name of its run."""
 
 
-def register(
-    run: tracking.RunRef, name: str, metric: str | None = None
-) -> ModelVersion:
+def register(run: RunRef, name: str, metric: str | None = None) -> ModelVersion:
     """Register the best checkpoint of a run, or return the version that it has already.
 
     The model is logged to the run first if needed.
@@ -75,7 +73,7 @@ def register(
     return version
 
 
-def check_servable(training: Any, run: tracking.RunRef) -> None:
+def check_servable(training: Any, run: RunRef) -> None:
     """Raise UserError if a run has no checkpoint, or its model cannot be served.
 
     Args:

@@ -50,7 +50,6 @@ from pipelines.tracking.names import (
 )
 from pipelines.tracking.runs import (
     MAX_METRICS,
-    RunRef,
     delete,
     describe_hardware,
     discard_opening,
@@ -101,7 +100,6 @@ __all__ = [
     "WEIGHTS_TAG",
     "Curves",
     "Logger",
-    "RunRef",
     "check_nodes",
     "check_store",
     "connect",

@@ -6,7 +6,8 @@ import json
 import tempfile
 
 from core.files import join, read_json
-from pipelines.tracking.runs import RunRef, log_text
+from core.schemas import RunRef
+from pipelines.tracking.runs import log_text
 from pipelines.tracking.store import connect
 
 Curves = dict[str, list[tuple[int, float, int]]]

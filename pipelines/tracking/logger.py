@@ -16,9 +16,10 @@ from contextlib import contextmanager, suppress
 from mlflow.entities import Metric, RunTag
 from mlflow.utils.autologging_utils import BatchMetricsLogger
 
+from core.schemas import RunRef
 from pipelines.tracking.curves import Curves
 from pipelines.tracking.names import to_mlflow_name
-from pipelines.tracking.runs import MAX_METRICS, RunRef
+from pipelines.tracking.runs import MAX_METRICS
 from pipelines.tracking.store import connect
 
 

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from mlflow.exceptions import MlflowException
 from core.errors import UserError, one_line
 from core.files import hold_lock
 from core.options import flatten
+from core.schemas import RunRef
 from pipelines.tracking.names import (
     CODE_TAG,
     COMMIT_TAG,
@@ -50,22 +50,6 @@ MAX_COMMAND_LENGTH = 5000
 
 TRAINING_VIEW = {"mlflow.experimentKind": "custom_model_development"}
 """Tag of an experiment for which MLflow's page shows the view for trainings."""
-
-
-@dataclass(frozen=True)
-class RunRef:
-    """Reference to an MLflow run: store, experiment and id."""
-
-    uri: str
-    """Tracking URI."""
-    experiment: str
-    """Name of the experiment."""
-    run_id: str
-    """Id of the run."""
-
-    def to_dict(self) -> dict[str, str]:
-        """Return the fields as a dictionary."""
-        return asdict(self)
 
 
 def open_run(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from typing import Any
 
 from core.errors import UserError
 from core.files import absolute, join, read_json, write_file
 from core.options import flatten
+from core.schemas import RunRecord, parse_record
 from models.training.checkpoint import BEST
 
 RUN = "run.json"
@@ -26,7 +28,7 @@ MAY_CHANGE = {
 a prefix are options of `fit`."""
 
 
-def read_record(folder: str, tracking_uri: str = "") -> dict[str, Any] | None:
+def read_record(folder: str, tracking_uri: str = "") -> RunRecord | None:
     """Return the record of the run in a folder, or None if the folder has no record.
 
     Args:
@@ -35,23 +37,19 @@ def read_record(folder: str, tracking_uri: str = "") -> dict[str, Any] | None:
             controls: MLflow would send it credentials.
 
     Raises:
-        UserError: If the record is damaged.
+        UserError: If the record is damaged or of another format.
     """
+    uri = join(folder, RUN)
     try:
-        content = read_json(join(folder, RUN))
-        if content is None:
-            return None
-        record = dict(content)
-        status = record.get("status")
-        run_key = "opening" if status == "opening" else "tracking"
-        if not isinstance(status, str) or not isinstance(record.get(run_key), dict):
-            raise ValueError("it lacks the run's status or its MLflow run")
-        if tracking_uri:
-            record[run_key] = {**record[run_key], "uri": tracking_uri}
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{folder}/{RUN} is damaged ({error}); remove that folder to train again"
-        ) from error
+        content = read_json(uri)
+    except ValueError as error:
+        raise UserError(f"{uri} is damaged ({error})", "damaged_run") from error
+    if content is None:
+        return None
+    record = parse_record(RunRecord, content, uri)
+    if tracking_uri:
+        record.run = replace(record.run, uri=tracking_uri)
+        record.opening["uri"] = tracking_uri
     return record
 
 
@@ -67,7 +65,7 @@ def find_checkpoint(uri: str) -> str:
     record = read_record(uri)
     if record is None:
         return uri
-    if record["status"] != "finished":
+    if record.status != "finished":
         raise UserError(
             f"the run {uri} is not finished ({RUN}); run its jobs.train command again, "
             "which continues it"
@@ -75,21 +73,21 @@ def find_checkpoint(uri: str) -> str:
     return join(uri, BEST)
 
 
-def write_record(folder: str, record: dict[str, Any]) -> None:
+def write_record(folder: str, record: RunRecord) -> None:
     """Write the record of the run in a folder."""
-    write_file(join(folder, RUN), json.dumps(record, indent=2, sort_keys=True).encode())
+    content = json.dumps(asdict(record), indent=2, sort_keys=True)
+    write_file(join(folder, RUN), content.encode())
 
 
-def is_longer(record: dict[str, Any], max_epochs: int) -> bool:
+def is_longer(record: RunRecord, max_epochs: int) -> bool:
     """Return whether `max_epochs` exceeds the epochs that a run was finished with."""
     return (
-        record["status"] == "finished"
-        and max_epochs > record["config"]["fit"]["max_epochs"]
+        record.status == "finished" and max_epochs > record.config["fit"]["max_epochs"]
     )
 
 
 def check_same(
-    record: dict[str, Any],
+    record: RunRecord,
     identity: dict[str, Any],
     hashes: dict[str, str],
 ) -> None:
@@ -100,10 +98,10 @@ def check_same(
         identity: Settings of the training (`CheckedTraining.identity`).
         hashes: Hashes of its tables, by table name.
     """
-    model, expected = record["config"]["model"]["name"], identity["model"]["name"]
+    model, expected = record.config["model"]["name"], identity["model"]["name"]
     if model != expected:
         raise UserError(f"the run is of the model '{model}', not '{expected}'; {OTHER}")
-    before, now = flatten(record["config"]), flatten(identity)
+    before, now = flatten(record.config), flatten(identity)
     if is_longer(record, identity["fit"]["max_epochs"]):
         before["fit.max_epochs"] = now["fit.max_epochs"]
     for key in sorted(before.keys() | now.keys()):
@@ -114,7 +112,7 @@ def check_same(
                 f"{now.get(key)}; {OTHER}"
             )
     for table, value in hashes.items():
-        if record["hashes"].get(table) != value:
+        if record.hashes.get(table) != value:
             raise UserError(
                 f"the run was started with another table '{table}'; {OTHER}"
             )

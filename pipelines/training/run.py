@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from core.errors import UserError, one_line, pluralize
 from core.files import hold_lock, join, open_uri
-from core.schemas import EventsInfo, Inputs, SidsInfo
+from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
 from core.tables import has_manifest, read_manifest
 from models import registry
 from models.training import attempts, checkpoint
@@ -102,7 +102,7 @@ class TrainingResult:
     """Folder with the best weights."""
     best: Checkpoint
     """The best checkpoint's config, metrics and timing."""
-    run: tracking.RunRef
+    run: RunRef
     """The MLflow run."""
     epochs: int
     """Number of epochs that the run was trained for."""
@@ -167,7 +167,7 @@ def run_training(
         use_gpu = wants_gpu(config.ray) and training.model_class.trains_by_gradient
         check_resources(training, in_process, use_gpu, trial)
         record = prepare_run(training, record, trial, say)
-        run = tracking.RunRef(**record["tracking"])
+        run = record.run
         attempt = attempts.begin(config.folder)
         task = Task(config, training.hashes, run)
         with end_failed_run(run):
@@ -190,7 +190,7 @@ def run_training(
     )
 
 
-def find_record(training: CheckedTraining) -> dict[str, Any] | None:
+def find_record(training: CheckedTraining) -> RunRecord | None:
     """Return the `run.json` of the run to continue, or None if a new run begins.
 
     Raises:
@@ -200,21 +200,21 @@ def find_record(training: CheckedTraining) -> dict[str, Any] | None:
         return None
     config = training.config
     record = read_record(config.folder, str(config.tracking_uri))
-    if record and record["status"] != "opening":
+    if record and record.status != "opening":
         check_continues(training, record)
     return record
 
 
-def is_complete(record: dict[str, Any], max_epochs: int) -> bool:
+def is_complete(record: RunRecord, max_epochs: int) -> bool:
     """Return whether a run is finished and `max_epochs` asks for no further epochs."""
-    return record["status"] == "finished" and not is_longer(record, max_epochs)
+    return record.status == "finished" and not is_longer(record, max_epochs)
 
 
-def check_continues(training: CheckedTraining, record: dict[str, Any]) -> None:
+def check_continues(training: CheckedTraining, record: RunRecord) -> None:
     """Raise UserError if a run was begun with other settings, tables or experiment."""
     check_same(record, training.identity, training.hashes)
     config = training.config
-    experiment = record["tracking"]["experiment"]
+    experiment = record.run.experiment
     if config.experiment not in (None, "", experiment):
         raise UserError(
             f"the run '{config.name}' is in the experiment {experiment}, not "
@@ -230,10 +230,10 @@ def trains_in_process(options: RayOptions, trial: TrialContext) -> bool:
 
 def prepare_run(
     training: CheckedTraining,
-    record: dict[str, Any] | None,
+    record: RunRecord | None,
     trial: TrialContext,
     say: Callable[[str], None],
-) -> dict[str, Any]:
+) -> RunRecord:
     """Open or reopen the MLflow run of a training, after deleting an overwritten run.
 
     Args:
@@ -247,13 +247,13 @@ def prepare_run(
     """
     if training.config.overwrite:
         delete_run(training.config, say)
-    if record is None or record["status"] == "opening":
+    if record is None or record.status == "opening":
         return open_run(training, record, trial, say)
     return reopen_run(training, record, say)
 
 
 @contextmanager
-def end_failed_run(run: tracking.RunRef) -> Iterator[None]:
+def end_failed_run(run: RunRef) -> Iterator[None]:
     """End the MLflow run as FAILED or KILLED if the block raises.
 
     A run is marked as KILLED while its last checkpoint is saved, as a stopped job may
@@ -290,15 +290,15 @@ def require_last_checkpoint(folder: str, attempt: Attempt) -> Checkpoint:
     return last
 
 
-def load_finished(config: TrainConfig, record: dict[str, Any]) -> TrainingResult:
+def load_finished(config: TrainConfig, record: RunRecord) -> TrainingResult:
     """Return the result of a run that an earlier call finished."""
     best = join(config.folder, BEST)
     return TrainingResult(
         name=config.name,
         checkpoint=best,
         best=checkpoint.read(best),
-        run=tracking.RunRef(**record["tracking"]),
-        epochs=record["epochs"],
+        run=record.run,
+        epochs=record.epochs,
         seconds=0.0,
         was_finished=True,
     )
@@ -349,10 +349,10 @@ def check_resources(
 
 def open_run(
     training: CheckedTraining,
-    opening: dict[str, Any] | None,
+    opening: RunRecord | None,
     trial: TrialContext,
     say: Callable[[str], None],
-) -> dict[str, Any]:
+) -> RunRecord:
     """Open the MLflow run of a new training, and write `run.json`.
 
     Args:
@@ -367,12 +367,12 @@ def open_run(
     """
     config, identity = training.config, training.identity
     if opening:
-        tracking.discard_opening(opening["opening"])
+        tracking.discard_opening(opening.opening)
     inputs, uri = config.inputs, str(config.tracking_uri)
     dataset = f"{training.model_class.kind}/{dataset_name(inputs.tables)}"
     experiment = config.experiment or dataset
     opened = tracking.make_opening(uri, experiment)
-    write_record(config.folder, {"status": "opening", "opening": opened})
+    write_record(config.folder, RunRecord(status="opening", opening=opened))
     tags = {
         **trial.tags,
         tracking.KEY_TAG: opened["key"],
@@ -395,35 +395,34 @@ def open_run(
         info = read_manifest(join(inputs.sids, "sids"), SidsInfo).info
         content = {**asdict(info), **info.measures, "measures": {}}
         tracking.Logger(run).update(collect_numbers(content, "sids"), 0)
-    record = {
-        "config": identity,
-        "hashes": training.hashes,
-        "tracking": run.to_dict(),
-        "status": "running",
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": inputs.folders(),
-        "given": training.model_class.config_to_dict(training.given_model),
-        **describe_job(),
-        "jobs": [describe_job()],
-    }
+    record = RunRecord(
+        status="running",
+        run=run,
+        config=identity,
+        given=training.model_class.config_to_dict(training.given_model),
+        hashes=training.hashes,
+        inputs=inputs.folders(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        jobs=[describe_job()],
+    )
     write_record(config.folder, record)
     return record
 
 
-def describe_job() -> dict[str, str]:
+def describe_job() -> JobRef:
     """Return the version of the code and the Ray submission id of this job."""
-    return {"code": code_version(), "submission_id": submission_id()}
+    return JobRef(code_version(), submission_id())
 
 
 def reopen_run(
-    training: CheckedTraining, record: dict[str, Any], say: Callable[[str], None]
-) -> dict[str, Any]:
+    training: CheckedTraining, record: RunRecord, say: Callable[[str], None]
+) -> RunRecord:
     """Continue the MLflow run of a training, and update `run.json`.
 
     Returns:
         The content of `run.json`.
     """
-    config, run = training.config, tracking.RunRef(**record["tracking"])
+    config, run = training.config, record.run
     tracking.reopen(run)
     if is_longer(record, config.fit.max_epochs):
         epochs = config.fit.max_epochs
@@ -431,7 +430,7 @@ def reopen_run(
             f"note: {config.name} continues to epoch {epochs}, from here with the "
             "learning rates of the longer schedule"
         )
-        record = {**record, "config": training.identity, "status": "running"}
+        record = replace(record, config=training.identity, status="running")
         write_record(config.folder, record)
         # MLflow's params cannot change, so a tag has the new value. Without its tags
         # the model is logged and measured again.
@@ -441,7 +440,7 @@ def reopen_run(
             tracking.WEIGHTS_TAG: "",
         }
         tracking.Logger(run).tag(**tags)
-    record = {**record, "inputs": config.inputs.folders()}  # tables may have moved
+    record = replace(record, inputs=config.inputs.folders())  # tables may have moved
     return record_code(config.folder, record, run, say)
 
 
@@ -480,10 +479,10 @@ def train_in_process(
 
 def record_code(
     folder: str,
-    record: dict[str, Any],
-    run: tracking.RunRef,
+    record: RunRecord,
+    run: RunRef,
     say: Callable[[str], None],
-) -> dict[str, Any]:
+) -> RunRecord:
     """Add the version of the code and the job that continue a run to its record.
 
     If the code has changed since, a note reports it. `run.json` and MLflow's tags keep
@@ -499,25 +498,19 @@ def record_code(
         The new content of `run.json`, which is written already.
     """
     job = describe_job()
-    old_code = record.get("code", "unknown")
-    if job["code"] != old_code:
+    latest = record.jobs[-1]
+    if job.code != latest.code:
         say(
-            f"note: this run was trained by the code {old_code}, and continues with "
-            f"{job['code']}"
+            f"note: this run was trained by the code {latest.code}, and continues with "
+            f"{job.code}"
         )
-    # runs of earlier releases have no `jobs`
-    jobs = record.get(
-        "jobs",
-        [{"code": old_code, "submission_id": record.get("submission_id", "")}],
-    )
-    if job != jobs[-1]:
-        jobs = [*jobs, job]
-    record = {**record, **job, "jobs": jobs}
+    if job != latest:
+        record = replace(record, jobs=[*record.jobs, job])
     write_record(folder, record)
     logger = tracking.Logger(run)
     tags = {
-        tracking.CODE_TAG: job["code"],
-        tracking.SUBMISSION_TAG: job["submission_id"],
+        tracking.CODE_TAG: job.code,
+        tracking.SUBMISSION_TAG: job.submission_id,
     }
     for tag, value in tags.items():
         values = [part for part in logger.tags.get(tag, "").split(", ") if part]
@@ -528,10 +521,10 @@ def record_code(
 
 def finish_run(
     folder: str,
-    record: dict[str, Any],
+    record: RunRecord,
     last: Checkpoint,
     log_model: bool = False,
-    **record_values: Any,
+    stopped: bool = False,
 ) -> Checkpoint:
     """Publish the best checkpoint of a run, and log its results to MLflow.
 
@@ -542,12 +535,12 @@ def finish_run(
         record: The content of `run.json`.
         last: The run's last checkpoint.
         log_model: Whether to store the best model in MLflow.
-        record_values: Further values for `run.json`.
+        stopped: Whether the scheduler of a sweep stopped the run early.
 
     Returns:
         The best checkpoint's `config.json`.
     """
-    run = tracking.RunRef(**record["tracking"])
+    run = record.run
     best_folder = join(folder, BEST)
     best = checkpoint.read(checkpoint.publish(folder, last))
     curves = tracking.read_curves(join(folder, last.folder))
@@ -565,10 +558,10 @@ def finish_run(
     tracking.log_curves(run, curves)
     is_served = registry.find(best.name).logs_every_run
     if log_model and is_served and not logger.tags.get("model"):
-        inputs = Inputs(**record["inputs"])
+        inputs = Inputs(**record.inputs)
         logger.tag(model=package.log_model(run, best_folder, inputs))
     logger.end()
-    finished = {**record, "status": "finished", "epochs": last.epoch, **record_values}
+    finished = replace(record, status="finished", epochs=last.epoch, stopped=stopped)
     write_record(folder, finished)
     return best
 
@@ -846,10 +839,10 @@ def delete_run(config: TrainConfig, say: Callable[[str], None]) -> None:
             )
         return
     try:
-        if record["status"] == "opening":
-            tracking.discard_opening(record["opening"])
+        if record.status == "opening":
+            tracking.discard_opening(record.opening)
         else:
-            tracking.delete(tracking.RunRef(**record["tracking"]))
+            tracking.delete(record.run)
     except UserError as error:
         say(f"note: {error}")
     for entry in entries:

@@ -139,7 +139,7 @@ def resolve_model(model: Any, catalogue: Any, record: dict[str, Any] | None) -> 
         return model_class.resolve_config(model, catalogue)
     except UserError:
         given_model = model_class.config_to_dict(model)
-        is_finished = record is not None and record["status"] == "finished"
-        if not record or not is_finished or record.get("given") != given_model:
+        is_finished = record is not None and record.status == "finished"
+        if not record or not is_finished or record.given != given_model:
             raise
-        return registry.build_model_config(record["config"]["model"])
+        return registry.build_model_config(record.config["model"])

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from ray.train.torch import get_device
 
 from core.errors import pluralize
 from core.files import join
+from core.schemas import RunRef
 from models.loaded_model import require_tables
 from models.metrics.ranking_metrics import format_metric
 from models.training import attempts, checkpoint
@@ -145,7 +146,7 @@ class Task:
     """Options of the training, in which the model's own defaults are resolved."""
     hashes: dict[str, str]
     """Hashes of the tables that the driver checked."""
-    run: tracking.RunRef | None
+    run: RunRef | None
     """The MLflow run."""
     attempt: str = str(UNNUMBERED)
     """Number of this attempt at the training (`models/training/attempts.py`)."""
@@ -337,7 +338,7 @@ def count_parameters(run: TrainingRun) -> int:
 
 def open_logger(
     task: Task,
-    mlflow_run: tracking.RunRef,
+    mlflow_run: RunRef,
     run: TrainingRun,
     worker: WorkerContext,
     last: Checkpoint | None,
@@ -477,7 +478,7 @@ def train_sgd(
             metrics=drop_undefined(event.metrics),
             best=best_fields(event.state),
             timing=timing,
-            tracking=task.run.to_dict() if task.run else {},
+            tracking=asdict(task.run) if task.run else {},
             attempt=task.attempt,
         )
         new_checkpoint.set_best_folder(last)
@@ -539,7 +540,7 @@ def fit_in_one_pass(
         metrics=drop_undefined(metrics),
         best={"value": value, "epoch": 1, "step": 1},
         timing={"train_seconds": seconds},
-        tracking=task.run.to_dict() if task.run else {},
+        tracking=asdict(task.run) if task.run else {},
         attempt=task.attempt,
     )
     new_checkpoint.set_best_folder(None)

@@ -11,6 +11,7 @@ import pytest
 
 from core.errors import UserError
 from core.options import parse
+from core.schemas import RunRef
 from jobs.compare import Config, run
 from pipelines import tracking
 from pipelines.comparison.load import compare
@@ -26,7 +27,7 @@ def log_run(
     model: dict,
     values: dict[str, float],
     **options: object,
-) -> tracking.RunRef:
+) -> RunRef:
     """Log a finished run with a short curve.
 
     Args:

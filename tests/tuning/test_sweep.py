@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs
+from core.schemas import Inputs, RunRef
 from models.training import checkpoint
 from pipelines import tracking
 from pipelines.evaluation.ranking import evaluate
@@ -198,7 +198,7 @@ def test_mlflow_has_the_trials(halved: HalvedSweep) -> None:
         epochs = trials[run.info.run_id].epochs
         history = client.get_metric_history(run.info.run_id, "val/ndcg_at_10")
         assert len(history) == epochs
-        training = tracking.RunRef(swept.run.uri, "", run.info.run_id)
+        training = RunRef(swept.run.uri, "", run.info.run_id)
         is_measured = bool(load_test_metrics(training))
         assert is_measured == (epochs == 4)  # stopped trials are not measured
 

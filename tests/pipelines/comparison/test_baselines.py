@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from core.schemas import RunRef
 from models import registry
 from models.metrics.per_user_metrics import PerUserValues
 from pipelines import tracking
@@ -86,7 +87,7 @@ def log_run(
     evaluations: list[tuple[dict[str, bool], list[float]]],
     hashes: dict[str, str],
     validated: float = 0.1,
-) -> tracking.RunRef:
+) -> RunRef:
     """Log a training with evaluations, each with its options and values per user."""
     config = {"model": {"name": name}, "fit": {"seed": 1, "metric": "ndcg@10"}}
     ref = tracking.open_run(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs
+from core.schemas import Inputs, RunRef
 from core.tables import read_manifest, read_table, writing
 from jobs.evaluate import Config, run
 from models.build import load_model
@@ -213,7 +213,7 @@ def test_results_are_logged_to_the_training_run_and_compared(
 
     def load_metrics(name: str) -> dict[str, float]:
         saved = checkpoint.read(evaluation.checkpoint_path(name))
-        return load_test_metrics(tracking.RunRef(**saved.tracking))
+        return load_test_metrics(RunRef(**saved.tracking))
 
     metrics = load_metrics("sasrec-1")
     file = Path(evaluation.checkpoint_path("sasrec-1"), "evaluation-test.json")

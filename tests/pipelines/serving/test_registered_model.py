@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from core.errors import UserError
+from core.schemas import RunRef
 from jobs.compare import Config, run
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -59,11 +60,11 @@ def folder(
     return folder
 
 
-def register_first_trial(folder: Path, name: str) -> tracking.RunRef:
+def register_first_trial(folder: Path, name: str) -> RunRef:
     """Register the checkpoint of the sweep's first trial, and return its run."""
     uri = f"sqlite:///{folder}/mlflow.db"
     (run,) = tracking.connect(uri).search_runs(["1"], "attributes.run_name = 'tiger-1'")
-    ref = tracking.RunRef(uri, "retrieval/small", run.info.run_id)
+    ref = RunRef(uri, "retrieval/small", run.info.run_id)
     register(ref, name)
     return ref
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import UserError
+from core.schemas import RunRef
 from pipelines import tracking
 from pipelines.tracking import from_mlflow_name, resolve_uri, to_mlflow_name
 from pipelines.training import run as runs
@@ -170,7 +171,7 @@ def test_a_continued_run_logs_each_step_once(tmp_path: Path, uri: str) -> None:
 
 def test_a_missing_run_is_reported_by_its_id(tmp_path: Path, uri: str) -> None:
     with pytest.raises(UserError, match="0123"):
-        tracking.reopen(tracking.RunRef(uri, "retrieval/x", "0123"))
+        tracking.reopen(RunRef(uri, "retrieval/x", "0123"))
 
 
 def test_the_tracking_uri_is_the_option_the_environments_or_in_the_storage(
