@@ -12,7 +12,7 @@ from typing import Any
 
 from core.errors import UserError
 from core.options import path_fields
-from core.schemas import Inputs
+from core.schemas import Inputs, RunRecord
 from models import registry
 from models.loaded_model import load_catalogue
 from models.model import Model
@@ -120,7 +120,7 @@ def locate_encoders(model: Any) -> Any:
     )
 
 
-def resolve_model(model: Any, catalogue: Any, record: dict[str, Any] | None) -> Any:
+def resolve_model(model: Any, catalogue: Any, record: RunRecord | None) -> Any:
     """Return a model's config with the values that it takes from checkpoints.
 
     If a finished run has the same config, its resolved config replaces checkpoints that
