@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, one_line
 from core.files import absolute, join
-from core.tables import CHECKED, TableInfo, TableVersion, read_manifest
+from core.tables import CHECKED, Manifest, TableInfo, read_manifest
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
 
@@ -398,11 +398,11 @@ class SequencesInfo(TableInfo):
             UserError: If the table has another layout.
         """
         classes = {"search": SearchInfo, "actions": ActionsInfo}
-        info_class = classes.get(content["layout"], RetrievalInfo)
+        info_class = classes.get(content.get("layout", ""), RetrievalInfo)
         if not issubclass(info_class, cls):
             raise UserError(
-                f"these are sequences of kind '{content['kind']}', which models of "
-                f"{content['models']} read",
+                f"the tables are of {content.get('kind')}, which models of "
+                f"{content['layout']} read",
                 "kind",
             )
         return TypeAdapter(info_class).validate_python(content)
@@ -915,6 +915,15 @@ def parse_record(record_class: type[Record], content: Any, uri: str) -> Record:
         raise UserError(f"{uri} is damaged ({one_line(error)})") from error
 
 
+INFO_CLASSES: dict[str, Any] = {
+    info_class.table: info_class
+    for info_class in (
+        *(EventsInfo, ItemsInfo, QueriesInfo, SequencesInfo),
+        *(SidsInfo, TrieInfo),
+    )
+}
+"""Type of the info of each table, by the name of the table."""
+
 MADE_BY = {
     "sids": "semantic IDs; give --sids, the output of jobs.tokenize",
     "text": "text embeddings; give --text, the output of jobs.encode",
@@ -950,27 +959,32 @@ class Inputs:
         """Return the folders by option, without options that are not set."""
         return {option: folder for option, folder in vars(self).items() if folder}
 
-    def versions(self, tables: Mapping[str, Sequence[str]]) -> dict[str, TableVersion]:
-        """Read the versions of tables from their manifests.
+    def versions(
+        self,
+        tables: Mapping[str, Sequence[str]],
+        sequences: type[SequencesInfo] = SequencesInfo,
+    ) -> dict[str, Manifest[Any]]:
+        """Read the manifests of tables.
 
         Args:
             tables: Names of the tables in each folder, by option. A table comes after
                 the tables from which it was made.
+            sequences: Type of the info of the sequences.
 
         Returns:
-            The versions by name of the table. The names of tables in the `text` folder
+            The manifests by name of the table. The names of tables in the `text` folder
             have the prefix `text_`.
 
         Raises:
             UserError: If a table was made from another version of a table than the one
                 in these folders.
         """
-        versions: dict[str, TableVersion] = {}
+        versions: dict[str, Manifest[Any]] = {}
+        classes = {**INFO_CLASSES, "sequences": sequences}
         for option, folder in self.folders().items():
             for table in tables.get(option, ()):
-                manifest = read_manifest(
-                    join(folder, table), None if option == "text" else table
-                )
+                info_class = EmbeddingsInfo if option == "text" else classes[table]
+                manifest = read_manifest(join(folder, table), info_class)
                 for name, made_from in manifest.inputs.items():
                     if name in versions and versions[name].hash != made_from:
                         raise UserError(
@@ -979,7 +993,7 @@ class Inputs:
                             f"{versions[name].hash[:12]})"
                         )
                 name = f"text_{table}" if option == "text" else table
-                versions[name] = TableVersion.from_manifest(manifest)
+                versions[name] = manifest
         return versions
 
     def select(self, model: str, reads: Mapping[str, bool]) -> Inputs:

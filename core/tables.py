@@ -138,22 +138,7 @@ class Manifest(Generic[Info]):
     extended version keep their index."""
 
 
-@dataclass(frozen=True)
-class TableVersion:
-    """The hash of a table and the hashes of the versions that the table extends."""
-
-    hash: str
-    """Hash of the table's content."""
-    extends: tuple[str, ...] = ()
-    """Hashes of the versions that the table extends, the latest last."""
-
-    @classmethod
-    def from_manifest(cls, manifest: Manifest) -> Self:
-        """Return the version of the table that a manifest describes."""
-        return cls(manifest.hash, tuple(manifest.extends))
-
-
-def table_hashes(versions: Mapping[str, TableVersion]) -> dict[str, str]:
+def table_hashes(versions: Mapping[str, Manifest[Any]]) -> dict[str, str]:
     """Return the hash of each table, by the table's name."""
     return {name: version.hash for name, version in versions.items()}
 

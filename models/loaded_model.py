@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs, SequencesInfo
-from core.tables import TableVersion, read_manifest, table_hashes
+from core.schemas import Inputs
+from core.tables import Manifest, table_hashes
 from models import registry
 from models.build import load_model
 from models.training import checkpoint
@@ -83,13 +83,14 @@ class LoadedModel:
             max_history=max_history,
             rank=rank,
             world=world,
+            manifest=self.catalogue.versions.get("sequences"),
             **dataset_class.dataset_options(config, self.catalogue),
         )
 
 
 def replace_sequences_version(
-    versions: dict[str, TableVersion], metadata: Checkpoint
-) -> dict[str, TableVersion]:
+    versions: dict[str, Manifest[Any]], metadata: Checkpoint
+) -> dict[str, Manifest[Any]]:
     """Replace the version of `sequences` by the training's, so that the check passes.
 
     A model that ranks a catalogue may be evaluated on another log of the same items. If
@@ -101,34 +102,19 @@ def replace_sequences_version(
         metadata: `config.json` of the checkpoint.
     """
     trained = metadata.hashes.get("sequences")
+    sequences = versions["sequences"]
     items = versions.get("items")
     same_items = items is not None and items.hash == metadata.hashes.get("items")
     if trained and same_items and registry.find(metadata.name).ranks == "catalogue":
-        return {**versions, "sequences": TableVersion(trained)}
+        return {**versions, "sequences": replace(sequences, hash=trained, extends=[])}
     return versions
 
 
-def select_inputs(name: str, inputs: Inputs) -> Inputs:
-    """Return the input folders that the model `name` reads.
-
-    Raises:
-        UserError: If the tables are of another kind, or a required folder is not
-            set.
-    """
-    model_class = registry.find(name)
-    expected = model_class.kind
-    kind = read_manifest(inputs.sequences, SequencesInfo).info.kind
+def check_kind(name: str, versions: Mapping[str, Manifest[Any]]) -> None:
+    """Raise UserError if the model `name` reads sequences of another kind."""
+    kind, expected = versions["sequences"].info.kind, registry.find(name).kind
     if kind != expected:
-        alternatives = [
-            other for other in registry.MODELS if registry.find(other).kind == kind
-        ]
-        raise UserError(
-            f"the model '{name}' is of {expected}, and {inputs.tables} holds tables of "
-            f"{kind}; models of {kind} are {', '.join(alternatives) or 'none'}: "
-            "give a config of one (jobs/configs), or tables that jobs.prepare made "
-            f"with --kind {expected}"
-        )
-    return inputs.select(name, model_class.extra_inputs)
+        raise UserError(f"'{name}' is of {expected}, and the tables of {kind}", "kind")
 
 
 def load_catalogue(
@@ -143,35 +129,43 @@ def load_catalogue(
             of the tables.
 
     Raises:
-        UserError: As in `select_inputs`.
+        UserError: If the tables are of another kind, or a required folder is not
+            set.
     """
     scales = metadata.learned.get("scales") if metadata else None
-    inputs = select_inputs(name, inputs)
-    return registry.find(name).load_catalogue(inputs, scales=scales)
+    model_class = registry.find(name)
+    inputs = inputs.select(name, model_class.extra_inputs)
+    catalogue = model_class.load_catalogue(inputs, scales=scales)
+    check_kind(name, catalogue.versions)
+    return catalogue
 
 
-def read_versions(name: str, inputs: Inputs) -> dict[str, TableVersion]:
-    """Read the versions of the tables of the model `name` from their manifests.
+def read_versions(name: str, inputs: Inputs) -> dict[str, Manifest[Any]]:
+    """Read the manifests of the tables of the model `name`.
 
     Raises:
-        UserError: As in `select_inputs`.
+        UserError: As in `load_catalogue`.
     """
-    tables = registry.find(name).catalogue_tables
-    return select_inputs(name, inputs).versions(tables)
+    model_class = registry.find(name)
+    inputs = inputs.select(name, model_class.extra_inputs)
+    versions = inputs.versions(model_class.catalogue_tables)
+    check_kind(name, versions)
+    return versions
 
 
-def require_tables(name: str, inputs: Inputs, checked: Mapping[str, str]) -> None:
+def check_hashes(
+    versions: Mapping[str, Manifest[Any]], checked: Mapping[str, str]
+) -> None:
     """Check that the tables of a model were not replaced since an earlier check.
 
     Args:
-        name: Name of the model.
-        inputs: Folders of the tables.
+        versions: Manifests of the tables, by name.
         checked: Hash of each table at the earlier check, by name.
 
     Raises:
         UserError: If a table was replaced.
     """
-    current = table_hashes(read_versions(name, inputs))
+    current = table_hashes(versions)
     for table, expected in checked.items():
         if current.get(table) != expected:
             raise UserError(

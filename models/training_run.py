@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from core.errors import UserError, did_you_mean
 from core.files import join
 from core.schemas import Inputs, SequencesInfo
-from core.tables import TableVersion, read_manifest
+from core.tables import Manifest, read_manifest
 from models import registry
 from models.custom_features import adopt_scales
 from models.dataset.batch import Batch
 from models.dataset.columns import cache_folder
 from models.dataset.dataset import NewExamples, RequestDataset
 from models.evaluation import measure_examples
-from models.loaded_model import load_catalogue, select_inputs
+from models.loaded_model import load_catalogue
 from models.model import Model
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
@@ -162,7 +162,6 @@ class TrainingRun:
         )
         device = torch.device(device)
         pad_to_buckets = uses_cuda_graphs(fit, device, world)
-        info = read_manifest(inputs.sequences, SequencesInfo).info
         return cls(
             model=module,
             catalogue=catalogue,
@@ -171,7 +170,7 @@ class TrainingRun:
             fit=fit,
             device=device,
             world=world,
-            until=info.split.val_start_ms or None,
+            until=catalogue.versions["sequences"].info.split.val_start_ms or None,
             messages=messages,
             progress_unit=progress_unit,
         )
@@ -364,13 +363,13 @@ def resolve_training(
         initial = checkpoint.read(init)
         check_init(initial, init, catalogue.versions, model_class, fit)
     resolved = model_class.resolve_config(config, catalogue)
-    return resolved, select_inputs(model_class.name, inputs)
+    return resolved, inputs.select(model_class.name, model_class.extra_inputs)
 
 
 def check_init(
     initial: Checkpoint,
     init: str,
-    versions: Mapping[str, TableVersion],
+    versions: Mapping[str, Manifest[Any]],
     model_class: type[Model],
     fit: FitConfig,
 ) -> None:
@@ -439,6 +438,7 @@ def load_datasets(
         "max_history": config.max_history,
         "rank": rank,
         "world": world,
+        "manifest": catalogue.versions["sequences"],
         **dataset_class.dataset_options(config, catalogue),
     }
     train = dataset_class.load(

@@ -22,7 +22,7 @@ from torch import Tensor
 from core.errors import UserError
 from core.files import join
 from core.schemas import ActionsInfo, CustomFeatures, Inputs
-from core.tables import TableVersion, read_manifest, read_table, table_hashes
+from core.tables import Manifest, read_table, table_hashes
 from models.custom_features import CATEGORY, CUSTOM_KEY, NUMBER, rescale
 from models.text.text_tables import read_vectors, root_mean_square
 
@@ -139,7 +139,7 @@ class ActionsCatalogue:
     the event."""
     train_rates: tuple[float, ...] = ()
     """(K,) share of positives among training events; empty if unknown."""
-    versions: dict[str, TableVersion] = field(default_factory=dict)
+    versions: dict[str, Manifest[Any]] = field(default_factory=dict)
     """Versions of the catalogue's tables, by name."""
 
     def __post_init__(self) -> None:
@@ -180,8 +180,8 @@ class ActionsCatalogue:
             UserError: If the tables do not belong together, or `item_index` is not
                 dense and sorted from 0.
         """
-        versions = Inputs(tables, text=text).versions(TABLES)
-        info = read_manifest(join(tables, "sequences"), ActionsInfo).info
+        versions = Inputs(tables, text=text).versions(TABLES, ActionsInfo)
+        info: ActionsInfo = versions["sequences"].info
         items = read_table(join(tables, "items"), "items")
         if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
             raise UserError(

@@ -29,7 +29,7 @@ from core.errors import UserError
 from core.ragged import lengths_to_offsets
 from core.schemas import SequencesInfo
 from core.splits import SPLITS
-from core.tables import read_manifest
+from core.tables import Manifest, read_manifest
 from models.dataset.batch import Batch
 from models.dataset.columns import Columns, columns_bytes, open_columns
 from models.dataset.order import count_steps, order_epoch
@@ -96,6 +96,7 @@ class RequestDataset:
         rank: int = 0,
         world: int = 1,
         new: NewExamples | None = None,
+        manifest: Manifest[Any] | None = None,
         **options: Any,
     ) -> None:
         """Plan the examples of a split over decoded columns.
@@ -108,6 +109,7 @@ class RequestDataset:
             rank: Rank of this worker.
             world: Number of workers.
             new: Selection of the training examples; None for all.
+            manifest: Manifest of the table; None to read it.
             options: Options of the kind, from `dataset_options`.
 
         Raises:
@@ -200,6 +202,7 @@ class RequestDataset:
         rank: int = 0,
         world: int = 1,
         new: NewExamples | None = None,
+        manifest: Manifest[Any] | None = None,
         **options: Any,
     ) -> Self:
         """Load the examples of one split of a `sequences` table.
@@ -213,12 +216,13 @@ class RequestDataset:
             rank: Rank of this worker.
             world: Number of workers.
             new: Selection of the training examples; None for all.
+            manifest: Manifest of the table; None to read it.
             options: Options of the kind, from `dataset_options`.
 
         Raises:
             UserError: If the table is of another kind, is damaged or has no users.
         """
-        manifest = read_manifest(uri, cls.info_class)
+        manifest = manifest or read_manifest(uri, cls.info_class)
         if not manifest.rows:
             raise UserError(f"{uri} has no users")
         columns = open_columns(

@@ -36,9 +36,9 @@ from core.ragged import (
     row_numbers,
     run_starts,
 )
-from core.schemas import Inputs, ItemsInfo, RetrievalInfo, SidsInfo
+from core.schemas import Inputs, RetrievalInfo
 from core.splits import SPLITS
-from core.tables import TableVersion, read_manifest, read_table, table_hashes
+from core.tables import Manifest, read_table, table_hashes
 from models.dataset.batch import Batch, axes
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
@@ -68,7 +68,7 @@ class Catalogue:
     """Number of codes per level; empty without semantic IDs."""
     trie: Trie | None = None
     """The semantic IDs as a trie, or None."""
-    versions: dict[str, TableVersion] = field(default_factory=dict)
+    versions: dict[str, Manifest[Any]] = field(default_factory=dict)
     """Versions of the catalogue's tables: `sequences`, `items`, `sids`, `trie`."""
     tables: str = ""
     """Folder of the tables, for models that read the items' texts; may be empty."""
@@ -94,16 +94,15 @@ class Catalogue:
             UserError: If there are no items, or the semantic IDs do not match the
                 items.
         """
-        versions = Inputs(tables_uri, sids_uri).versions(TABLES)
-        items_table = join(tables_uri, "items")
-        num_items = read_manifest(items_table, ItemsInfo).rows
+        versions = Inputs(tables_uri, sids_uri).versions(TABLES, RetrievalInfo)
+        num_items = versions["items"].rows
         if num_items == 0:
-            raise UserError(f"{items_table} has no rows")
+            raise UserError(f"{join(tables_uri, 'items')} has no rows")
         if sids_uri is None:
             return cls(num_items, versions=versions, tables=tables_uri)
 
         sids_table = join(sids_uri, "sids")
-        sizes = tuple(read_manifest(sids_table, SidsInfo).info.codebook_sizes)
+        sizes = tuple(versions["sids"].info.codebook_sizes)
         codes = read_codes(read_table(sids_table, "sids"), sids_table)
         if codes.shape != (num_items, len(sizes)):
             raise UserError(

@@ -29,14 +29,11 @@ from core.ragged import find_sorted, lengths_to_offsets
 from core.schemas import (
     CustomFeatures,
     Inputs,
-    ItemsInfo,
-    QueriesInfo,
     SearchInfo,
     TokensInfo,
 )
 from core.tables import (
     Manifest,
-    TableVersion,
     has_manifest,
     read_manifest,
     read_table,
@@ -266,7 +263,7 @@ class SearchCatalogue:
     """The log's custom features, which are the last names of `features`."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Features of each group of HFG-Attention, in order."""
-    versions: dict[str, TableVersion] = field(default_factory=dict)
+    versions: dict[str, Manifest[Any]] = field(default_factory=dict)
     """Versions of the catalogue's tables, by name."""
     unknown_when_ranking: tuple[str, ...] = ("position", "page")
     """Features that are unknown until a candidate is shown; `models/search/position.py`
@@ -320,16 +317,15 @@ class SearchCatalogue:
         Raises:
             UserError: If the tables do not belong together.
         """
-        versions = Inputs(tables, text=text).versions(TABLES)
-        uri = join(tables, "sequences")
-        info = read_manifest(uri, SearchInfo).info
-        items = read_manifest(join(tables, "items"), ItemsInfo)
-        num_queries = read_manifest(join(tables, "queries"), QueriesInfo).rows
+        versions = Inputs(tables, text=text).versions(TABLES, SearchInfo)
+        info: SearchInfo = versions["sequences"].info
+        items, num_queries = versions["items"], versions["queries"].rows
         custom_features = rescale(info.custom, scales or {})
         num_features = len(info.features)
         mean, std = torch.zeros(num_features), torch.ones(num_features)
         if measure_features:
-            mean, std = _feature_scale(uri, num_features)
+            uri = join(tables, "sequences")
+            mean, std = _feature_scale(uri, versions["sequences"], num_features)
         search_text = (
             SearchText.load(text, items, num_queries)
             if text
@@ -411,9 +407,10 @@ def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
     )
 
 
-def _feature_scale(uri: str, num_features: int) -> tuple[Tensor, Tensor]:
+def _feature_scale(
+    uri: str, manifest: Manifest[Any], num_features: int
+) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation (F,) of features over train candidates."""
-    manifest = read_manifest(uri)
     for part in manifest.files:
         scale = open_columns(
             uri,

@@ -38,7 +38,7 @@ from torch import nn
 
 from core.errors import UserError, one_line
 from core.files import absolute, file_info, join, open_uri, write_file
-from core.tables import TableVersion, check_file_names
+from core.tables import Manifest, check_file_names
 from models.training.attempts import UNNUMBERED, Attempt, require_current
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
@@ -450,7 +450,7 @@ def weights_hash(uri: str) -> str:
 
 
 def is_extended(
-    metadata: Checkpoint, table: str, versions: Mapping[str, TableVersion]
+    metadata: Checkpoint, table: str, versions: Mapping[str, Manifest[Any]]
 ) -> bool:
     """Return whether a table extends the table that the checkpoint was trained on.
 
@@ -474,7 +474,7 @@ def is_extended(
 def check(
     metadata: Checkpoint,
     uri: str | Path,
-    versions: Mapping[str, TableVersion],
+    versions: Mapping[str, Manifest[Any]],
     name: str | None = None,
     extending: bool = False,
 ) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from core.schemas import EventsInfo, ItemsInfo, SequencesInfo
+from core.splits import SPLITS
 from core.tables import Manifest
 from pipelines.data.kinds import KINDS
 
@@ -30,11 +31,14 @@ def summarise(
         "sparsity": round(1 - info.pairs / (users * items.rows), 6),
         "mean_length": round(interactions / users, 4),
         "max_length": info.max_length,
-        "requests": info.requests,
         "split": {k: value for k, value in asdict(items.info.split).items() if value},
     }
-    for name in KINDS[info.kind].statistics:
-        statistics[name] = getattr(info, name)
+    for name in ("requests", *KINDS[info.kind].statistics):
+        value = getattr(info, name)
+        if isinstance(value, dict) and value.keys() == {*SPLITS}:
+            # the same bytes for computed and reloaded counts
+            value = {split: value[split] for split in SPLITS}
+        statistics[name] = value
     return {
         **statistics,
         "tied_behaviours": info.tied_behaviours,

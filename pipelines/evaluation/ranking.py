@@ -18,8 +18,7 @@ import ray
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs, SequencesInfo
-from core.tables import read_manifest
+from core.schemas import Inputs
 from models import registry
 from models.dataset.dataset import RequestDataset
 from models.evaluation import add_sums, measure_examples
@@ -159,7 +158,7 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
         rank=rank,
         world=task.workers.shards,
     )
-    stride = sampling_stride(read_manifest(task.inputs.sequences, SequencesInfo).rows)
+    stride = sampling_stride(loaded.catalogue.versions["sequences"].rows)
     options: dict[str, Any] = {**task.options, "by_user": stride}
     if len(examples):
         warm_up(loaded, examples, task.batch_size, options, device)

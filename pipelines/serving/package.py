@@ -36,7 +36,6 @@ from core.files import join, open_uri
 from core.schemas import Inputs, RunRef, SequencesInfo
 from core.tables import MANIFEST, has_manifest, read_manifest
 from models import registry
-from models.loaded_model import select_inputs
 from models.model import Model
 from models.requests import Columns
 from models.retrieval.requests import EVERY
@@ -219,8 +218,9 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
         inputs: Folders of the tables, semantic IDs and text embeddings.
     """
     name = checkpoint.read(uri).name
-    inputs = select_inputs(name, inputs)
-    tables = registry.find(name).catalogue_tables
+    model_class = registry.find(name)
+    inputs = inputs.select(name, model_class.extra_inputs)
+    tables = model_class.catalogue_tables
     (bundle / "checkpoint").mkdir(parents=True)
     with checkpoint.local(uri) as local:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):

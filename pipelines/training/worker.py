@@ -27,7 +27,7 @@ from ray.train.torch import get_device
 from core.errors import pluralize
 from core.files import join
 from core.schemas import RunRef
-from models.loaded_model import require_tables
+from models.loaded_model import check_hashes
 from models.metrics.ranking_metrics import format_metric
 from models.training import attempts, checkpoint
 from models.training.attempts import UNNUMBERED, Attempt
@@ -241,8 +241,6 @@ def run_task(task: Task, worker: WorkerContext) -> None:
     config = task.config
     threads = threads_per_worker(config.ray.threads, worker.local_world_size)
     torch.set_num_threads(threads)
-    name = config.model.name
-    require_tables(name, config.inputs, task.hashes)
     last = find_last_checkpoint(config.folder, worker)
     run = TrainingRun.build(
         config.model,
@@ -255,8 +253,7 @@ def run_task(task: Task, worker: WorkerContext) -> None:
         init=config.init,
     )
     run.check_metric()
-    # checked again, as the tables may have been replaced while they were read
-    require_tables(name, config.inputs, task.hashes)
+    check_hashes(run.catalogue.versions, task.hashes)
     state = run.resume(config.folder, last) if last else None
     if worker.rank == 0:
         for line in describe_run(run, worker, config.ray.num_workers, last, state):

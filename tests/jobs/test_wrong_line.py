@@ -71,7 +71,7 @@ WRONG_LINES = [
     (f"{SASREC} --model tiger", "needs semantic IDs"),
     ("train --tables {tables} --storage {runs} --name new", "missing: model"),
     (f"{TRAIN}/tiger_small.yaml --tables {{tables}}", "needs semantic IDs"),
-    (f"{TRAIN}/tiger_small.yaml --tables {{search}}", "'tiger' is of retrieval"),
+    (f"{TRAIN}/tiger_small.yaml --tables {{search}}", "tables are of search"),
     (f"{TRAIN}/sasrec.yaml --tables {{runs}}/gone", "{runs}/gone/sequences"),
     (f"{TRAIN}/sid_mlp.yaml --tables {{tables}} --sids {{sids}}", "model.teacher"),
     (f"{TIGERS} --fit.metric ndcg10", "ranks by val/ndcg@10"),

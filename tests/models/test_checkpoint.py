@@ -20,7 +20,6 @@ from torch import nn
 from core.errors import UserError
 from core.files import open_uri
 from core.schemas import Inputs
-from core.tables import TableVersion
 from models.build import build_model, load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.training import checkpoint
@@ -95,9 +94,9 @@ def test_a_checkpoint_is_rejected_with_other_tables_than_in_training(
     saved: dict[str, str],
 ) -> None:
     catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    other_trie = replace(
-        catalogue, versions={**catalogue.versions, "trie": TableVersion("0" * 64)}
-    )
+    versions = dict(catalogue.versions)
+    versions["trie"] = replace(versions["trie"], hash="0" * 64)
+    other_trie = replace(catalogue, versions=versions)
     with pytest.raises(UserError, match="another table 'items'"):
         load_model(saved["sasrec"], Catalogue.load(saved["other"]))
     with pytest.raises(UserError, match="table 'sids' that is not given"):

@@ -15,7 +15,7 @@ import polars as pl
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import EventsInfo, ItemsInfo, QueriesInfo, SequencesInfo
+from core.schemas import INFO_CLASSES, ItemsInfo, SequencesInfo
 from core.tables import Manifest, read_manifest, read_parquet
 
 MAX_EXAMPLES = 3
@@ -33,12 +33,6 @@ EVENT = "user {user_id}, item {item_id} at {timestamp_ms}"
 
 REQUEST = "user {user_id}, request {index}"
 """Template of a request in messages."""
-
-
-INFO_CLASSES: dict[str, Any] = {
-    info.table: info for info in (EventsInfo, ItemsInfo, QueriesInfo, SequencesInfo)
-}
-"""Type of the info of each table."""
 
 
 @dataclass

@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from core.errors import UserError
 from core.schemas import Inputs
-from core.tables import TableVersion
 from models.build import load_model
 from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone, RoleTokens
 from models.retrieval.data import Catalogue, HistoryBatch
@@ -267,7 +266,8 @@ def test_a_missing_or_wrong_encoder_is_rejected(trained, tmp_path):
     }.items():
         with pytest.raises(UserError, match=message):
             SidMlpPp.resolve_config(SidMlpPpConfig(**options), trained.catalogue)
-    versions = {**trained.catalogue.versions, "sids": TableVersion("f" * 64)}
+    versions = dict(trained.catalogue.versions)
+    versions["sids"] = replace(versions["sids"], hash="f" * 64)
     other_catalogue = replace(trained.catalogue, versions=versions)
     with pytest.raises(UserError, match="another table 'sids'"):
         SidMlpPp.resolve_config(SidMlpPpConfig(encoder=encoder), other_catalogue)
