@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
 
 from core.errors import UserError, pluralize
+from core.schemas import RunRecord
 from pipelines import tracking
 from pipelines.evaluation.record import group_evaluations
 from pipelines.tracking import PARENT_TAG
@@ -208,6 +209,9 @@ def select_trainings(
         f"{name}: a smoke sweep, left out; its trials: --sweep {name}"
         for name in smoke_sweeps.values()
     ]
+    num_earlier = sum(is_training(run) and not has_format(run) for run in runs)
+    if num_earlier:
+        notes.append(f"{pluralize(num_earlier, 'run')} of earlier formats, left out")
     if not selected:
         details = "".join(f"; {note}" for note in notes)
         raise UserError(f"the experiment '{title}' at {uri} has no runs{details}")
@@ -232,10 +236,21 @@ def search_runs(client: MlflowClient, experiment_ids: list[str]) -> list[Any]:
 
 
 def filter_trainings(runs: Sequence[Any]) -> list[Any]:
-    """Return the runs of trainings, trials included, among all MLflow runs."""
-    return [
-        run for run in runs if "model.name" in run.data.params and not is_sweep(run)
-    ]
+    """Return the runs of trainings, trials included, among all MLflow runs.
+
+    Trainings of earlier formats are left out.
+    """
+    return [run for run in runs if is_training(run) and has_format(run)]
+
+
+def is_training(run: Any) -> bool:
+    """Return whether an MLflow run is a training or a trial."""
+    return "model.name" in run.data.params and not is_sweep(run)
+
+
+def has_format(run: Any) -> bool:
+    """Return whether a training was logged in the format of this version."""
+    return bool(run.data.tags.get(tracking.FORMAT_TAG) == str(RunRecord.version))
 
 
 def is_sweep(run: Any) -> bool:

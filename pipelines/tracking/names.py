@@ -61,6 +61,9 @@ FOLDER_TAG = "trieline.folder"
 KEY_TAG = "trieline.key"
 """Tag with a key that is stored before the run is opened."""
 
+FORMAT_TAG = "trieline.format"
+"""Tag of a training with the version of its `run.json`."""
+
 CUTOFF = re.compile(r"@([0-9]+)\Z")
 """End of a metric's name: the rank at which it is measured."""
 

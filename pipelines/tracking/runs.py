@@ -23,11 +23,12 @@ from mlflow.exceptions import MlflowException
 from core.errors import UserError, one_line
 from core.files import hold_lock
 from core.options import flatten
-from core.schemas import RunRef
+from core.schemas import RunRecord, RunRef
 from pipelines.tracking.names import (
     CODE_TAG,
     COMMIT_TAG,
     FOLDER_TAG,
+    FORMAT_TAG,
     KEY_TAG,
     PARENT_TAG,
     SUBMISSION_TAG,
@@ -83,6 +84,7 @@ def open_run(
     """
     client = connect(uri)
     all_tags = {**origin_tags(hashes), **(tags or {})}
+    all_tags[FORMAT_TAG] = str(RunRecord.version)
     if parent:
         all_tags[PARENT_TAG] = parent
     experiment_id = get_or_create_experiment(client, uri, experiment, storage)

@@ -124,6 +124,24 @@ def test_a_running_run_without_a_live_process_is_marked_as_killed(
     assert statuses == {"dead": "KILLED", "alive": "RUNNING"}
 
 
+def test_runs_of_earlier_formats_are_left_out_and_counted(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    uri = new_store(tmp_path)
+    client = tracking.connect(uri)
+    config = {"model": {"name": "sasrec"}, "fit": {"seed": 1}}
+    for name in ("new", "old"):
+        run = tracking.open_run(
+            uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}
+        )
+    client.set_tag(run.run_id, tracking.FORMAT_TAG, "1")
+
+    selection = select(uri, ["retrieval/x"])
+
+    assert [run.info.run_name for run in selection.runs] == ["new"]
+    assert any("1 run of earlier formats" in note for note in selection.notes)
+
+
 def test_rankers_are_sorted_by_gauc(
     new_store: Callable[[Path], str], tmp_path: Path
 ) -> None:
