@@ -45,8 +45,27 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
+SECRET = re.compile(
+    r"(^\w+:|://)(?!anonymous@)[^/\s]*@|"
+    r"://\S*[?&][\w-]*(key|secret|token|password|signature)=",
+    re.IGNORECASE,
+)
+"""Pattern of an address with a user, or with a key among its parameters."""
+
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 """Pattern of numbers such as `1e-4`, which are strings in YAML 1.1."""
+
+
+def refuse_secrets(value: object, what: str) -> None:
+    """Raise UserError if a value has an address with a password or key.
+
+    Records, logs and messages have all values of a config.
+    """
+    if SECRET.search(str(value)):
+        raise UserError(
+            f"{what} has an address with a user, password or key, which would be "
+            "stored and printed; docs/cluster.md has the variables for them"
+        )
 
 
 def parse_scalar(value: Any) -> Any:
@@ -259,6 +278,7 @@ def build(
     Raises:
         UserError: For an unknown key, or a value that the config refuses.
     """
+    refuse_secrets(content, "an option")
     check_keys(config_class, content, prefix)
     try:
         return TypeAdapter(config_class).validate_python(content)

@@ -36,6 +36,7 @@ from core.options import (
     merge,
     read_configs,
     read_words,
+    refuse_secrets,
     to_words,
 )
 from models import registry
@@ -146,6 +147,7 @@ def join_cluster(address: str) -> None:
 
     from pipelines.ray_inside import shorten_raylet_errors
 
+    refuse_secrets(address, "RAY_ADDRESS")
     if not os.environ.get(TRACEBACK):
         shorten_raylet_errors()
     try:

@@ -22,14 +22,17 @@ import pytest
 
 from core.errors import UserError
 from core.ids import clean_id, parse_item_id
+from core.options import build, refuse_secrets
 from core.tables import read_parquet
-from jobs.cli import mask_controls
+from jobs.cli import join_cluster, mask_controls
 from models.dataset.columns import cache_folder, open_columns
 from models.training.checkpoint import Checkpoint
 from pipelines.comparison.table import Table
 from pipelines.data.reading.read import parse_sql
 from pipelines.evaluation.record import choose_store
 from pipelines.serving import package
+from pipelines.tracking import connect
+from pipelines.training.config import TrainConfig
 from pipelines.training.record import read_record
 from tests.fixtures.training_tables import write_table
 
@@ -142,6 +145,35 @@ def test_a_store_that_only_a_checkpoint_names_is_not_contacted(
         (tmp_path / "run.json").write_text(json.dumps(content))
         record = read_record(str(tmp_path), "http://mine")
         assert "stranger" not in str(record)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://user:SECRET@host:5000",
+        "postgresql://SECRET@host/db",
+        "s3://bucket/x?region=eu&secret_key=SECRET",
+        "https://host/x?X-Amz-Signature=SECRET",
+    ],
+)
+def test_an_address_with_a_password_is_refused_and_not_printed(uri: str) -> None:
+    for refuse in (
+        lambda: build(TrainConfig, {"tracking_uri": uri}),
+        lambda: build(TrainConfig, {"model": {"name": "tiger", "teacher": uri}}),
+        lambda: connect(uri),
+    ):
+        with pytest.raises(UserError, match="password or key") as error:
+            refuse()
+        assert "SECRET" not in str(error.value)
+    with pytest.raises(UserError, match="RAY_ADDRESS has an address"):
+        join_cluster("user:SECRET@host:6379")
+
+
+@pytest.mark.parametrize(
+    "uri", ["gs://anonymous@bucket/a", "s3://b/a@2024/x?region=eu", "http://host:5000"]
+)
+def test_an_address_without_a_password_is_accepted(uri: str) -> None:
+    refuse_secrets({"ndcg@10": [uri, "ndcg@10"]}, "an option")
 
 
 def test_names_cannot_steer_a_terminal_or_a_page() -> None:

@@ -26,6 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from core.errors import UserError, one_line
 from core.files import hold_lock
+from core.options import refuse_secrets
 
 for logger_name in ("mlflow", "alembic"):
     logging.getLogger(logger_name).setLevel(logging.WARNING)
@@ -161,6 +162,7 @@ def connect(uri: str) -> MlflowClient:
     Raises:
         UserError: If the store cannot be reached, or keeps answering with errors.
     """
+    refuse_secrets(uri, "the tracking URI")
     file = sqlite_file(uri)
     if not file and uri in _reachable:
         return MlflowClient(uri)
