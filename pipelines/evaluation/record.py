@@ -126,18 +126,18 @@ def record_result(
     write_file(path, content.encode())
     if not evaluated.tracking:
         return path
-    uri = choose_store(result.checkpoint, evaluated, tracking_uri)
-    if not uri:
-        print("note: not logged to the MLflow store, which only the checkpoint names")
-        return path
-    training = replace(RunRef(**evaluated.tracking), uri=uri)
     try:
+        uri = choose_store(result.checkpoint, evaluated, tracking_uri)
+        if not uri:
+            print("note: not logged to the MLflow store that only the checkpoint names")
+            return path
+        training = replace(RunRef(**evaluated.tracking), uri=uri)
         weights = checkpoint.weights_hash(result.checkpoint)
         log_evaluation(training, result, changed, weights)
     except (MlflowException, UserError) as error:
         raise UserError(
-            f"the metrics are in {path}, but not in MLflow: run {training.run_id} at "
-            f"{training.uri} ({one_line(error)})"
+            f"the metrics are in {path}, but not in MLflow: run "
+            f"{evaluated.tracking['run_id']} ({one_line(error)})"
         ) from error
     return path
 
@@ -147,7 +147,8 @@ def choose_store(folder: str, evaluated: Checkpoint, tracking_uri: str | None) -
 
     A checkpoint may come from anyone. MLflow would send a server credentials, and
     create its tables in any SQLite file, so the file must be the `mlflow.db` of a
-    folder above the checkpoint, as the file of the training's storage is.
+    folder above the checkpoint, as the file of the training's storage is, and say that
+    artifacts are local.
 
     Args:
         folder: Folder of the checkpoint.
@@ -162,7 +163,12 @@ def choose_store(folder: str, evaluated: Checkpoint, tracking_uri: str | None) -
             for parent in Path(folder).expanduser().resolve().parents
         ]
         if file in stores and file.is_file():
-            return str(evaluated.tracking["uri"])
+            uri = tracking.sqlite_uri(file)
+            client = tracking.connect(uri)
+            training = client.get_run(evaluated.tracking["run_id"]).info
+            experiment = client.get_experiment(training.experiment_id)
+            if not experiment.artifact_location.startswith("file://"):
+                return ""
     return uri
 
 
