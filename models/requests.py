@@ -49,6 +49,13 @@ class Row(dict[str, Any]):
         (value,) = check_entries(name, [self.get(name)], 1)
         return None if isinstance(value, float) and np.isnan(value) else value
 
+    def text(self, name: str) -> str | None:
+        """Return a column of text, or None if it is missing."""
+        value = self.value(name)
+        if not isinstance(value, str | None):
+            raise UserError(f"{name} is {value!r:.200}, which is not a text")
+        return value
+
     def item_ids(self, name: str) -> list[str]:
         """Return a column of item ids, normalised like the ids of the catalogue."""
         return parse_item_ids(name, self[name])

@@ -351,7 +351,7 @@ class ActionsRequests(Requests):
     ) -> NDArray[np.int64]:
         """Return the code of a viewer-side category for each event and candidate."""
         history = row.entries(f"history_viewer_{name}", count)
-        request_value = row.value(f"viewer_{name}")
+        request_value = row.text(f"viewer_{name}")
         values = [history[i] for i in events] + [request_value] * num_scored
         codes = self.viewers[name]
         return np.array([codes.get(value, 0) for value in values], np.int64)

@@ -20,13 +20,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from core.errors import UserError
 from core.ragged import concat_columns
 from core.schemas import SearchInfo
-from core.tables import read_manifest, read_table
+from core.tables import read_manifest, read_parquet, read_table
 from models.requests import Columns, Request, Requests, Row
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
 from models.search.counts import HOURS, Counts, time_features
@@ -183,7 +182,7 @@ class SearchRequests(Requests):
             queries = table["query"].to_pylist()
         documents: list[str] = []
         if self.encoder:
-            table = pq.read_table(f"{folder}/encoder/documents.parquet")
+            table = read_parquet(f"{folder}/encoder/documents.parquet")
             documents = table["text"].to_pylist()
         self.text = RequestText(catalogue.text, queries, self.encoder, documents)
         info = read_manifest(f"{folder}/tables/sequences", SearchInfo).info
@@ -234,7 +233,7 @@ class SearchRequests(Requests):
         item = [self.index[history[i]] for i in behaviours]
         candidate = [self.index[candidates[i]] for i in scored]
         parts: dict[str, NDArray] = {
-            "request_query": np.array([row.value("query")], object),
+            "request_query": np.array([row.text("query")], object),
             "history_query": np.array([queries[i] for i in behaviours], object),
             "item": np.array(item, np.int64),
             "time": np.array([times[i] or 0 for i in behaviours], np.int64),
@@ -256,7 +255,7 @@ class SearchRequests(Requests):
         )
         default = np.tile(self.mean, (len(items), 1))
         if not prefix and self.counts:
-            self.counts.fill(default, items, row.value("query"))
+            self.counts.fill(default, items, row.text("query") or "")
         time = row.value("timestamp_ms")
         if not prefix and self.time_columns and time is not None:
             default[:, self.time_columns] = time_features(np.array([time], np.int64))
