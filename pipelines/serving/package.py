@@ -39,6 +39,7 @@ from models import registry
 from models.model import Model
 from models.requests import Columns
 from models.retrieval.requests import EVERY
+from models.text.text_encoder import MODEL
 from models.training import checkpoint
 from pipelines.tracking import connect
 
@@ -163,14 +164,6 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
             model_uuid=logged.model_id,
             model_id=logged.model_id,
         )
-        requirements = [*REQUIREMENTS, *model_class.requirements]
-        if inputs.text:
-            requirements.append("scikit-learn")
-        # without the build of PyTorch, such as +cpu, which PyPI does not have
-        pinned = [
-            f"{package}=={version(package).partition('+')[0]}"
-            for package in requirements
-        ]
         with use_store(run.uri), warnings.catch_warnings():
             # MLflow warns about a missing input example, which it would run
             warnings.simplefilter("ignore")
@@ -183,12 +176,26 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 signature=make_signature(model_class, requests.columns(info, inputs)),
                 metadata=model_class.describe_requests(info),
                 model_config=dict(requests.settings),
-                pip_requirements=pinned,
+                pip_requirements=pin_requirements(model_class, bundle),
             )
         client.log_outputs(run.run_id, [LoggedModelOutput(logged.model_id, 0)])
         client.log_model_artifacts(logged.model_id, str(target))
         client.finalize_logged_model(logged.model_id, "READY")
     return str(logged.model_uri)
+
+
+def pin_requirements(model_class: type[Model], bundle: Path) -> list[str]:
+    """Return the packages that a served model needs, with their installed versions."""
+    requirements = [*REQUIREMENTS, *model_class.requirements]
+    if (bundle / "encoder").exists():
+        is_transformer = (bundle / "encoder" / MODEL).exists()
+        requirements.append(
+            "sentence-transformers" if is_transformer else "scikit-learn"
+        )
+    # without the build of PyTorch, such as +cpu, which PyPI does not have
+    return [
+        f"{package}=={version(package).partition('+')[0]}" for package in requirements
+    ]
 
 
 def write_code(folder: Path) -> Path:
