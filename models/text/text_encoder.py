@@ -26,7 +26,11 @@ from numpy.typing import NDArray
 
 from core.errors import UserError
 from core.tables import LARGEST_NUMBER
-from models.text.pretrained import load_pretrained, pretrained_source
+from models.text.pretrained import (
+    load_pretrained,
+    locate_encoder,
+    pretrained_source,
+)
 
 Floats = NDArray[np.float32]
 
@@ -183,9 +187,9 @@ class TextEncoder:
                 width = model[0].get_embedding_dimension()
                 modules = [model[0], Pooling(width, pooling), Normalize()]
                 model = SentenceTransformer(modules=modules)
+            self.tokenizer = prepare_tokenizer(name, model)
+            model.max_seq_length = min(max_tokens, count_positions(model))
         self.model = model
-        self.tokenizer = prepare_tokenizer(name, model)
-        model.max_seq_length = min(max_tokens, count_positions(model))
 
     @property
     def max_tokens(self) -> int:
@@ -323,10 +327,14 @@ def check_encoder(name: str, *options: Any) -> None:
         UserError: If weights are missing, or the encoder cannot encode texts.
     """
     encoder = TextEncoder(name, *options)
-    load_pretrained(name, type(encoder.model[0].auto_model))
+    modules = Path(locate_encoder(name), "modules.json")
+    weights = name
+    if modules.is_file():
+        weights = str(modules.parent / json.loads(modules.read_text())[0]["path"])
+    load_pretrained(weights, type(encoder.model[0].auto_model))
     try:
         encoder.encode(["a", "a long text " * encoder.max_tokens])
-    except (RuntimeError, IndexError, ValueError) as error:
+    except (RuntimeError, IndexError, ValueError, OverflowError) as error:
         raise UserError(f"the encoder {name} cannot encode a text ({error})") from error
 
 

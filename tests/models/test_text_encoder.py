@@ -123,27 +123,41 @@ def test_a_vector_does_not_depend_on_the_batch(
 
 def test_a_sentence_transformers_folder_decides_on_pooling(tmp_path: Path) -> None:
     save_bert(tmp_path)
-    names = {"": "Transformer", "1_Pooling": "Pooling"}
-    modules = [
-        {
-            "idx": i,
-            "name": str(i),
-            "path": path,
-            "type": f"sentence_transformers.models.{t}",
-        }
-        for i, (path, t) in enumerate(names.items())
-    ]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    (tmp_path / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 16, "pooling_mode_cls_token": True}
-    (tmp_path / "1_Pooling" / "config.json").write_text(
-        json.dumps({**pooling, "pooling_mode_mean_tokens": False})
-    )
+    write_modules(tmp_path, "", "1_Pooling")
     vectors = TextEncoder(str(tmp_path), "folder", 256, 8).encode(TEXTS)
     expected = TextEncoder(str(tmp_path), "cls", 256, 8).encode(TEXTS)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     np.testing.assert_allclose(vectors / lengths, expected, atol=1e-5)
     assert (lengths > 1.5).all()  # the folder does not normalise
+
+
+@pytest.mark.parametrize("transformer", ["", "0_Transformer"])
+def test_a_sentence_transformers_folder_of_either_layout_is_accepted(
+    transformer: str, tmp_path: Path
+) -> None:
+    save_bert(tmp_path / transformer)
+    write_modules(tmp_path, transformer, "1_Pooling")
+    check_encoder(str(tmp_path), "folder", 256, 8)
+
+
+def write_modules(folder: Path, *paths: str) -> None:
+    """Write the modules of a sentence-transformers folder, with pooling of [CLS]."""
+    modules = [
+        {
+            "idx": i,
+            "name": str(i),
+            "path": path,
+            "type": "sentence_transformers.models."
+            + (path.partition("_")[2] or "Transformer"),
+        }
+        for i, path in enumerate(paths)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 16, "pooling_mode_cls_token": True}
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({**pooling, "pooling_mode_mean_tokens": False})
+    )
 
 
 def test_pairs_have_the_state_of_the_first_separator(tmp_path: Path) -> None:
@@ -197,6 +211,13 @@ def add_own_code(folder: Path) -> None:
     (folder / "mine.py").write_text("raise SystemExit('code of the folder ran')")
 
 
+def limit_tokens_below_0(folder: Path) -> None:
+    save_bert(folder)
+    write_modules(folder, "", "1_Pooling")
+    settings = {"max_seq_length": -5, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+
+
 @pytest.mark.parametrize(
     ("save", "fragment"),
     [
@@ -206,6 +227,8 @@ def add_own_code(folder: Path) -> None:
         (lambda folder: save_bert(folder, pad_token=None), "pad token"),
         (write_lfs_pointer, "cannot load"),
         (add_own_code, "code"),
+        (lambda folder: write_modules(folder, "1_Pooling"), "cannot load"),
+        (limit_tokens_below_0, "cannot encode a text"),
         (lambda folder: None, "cannot load"),
     ],
 )
