@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 import zipfile
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from core.options import build, refuse_secrets
 from core.tables import read_parquet
 from jobs.cli import join_cluster, mask_controls
 from models.dataset.columns import cache_folder, open_columns
+from models.retrieval.sasrec import SASRec
 from models.training.checkpoint import Checkpoint
 from pipelines.comparison.table import Table
 from pipelines.data.reading.read import parse_sql
@@ -81,6 +84,16 @@ def test_extension_types_are_refused(is_nested: bool, tmp_path: Path) -> None:
         pa.unregister_extension_type("test.pickled_object")
 
 
+def test_parquet_is_only_read_with_a_check_of_its_types() -> None:
+    root = Path(package.__file__).parents[2]
+    for folder in ("core", "models", "pipelines", "jobs", "tuning"):
+        for path in (root / folder).rglob("*.py"):
+            source = path.read_text()
+            assert "pq.read_table(" not in source, path
+            readers = source.count("pq.ParquetFile(")
+            assert readers <= source.count("    check_plain_types("), path
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -132,11 +145,16 @@ def test_a_store_that_only_a_checkpoint_names_is_not_contacted(
     folder = str(tmp_path / "runs/sasrec/best")
     assert choose_store(folder, evaluated, None) == ""
     assert choose_store(folder, evaluated, "http://mine") == "http://mine"
-    for name, is_used in (("runs/mlflow.db", True), ("other/mlflow.db", False)):
-        file = tmp_path / name
-        file.parent.mkdir(parents=True)
-        file.touch()
-        local = replace(evaluated, tracking={**stranger, "uri": f"sqlite:///{file}"})
+    for name, artifacts, is_used in (
+        ("runs/mlflow.db", f"file://{tmp_path}/artifacts", True),
+        ("mlflow.db", "http://stranger", False),
+        ("other/mlflow.db", f"file://{tmp_path}/artifacts", False),
+    ):
+        uri = f"sqlite:///{tmp_path}/{name}"
+        client = connect(uri)
+        experiment = client.create_experiment("x", artifact_location=artifacts)
+        run_id = client.create_run(experiment).info.run_id
+        local = replace(evaluated, tracking={**stranger, "uri": uri, "run_id": run_id})
         assert bool(choose_store(folder, local, None)) == is_used
     for content in (
         {"version": 2, "status": "running", "run": stranger},
@@ -220,6 +238,39 @@ def test_files_with_times_before_1980_are_served(
     monkeypatch.setattr(package.models, "__path__", [str(tmp_path / "models")])
     with zipfile.ZipFile(package.write_code(tmp_path)) as archive:
         assert "models/old.py" in archive.namelist()
+
+
+def test_a_version_is_refused_beside_a_module_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    package.write_code(tmp_path / "code")
+    source = Path(package.__file__).with_name("served_model.py")
+    shutil.copyfile(source, tmp_path / "served_model.py")
+    for name in ("core", "models"):
+        module = types.ModuleType(name)
+        module.__file__ = f"/app/{name}.py"
+        module.__spec__ = ModuleSpec(name, None, origin=module.__file__)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    with pytest.raises(ImportError, match=r"imported /app/(core|models)\.py"):
+        runpy.run_path(str(tmp_path / "served_model.py"))
+
+
+@pytest.mark.parametrize(
+    ("file", "requirement"),
+    [
+        ("encoder/model/config.json", "sentence-transformers"),
+        ("encoder/tfidf.safetensors", "scikit-learn"),
+    ],
+)
+def test_a_served_model_requires_the_library_of_its_encoder(
+    file: str, requirement: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    *_, last = package.pin_requirements(SASRec, tmp_path)
+    assert last.startswith(f"{requirement}==")
 
 
 @pytest.mark.parametrize("name", ["models/registry.py", "models/more.py"])

@@ -46,6 +46,7 @@ from mlflow.pyfunc.scoring_server import predictions_to_json
 from mlflow.store.artifact.utils.models import get_model_name_and_version
 from pydantic import BaseModel, Field
 from ray import serve
+from starlette.requests import ClientDisconnect
 
 MAX_BODY_BYTES = 4 * 2**20
 """Largest body of a request."""
@@ -116,7 +117,8 @@ async def read_body(request: Request) -> bytearray:
     """Read the body of a request.
 
     Raises:
-        HTTPException: If the body is too large, or not complete after `BODY_TIMEOUT_S`.
+        HTTPException: If the body is too large, or incomplete: the client leaves, or
+            `BODY_TIMEOUT_S` are over.
     """
     body = bytearray()
     try:
@@ -125,7 +127,7 @@ async def read_body(request: Request) -> bytearray:
                 body += part
                 if len(body) > MAX_BODY_BYTES:
                     raise HTTPException(413, f"the limit is {MAX_BODY_BYTES} bytes")
-    except TimeoutError as error:
+    except (TimeoutError, ClientDisconnect) as error:
         raise HTTPException(408, "the request is incomplete") from error
     return body
 

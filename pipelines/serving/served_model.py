@@ -56,9 +56,10 @@ if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
             except OSError:
                 code = None
             if code != archive.read(name):
-                imported = importlib.import_module(package).__path__[0]
+                imported = importlib.import_module(package)
+                path = getattr(imported, "__path__", [imported.__file__])[0]
                 raise ImportError(
-                    f"this process has imported {imported}, and the model has other "
+                    f"this process has imported {path}, and the model has other "
                     f"code in {code_file}; load it in a process of its own"
                 )
 
@@ -81,6 +82,9 @@ MAX_K = 10_000
 
 MAX_ANSWER_ITEMS = 1_000_000
 """Largest number of items of all rankings of an answer, which limits its memory."""
+
+MAX_ROWS = 10_000
+"""Largest number of rows of a request to a server."""
 
 MAX_BATCH_REQUESTS = 256
 """Largest number of requests that are ranked in one batch."""
@@ -193,6 +197,8 @@ class ServedModel(PythonModel):
                 )
             schema = model.metadata.get_input_schema()
             rows = scoring_server.infer_and_parse_data(body, schema)
+            if len(rows) > MAX_ROWS:
+                raise UserError(f"the request has {len(rows)} rows, over {MAX_ROWS}")
         except UserError as error:
             raise RefusedRequest(str(error)) from error
         except MlflowException as error:

@@ -52,6 +52,14 @@ REFUSED_BODIES: list[tuple[str, dict[str, Any], str]] = [
         {"dataframe_records": [SEARCH | {"query": "q" * 10_001}]},
         "query has a text of over 10000",
     ),
+    ("qgs", {"dataframe_records": [SEARCH | {"query": 5}]}, "query is 5"),
+    ("qgs", {"dataframe_records": [SEARCH | {"query": {"a": 1}}]}, "not a text"),
+    (
+        "attn_mvp",
+        {"dataframe_records": [FEED | {"viewer_device": {"a": 1}}]},
+        "viewer_device is {'a': 1}",
+    ),
+    ("tiger", {"dataframe_records": [HISTORY] * 10_001}, "10001 rows"),
     ("qgs", {"dataframe_records": [SEARCH | {"candidate": []}]}, "'candidate'"),
     ("attn_mvp", {"dataframe_records": [FEED | {"timestamp": 5}]}, "'timestamp'"),
 ]
@@ -67,7 +75,9 @@ def served(
     write_tables(folder / "small")
     register(save_tiger_run(folder, "tiger", None, seed=1, ndcg=0.5), "tiger")
     register_ranker(folder, "qgs", *write_search(folder / "search"))
-    register_ranker(folder, "attn_mvp", write_actions(folder / "feed"), None)
+    register_ranker(
+        folder, "attn_mvp", write_actions(folder / "feed", viewers=True), None
+    )
     with package.use_store(uri):
         names = ("tiger", "qgs", "attn_mvp")
         return {name: mlflow.pyfunc.load_model(f"models:/{name}/1") for name in names}
@@ -103,7 +113,9 @@ def test_the_server_answers_valid_requests(served: dict[str, PyFuncModel]) -> No
     assert prediction["note"] == "1 of 3 items: allowed has 1 item of the catalogue"
 
 
-@pytest.mark.parametrize("content_type", [None, "text/plain"])
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/vnd.apache.parquet"]
+)
 def test_a_body_that_is_not_declared_as_json_is_refused(
     served: dict[str, PyFuncModel], content_type: str | None
 ) -> None:
