@@ -97,7 +97,8 @@ def _import_class(what: str, entries: Mapping[str, str], name: str) -> Any:
         raise UserError(f"{fault}; known are {', '.join(entries)}")
     module, class_name = entries[name].split(":")
     found = getattr(importlib.import_module(module), class_name)
-    assert found.name == name, f"{class_name} has the name {found.name}, not {name}"
+    if found.name != name:
+        raise UserError(f"{class_name} has the name '{found.name}', not '{name}'")
     return found
 
 

@@ -106,7 +106,6 @@ class Rqkmeans(Tokenizer):
         stacked = torch.stack(codebooks)
         codes, quantized = quantize_vectors(embeddings, stacked)
         error = unexplained_variance(embeddings, quantized)
-        self.arrays = {"codebooks": stacked.cpu()}
         return Quantized(embeddings.cpu(), stacked.cpu(), codes.cpu(), error)
 
     def assign(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:

@@ -258,7 +258,6 @@ class RqvaeTokenizer(Tokenizer):
                 )
         weights = model.encoder.state_dict()
         self.arrays = {name: weight.cpu() for name, weight in weights.items()}
-        self.arrays["codebooks"] = model.codebooks.detach().cpu()
         return model.quantize(embeddings)
 
     def assign(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:

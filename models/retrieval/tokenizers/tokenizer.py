@@ -65,11 +65,11 @@ class Tokenizer:
     reads_file: ClassVar[bool] = False
     """Whether the codes are in a file, so that no embeddings are needed."""
     arrays: dict[str, Tensor]
-    """Arrays that `assign` needs, which are stored: `codebooks`, (C, K, D) centroids,
-    and any others. `fit` sets them."""
+    """Arrays that `assign` needs, which are stored with the `codebooks` of `Quantized`.
+    `fit` sets others than `codebooks`."""
 
     def __init__(self, config: Any) -> None:
-        self.config = config
+        self.config, self.arrays = config, {}
 
     @property
     def separates_items(self) -> bool:

@@ -139,7 +139,8 @@ def _train_task(
             "quantization_error": quantization_error(quantized),
             **quantized.measures,
         }
-    arrays = {name: array.numpy() for name, array in tokenizer.arrays.items()}
+    stored = {**tokenizer.arrays, "codebooks": quantized.codebooks}
+    arrays = {name: array.numpy() for name, array in stored.items()}
     yield TrainedCodes(quantized.codes.numpy(), arrays, measures)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from core.errors import UserError
 from core.options import NamedConfig
@@ -17,7 +18,13 @@ from models.retrieval.tokenizers import codes
 from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.retrieval.tokenizers.psid import Psid
 from models.retrieval.tokenizers.rqkmeans import Rqkmeans
-from models.retrieval.tokenizers.tokenizer import Published, Tokenizer
+from models.retrieval.tokenizers.tokenizer import (
+    Progress,
+    Published,
+    Quantized,
+    Tokenizer,
+    Training,
+)
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.embed import EmbeddingSource, read_embeddings
 from pipelines.data.sids.tokenize import (
@@ -25,6 +32,7 @@ from pipelines.data.sids.tokenize import (
     find_train_items,
     read_codes,
     tokenize,
+    train_codes,
 )
 from tests.fixtures.item_tables import write_items
 
@@ -32,6 +40,24 @@ COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
 PUBLISHED = Published(NamedConfig())
 KMEANS = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=8))
+
+
+class Signs(Tokenizer):
+    """A tokenizer of signs of embeddings, which needs no array to assign codes."""
+
+    name = "signs"
+
+    def fit(
+        self, embeddings: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> Training[Quantized]:
+        yield Progress(1, 1, "")
+        codes = (embeddings[:, :2] > 0).long()
+        return Quantized(embeddings, torch.zeros(2, 2, 6), codes, 0.5)
+
+
+def test_the_codebooks_of_a_tokenizer_are_stored() -> None:
+    trained = train_codes(np.ones((5, 6), np.float32), Signs(None), str)
+    assert trained.arrays["codebooks"].shape == (2, 2, 6)
 
 
 @pytest.fixture
