@@ -34,11 +34,13 @@ from typing import Any
 import safetensors.torch
 import torch
 from pyarrow import fs
+from pydantic import TypeAdapter
 from torch import nn
 
 from core.errors import UserError, one_line
 from core.files import absolute, file_info, join, open_uri, write_file
-from core.tables import Manifest, check_file_names
+from core.schemas import RunRef
+from core.tables import CHECKED, Manifest, check_file_names
 from models.training.attempts import UNNUMBERED, Attempt, require_current
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
@@ -53,6 +55,8 @@ OPTIONAL = "text_items"
 @dataclass
 class Checkpoint:
     """Content of `config.json`."""
+
+    __pydantic_config__ = CHECKED
 
     model: dict[str, Any]
     """Registry name of the model, under `name`, and the fields of its config."""
@@ -407,12 +411,12 @@ def read(uri: str | Path) -> Checkpoint:
     try:
         with filesystem.open_input_stream(config_path) as stream:
             content = json.loads(stream.read())
-        metadata = Checkpoint(**content)
-        # raises if they are no mappings
-        metadata.model, metadata.files = dict(metadata.model), dict(metadata.files)
+        metadata: Checkpoint = TypeAdapter(Checkpoint).validate_python(content)
+        if metadata.tracking:
+            RunRef(**metadata.tracking)  # raises if a field is missing
         check_file_names(metadata.files)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{config_path} is damaged ({error})") from error
+    except ValueError as error:
+        raise UserError(f"{config_path} is damaged ({one_line(error)})") from error
     for name, size in metadata.files.items():
         info = filesystem.get_file_info(f"{path}/{name}")
         if info.type != fs.FileType.File:

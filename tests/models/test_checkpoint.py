@@ -4,6 +4,7 @@ rejected in one line.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +135,20 @@ def test_a_damaged_file_is_named(saved: dict[str, str], tmp_path: Path) -> None:
     (broken / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is damaged"):
         checkpoint.read(broken)
+
+
+@pytest.mark.parametrize(
+    "tracking", ["http://host", {"uri": 5}, {"experiment": "x"}, 7]
+)
+def test_a_damaged_mlflow_run_is_refused_when_a_checkpoint_is_read(
+    tracking: Any, saved: dict[str, str], tmp_path: Path
+) -> None:
+    broken = Path(shutil.copytree(saved["sasrec"], tmp_path / "broken"))
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "tracking": tracking}))
+    with pytest.raises(UserError, match="is damaged") as error:
+        checkpoint.read(broken)
+    assert "\n" not in str(error.value)
 
 
 def build_linear(epoch: int) -> tuple[nn.Module, checkpoint.Checkpoint, dict]:
