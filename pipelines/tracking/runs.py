@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import uuid
 from collections.abc import Collection, Iterable
@@ -206,6 +207,10 @@ def artifact_location(storage: str) -> str:
     if "://" in storage:
         return f"{storage.rstrip('/')}/mlartifacts"
     folder = Path(storage).expanduser().absolute() / "mlartifacts"
+    if re.search("%[0-9A-Fa-f]{2}", str(folder)):
+        raise UserError(
+            f"MLflow cannot keep artifacts in {folder}, as it decodes the %"
+        )
     return folder.as_uri()  # MLflow decodes a % in paths too, as in URIs
 
 

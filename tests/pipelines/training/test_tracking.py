@@ -95,6 +95,14 @@ def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
         assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == 10
 
 
+def test_a_storage_whose_name_mlflow_would_decode_is_refused(
+    tmp_path: Path, uri: str
+) -> None:
+    storage = str(tmp_path / "100%41")
+    with pytest.raises(UserError, match="decodes"):
+        tracking.open_run(uri, "retrieval/y", "a", storage, config={}, hashes={})
+
+
 def test_a_repeated_trial_continues_its_mlflow_run(tmp_path: Path, uri: str) -> None:
     def open_run(name: str, trial: str = "", parent: str | None = None) -> str:
         tags = {tracking.TRIAL_TAG: trial} if parent else {}
