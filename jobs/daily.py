@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, field
-from datetime import UTC, datetime
+from datetime import datetime
 from math import isnan
 from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
 
 from pydantic.dataclasses import dataclass
 
@@ -216,12 +217,14 @@ class Day:
     def begin(self) -> DayRecord:
         """Return the record of the newest day in the tables, added if it is new.
 
-        The name of a day is the date of its last event and the start of the tables'
-        hash.
+        The name of a day is the date of its last event, in the time zone of the
+        mapping, and the start of the tables' hash.
 
         Raises:
             UserError: if the split is not temporal.
         """
+        from pipelines.data.reading.log import load_source
+
         sequences = read_manifest(join(self.tables, "sequences"), SequencesInfo)
         split = sequences.info.split
         if split.by != "temporal":
@@ -231,7 +234,9 @@ class Day:
                 f"{{split: {{by: temporal, val_days: 1, test_days: 1}}}}"
             )
         last_ms = read_manifest(join(self.tables, "events"), EventsInfo).info.last_ms
-        date = datetime.fromtimestamp(last_ms / 1000, UTC).date()
+        source, _ = load_source(self.config.prepare["source"])
+        zone = ZoneInfo((source.time and source.time.zone) or "UTC")
+        date = datetime.fromtimestamp(last_ms / 1000, zone).date()
         name = f"{date}-{sequences.hash[:8]}"
         for day in self.days:
             if day.name == name:
