@@ -6,6 +6,7 @@ of the project. The copy's commands prepare or train, evaluate and compare it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -20,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+from core.errors import UserError
+from core.options import build
 from core.schemas import Inputs
 from core.tables import read_table
 from models.build import build_model
@@ -41,7 +44,7 @@ def read_code_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
-DECODER, LINE, CHECK = read_code_blocks("python")
+DECODER, LINE, OPTIONS, TRAINING, CHECK = read_code_blocks("python")
 (DECODER_YAML,) = read_code_blocks("yaml")
 
 RANKER = '''
@@ -366,6 +369,25 @@ def test_the_new_kind_forms_the_requests_that_its_file_defines(
                 assert request["candidates"] != [items[history_end - 1]]
     assert num_repeats
     assert num_requests < 900
+
+
+def test_the_page_declares_bounds_of_options_on_their_fields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wide.py").write_text(OPTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    config_class = importlib.import_module("wide").WideConfig
+    assert build(config_class, {"width": 8}).width == 8
+    with pytest.raises(UserError, match=r"width is 0; .*greater than 0"):
+        build(config_class, {"width": 0})
+
+
+def test_the_page_trains_a_model_in_python(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables, _ = training_tables.write_tables(tmp_path / "small")
+    exec(TRAINING, {"TABLES": tables})
+    assert "ndcg@10" in capsys.readouterr().out
 
 
 def test_the_pages_check_of_a_decoder_passes(tmp_path: Path) -> None:
