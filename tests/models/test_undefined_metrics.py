@@ -99,7 +99,7 @@ def test_an_undefined_metric_is_null_in_the_evaluation_and_absent_in_mlflow(
         hashes=run.catalogue.hashes,
     )
     folder = tmp_path / "sasrec"
-    metadata = run.checkpoint(epoch=1, tracking=tracked_run.to_dict())
+    metadata = run.checkpoint(epoch=1, tracking=vars(tracked_run))
     checkpoint.save(folder, run.model, metadata)
 
     result = evaluate(Config(checkpoint=str(folder), tables=repeats))

@@ -175,7 +175,7 @@ def served_model(
         config={"model": run.model.config_to_dict(run.config), "tables": tables},
         hashes=run.catalogue.hashes,
     )
-    saved = run.checkpoint(epoch=1, tracking=tracked.to_dict())
+    saved = run.checkpoint(epoch=1, tracking=vars(tracked))
     checkpoint.save(folder / "mvp", run.model, saved)
     tracking.Logger(tracked).tag(checkpoint=str(folder / "mvp"))
     register(tracked, "mvp")

@@ -49,7 +49,7 @@ def register_model(folder: Path, uri: str, tables: str, text: str) -> TrainingRu
     tracked = tracking.open_run(
         uri, "qgs/own", "qgs", str(folder), config=config, hashes=run.catalogue.hashes
     )
-    saved = run.checkpoint(epoch=1, tracking=tracked.to_dict())
+    saved = run.checkpoint(epoch=1, tracking=vars(tracked))
     checkpoint.save(folder / "qgs", run.model, saved)
     tracking.Logger(tracked).tag(checkpoint=str(folder / "qgs"))
     register(tracked, "qgs")

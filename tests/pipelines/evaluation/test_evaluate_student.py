@@ -87,7 +87,7 @@ def students(
         opened = tracking.open_run(
             uri, "retrieval/small", name, str(folder), config=config, hashes={}
         )
-        saved = setup.checkpoint(epoch=1, step=4, tracking=opened.to_dict())
+        saved = setup.checkpoint(epoch=1, step=4, tracking=vars(opened))
         checkpoint.save(folder / name, setup.model, saved)
         tracking.Logger(opened).end()
     return Students(folder, tables, sids)

@@ -113,7 +113,7 @@ def evaluation(
             config={"model": model, "fit": vars(fit)},
             hashes=setup.catalogue.hashes,
         )
-        saved = setup.checkpoint(epoch=1, step=4, tracking=run.to_dict())
+        saved = setup.checkpoint(epoch=1, step=4, tracking=vars(run))
         checkpoint.save(folder / name, setup.model, saved)
         tracking.Logger(run).end()
     return Evaluation(folder, tables, sids, uri)
