@@ -20,7 +20,8 @@ from benchmarks.harness import Line, device, in_fresh_process, read_peak_mb, to_
 from core.options import build, read_configs
 from core.schemas import Inputs
 from models.registry import build_model_config
-from models.training.fit import FitConfig, StepEvent, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import fit
 from models.training_run import TrainingRun, resolve_training
 
 MODES: dict[str, dict[str, Any]] = {
@@ -87,7 +88,7 @@ def time_steps(content: Line, inputs: Inputs, params: Line) -> Line:
     before = read_peak_mb()
     run = TrainingRun.build(config, fit_config, inputs, device=device())
     seconds: list[float] = []
-    events = fit(
+    reports = fit(
         run.model,
         run.train,
         lambda model: ({"none": 0.0}, 1),
@@ -95,15 +96,14 @@ def time_steps(content: Line, inputs: Inputs, params: Line) -> Line:
         lr_multipliers=run.lr_multipliers,
         device=run.device,
     )
-    for event in events:
-        if isinstance(event, StepEvent):
-            if event.step > params["skipped"]:
-                seconds.append(fit_config.batch_size / event.examples_per_s)
-            if event.step >= params["steps"]:
-                break
+    for report in reports:
+        if report.step > params["skipped"]:
+            seconds.append(fit_config.batch_size / report.examples_per_s)
+        if report.step >= params["steps"]:
+            break
     return {
         "seconds": seconds,
         "examples": fit_config.batch_size,
-        "data_wait": round(event.data_wait, 4),
+        "data_wait": round(report.data_wait, 4),
         "peak_memory_mb": round(read_peak_mb() - before, 1),
     }

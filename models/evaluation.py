@@ -18,7 +18,7 @@ import torch
 from models.dataset.dataset import RequestDataset
 from models.metrics.per_user_metrics import PerUserValues
 from models.metrics.ranking_metrics import Histogram
-from models.training.fit import Sums, ValidationStopped
+from models.training.loop import Sums, ValidationStopped
 
 
 @dataclass(frozen=True)

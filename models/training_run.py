@@ -32,9 +32,9 @@ from models.loaded_model import load_catalogue
 from models.model import Model
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
-from models.training.fit import (
+from models.training.fit_config import FitConfig
+from models.training.loop import (
     REQUESTS,
-    FitConfig,
     ProgressUnit,
     Sums,
     run_validation,
@@ -285,7 +285,7 @@ class TrainingRun:
             state = checkpoint.load_state(copy)
         has_ended = metadata.epoch == metadata.fit["max_epochs"]
         if has_ended and metadata.epoch < self.fit.max_epochs:
-            state["cursor"]["stopped"] = False
+            state["position"]["stopped"] = False
         return state
 
 

@@ -31,7 +31,7 @@ from core.options import STRICT, build, path_fields, read_configs, read_yaml
 from core.schemas import Inputs
 from models import registry
 from models.text.pretrained import resolve_encoder_path
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""

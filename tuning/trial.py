@@ -20,7 +20,7 @@ from core.errors import UserError
 from core.files import join
 from core.schemas import Inputs, RunRecord
 from models.training import attempts, checkpoint
-from models.training.fit import drop_undefined
+from models.training.loop import drop_undefined
 from models.training.memory import resident_peak_mb
 from pipelines import tracking
 from pipelines.evaluation.checks import Workers

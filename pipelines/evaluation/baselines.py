@@ -19,7 +19,7 @@ from models import registry
 from models.evaluation import measure_examples
 from models.metrics.per_user_metrics import sampling_stride
 from models.retrieval.recommend import required_history
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun, resolve_training
 from pipelines.evaluation.record import pop_per_user
 

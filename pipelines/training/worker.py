@@ -32,14 +32,11 @@ from models.metrics.ranking_metrics import format_metric
 from models.training import attempts, checkpoint
 from models.training.attempts import UNNUMBERED, Attempt
 from models.training.checkpoint import Checkpoint
-from models.training.fit import (
+from models.training.loop import (
     ASK,
     CONTINUE,
     STOP,
-    EpochEvent,
-    Event,
-    HeartbeatEvent,
-    StepEvent,
+    Report,
     best_fields,
     describe,
     drop_undefined,
@@ -323,7 +320,7 @@ def describe_run(
         counts = ", ".join(f"{name} {number:,}" for name, number in parts.items())
         yield f"parameters: {counts}"
     if last is not None:
-        is_within_epoch = bool(state and state["cursor"]["step_in_epoch"])
+        is_within_epoch = bool(state and state["position"]["step_in_epoch"])
         preposition = "in" if is_within_epoch else "after"
         yield f"continuing {preposition} epoch {last.epoch}, step {last.step}"
 
@@ -444,7 +441,7 @@ def train_sgd(
     requests = StopRequests(worker)
     run.should_stop = requests.should_stop
     config = task.config
-    for event in fit(
+    for report in fit(
         run.model,
         run.train,
         run.validate,
@@ -460,48 +457,36 @@ def train_sgd(
         has_notice=requests.check_notices,
     ):
         if worker.rank == 0:
-            for line in describe_event(event, run):
+            for line in describe_report(report, run):
                 worker.say(line)
-        if isinstance(event, HeartbeatEvent):
+        if logger and report.points:
+            logger.log(report.points, report.step)
+        if not report.state:
             continue
-        if logger and event.is_point:
-            log_event(logger, event)
-        if not event.state:
-            continue
-        add_timing(timing, event)
+        timing["eval_seconds"] += report.eval_seconds
+        if report.ends_epoch:
+            timing["train_seconds"] += report.seconds
+            timing["examples_per_s"] = report.examples_per_s
         new_checkpoint = run.checkpoint(
-            epoch=event.epoch,
-            step=event.step,
-            metrics=drop_undefined(event.metrics),
-            best=best_fields(event.state),
+            epoch=report.epoch,
+            step=report.step,
+            metrics=drop_undefined(report.metrics),
+            best=best_fields(report.state),
             timing=timing,
             tracking=asdict(task.run) if task.run else {},
             attempt=task.attempt,
         )
         new_checkpoint.set_best_folder(last)
         last = new_checkpoint
-        save_and_report(run, task, new_checkpoint, event.state, worker, logger)
+        save_and_report(run, task, new_checkpoint, report.state, worker, logger)
 
 
-def add_timing(timing: dict[str, float], event: Event) -> None:
-    """Add the durations that an event reports to the totals of the run, in place."""
-    timing["eval_seconds"] += event.eval_seconds
-    if isinstance(event, EpochEvent):
-        timing["train_seconds"] += event.seconds
-        timing["examples_per_s"] = event.examples_per_s
-
-
-def describe_event(event: Event | HeartbeatEvent, run: TrainingRun) -> Iterator[str]:
-    """Yield lines of progress about an event of the training loop."""
-    if isinstance(event, HeartbeatEvent):
-        yield describe(event, run.fit, run.progress_unit)
-        return
-    if not event.state:
-        return
-    if event.metrics or isinstance(event, EpochEvent):
-        yield describe(event, run.fit, run.progress_unit)
-    if event.interrupted:
-        yield f"stopping: saving a checkpoint of step {event.step}"
+def describe_report(report: Report, run: TrainingRun) -> Iterator[str]:
+    """Yield lines about an epoch, or about progress within an epoch."""
+    if report.ends_epoch or not (report.points or report.state):
+        yield describe(report, run.fit, run.progress_unit)
+    if report.interrupted:
+        yield f"stopping: saving a checkpoint of step {report.step}"
 
 
 def fit_in_one_pass(
@@ -574,44 +559,3 @@ def save_and_report(
             folder, run.model, new_checkpoint, state, worker.uploads, curves
         )
     worker.report(new_checkpoint)
-
-
-def log_event(logger: tracking.Logger, event: Event) -> None:
-    """Log the metrics of an event of the training loop."""
-    if isinstance(event, StepEvent):
-        logger.log(step_metrics(event), event.step)
-    elif isinstance(event, EpochEvent):
-        logger.log(epoch_metrics(event), event.step)
-    logger.log(validation_metrics(event), event.step)
-
-
-def step_metrics(event: StepEvent) -> dict[str, float]:
-    """Return the metrics that are logged every `log_every_steps`."""
-    return {
-        "train/loss": event.loss,
-        "train/lr": event.lr,
-        "train/grad_norm": event.grad_norm,
-        "train/examples_per_s": event.examples_per_s,
-        "train/data_wait": event.data_wait,
-        **{f"train/{name}": value for name, value in event.parts.items()},
-    }
-
-
-def epoch_metrics(event: EpochEvent) -> dict[str, float]:
-    """Return the metrics that are logged at the end of an epoch."""
-    return {
-        "epoch": event.epoch,
-        "train/epoch_loss": event.loss,
-        "train/epoch_seconds": event.seconds,
-    }
-
-
-def validation_metrics(event: Event) -> dict[str, float]:
-    """Return the metrics of an event's validation, or {} if it had none."""
-    if not event.metrics:
-        return {}
-    return {
-        **{f"val/{name}": value for name, value in event.metrics.items()},
-        "val/examples": event.examples,
-        "val/seconds": event.eval_seconds,
-    }

@@ -29,7 +29,7 @@ from models.build import build_model
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import History
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from tests.fixtures import search_tables, training_tables
 from tests.fixtures.trainings import build_training
 

@@ -14,7 +14,7 @@ import torch
 from core.schemas import Inputs
 from core.tables import read_manifest
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
 from models.warm_start import assign_by_hash
 from pipelines.data.audit.rules import audit

@@ -20,7 +20,7 @@ from core.files import file_info
 from core.schemas import Inputs
 from core.tables import read_manifest
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from pipelines.training.config import RayOptions
 from tests.fixtures.trainings import train
 

@@ -18,7 +18,7 @@ from core.errors import UserError
 from core.schemas import Inputs
 from jobs import cli
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.trainings import build_training
 

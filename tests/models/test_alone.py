@@ -36,7 +36,8 @@ from models.registry import build_model_config
 from models.loaded_model import load_catalogue
 from models.training import checkpoint
 from core.schemas import Inputs
-from models.training.fit import FitConfig, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import fit
 from models.training_run import TrainingRun, resolve_training
 
 tables, folder = sys.argv[1:]

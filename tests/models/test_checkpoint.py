@@ -25,7 +25,7 @@ from core.schemas import Inputs
 from models.build import build_model, load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             folder / name,
             setup.model,
             setup.checkpoint(epoch=3),
-            {"cursor": {"epoch": 3}},
+            {"position": {"epoch": 3}},
         )
     return {
         "tables": tables,
@@ -89,7 +89,7 @@ def test_a_saved_model_is_loaded_with_its_state_and_table_hashes(
     same_items, same_scores = model_by_name.recommend(batch, 10)
     assert torch.equal(items, same_items)
     assert torch.equal(scores, same_scores)
-    assert checkpoint.load_state(saved[name]) == {"cursor": {"epoch": 3}}
+    assert checkpoint.load_state(saved[name]) == {"position": {"epoch": 3}}
 
 
 def test_a_checkpoint_is_rejected_with_other_tables_than_in_training(

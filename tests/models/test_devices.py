@@ -25,7 +25,8 @@ from models import registry
 from models.metrics.ranking_metrics import Histogram
 from models.retrieval.distillation.teacher import TeacherConfig
 from models.training import checkpoint
-from models.training.fit import FitConfig, autocast
+from models.training.fit_config import FitConfig
+from models.training.loop import autocast
 from models.training_run import TrainingRun
 from tests.fixtures import actions_tables, search_tables, training_tables
 from tests.fixtures.trainings import build_training

@@ -25,7 +25,8 @@ from models.build import load_model
 from models.evaluation import measure_examples
 from models.loaded_model import load_catalogue
 from models.training import checkpoint
-from models.training.fit import EpochEvent, FitConfig, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import fit
 from models.training_run import TrainingRun
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.golden import check_golden
@@ -226,7 +227,7 @@ def test_training_lowers_the_loss_and_reports_all_metrics(
 
     events = list(fit(run.model, run.train, run.validate, run.fit, means=run.means))
 
-    ends = [event for event in events if isinstance(event, EpochEvent)]
+    ends = [event for event in events if event.ends_epoch]
     assert ends[-1].loss < ends[0].loss
     assert set(ends[-1].metrics) == set(run.model.metric_names(run.catalogue))
     measured = measure_examples(

@@ -17,17 +17,15 @@ from torch import Tensor, nn
 
 from core.errors import UserError
 from models.dataset.batch import Batch, axes
-from models.training.fit import (
+from models.training.fit_config import FitConfig
+from models.training.loop import (
     ASK,
     CONTINUE,
     SAVE,
     STOP,
-    Cursor,
-    EpochEvent,
-    Event,
-    FitConfig,
     Pace,
-    StepEvent,
+    Position,
+    Report,
     ValidationStopped,
     describe,
     fit,
@@ -99,9 +97,7 @@ def build_classifier(seed: int = 0, dropout: float = 0.5) -> Classifier:
     return Classifier(dropout=dropout)
 
 
-def run_fit(
-    model: nn.Module, config: FitConfig, **options: object
-) -> list[StepEvent | EpochEvent]:
+def run_fit(model: nn.Module, config: FitConfig, **options: object) -> list[Report]:
     """Train to the end and return all events."""
     return list(fit(model, Batches(), validate, config, **options))
 
@@ -117,23 +113,23 @@ def assert_equal_weights(model: nn.Module, other: nn.Module) -> None:
         assert torch.equal(weight, other_weight)
 
 
-def get_loss_curve(events: list[Event]) -> list[tuple[int, float]]:
+def get_loss_curve(events: list[Report]) -> list[tuple[int, float]]:
     """Return (step, loss) of every reported step."""
     return [
-        (event.step, event.loss) for event in events if isinstance(event, StepEvent)
+        (event.step, event.points["train/loss"])
+        for event in events
+        if "train/loss" in event.points
     ]
 
 
-def get_curves(events: list[Event]) -> dict[tuple[str, int], float]:
-    """Return the points of all curves within epochs, by name and step."""
+def get_curves(events: list[Report]) -> dict[tuple[str, int], float]:
+    """Return the points of all curves but durations, by name and step."""
     curves = {}
     for event in events:
-        if not isinstance(event, StepEvent) or not event.is_point:
-            continue
-        values = {"loss": event.loss, "lr": event.lr, "grad_norm": event.grad_norm}
-        for name, value in {**values, **event.parts, **event.metrics}.items():
-            assert (name, event.step) not in curves
-            curves[name, event.step] = value
+        for name, value in event.points.items():
+            if not name.endswith(("seconds", "_per_s", "data_wait")):
+                assert (name, event.step) not in curves
+                curves[name, event.step] = value
     return curves
 
 
@@ -149,7 +145,7 @@ CONFIG = FitConfig(
 
 def stop_and_resume(
     config: FitConfig, stop_at: int, in_validation: bool
-) -> tuple[Classifier, list[StepEvent | EpochEvent], list[StepEvent | EpochEvent]]:
+) -> tuple[Classifier, list[Report], list[Report]]:
     """Stop a run at its `stop_at`-th step or validation, and finish it from the state
     of its last event.
 
@@ -197,10 +193,10 @@ def test_training_stopped_at_any_step_or_validation_and_resumed_equals_uninterru
     assert not last.stop
     assert in_validation or last.step == stop_at
     assert_equal_weights(resumed, uninterrupted)
-    cursor = rest[-1].state["cursor"]
-    expected_cursor = all_events[-1].state["cursor"]
+    position = rest[-1].state["position"]
+    expected_position = all_events[-1].state["position"]
     for key in ("best", "best_epoch", "best_step", "waiting", "stopped"):
-        assert cursor[key] == expected_cursor[key]
+        assert position[key] == expected_position[key]
     assert rest[-1].loss == pytest.approx(all_events[-1].loss)
     assert get_curves(events + rest) == pytest.approx(get_curves(all_events))
     validated = [event.step for event in all_events if event.metrics]
@@ -240,12 +236,12 @@ def test_best_epoch_and_early_stop_follow_the_validation_metric_alone() -> None:
         lambda model: ({"ndcg@10": next(values)}, 1),
         config,
     )
-    ends = [event for event in events if isinstance(event, EpochEvent)]
+    ends = [event for event in events if event.ends_epoch]
 
     # an equal value is not better
     assert [event.is_best for event in ends] == [True, True, False, False]
     assert [event.stop for event in ends] == [False, False, False, True]
-    assert ends[-1].state["cursor"]["best_epoch"] == 2
+    assert ends[-1].state["position"]["best_epoch"] == 2
     assert [bool(event.stop_reason) for event in ends] == [False, False, False, True]
     assert "fit.patience" in describe(ends[-1], config).splitlines()[-1]
 
@@ -253,17 +249,17 @@ def test_best_epoch_and_early_stop_follow_the_validation_metric_alone() -> None:
 def test_the_time_left_counts_steps_and_validations_of_all_epochs() -> None:
     config = FitConfig(max_epochs=10, eval_every_epochs=3)
     pace = Pace(config, total_steps=100)
-    assert pace.seconds_left(Cursor(step=2, step_in_epoch=2, seconds=4.0)) is None
+    pace.add(2, 4.0)
+    assert pace.seconds_left(Position(step=2)) is None
     pace.eval_seconds = 5.0
-    cursor = Cursor(epoch=3, step=35, step_in_epoch=5, seconds=8.0)
     # 65 steps of 2 seconds, validations after epochs 6, 9 and 10
-    assert pace.seconds_left(cursor, unread=2.0) == 65 * 2 + 3 * 5
+    assert pace.seconds_left(Position(epoch=3, step=35), 2.0, 1) == 65 * 2 + 3 * 5
 
 
 def test_validation_every_n_epochs_and_at_the_end() -> None:
     config = FitConfig(max_epochs=5, eval_every_epochs=2)
     events = run_fit(build_classifier(), config)
-    ends = [event for event in events if isinstance(event, EpochEvent)]
+    ends = [event for event in events if event.ends_epoch]
     assert [bool(event.metrics) for event in ends] == [False, True, False, True, True]
 
 
@@ -344,9 +340,9 @@ def train_rank(rank: int, counts: tuple[int, int]) -> dict:
         fit(model, batches, validate_rank, CONFIG, means=means, rank=rank, world=2)
     )
     ends = [
-        (event.epoch, event.metrics, event.is_best, event.examples)
+        (event.epoch, event.metrics, event.is_best, event.points["val/examples"])
         for event in events
-        if isinstance(event, EpochEvent)
+        if event.ends_epoch
     ]
     return {"curve": get_loss_curve(events), "ends": ends, "model": model.state_dict()}
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from core.schemas import Inputs
 from models.training import checkpoint
-from models.training.fit import FitConfig, best_fields, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import best_fields, fit
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 

@@ -31,7 +31,8 @@ from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchDataset
 from models.training import fit as fit_module
 from models.training.cuda_graphs import CudaGraphs
-from models.training.fit import FitConfig, Meter, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import Meter, fit
 from models.training.optimizers import CapturableAdagrad
 from tests.fixtures import small_retrieval
 from tests.fixtures.actions_tables import write_actions

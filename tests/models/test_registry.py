@@ -14,7 +14,7 @@ from models import registry
 from models.build import build_model, load_model
 from models.retrieval.sasrec import SASRec
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from pipelines.training.settings import check_training
 from tests.fixtures.small_retrieval import build_catalogue
 from tests.fixtures.training_tables import write_tables

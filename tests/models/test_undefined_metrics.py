@@ -15,7 +15,7 @@ from core.schemas import Inputs
 from jobs.evaluate import Config
 from jobs.evaluate import run as evaluate
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.evaluation.record import load_test_metrics

@@ -20,7 +20,8 @@ from core.schemas import Inputs
 from core.tables import read_manifest, read_table
 from models.loaded_model import LoadedModel
 from models.training import checkpoint
-from models.training.fit import FitConfig, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import fit
 from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log

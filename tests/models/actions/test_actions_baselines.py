@@ -21,7 +21,7 @@ from models.actions.baselines import (
     SmoothedRateConfig,
 )
 from models.actions.data import ActionsDataset
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from tests.fixtures.actions_tables import TASKS, write_actions
 from tests.fixtures.trainings import build_training
 

@@ -22,7 +22,8 @@ from core.schemas import (
 from core.tables import Manifest, commit, write_part
 from models.retrieval.data import Catalogue
 from models.training import checkpoint
-from models.training.fit import EpochEvent, FitConfig, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import Report, fit
 from tests.fixtures import training_tables
 from tests.fixtures.infos import make_info
 from tests.fixtures.trainings import build_training
@@ -126,7 +127,7 @@ class TrainedTiger:
 
     def train(
         self, model: dict[str, Any], folder: Path, epochs: int, metric: str = "ndcg@10"
-    ) -> tuple[Any, list[EpochEvent]]:
+    ) -> tuple[Any, list[Report]]:
         """Train a model on the tables as `jobs.train` does, without Ray.
 
         The best checkpoint is saved as `best` in `folder`.
@@ -148,7 +149,7 @@ class TrainedTiger:
         for event in fit(
             setup.model, setup.train, setup.validate, setup.fit, means=setup.means
         ):
-            if not isinstance(event, EpochEvent):
+            if not event.ends_epoch:
                 continue
             events.append(event)
             if event.is_best:

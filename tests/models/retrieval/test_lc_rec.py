@@ -23,7 +23,7 @@ from models.retrieval.language.prompts import (
     read_titles,
 )
 from models.text import language_model
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
 from tests.fixtures import training_tables
 from tests.fixtures.small_lc_rec import (

@@ -21,7 +21,8 @@ from models.retrieval.data import Catalogue
 from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.students.sid_mlp import SidMlp
 from models.training import checkpoint
-from models.training.fit import EpochEvent, FitConfig
+from models.training.fit_config import FitConfig
+from models.training.loop import Report
 from models.training_run import TrainingRun
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
@@ -39,7 +40,7 @@ class Taught:
     teacher_ndcg: float
     setup: TrainingRun
     initial_weights: dict[str, Tensor]
-    events: list[EpochEvent]
+    events: list[Report]
 
     @property
     def catalogue(self) -> Catalogue:

@@ -23,7 +23,8 @@ from models.retrieval.data import RequestBatch, RetrievalDataset
 from models.retrieval.distillation.teacher_cache import CachedStates
 from models.retrieval.parts import History
 from models.training import checkpoint
-from models.training.fit import EpochEvent, FitConfig, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import Report, fit
 from models.training_run import TrainingRun
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.training_tables import write_tables
@@ -120,10 +121,10 @@ def cache(distillation: Distillation) -> Path:
     return folder
 
 
-def train(setup: TrainingRun) -> list[EpochEvent]:
+def train(setup: TrainingRun) -> list[Report]:
     """Train and return the event of each epoch."""
     events = fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
-    return [event for event in events if isinstance(event, EpochEvent)]
+    return [event for event in events if event.ends_epoch]
 
 
 def table_kinds(cache: Path) -> list[str]:

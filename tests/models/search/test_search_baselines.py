@@ -23,7 +23,7 @@ from models.search.baselines.click_rates import (
 )
 from models.search.catalogue import SearchCatalogue, SearchText
 from models.search.data import SearchBatch, SearchDataset
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.trainings import build_training
 

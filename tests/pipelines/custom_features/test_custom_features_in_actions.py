@@ -20,7 +20,8 @@ from core.tables import read_manifest, read_table
 from models.actions.batch import ActionsBatch
 from models.actions.data import ActionsDataset
 from models.training import checkpoint
-from models.training.fit import EpochEvent, FitConfig, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import fit
 from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.data.sequences import custom_features
@@ -131,7 +132,7 @@ def train_model(tables: str) -> tuple[TrainingRun, float]:
     """Train a model; return its training and its best AUC of validation."""
     run = build_training(MVP, FIT, Inputs(tables))
     events = fit(run.model, run.train, run.validate, run.fit, means=run.means)
-    epochs = [event for event in events if isinstance(event, EpochEvent)]
+    epochs = [event for event in events if event.ends_epoch]
     return run, max(epoch.metrics["mean/auc"] for epoch in epochs)
 
 

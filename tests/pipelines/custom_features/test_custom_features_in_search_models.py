@@ -19,7 +19,8 @@ from core.tables import read_manifest, read_table
 from models.custom_features import CustomInputs, read_features
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
-from models.training.fit import EpochEvent, FitConfig, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import fit
 from models.training_run import TrainingRun
 from tests.fixtures.custom_features_log import SOURCE, prepare_tables, write_random_text
 from tests.fixtures.trainings import build_training
@@ -47,7 +48,7 @@ def train_model(tables: str, text: str, model: dict[str, Any]) -> float:
     """Train a model and return its best GAUC of validation."""
     run = build_training(model, FIT, Inputs(tables, text=text))
     events = fit(run.model, run.train, run.validate, run.fit, means=run.means)
-    epochs = [event for event in events if isinstance(event, EpochEvent)]
+    epochs = [event for event in events if event.ends_epoch]
     return max(epoch.metrics["gauc"] for epoch in epochs)
 
 

@@ -17,7 +17,7 @@ from core.schemas import Inputs
 from core.tables import read_table
 from models.search.data import SearchBatch, SearchDataset
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.serving import package

@@ -17,7 +17,7 @@ from core.schemas import Inputs
 from core.tables import read_manifest, read_table
 from models.loaded_model import LoadedModel
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import Log, load_source
 from pipelines.data.settings import read_config

@@ -13,7 +13,7 @@ from core.schemas import Inputs
 from jobs.evaluate import Config, run
 from models.training import checkpoint
 from models.training.checkpoint import weights_hash
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from pipelines import tracking
 from pipelines.comparison.load import compare
 from pipelines.comparison.runs import select

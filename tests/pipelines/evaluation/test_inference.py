@@ -17,7 +17,7 @@ from core.schemas import Inputs
 from core.tables import read_table
 from jobs.evaluate import Config, run
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import evaluate

@@ -23,7 +23,7 @@ from models.loaded_model import LoadedModel
 from models.metrics.per_user_metrics import decode_values
 from models.retrieval.data import Catalogue, RetrievalDataset
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from pipelines import tracking
 from pipelines.comparison.load import compare, load_rows
 from pipelines.comparison.runs import select

@@ -13,7 +13,7 @@ from core.errors import UserError
 from core.schemas import Inputs
 from core.tables import read_table
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config

@@ -35,7 +35,7 @@ from models.search.catalogue import SearchCatalogue
 from models.text.pretrained import MINILM_PACKAGE, load_pretrained
 from models.text.text_encoder import TextEncoder
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from core.errors import UserError
 from core.schemas import Inputs
 from models.training import checkpoint
-from models.training.fit import FitConfig, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import fit
 from pipelines import tracking
 from pipelines.training.config import RayOptions
 from pipelines.training.run import TrainingResult

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from core.schemas import Inputs
 from models.training import checkpoint
-from models.training.fit import FitConfig
+from models.training.fit_config import FitConfig
 from pipelines import tracking
 from pipelines.faults import explain
 from pipelines.training.config import RayOptions

@@ -20,7 +20,8 @@ from core.schemas import Inputs
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.training import checkpoint
-from models.training.fit import FitConfig, StepEvent, fit
+from models.training.fit_config import FitConfig
+from models.training.loop import fit
 from pipelines import tracking
 from pipelines.comparison.load import load_rows
 from pipelines.comparison.runs import select
@@ -114,7 +115,7 @@ def test_two_workers_train_as_one_process(training: Training) -> None:
     """Losses and weights differ only by the order of sums."""
     setup = build_training(SASREC, FIT, Inputs(training.tables))
     events = fit(setup.model, setup.train, setup.validate, FIT, means=setup.means)
-    step_events = [event for event in events if isinstance(event, StepEvent)]
+    step_events = [event for event in events if "train/loss" in event.points]
 
     history = training.read_history("train/loss")
     assert [point.step for point in history] == [event.step for event in step_events]

@@ -1,0 +1,808 @@
+"""The training loop, in PyTorch only: a generator of reports.
+
+`pipelines/training` turns its reports into checkpoints, metrics and lines of progress.
+
+A run can be stopped at any step and resumed. The random numbers of a step depend on
+(seed, rank, step) alone, and the batches of an epoch on (seed, epoch) alone. So the
+weights, the optimizer and the position in `Report.state` are the whole state of a run,
+and a resumed run ends with the same weights as an uninterrupted one.
+
+Under DDP every rank calls `fit` with its share of each batch. Each step averages the
+ranks' gradients. Losses are means over the global batch
+(`models/training/distributed.py`), so the average is the gradient of the global batch.
+A run may therefore resume with another number of workers and ends with the same
+weights, up to the order of sums, unless its model draws random numbers (dropout) or
+compares the examples of one worker's batch with each other (InfoNCE).
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from core.errors import UserError, format_duration
+from models.dataset.batch import Batch
+from models.training import fsdp
+from models.training.cuda_graphs import CudaGraphs, compile_per_shape
+from models.training.distributed import set_workers
+from models.training.fit_config import FitConfig
+from models.training.optimizers import (
+    make_optimizer,
+    optimizer_state,
+    set_learning_rate,
+)
+
+FIRST_PROGRESS_S, PROGRESS_S = 5.0, 30.0
+"""Seconds without another report until the first report of progress, and between later
+ones."""
+
+PACE_STEPS = 3
+"""Number of timed steps from which the remaining time is estimated."""
+
+CONTINUE, ASK, SAVE, STOP = 0, 1, 2, 3
+"""Values of `next_action` after a step: continue; let all ranks call `has_notice`;
+save a state within the epoch and continue; save a state and end."""
+
+State = dict[str, Any]
+Sums = dict[str, Any]
+"""Sums from which metrics are computed: numbers, tensors or histograms, which can be
+added over batches and workers."""
+
+
+class TrainBatches(Protocol):
+    """The training batches of one worker."""
+
+    def steps(self, epoch: int) -> int:
+        """Return the number of batches in the epoch."""
+
+    def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
+        """Yield the epoch's batches from number `skip` on, equal in every call."""
+
+
+Validate = Callable[[nn.Module], tuple[Sums, int]]
+"""Return the sums over this rank's validation rows, and the number of rows."""
+
+Means = Callable[[Sums], dict[str, float]]
+"""Return the metrics from the sums of all ranks."""
+
+
+class ValidationStopped(Exception):
+    """Raised by `Validate` between two batches when the run is to stop."""
+
+
+@dataclass
+class Position:
+    """The position of a run; with weights and optimizer, its whole state."""
+
+    epoch: int = 0
+    """Number of completed epochs."""
+    step_in_epoch: int = 0
+    """Number of completed steps of the current epoch."""
+    step: int = 0
+    """Number of completed optimizer steps."""
+    loss: float = 0.0
+    """Training loss of the current epoch, summed over steps and averaged over ranks."""
+    best: float | None = None
+    """Best value of the validation metric so far."""
+    best_epoch: int = 0
+    """Epoch of the best validation, from 1."""
+    best_step: int = 0
+    """Number of steps completed at the best validation."""
+    waiting: int = 0
+    """Number of validations since the best one."""
+    stopped: bool = False
+    """Whether the run has ended."""
+    window: dict[str, float] = field(default_factory=dict)
+    """Number of steps and sums of outputs since the last point of the curves, averaged
+    over ranks. A run that was stopped between two points adds its next steps."""
+
+    def record_metric(self, value: float) -> bool:
+        """Record a validation metric and return whether it is the best so far."""
+        self.waiting += 1
+        if self.best is not None and value <= self.best:
+            return False
+        self.best, self.best_epoch, self.best_step = value, self.epoch + 1, self.step
+        self.waiting = 0
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Progress of a run, a point of its curves, or a checkpoint that is due."""
+
+    step: int
+    """Number of completed optimizer steps."""
+    epoch: int
+    """Number of the epoch, from 1."""
+    loss: float
+    """Mean training loss over ranks, since the last point or over the epoch."""
+    examples_per_s: float
+    """Training examples per second, all ranks together."""
+    data_wait: float
+    """Share of the time spent waiting for data."""
+    steps_in_epoch: int
+    seconds_left: float | None = None
+    """Estimated time until the last planned step, including validations once one was
+    timed; None until `PACE_STEPS` steps were timed."""
+    points: dict[str, float] = field(default_factory=dict)
+    """Points of the curves at `step`, by name."""
+    ends_epoch: bool = False
+    seconds: float = 0.0
+    """Duration of the epoch's steps, without validation."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Validation metrics; empty without a validation."""
+    eval_seconds: float = 0.0
+    is_best: bool = False
+    """Whether `fit.metric` is better than in every earlier validation."""
+    stop: bool = False
+    """Whether the run ends with this report."""
+    stop_reason: str = ""
+    """Why the run ends before its last epoch; empty otherwise."""
+    interrupted: bool = False
+    """Whether the generator ends because `next_action` returned STOP; the run resumes
+    from `state`."""
+    state: State = field(default_factory=dict)
+    """State to save in a checkpoint beside the weights; empty if no checkpoint is due.
+    It holds live tensors, so save it before the next report is requested. For a sharded
+    model it also has the full `weights`; only rank 0 has them and the optimizer state.
+    """
+
+    @classmethod
+    def at(
+        cls, at: Position, steps: int, loss: float, work: Work, **fields: Any
+    ) -> Self:
+        """Return a report at a position, with the speed of some steps."""
+        return cls(
+            step=at.step,
+            epoch=at.epoch + (not fields.get("ends_epoch")),
+            steps_in_epoch=steps,
+            loss=loss,
+            seconds=work.seconds,
+            **work.speed,
+            **fields,
+        )
+
+
+def learning_rate(config: FitConfig, step: int, total_steps: int) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        config: Learning rate, warm-up and schedule.
+        step: Number of the step, from 0.
+        total_steps: Number of steps of the training.
+    """
+    warmup = min(config.warmup_steps, int(config.warmup_share * total_steps))
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def step_seed(seed: int, rank: int, step: int) -> int:
+    """Return the seed of one step on one rank.
+
+    Seeds are distinct for ranks below 1024 and steps below 2^40.
+    """
+    return (seed * 0x9E3779B97F4A7C15 + (step << 10) + rank) % 2**63
+
+
+def autocast(precision: str, device: torch.device) -> Any:
+    """Return the autocast context manager of a forward pass.
+
+    Args:
+        precision: `bf16`, `fp32`, or `auto`: bf16 on a GPU that supports it, otherwise
+            fp32.
+        device: Device of the model.
+    """
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(
+        including_emulation=False
+    )
+    if precision != "bf16" and not (precision == "auto" and has_bf16):
+        return nullcontext()
+    # A CUDA graph must not read casts of weights that another graph has cached.
+    use_cache = device.type != "cuda"
+    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=use_cache)
+
+
+def uses_cuda_graphs(config: FitConfig, device: torch.device, world: int) -> bool:
+    """Return whether steps run as CUDA graphs.
+
+    Graphs need a GPU and one worker: DDP would need eleven warm-up steps per shape.
+    """
+    return device.type == "cuda" and world == 1 and config.cuda_graphs == "auto"
+
+
+def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the batches, collated and pinned by a thread while the GPU is busy."""
+    buffer: queue.Queue[Any] = queue.Queue(4)
+    end, closed = object(), threading.Event()
+
+    def put(value: Any) -> None:
+        while not closed.is_set():
+            try:
+                buffer.put(value, timeout=0.2)
+                return
+            except queue.Full:
+                continue
+
+    def fill_buffer() -> None:
+        try:
+            for batch in batches:
+                put(batch.map(Tensor.pin_memory))
+                if closed.is_set():
+                    return
+            put(end)
+        except BaseException as error:
+            put(error)
+
+    threading.Thread(target=fill_buffer, daemon=True, name="prefetch").start()
+    try:
+        while (item := buffer.get()) is not end:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        closed.set()
+
+
+def all_reduce(
+    values: list[float], world: int, device: torch.device, op: Any = None
+) -> list[float]:
+    """Reduce each value over the ranks; all ranks get the same result.
+
+    Args:
+        values: Values of this rank, equally many on every rank.
+        world: Number of ranks.
+        device: Device that the process group communicates on.
+        op: `dist.ReduceOp`; None for the sum.
+    """
+    if world == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op or dist.ReduceOp.SUM)
+    return tensor.tolist()
+
+
+class Work(NamedTuple):
+    """Work of some steps, of which the speed is reported."""
+
+    examples: float = 0.0
+    """Number of examples, all ranks together."""
+    waited: float = 0.0
+    """Seconds spent waiting for data, averaged over ranks."""
+    seconds: float = 0.0
+    """Duration of the steps."""
+
+    def plus(self, other: Work) -> Work:
+        """Return the work of both."""
+        return Work(*map(sum, zip(self, other, strict=True)))
+
+    @property
+    def speed(self) -> dict[str, float]:
+        """Examples per second, and the share of the time spent waiting for data."""
+        seconds = self.seconds or math.inf
+        return {
+            "examples_per_s": self.examples / seconds,
+            "data_wait": self.waited / seconds,
+        }
+
+
+class Pace:
+    """Seconds per step and per validation, to estimate the remaining time of a run."""
+
+    def __init__(self, config: FitConfig, total_steps: int) -> None:
+        self.config, self.total_steps = config, total_steps
+        self.steps, self.seconds, self.eval_seconds = 0, 0.0, 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        """Add timed steps."""
+        self.steps += steps
+        self.seconds += seconds
+
+    def seconds_left(
+        self, at: Position, unread: float = 0.0, unread_steps: int = 0
+    ) -> float | None:
+        """Estimate the seconds that the remaining steps and validations take.
+
+        Args:
+            at: Position of the run.
+            unread: Seconds of the latest steps, which are not added yet.
+            unread_steps: Number of these steps.
+
+        Returns:
+            The seconds, or None if fewer than `PACE_STEPS` steps were timed.
+        """
+        steps = self.steps + unread_steps
+        if steps < PACE_STEPS:
+            return None
+        config = self.config
+        validations = math.ceil(config.max_epochs / config.eval_every_epochs)
+        validations -= at.epoch // config.eval_every_epochs
+        per_step = (self.seconds + unread) / steps
+        steps_left = self.total_steps - at.step
+        return steps_left * per_step + validations * self.eval_seconds
+
+
+class Agreement:
+    """The largest action over all ranks, once per step.
+
+    With several ranks the actions of one step are exchanged in the background and read
+    after the next step. So no step waits for the exchange, and nothing is copied from a
+    GPU.
+    """
+
+    def __init__(self, world: int) -> None:
+        self._group = dist.new_group(backend="gloo") if world > 1 else None
+        self._action = torch.zeros(1, dtype=torch.int32)
+        self._exchange: Any = None
+
+    def max_action(self, action: int) -> int:
+        """Submit this rank's action and return the maximum that was exchanged last.
+
+        All ranks get the same maximum. With several ranks it is the maximum of the
+        actions that were submitted in the previous call.
+        """
+        if self._group is None:
+            return action
+        maximum = CONTINUE
+        if self._exchange:
+            self._exchange.wait()
+            maximum = int(self._action)
+        self._action = torch.tensor([action], dtype=torch.int32)
+        self._exchange = dist.all_reduce(
+            self._action, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+        return maximum
+
+
+class Meter:
+    """Outputs, examples and waiting time of the steps since the last reading."""
+
+    def __init__(self, device: torch.device, world: int) -> None:
+        self.device, self.world = device, world
+        self.clear()
+
+    def clear(self) -> None:
+        """Start a new measurement."""
+        self.sums: dict[str, Tensor] = {}
+        self.steps = self.examples = 0
+        self.waited = 0.0
+        self.began = time.perf_counter()
+
+    def next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """Return the next batch; count its examples and the time waited for it."""
+        began = time.perf_counter()
+        batch = next(batches)
+        self.waited += time.perf_counter() - began
+        if not batch.is_stand_in:
+            self.examples += batch.num_rows
+        return batch
+
+    def add_step(self, outputs: dict[str, Tensor]) -> None:
+        """Add the loss and the other outputs of one step."""
+        self.steps += 1
+        for name, value in outputs.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value.double()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the measurement began."""
+        return max(1e-9, time.perf_counter() - self.began)
+
+    def read(self, world: int) -> tuple[dict[str, float], Work]:
+        """Return the sums of outputs, and the work, averaged over `world` ranks.
+
+        With several ranks a collective call; with 1 the values of this rank. It waits
+        for the device.
+        """
+        names = sorted(self.sums)
+        values = [self.sums[name].item() for name in names]
+        totals = all_reduce([*values, self.examples, self.waited], world, self.device)
+        *outputs, examples, waited = [total / world for total in totals]
+        work = Work(examples * self.world, waited, self.seconds)
+        return dict(zip(names, outputs, strict=True)), work
+
+
+TrainStep = Callable[[Batch], tuple[dict[str, Tensor], Tensor]]
+"""Take one step with a batch. Return the model's outputs, and the () norm of the
+gradient before clipping."""
+
+
+def make_step(
+    model: nn.Module,
+    optimizer: Any,
+    config: FitConfig,
+    device: torch.device,
+    world: int,
+    shards: fsdp.Shards | None,
+) -> tuple[Any, TrainStep]:
+    """Wrap a model by DDP, compile it if configured, and build its training step.
+
+    Args:
+        model: The model, on its device.
+        optimizer: Optimizer of the model.
+        config: Options of the training loop.
+        device: Device of the model.
+        world: Number of workers.
+        shards: The shards of the model; None if each worker holds the whole model.
+
+    Returns:
+        The wrapped model, and the step, which moves batches to the device.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    module: Any = model
+    if world > 1 and not shards:
+        module = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+        )
+    if config.compile and device.type == "cuda":
+        module = compile_per_shape(module)
+    max_norm = config.clip_norm or math.inf
+    clip_gradient = shards.clip_gradient if shards else nn.utils.clip_grad_norm_
+
+    def step_on(batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+        try:
+            workers = set_workers(world, batch.is_stand_in)
+            with autocast(config.precision, device), workers:
+                outputs = module(batch)
+            outputs["loss"].backward()
+            norm = clip_gradient(parameters, max_norm)
+            optimizer.step()
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+        return {name: value.detach() for name, value in outputs.items()}, norm
+
+    if uses_cuda_graphs(config, device, world):
+        return module, CudaGraphs(step_on, device)
+    return module, lambda batch: step_on(batch.to(device))
+
+
+def fit(
+    model: nn.Module,
+    train_batches: TrainBatches,
+    validate: Validate,
+    config: FitConfig,
+    *,
+    means: Means | None = None,
+    lr_multipliers: Mapping[str, float] | None = None,
+    shard: bool = False,
+    state: State | None = None,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    world: int = 1,
+    clock: Callable[[], float] = time.monotonic,
+    next_action: Callable[[], int] = lambda: CONTINUE,
+    has_notice: Callable[[], bool] = lambda: False,
+) -> Iterator[Report]:
+    """Train a model and yield reports.
+
+    With `world` above 1 the default process group must exist. All ranks yield the same
+    points and states; reports of progress alone follow each rank's clock.
+
+    Args:
+        model: The model, on `device`. `model(batch)` returns a mapping with the () mean
+            `loss` of the batch, and further values to report.
+        train_batches: This rank's training batches.
+        validate: Measures this rank's validation rows.
+        config: Options of the training loop.
+        means: Computes metrics from the sums of all ranks; None divides the sums by the
+            number of rows.
+        lr_multipliers: Factors on the learning rate, by prefix of parameter names.
+        shard: Whether several workers shard the model (`models/training/fsdp.py`).
+        state: State of the report from which the run resumes; the caller has loaded the
+            weights.
+        device: Device of the model.
+        rank: Rank of this worker.
+        world: Number of workers.
+        clock: Returns the time in seconds, for reports of progress.
+        next_action: Called after every step; returns CONTINUE, ASK, SAVE or STOP. Ranks
+            may return different actions. The largest action of all ranks counts.
+        has_notice: Called by all ranks after the same step if the largest action is
+            ASK, so it may be a collective. It returns the same on all ranks, and a
+            state is saved if it returns true.
+
+    Raises:
+        UserError: If the loss or `fit.metric` is not finite, a worker has no training
+            batch, or the validation split is empty.
+    """
+    device = torch.device(device)
+    shards = fsdp.shard(model, device, rank, world) if shard and world > 1 else None
+    optimizer, factors = make_optimizer(
+        model, config.optimizer, config.weight_decay, lr_multipliers or {}
+    )
+    at = Position()
+    if state is not None:
+        at = Position(**state["position"])
+        if shards:
+            shards.load(optimizer, state["optimizer"])
+        else:
+            optimizer.load_state_dict(state["optimizer"])
+    if at.stopped:
+        return
+
+    def save() -> State:
+        position = {"position": asdict(at)}
+        if shards:
+            return position | shards.full_state(optimizer)
+        return position | {"optimizer": optimizer_state(optimizer)}
+
+    module, take_step = make_step(model, optimizer, config, device, world, shards)
+    agreement, meter = Agreement(world), Meter(device, world)
+    total_steps = count_steps(train_batches, 0, world, device) * config.max_epochs
+    pace = Pace(config, total_steps)
+    reported_s, silence_s = clock(), FIRST_PROGRESS_S
+    for epoch in range(at.epoch, config.max_epochs):
+        steps = count_steps(train_batches, epoch, world, device)
+        batches: Iterator[Batch] = train_batches(epoch, at.step_in_epoch)
+        if device.type == "cuda":
+            batches = prefetch(batches)
+        module.train()
+        meter.clear()
+        epoch_work = Work()
+        points: dict[str, float] = {}
+        while at.step_in_epoch < steps:
+            batch = meter.next_batch(batches)
+            torch.manual_seed(step_seed(config.seed, rank, at.step))
+            lr = learning_rate(config, at.step, total_steps)
+            set_learning_rate(optimizer, factors, lr)
+            outputs, norm = take_step(batch)
+            meter.add_step(outputs)
+            at.step += 1
+            at.step_in_epoch += 1
+            action = agreement.max_action(next_action())
+            if action == ASK:
+                action = SAVE if has_notice() else CONTINUE
+            ends = at.step_in_epoch == steps
+            is_planned = is_due(config.checkpoint_every_steps, at.step)
+            is_point = ends or is_planned or is_due(config.log_every_steps, at.step)
+            saves = action == STOP or (not ends and (is_planned or action == SAVE))
+            if not (is_point or saves):
+                silent_s = clock() - reported_s
+                left = pace.seconds_left(at, meter.seconds, meter.steps)
+                if silent_s >= silence_s and (
+                    left is not None or silent_s > PROGRESS_S
+                ):
+                    sums, work = meter.read(1)
+                    loss = sums["loss"] / meter.steps
+                    yield Report.at(at, steps, loss, work, seconds_left=left)
+                    reported_s, silence_s = clock(), PROGRESS_S
+                continue
+            sums, work = meter.read(world)
+            at.loss += sums["loss"]
+            for name, value in {"steps": meter.steps, **sums}.items():
+                at.window[name] = at.window.get(name, 0.0) + value
+            pace.add(meter.steps, work.seconds)
+            epoch_work = epoch_work.plus(work)
+            meter.clear()
+            averages = {name: at.window[name] / at.window["steps"] for name in sums}
+            loss = averages["loss"]
+            if not math.isfinite(loss):
+                raise UserError(f"the loss is {loss} at step {at.step}")
+            points = {"lr": lr, "grad_norm": float(norm), **averages, **work.speed}
+            points = {f"train/{name}": value for name, value in points.items()}
+            if is_point:
+                at.window = {}
+            if saves or not ends:
+                yield Report.at(
+                    at,
+                    steps,
+                    loss,
+                    work,
+                    points=points if is_point else {},
+                    interrupted=action == STOP,
+                    seconds_left=pace.seconds_left(at),
+                    state=save() if saves else {},
+                )
+            if action == STOP:
+                return
+        is_last = epoch + 1 == config.max_epochs
+        loss = at.loss / steps
+        validation: dict[str, Any] = {}
+        if is_last or is_due(config.eval_every_epochs, epoch + 1):
+            began = time.perf_counter()
+            with shards.gather_weights() if shards else nullcontext():
+                result = run_validation(model, validate, means, config, world)
+            if result is None:
+                yield Report.at(
+                    at,
+                    steps,
+                    loss,
+                    epoch_work,
+                    points=points,
+                    interrupted=True,
+                    state=save(),
+                )
+                return
+            metrics, count = result
+            pace.eval_seconds = time.perf_counter() - began
+            is_best = at.record_metric(metrics[config.metric])
+            reason = "" if is_last else early_stop_reason(at, config)
+            validation = {
+                "metrics": metrics,
+                "eval_seconds": pace.eval_seconds,
+                "is_best": is_best,
+                "stop_reason": reason,
+            }
+            points |= {f"val/{name}": value for name, value in metrics.items()}
+            points |= {"val/examples": count, "val/seconds": pace.eval_seconds}
+        points |= {"epoch": epoch + 1, "train/epoch_loss": loss}
+        points["train/epoch_seconds"] = epoch_work.seconds
+        at.epoch, at.step_in_epoch, at.loss = epoch + 1, 0, 0.0
+        at.stopped = is_last or bool(validation.get("stop_reason"))
+        yield Report.at(
+            at,
+            steps,
+            loss,
+            epoch_work,
+            points=points,
+            ends_epoch=True,
+            **validation,
+            stop=at.stopped,
+            seconds_left=pace.seconds_left(at),
+            state=save(),
+        )
+        reported_s, silence_s = clock(), PROGRESS_S
+        if at.stopped:
+            return
+
+
+def is_due(every: int, step: int) -> bool:
+    """Return whether an action of every `every`-th step is due; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def early_stop_reason(at: Position, config: FitConfig) -> str:
+    """Return why the run stops early, or an empty string if it continues."""
+    if not 0 < config.patience <= at.waiting:
+        return ""
+    return (
+        f"stopped: no better val {config.metric} in {at.waiting} validations "
+        f"(fit.patience), best {at.best:.4f} in epoch {at.best_epoch}"
+    )
+
+
+def count_steps(
+    train_batches: TrainBatches, epoch: int, world: int, device: torch.device
+) -> int:
+    """Return the number of steps of an epoch: the fewest batches of any rank."""
+    steps = train_batches.steps(epoch)
+    if world > 1:
+        (fewest,) = all_reduce([steps], world, device, dist.ReduceOp.MIN)
+        steps = int(fewest)
+    if steps == 0:
+        raise UserError("the training split gives a worker no batch")
+    return steps
+
+
+def run_validation(
+    model: nn.Module,
+    validate: Validate,
+    means: Means | None,
+    config: FitConfig,
+    world: int,
+) -> tuple[dict[str, float], int] | None:
+    """Validate on all ranks; a collective call with the same result on every rank.
+
+    Args:
+        model: The model; it is left in training mode.
+        validate: Measures this rank's validation rows.
+        means: Computes metrics from the sums of all ranks; None divides the sums by the
+            number of rows.
+        config: Options of the training loop.
+        world: Number of ranks.
+
+    Returns:
+        The metrics and the number of rows, or None if ValidationStopped was raised on a
+        rank.
+
+    Raises:
+        UserError: If no rank has a row, or `fit.metric` is not finite.
+    """
+    rank_result: tuple[Sums, int] | None = None
+    model.eval()
+    with torch.no_grad(), suppress(ValidationStopped):
+        rank_result = validate(model)
+    model.train()
+    results: list[Any] = [rank_result]
+    if world > 1:
+        results = [None] * world
+        dist.all_gather_object(results, rank_result)
+    if any(result is None for result in results):
+        return None
+    count = sum(rows for _, rows in results)
+    if count == 0:
+        raise UserError("the validation split has no request")
+    total: Sums = {}
+    for sums, _ in results:  # by rank, so that the sum is bit-identical on every rank
+        for name, value in sums.items():
+            total[name] = total.get(name, 0.0) + value
+    if means:
+        metrics = means(total)
+    else:
+        metrics = {name: float(value) / count for name, value in total.items()}
+    if not math.isfinite(metrics[config.metric]):
+        raise UserError(
+            f"fit.metric is {config.metric}, which is not defined on the {count:,} "
+            "rows of the validation split, so no checkpoint can be the best"
+        )
+    return metrics, count
+
+
+def drop_undefined(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics whose value is finite."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def best_fields(state: State) -> dict[str, Any]:
+    """Return value, epoch and step of the best validation up to a state."""
+    position = state["position"]
+    return {
+        "value": position["best"],
+        "epoch": position["best_epoch"],
+        "step": position["best_step"],
+    }
+
+
+@dataclass(frozen=True)
+class ProgressUnit:
+    """The unit in which throughput is printed.
+
+    A training example may be a window that serves many requests.
+    """
+
+    per_example: float = 1.0
+    """Units per training example."""
+    name: str = "requests"
+    """Name of the unit."""
+
+
+REQUESTS = ProgressUnit()
+
+
+def describe(report: Report, config: FitConfig, unit: ProgressUnit = REQUESTS) -> str:
+    """Describe a report in one line; a second line says why a run stops early.
+
+    Args:
+        report: An epoch, or progress within an epoch.
+        config: Options of the training loop.
+        unit: Unit of the throughput.
+    """
+    metrics = {
+        name: report.metrics[name]
+        for name in (config.metric, "recall@10")
+        if name in report.metrics
+    }
+    line = (
+        f"epoch {report.epoch:>3}/{config.max_epochs}  step {report.step:>6}  "
+        f"loss {report.loss:.4f}"
+    )
+    line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items())
+    line += " *" if report.is_best else ""
+    rate = report.examples_per_s * unit.per_example
+    line += f"  {rate:,.0f} {unit.name}/s  data wait {report.data_wait:.0%}"
+    if report.ends_epoch:
+        line += f"  {report.seconds:.0f} s + {report.eval_seconds:.0f} s"
+    elif report.steps_in_epoch:
+        line += f"  {report.steps_in_epoch:,} steps per epoch"
+    if report.stop:
+        if report.ends_epoch:
+            line += "  done"
+        return f"{line}\n{report.stop_reason}" if report.stop_reason else line
+    if report.seconds_left is None:
+        return line
+    return f"{line}  at most {format_duration(report.seconds_left)} left"
