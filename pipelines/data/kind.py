@@ -23,9 +23,6 @@ class Kind(ABC):
     name: ClassVar[str]
     """Name of the kind in source files, which the models that read its tables have as
     `kind`."""
-    config: ClassVar[type | None] = None
-    """Dataclass of the section of `prepare` in a source file that has the kind's
-    name."""
     needs_history: ClassVar[bool] = False
     """Whether training and evaluation skip requests without a history."""
     allows_repeats: ClassVar[bool] = False

@@ -22,7 +22,7 @@ class PrepareConfig:
     They are the `prepare` section of a source file, overridden by the command line.
     """
 
-    kind: Literal["retrieval", "search", "actions"] = "retrieval"
+    kind: str = "retrieval"
     """Kind of request: `retrieval` (predict the item of a behaviour), `search` (rank
     the results of a search) or `actions` (predict the actions on an impression)."""
     core: NonNegativeInt = 5
@@ -73,5 +73,5 @@ class PrepareConfig:
 
     @property
     def kind_config(self) -> Any:
-        """Settings of the kind."""
-        return getattr(self, self.kind)
+        """Settings of the kind; None if it has none."""
+        return {"search": self.search, "actions": self.actions}.get(self.kind)

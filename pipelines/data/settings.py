@@ -7,7 +7,7 @@ from typing import Any
 
 from core.errors import UserError, raise_first
 from core.files import join
-from core.options import build, merge
+from core.options import build, check_known, merge
 from core.schemas import ItemsInfo
 from core.tables import has_earlier_table, read_manifest
 from pipelines.data.kinds import KINDS
@@ -49,6 +49,7 @@ def resolve_config(
         UserError: if files are missing, the output folder cannot be written, or the
             settings do not fit the log.
     """
+    check_known([config.kind], KINDS, "kind")
     kind = KINDS[config.kind]
     _check_behaviour(source, config)
     kind.check_settings(source, config)

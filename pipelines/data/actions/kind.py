@@ -7,7 +7,6 @@ import polars as pl
 from core.schemas import Split
 from core.tables import Manifest
 from pipelines.data.actions.audit import check_actions_tables
-from pipelines.data.actions.config import ActionsConfig
 from pipelines.data.actions.sequences import check_actions, make_actions
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
@@ -21,7 +20,6 @@ class Actions(Kind):
     """The kind of request that asks which actions a user will take on an impression."""
 
     name = "actions"
-    config = ActionsConfig
     reads_as_of_features = True
     statistics = (
         "base_rates",

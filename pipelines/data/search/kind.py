@@ -16,7 +16,7 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
 from pipelines.data.search.audit import check_search_tables
-from pipelines.data.search.config import SearchConfig, bool_labels
+from pipelines.data.search.config import bool_labels
 from pipelines.data.search.counts_as_of import make_counts
 from pipelines.data.search.features import check_feature_names, feature_names
 from pipelines.data.search.sequences import make_search
@@ -29,7 +29,6 @@ class Search(Kind):
     """The kind of request that asks which results of a search will be clicked."""
 
     name = "search"
-    config = SearchConfig
     uses_all_events = True
     reads_as_of_features = True
     has_counts = True
