@@ -169,7 +169,8 @@ class Report:
             steps_in_epoch=steps,
             loss=loss,
             seconds=work.seconds,
-            **work.speed,
+            examples_per_s=work.examples_per_s,
+            data_wait=work.data_wait,
             **fields,
         )
 
@@ -291,13 +292,14 @@ class Work(NamedTuple):
         return Work(*map(sum, zip(self, other, strict=True)))
 
     @property
-    def speed(self) -> dict[str, float]:
-        """Examples per second, and the share of the time spent waiting for data."""
-        seconds = self.seconds or math.inf
-        return {
-            "examples_per_s": self.examples / seconds,
-            "data_wait": self.waited / seconds,
-        }
+    def examples_per_s(self) -> float:
+        """Examples per second, all ranks together."""
+        return self.examples / (self.seconds or math.inf)
+
+    @property
+    def data_wait(self) -> float:
+        """Share of the time spent waiting for data."""
+        return self.waited / (self.seconds or math.inf)
 
 
 class Pace:
@@ -593,8 +595,13 @@ def fit(
             loss = averages["loss"]
             if not math.isfinite(loss):
                 raise UserError(f"the loss is {loss} at step {at.step}")
-            points = {"lr": lr, "grad_norm": float(norm), **averages, **work.speed}
-            points = {f"train/{name}": value for name, value in points.items()}
+            points = {f"train/{name}": value for name, value in averages.items()}
+            points |= {
+                "train/lr": lr,
+                "train/grad_norm": float(norm),
+                "train/examples_per_s": work.examples_per_s,
+                "train/data_wait": work.data_wait,
+            }
             if is_point:
                 at.window = {}
             if saves or not ends:

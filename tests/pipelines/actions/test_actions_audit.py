@@ -35,6 +35,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
     counts = {
         "keys": ["item", "author", "user"],
         "counted_labels": ["long_dwell", "like"],
+        "windows_days": [1, 7],
     }
     actions = defaults["actions"] | {"counts": counts}
     config = read_config(

@@ -120,7 +120,7 @@ def test_two_workers_train_as_one_process(training: Training) -> None:
     history = training.read_history("train/loss")
     assert [point.step for point in history] == [event.step for event in step_events]
     assert [point.value for point in history] == pytest.approx(
-        [event.loss for event in step_events], rel=1e-4
+        [event.points["train/loss"] for event in step_events], rel=1e-4
     )
     last = max(training.run_folder.glob("step-*"))
     tensors = checkpoint.safetensors.torch.load_file(last / "model.safetensors")
