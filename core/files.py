@@ -53,9 +53,6 @@ def open_uri(uri: str) -> tuple[fs.FileSystem, str]:
 
     Returns:
         The file system, and the path within it.
-
-    Raises:
-        UserError: If the storage does not respond.
     """
     uri = str(uri)
     if "://" not in uri:
@@ -79,11 +76,7 @@ def storage_errors(uri: str) -> Iterator[None]:
 
 
 def file_info(uri: str) -> fs.FileInfo:
-    """Return the type and size of a file or folder.
-
-    Raises:
-        UserError: If the storage does not respond.
-    """
+    """Return the type and size of a file or folder."""
     filesystem, path = open_uri(uri)
     with storage_errors(uri):
         return filesystem.get_file_info(path)
@@ -158,10 +151,6 @@ def hold_lock(uri: str, busy: str, wait: float = 0) -> Iterator[None]:
         uri: Path or URI of the lock file.
         busy: Message if another process holds the lock.
         wait: Seconds to wait for the lock.
-
-    Raises:
-        UserError: If another process holds the lock, or, at the end of the block, if a
-            lock at a URI was lost.
     """
     filesystem, file_path = open_uri(uri)
     if not isinstance(filesystem, fs.LocalFileSystem):

@@ -78,9 +78,6 @@ def parse_item_ids(column: str, values: Iterable[Any]) -> list[str]:
     Args:
         column: Name of the request's column or parameter, for messages.
         values: List of ids.
-
-    Raises:
-        UserError: If `values` is not a list of ids.
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise UserError(f"{column} is {values!r:.200}, not a list of item ids")
@@ -88,11 +85,7 @@ def parse_item_ids(column: str, values: Iterable[Any]) -> list[str]:
 
 
 def parse_allowed(values: Iterable[Any]) -> list[str]:
-    """Normalise the item ids of the parameter `allowed`.
-
-    Raises:
-        UserError: If `values` is not a list of ids.
-    """
+    """Normalise the item ids of the parameter `allowed`."""
     return parse_item_ids("allowed", values)
 
 
@@ -102,9 +95,6 @@ def parse_item_id(column: str, value: Any) -> str:
     Args:
         column: Name of the request's column or parameter, for messages.
         value: A string or an integer.
-
-    Raises:
-        UserError: If `value` has another type.
     """
     if isinstance(value, bool) or not isinstance(value, str | Integral):
         raise UserError(

@@ -111,11 +111,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def read_yaml(uri: str) -> dict[str, Any]:
-    """Read the mapping in a YAML file, given its path or URI.
-
-    Raises:
-        UserError: If the file does not exist or does not contain a mapping.
-    """
+    """Read the mapping in a YAML file, given its path or URI."""
     filesystem, path = open_uri(uri)
     try:
         with filesystem.open_input_stream(path) as stream:
@@ -193,9 +189,6 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
     A flag without a value is true. Lists and mappings are YAML; text is converted by
     the types of the config. A repeated option of a list has several items. Text for a
     section, such as `--tokenizer psid --tokenizer.levels 4`, is its name.
-
-    Raises:
-        UserError: If a word belongs to no option, or an option has no value.
     """
     options = {option.key: option for option in list_options(config_class)}
     mappings = [
@@ -238,11 +231,7 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
 
 
 def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
-    """Return the nested values of `--config` files, in order, and of the other words.
-
-    Raises:
-        UserError: If a file is not a mapping, or a word belongs to no option.
-    """
+    """Return the nested values of `--config` files, then of the other words."""
     files: list[str] = []
     others: list[str] = []
     rest = iter(words)
@@ -257,11 +246,7 @@ def read_words(words: Sequence[str], config_class: Any) -> dict[str, Any]:
 
 
 def parse(config_class: type[Config], words: Sequence[str]) -> Config:
-    """Build a config from the words of a command line.
-
-    Raises:
-        UserError: For an unknown key, or a value that the config refuses.
-    """
+    """Build a config from the words of a command line."""
     return build(config_class, read_words(words, config_class))
 
 
@@ -274,9 +259,6 @@ def build(
         config_class: Dataclass of the config.
         content: Values by field.
         prefix: Prefix of keys in messages, such as `fit.`.
-
-    Raises:
-        UserError: For an unknown key, or a value that the config refuses.
     """
     refuse_secrets(content, "an option")
     check_keys(config_class, content, prefix)
@@ -386,4 +368,4 @@ def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
     for name in names:
         if name not in valid_names:
             nearest = did_you_mean(name, valid_names)
-            raise UserError(f"{what} has '{name}'; {nearest}")
+            raise UserError(f"unknown '{name}' in {what}; {nearest}")

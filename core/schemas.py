@@ -392,11 +392,7 @@ class SequencesInfo(TableInfo):
 
     @classmethod
     def parse(cls, content: dict[str, Any]) -> Self:
-        """Validate the `info` of a manifest, as the class of its layout.
-
-        Raises:
-            UserError: If the table has another layout.
-        """
+        """Validate the `info` of a manifest, as the class of its layout."""
         classes = {"search": SearchInfo, "actions": ActionsInfo}
         info_class = classes.get(content.get("layout", ""), RetrievalInfo)
         if not issubclass(info_class, cls):
@@ -897,11 +893,7 @@ class DayRecord:
 
 
 def parse_record(record_class: type[Record], content: Any, uri: str) -> Record:
-    """Validate the content of a JSON file.
-
-    Raises:
-        UserError: If the file is of another format, or damaged.
-    """
+    """Validate the content of a JSON file."""
     try:
         version = content.get("version", 1)
         if version != record_class.version:
@@ -923,12 +915,6 @@ INFO_CLASSES: dict[str, Any] = {
     )
 }
 """Type of the info of each table, by the name of the table."""
-
-MADE_BY = {
-    "sids": "semantic IDs; give --sids, the output of jobs.tokenize",
-    "text": "text embeddings; give --text, the output of jobs.encode",
-}
-"""Content of each optional folder, for messages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -974,10 +960,6 @@ class Inputs:
         Returns:
             The manifests by name of the table. The names of tables in the `text` folder
             have the prefix `text_`.
-
-        Raises:
-            UserError: If a table was made from another version of a table than the one
-                in these folders.
         """
         versions: dict[str, Manifest[Any]] = {}
         classes = {**INFO_CLASSES, "sequences": sequences}
@@ -1003,12 +985,9 @@ class Inputs:
             model: Name of the model.
             reads: Options of the folders that the model reads in addition to the
                 tables, and whether each is required.
-
-        Raises:
-            UserError: If a required folder is not set.
         """
         for option, is_required in reads.items():
             if is_required and not getattr(self, option):
-                raise UserError(f"the model '{model}' needs {MADE_BY[option]}")
+                raise UserError(f"the model '{model}' needs {option}", option)
         folders = {option: getattr(self, option) for option in reads}
         return Inputs(self.tables, **folders)

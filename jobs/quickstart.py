@@ -131,9 +131,6 @@ def find_source(config: Config, home: Path) -> str:
     Args:
         config: Options of the quickstart.
         home: Output folder of the dataset, which is named after the log's folder.
-
-    Raises:
-        UserError: if the suggestion is ambiguous.
     """
     for stem in (f"{home.name}_{config.kind}", home.name):
         file = CONFIGS / "sources" / f"{stem}.yaml"

@@ -95,11 +95,7 @@ class Config:
 
 
 def read_trials(config: Config) -> tuple[Grid, list[Trial]]:
-    """Return the grid, changed by the options of the command line, and its trials.
-
-    Raises:
-        UserError: if the grid or an option is invalid.
-    """
+    """Return the grid, changed by the options of the command line, and its trials."""
     from tuning.grid import load_grid
     from tuning.sweep import resolve_best_trial
 
@@ -109,8 +105,6 @@ def read_trials(config: Config) -> tuple[Grid, list[Trial]]:
             axes[key] = [resolve_best_trial(value) for value in axes[key]]
     grid = load_grid(config.grid).vary(config.smoke, axes)
     if config.samples is not None:
-        if config.samples < 1:
-            raise UserError(f"--samples is {config.samples}; it must be at least 1")
         grid.samples = config.samples
     sections = {"model": config.model, "fit": config.fit, "evaluate": config.evaluate}
     overrides = {}
@@ -143,11 +137,7 @@ def has_teacher_cache(model: Any) -> bool:
 
 
 def run(config: Config) -> SweepResult | None:
-    """Run the sweep and print its result; with `--dry_run`, only print the trials.
-
-    Raises:
-        UserError: if trials failed, after the others have finished.
-    """
+    """Run the sweep and print its result; with `--dry_run`, only print the trials."""
     cli.say_loading("torch", "ray", "mlflow")
     from tuning.sweep import run_sweep
 
@@ -165,19 +155,16 @@ def run(config: Config) -> SweepResult | None:
         )
         cli.start_ray()
 
-    try:
-        settings = SweepConfig(
-            inputs=Inputs(str(config.tables), config.sids, config.text),
-            storage=str(config.storage),
-            name=config.name or grid.name,
-            ray=config.ray,
-            options=config.options,
-            tracking=TrackingOptions(config.tracking_uri, config.experiment),
-            command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]),
-            smoke=config.smoke,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    settings = SweepConfig(
+        inputs=Inputs(str(config.tables), config.sids, config.text),
+        storage=str(config.storage),
+        name=config.name or grid.name,
+        ray=config.ray,
+        options=config.options,
+        tracking=TrackingOptions(config.tracking_uri, config.experiment),
+        command=" ".join(["python -m jobs.sweep", *sys.argv[1:]]),
+        smoke=config.smoke,
+    )
     result = run_sweep(
         grid, trials, settings, say=partial(print, flush=True), start=start
     )

@@ -212,10 +212,6 @@ def resolve_source(
         tokenizer: The tokenizer.
         items: URI of the table of items.
         shared: Folder of shared embeddings, or an empty string.
-
-    Raises:
-        UserError: if a folder cannot be read or written, or the items lack the texts or
-            embeddings that the options need.
     """
     from pipelines.data.sids.embed import EmbeddingSource, embed_origin
     from pipelines.data.sids.tokenize import check_folders, check_items

@@ -60,9 +60,6 @@ def concat_batches(
         batches: Batches of a split.
         read: Function that returns a batch's arrays, of which the first has a row for
             each example.
-
-    Raises:
-        UserError: If the split has no examples.
     """
     parts = [[array.cpu().numpy() for array in read(batch)] for batch in batches]
     if not any(len(arrays[0]) for arrays in parts):

@@ -22,9 +22,6 @@ def build_model(options: Mapping[str, Any], catalogue: Any) -> Model:
     Args:
         options: The model's `name`, and the options of its config.
         catalogue: Catalogue of the tables.
-
-    Raises:
-        UserError: For an unknown model, an unknown option or an invalid value.
     """
     config = registry.build_model_config(options)
     return registry.find(config.name)(config, catalogue)
@@ -43,9 +40,6 @@ def load_model(
 
     Returns:
         The model, and the checkpoint's `config.json`.
-
-    Raises:
-        UserError: If the checkpoint is damaged, or is of another model or other tables.
     """
     metadata = checkpoint.read(uri)
     checkpoint.check(metadata, uri, catalogue.versions, name, extending=True)

@@ -19,8 +19,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from core.errors import UserError
-from core.options import STRICT, NamedConfig, Share
+from core.options import STRICT, NamedConfig, Share, check_known
 from models.training.distributed import global_mean
 
 
@@ -50,37 +49,15 @@ class LabelOptions(NamedConfig):
 
 
 def resolve_masks(labels: Sequence[str], masks: Mapping[str, str]) -> list[int | None]:
-    """Return the index of the mask label of each label, None for labels without a mask.
-
-    Raises:
-        UserError: If a name is not a label.
-    """
-    for name in (*masks, *masks.values()):
-        check_label(name, labels, "label_masks")
+    """Return the index of each label's mask label, None without a mask."""
+    check_known([*masks, *masks.values()], labels, "label_masks")
     return [labels.index(masks[name]) if name in masks else None for name in labels]
 
 
 def resolve_weights(labels: Sequence[str], weights: Mapping[str, float]) -> list[float]:
-    """Return the weight of each label.
-
-    Raises:
-        UserError: If a name is not a label.
-    """
-    for name in weights:
-        check_label(name, labels, "label_weights")
+    """Return the weight of each label."""
+    check_known(weights, labels, "label_weights")
     return [weights.get(name, 1.0) for name in labels]
-
-
-def check_label(name: str, labels: Sequence[str], option: str) -> None:
-    """Raise a UserError if a name is not one of the labels.
-
-    Args:
-        name: Name to check.
-        labels: Labels of the tables.
-        option: Name of the option that sets `name`, for the message.
-    """
-    if name not in labels:
-        raise UserError(f"{option} names '{name}', which is not a label of the tables")
 
 
 def select_measured(labels: Tensor, masks: Sequence[int | None]) -> Tensor:

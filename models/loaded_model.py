@@ -42,9 +42,6 @@ class LoadedModel:
             uri: Path or URI of the checkpoint.
             inputs: Folders of the tables.
             device: Device of the model.
-
-        Raises:
-            UserError: If the checkpoint is damaged or belongs to other tables.
         """
         metadata = checkpoint.read(uri)
         catalogue = load_catalogue(metadata.name, inputs, metadata)
@@ -127,10 +124,6 @@ def load_catalogue(
         inputs: Folders of the tables.
         metadata: Checkpoint whose scales features are read with; None to use the scales
             of the tables.
-
-    Raises:
-        UserError: If the tables are of another kind, or a required folder is not
-            set.
     """
     scales = metadata.learned.get("scales") if metadata else None
     model_class = registry.find(name)
@@ -141,11 +134,7 @@ def load_catalogue(
 
 
 def read_versions(name: str, inputs: Inputs) -> dict[str, Manifest[Any]]:
-    """Read the manifests of the tables of the model `name`.
-
-    Raises:
-        UserError: As in `load_catalogue`.
-    """
+    """Read the manifests of the tables of the model `name`."""
     model_class = registry.find(name)
     inputs = inputs.select(name, model_class.extra_inputs)
     versions = inputs.versions(model_class.catalogue_tables)
@@ -161,9 +150,6 @@ def check_hashes(
     Args:
         versions: Manifests of the tables, by name.
         checked: Hash of each table at the earlier check, by name.
-
-    Raises:
-        UserError: If a table was replaced.
     """
     current = table_hashes(versions)
     for table, expected in checked.items():

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
-from core.errors import UserError, did_you_mean
-from core.options import NamedConfig, build
+from core.errors import UserError
+from core.options import NamedConfig, build, check_known
 
 if TYPE_CHECKING:
     from models.model import Model
@@ -74,11 +74,7 @@ TOKENIZERS = {
 
 
 def find(name: str) -> type[Model]:
-    """Import and return the class of a model.
-
-    Raises:
-        UserError: If there is no model of this name; the message suggests a name.
-    """
+    """Import and return the class of a model."""
     model_class: type[Model] = _import_class("model", MODELS, name)
     return model_class
 
@@ -91,10 +87,7 @@ def find_tokenizer(name: str) -> type[Tokenizer]:
 
 def _import_class(what: str, entries: Mapping[str, str], name: str) -> Any:
     """Import and return the class of a name."""
-    if name not in entries:
-        unknown = f"unknown {what} '{name}'; {did_you_mean(name, entries)}"
-        fault = unknown if name else f"no {what} is named"
-        raise UserError(f"{fault}; known are {', '.join(entries)}")
+    check_known([name], entries, f"{what}.name")
     module, class_name = entries[name].split(":")
     found = getattr(importlib.import_module(module), class_name)
     if found.name != name:
@@ -107,9 +100,6 @@ def build_model_config(options: Any) -> Any:
 
     Args:
         options: A model's name, or a mapping with its name and options.
-
-    Raises:
-        UserError: For an unknown model, an unknown option or an invalid value.
     """
     return _build_config("model", MODELS, options)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from core.errors import UserError
 from core.ids import parse_item_ids
-from core.schemas import MADE_BY, CustomFeatures, Inputs
+from core.schemas import CustomFeatures, Inputs
 from core.tables import LARGEST_NUMBER, read_table
 from models.custom_features import CATEGORY, NUMBER, read_features
 from models.dataset.batch import Batch
@@ -112,7 +112,7 @@ class Row(dict[str, Any]):
             given_widths = ", ".join(map(str, sorted(widths)))
             raise UserError(
                 f"{name} has {len(vectors)} vectors of {given_widths} numbers, {count} "
-                f"of {width} are expected; the model's metadata names them"
+                f"of {width} are expected"
             )
         values = np.array([list(vector) for vector in vectors], np.float32)
         values = values.reshape(count, width)
@@ -206,11 +206,7 @@ class Requests:
             self.encoder = load_saved(f"{folder}/encoder")
 
     def parse(self, row: Row) -> Any:
-        """Parse one row.
-
-        Raises:
-            UserError: If the row has an invalid value.
-        """
+        """Parse one row."""
         raise NotImplementedError
 
     def collate(self, requests: Sequence[Any]) -> Batch:
@@ -276,6 +272,8 @@ def _list_custom_names(features: CustomFeatures) -> dict[str, list[str]]:
 def find_bundled_inputs(folder: str) -> Inputs:
     """Return the input folders that a bundle contains."""
     optional = {
-        name: f"{folder}/{name}" for name in MADE_BY if Path(folder, name).exists()
+        name: f"{folder}/{name}"
+        for name in ("sids", "text")
+        if Path(folder, name).exists()
     }
     return Inputs(f"{folder}/tables", **optional)

@@ -18,8 +18,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from core.errors import UserError, did_you_mean
+from core.errors import UserError
 from core.files import join
+from core.options import check_known
 from core.schemas import Inputs, SequencesInfo
 from core.tables import Manifest, read_manifest
 from models import registry
@@ -123,10 +124,6 @@ class TrainingRun:
             last: Last checkpoint of the run to resume; its weights are loaded by
                 `resume`.
             init: URI of a checkpoint from whose weights a new run starts.
-
-        Raises:
-            UserError: If the tables are damaged, do not fit the model or the
-                checkpoint, or have no training example.
         """
         model_class = registry.find(config.name)
         initial = None if last or not init else checkpoint.read(init)
@@ -225,9 +222,6 @@ class TrainingRun:
 
         Whether a metric is defined depends on labels alone, so constant scores are
         measured. A collective call.
-
-        Raises:
-            UserError: If the metric is not defined.
         """
         if self.model.has_own_metrics:  # the metric may not depend on scores
             return
@@ -272,9 +266,6 @@ class TrainingRun:
         Returns:
             The state from which `fit` resumes; None for a model that is not trained by
             gradient.
-
-        Raises:
-            UserError: If the checkpoint is of another model or of other tables.
         """
         uri = join(folder, metadata.folder)
         checkpoint.check(metadata, uri, self.catalogue.versions, self.model.name)
@@ -353,9 +344,6 @@ def resolve_training(
     Returns:
         The config with values from checkpoints that it names, such as the sizes of a
         teacher; and the folders that the model reads.
-
-    Raises:
-        UserError: If a checkpoint or a folder does not fit the model.
     """
     model_class = registry.find(config.name)
     catalogue = load_catalogue(model_class.name, inputs)
@@ -381,9 +369,6 @@ def check_init(
         versions: Versions of the tables by name.
         model_class: Class of the model.
         fit: Options of the training loop.
-
-    Raises:
-        UserError: If the training cannot start from the checkpoint.
     """
     if not model_class.trains_by_gradient:
         raise UserError(
@@ -393,8 +378,8 @@ def check_init(
     checkpoint.check(initial, init, versions, model_class.name, extending=True)
     if fit.replay_fraction < 1 and not initial.learned.get("until"):
         raise UserError(
-            f"fit.replay_fraction is {fit.replay_fraction:g}, but the training of the "
-            "--init checkpoint has no end time"
+            f"fit.replay_fraction is {fit.replay_fraction:g}, but {init} was not "
+            "trained up to a time"
         )
 
 
@@ -461,22 +446,6 @@ def check_fit(fit: FitConfig, model_class: type[Model], catalogue: Any) -> None:
         fit: Options of the training.
         model_class: Class of the model.
         catalogue: Catalogue of the model, whose labels are part of the metrics' names.
-
-    Raises:
-        UserError: If `fit.metric` or a key of `fit.eval_options` is unknown.
     """
-    name = model_class.name
-    metrics = model_class.metric_names(catalogue)
-    if fit.metric not in metrics:
-        raise UserError(
-            f"fit.metric is '{fit.metric}', which the model '{name}' does not measure; "
-            f"{did_you_mean(fit.metric, metrics)}; known are {', '.join(metrics)}"
-        )
-    options = model_class.recommend_options()
-    for key in fit.eval_options:
-        if key in options:
-            continue
-        raise UserError(
-            f"fit.eval_options has '{key}', which is not an option of `recommend` of "
-            f"'{name}'"
-        )
+    check_known([fit.metric], model_class.metric_names(catalogue), "fit.metric")
+    check_known(fit.eval_options, model_class.recommend_options(), "fit.eval_options")

@@ -137,8 +137,8 @@ def _shape_error(
     shape = "none" if target is None else f"of {tuple(target.shape)}"
     return OtherTablesError(
         f"{uri} does not fit the model: {name} is of {tuple(weights.shape)} there "
-        f"and {shape} here; give the options of model.* that it was trained with, "
-        "or train a new model, without --init"
+        f"and {shape} here",
+        "init",
     )
 
 
@@ -224,8 +224,8 @@ def check_tasks(model: Any, metadata: Checkpoint, uri: str | Path) -> None:
     if old_tasks and differing_tasks:
         raise OtherTablesError(
             f"the tables and {uri} have different tasks, such as "
-            f"{min(differing_tasks)}: train a new model, without --init; tables that "
-            "jobs.prepare makes with --append from the first day on keep their tasks"
+            f"{min(differing_tasks)}",
+            "init",
         )
 
 

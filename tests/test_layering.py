@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ PACKAGES = ("core", "models", "pipelines", "tuning", "jobs", "benchmarks", "pape
 """Packages from the ground floor up; each imports only itself and lower ones."""
 ROOMS = ("data", "tracking", "serving", "training", "evaluation", "comparison")
 """Rooms of `pipelines` from the lowest up; they share the modules beside them."""
+NAMED = re.compile(r"\bjobs\.[a-z]|(?<!\w)--[a-z]\w*(?![\w:)])")
+"""A command or an option of one, but not a variable of CSS."""
 FORBIDDEN = {"core": {"torch", "ray", "mlflow"}, "models": {"ray", "mlflow", "polars"}}
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
@@ -104,3 +108,18 @@ def test_imports_form_no_cycle() -> None:
 
 def test_a_cycle_is_found() -> None:
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def find_strings(path: Path) -> Iterator[str]:
+    """Yield the constants of a file that are not docstrings, as text."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and node not in docstrings:
+            yield str(node.value)
+
+
+def test_code_below_the_jobs_names_hardly_a_command_or_option() -> None:
+    below = [path for path in FILES if path.relative_to(ROOT).parts[0] in PACKAGES[:4]]
+    named = [m for path in below for s in find_strings(path) for m in NAMED.findall(s)]
+    assert 0 < len(named) <= 10, named

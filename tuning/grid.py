@@ -27,7 +27,14 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import absolute
-from core.options import STRICT, build, path_fields, read_configs, read_yaml
+from core.options import (
+    STRICT,
+    build,
+    check_known,
+    path_fields,
+    read_configs,
+    read_yaml,
+)
 from core.schemas import Inputs
 from models import registry
 from models.text.pretrained import resolve_encoder_path
@@ -152,9 +159,6 @@ class Grid:
         Args:
             smoke: Whether to apply the `smoke` section of the grid file.
             axes: Values that the user gives, by key. Every grid accepts `fit.seed`.
-
-        Raises:
-            UserError: If the grid does not have one of the axes.
         """
         grid = self
         if smoke:
@@ -163,11 +167,7 @@ class Grid:
                 for key in ("fixed", "axes")
             }
             grid = replace(grid, scheduler=Scheduler(), **{**self.smoke, **nested})
-        for key in axes or {}:
-            if key not in grid.axes and key != SEED:
-                raise UserError(
-                    f"the grid {self.name} has no axis '{key}' to give values to"
-                )
+        check_known(axes or {}, [*grid.axes, SEED], f"axes of the grid {self.name}")
         return replace(grid, axes={**grid.axes, **(axes or {})}).expand_seeds()
 
     def expand_seeds(self) -> Grid:
@@ -181,12 +181,7 @@ class Grid:
         return replace(self, axes=axes, fixed=fixed, seeds=[])
 
     def list_points(self) -> list[Point]:
-        """Return the points of the whole grid, the last axis varying fastest.
-
-        Raises:
-            UserError: If the grid is empty, an axis has no values, or axes that go
-                together have different numbers of values.
-        """
+        """Return the points of the whole grid, the last axis varying fastest."""
         factors = [self.points] if self.points else []
         listed: set[str] = set()
         for key in self.axes:
@@ -212,8 +207,7 @@ class Grid:
         for key in keys:
             if not self.axes.get(key):
                 raise UserError(
-                    f"the axis '{key}' of the grid {self.name} has no values; give "
-                    f"--axes.{key} '[A, B]'"
+                    f"the axis '{key}' of the grid {self.name} has no values", "axes"
                 )
         axes = {key: self.axes[key] or [] for key in keys}
         if len({len(values) for values in axes.values()}) > 1:
@@ -230,18 +224,11 @@ class Grid:
 
         Args:
             settings: Settings of all trials, which replace settings of the grid file.
-
-        Raises:
-            UserError: If the grid is empty, if a setting is an axis or is unknown, or
-                if the model's config rejects a value.
         """
         settings = settings or {}
         for key in settings:
             if key in self.keys:
-                raise UserError(
-                    f"'{key}' is an axis of the grid {self.name}; give --axes.{key} "
-                    "'[...]' instead"
-                )
+                raise UserError(f"'{key}' is an axis of the grid {self.name}", "axes")
         files = [self.config] if isinstance(self.config, str) else self.config or []
         base = flatten_sections(read_configs(files))
         base = {**base, **self.fixed, **settings}
@@ -274,10 +261,7 @@ class Grid:
                     f"it takes {', '.join([*patterns, *folder_names])}"
                 )
         if not is_training and "checkpoint" not in folders:
-            raise UserError(
-                "a grid of job evaluate needs checkpoints; give --axes.checkpoint "
-                "'[RUN, ...]'"
-            )
+            raise UserError("a grid of job evaluate needs checkpoints", "axes")
         hash_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()
         return Trial(
             id=hash_[:8],
@@ -301,7 +285,7 @@ class Grid:
                 options[key] = absolute(value)
             elif key in encoders and isinstance(value, str) and value:
                 options[key] = resolve_encoder_path(value)
-        return self._build(config_class, options, "model.")
+        return build(config_class, options, "model.")
 
     def _build_fit(self, options: dict[str, Any]) -> FitConfig:
         """Build the options of the training loop, with the grid's metric."""
@@ -311,32 +295,17 @@ class Grid:
                 f"fit.metric is {options['metric']}, the grid {self.name} ranks by "
                 f"{self.metric}"
             )
-        fit: FitConfig = self._build(FitConfig, options, "fit.")
-        return fit
-
-    def _build(self, kind: type, options: dict[str, Any], prefix: str) -> Any:
-        try:
-            return build(kind, options, prefix)
-        except ValueError as error:
-            raise UserError(f"the grid {self.name}: {error}") from error
+        return build(FitConfig, options, "fit.")
 
 
 def load_grid(path: str) -> Grid:
-    """Load the grid in a YAML file.
-
-    Raises:
-        UserError: If the file is missing or has unknown keys or wrong values.
-    """
+    """Load the grid in a YAML file."""
     content = {"name": Path(path).stem, **read_yaml(path)}
     files = content.get("config") or []
     if isinstance(files, str):
         files = [files]
     content["config"] = [str(Path(path).parent / file) for file in files]
-    try:
-        grid: Grid = build(Grid, content)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
-    return grid
+    return build(Grid, content)
 
 
 def flatten_sections(content: dict[str, Any]) -> Point:

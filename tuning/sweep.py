@@ -41,8 +41,9 @@ from ray import cloudpickle, tune
 from ray.exceptions import RayActorError
 from ray.tune import Callback
 
-from core.errors import UserError, did_you_mean, pluralize
+from core.errors import UserError, pluralize
 from core.files import absolute, join, open_uri, write_file
+from core.options import check_known
 from models import registry
 from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import format_metric
@@ -240,11 +241,6 @@ def run_sweep(
         config: Tables, storage and resources of the trials.
         say: Called with lines of progress.
         start: Start Ray; called only if trials are to run. By default Ray runs already.
-
-    Raises:
-        UserError: Before anything is started, if tables, models or settings do not fit,
-            if the metric is not measured, or if MLflow does not answer; at the end, if
-            trials are unfinished or none has a value.
     """
     began = time.monotonic()
     spec = check_spec(make_spec(grid, trials, config), config)
@@ -316,11 +312,7 @@ def finish_interrupted(
 def require_best(
     best: TrialResult | None, results: list[TrialResult], config: SweepConfig
 ) -> TrialResult:
-    """Return the best trial of a sweep that has ended.
-
-    Raises:
-        UserError: If trials are unfinished, or if none has a value.
-    """
+    """Return the best trial of a sweep that has ended."""
     num_unfinished = sum(result.status == "unfinished" for result in results)
     if num_unfinished:
         raise UserError(
@@ -360,9 +352,6 @@ def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
     Returns:
         The specification with its experiment, its checked trainings and the hashes of
         its tables.
-
-    Raises:
-        UserError: If a trial cannot run with its settings and tables.
     """
     if spec.grid.job == "train":
         first = next(iter(spec.trials.values()))
@@ -387,9 +376,6 @@ def prepare_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
 
     Returns:
         The trainings by name of the trial.
-
-    Raises:
-        UserError: If a trial cannot train.
     """
     load = cache(load_catalogue)
     trainings = {}
@@ -410,9 +396,6 @@ def prepare_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]
     Returns:
         The kind of the models, and the hashes of each trial's tables by name of the
         trial.
-
-    Raises:
-        UserError: If a trial cannot be evaluated, or its metric is not measured.
     """
     kind, hashes = "", {}
     metric = spec.grid.metric.removeprefix("test/")
@@ -423,16 +406,11 @@ def prepare_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]
         checkpoint_folder = trial.folders["checkpoint"]
         evaluated = check_evaluation(checkpoint_folder, inputs, options).checkpoint
         available = [*evaluated.metrics, "users_per_s", "peak_memory_mb"]
-        if metric not in available:
-            raise UserError(
-                f"the metric of the grid {spec.grid.name} is {spec.grid.metric}, "
-                f"which is not measured; {did_you_mean(metric, available)}; choose one "
-                f"of {', '.join(available)}"
-            )
+        check_known([metric], available, f"metric of the grid {spec.grid.name}")
         record = read_record(join(spec.folder, trial.name))
         if record and record.evaluate != trial.evaluate:
             raise UserError(
-                f"{trial.name} was measured with other options in {spec.folder}"
+                f"{trial.name} was measured with other options in {spec.folder}", "name"
             )
         kind = registry.find(evaluated.name).kind
         hashes[trial.name] = evaluated.hashes
@@ -445,9 +423,6 @@ def find_experiment(spec: SweepSpec, option: str | None) -> str | None:
     Args:
         spec: The sweep.
         option: Value of `--experiment`, which is returned if no trial has a run yet.
-
-    Raises:
-        UserError: If the trials are in another experiment, or at another tracking URI.
     """
     records = [read_record(join(spec.folder, name)) for name in spec.trials]
     for record in records:
@@ -736,9 +711,6 @@ def resolve_best_trial(path: str) -> str:
     """Return the folder of the best trial if `path` is the folder of a sweep.
 
     Any other path is returned unchanged.
-
-    Raises:
-        UserError: If trials of the sweep failed or are not finished.
     """
     if not path:
         return path

@@ -156,11 +156,7 @@ class BoostedActions(ActionsModel):
     def fit_in_one_pass(
         self, train: Iterable[ActionsBatch], val: Iterable[ActionsBatch]
     ) -> None:
-        """Grow the trees of each task until the task's log loss on val stops falling.
-
-        Raises:
-            UserError: If the val split is empty.
-        """
+        """Grow the trees of each task until its log loss on val stops falling."""
 
         def read(batch: ActionsBatch) -> tuple[Tensor, Tensor]:
             """Return columns (N, X) and labels (N, K)."""

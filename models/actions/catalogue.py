@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.errors import UserError
 from core.files import join
 from core.schemas import ActionsInfo, CustomFeatures, Inputs
 from core.tables import Manifest, read_table, table_hashes
@@ -175,25 +174,16 @@ class ActionsCatalogue:
             text: Output folder of jobs.encode; None for models without text.
             scales: Result of `scales()` stored in a checkpoint, which replaces computed
                 scales.
-
-        Raises:
-            UserError: If the tables do not belong together, or `item_index` is not
-                dense and sorted from 0.
         """
         versions = Inputs(tables, text=text).versions(TABLES, ActionsInfo)
         info: ActionsInfo = versions["sequences"].info
         items = read_table(join(tables, "items"), "items")
-        if not np.array_equal(items["item_index"].to_numpy(), np.arange(len(items))):
-            raise UserError(
-                f"{join(tables, 'items')}: item_index is not dense and sorted from 0"
-            )
         scales = scales or {}
         attributes = Attributes.from_items(items, scales)
         numbers, categories = attributes.read(items)
         vectors = torch.zeros(0)
         if text is not None:
-            uri = join(text, "items")
-            vectors = read_vectors(read_table(uri), "embedding", len(items), uri)
+            vectors = read_vectors(read_table(join(text, "items")), "embedding")
         return cls(
             num_items=len(items),
             actions=tuple(info.actions),

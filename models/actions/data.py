@@ -133,7 +133,7 @@ class ActionsDataset(RequestDataset):
         ]
 
     @classmethod
-    def decode(cls, table: pa.Table, info: ActionsInfo, uri: str) -> Columns:
+    def decode(cls, table: pa.Table, info: ActionsInfo) -> Columns:
         """Decode one part of the table (`decode_sequences`)."""
         return decode_sequences(table, info)
 

@@ -122,12 +122,7 @@ class NewItems:
         self.cache: TextCache[str] = TextCache()
 
     def parse(self, items: Sequence[Item]) -> dict[str, Item]:
-        """Return the items by their id.
-
-        Raises:
-            UserError: If an item has no id, occurs twice, or has a field that the model
-                does not read.
-        """
+        """Return the items by their id."""
         by_id: dict[str, Item] = {}
         for item in items:
             if not (item or {}).get("item_id"):
@@ -268,9 +263,6 @@ class ActionsRequests(Requests):
 
         Candidates and events are left out if their item is neither in the catalogue nor
         among the new items. Events that are not before the request are left out too.
-
-        Raises:
-            UserError: If the row has an invalid value.
         """
         candidates, history = row.item_ids("candidates"), row.item_ids("history")
         sent_items = self.new_items.parse(row.value("new_items") or ())
@@ -341,8 +333,7 @@ class ActionsRequests(Requests):
             event, kind = np.argwhere(is_invalid)[0]
             raise UserError(
                 f"history_actions has {action[event, kind]:g} for "
-                f"'{self.actions[kind]}', which is not from 0 to 1; scale it as "
-                "defined by `inputs` in the model's metadata"
+                f"'{self.actions[kind]}', which is not from 0 to 1"
             )
         return action
 
@@ -362,8 +353,7 @@ class ActionsRequests(Requests):
         if new_items and self.needs_ids:
             warnings.warn(
                 f"{len(new_items)} new items are scored without an id, but the model "
-                "was always trained with ids; train it with --model.item_ids none or "
-                "--model.id_dropout 0.2",
+                "was always trained with ids: item_ids is not none, id_dropout is 0",
                 stacklevel=2,
             )
         lengths = np.array([len(request.parts["item"]) for request in requests])

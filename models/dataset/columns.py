@@ -76,9 +76,6 @@ def open_columns(
         manifest: Manifest of the table, if it is already loaded.
         settings: JSON value on which the decoded arrays depend, in addition to the
             content of the table.
-
-    Raises:
-        UserError: If a part is missing or damaged.
     """
     manifest = manifest or read_manifest(uri)
     uris = part_uris(uri, manifest)

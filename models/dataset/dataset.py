@@ -111,9 +111,6 @@ class RequestDataset:
             new: Selection of the training examples; None for all.
             manifest: Manifest of the table; None to read it.
             options: Options of the kind, from `dataset_options`.
-
-        Raises:
-            UserError: If the kind has no such split.
         """
         if split not in self.splits:
             raise UserError(f"models of {self.kind} have no split '{split}'")
@@ -146,13 +143,12 @@ class RequestDataset:
         raise NotImplementedError
 
     @classmethod
-    def decode(cls, table: pa.Table, info: Any, uri: str) -> Columns:
+    def decode(cls, table: pa.Table, info: Any) -> Columns:
         """Return the flat arrays of one part of `sequences`, by name.
 
         Args:
             table: Rows of the part.
             info: Info of the table, a subclass of `SequencesInfo`.
-            uri: Folder of the table, for messages.
         """
         raise NotImplementedError
 
@@ -218,9 +214,6 @@ class RequestDataset:
             new: Selection of the training examples; None for all.
             manifest: Manifest of the table; None to read it.
             options: Options of the kind, from `dataset_options`.
-
-        Raises:
-            UserError: If the table is of another kind, is damaged or has no users.
         """
         manifest = manifest or read_manifest(uri, cls.info_class)
         if not manifest.rows:
@@ -229,7 +222,7 @@ class RequestDataset:
             uri,
             cls.kind,
             cls.parquet_columns(manifest.info),
-            lambda table: cls.decode(table, manifest.info, uri),
+            lambda table: cls.decode(table, manifest.info),
             manifest=manifest,
             settings=cls.decoder_settings(manifest.info),
         )

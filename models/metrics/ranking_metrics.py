@@ -254,9 +254,6 @@ def ranking_sums(
         prefix: Prefix of the names of the sums.
         correction: Value that was added to the logits to correct for sampled negatives;
             0 for none.
-
-    Raises:
-        UserError: If a logit is not finite.
     """
     logits, labels = check_finite(logits.double()), labels.double()
     auc, valid = request_auc(logits, labels, request)

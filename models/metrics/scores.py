@@ -18,9 +18,6 @@ def check_finite(scores: Tensor, tail: bool = False) -> Tensor:
     Args:
         scores: Scores of any shape.
         tail: Whether -inf is allowed, as the padding of short rankings.
-
-    Raises:
-        UserError: If a score is NaN or infinite.
     """
     valid = scores.isfinite()
     if tail:

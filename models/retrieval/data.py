@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.errors import UserError
 from core.files import join
 from core.ragged import (
     find_rows,
@@ -89,31 +88,15 @@ class Catalogue:
         Args:
             tables_uri: Output folder of jobs.prepare.
             sids_uri: Output folder of jobs.tokenize; None without semantic IDs.
-
-        Raises:
-            UserError: If there are no items, or the semantic IDs do not match the
-                items.
         """
         versions = Inputs(tables_uri, sids_uri).versions(TABLES, RetrievalInfo)
         num_items = versions["items"].rows
-        if num_items == 0:
-            raise UserError(f"{join(tables_uri, 'items')} has no rows")
         if sids_uri is None:
             return cls(num_items, versions=versions, tables=tables_uri)
 
-        sids_table = join(sids_uri, "sids")
         sizes = tuple(versions["sids"].info.codebook_sizes)
-        codes = read_codes(read_table(sids_table, "sids"), sids_table)
-        if codes.shape != (num_items, len(sizes)):
-            raise UserError(
-                f"{sids_uri} has semantic IDs of {codes.shape[0]} items with "
-                f"{codes.shape[1]} levels, but there are {num_items} items and "
-                f"{len(sizes)} codebooks"
-            )
-        try:
-            trie = Trie(codes, sizes)
-        except UserError as error:
-            raise UserError(f"{sids_uri}: {error}") from error
+        codes = read_codes(read_table(join(sids_uri, "sids"), "sids"))
+        trie = Trie(codes, sizes)
         return cls(num_items, codes, sizes, trie, versions, tables_uri)
 
     @classmethod
@@ -124,24 +107,10 @@ class Catalogue:
         )
 
 
-def read_codes(table: pa.Table, name: str) -> Tensor:
-    """Return the (I, C) int64 codes of a `sids` table, in the order of `item_index`.
-
-    Raises:
-        UserError: If items have different numbers of codes, or `item_index` is not
-            dense and sorted.
-    """
+def read_codes(table: pa.Table) -> Tensor:
+    """Return the (I, C) int64 codes of a `sids` table."""
     lists = table["codes"].combine_chunks()
-    lengths = pc.list_value_length(lists).to_numpy()
-    if lengths.min() != lengths.max():
-        raise UserError(
-            f"{name} has codes of {lengths.min()} to {lengths.max()} levels; all must "
-            "have the same number: run jobs.tokenize again"
-        )
-    index = table["item_index"].to_numpy()
-    if not np.array_equal(index, np.arange(len(index))):
-        raise UserError(f"{name}: item_index is not dense and sorted from 0")
-    codes = lists.flatten().to_numpy().astype(np.int64).reshape(len(index), -1)
+    codes = lists.flatten().to_numpy().astype(np.int64).reshape(len(lists), -1)
     return torch.from_numpy(codes)
 
 
@@ -255,9 +224,9 @@ class RetrievalDataset(RequestDataset):
         return ["user_id", "item_index", *request_columns(*fields)]
 
     @classmethod
-    def decode(cls, table: pa.Table, info: RetrievalInfo, uri: str) -> Columns:
+    def decode(cls, table: pa.Table, info: RetrievalInfo) -> Columns:
         """Decode one part of the table by `decode_sequences`."""
-        return decode_sequences(table, uri)
+        return decode_sequences(table)
 
     def _plan(self) -> None:
         """Set the examples of the split: their requests, users and history lengths."""
@@ -442,19 +411,15 @@ def find_repeats(
     return is_in_log & (first_behaviour[index] < user_start + end)
 
 
-def decode_sequences(table: pa.Table, name: str) -> Columns:
+def decode_sequences(table: pa.Table) -> Columns:
     """Decode one part of the sequences of a retrieval log.
 
     Args:
         table: Rows of the part, one per user.
-        name: Name of the table in error messages.
 
     Returns:
         By user (U,): behaviours_per_user, requests_per_user, user_hash. By behaviour
         (E,): item. By request (R,): history_end, target, repeats, request_time, split.
-
-    Raises:
-        UserError: If a request does not have exactly one candidate.
     """
     lists = table["item_index"].combine_chunks()
     behaviours_per_user = pc.list_value_length(lists).to_numpy()
@@ -463,13 +428,6 @@ def decode_sequences(table: pa.Table, name: str) -> Columns:
     requests_per_user = pc.list_value_length(request_lists).to_numpy()
     requests = request_lists.flatten()
     candidates = pc.struct_field(requests, "candidates")
-    num_candidates = pc.min_max(pc.list_value_length(candidates)).as_py()
-    if len(candidates) and num_candidates != {"min": 1, "max": 1}:
-        raise UserError(
-            f"{name} has requests with {num_candidates['min']} to "
-            f"{num_candidates['max']} candidates; a retrieval request has 1, its "
-            "target: run jobs.prepare with a retrieval source"
-        )
     target = candidates.flatten().to_numpy()
     history_end = pc.struct_field(requests, "history_end").to_numpy()
     repeats = find_repeats(

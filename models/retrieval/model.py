@@ -90,9 +90,6 @@ class RetrievalModel(Model):
 
         If an item has fewer than k neighbours, the tail of its row is item -1 with
         score -inf.
-
-        Raises:
-            UserError: If the model has no item vectors.
         """
         vectors = self.item_vectors()
         if vectors is None:

@@ -48,7 +48,7 @@ class StudentOptions(BeamOptions):
     def __post_init__(self) -> None:
         if self.constrained is False and self.scores:
             raise ValueError(
-                f"--scores {self.scores} has no effect with --constrained false"
+                f"scores is {self.scores}, which has no effect if constrained is false"
             )
 
 

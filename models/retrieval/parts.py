@@ -101,9 +101,6 @@ class SidTokens(nn.Module):
         Args:
             catalogue: The items with their semantic IDs.
             n_user_tokens: Number of tokens that users are hashed to.
-
-        Raises:
-            UserError: If the catalogue has no semantic IDs.
         """
         super().__init__()
         if catalogue.sids is None or catalogue.trie is None:

@@ -70,9 +70,6 @@ class RetrievalRequests(Requests):
         """Return a mask (I,) of the catalogue's items with these ids.
 
         Other ids are ignored.
-
-        Raises:
-            UserError: If none of the ids is in the catalogue.
         """
         allowed = parse_allowed(ids)
         index = [self.index[item] for item in allowed if item in self.index]

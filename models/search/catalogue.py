@@ -108,10 +108,6 @@ class SearchText:
             uri: Folder of the tables.
             items: Manifest of the items that were encoded.
             num_queries: Number of queries that were encoded.
-
-        Raises:
-            UserError: If the tables were encoded with different settings, or do not
-                have one row for each item and query.
         """
         names = ("items", "queries", "pairs", "tokens")
         present = [name for name in names if has_manifest(join(uri, name))]
@@ -120,14 +116,11 @@ class SearchText:
         ]
         if any(table_settings != settings[0] for table_settings in settings):
             raise UserError(f"the tables of {uri} were encoded with different settings")
-        items_uri = join(uri, "items")
-        documents = read_vectors(
-            read_table(items_uri), "embedding", items.rows, items_uri
-        )
+        documents = read_vectors(read_table(join(uri, "items")), "embedding")
         width = documents.shape[1]
         queries = np.zeros((0, width), np.float32)
         if num_queries:
-            queries = _open_queries(join(uri, "queries"), num_queries)
+            queries = open_vectors(join(uri, "queries"))["embedding"]
         pairs = open_vectors(join(uri, "pairs"))
         no_index = np.zeros(0, np.int64)
         pair_keys = pair_key(
@@ -135,8 +128,6 @@ class SearchText:
             pairs.get("query_index", no_index),
             num_queries,
         )
-        if (np.diff(pair_keys) <= 0).any():
-            raise UserError(f"{join(uri, 'pairs')} is not sorted by item and query")
         num_pairs = len(pair_keys)
         return cls(
             items=documents,
@@ -187,9 +178,6 @@ class SearchText:
             request_query: (R,) queries.
             candidate: (N,) items.
             num_candidates: (R,) number of candidates of each request.
-
-        Raises:
-            UserError: If a pair has no vector, but the text has to be complete.
         """
         if history_query is None:
             history_query = np.full(history.shape, NO_QUERY)
@@ -313,9 +301,6 @@ class SearchCatalogue:
                 them, as its checkpoint has them.
             scales: Result of `scales()` stored in a checkpoint: the text size and the
                 scales of custom numbers, in place of those of these tables.
-
-        Raises:
-            UserError: If the tables do not belong together.
         """
         versions = Inputs(tables, text=text).versions(TABLES, SearchInfo)
         info: SearchInfo = versions["sequences"].info
@@ -376,18 +361,6 @@ def _encoder_settings(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
         if name != "query_condition"
     }
     return manifest.inputs.get("encoder"), settings
-
-
-def _open_queries(uri: str, num_queries: int) -> NDArray[np.float32]:
-    """Memory-map the vectors of queries, in the order of `query_index`."""
-    columns = open_vectors(uri)
-    index = columns.get("query_index", np.zeros(0, np.int64))
-    if not np.array_equal(index, np.arange(num_queries)):
-        raise UserError(
-            f"{uri} has {len(index)} rows that are not the {num_queries} queries in "
-            "order"
-        )
-    return columns["embedding"]
 
 
 def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:

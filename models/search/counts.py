@@ -120,9 +120,6 @@ class Counts:
         Args:
             uri: Folder of the table of counts.
             model: Info of the sequences of the model.
-
-        Raises:
-            UserError: If the table was made with other settings.
         """
         info = read_manifest(uri, CountsInfo).info
         table_settings = {**info.search, "behaviour": info.behaviour}

@@ -192,7 +192,7 @@ class SearchDataset(RequestDataset):
         return [*by_user, *info.custom.names, *requests]
 
     @classmethod
-    def decode(cls, table: pa.Table, info: SearchInfo, uri: str) -> Columns:
+    def decode(cls, table: pa.Table, info: SearchInfo) -> Columns:
         """Decode one part of the table (`decode_sequences`)."""
         return decode_sequences(table, info)
 

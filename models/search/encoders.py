@@ -141,11 +141,7 @@ class CausalBert(nn.Module):
 
 
 def pretrained_sizes(path: str) -> dict[str, Any]:
-    """Return the sizes of the pretrained BERT at `path`, as options of QGS.
-
-    Raises:
-        UserError: If there is no encoder at `path`, or it is not a BERT.
-    """
+    """Return the sizes of the pretrained BERT at `path`, as options of QGS."""
     return bert_sizes(load_pretrained(path).config)
 
 
@@ -164,9 +160,6 @@ def load_pretrained(path: str) -> BertModel:
 
     Args:
         path: A folder, a name on the model hub, or `minilm`.
-
-    Raises:
-        UserError: If there is no encoder at `path`, or it is not a BERT.
     """
     encoder = load_encoder(path)
     if encoder.config.model_type != "bert":
@@ -184,10 +177,6 @@ def copy_pretrained(encoder: CausalBert, path: str) -> None:
     Args:
         encoder: Encoder that is changed in place.
         path: Folder or name of the pretrained BERT, or `minilm`.
-
-    Raises:
-        UserError: If the pretrained BERT is missing, has other sizes, or has fewer
-            positions than the encoder.
     """
     bert, pretrained = encoder.bert, load_pretrained(path)
     model_sizes = bert_sizes(bert.config)

@@ -62,10 +62,6 @@ class ItemTower(nn.Module):
         Args:
             model: Settings of the encoder, from `pretrained_config`.
             catalogue: Catalogue whose documents are encoded.
-
-        Raises:
-            UserError: If the tables have no tokens, or tokens of an incompatible
-                encoder.
         """
         super().__init__()
         from transformers import AutoConfig, AutoModel

@@ -154,8 +154,8 @@ class QGS(Ranker):
         if config.query_condition == "joint":
             if not catalogue.text.joint.shape[1]:
                 raise UserError(
-                    "query_condition is joint, but the text has no joint vectors; run "
-                    "jobs.encode with --embed.query_condition joint"
+                    "query_condition is joint, but the text has no joint vectors",
+                    "text",
                 )
             warnings.warn(
                 "query_condition 'joint' leaks the document to predict into the query "

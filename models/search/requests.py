@@ -211,10 +211,6 @@ class SearchRequests(Requests):
         """Return the request of a row, with the latest `max_history` behaviours.
 
         Items that are not in the catalogue are left out of history and candidates.
-
-        Raises:
-            UserError: If the row has an invalid value, or lacks the times of behaviours
-                that the model reads.
         """
         candidates, history = row.item_ids("candidates"), row.item_ids("history")
         # positions of catalogue items in the lists of the row

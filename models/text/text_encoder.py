@@ -91,10 +91,6 @@ def text_columns(columns: Iterable[str], template: str = "") -> dict[str, str]:
 
     Returns:
         Column of each field, by the name without its prefix.
-
-    Raises:
-        UserError: If the template is malformed or names an unknown column, or if there
-            is no text column.
     """
     columns = list(columns)
     by_name = {}
@@ -165,9 +161,6 @@ class TextEncoder:
             max_tokens: Longer texts are truncated.
             batch_size: Texts per forward pass.
             precision: "fp32", or "bf16" for matrix products.
-
-        Raises:
-            UserError: If the encoder cannot be loaded or has no usable tokenizer.
         """
         import torch
         from sentence_transformers import SentenceTransformer
@@ -210,9 +203,6 @@ class TextEncoder:
                 is truncated first.
             separator: Whether to append the state of the first [SEP], which follows
                 the first text. Embeddings are then (texts, 2 width).
-
-        Raises:
-            UserError: If an embedding is not finite.
         """
         import torch
 
@@ -279,12 +269,7 @@ class TextEncoder:
 
 
 def prepare_tokenizer(name: str, model: Any) -> Any:
-    """Return the tokenizer of a model, which pads on the right with some token.
-
-    Raises:
-        UserError: If the tokenizer has no words, no token to pad with, or tokens that
-            the model has no embedding of.
-    """
+    """Return the tokenizer of a model, which pads on the right with some token."""
     tokenizer = model.tokenizer
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"the encoder {name} has no tokenizer")
@@ -322,9 +307,6 @@ def check_encoder(name: str, *options: Any) -> None:
     Args:
         name: Folder, hub name or `minilm`.
         options: Further arguments of `TextEncoder`.
-
-    Raises:
-        UserError: If weights are missing, or the encoder cannot encode texts.
     """
     encoder = TextEncoder(name, *options)
     modules = Path(locate_encoder(name), "modules.json")

@@ -11,7 +11,6 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from core.errors import UserError
 from models.dataset.columns import Columns, open_columns
 
 
@@ -20,29 +19,11 @@ def root_mean_square(vectors: Tensor) -> float:
     return float(vectors.square().mean().sqrt()) if vectors.numel() else 0.0
 
 
-def read_vectors(table: pa.Table, column: str, rows: int, name: str) -> Tensor:
-    """Return a fixed-size list column as (rows, W) float32.
-
-    Args:
-        table: Table of embeddings. If it has a single key column, the key must be dense
-            and sorted from 0.
-        column: Name of the list column.
-        rows: Expected number of rows.
-        name: Name of the table, for messages.
-
-    Raises:
-        UserError: If the number of rows or the order of the key differs.
-    """
-    if len(table) != rows:
-        raise UserError(f"{name} has {len(table)} rows where {rows} are expected")
-    keys = [key for key in ("item_index", "query_index") if key in table.column_names]
-    if len(keys) == 1:
-        index = table[keys[0]].to_numpy().astype(np.int64)
-        if not np.array_equal(index, np.arange(rows)):
-            raise UserError(f"{name}: {keys[0]} is not dense and sorted from 0")
+def read_vectors(table: pa.Table, column: str) -> Tensor:
+    """Return a fixed-size list column as (rows, W) float32."""
     vectors = table[column].combine_chunks()
     flat = vectors.flatten().to_numpy()
-    matrix = flat.reshape(rows, vectors.type.list_size).astype(np.float32)
+    matrix = flat.reshape(len(table), vectors.type.list_size).astype(np.float32)
     return torch.from_numpy(matrix)
 
 

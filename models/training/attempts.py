@@ -48,18 +48,13 @@ folder name."""
 
 
 def read_attempt(folder: str) -> Attempt:
-    """Return the newest attempt at the run in `folder`.
-
-    Raises:
-        UserError: If the file with the attempt number is damaged.
-    """
+    """Return the newest attempt at the run in `folder`."""
     try:
         content = read_json(join(folder, ATTEMPT))
         return UNNUMBERED if content is None else Attempt.parse(content["attempt"])
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"{folder}/{ATTEMPT} is damaged ({error}); make sure that no other process "
-            "trains this run, remove the file, and run the same command again"
+            f"{folder}/{ATTEMPT} is damaged ({error})", "damaged"
         ) from error
 
 

@@ -383,9 +383,6 @@ def locate(uri: str, what: str = "checkpoint") -> str:
     Args:
         uri: A checkpoint, or the folder of a finished run.
         what: Word for the checkpoint in the error message, such as `teacher`.
-
-    Raises:
-        UserError: If there is no checkpoint.
     """
     uri = absolute(uri)
     for candidate in (uri, join(uri, BEST)):
@@ -393,17 +390,13 @@ def locate(uri: str, what: str = "checkpoint") -> str:
             return candidate
     raise UserError(
         f"the {what} {uri} is neither a checkpoint nor a finished run: it holds no "
-        f"{CONFIG} and no best/; give the folder of a run of jobs.train, which is its "
-        "STORAGE/NAME"
+        f"{CONFIG} and no best/",
+        "run",
     )
 
 
 def read(uri: str | Path) -> Checkpoint:
-    """Read `config.json`, and verify the sizes of the other files.
-
-    Raises:
-        UserError: If there is no checkpoint, or it is damaged.
-    """
+    """Read `config.json`, and verify the sizes of the other files."""
     filesystem, path = open_uri(str(uri))
     config_path = f"{path}/{CONFIG}"
     if not exists(uri):
@@ -433,9 +426,6 @@ def verify_file(folder: Path, name: str, uri: str | Path) -> Path:
         folder: Local copy of the checkpoint.
         name: Name of the file.
         uri: Path or URI of the checkpoint.
-
-    Raises:
-        UserError: If the hash differs from the hash in `config.json`.
     """
     expected = read(uri).sha256.get(name, "nothing")
     actual = _hash(folder / name)
@@ -492,7 +482,6 @@ def check(
         extending: Whether tables may extend the tables of the training.
 
     Raises:
-        UserError: If the checkpoint is of another model, or a table is missing.
         OtherTablesError: If a table differs from the table of the training.
     """
     if name is not None and metadata.name != name:
@@ -520,11 +509,7 @@ def check(
 
 
 def load_weights(model: nn.Module, uri: str | Path) -> None:
-    """Load the weights of a checkpoint into a model with the same shapes.
-
-    Raises:
-        UserError: If weights are missing, do not fit, or are not finite.
-    """
+    """Load the weights of a checkpoint into a model with the same shapes."""
     with local(uri) as folder:
         try:
             safetensors.torch.load_model(model, str(verify_file(folder, WEIGHTS, uri)))
@@ -551,12 +536,7 @@ def check_finite(model: nn.Module, uri: str | Path) -> None:
 
 
 def load_state(uri: str | Path) -> dict[str, Any]:
-    """Load the state from which `fit` resumes.
-
-    Raises:
-        UserError: If the checkpoint has no state, such as the best checkpoint of a
-            finished run.
-    """
+    """Load the state from which `fit` resumes."""
     with local(uri) as folder:
         if not (folder / STATE).exists():
             raise UserError(

@@ -41,9 +41,6 @@ def shard(model: nn.Module, device: torch.device, rank: int, world: int) -> Shar
         device: Device of the model.
         rank: Rank of this worker.
         world: Number of workers.
-
-    Raises:
-        UserError: If the model has no language model.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -29,9 +29,6 @@ def make_optimizer(
 
     Returns:
         The optimizer, and the factor on the learning rate of each parameter group.
-
-    Raises:
-        UserError: If no trained parameter matches a prefix of `lr_multipliers`.
     """
     groups = group_parameters(model, lr_multipliers)
     options: list[dict[str, Any]] = []
@@ -128,9 +125,6 @@ def group_parameters(
 
     Returns:
         Parameters by their factor and whether weight decay applies.
-
-    Raises:
-        UserError: If no trained parameter matches a prefix.
     """
     no_decay_ids = set()
     for module in model.modules():

@@ -45,9 +45,6 @@ def compare(selection: Selection, metric: str | None = None) -> Comparison:
         metric: Metric that sorts the rows, without its split. By default the metric of
             the sweep, else gauc, mean/normalised_entropy or ndcg@10, whichever of them
             the runs have first.
-
-    Raises:
-        UserError: If no run has the metric, or no run is finished.
     """
     rows = load_rows(selection)
     if not any(run.finished for row in rows for run in row.runs) and not any(
@@ -234,11 +231,7 @@ def read_identity(params: dict[str, str], tags: dict[str, str]) -> dict[str, str
 
 
 def find_best_run(comparison: Comparison) -> Run:
-    """Return the finished run that is best on validation.
-
-    Raises:
-        UserError: If no finished run has the metric.
-    """
+    """Return the finished run that is best on validation."""
     metric = f"val/{comparison.metric}"
     runs = [
         run

@@ -95,11 +95,7 @@ def build_section(plot: Plot) -> str:
 
 
 def write(content: str, path: str) -> None:
-    """Write a file, and create its folder if needed.
-
-    Raises:
-        UserError: If the file cannot be written.
-    """
+    """Write a file, and create its folder if needed."""
     try:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(content, encoding="utf-8")

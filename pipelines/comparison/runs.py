@@ -71,9 +71,6 @@ def select(
         experiments: Names of the experiments to search; empty for all.
         sweep: Name or run id of the sweep whose trials are selected.
         runs: Names or ids of the selected runs, if no sweep is given.
-
-    Raises:
-        UserError: If a name is not in the store, or there is nothing to compare.
     """
     client = tracking.connect(uri)
     names = find_experiments(client, uri, experiments)
@@ -98,9 +95,6 @@ def find_experiments(
         client: MLflow client of the store.
         uri: Tracking URI, for messages.
         names: Names of the experiments; empty for all.
-
-    Raises:
-        UserError: If an experiment is not in the store, or deleted.
     """
     id_by_name = {
         experiment.name: str(experiment.experiment_id)
@@ -115,10 +109,7 @@ def find_experiments(
         if name in id_by_name:
             continue
         if client.get_experiment_by_name(name):  # MLflow finds deleted experiments too
-            raise UserError(
-                f"the experiment '{name}' is deleted at {uri}; restore it with mlflow "
-                "experiments restore"
-            )
+            raise UserError(f"the experiment '{name}' is deleted at {uri}")
         raise UserError(tracking.describe_unknown("experiment", name, uri, id_by_name))
     return {id_by_name[name]: name for name in names or id_by_name}
 
@@ -205,10 +196,7 @@ def select_trainings(
     if trainings and not selected:
         selected = trainings
         notes = ["the best settings are not known yet: all trials of sweeps are here"]
-    notes += [
-        f"{name}: a smoke sweep, left out; its trials: --sweep {name}"
-        for name in smoke_sweeps.values()
-    ]
+    notes += [f"{name}: a smoke sweep, left out" for name in smoke_sweeps.values()]
     num_earlier = sum(is_training(run) and not has_format(run) for run in runs)
     if num_earlier:
         notes.append(f"{pluralize(num_earlier, 'run')} of earlier formats, left out")
@@ -295,7 +283,7 @@ def keep_best_trials(
         notes += describe_incomplete(sweep)
         if count < total:
             name = sweep.info.run_name
-            notes.append(f"{name}: {count} of {total} trials here; all: --sweep {name}")
+            notes.append(f"{name}: {count} of {total} trials here")
     return selected, notes
 
 
@@ -331,9 +319,6 @@ def find_run(runs: Sequence[Any], name: str, kind: str, uri: str) -> Any:
         name: Id or name.
         kind: `run` or `sweep`, for messages.
         uri: Tracking URI, for messages.
-
-    Raises:
-        UserError: If no run has the id or name, or if several runs have the name.
     """
     matches = [run for run in runs if name in (run.info.run_id, run.info.run_name)]
     if len(matches) > 1:

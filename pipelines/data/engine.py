@@ -277,9 +277,6 @@ class Engine:
 
         Yields:
             The results of the kernel and the summaries of the reads, in any order.
-
-        Raises:
-            UserError: if a read or a kernel raises it.
         """
         if self.in_process or in_process:
             yield from _exchange_in_process(exchange)
@@ -372,7 +369,7 @@ def _unwrap_user_errors() -> Iterator[None]:
     except Exception as error:
         if user_error := find_user_error(error):
             message = str(user_error).partition(RAY_DATA_SUFFIX)[0]
-            raise UserError(message) from None
+            raise UserError(message, user_error.cause) from None
         raise
 
 

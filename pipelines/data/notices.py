@@ -29,7 +29,7 @@ def collect_warnings(
     # Equal events at one millisecond are one event that was logged twice.
     is_coarse = not events.info.log.clock or events.info.grain_ms > 1
     if is_coarse and duplicates > MAX_DUPLICATES * (events.rows + duplicates):
-        lines.append(f"{duplicates:,} equal events were dropped (--duplicates keep)")
+        lines.append(f"{duplicates:,} equal events were dropped (duplicates: drop)")
     if items.info.metadata_differ:
         lines.append(
             f"{items.info.metadata_differ:,} rows of the item files differ from the "
@@ -38,7 +38,7 @@ def collect_warnings(
     if info.truncated_events:
         lines.append(
             f"the oldest {info.truncated_events:,} behaviours of "
-            f"{info.truncated_users:,} users, over --max_events "
+            f"{info.truncated_users:,} users, over max_events "
             f"{info.max_events:,}, were dropped"
         )
     lines += KINDS[info.kind].warn(events, info)

@@ -71,10 +71,6 @@ def prepare(
 
     Returns:
         The content of statistics.json.
-
-    Raises:
-        UserError: if the input, the settings or the output folder are invalid. The
-            unfinished table is removed; finished tables stay unchanged.
     """
     input_uri, output_uri = str(input_uri), str(output_uri)
     config = resolve_config(source, input_uri, output_uri, config)
@@ -168,15 +164,14 @@ def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> Split:
     if config.split.by == "leave_last_out":
         if has_clock_times:
             run.report(
-                "warning: leave_last_out on a log with clock times trains on "
-                "behaviours of other users that are later than a test request; use "
-                "--split.by temporal for a realistic estimate"
+                "warning: split.by is leave_last_out, which trains on behaviours of "
+                "other users that are later than a test request"
             )
         return Split(by="leave_last_out")
     if config.core_window == "all" and config.core > 1:
         run.report(
-            "note: the k-core counts the whole log, including the test window, as in "
-            "the papers; use --core_window train to count the training window only"
+            "note: core_window is all: the k-core counts the test window too, as in "
+            "the papers"
         )
     inputs = run.split_inputs(events)
     items_uri = run.tables.table_uri("items")

@@ -83,10 +83,6 @@ class OutputTables:
             stamps: Size and modification time of the raw files that the table is made
                 from. A file whose stamp has changed counts as a changed input.
             table: Name of the table, if the type does not name it.
-
-        Raises:
-            UserError: if a finished run made the table from other inputs or settings,
-                or a part of the table is missing or truncated.
         """
         name = table or info_class.table
         uri = self.table_uri(name)
@@ -105,9 +101,7 @@ class OutputTables:
         if self.append:
             return None
         if self.is_complete:
-            raise UserError(
-                f"{uri} was made from other inputs or settings; --overwrite replaces it"
-            )
+            raise UserError(f"{uri} was made from other inputs or settings", "settings")
         self.report(
             f"{name}: replaced, because it was made from other inputs or settings by a "
             f"run that did not finish"
@@ -263,9 +257,6 @@ class Run:
             rejected: Counts of read and rejected rows.
             rows: Description of the rows that follows the word "rejects", for example
                 " of the item files".
-
-        Raises:
-            UserError: if more than a share `max_rejects` of the rows was rejected.
         """
         for line in rejected.lines():
             self.report(f"rejects{rows}: {line}")

@@ -243,16 +243,13 @@ def write_log(
 
     Returns:
         False if the folder already holds the log of these settings.
-
-    Raises:
-        UserError: if the folder holds other files.
     """
     record = {"simulated": kind, **asdict(settings)}
     if read_json(join(output, RECORD)) == record:
         return False
     filesystem, root = open_uri(output)
     if filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True)):
-        raise UserError(f"{output} holds other files; choose a new or empty folder")
+        raise UserError(f"{output} holds other files")
     filesystem.create_dir(root)
     log = draw_log(settings)
     write_table = partial(

@@ -32,9 +32,6 @@ def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
 
     Returns:
         (N,) bool, whether an item is in the file, and the SHA-256 of the file.
-
-    Raises:
-        UserError: If the file has no id, or an id that is not among the items.
     """
     filesystem, path = open_uri(uri)
     with storage_errors(uri), filesystem.open_input_stream(path) as stream:
@@ -62,9 +59,6 @@ def read_parquet_ids(content: bytes, uri: str) -> list[object]:
     Args:
         content: Content of the file.
         uri: URI of the file, for messages.
-
-    Raises:
-        UserError: If the file has no column `item_id`.
     """
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
@@ -82,10 +76,6 @@ def read_text_ids(content: bytes, uri: str) -> list[str]:
     Args:
         content: Content of the file.
         uri: URI of the file, for messages.
-
-    Raises:
-        UserError: If the file is not UTF-8 text, or a row has other columns than the
-            header.
     """
     try:
         lines = csv.reader(io.StringIO(content.decode("utf-8-sig")))
@@ -100,7 +90,7 @@ def read_text_ids(content: bytes, uri: str) -> list[str]:
     for row in rows:
         if len(row) != width:
             raise UserError(
-                f"{uri} has the row {','.join(row)!r}; give one item id per line, or a "
-                f"CSV with {COLUMN}"
+                f"{uri} has the row {','.join(row)!r}, neither one item id nor a row "
+                f"of a CSV with {COLUMN}"
             )
     return [row[column] for row in rows]

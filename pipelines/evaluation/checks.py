@@ -12,6 +12,7 @@ import ray
 import torch
 
 from core.errors import UserError
+from core.options import build, check_known
 from core.schemas import Inputs
 from core.tables import table_hashes
 from models import registry
@@ -50,10 +51,6 @@ def check_evaluation(
         uri: Folder of a checkpoint, or of a run, whose best checkpoint is used.
         inputs: Folders of the tables, semantic IDs and text embeddings.
         options: Options of `recommend`; None values are ignored.
-
-    Raises:
-        UserError: If the checkpoint does not fit the tables, or its model rejects an
-            option.
     """
     uri = find_checkpoint(uri)
     saved = checkpoint.read(uri)
@@ -71,23 +68,13 @@ def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     Args:
         name: Name of the model.
         options: Values by option.
-
-    Raises:
-        UserError: If the model does not have an option, or rejects its value.
     """
     given_options = {key: value for key, value in options.items() if value is not None}
-    available = registry.find(name).recommend_options()
-    for key in given_options:
-        if key not in available:
-            raise UserError(
-                f"the model '{name}' has no option --{key} when recommending"
-            )
     options_class = registry.find(name).options_class
     if options_class:
-        try:
-            options_class(**given_options)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        build(options_class, given_options)
+    else:
+        check_known(given_options, (), f"the options of '{name}'")
     return given_options
 
 
@@ -117,10 +104,6 @@ class Workers:
         """Return whether `num_tasks` Ray tasks or actors take a GPU each.
 
         The GPUs of the cluster decide, as this machine may have none.
-
-        Raises:
-            UserError: If the cluster has too few GPUs, or no CPU for tasks without a
-                GPU, and no autoscaler.
         """
         has_gpu = self.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
         if self.device != "cuda" and not has_gpu:
@@ -134,12 +117,9 @@ def resolve_device(option: str) -> torch.device:
     """Return the device for the option `cpu`, `cuda` or `auto`.
 
     `auto` is a GPU if this machine has one.
-
-    Raises:
-        UserError: If the option is `cuda` and this machine has no GPU.
     """
     if option == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if option == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but PyTorch sees no GPU here")
+        raise UserError("device is cuda, but PyTorch sees no GPU here")
     return torch.device(option)

@@ -443,10 +443,6 @@ def infer_all(
 
     Returns:
         The manifest of the table, and whether an equal table existed already.
-
-    Raises:
-        UserError: If the model cannot rank, does not fit the tables or the options, or
-            if another table is in the folder.
     """
     output = absolute(output)
     options, workers = options or InferenceOptions(), workers or Workers()
@@ -513,10 +509,6 @@ def find_finished(
         kind: Kind of the rankings.
         expected: Fingerprint of the table to write.
         overwrite: Whether an earlier table is replaced, even by an equal one.
-
-    Raises:
-        UserError: If another table is in the folder, unless `overwrite`, or other
-            files.
     """
     if not has_earlier_table(output, kind.table) or overwrite:
         return None
@@ -550,11 +542,7 @@ def hash_inputs(checked: CheckedEvaluation) -> dict[str, str]:
 def choose_kind(
     checked: CheckedEvaluation, options: InferenceOptions
 ) -> type[Inference]:
-    """Return the inference class for a checkpoint and options.
-
-    Raises:
-        UserError: If the model is not served, or does not take `allowed`.
-    """
+    """Return the inference class for a checkpoint and options."""
     name = checked.checkpoint.name
     model_class = registry.find(name)
     reason = model_class.reason_not_served()
@@ -564,7 +552,7 @@ def choose_kind(
         return RequestInference if options.split else UserInference
     if options.allowed:
         raise UserError(
-            f"--allowed is {options.allowed}, but the model '{name}' scores given "
+            f"allowed is {options.allowed}, but the model '{name}' scores given "
             "candidates"
         )
     return CandidateInference

@@ -99,14 +99,8 @@ def evaluate(
 
     Returns:
         The result, and the content of the checkpoint's `config.json`.
-
-    Raises:
-        UserError: If checkpoint, tables and options do not fit, or if the split has no
-            request with a history.
     """
     began = time.monotonic()
-    if split not in SPLITS:
-        raise UserError(f"--split is '{split}', it must be one of {', '.join(SPLITS)}")
     checked = check_evaluation(uri, inputs, options or {})
     workers = workers or Workers()
     task = Task(

@@ -112,9 +112,6 @@ def record_result(
 
     Returns:
         The path of the file.
-
-    Raises:
-        UserError: If the MLflow store or the run of the training is missing.
     """
     changed = changed_options(result.options, evaluated.model)
     option_names = [f"{name}-{value}" for name, value in changed.items()]

@@ -36,10 +36,6 @@ def register(run: RunRef, name: str, metric: str | None = None) -> ModelVersion:
         run: MLflow run of a training.
         name: Name of the registered model.
         metric: Metric on validation (`val/...`) for the version's description.
-
-    Raises:
-        UserError: If the run has no checkpoint, if a later run has replaced it, or if
-            its model cannot be served.
     """
     client = tracking.connect(run.uri)
     training = client.get_run(run.run_id)
@@ -91,17 +87,12 @@ def check_servable(training: Any, run: RunRef) -> None:
     if owner != run.run_id:
         raise UserError(
             f"the checkpoint {tags['checkpoint']} is now of the MLflow run {owner}, "
-            f"not of '{name}' ({run.run_id}), which was overwritten; register that "
-            f"one, or mlflow runs delete --run-id {run.run_id}"
+            f"not of '{name}' ({run.run_id}), which was overwritten"
         )
 
 
 def find_versions(client: Any, name: str) -> list[ModelVersion]:
-    """Return all versions of a registered model, or an empty list if it does not exist.
-
-    Raises:
-        UserError: If MLflow rejects the name.
-    """
+    """Return all versions of a registered model, [] if it does not exist."""
     try:
         return list(client.search_model_versions(f"name = '{name}'"))
     except MlflowException as error:

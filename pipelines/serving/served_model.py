@@ -125,11 +125,7 @@ class ServedModel(PythonModel):
     """Marks models of this project for `refuse_unknown_keys`."""
 
     def load_context(self, context: Any) -> None:
-        """Load the model from its bundle.
-
-        Raises:
-            UserError: If SERVING_MODEL_CONFIG has an unknown setting.
-        """
+        """Load the model from its bundle."""
         folder = context.artifacts["data"]
         saved = checkpoint.read(f"{folder}/checkpoint")
         model_class = registry.find(saved.name)
@@ -246,9 +242,6 @@ class CatalogueRanker:
             first), `unknown_items` (number of history entries that the catalogue does
             not have and that are skipped) and `note` (the reason if there are fewer
             than `k` items). A history without known items gets an empty ranking.
-
-        Raises:
-            UserError: If `k` or the answer is too large, or a request cannot be parsed.
         """
         if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
             raise UserError(f"k is {k!s:.200}, it must be from 1 to {MAX_K}")
@@ -378,10 +371,6 @@ class CandidateRanker:
             A row for each request with the columns `item_id` and `score` (lists, best
             first). Candidates that the model does not know come last, in the order of
             the request, with NaN.
-
-        Raises:
-            UserError: If the model does not have the label, or a request cannot be
-                parsed.
         """
         labels = list(self.model.labels)
         if label and label not in labels:
@@ -486,10 +475,6 @@ def check_request(model: PyFuncModel, data: Any, params: Any) -> Any:
 
     Returns:
         The params, with the ids in `allowed` as strings.
-
-    Raises:
-        UserError: If the signature does not have a column or a param, or a param is
-            None.
     """
     columns, param_names = signature_names(model)
     refuse_unknown("a record", column_names(data), columns)

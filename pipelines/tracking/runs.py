@@ -79,9 +79,6 @@ def open_run(
         hashes: Hashes of the tables, by table name.
         parent: Id of the sweep's run if the run is a trial.
         tags: Additional tags, besides the tags with the run's origin.
-
-    Raises:
-        UserError: If the store cannot be reached, or artifacts cannot be written.
     """
     client = connect(uri)
     all_tags = {**origin_tags(hashes), **(tags or {})}
@@ -120,9 +117,6 @@ def open_child(
         params: Params of the child.
         hashes: Hashes of the tables that the child reads, by table name.
         tags: Additional tags, besides the tags with the run's origin.
-
-    Raises:
-        UserError: If the parent is deleted.
     """
     client = connect(parent.uri)
     parent_info = client.get_run(parent.run_id).info
@@ -178,9 +172,6 @@ def get_or_create_experiment(
         uri: Tracking URI.
         name: Name of the experiment.
         storage: Folder of the runs; artifacts of a SQLite store are below it.
-
-    Raises:
-        UserError: If the experiment is deleted.
     """
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
@@ -195,10 +186,7 @@ def get_or_create_experiment(
             if experiment is None:
                 raise
     if experiment.lifecycle_stage == "deleted":
-        raise UserError(
-            f"the experiment '{name}' is deleted in MLflow; restore it or choose "
-            "another --experiment"
-        )
+        raise UserError(f"the experiment '{name}' is deleted at {uri}")
     return str(experiment.experiment_id)
 
 
@@ -243,9 +231,6 @@ def make_opening(uri: str, experiment: str) -> dict[str, str]:
 
     The record is stored before the run is opened; its `key` becomes the run's
     `KEY_TAG`.
-
-    Raises:
-        UserError: If the store cannot be reached.
     """
     connect(uri)
     return {"uri": uri, "experiment": experiment, "key": uuid.uuid4().hex}
@@ -268,11 +253,7 @@ def discard_opening(opening: dict[str, str]) -> None:
 
 
 def reopen(run: RunRef) -> None:
-    """Mark a run as running again.
-
-    Raises:
-        UserError: If the store does not have the run.
-    """
+    """Mark a run as running again."""
     client = connect(run.uri)
     try:
         client.update_run(run.run_id, status="RUNNING")
@@ -283,14 +264,10 @@ def reopen(run: RunRef) -> None:
 
 
 def delete(run: RunRef) -> None:
-    """Delete a run, so that comparisons no longer include it.
-
-    Raises:
-        UserError: If the run cannot be deleted.
-    """
+    """Delete a run, so that comparisons no longer include it."""
     try:
         connect(run.uri).delete_run(run.run_id)
-    except (MlflowException, UserError) as error:
+    except MlflowException as error:
         raise UserError(
             f"the MLflow run {run.run_id} of the overwritten training cannot be "
             f"deleted at {run.uri} ({one_line(error)})"

@@ -55,17 +55,13 @@ def resolve_uri(option: str | None, storage: str) -> str:
         option: Value of `--tracking_uri`; by default MLFLOW_TRACKING_URI, else a SQLite
             file in the storage folder.
         storage: Folder of the runs.
-
-    Raises:
-        UserError: If workers on other nodes cannot use the URI, or MLflow does not
-            support it.
     """
     uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         if "://" in storage:
             raise UserError(
-                f"there is no tracking URI, and SQLite cannot be used in {storage}; "
-                "give --tracking_uri or set MLFLOW_TRACKING_URI to a tracking server"
+                f"there is no tracking URI, and SQLite cannot be used in {storage}",
+                "tracking",
             )
         return sqlite_uri(Path(storage).expanduser() / "mlflow.db")
     if uri.startswith("file:") or "://" not in uri:
@@ -102,13 +98,10 @@ def find_store(option: str | None) -> str:
     Args:
         option: Value of `--tracking_uri`; by default MLFLOW_TRACKING_URI, else
             `runs/mlflow.db` in the working directory.
-
-    Raises:
-        UserError: If there is no URI, or its SQLite file does not exist.
     """
     uri = option or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri and not Path("runs/mlflow.db").is_file():
-        raise UserError("no MLflow store is named")
+        raise UserError("no MLflow store is named", "tracking")
     uri = resolve_uri(uri or sqlite_uri(Path("runs/mlflow.db")), ".")
     check_store(uri)
     return uri
@@ -147,9 +140,8 @@ def check_nodes(uri: str, nodes: int) -> None:
     """
     if uri.startswith("sqlite") and nodes > 1:
         raise UserError(
-            f"the tracking URI {uri} is a file, and the cluster has {nodes} nodes; "
-            "start a tracking server (mlflow server) and give its address with "
-            "--tracking_uri or MLFLOW_TRACKING_URI"
+            f"the tracking URI {uri} is a file, and the cluster has {nodes} nodes",
+            "tracking",
         )
 
 
@@ -158,9 +150,6 @@ def connect(uri: str) -> MlflowClient:
 
     A SQLite file is created if needed. User and password of a server are taken from
     MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
-
-    Raises:
-        UserError: If the store cannot be reached, or keeps answering with errors.
     """
     refuse_secrets(uri, "the tracking URI")
     file = sqlite_file(uri)

@@ -19,6 +19,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from core.errors import UserError
 from core.files import absolute, join
 from core.options import STRICT
 from core.schemas import Inputs
@@ -96,9 +97,9 @@ class TrackingOptions:
 
 
 def check_run_name(name: str) -> None:
-    """Raise ValueError if a run's folder cannot have this name."""
+    """Raise UserError if a run's folder cannot have this name."""
     if name in ("", ".", "..", "mlartifacts") or "/" in name:
-        raise ValueError(f"the run's name is '{name}', which names no folder")
+        raise UserError(f"the run's name is '{name}', which names no folder")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

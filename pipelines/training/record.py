@@ -15,9 +15,6 @@ from models.training.checkpoint import BEST
 RUN = "run.json"
 """Name of the record in a run's folder."""
 
-OTHER = "choose another --name, or --overwrite"
-"""End of messages about a run of the same name with other settings."""
-
 MAY_CHANGE = {
     "log_every_steps",
     "eval_batch_size",
@@ -35,15 +32,12 @@ def read_record(folder: str, tracking_uri: str = "") -> RunRecord | None:
         folder: Folder of the run.
         tracking_uri: URI that replaces the record's, which whoever writes the folder
             controls: MLflow would send it credentials.
-
-    Raises:
-        UserError: If the record is damaged or of another format.
     """
     uri = join(folder, RUN)
     try:
         content = read_json(uri)
     except ValueError as error:
-        raise UserError(f"{uri} is damaged ({error})", "damaged_run") from error
+        raise UserError(f"{uri} is damaged ({error})", "damaged") from error
     if content is None:
         return None
     record = parse_record(RunRecord, content, uri)
@@ -57,19 +51,13 @@ def find_checkpoint(uri: str) -> str:
     """Return the folder of a checkpoint, given itself or the folder of its run.
 
     For a run that is the best checkpoint.
-
-    Raises:
-        UserError: If the run is not finished.
     """
     uri = absolute(uri).rstrip("/")
     record = read_record(uri)
     if record is None:
         return uri
     if record.status != "finished":
-        raise UserError(
-            f"the run {uri} is not finished ({RUN}); run its jobs.train command again, "
-            "which continues it"
-        )
+        raise UserError(f"the run {uri} is {record.status}, not finished", "resume")
     return join(uri, BEST)
 
 
@@ -98,21 +86,16 @@ def check_same(
         identity: Settings of the training (`CheckedTraining.identity`).
         hashes: Hashes of its tables, by table name.
     """
-    model, expected = record.config["model"]["name"], identity["model"]["name"]
-    if model != expected:
-        raise UserError(f"the run is of the model '{model}', not '{expected}'; {OTHER}")
     before, now = flatten(record.config), flatten(identity)
     if is_longer(record, identity["fit"]["max_epochs"]):
         before["fit.max_epochs"] = now["fit.max_epochs"]
-    for key in sorted(before.keys() | now.keys()):
+    for key in sorted(before.keys() | now.keys(), key=lambda k: (k != "model.name", k)):
         may_change = key.removeprefix("fit.") in MAY_CHANGE
         if not may_change and before.get(key) != now.get(key):
             raise UserError(
-                f"the run was started with {key} {before.get(key)}, not "
-                f"{now.get(key)}; {OTHER}"
+                f"the run was started with {key} {before.get(key)}, not {now.get(key)}",
+                "name",
             )
     for table, value in hashes.items():
         if record.hashes.get(table) != value:
-            raise UserError(
-                f"the run was started with another table '{table}'; {OTHER}"
-            )
+            raise UserError(f"the run was started with another table '{table}'", "name")

@@ -149,11 +149,6 @@ def run_training(
         say: Called with lines of progress.
         start: Start Ray; called only if workers need it. None if Ray runs already.
         trial: Settings that a sweep adds.
-
-    Raises:
-        UserError: If the run was begun with other settings or tables, if another
-            process trains it, or if the cluster can never hold the workers. As far as
-            possible it is raised before anything is started or written.
     """
     began = time.monotonic()
     config = training.config
@@ -191,11 +186,7 @@ def run_training(
 
 
 def find_record(training: CheckedTraining) -> RunRecord | None:
-    """Return the `run.json` of the run to continue, or None if a new run begins.
-
-    Raises:
-        UserError: If the run was begun with other settings, tables or experiment.
-    """
+    """Return the `run.json` of the run to continue, or None if a new run begins."""
     if training.config.overwrite:
         return None
     config = training.config
@@ -218,7 +209,8 @@ def check_continues(training: CheckedTraining, record: RunRecord) -> None:
     if config.experiment not in (None, "", experiment):
         raise UserError(
             f"the run '{config.name}' is in the experiment {experiment}, not "
-            f"{config.experiment}"
+            f"{config.experiment}",
+            "name",
         )
 
 
@@ -330,10 +322,6 @@ def check_resources(
         in_process: Whether the only worker runs in this process, without Ray.
         use_gpu: Whether workers use a GPU.
         trial: Settings that a sweep adds; the cluster is not checked again for a trial.
-
-    Raises:
-        UserError: If the workers can never fit, several nodes would write to a SQLite
-            store, or PyTorch finds no GPU.
     """
     config = training.config
     if not in_process:
@@ -583,7 +571,6 @@ def run_workers(
         callbacks: Callbacks for Ray Train.
 
     Raises:
-        UserError: If a worker raised it.
         TrainingFailedError: If workers were lost more than `ray.max_failures` times
             without a new checkpoint in between, or for a reason that will not go away.
     """
@@ -744,14 +731,8 @@ def lock_run(
         storage: Folder of all runs.
         name: Name of the run.
         timeout_s: Seconds to wait for another process that holds the lock.
-
-    Raises:
-        UserError: If another process still holds the lock after `timeout_s`.
     """
-    busy = (
-        f"the run '{name}' in {storage} is being trained by another process; wait for "
-        "it or choose another --name"
-    )
+    busy = f"the run '{name}' in {storage} is being trained by another process"
     return hold_lock(tracking.lock_path(join(storage, name)), busy, timeout_s)
 
 
@@ -824,19 +805,13 @@ def delete_run(config: TrainConfig, say: Callable[[str], None]) -> None:
 
     The file with the attempt number stays, as a worker of the last attempt may still be
     alive.
-
-    Raises:
-        UserError: If the folder is not empty and does not belong to a run.
     """
     filesystem, path = open_uri(config.folder)
     entries = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     record = read_record(config.folder, str(config.tracking_uri))
     if record is None:
         if any(entry.base_name != attempts.ATTEMPT for entry in entries):
-            raise UserError(
-                f"{config.folder} is not the folder of a run, so --overwrite does not "
-                "delete it"
-            )
+            raise UserError(f"{config.folder} is not the folder of a run", "name")
         return
     try:
         if record.status == "opening":

@@ -66,9 +66,6 @@ def check_training(
     Args:
         config: Configuration as the user gave it.
         load: Load the catalogue of a model, by model name and inputs.
-
-    Raises:
-        UserError: If options, tables and checkpoints do not fit together.
     """
     model_class = registry.find(config.model.name)
     name = model_class.name
@@ -130,9 +127,6 @@ def resolve_model(model: Any, catalogue: Any, record: RunRecord | None) -> Any:
         model: Config as the user gave it.
         catalogue: The model's catalogue.
         record: `run.json` of the run, or None for a new run.
-
-    Raises:
-        UserError: If a checkpoint is missing or does not fit.
     """
     model_class = registry.find(model.name)
     try:

@@ -82,11 +82,11 @@ def test_the_loss_equals_a_loop_over_labels_and_rows(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"label_masks": {"purchas": "click"}}, "label_masks names 'purchas'"),
-        ({"label_masks": {"purchase": "clik"}}, "label_masks names 'clik'"),
+        ({"label_masks": {"purchas": "click"}}, "unknown 'purchas' in label_masks"),
+        ({"label_masks": {"purchase": "clik"}}, "unknown 'clik' in label_masks"),
         ({"label_masks": {"click": "click"}}, "for itself"),
-        ({"label_weights": {"likes": 2.0}}, "label_weights names 'likes'"),
-        ({"label_weights": {"click": -1}}, "label_weights has -1"),
+        ({"label_weights": {"likes": 2.0}}, "unknown 'likes' in label_weights"),
+        ({"label_weights": {"click": -1}}, "greater than or equal to 0"),
     ],
 )
 def test_invalid_options_are_rejected(

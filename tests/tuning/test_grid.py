@@ -147,7 +147,7 @@ def test_axes_get_values_only_by_axes_options() -> None:
         build_grid().trials({"fit.lr": 1})
     with pytest.raises(
         UserError,
-        match=r"has no axis 'fit.l'",
+        match=r"unknown 'fit.l' in axes",
     ):
         build_grid().vary(False, {"fit.l": [1]})
 

@@ -92,7 +92,7 @@ class EASE(RetrievalModel):
         return [
             f"EASE on the {self.config.max_items:,} most frequent of "
             f"{catalogue.num_items:,} items, other items ranked below by popularity; "
-            f"--model.max_items {catalogue.num_items} covers all items and takes "
+            f"max_items {catalogue.num_items} covers all items and takes "
             f"{gib:,.1f} GiB"
         ]
 

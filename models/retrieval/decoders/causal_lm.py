@@ -122,11 +122,7 @@ def prompt_mask(history: History) -> Tensor:
 
 
 def require_prompt(history: History) -> tuple[Memory, Tensor]:
-    """Return the keys and values of the prompt, and its last state (B, D).
-
-    Raises:
-        UserError: If the history has no keys and values.
-    """
+    """Return the keys and values of the prompt, and its last state (B, D)."""
     if history.memory is None or history.query is None:
         raise UserError(
             "decoding by a language model needs the keys and values of the prompt, "

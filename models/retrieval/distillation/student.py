@@ -207,11 +207,7 @@ class Student(TaughtModel, Retriever):
 
     @property
     def teacher(self) -> Retriever:
-        """The teacher that the student learns from.
-
-        Raises:
-            UserError: If the student was loaded without one.
-        """
+        """The teacher that the student learns from."""
         if not self._teacher:
             raise UserError("the student has no teacher to learn from")
         return self._teacher[0]

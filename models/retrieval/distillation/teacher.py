@@ -60,6 +60,7 @@ class TeacherConfig(NamedConfig):
 
 
 C = TypeVar("C", bound=TeacherConfig)
+P = TypeVar("P")
 
 
 class TaughtModel(RetrievalModel):
@@ -99,30 +100,17 @@ class TaughtModel(RetrievalModel):
 
 
 def resolve_teacher(config: C, catalogue: Catalogue) -> C:
-    """Return the config with the teacher's config, weights hash and absolute paths.
-
-    Raises:
-        UserError: If the teacher is not set, does not exist, has no decoder, was
-            trained on other tables or semantic IDs than the catalogue's, or differs
-            from the teacher that the config was resolved with before.
-    """
+    """Return the config with the teacher's config, weights hash and absolute paths."""
     if not config.teacher:
-        raise UserError(
-            "model.teacher is not set; give the folder of a trained TIGER, which is "
-            "STORAGE/NAME of jobs.train (--config jobs/configs/retrieval/tiger.yaml)"
-        )
+        raise UserError("model.teacher is not set", "teacher")
     uri = checkpoint.locate(config.teacher, "teacher")
     teacher = checkpoint.read(uri)
-    if teacher.name not in registry.MODELS or not registry.find(teacher.name).can_teach:
-        can_teach = [name for name in registry.MODELS if registry.find(name).can_teach]
+    if not registry.find(teacher.name).can_teach:
         raise UserError(
-            f"the teacher {uri} is of the model '{teacher.name}', which has no "
-            f"decoder; give a checkpoint of one of {', '.join(can_teach)}"
+            f"the teacher {uri} is of the model '{teacher.name}', which has no decoder",
+            "teacher",
         )
-    try:
-        checkpoint.check(teacher, uri, catalogue.versions)
-    except UserError as error:
-        raise UserError(f"the teacher {error}, for both teacher and student") from error
+    checkpoint.check(teacher, uri, catalogue.versions)
     resolved: dict[str, Any] = {
         "teacher_model": dict(teacher.model),
         "teacher_hash": checkpoint.weights_hash(uri),
@@ -143,21 +131,25 @@ def build_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
     return cast(Retriever, build_model(options, catalogue))
 
 
-def load_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
-    """Load the teacher of a resolved config, frozen and in evaluation mode.
+def require(part: Any, expected: type[P]) -> P:
+    """Return a teacher, or its backbone or decoder, which must be of a class."""
+    if not isinstance(part, expected):
+        raise UserError(
+            f"the student learns from a {expected.__name__}, and its teacher has a "
+            f"{type(part).__name__}",
+            "teacher",
+        )
+    return part
 
-    Raises:
-        UserError: If the config names no teacher, the checkpoint does not exist, or its
-            weights have changed since the config was resolved.
-    """
-    if not config.teacher:
-        raise UserError("model.teacher is not set")
+
+def load_teacher(config: TeacherConfig, catalogue: Catalogue) -> Retriever:
+    """Load the teacher of a resolved config, frozen and in evaluation mode."""
     uri = checkpoint.locate(config.teacher, "teacher")
     weights = checkpoint.weights_hash(uri)
     if config.teacher_hash not in ("", weights):
         raise UserError(
             f"the teacher {uri} has the weights {weights[:12]}, the student was "
-            f"trained with {config.teacher_hash[:12]}; restore the former teacher"
+            f"trained with {config.teacher_hash[:12]}"
         )
     teacher = build_teacher(config, catalogue)
     checkpoint.load_weights(teacher, uri)

@@ -167,9 +167,6 @@ def cache_teacher_outputs(
 
     Returns:
         A message per table; none if the config has no `teacher_cache`.
-
-    Raises:
-        UserError: If a table is damaged, or the outputs exceed half precision.
     """
     if not config.teacher_cache:
         return []
@@ -237,19 +234,14 @@ def _write_parts(
 
 def _open(uri: str, manifest: Manifest, width: int) -> CachedStates:
     """Open a table of vectors of a width."""
-    try:
-        columns = open_columns(
-            uri,
-            "teacher_states",
-            None,
-            lambda table: _decode_states(table, width),
-            manifest=manifest,
-            settings=width,
-        )
-    except UserError as error:
-        raise UserError(
-            f"the teacher cache {uri} cannot be used ({error}); remove the folder"
-        ) from error
+    columns = open_columns(
+        uri,
+        "teacher_states",
+        None,
+        lambda table: _decode_states(table, width),
+        manifest=manifest,
+        settings=width,
+    )
     return CachedStates(columns["request"], columns["length"], columns["states"])
 
 

@@ -182,11 +182,7 @@ class LcRec(Retriever):
     def prepare_training(
         self, catalogue: Catalogue, datasets: Mapping[str, Any]
     ) -> list[str]:
-        """Load the pretrained weights, and the titles that the tasks need.
-
-        Raises:
-            UserError: If a task needs titles and the items have none.
-        """
+        """Load the pretrained weights, and the titles that the tasks need."""
         config = self.config
         if config.lm:
             language_model.load_pretrained(self.backbone.lm, config.lm)
@@ -285,19 +281,6 @@ def max_sequence_length(config: LcRecConfig, levels: int) -> int:
     if config.tasks != ["next"]:
         response = max(levels, config.title_tokens + words)
     return history + words + response
-
-
-def require_lc_rec(teacher: Retriever) -> LcRec:
-    """Return the teacher as an `LcRec`.
-
-    Raises:
-        UserError: If the teacher is another model.
-    """
-    if not isinstance(teacher, LcRec):
-        raise UserError(
-            f"the teacher is a '{teacher.name}', but this model uses a language model"
-        )
-    return teacher
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,8 +39,8 @@ from models.retrieval.backbones.causal_lm import LmBackbone, Segment
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
 from models.retrieval.distillation.student import ReusesDecoder, Student, StudentConfig
-from models.retrieval.distillation.teacher import build_teacher
-from models.retrieval.language.lc_rec import LcRec, require_lc_rec
+from models.retrieval.distillation.teacher import build_teacher, require
+from models.retrieval.language.lc_rec import LcRec
 from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
 from models.retrieval.students.joint import Joint
@@ -210,7 +210,7 @@ class LcRecSidMlp(Student):
         config: LcRecSidMlpConfig, teacher: Retriever
     ) -> LcRecSidMlpDecoder:
         """Return the decoder on the language model of an LC-Rec."""
-        return LcRecSidMlpDecoder(config, require_lc_rec(teacher).backbone)
+        return LcRecSidMlpDecoder(config, require(teacher, LcRec).backbone)
 
     @property
     def readouts(self) -> EarlyReadouts:
@@ -281,7 +281,7 @@ class LcRecNezha(Joint):
     backbone: NezhaLmBackbone
 
     def __init__(self, config: LcRecNezhaConfig, catalogue: Catalogue) -> None:
-        backbone = NezhaLmBackbone(require_lc_rec(build_teacher(config, catalogue)))
+        backbone = NezhaLmBackbone(require(build_teacher(config, catalogue), LcRec))
         lm = cast(Any, backbone.lm)
         if not language_model.has_tied_embeddings(lm):
             lm.get_output_embeddings().requires_grad_(False)  # words are not predicted
@@ -293,6 +293,6 @@ class LcRecNezha(Joint):
 
     def set_teacher(self, teacher: Retriever) -> None:
         """Copy the teacher's language model and code embeddings."""
-        source = require_lc_rec(teacher).backbone
+        source = require(teacher, LcRec).backbone
         self.backbone.lm.load_state_dict(source.lm.state_dict())
         self.backbone.embedding.load_state_dict(source.embedding.state_dict())

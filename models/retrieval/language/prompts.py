@@ -106,9 +106,6 @@ class Pretrained:
 
         Args:
             name: Hugging Face name or folder of the language model.
-
-        Raises:
-            UserError: If the tokenizer cannot be loaded or has no end token.
         """
         from transformers import AutoTokenizer
 

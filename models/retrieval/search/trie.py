@@ -21,9 +21,6 @@ def check_codes(codes: Tensor, codebook_sizes: tuple[int, ...]) -> None:
     Args:
         codes: (N, C) codes of the items.
         codebook_sizes: Number of codes per level.
-
-    Raises:
-        UserError: If there are no items, or a code is outside of its codebook.
     """
     items, levels = codes.shape
     if not items:
@@ -58,10 +55,6 @@ class Trie(nn.Module):
         Args:
             codes: (N, C) codes of the items.
             codebook_sizes: Number of codes per level.
-
-        Raises:
-            UserError: If there are no items, two items have equal codes, or a code is
-                outside of its codebook.
         """
         super().__init__()
         codes = codes.long().cpu()

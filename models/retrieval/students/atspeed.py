@@ -31,7 +31,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from core.errors import UserError
 from core.options import STRICT
 from models.metrics.scores import check_finite
 from models.retrieval import metrics
@@ -39,6 +38,7 @@ from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
 from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.distillation.student import Student, StudentConfig
+from models.retrieval.distillation.teacher import require
 from models.retrieval.options import AtSpeedOptions, Scores
 from models.retrieval.parts import History, Scorer, real_positions
 from models.retrieval.recommend import drop_history_items, recommender, truncate_history
@@ -157,14 +157,9 @@ class AtSpeed(Student):
 
     @staticmethod
     def build_decoder(config: AtSpeedConfig, teacher: Retriever) -> T5Decoder:
-        """Return the decoder of the draft.
-
-        Raises:
-            UserError: If the teacher is not a TIGER.
-        """
-        backbone, target = teacher.backbone, teacher.decoder
-        if not isinstance(backbone, T5Backbone) or not isinstance(target, T5Decoder):
-            raise UserError("AtSpeed verifies with its teacher's T5 decoder")
+        """Return the decoder of the draft."""
+        backbone = require(teacher.backbone, T5Backbone)
+        require(teacher.decoder, T5Decoder)
         sizes = replace(
             backbone.sizes,
             num_decoder_layers=config.draft_layers,

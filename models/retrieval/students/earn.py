@@ -27,9 +27,10 @@ from models.layers.t5 import Block, dropout
 from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.distillation.teacher import build_teacher
+from models.retrieval.distillation.teacher import build_teacher, require
 from models.retrieval.parts import History, padding_mask
-from models.retrieval.students.joint import Joint, JointConfig, require_tiger
+from models.retrieval.students.joint import Joint, JointConfig
+from models.retrieval.tiger import Tiger
 
 NUM_REGISTERS = 2
 """Number of learned embeddings around a history."""
@@ -53,9 +54,6 @@ class EarnBackbone(ExtendedT5):
         Args:
             teacher: Backbone whose vocabulary and sizes are used.
             layer: Last layer that reads the history, from 1.
-
-        Raises:
-            UserError: If `layer` exceeds the number of layers.
         """
         super().__init__(
             teacher.tokens, teacher.sizes, teacher.max_history, NUM_REGISTERS
@@ -141,7 +139,7 @@ class Earn(Joint):
     config: EarnConfig
 
     def __init__(self, config: EarnConfig, catalogue: Catalogue) -> None:
-        teacher = require_tiger(build_teacher(config, catalogue))
+        teacher = require(build_teacher(config, catalogue), Tiger)
         backbone = EarnBackbone(teacher.backbone, config.register_layer)
         decoder = T5Decoder(backbone.tokens, backbone.sizes, backbone.embedding)
         super().__init__(config, catalogue, backbone, decoder)

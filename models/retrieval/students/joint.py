@@ -11,11 +11,10 @@ from typing import ClassVar, cast
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from core.errors import UserError
 from core.options import STRICT
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.distillation.teacher import TaughtModel, TeacherConfig
+from models.retrieval.distillation.teacher import TaughtModel, TeacherConfig, require
 from models.retrieval.retriever import Retriever
 from models.retrieval.tiger import Tiger
 
@@ -46,23 +45,9 @@ class Joint(TaughtModel, Retriever):
 
     def set_teacher(self, teacher: Retriever) -> None:
         """Copy the teacher's embeddings, encoder and, to a T5 decoder, its decoder."""
-        source = require_tiger(teacher).backbone
+        source = require(teacher, Tiger).backbone
         backbone = cast(T5Backbone, self.backbone)
         backbone.embedding.load_state_dict(source.embedding.state_dict())
         backbone.encoder.load_state_dict(source.encoder.state_dict())
         if isinstance(self.decoder, T5Decoder):
             self.decoder.load_state_dict(teacher.decoder.state_dict())
-
-
-def require_tiger(teacher: Retriever) -> Tiger:
-    """Return the teacher as a `Tiger`.
-
-    Raises:
-        UserError: If the teacher is another model.
-    """
-    if not isinstance(teacher, Tiger):
-        raise UserError(
-            f"the teacher is a '{teacher.name}', but training starts from the weights "
-            "of a TIGER"
-        )
-    return teacher

@@ -38,9 +38,10 @@ from torch.nn import functional
 from core.options import STRICT
 from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.distillation.teacher import build_teacher
+from models.retrieval.distillation.teacher import build_teacher, require
 from models.retrieval.parts import Backbone, Decoder, History
-from models.retrieval.students.joint import Joint, JointConfig, require_tiger
+from models.retrieval.students.joint import Joint, JointConfig
+from models.retrieval.tiger import Tiger
 
 PARAMETER_PREFIXES = {
     "head": ("decoder.heads",),
@@ -186,7 +187,7 @@ class Nezha(Joint):
     config: NezhaConfig
 
     def __init__(self, config: NezhaConfig, catalogue: Catalogue) -> None:
-        teacher = require_tiger(build_teacher(config, catalogue))
+        teacher = require(build_teacher(config, catalogue), Tiger)
         backbone = NezhaBackbone(teacher.backbone)
         super().__init__(config, catalogue, backbone, NezhaDecoder(backbone))
 

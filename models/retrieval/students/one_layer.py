@@ -14,11 +14,11 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from core.errors import UserError
 from core.options import STRICT
 from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.student import Student, StudentConfig
+from models.retrieval.distillation.teacher import require
 from models.retrieval.retriever import Retriever
 
 
@@ -43,14 +43,8 @@ class OneLayer(Student):
 
     @staticmethod
     def build_decoder(config: OneLayerConfig, teacher: Retriever) -> T5Decoder:
-        """Return a decoder with one layer of the teacher's sizes.
-
-        Raises:
-            UserError: If the teacher's backbone is not T5.
-        """
-        backbone = teacher.backbone
-        if not isinstance(backbone, T5Backbone):
-            raise UserError("the model 'one_layer' has a layer of its teacher's T5")
+        """Return a decoder with one layer of the teacher's sizes."""
+        backbone = require(teacher.backbone, T5Backbone)
         return T5Decoder(
             backbone.tokens,
             replace(backbone.sizes, num_decoder_layers=1),

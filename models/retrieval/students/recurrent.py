@@ -314,11 +314,7 @@ class Mamba2Student(Student):
 
     @staticmethod
     def build_decoder(config: Mamba2Config, teacher: Retriever) -> RecurrentDecoder:
-        """Return a stack of Mamba2 blocks on the teacher's backbone.
-
-        Raises:
-            UserError: If the inner width is not a multiple of the head width.
-        """
+        """Return a stack of Mamba2 blocks on the teacher's backbone."""
         backbone = teacher.backbone
         inner = config.expand * (config.width or backbone.embedding.embedding_dim)
         if inner % config.head_width:

@@ -285,12 +285,7 @@ def encoder_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_encoder(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpConfig:
-    """Return the config with stage 1 and its teacher filled in.
-
-    Raises:
-        UserError: If stage 1 is not set or does not exist, or was trained as another
-            model, on other tables, or with another teacher.
-    """
+    """Return the config with stage 1 and its teacher filled in."""
     if not config.encoder:
         raise UserError("model.encoder is not set")
     uri = checkpoint.locate(config.encoder, "encoder")
@@ -308,8 +303,8 @@ def resolve_encoder(config: SidMlpPpConfig, catalogue: Catalogue) -> SidMlpPpCon
     if config.encoder_hash not in ("", weights):
         raise UserError(
             f"the encoder {uri} is not the one that this run started with (its weights "
-            f"are {weights[:12]}, not {config.encoder_hash[:12]}); restore the former "
-            "encoder, or use another --name"
+            f"are {weights[:12]}, not {config.encoder_hash[:12]})",
+            "name",
         )
     sizes = encoder_sizes(stage_1.model)
     return replace(config, encoder=uri, encoder_hash=weights, **sizes)

@@ -67,9 +67,6 @@ def add_conflict_levels(
 
     Returns:
         (N, C + 1), or (N, C + 2) if more than `limit` items share their codes.
-
-    Raises:
-        UserError: If two levels of `limit` codes cannot separate the largest group.
     """
     ranks = conflict_ranks(codes)
     largest = int(ranks.max()) + 1

@@ -101,20 +101,11 @@ def assign_unique_codes(quantized: Quantized, width: int = WIDTH) -> np.ndarray:
     """Assign unique codes (N, C) to the items of a trained quantiser.
 
     Items whose nearest codes are taken get codes in the order of item_index.
-
-    Raises:
-        UserError: If there are fewer code combinations than items, or more than
-            `MAX_CANDIDATES` would have to be ranked for an item.
     """
     vectors = quantized.vectors.double().numpy()
     codebooks = quantized.codebooks.double().numpy()
     codes = quantized.codes.numpy().copy()
-    depth, size = codebooks.shape[:2]
-    if size**depth < len(codes):
-        raise UserError(
-            f"{len(codes)} items need as many SIDs, {depth} levels of {size} codes "
-            f"have {size**depth}"
-        )
+    depth = len(codebooks)
     chosen = codebooks[np.arange(depth), codes]  # (N, C, D)
     distances = np.linalg.norm(vectors - chosen.sum(1), axis=1)
     groups = collision_groups(codes)
@@ -152,10 +143,6 @@ def find_free_codes(
         width: Number of nearest codes per level to combine at first.
         is_free: Returns whether a tuple of codes is free.
         item: Number of the item, for messages.
-
-    Raises:
-        UserError: If no codes are free, or more than `MAX_CANDIDATES` would have to be
-            ranked.
     """
     depth, size = codebooks.shape[:2]
     width = min(width, size)
@@ -201,9 +188,6 @@ def extend_codes(
 
     Returns:
         (M, C + conflict levels) codes of the new items.
-
-    Raises:
-        UserError: As in `find_free_codes`.
     """
     depth = codebooks.shape[0]
     items_per_codes = int(np.prod(conflicts))

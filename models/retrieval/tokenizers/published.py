@@ -47,9 +47,6 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
 
     Returns:
         Codes by item_id.
-
-    Raises:
-        UserError: If the file is not valid.
     """
     rows = _parse_rows(content, uri)
     sids: dict[str, list[int]] = {}
@@ -103,9 +100,6 @@ def read_published(uri: str) -> tuple[dict[str, list[int]], str]:
 
     Returns:
         Codes by item_id, and the SHA-256 of the file.
-
-    Raises:
-        UserError: If the file cannot be read or is not valid.
     """
     filesystem, path = open_uri(uri)
     with (
@@ -127,9 +121,6 @@ def catalogue_codes(
         sids: Codes by item_id.
         item_ids: Ids of the catalogue's items.
         uri: Location of the SIDs, for messages.
-
-    Raises:
-        UserError: If an item of the catalogue has no SID.
     """
     missing = [item for item in item_ids if item not in sids]
     if missing:

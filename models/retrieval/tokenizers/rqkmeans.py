@@ -79,9 +79,6 @@ class Rqkmeans(Tokenizer):
         """Train the codebooks by k-means, and yield the progress.
 
         If there are more than `ITEMS_PER_CODE` items per code, a random sample is used.
-
-        Raises:
-            UserError: If there are fewer items than codes per level.
         """
         config = self.config
         generator = torch.Generator().manual_seed(config.seed)
@@ -177,9 +174,6 @@ def kmeans(
 
     Returns:
         (k, D) centres.
-
-    Raises:
-        UserError: If there are fewer points than centres.
     """
     if len(points) < k:
         raise UserError(

@@ -210,9 +210,6 @@ class RqvaeTokenizer(Tokenizer):
         """Train an RQ-VAE, and yield its progress.
 
         Equal seeds give equal codes on the same hardware.
-
-        Raises:
-            UserError: If there are fewer items than codes per level.
         """
         config = self.config
         generator = torch.Generator().manual_seed(config.seed)

@@ -150,11 +150,7 @@ class Boosted(SearchModel):
     def fit_in_one_pass(
         self, train: Iterable[SearchBatch], val: Iterable[SearchBatch]
     ) -> None:
-        """Grow trees that predict clicks and trees that rank, and keep the better ones.
-
-        Raises:
-            UserError: If all training candidates have the same label, or val is empty.
-        """
+        """Grow trees that predict clicks, trees that rank, and keep the better ones."""
 
         def read(batch: SearchBatch) -> tuple[Tensor, Tensor, Tensor]:
             """Return columns (N, X), labels (N, K) and the sizes of lists."""
@@ -220,9 +216,6 @@ class Boosted(SearchModel):
 
         Tables that extend the tables of training may have more values per category.
         Values are matched by name; a value that was not in training counts as unknown.
-
-        Raises:
-            UserError: If the trees split by other categories than the tables have.
         """
         from lightgbm import Booster
 

@@ -243,11 +243,7 @@ class LabelStats:
 
 
 def compute_label_stats(step: ActionsStep, builder: ActionsBuilder) -> LabelStats:
-    """Find constant tasks and inputs, and the values of viewer-side categories.
-
-    Raises:
-        UserError: If a split has no event, or every task or every input is constant.
-    """
+    """Find constant tasks and inputs, and the values of viewer-side categories."""
     run = step.run
     uris = part_uris(run.tables.table_uri("events"), step.events)
     shared = (run.tables.read_catalogue(), builder)
@@ -263,8 +259,7 @@ def compute_label_stats(step: ActionsStep, builder: ActionsBuilder) -> LabelStat
     ):
         if all(f"{kind} {name}" in constant for name in names):
             raise UserError(
-                f"every {kind} is constant in training ({', '.join(constant)}); define "
-                f"a {kind} that varies in the source file, or split at other times"
+                f"every {kind} is constant in training ({', '.join(constant)})"
             )
     categories = [part.categories for part in parts]
     described = describe_features(categories, builder.categories)
@@ -414,11 +409,7 @@ class ActionsStep(SequencesStep):
         return counter, (lookups.catalogue, codes)
 
     def describe(self, builder: ActionsBuilder, built: BuiltTable) -> dict[str, Any]:
-        """Return names, definitions and statistics of tasks, actions and features.
-
-        Raises:
-            UserError: If no event can be trained on.
-        """
+        """Return names, definitions and statistics of tasks, actions and features."""
         count = built.count
         events = built.per_split("requests")
         require_training(events, "event")
@@ -504,45 +495,23 @@ def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:
 
     Returns:
         The settings with all defaults filled in from the log.
-
-    Raises:
-        UserError: If a setting does not fit a log of actions, or this log.
     """
-    has_clock_times = source.info.clock
     late_label = min(source.info.known, default=None)
+    split = config.split.resolve(source.info.clock)
     raise_first(
         (
-            not has_clock_times,
-            "the log has only an order of events, but a log of actions needs clock "
-            "times, for its counts and its splits; give time.unit s, ms, us or iso",
+            split != "temporal",
+            f"split.by is {split}, but kind actions needs temporal, and clock times",
         ),
         (
             late_label,
-            f"label '{late_label}' is known later than its event, but models of "
-            f"actions read the actions of every earlier event; remove its 'time' or "
-            f"'delay_minutes', or use kind search or retrieval",
+            f"label '{late_label}' is known later than its event, but kind actions "
+            f"reads the labels of every earlier event",
         ),
         (
             config.behaviour is not None,
-            f"behaviour is '{config.behaviour}', but in a log of actions every "
-            f"impression is a behaviour; remove it",
-        ),
-        (
-            config.core > 1,
-            f"core is {config.core}, but the catalogue of a log of actions contains "
-            f"every item that was shown; use --core 0, and --core_window train to "
-            f"exclude items that were not shown in the training window",
-        ),
-        (
-            config.ties != "strict",
-            f"ties is {config.ties}, but counts use strictly earlier events only; use "
-            f"--ties strict",
-        ),
-        (
-            has_clock_times
-            and config.split.resolve(has_clock_times) == "leave_last_out",
-            "split.by is leave_last_out, but a log of actions is split by time; use "
-            "--split.by temporal",
+            f"behaviour is '{config.behaviour}', but for kind actions every impression "
+            f"is a behaviour",
         ),
     )
     try:

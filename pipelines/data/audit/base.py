@@ -91,9 +91,6 @@ class Tables:
         Args:
             uri: Output folder of jobs.prepare.
             all_shown: Whether the catalogue contains the items of all events.
-
-        Raises:
-            UserError: If a manifest is missing or damaged.
         """
         sequences = read_manifest(join(uri, "sequences"), SequencesInfo)
         names = dict.fromkeys(("events", "items", *sequences.inputs))
@@ -104,11 +101,7 @@ class Tables:
         return cls(uri, {**manifests, "sequences": sequences}, all_shown)
 
     def read(self, table: str) -> pl.DataFrame:
-        """Read all rows of a table, with the index of their `part`.
-
-        Raises:
-            UserError: If the manifest lists no files, or a file is damaged.
-        """
+        """Read all rows of a table, with the index of their `part`."""
         frames = []
         for part_index, part in enumerate(self.manifests[table].files):
             rows = read_parquet(join(self.uri, table, part.path))

@@ -58,9 +58,6 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
 
     Returns:
         The checked rules with their violations, in the order of `RULES`.
-
-    Raises:
-        UserError: If there are no tables, or they lack columns.
     """
     name = read_manifest(join(uri, "sequences"), SequencesInfo).info.kind
     if name not in KINDS:
@@ -85,8 +82,7 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         check_users(tables, users, rules["users"])
     except pl.exceptions.ColumnNotFoundError as error:
         raise UserError(
-            f"{uri} was not written by this version of jobs.prepare: "
-            f"{str(error).partition(';')[0]}"
+            f"{uri} lacks a column: {str(error).partition(';')[0]}", "format"
         ) from error
     skipped = {*kind.skipped_rules}
     if not any(name.startswith("known_") for name in tables.event_columns):

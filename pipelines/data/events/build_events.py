@@ -90,10 +90,6 @@ def make_events(
 
     Returns:
         The manifest of the events, and a function that returns their statistics.
-
-    Raises:
-        UserError: if the log cannot be read, too many rows are rejected, or appending
-            would give other tables than reading all files at once.
     """
     earlier = run.tables.appended_version(EventsInfo)
     if earlier:
@@ -162,39 +158,33 @@ def _check_append(
     changed += sorted({*files.users} ^ old_user_files)
     log_order = run.config.ties == "log_order"
     too_early = [file for file in new_files if file < max(old_files)]
-    opening = f"--append to {run.tables.table_uri('events')}"
+    opening = f"cannot append to {run.tables.table_uri('events')}"
     raise_first(
-        (
-            differing,
-            f"{opening}: the table was made with another {', '.join(differing)}; use "
-            f"the same settings, or --overwrite",
-        ),
+        (differing, f"{opening}: it was made with another {', '.join(differing)}"),
         (
             gone,
-            f"{opening}: {', '.join(gone[:1])}, whose events the table has, does not "
-            f"match files '{source.files}'; use a pattern that also matches the old "
-            f"files, or --overwrite",
+            f"{opening}: its file {', '.join(gone[:1])} does not match files "
+            f"'{source.files}'",
         ),
         (
             changed,
-            f"{opening}: {', '.join(changed[:1])} has changed since the table was "
-            "made; write new events to new files, or use --overwrite",
+            f"{opening}: {', '.join(changed[:1])} has changed since the table was made",
         ),
         (
             source.event_time.column is None and not source.sequence,
-            f"{opening}: times are the order of rows, which cannot be compared between "
-            "old and new files; use --overwrite",
+            f"{opening}: times are the order of rows, which new files do not continue",
         ),
         (
             log_order and "position" not in source.absent_columns,
-            f"{opening}: ties is log_order and the log has positions, which the table "
-            "does not keep for tied events; use --overwrite",
+            f"{opening}: ties is log_order, but the table has no positions of tied "
+            "events",
         ),
         (
             log_order and too_early,
             f"{opening}: ties is log_order, and {', '.join(too_early[:1])} sorts "
-            "before a file that the table already has; use --overwrite",
+            "before a file of the table",
         ),
+        cause="settings",
     )
     return LogFiles(new_files, files.users, {**old, **files.stamps})
 
@@ -570,7 +560,6 @@ def read_partitions(
             Partitions without new rows keep their part.
 
     Raises:
-        UserError: if a file cannot be read, or no file has a column of the mapping.
         RuntimeError: if the parts do not contain each event exactly once.
     """
     reader = _create_reader(run, files, partitions, users)

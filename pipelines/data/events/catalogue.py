@@ -50,10 +50,6 @@ def make_items(
         events: Manifest of the events.
         load_stats: Returns statistics of the events.
         split: The split.
-
-    Raises:
-        UserError: if the item files cannot be read, have too many rejected rows, or
-            describe too few items.
     """
     source = run.source
     files = source.item_files(run.input)
@@ -113,8 +109,8 @@ def _check_files_present(run: Run, files: list[str]) -> None:
     missing = sorted(earlier.info.stamps.keys() - {*files}) if earlier else []
     if missing:
         raise UserError(
-            f"{run.input} has no file {missing[0]}, but --append reads all item files "
-            f"again"
+            f"{run.input} has no file {missing[0]}, from which the items were made",
+            "settings",
         )
 
 
@@ -218,16 +214,12 @@ def extend_catalogue(old: pa.Array, ids: pa.Array) -> pa.Array:
     Args:
         old: Ids of the earlier version, in its order.
         ids: Ids of the catalogue, including all old ones.
-
-    Raises:
-        UserError: if `ids` lacks an old item.
     """
     gone = old.filter(pc.invert(pc.is_in(old, ids)))
     if len(gone):
         raise UserError(
-            f"--append must keep all items, but {len(gone):,} items, such as "
-            f"'{gone[0]}', are no longer in the catalogue, because an item file lacks "
-            f"them or the training window ends earlier"
+            f"{len(gone):,} items, such as '{gone[0]}', are no longer in the catalogue",
+            "settings",
         )
     new = ids.filter(pc.invert(pc.is_in(ids, old)))
     return pa.concat_arrays([old, new])

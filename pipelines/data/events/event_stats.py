@@ -122,9 +122,6 @@ def event_stats(
             behaviour.
         engine: Runs one task per part.
         is_late: Whether the label is known later than its event, in a column `known_*`.
-
-    Raises:
-        UserError: if there are no behaviours.
     """
     collector = StatsCollector(behaviour, is_late)
     collector.read(parts, engine)
@@ -164,11 +161,7 @@ class StatsCollector:
             self.add(parts[index], stats)
 
     def result(self) -> EventStats:
-        """Return the statistics of all parts that were added.
-
-        Raises:
-            UserError: if there are no behaviours.
-        """
+        """Return the statistics of all parts that were added."""
         if not self.times:
             raise UserError(
                 f"no event has label '{self.behaviour}' set, so there are no behaviours"

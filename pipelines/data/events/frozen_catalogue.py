@@ -37,9 +37,6 @@ def read_split(catalogue: str, has_clock_times: bool) -> Split:
     Args:
         catalogue: URI of the other tables.
         has_clock_times: Whether the log has clock times.
-
-    Raises:
-        UserError: if the split needs clock times and the log has none.
     """
     split = read_manifest(join(catalogue, "items"), ItemsInfo).info.split
     if split.by == "temporal" and not has_clock_times:
@@ -67,10 +64,6 @@ def copy_items(
 
     Returns:
         The manifest of the items.
-
-    Raises:
-        UserError: if the share of behaviours on these items is below `min_matched`, or
-            another version of the code wrote the original items.
     """
     uri, config = join(catalogue, "items"), run.config
     original = read_manifest(uri, ItemsInfo)
@@ -107,8 +100,7 @@ def copy_items(
         )
     if items.hash != original.hash:
         raise UserError(
-            f"the items of {catalogue} were written by another version in another "
-            f"format, so models trained on them would not accept these tables"
+            f"the items of {catalogue} were written by another version", "format"
         )
     run.report(
         f"items: the {items.rows:,} of {catalogue}; {share:.1%} of the behaviours are "
@@ -143,7 +135,6 @@ def _check_share(
         raise UserError(
             f"{share:.1%} of the behaviours are on items of the catalogue of "
             f"{catalogue}, below min_matched {run.config.min_matched:g}: it does not "
-            f"have {', '.join(map(repr, others))}; convert the ids of both logs to one "
-            f"format, including leading zeros, or lower --min_matched"
+            f"have {', '.join(map(repr, others))}"
         )
     return share

@@ -49,9 +49,6 @@ def core_items(
 
     Returns:
         Sorted ids of the items, and the number of rounds.
-
-    Raises:
-        UserError: if no item remains.
     """
     core = max(core, 1)
     if core == 1 and before_ms is None:

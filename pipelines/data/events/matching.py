@@ -33,9 +33,6 @@ def check_matched(
         noun: Kind of the ids: `item` or `user`.
         min_matched: Minimum share of ids, and of events, with a row.
         report: Prints a line.
-
-    Raises:
-        UserError: if the share is below `min_matched`.
     """
     share = matched_share(match)
     if share >= max(min_matched, WARN_BELOW) or not match.ids:
@@ -49,5 +46,5 @@ def check_matched(
         f"{', '.join(map(repr, match.others)) or 'none'}"
     )
     if share < min_matched:
-        raise UserError(f"{line}, below --min_matched {min_matched:g}")
+        raise UserError(f"{line}, below min_matched {min_matched:g}")
     report(f"warning: {line}")

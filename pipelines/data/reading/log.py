@@ -257,9 +257,6 @@ class Section(Files):
         Args:
             input_uri: Input folder.
             what: Kind of the files in messages: "item", "user" or "feature".
-
-        Raises:
-            UserError: If there are no files, unless the section is optional.
         """
         return list_files(
             input_uri, self.files, required=not self.optional, what=f"{what} file"
@@ -272,9 +269,6 @@ class Section(Files):
             input_uri: Input folder.
             file: File, relative to the input folder.
             digest: Hash that is updated with the parsed bytes, or None.
-
-        Raises:
-            UserError: If the file cannot be read.
         """
         uri = join(input_uri, file)
         for frame in read_frames(uri, self, self._expressions.values(), digest):
@@ -579,12 +573,7 @@ class Log(Files):
         return [text for text in expressions if text]
 
     def event_files(self, input_uri: str) -> list[str]:
-        """Return the event files relative to the input folder, sorted.
-
-        Raises:
-            UserError: If there are no files, or files of several formats, which often
-                contain the same events.
-        """
+        """Return the event files relative to the input folder, sorted."""
         files = list_files(
             input_uri,
             self.files,
@@ -599,7 +588,7 @@ class Log(Files):
             examples = [f"{name} ({file})" for name, file in formats.items()]
             raise UserError(
                 f"{input_uri} has events as {' and as '.join(examples)}, which may be "
-                f"the same events"
+                f"the same"
             )
         return files
 
@@ -636,9 +625,6 @@ class Log(Files):
 
         Returns:
             The rows, or None if the log has no user files.
-
-        Raises:
-            UserError: If a file cannot be read.
         """
         if self.users is None:
             return None
@@ -688,10 +674,6 @@ class Log(Files):
             piece_index: Index of the piece in the log, for times that are the
                 order of rows.
             digest: Hash that is updated with the parsed bytes, or None.
-
-        Raises:
-            UserError: If the file is empty, truncated or of another format, or lacks a
-                required column.
         """
         uri, schema = join(input_uri, file), self.schema.append(LOG_ROW)
         folders = _parse_folders(file)
@@ -1016,9 +998,6 @@ def load_source(uri: str) -> tuple[Log, dict[str, Any]]:
 
     Returns:
         The log, and the section `prepare` with settings of jobs.prepare, {} by default.
-
-    Raises:
-        UserError: If the file is missing or damaged, or a key or value is invalid.
     """
     content = read_yaml(uri)
     prepare = content.pop("prepare", None) or {}

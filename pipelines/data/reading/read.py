@@ -141,23 +141,15 @@ class Files:
 
         Files that begin like Parquet are Parquet, whatever their suffix. The suffix of
         a compression is ignored.
-
-        Raises:
-            UserError: If the format is unknown or the compression is not supported.
         """
         if self.format is None and is_parquet(uri):
             return "parquet"
         suffixes = [s[1:].lower() for s in PurePosixPath(uri).suffixes]
-        if suffixes and suffixes[-1] in ("xz", "zip", "7z", "rar"):
-            raise UserError(
-                f"{uri} is compressed as {suffixes[-1]}, which is not supported; use "
-                f"gzip, bz2 or zstd"
-            )
         suffixes = [s for s in suffixes if s not in COMPRESSED_SUFFIXES]
         if self.format is None and (not suffixes or suffixes[-1] not in SUFFIXES):
             raise UserError(
-                f"the name of {uri} does not indicate its format; set 'format' to one "
-                f"of {', '.join(FORMATS)}"
+                f"'format' is not set, and the name of {uri} indicates none of "
+                f"{', '.join(FORMATS)}"
             )
         return self.format or SUFFIXES[suffixes[-1]]
 
@@ -215,9 +207,6 @@ def list_files(
         required: Whether at least one file must match.
         what: Kind of file, for the message.
         exclude: Patterns of files to exclude.
-
-    Raises:
-        UserError: If the folder cannot be read, or no file matches a required pattern.
     """
     filesystem, root = open_uri(input_uri)
     try:
@@ -325,39 +314,16 @@ def read_frames(
         expressions: SQL expressions whose columns are read.
         digest: Hash that is updated with the parsed bytes, or None.
         piece: Part of the file; None for the whole file.
-
-    Raises:
-        UserError: If the file is empty, damaged or of another format.
     """
     kind, expressions = files.detect_format(uri), list(dict.fromkeys(expressions))
     readers = {"csv": _read_csv, "parquet": _read_parquet, "keyed": _read_json_value}
     reader = readers.get(kind, _read_lines)
     try:
         yield from reader(uri, files, expressions, digest, piece)
-    except UnicodeError as error:
-        raise _encoding_error(uri, files.encoding) from error
-    except (pa.ArrowException, OSError, EOFError) as error:
-        if "invalid UTF8" in str(error):
-            raise _encoding_error(uri, files.encoding) from error
+    except (pa.ArrowException, UnicodeError, OSError, EOFError) as error:
         raise UserError(
-            f"{uri} cannot be read as {kind} ({one_line(error)})"
+            f"{uri} cannot be read as {kind} in {files.encoding} ({one_line(error)})"
         ) from error
-
-
-def _encoding_error(uri: str, encoding: str) -> UserError:
-    """Return the error for a file in another encoding."""
-    with _open(uri) as stream:
-        head = stream.read(BLOCK_BYTES)
-    location = ""
-    try:
-        head.decode(encoding)
-    except UnicodeDecodeError as error:
-        line = head.count(b"\n", 0, error.start) + 1
-        location = f" in line {line:,}"
-    return UserError(
-        f"{uri} is not {encoding}{location}; set 'encoding' next to its 'files' in the "
-        f"source file, such as utf-16, cp1252 or gb18030, or convert it to UTF-8"
-    )
 
 
 def select_columns(
@@ -460,12 +426,8 @@ def _read_head(uri: str, files: Files) -> bytes:
     with closing(_read_blocks(uri, files, None, None, 1 << 18)) as blocks:
         head = next((block for block in blocks if block.strip()), b"")
     if not head:
-        raise _empty_file_error(uri)
+        raise UserError(f"{uri} is empty")
     return head
-
-
-def _empty_file_error(uri: str) -> UserError:
-    return UserError(f"{uri} is empty")
 
 
 def _find_row_start(stream: Any, uri: str, files: Files, byte: int) -> int:
@@ -556,8 +518,6 @@ def _read_csv(
     mark = delimiter if len(delimiter) == 1 else DELIMITER_MARK
     names, header_lines = _read_header(uri, files, delimiter, mark)
     columns, missing = select_columns(expressions, names)
-    if missing and len(names) == 1:
-        _check_delimiter(uri, names[0], delimiter.decode(), min(missing))
     lines_to_skip = header_lines if piece is None or piece.start == 0 else 0
     unparsed = b""
     first_row = 0
@@ -609,7 +569,7 @@ def _read_header(
     """Read the header of a CSV file."""
     head = _read_head(uri, files)
     if head[:400].count(0) * 4 > len(head[:400]):
-        raise _encoding_error(uri, files.encoding)
+        raise UserError(f"{uri} is not {files.encoding}: it has NUL bytes")
     if b"\r" in head and b"\n" not in head:
         raise UserError(f"{uri} has carriage returns as line ends")
     if files.header:
@@ -624,10 +584,7 @@ def _read_header(
     try:
         names = next(cells for cells in reader if cells)
     except csv.Error as error:
-        raise UserError(
-            f"the header of {uri} cannot be parsed ({error}); list the columns in "
-            f"'header'"
-        ) from error
+        raise UserError(f"the header of {uri} cannot be parsed ({error})") from error
     repetitions: Counter[str] = Counter()
     unique = []
     for name in names:
@@ -636,17 +593,6 @@ def _read_header(
         numbered = f"{name}.{number}" if number else name
         unique.append(numbered.replace(QUOTE_MARK.decode(), files.quote))
     return unique, reader.line_num
-
-
-def _check_delimiter(uri: str, header: str, delimiter: str, missing: str) -> None:
-    """Raise a UserError if another delimiter would split a header of one column."""
-    for other in ("\t", ";", "::", "|", ",", " "):
-        if other in header:
-            raise UserError(
-                f"{uri} has no column '{missing}': with the delimiter "
-                f"{json.dumps(delimiter)} its header is one column, '{header[:80]}'; "
-                f"set 'delimiter: {json.dumps(other)}' in the source file"
-            )
 
 
 @dataclass(frozen=True)
@@ -849,9 +795,8 @@ def _parse_line_by_line(
         if reason:
             record = "".join(lines[start : reader.position]).rstrip("\r\n")
             record = _restore_quotes(record, files)
-            hint = _hint_at_quotes(record, reason, files)
             number = len(rows) + len(broken)
-            broken.append((number, f"row: {reason}{hint}", record[:MAX_QUOTED_CHARS]))
+            broken.append((number, f"row: {reason}", record[:MAX_QUOTED_CHARS]))
         elif cells:
             rows.append(cells)
     num_bytes = sum(len(line.encode()) for line in lines[: reader.position])
@@ -864,15 +809,6 @@ def _parse_line_by_line(
         arrays.append(pa.array([row[index] or None for row in rows], pa.string()))
     table = pa.table(arrays, names=columns)
     return ParsedText(table, numbers, broken, num_bytes)
-
-
-def _hint_at_quotes(record: str, reason: str, files: Files) -> str:
-    """Return the remedy for a broken record with quotes, or ""."""
-    if f"\\{files.quote}" in record and not files.escape:
-        return "; set escape: '\\'"
-    if "quote" in reason:
-        return "; set quote: '' where quotes are plain"
-    return ""
 
 
 def _look_like_rows(lines: list[str], delimiter: str, width: int) -> bool:
@@ -922,7 +858,7 @@ def _read_lines(
             raise UserError(f"{uri} ends within a JSON object, so it is truncated")
         yield frame
     if not num_rows and piece is None:
-        raise _empty_file_error(uri)
+        raise UserError(f"{uri} is empty")
 
 
 def _parse_text_lines(
@@ -1059,7 +995,7 @@ def _read_json_value(
         built = dict(pairs)
         if len(built) < len(pairs):
             [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-            raise UserError(f"{uri} has the key '{key}' twice; merge its entries")
+            raise UserError(f"{uri} has the key '{key}' twice")
         return built
 
     try:
@@ -1077,7 +1013,7 @@ def _read_json_value(
             f"{uri} is a JSON {type(content).__name__}, not an object {{id: ...}}"
         )
     if not content:
-        raise _empty_file_error(uri)
+        raise UserError(f"{uri} is empty")
     for first_row in range(0, len(content), MAX_FRAME_ROWS):
         values = content[first_row : first_row + MAX_FRAME_ROWS]
         lines = "\n".join(json.dumps(value) for value in values)

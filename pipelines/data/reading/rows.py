@@ -28,7 +28,7 @@ from pipelines.data.reading.read import (
     parse_sql,
     root_columns,
 )
-from pipelines.data.reading.times import Time, parse_times, reject_future, suggest_unit
+from pipelines.data.reading.times import Time, parse_times, reject_future
 
 MAX_EXPLODED_ROWS = 1 << 18
 """Approximate maximum number of rows per block after lists are exploded."""
@@ -195,9 +195,6 @@ class Rows:
         Args:
             target: Column to store.
             missing: Reason for rejecting rows without an id.
-
-        Raises:
-            UserError: If the values are lists, structs or times.
         """
         values, what = self.evaluated[target], self.expressions[target]
         if values.dtype.is_nested() or values.dtype.is_temporal():
@@ -226,9 +223,6 @@ class Rows:
 
         Args:
             target: Column to store.
-
-        Raises:
-            UserError: If the values are structs or bytes.
         """
         values = self.evaluated[target]
         if isinstance(values.dtype, pl.List):
@@ -259,9 +253,6 @@ class Rows:
             piece_index: Index of the piece in the log, for times that are indices
                 of rows.
             past: Whether to reject times in the future.
-
-        Raises:
-            UserError: If the type of the values does not fit the notation.
         """
         if time.column is None:
             self.values[target] = self.raw[ROW] + (piece_index << 40)
@@ -271,9 +262,7 @@ class Rows:
                 self.evaluated[target], time, time.column
             )
         except TypeError:
-            unparsed = pl.repeat(None, len(self.raw), dtype=pl.Int64, eager=True)
-            hint = suggest_unit(self.evaluated[target], time, unparsed)
-            raise self._type_error(target, f"times as {time.notation}{hint}") from None
+            raise self._type_error(target, f"times as {time.notation}") from None
         if past:
             reason = reject_future(self.values[target], reason, time, time.column)
         if reason.null_count() < len(reason):
@@ -331,9 +320,6 @@ class Rows:
         Args:
             target: Column to store.
             span: Smallest and largest allowed value, or None.
-
-        Raises:
-            UserError: If the values are neither numbers nor text.
         """
         values, what = self.evaluated[target], self.expressions[target]
         if not _may_be_numbers(values):
@@ -343,18 +329,14 @@ class Rows:
             values = pl.select(pl.when(values != "").then(values)).to_series()
         number = values.cast(pl.Float32, strict=False)
         self.values[target] = number
-        remedy = (
-            f"write try_cast({what} as double) for none, "
-            f"cast(replace({what}, ',', '.') as double) for 12,50"
-        )
         self.reject(
-            values.is_not_null() & number.is_null(), f"{what}: not a number; {remedy}"
+            values.is_not_null() & number.is_null(),
+            f"{what}: not a number, which try_cast({what} as double) makes missing",
         )
         self.reject(~number.is_finite().fill_null(True), f"{what}: not finite")
         self.reject(
             (number.abs() > LARGEST_NUMBER).fill_null(False),
-            f"{what}: over {LARGEST_NUMBER:g}, which stands for none; write case when "
-            f"abs(cast({what} as double)) < 1e18 then cast({what} as double) end",
+            f"{what}: over {LARGEST_NUMBER:g}",
         )
         if span is not None:
             is_outside = (number < span[0]) | (number > span[1])
@@ -364,11 +346,7 @@ class Rows:
             )
 
     def parse_flag(self, target: str) -> None:
-        """Store a column of 0, 1, true or false as bools; missing values are null.
-
-        Raises:
-            UserError: If the values are neither bools, numbers nor text.
-        """
+        """Store a column of 0, 1, true or false as bools; missing values are null."""
         values, what = self.evaluated[target], self.expressions[target]
         if not _may_be_numbers(values):
             raise self._type_error(target, "0, 1, true or false")
@@ -581,15 +559,12 @@ def evaluate_list(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Serie
         text: Column or SQL expression.
         key: Key of the mapping, for the message.
         uri: File, for the message.
-
-    Raises:
-        UserError: If the values are not lists.
     """
     evaluated, _ = evaluate(rows, {"list": text}, uri)
     values = evaluated["list"]
     if not isinstance(values.dtype, pl.List | pl.Null):
         raise UserError(
-            f"{uri}: {key} is {values.dtype}, not a list; split text, such as "
+            f"{uri}: {key} is {values.dtype}, not a list, such as "
             f"string_to_array({text}, ' ')"
         )
     return values.cast(pl.List(pl.String)) if values.dtype == pl.Null else values
@@ -606,9 +581,6 @@ def evaluate(rows: pl.DataFrame, expressions: dict[str, str], uri: str) -> Evalu
     Returns:
         Values by name, null for values that an expression (such as a `cast`) cannot
         read, and pairs of a mask of these values and a reason.
-
-    Raises:
-        UserError: If an expression cannot be evaluated on values of these types.
     """
     polars_expressions = {
         name: _to_expression(text, rows.columns).alias(name)
@@ -641,10 +613,7 @@ def _evaluate_readable(
         return pl.DataFrame({name: nulls}), []
     reason = re.split("This error occurred|You might want", str(error))[0]
     reason = " ".join(reason.split())[:MAX_REASON_CHARS]
-    user_error = UserError(
-        f"{uri}: '{text}' cannot be evaluated ({reason}); correct the source file, for "
-        f"example with try_cast(... as double)"
-    )
+    user_error = UserError(f"{uri}: '{text}' cannot be evaluated ({reason})")
     try:
         rows.clear().select(expression)  # raises if the types do not fit
         distinct = rows.select(names).unique()

@@ -174,18 +174,16 @@ def _reject_times(
     missing = values.is_null()
     if values.dtype == pl.String:
         missing = missing | (values == "")
-    hint = suggest_unit(values, time, parsed)
     moment = pl.col("moment")
     reason = (
         pl.when(pl.col("missing"))
         .then(pl.lit(f"{what}: missing"))
         .when(moment.is_null())
-        .then(pl.lit(f"{what}: not {expected}{hint}"))
+        .then(pl.lit(f"{what}: not {expected}"))
     )
     if time.has_clock_times:
-        remedy = hint or "; 'unit: order' takes any number"
-        early = f"{what}: before 1980, check {key}{remedy}"
-        late = f"{what}: after the year 2099, check {key}{hint}"
+        early = f"{what}: before 1980, check {key}"
+        late = f"{what}: after the year 2099, check {key}"
         reason = reason.when(moment < MIN_TIME_MS).then(pl.lit(early))
         reason = reason.when(moment > MAX_TIME_MS).then(pl.lit(late))
     frame = pl.DataFrame({"moment": parsed, "missing": missing})
@@ -219,31 +217,6 @@ def reject_future(
     )
     late = pl.when(moments_ms > latest).then(pl.lit(future))
     return pl.select(pl.coalesce(reasons, late)).to_series()
-
-
-def suggest_unit(values: pl.Series, time: Time, parsed: pl.Series) -> str:
-    """Suggest the unit in which the first rejected value would be a likely time.
-
-    Args:
-        values: (n,) values of the log.
-        time: Notation of the values.
-        parsed: (n,) epoch ms, null for invalid values.
-
-    Returns:
-        The end of a message, or "" if no unit fits.
-    """
-    is_rejected = parsed.is_null() | (parsed < MIN_TIME_MS) | (parsed > MAX_TIME_MS)
-    rejected = values.filter(is_rejected & values.is_not_null()).head(1)
-    if not time.has_clock_times or not len(rejected):
-        return ""
-    text = rejected.cast(pl.String).str.strip_chars()
-    number = text.cast(pl.Float64, strict=False)[0]
-    if number is None:
-        return ""
-    for unit, (factor, divisor) in UNITS.items():
-        if LIKELY_MS[0] <= number * factor / divisor <= LIKELY_MS[1]:
-            return f"; 'unit: {unit}' would fit"
-    return ""
 
 
 def _parse_text(text: pl.Series, time: Time) -> pl.Series:

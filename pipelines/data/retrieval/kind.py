@@ -62,5 +62,5 @@ class Retrieval(Kind):
         if num_skipped > MAX_WITHOUT_HISTORY * num_train:
             yield (
                 f"{num_skipped:,} of {num_train:,} training requests have no history "
-                f"and are skipped in training (--ties {info.ties})"
+                f"and are skipped in training (ties is {info.ties})"
             )

@@ -144,11 +144,7 @@ class RetrievalStep(SequencesStep):
         )
 
     def describe(self, builder: Any, built: BuiltTable) -> dict[str, Any]:
-        """Return the counts of requests, and of requests without a history.
-
-        Raises:
-            UserError: If no request can be trained on.
-        """
+        """Return the counts of requests, and of requests without a history."""
         requests = built.per_split("requests")
         without_history = built.per_split("without_history")
         usable = {name: requests[name] - without_history[name] for name in SPLITS}

@@ -65,9 +65,6 @@ def make_counts(run: Run, events: Manifest, items: Manifest, as_of_ms: int) -> N
         events: Manifest of `events`.
         items: Manifest of `items`.
         as_of_ms: Time in epoch ms; only earlier events are counted.
-
-    Raises:
-        UserError: If the log has no event before the time.
     """
     config, click = run.config.kind_config, run.config.behaviour
     assert click is not None, "a search log has a label that makes behaviours"

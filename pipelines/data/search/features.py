@@ -96,9 +96,6 @@ class SearchCounter(KeyCounter):
 
         `shared` are the `Vocabulary` of items and of queries. Events from `as_of_ms` on
         get the key -1 and are not counted.
-
-        Raises:
-            UserError: If events of one request are too far apart.
         """
         catalogue, queries = shared
         late_columns = known_columns(self.click, self.is_late)
@@ -262,10 +259,6 @@ def check_feature_names(
         config: Settings of the source file.
         names: Names of `feature_names`.
         custom_columns: Columns of all custom features.
-
-    Raises:
-        UserError: If `unknown_when_ranking` or `groups` has a feature that does not
-            exist.
     """
     custom_names = [plain_name(column) for column in custom_columns]
     unknown = config.unknown_when_ranking

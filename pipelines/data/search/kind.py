@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from core.errors import raise_first
+from core.errors import UserError
 from core.schemas import Split
 from core.tables import Manifest
 from pipelines.data.audit.base import Rule, Tables
@@ -16,7 +16,6 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
 from pipelines.data.search.audit import check_search_tables
-from pipelines.data.search.config import bool_labels
 from pipelines.data.search.counts_as_of import make_counts
 from pipelines.data.search.features import check_feature_names, feature_names
 from pipelines.data.search.sequences import make_search
@@ -50,7 +49,11 @@ class Search(Kind):
 
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Raise UserError for settings or names of features that do not fit the log."""
-        check_search(source, config)
+        if config.behaviour is None:
+            raise UserError(
+                f"behaviour is not set, but kind search needs one of the bool labels "
+                f"{', '.join(source.info.bool_labels)}"
+            )
         custom_groups = default_groups(source, config.kind_config.item_features)
         names = feature_names(config.kind_config, source.info.clock)
         check_feature_names(config.kind_config, names, custom_groups)
@@ -86,30 +89,3 @@ class Search(Kind):
     def draw_log(self, settings: Settings) -> SimulatedLog:
         """Draw searches with clicks, purchases and dwell time."""
         return draw_searches(settings)
-
-
-def check_search(source: Log, config: PrepareConfig) -> None:
-    """Check the settings of a search log.
-
-    Raises:
-        UserError: If a setting does not fit a search log, or this log.
-    """
-    raise_first(
-        (
-            config.behaviour is None,
-            f"kind is search, which needs the bool label that makes a result a "
-            f"behaviour; set behaviour to one of: "
-            f"{', '.join(bool_labels(source, None)) or 'none'}",
-        ),
-        (
-            config.core > 1,
-            f"core is {config.core}, but the catalogue of a search log contains every "
-            f"item that was shown; use --core 0, and --core_window train to exclude "
-            f"items that were not shown in the training window",
-        ),
-        (
-            config.ties != "strict",
-            f"ties is {config.ties}, but a search has strictly earlier behaviours as "
-            f"its history; use --ties strict",
-        ),
-    )

@@ -115,9 +115,6 @@ def find_requests(
         query: query_index (E,) of the events.
         config: Settings with the limit of a request's length.
         has_clock_times: Whether times are clock times; other times are not checked.
-
-    Raises:
-        UserError: If events of one request are more than `max_request_minutes` apart.
     """
     requests = EventRequests.find(events, query)
     spread = requests.spread(events["timestamp_ms"].to_numpy())
@@ -132,10 +129,8 @@ def find_requests(
         )
         raise UserError(
             f"request '{request_id}' of user '{user}' has results "
-            f"{spread[row] / MINUTE_MS:,.1f} minutes apart, over the limit "
-            f"search.max_request_minutes {config.max_request_minutes:g}; ids that are "
-            f"reused, such as those of sessions or a counter, do not identify a "
-            f"request: map another column to 'request', remove it to group results by "
-            f"time, or raise the limit in the mapping file, under prepare"
+            f"{spread[row] / MINUTE_MS:,.1f} minutes apart, over "
+            f"search.max_request_minutes {config.max_request_minutes:g}: 'request' may "
+            f"be an id that is reused"
         )
     return requests

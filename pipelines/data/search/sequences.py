@@ -292,18 +292,13 @@ class SearchStep(SequencesStep):
         return counter, (lookups.catalogue, lookups.queries)
 
     def describe(self, builder: SearchBuilder, built: BuiltTable) -> dict[str, Any]:
-        """Return names and groups of the features, and counts of requests.
-
-        Raises:
-            UserError: If no request shows an item of the catalogue or can be trained
-                on, or positions begin at 1.
-        """
+        """Return names and groups of the features, and counts of requests."""
         config, source = self.run.config, self.run.source
         count = built.count
         if not built.parts:
             raise UserError(
                 f"none of the {count['requests_outside']:,} requests shows an item of "
-                f"the catalogue; use --core_window all"
+                f"the catalogue"
             )
         self._check_positions(count)
         requests = built.per_split("requests")
@@ -342,9 +337,8 @@ class SearchStep(SequencesStep):
         column = self.run.source.position
         if column and count["at_position_1"] and not count["at_position_0"]:
             raise UserError(
-                f"position: '{column}' begins at 1, but positions must count from 0 (a "
-                f"page is position // search.page_size); write position: "
-                f"cast({column} as bigint) - 1"
+                f"position: '{column}' begins at 1, but positions count from 0, such "
+                f"as cast({column} as bigint) - 1"
             )
 
     def report(self, sequences: Manifest[Any], seconds: float) -> None:

@@ -241,9 +241,6 @@ def report_missing(
         manifests: Manifests of the tables, by name.
         num_events: Number of events of the log.
         count: Counts of `join_as_of` over all parts.
-
-    Raises:
-        UserError: If a table has no earlier row for any event.
     """
     for name in manifests:
         num_missing = count[f"nothing_of_{name}"]

@@ -664,11 +664,7 @@ class SequencesStep(ABC):
 
     @abstractmethod
     def describe(self, builder: Any, built: BuiltTable) -> dict[str, Any]:
-        """Return the fields that `info_class` adds to `SequencesInfo`.
-
-        Raises:
-            UserError: If nothing can be trained on the table.
-        """
+        """Return the fields that `info_class` adds to `SequencesInfo`."""
 
     @abstractmethod
     def report(self, sequences: Manifest[Any], seconds: float) -> None:

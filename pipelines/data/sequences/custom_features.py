@@ -56,10 +56,6 @@ def item_columns(source: Log, names: list[str]) -> pa.Schema:
     Args:
         source: Mapping of the raw log.
         names: Names of attributes or numbers of items.
-
-    Raises:
-        UserError: If the items have no such attribute or number, or another feature has
-            the same name.
     """
     numbers, categories = source.items_numbers, source.items_columns[1]
     available = [*numbers, *categories]

@@ -77,11 +77,7 @@ class SplitConfig:
         }
 
     def resolve(self, has_clock_times: bool) -> str:
-        """Return `by` for a log with or without clock times.
-
-        Raises:
-            UserError: If the split needs clock times, and the log has none.
-        """
+        """Return `by` for a log with or without clock times."""
         if self.by == "temporal" and not has_clock_times:
             raise UserError(
                 f"split.by is {self.by}, but the log has no clock times, only an "
@@ -129,10 +125,6 @@ def cut_times(stats: EventStats, config: SplitConfig, engine: Engine) -> Split:
 
     Returns:
         The split, with the first timestamps of the windows.
-
-    Raises:
-        UserError: If a window would be empty, or timestamps are too coarse to place
-            the boundaries.
     """
     if config.val_start is not None or config.val_days is not None:
         val_start, test_start = _configured_starts(stats, config)

@@ -24,7 +24,7 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from core.errors import UserError, pluralize
+from core.errors import UserError, one_line, pluralize
 from core.schemas import EmbeddingsInfo, ItemsInfo, embeddings_schema
 from core.tables import (
     Info,
@@ -85,10 +85,6 @@ def item_texts(
     """Format the text of each item by the template; missing values are empty.
 
     Items without text, and a catalogue of equal texts, are reported by `say`.
-
-    Raises:
-        UserError: If a column does not exist, no item has a text, or an item has none
-            and `config.empty` is "error".
     """
     texts, num_empty = format_item_texts(items, config.template)
     if num_empty:
@@ -106,11 +102,7 @@ def item_texts(
 
 
 def encoder_version(name: str) -> str:
-    """Return the version of an encoder: a hash of its model files, or the hub's commit.
-
-    Raises:
-        UserError: If the encoder cannot be read.
-    """
+    """Return the hash of an encoder's model files, or its commit on the hub."""
     if name == "tfidf":
         import sklearn
 
@@ -182,9 +174,6 @@ def run_in_actors(
         config: Number of actors and their resources.
         say: Prints a message.
         gpus: Whether an actor can use a GPU.
-
-    Raises:
-        UserError: If the cluster has no room for one actor.
     """
     quiet_ray_data()
     resources = _actor_resources(config, gpus)
@@ -301,9 +290,6 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
     Returns:
         The fitted TfidfVectorizer, the fitted TruncatedSVD, and the vectors (texts,
         components) of the texts.
-
-    Raises:
-        UserError: If there are fewer than 2 words or texts.
     """
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -311,18 +297,13 @@ def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
     vectorizer = TfidfVectorizer(max_features=50_000, **TFIDF_OPTIONS)
     try:
         counts = vectorizer.fit_transform(texts)
-    except ValueError as error:
+        svd = TruncatedSVD(min(width, *(np.array(counts.shape) - 1)), random_state=0)
+        with np.errstate(invalid="ignore"):  # equal texts have no variance to divide by
+            vectors = svd.fit_transform(counts)
+    except ValueError as error:  # fewer than two words or texts
         raise UserError(
-            f"TF-IDF finds no words in {len(texts)} texts ({error})"
+            f"TF-IDF cannot be fitted to {len(texts)} texts ({one_line(error)})"
         ) from error
-    width = min(width, counts.shape[1] - 1, counts.shape[0] - 1)
-    if width < 1:
-        raise UserError(
-            f"TF-IDF finds {counts.shape[1]} words in {counts.shape[0]} texts"
-        )
-    svd = TruncatedSVD(width, random_state=0)
-    with np.errstate(invalid="ignore"):  # equal texts have no variance to divide by
-        vectors = svd.fit_transform(counts)
     return vectorizer, svd, vectors
 
 
@@ -423,9 +404,6 @@ def fit_pca(vectors: np.ndarray, width: int) -> Projection:
     Args:
         vectors: Embeddings (N, E).
         width: Number of components.
-
-    Raises:
-        UserError: If the vectors span fewer than `width` dimensions.
     """
     mean = vectors.mean(0, dtype=np.float64)
     covariance = np.zeros((vectors.shape[1],) * 2)
@@ -438,7 +416,7 @@ def fit_pca(vectors: np.ndarray, width: int) -> Projection:
     rank = int((variances > 1e-9 * variances[0]).sum()) if variances[0] > 0 else 0
     if width > rank:
         raise UserError(
-            f"--pca {width} is more than the {rank} dimensions that {len(vectors)} "
+            f"pca is {width}, more than the {rank} dimensions that {len(vectors)} "
             f"embeddings of width {vectors.shape[1]} span"
         )
     components = components[:, :width]
@@ -454,11 +432,7 @@ RUNTIME_SETTINGS = ("batch_size", "workers", "use_gpu", "memory_gb")
 def embed_origin(
     items_uri: str, source: EmbeddingSource
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings and the input hashes that embeddings depend on.
-
-    Raises:
-        UserError: If the encoder cannot be read.
-    """
+    """Return the settings and the input hashes that embeddings depend on."""
     inputs = {"items": read_manifest(items_uri, ItemsInfo).hash}
     if source.precomputed:
         settings = {"pca": source.pca_width}
@@ -484,17 +458,12 @@ def find_finished(
         info_class: Type of its info.
         config: Settings that the table must have been made with.
         inputs: Hashes of the inputs that it must have been made from, by name.
-
-    Raises:
-        UserError: If the table was made from other settings or inputs.
     """
     if not has_manifest(uri):
         return None
     manifest = read_manifest(uri, info_class)
     if manifest.fingerprint != fingerprint(config, inputs):
-        raise UserError(
-            f"{uri} was made from other input or settings; --overwrite replaces it"
-        )
+        raise UserError(f"{uri} was made from other inputs or settings", "settings")
     return manifest
 
 
@@ -515,9 +484,6 @@ def embed_items(
         overwrite: Whether to replace an existing table.
         say: Prints a message.
         start_ray: Called before texts are encoded in Ray actors.
-
-    Raises:
-        UserError: If texts, encoder or width are not valid; nothing is written then.
     """
     config = source.config
     settings, inputs = embed_origin(items_uri, source)

@@ -115,10 +115,6 @@ def extend_embeddings(
         source: Origin of the new embeddings, the same as of the old embeddings.
         say: Prints a message.
         start_ray: Called before texts are encoded in Ray actors.
-
-    Raises:
-        UserError: If the old embeddings have another source, or `source` does not
-            reproduce them.
     """
     settings, inputs = embed_origin(items_uri, source)
     if is_up_to_date(uri, fingerprint(settings, inputs)):
@@ -127,7 +123,7 @@ def extend_embeddings(
     if manifest.config != settings or manifest.inputs.get("encoder") != inputs.get(
         "encoder"
     ):
-        raise UserError(f"{old_uri} was made with another encoder, --pca or --embed")
+        raise UserError(f"{old_uri} was made with another encoder, pca or embed")
     started = time.monotonic()
     old = _OldEmbeddings.read(old_uri, num_old)
     items = read_table(items_uri, "items")
@@ -304,9 +300,6 @@ def extend(
 
     Returns:
         Manifests of `sids` and `trie`, and whether anything was written.
-
-    Raises:
-        UserError: If existing codes would change, or another job writes to the output.
     """
     paths = replace(paths, output=absolute(paths.output))
     old_paths = replace(paths, output=absolute(old_output))
@@ -324,7 +317,7 @@ def extend(
         )
         is_in_place = paths.output == old_paths.output
         if existing and not (is_current or is_in_place or overwrite):
-            raise UserError(f"{paths.output} holds other SIDs; --overwrite replaces it")
+            raise UserError(f"{paths.output} holds other SIDs", "settings")
         old_trie = read_manifest(old_paths.trie, TrieInfo)
         if not is_current:
             _write_extended(paths, old_paths, tokenizer, source, say, start_ray)
@@ -344,7 +337,7 @@ def _check_extensible(
 ) -> None:
     """Check that existing SIDs can be extended with these items and this tokenizer."""
     if tokenizer.reads_file:
-        raise UserError("--extend needs trained codebooks")
+        raise UserError(f"{tokenizer.name} has no trained codebooks to extend")
     if old.config != settings_of_codes(tokenizer):
         raise UserError(f"{old_output} was made with other options of the tokenizer")
     if old.info.items_hash not in (*items.extends, items.hash):

@@ -42,9 +42,6 @@ class PrecomputedEmbeddings:
         """Return the embeddings (items, width) in the order of `item_ids`.
 
         An item without a row gets zeros; `say` reports the number of these items.
-
-        Raises:
-            UserError: If no item has a row.
         """
         rows = np.array([self.row_of_id.get(item_id, -1) for item_id in item_ids])
         num_matched = int((rows >= 0).sum())
@@ -75,9 +72,6 @@ def read_precomputed(uri: str, id: str) -> PrecomputedEmbeddings:
         uri: Parquet or .npy file.
         id: For a Parquet file the column of ids, for an .npy file a text file with the
             id of row i on line i.
-
-    Raises:
-        UserError: If the file is not a matrix of finite numbers with one id per row.
     """
     content = read_bytes(uri)
     digest = hashlib.sha256(content)

@@ -94,11 +94,7 @@ JOINT_WARNING = (
 
 
 def fit_tfidf_encoder(texts: list[str], width: int) -> TfidfEncoder:
-    """Fit TF-IDF and a truncated SVD of at most `width` components.
-
-    Raises:
-        UserError: If there are fewer than 2 words or texts.
-    """
+    """Fit TF-IDF and a truncated SVD of at most `width` components."""
     vectorizer, svd, _ = fit_tfidf(texts, width)
     return TfidfEncoder(
         vectorizer.get_feature_names_out().tolist(), vectorizer.idf_, svd.components_
@@ -118,9 +114,6 @@ class PairEncoder:
                 `encoder`: its name, or a fitted TfidfEncoder.
             config: Options of the encoder.
             output_uri: Folder of the `pairs` table.
-
-        Raises:
-            UserError: If `query_condition` is "joint" and the encoder has no [SEP].
         """
         self.items = ray.get(shared["items"])
         self.queries = ray.get(shared["queries"])
@@ -468,10 +461,6 @@ def encode_log(
 
     Returns:
         Manifests of the tables, by name.
-
-    Raises:
-        UserError: If models of this kind read no texts, texts or encoder are not valid,
-            or another job writes to the output.
     """
     config = config or TextConfig()
     # tasks may run in other folders
@@ -523,28 +512,22 @@ def choose_text_tables(
 
     Returns:
         Names of the tables of embeddings that the log's kind of requests needs.
-
-    Raises:
-        UserError: If models of this kind read no texts, or an argument is not valid.
     """
     kind = KINDS[read_manifest(join(tables_uri, "sequences"), SequencesInfo).info.kind]
     if not kind.text_tables:
         raise UserError(
-            f"{tables_uri} is of kind '{kind.name}', whose models read no embeddings "
-            f"of jobs.encode"
+            f"{tables_uri} is of kind {kind.name}, whose models read no texts"
         )
     for name in kind.text_tables:
         table = "tokens" if name == "tokens" else "embeddings"
         has_earlier_table(join(output_uri, name), table)
     if config.query_condition == "joint" and "pairs" not in kind.text_tables:
         raise UserError(
-            f"--embed.query_condition joint is only for searches, and {tables_uri} is "
-            f"of kind '{kind.name}'"
+            f"query_condition is joint, but {tables_uri} is of kind {kind.name}, and "
+            f"only kind search has queries"
         )
     if encoder == "tfidf" and config.query_condition == "joint":
-        raise UserError(
-            "tfidf has no [SEP] token, which --embed.query_condition joint needs"
-        )
+        raise UserError("query_condition is joint, but tfidf has no [SEP] token")
     item_texts(read_table(join(tables_uri, "items"), "items"), config)
     encoder_version(encoder)
     return kind.text_tables
@@ -559,9 +542,6 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
         tables_uri: Folder of the log's tables.
         text_uri: Folder of the text embeddings.
         folder: New folder to write.
-
-    Raises:
-        UserError: If the encoder does not exist any more, or gives other vectors now.
     """
     manifest = read_manifest(join(text_uri, "items"), EmbeddingsInfo)
     settings = dict(manifest.config)

@@ -259,9 +259,7 @@ def _make_unique(
         if measures["largest_group"] > MAX_CONFLICT_CODES:
             say(
                 f"note: {measures['largest_group']} items share their codes, so the "
-                f"conflict code takes two levels of {MAX_CONFLICT_CODES} codes; one "
-                f"may suffice with more levels, a larger codebook or a richer "
-                f"--embed.template"
+                f"conflict code takes two levels of {MAX_CONFLICT_CODES} codes"
             )
     measures["branching"] = branching(codes)
     return _Codes(codes, sizes, conflict, measures)
@@ -400,9 +398,7 @@ def _write_embeddings(
     """Write the embeddings unless they are up to date, and return their hash."""
     uri = paths.embeddings
     if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
-        raise UserError(
-            f"{paths.sids} was made from other embeddings; --overwrite replaces it"
-        )
+        raise UserError(f"{paths.sids} was made from other embeddings", "settings")
     is_finished = bool(paths.shared_embeddings) and is_up_to_date(
         uri, fingerprint(*embed_origin(paths.items, source))
     )
@@ -423,9 +419,6 @@ def check_items(
         items_uri: Folder of the `items` table.
         tokenizer: The tokenizer.
         embed: Options of text embeddings; None if no texts are embedded.
-
-    Raises:
-        UserError: If there are fewer items than codes, or the texts are not valid.
     """
     codebook_size = getattr(tokenizer.config, "codebook_size", 0)
     num_items = read_manifest(items_uri, ItemsInfo).rows
@@ -452,9 +445,6 @@ def check_folders(output: str, shared_embeddings: str = "") -> None:
     Args:
         output: Folder of the SIDs.
         shared_embeddings: Folder of embeddings that tokenizers share, or "".
-
-    Raises:
-        UserError: If a folder holds another table.
     """
     for name in ("sids", "trie", "embeddings", "quantizer"):
         has_earlier_table(join(output, name), name)
@@ -513,10 +503,6 @@ def tokenize(
 
     Returns:
         Manifests of `sids` and `trie`, and whether anything was written.
-
-    Raises:
-        UserError: If the input is not valid, the output was made from other input
-            (unless `overwrite`), or another job writes to it.
     """
     started = time.monotonic()
     inputs = {"items": read_manifest(paths.items, ItemsInfo).hash}

@@ -46,10 +46,6 @@ def preview(
         input_uri: Input folder.
         max_rejects: Maximum share of rejected rows; MAX_REJECT_SHARE is always allowed.
         items: Whether to read the item files.
-
-    Raises:
-        UserError: If a file cannot be read, a column does not exist, or more than
-            MAX_REJECT_SHARE and `max_rejects` of the rows are rejected.
     """
     users = log.read_users(input_uri, {}, first_file_only=True)
     event_files = log.event_files(input_uri)
@@ -64,7 +60,7 @@ def preview(
         blocks = (block for file in files for block in read(file))
         block = next((block for block in blocks if block.rows_read), None)
         if block is None:
-            raise UserError(f"{input_uri} has no rows of {kind}; check --input")
+            raise UserError(f"{input_uri} has no rows of {kind}")
         if block.missing and next(blocks, None) is None:
             check_missing(block.missing, kind.removesuffix("s"), input_uri)
         rows = pl.DataFrame(block.rows)

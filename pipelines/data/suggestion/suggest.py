@@ -79,9 +79,6 @@ def read_first_rows(uri: str) -> tuple[dict[str, Any], pl.DataFrame]:
 
     Returns:
         Format as keys of a mapping, and at most MAX_ROWS rows.
-
-    Raises:
-        UserError: If the file cannot be read as a table.
     """
     keys: dict[str, Any] = {}
     if is_parquet(uri):
@@ -159,11 +156,7 @@ def _detect_csv(lines: list[str], suffix: str) -> tuple[dict[str, Any], list[str
 
 
 def find_log(folder: str) -> tuple[FileGroup, list[FileGroup]]:
-    """Find the files of a folder that are most likely a log, and the other files.
-
-    Raises:
-        UserError: If no file can be read as a log.
-    """
+    """Find the files of a folder that are most likely a log, and the other files."""
     files_by_pattern: dict[str, list[str]] = {}
     for file in list_files(folder, "*", required=False, what="file"):
         pattern = re.sub(TOKEN, "*", COMPRESSED_NAME.sub("*", file))
@@ -209,9 +202,6 @@ def suggest(folder: str, kind: str | None = None) -> Suggestion:
         folder: Folder of a raw log.
         kind: Kind of the requests. By default `search` if there are queries with
             results, otherwise `retrieval`.
-
-    Raises:
-        UserError: If no file can be read as a log.
     """
     log, groups = find_log(folder)
     roles = log.roles

@@ -219,7 +219,7 @@ STEADY_LINE = json.dumps(STEADY[-1]) + "\n"
         ({"log_0.jsonl": STEADY_LINE}, {}, "log_0.jsonl has changed"),
         ({"users.csv": "user,tier\nu,two\n"}, {}, "users.csv has changed"),
         ({"log_-.jsonl": STEADY_LINE}, {"position": None}, "sorts before"),
-        ({"log_9.jsonl": STEADY_LINE}, {}, "has positions"),
+        ({"log_9.jsonl": STEADY_LINE}, {}, "has no positions"),
         (
             {"log_9.jsonl": STEADY_LINE, "items.csv": "item,author\na,x\n"},
             {"position": None, "items": {"keep": "all"}},

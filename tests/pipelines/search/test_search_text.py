@@ -306,7 +306,7 @@ def test_an_encoding_that_is_up_to_date_is_not_repeated(
 def test_another_config_overwrites_embeddings_only_on_request(
     tables: str, bert: str, encoded: Encoded
 ) -> None:
-    with pytest.raises(UserError, match="--overwrite"):
+    with pytest.raises(UserError, match="other inputs or settings"):
         encode_log(tables, encoded.folder, bert, TextConfig(max_tokens=12), say=str)
 
 

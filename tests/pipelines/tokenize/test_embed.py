@@ -219,7 +219,7 @@ def test_tfidf_gives_texts_with_shared_words_similar_vectors() -> None:
     similarity = vectors @ vectors.T
     assert similarity[0, 1] > similarity[0, 2] + 0.3
     assert similarity[2, 3] > similarity[1, 3] + 0.3
-    with pytest.raises(UserError, match="no words in 2 texts"):
+    with pytest.raises(UserError, match="be fitted to 2 texts"):
         next(tfidf_embeddings(["", "!"], 3))
 
 

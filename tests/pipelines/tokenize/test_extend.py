@@ -171,7 +171,7 @@ def test_precomputed_embeddings_of_new_items_are_added(
         ),
         (
             {"source": EmbeddingSource("tfidf", 5, EmbedConfig())},
-            "with another encoder, --pca or --embed",
+            "with another encoder, pca or embed",
         ),
         (
             {"titles": ["another", *build_titles(COUNT)[1:]]},
@@ -180,7 +180,7 @@ def test_precomputed_embeddings_of_new_items_are_added(
         ({"extends": False}, "does not extend the items"),
         (
             {"tokenizer": Published(NamedConfig())},
-            "needs trained codebooks",
+            "no trained codebooks",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_another_file_needs_overwrite(items: str, tmp_path: Path) -> None:
     doubled = {"vector": pa.array((2 * VECTORS).tolist(), LISTS)}
     other_file = write_parquet(tmp_path, LAYOUTS["lists"] | doubled)
 
-    with pytest.raises(UserError, match="was made from other input or settings"):
+    with pytest.raises(UserError, match="was made from other inputs or settings"):
         embed_items(
             items, out, EmbeddingSource(precomputed=read_precomputed(other_file, "sku"))
         )

@@ -203,7 +203,7 @@ def test_tokenizers_share_embeddings(
     assert first[0].hash == tokenize_items(items_uri, tmp_path / "alone")[0].hash
     assert not (tmp_path / "a/embeddings").exists()
     with pytest.raises(
-        UserError, match=r"embeddings was made from other input or settings"
+        UserError, match=r"embeddings was made from other inputs or settings"
     ):
         tokenize_items(items_uri, tmp_path / "c", embeddings=shared, pca_width=5)
     assert not (tmp_path / "c/sids").exists()
@@ -240,11 +240,11 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
     tokenize_items(items_uri, tmp_path / "sids")
     change_times = read_change_times(tmp_path / "sids")
     psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
-    with pytest.raises(UserError, match=r"sids was made from other input or settings"):
+    with pytest.raises(UserError, match=r"sids was made from other inputs or settings"):
         tokenize_items(items_uri, tmp_path / "sids", RQ_OTHER)
     with pytest.raises(
         UserError,
-        match=r"embeddings was made from other input or settings",
+        match=r"embeddings was made from other inputs or settings",
     ):
         tokenize_items(items_uri, tmp_path / "sids", pca_width=5)
     assert read_change_times(tmp_path / "sids") == change_times
@@ -324,7 +324,7 @@ def test_published_sids_get_a_conflict_level_only_if_they_collide(
     assert not was_written
 
     path.write_text(json.dumps({**table, "i0000": table["i0001"]}))
-    with pytest.raises(UserError, match="--overwrite"):
+    with pytest.raises(UserError, match="other inputs or settings"):
         tokenize_items(*arguments, published=str(path))
     sids, _, _ = tokenize_items(*arguments, published=str(path), overwrite=True)
     assert sids.info.conflict_level is True

@@ -95,12 +95,6 @@ def test_the_closest_item_keeps_its_codes_and_others_take_the_best_free_candidat
         taken.add(codes[item])
 
 
-def test_psid_rejects_more_items_than_codes() -> None:
-    message = "10 items need as many SIDs, 2 levels of 3 codes have 9"
-    with pytest.raises(UserError, match=message):
-        assign_unique_codes(quantize_random(10, 3, 2, 0))
-
-
 CODE_ROWS = st.integers(1, 3).flatmap(
     lambda levels: st.lists(
         st.tuples(*[st.integers(0, 3)] * levels), min_size=1, max_size=60
