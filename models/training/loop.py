@@ -517,10 +517,6 @@ def fit(
         has_notice: Called by all ranks after the same step if the largest action is
             ASK, so it may be a collective. It returns the same on all ranks, and a
             state is saved if it returns true.
-
-    Raises:
-        UserError: If the loss or `fit.metric` is not finite, a worker has no training
-            batch, or the validation split is empty.
     """
     device = torch.device(device)
     shards = fsdp.shard(model, device, rank, world) if shard and world > 1 else None
@@ -716,9 +712,6 @@ def run_validation(
     Returns:
         The metrics and the number of rows, or None if ValidationStopped was raised on a
         rank.
-
-    Raises:
-        UserError: If no rank has a row, or `fit.metric` is not finite.
     """
     rank_result: tuple[Sums, int] | None = None
     model.eval()
