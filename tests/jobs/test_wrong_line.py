@@ -81,7 +81,7 @@ WRONG_LINES = [
     (f"{EVALUATE} --tables {{tables}}", "needs sids; give --sids"),
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --draft_beam 5", "--draft_beam"),
     (f"{EVALUATE} --tables {{tables}} --sids {{sids}} --beam 0", "beam is '0'"),
-    ("encode --tables {tables} --output {runs}/out", "read no embeddings"),
+    ("encode --tables {tables} --output {runs}/out", "read no texts"),
     (f"{TOKENIZE} --tokenizer rqvae --tokenizer.epoch 3", "'tokenizer.epochs'"),
     (f"{TOKENIZE} --tokenizer bpe", "bpe"),
     (f"{PREPARE} --input /nowhere", "/nowhere"),

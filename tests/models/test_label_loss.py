@@ -86,7 +86,6 @@ def test_the_loss_equals_a_loop_over_labels_and_rows(
         ({"label_masks": {"purchase": "clik"}}, "unknown 'clik' in label_masks"),
         ({"label_masks": {"click": "click"}}, "for itself"),
         ({"label_weights": {"likes": 2.0}}, "unknown 'likes' in label_weights"),
-        ({"label_weights": {"click": -1}}, "greater than or equal to 0"),
     ],
 )
 def test_invalid_options_are_rejected(

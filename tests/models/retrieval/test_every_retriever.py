@@ -509,7 +509,7 @@ def test_a_checkpoint_restores_the_model(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [case for case in CASES if " " not in case])
 def test_semantic_ids_that_do_not_fit_are_rejected(name: str) -> None:
-    with pytest.raises(UserError, match="needs sids"):
+    with pytest.raises(UserError, match="needs semantic IDs"):
         build_model({"name": name}, Catalogue(3))
     model = copy.deepcopy(build_case(name))
     codes = torch.tensor([[0, 0, 0, 0], [5, 7, 2, 1]])

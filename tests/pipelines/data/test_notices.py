@@ -103,18 +103,6 @@ def test_a_log_without_faults_has_no_warning(shop: Shop) -> None:
     assert shop.prepare() == []
 
 
-def test_item_files_that_match_no_event_are_refused(shop: Shop) -> None:
-    rows = make_rows()
-    shop.write(rows, [{**i, "item": f"0{i['item']}"} for i in describe_items(rows)])
-
-    error = r"0 of 15 items \(0.0%\), with 0.0% of the events, have a row"
-    with pytest.raises(UserError, match=error):
-        shop.prepare()
-    assert not list((shop.tables / "items").glob("*"))
-
-    assert shop.prepare(min_matched=0)
-
-
 def test_item_files_that_match_a_part_of_the_items_are_warned_of(shop: Shop) -> None:
     rows = make_rows()
     items = describe_items(rows)

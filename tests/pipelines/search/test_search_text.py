@@ -397,11 +397,6 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
     assert np.isfinite(to_vectors(pairs)).all()
 
 
-def test_tfidf_has_no_joint_condition(tables: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no \\[SEP\\] token"):
-        encode_log(tables, str(tmp_path), "tfidf", TextConfig(query_condition="joint"))
-
-
 def test_tables_of_a_kind_without_embeddings_are_rejected(tmp_path: Path) -> None:
     schema = pa.schema([("user_id", pa.string())])
     tables = str(tmp_path / "tables")
@@ -410,7 +405,7 @@ def test_tables_of_a_kind_without_embeddings_are_rejected(tmp_path: Path) -> Non
         commit(uri, info.table, schema, [], config={}, inputs={}, info=info)
 
     with pytest.raises(
-        UserError, match="of kind 'retrieval', whose models read no embeddings"
+        UserError, match="of kind retrieval, whose models read no texts"
     ):
         job.run(
             job.Config(tables=tables, output=str(tmp_path / "text"), encoder="tfidf")
