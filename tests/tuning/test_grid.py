@@ -145,7 +145,7 @@ def test_points_are_crossed_with_axes() -> None:
 def test_axes_get_values_only_by_axes_options() -> None:
     with pytest.raises(UserError, match=r"'fit.lr' is an axis of the grid g"):
         build_grid().trials({"fit.lr": 1})
-    with pytest.raises(UserError, match="unknown 'fit.l' in axes"):
+    with pytest.raises(UserError, match=r"unknown 'fit.l' in axes"):
         build_grid().vary(False, {"fit.l": [1]})
 
     (trial,) = build_grid().vary(False, {"fit.lr": [3]}).trials()
