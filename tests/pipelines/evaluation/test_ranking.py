@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs, RunRef
+from core.schemas import Inputs, PredictionsInfo, RunRef
 from core.tables import read_manifest, read_table, writing
 from jobs.evaluate import Config, run
 from models.build import load_model
@@ -296,7 +296,10 @@ def test_recommendations_of_all_users_are_written_to_a_table(
 
     # The same options find the table; others need --overwrite and no other writer.
     same_options = InferenceOptions(k=5, users_per_part=25)
-    assert infer_all(*arguments, same_options) == (read_manifest(output), True)
+    assert infer_all(*arguments, same_options) == (
+        read_manifest(output, PredictionsInfo),
+        True,
+    )
     with pytest.raises(UserError, match="holds other recommendations"):
         infer_all(*arguments, InferenceOptions(k=4, users_per_part=25))
     with (

@@ -5,6 +5,7 @@ The answers come from several replicas, in batches, and next to failing requests
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import socket
@@ -25,6 +26,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from fastapi import HTTPException, Request
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
@@ -35,6 +37,7 @@ from pipelines.serving.ray_serve import (
     Options,
     Replica,
     build,
+    read_body,
     resolve_version,
 )
 from pipelines.serving.registered_model import register
@@ -161,6 +164,14 @@ def test_half_sent_requests_do_not_stop_a_replica(service: Service) -> None:
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(service.qgs.url, large, timeout=100)
     assert error.value.code == 413
+
+
+def test_a_client_that_leaves_is_no_error_of_the_server() -> None:
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(HTTPException, match="incomplete"):
+        asyncio.run(read_body(Request({"type": "http"}, receive)))
 
 
 def test_a_body_that_is_not_declared_as_json_is_refused(service: Service) -> None:
