@@ -194,10 +194,8 @@ class FastSearch:
             Items and scores, (B, k) both.
 
         Raises:
-            ValueError: If `k` or `beam` is below 1, or the trie belongs to other SIDs.
+            ValueError: If the trie belongs to other SIDs.
         """
-        if k < 1 or beam < 1:
-            raise ValueError(f"k {k} and beam {beam} need to be at least 1")
         trie, sizes = self.student.trie, self.tokens.sizes
         if list(trie.codebook_sizes) != sizes:
             raise ValueError(

@@ -44,10 +44,6 @@ class Mamba2(RecurrentMixer):
         self.heads = self.inner // head_width
         self.chunk = chunk
         self.memory_size = self.inner * state
-        if self.heads * head_width != self.inner:
-            raise ValueError(
-                f"head_width {head_width} does not divide the inner width {self.inner}"
-            )
         # x, B, C and the step size
         self.enter = nn.Linear(dim, self.inner + 2 * state + self.heads, bias=False)
         self.conv = ShortConvolution(self.inner + 2 * state, bias=True)

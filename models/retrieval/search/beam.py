@@ -50,8 +50,6 @@ def beam_search(
     Returns:
         Items and scores, (B, k) both.
     """
-    if k < 1 or beam < 1:
-        raise ValueError(f"k {k} and beam {beam} need to be at least 1")
     log_probs = scorer.start().unsqueeze(1)  # (B, 1, C_0)
     # (B, W): node of each beam in the trie
     node = log_probs.new_zeros(log_probs.shape[:2], dtype=torch.long)
@@ -133,8 +131,6 @@ def unconstrained_beam_search(
     Returns:
         Items and scores, (B, k) both.
     """
-    if k < 1 or beam < 1:
-        raise ValueError(f"k {k} and beam {beam} need to be at least 1")
     log_probs = scorer.start().unsqueeze(1)
     score = log_probs.new_zeros(log_probs.shape[:2])
     codes = score.new_zeros((*score.shape, 0), dtype=torch.long)  # (B, W, level)

@@ -193,11 +193,6 @@ def speculative_search(
         keys: (B,) int64 seeds of the requests for a relaxed search; None for a strict
             search.
     """
-    if k < 1 or options.beam < 1 or options.draft_beam < 1 or options.steps < 0:
-        raise ValueError(
-            f"k {k}, beam {options.beam} and draft_beam {options.draft_beam} need to "
-            f"be at least 1, steps {options.steps} at least 0"
-        )
     device = trie.leaves.device
 
     def zeros() -> Tensor:

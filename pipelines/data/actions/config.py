@@ -18,16 +18,16 @@ Shapes: E events, K tasks, A actions that models read.
 
 from __future__ import annotations
 
-import math
 from dataclasses import field, replace
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import PositiveFloat
+from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from core.options import STRICT, Fraction
+from core.options import STRICT, Fraction, check_known
 from core.schemas import LogInfo
 from pipelines.data.events.columns import bool_column
 from pipelines.data.reading.durations import WindowSettings
@@ -43,10 +43,10 @@ class Task:
     label: str | None = None
     """Label of the task; alternatively give `any`. A bool label is the task itself, a
     number needs `above` or `at_least`."""
-    above: float | None = None
+    above: FiniteFloat | None = None
     """For a number label: the task is 1 if the label is above this threshold, like
     1(dwell > tau) in Sec. 3 of AttnMVP."""
-    at_least: float | None = None
+    at_least: FiniteFloat | None = None
     """For a number label: the task is 1 if the label is at least this threshold."""
     any: list[str] | None = None
     """Bool labels: the task is 1 if one of them is true, like `contribution` in Sec. 3
@@ -59,11 +59,6 @@ class Task:
             )
         if self.above is not None and self.at_least is not None:
             raise ValueError("a task has both 'above' and 'at_least'")
-        if self.threshold is not None and not math.isfinite(self.threshold):
-            raise ValueError(
-                f"a task's threshold is {self.threshold}; give a finite number, such "
-                f"as 10000"
-            )
         if self.any is not None and self.threshold is not None:
             raise ValueError("'any' takes bool labels, which have no threshold")
 
@@ -122,18 +117,13 @@ class Input:
     range: list[float] | None = None
     """For a number label: the values that become 0 and 1; others are clipped to them.
     By default the range that the label declares."""
-    log_unit: float | None = None
+    log_unit: Annotated[FiniteFloat, Field(gt=0)] | None = None
     """For a number label with a long tail, such as a time: log(1 + value / log_unit) is
     scaled instead of the value."""
 
     def __post_init__(self) -> None:
         if self.range is not None:
             check_range(self.range)
-        if self.log_unit is not None and not 0 < self.log_unit < math.inf:
-            raise ValueError(
-                f"log_unit is {self.log_unit}; it must be above 0, such as 1000 for a "
-                f"time in ms"
-            )
 
     def check(
         self, name: str, labels: dict[str, str], ranges: dict[str, list[float]]
@@ -192,9 +182,11 @@ class Counts(WindowSettings):
     `author`."""
     counted_labels: list[str] | None = None
     """Tasks to count besides exposures; by default all."""
-    windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0])
+    windows_days: Annotated[list[float], Field(min_length=1)] = field(
+        default_factory=lambda: [1.0, 7.0]
+    )
     """Lengths of the windows, in days, ascending."""
-    delay_minutes: float = 60.0
+    delay_minutes: NonNegativeFloat = 60.0
     """Minutes until a logged event is available: counts at time t end at t - delay.
     Events at the same time never count each other."""
     prior: Fraction = 0.1
@@ -206,11 +198,6 @@ class Counts(WindowSettings):
     def __post_init__(self) -> None:
         if not self.keys or len(set(self.keys)) < len(self.keys):
             raise ValueError(f"counts.keys is {self.keys}, not different keys")
-        if not self.windows_days:
-            raise ValueError(
-                "counts.windows_days is empty; give at least one length in days, such "
-                "as [7]"
-            )
         self.check_windows("counts")
 
 
@@ -242,19 +229,11 @@ class ActionsConfig:
         check_names(inputs, "inputs")
         counts = self.counts
         keys = (USER, ITEM, *attributes)
-        for key in counts.keys:
-            if key not in keys:
-                raise ValueError(
-                    f"counts.keys has '{key}', which is not an attribute of items"
-                )
+        check_known(counts.keys, keys, "actions.counts.keys")
         labels = counts.counted_labels
         if labels is None:
             labels = list(tasks)
-        for label in labels:
-            if label not in tasks:
-                raise ValueError(
-                    f"counts.counted_labels has '{label}', which is not a task"
-                )
+        check_known(labels, tasks, "actions.counts.counted_labels")
         return ActionsConfig(tasks, inputs, replace(counts, counted_labels=labels))
 
     def _resolve_tasks(self, info: LogInfo) -> dict[str, Task]:
@@ -326,13 +305,6 @@ def label_type(label: str, labels: dict[str, str], key: str) -> str:
         label: Name of the label.
         labels: Type of each label of the log.
         key: Setting that names the label, for the message.
-
-    Raises:
-        ValueError: If the log has no such label.
     """
-    if label not in labels:
-        raise ValueError(
-            f"{key}: the log has no label '{label}'; its labels are: "
-            f"{', '.join(labels) or 'none'}"
-        )
+    check_known([label], labels, f"actions.{key}")
     return labels[label]

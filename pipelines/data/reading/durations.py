@@ -28,10 +28,6 @@ class WindowSettings:
                 f"{section}.windows_days is {days}; use ascending lengths in days, "
                 f"such as [1, 7, 30]"
             )
-        if self.delay_minutes < 0:
-            raise ValueError(
-                f"{section}.delay_minutes is {self.delay_minutes}; it must be 0 or more"
-            )
         if days and days[0] * DAY_MS <= self.delay_minutes * MINUTE_MS:
             raise ValueError(
                 f"{section}.windows_days begins with {days[0]}, which is not longer "

@@ -22,16 +22,17 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 import polars as pl
 import pyarrow as pa
+from pydantic import Field
 
 from core.errors import UserError
 from core.files import join
-from core.options import build, read_yaml
-from core.schemas import LABEL_TYPES, REJECTS, LogInfo, events_schema, items_schema
+from core.options import build, check_known, read_yaml
+from core.schemas import REJECTS, LogInfo, events_schema, items_schema
 from pipelines.data.reading.read import (
     ROW,
     FilePart,
@@ -90,13 +91,13 @@ class Label:
 
     column: str
     """Column or SQL expression."""
-    type: str = "bool"
+    type: Literal["bool", "float32"] = "bool"
     """bool (true, false, 1 or 0) or float32."""
     time: Any = None
     """Time at which the label became known: a column or SQL expression in the unit of
     the log's time, or {column, unit}. By default the time of the event, plus
     `delay_minutes`."""
-    delay_minutes: float | None = None
+    delay_minutes: Annotated[float, Field(gt=0, le=MAX_DELAY_MINUTES)] | None = None
     """Minutes from the event until the label is known, such as 60; by default 0, or
     given by `time`."""
     range: list[float] | None = None
@@ -104,19 +105,8 @@ class Label:
     rejected. By default any number."""
 
     def __post_init__(self) -> None:
-        if self.type not in LABEL_TYPES:
-            raise ValueError(
-                f"a label's type is '{self.type}'; it must be one of "
-                f"{', '.join(LABEL_TYPES)}"
-            )
         if self.time is not None and self.delay_minutes is not None:
             raise ValueError("a label has both 'time' and 'delay_minutes'")
-        delay = self.delay_minutes
-        if delay is not None and not 0 < delay <= MAX_DELAY_MINUTES:
-            raise ValueError(
-                f"delay_minutes is {delay!r}; it must be above 0 and at most "
-                f"{MAX_DELAY_MINUTES:,}, such as 60"
-            )
         if self.range is not None:
             if self.type != "float32":
                 raise ValueError(
@@ -196,14 +186,12 @@ class Section(Files):
     optional: bool = False
     """true: item files may be missing; items without a row have no texts and are
     counted."""
-    keep: str = "used"
+    keep: Literal["used", "all"] = "used"
     """used: the catalogue contains the items with at least `core` behaviours. all: it
     also contains every item of the item files, so that new items have semantic IDs and
     can be recommended; `core` then only limits users and items without a row."""
 
     def __post_init__(self) -> None:
-        if self.keep not in ("used", "all"):
-            raise ValueError(f"items.keep is '{self.keep}'; it must be used or all")
         self.check_files()
         check_sql(self._expressions.values())
 
@@ -346,11 +334,7 @@ class Log(Files):
             object.__setattr__(self, "time", Time(unit="order"))
         elif self.item is None or self.time is None:
             missing = "item" if self.item is None else "time"
-            example = {
-                "item": "item: item_id",
-                "time": "time: {column: time_ms, unit: ms}",
-            }[missing]
-            raise ValueError(f"'{missing}' is missing; add it, for example '{example}'")
+            raise ValueError(f"'{missing}' is missing")
         self._check_sections()
         if self.history:
             self._check_history(self.history)
@@ -424,12 +408,7 @@ class Log(Files):
             raise ValueError("'history' needs a log with clock times")
         if history.labels is None and flags:
             raise ValueError("'history.labels' is missing")
-        unknown = [name for name in history.labels or [] if name not in flags]
-        if unknown:
-            raise ValueError(
-                f"history.labels has '{unknown[0]}', which is not a bool label; the "
-                f"bool labels are {', '.join(flags) or 'none'}"
-            )
+        check_known(history.labels or [], flags, "history.labels")
 
     @property
     def event_time(self) -> Time:
@@ -931,15 +910,9 @@ def _check_section(
     if section is None:
         return
     if not getattr(section, id_key):
-        raise ValueError(
-            f"'{name}.{id_key}' is missing; add it, for example '{id_key}: {id_key}_id'"
-        )
+        raise ValueError(f"'{name}.{id_key}' is missing")
     allowed = ["files", id_key, *optional_keys, *(f.name for f in fields(Files))]
-    unknown = [key for key in _changed_fields(section) if key not in allowed]
-    if unknown:
-        raise ValueError(
-            f"unknown key '{name}.{unknown[0]}'; use one of {', '.join(allowed)}"
-        )
+    check_known(_changed_fields(section), allowed, name)
     for kind in ("texts", "attributes", "numbers", "categories"):
         check_names(getattr(section, kind), f"{name}.{kind}")
     if name == "users" and not section.attributes:

@@ -24,7 +24,7 @@ class SearchConfig(WindowSettings):
     windows_days: list[float] = field(default_factory=lambda: [1.0, 7.0, 30.0])
     """Lengths of the windows that counts cover, in days, ascending; unused for a log
     without clock times."""
-    delay_minutes: float = 60.0
+    delay_minutes: NonNegativeFloat = 60.0
     """Minutes until a logged event is available: counts at time t end at t - delay."""
     ctr_prior: Fraction = 0.1
     """Click-through rate of a key without exposures. Rates are smoothed: (clicks +
