@@ -182,7 +182,8 @@ class Column:
         fits: list[pl.Series] = []
         for notation in notations:
             key = "format" if "%" in notation else "unit"
-            parsed, _ = parse_times(values, Time("t", **{key: notation}), "t")
+            options: dict[str, Any] = {key: notation}
+            parsed, _ = parse_times(values, Time("t", **options), "t")
             if parsed.is_between(*LIKELY_MS).sum() >= 0.98 * len(parsed):
                 fits.append(parsed)
                 self.time = self.time or {key: notation}
