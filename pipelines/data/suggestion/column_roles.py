@@ -181,8 +181,7 @@ class Column:
             notations = ["iso", *FORMATS]
         fits: list[pl.Series] = []
         for notation in notations:
-            key = "format" if "%" in notation else "unit"
-            options: dict[str, Any] = {key: notation}
+            options: Any = {"format" if "%" in notation else "unit": notation}
             parsed, _ = parse_times(values, Time("t", **options), "t")
             if parsed.is_between(*LIKELY_MS).sum() >= 0.98 * len(parsed):
                 fits.append(parsed)
