@@ -185,7 +185,7 @@ class Column:
             parsed, _ = parse_times(values, Time("t", **options), "t")
             if parsed.is_between(*LIKELY_MS).sum() >= 0.98 * len(parsed):
                 fits.append(parsed)
-                self.time = self.time or {key: notation}
+                self.time = self.time or options
         if fits:
             self.is_day_ambiguous = not all(times.equals(fits[0]) for times in fits)
             is_day = bool((fits[0].drop_nulls() % 86_400_000 == 0).all())
