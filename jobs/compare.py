@@ -4,26 +4,27 @@
     python -m jobs.compare --sweep SWEEP_NAME --html page.html --register MODEL_NAME
     python -m jobs.compare --run RUN --run OTHER_RUN
 
-Runs that differ only in their seed are averaged into one row. --markdown FILE
-writes the tables as Markdown, --html FILE one self-contained page with plots: learning
-curves, accuracy against requests per second, the effect of a sweep's axes.
+Runs that differ only in their seed are averaged into one row. --markdown FILE writes
+the tables as Markdown, --html FILE one self-contained page with plots: differences to
+the best model without training, learning curves, the effect of a sweep's axes, accuracy
+against requests per second.
 """
 
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic.dataclasses import dataclass
 
-from core.errors import pluralize
+from core.errors import UserError
 from core.options import STRICT
 from core.schemas import RunRef
 from jobs import cli
 
 if TYPE_CHECKING:
-    from pipelines.comparison.rows import Comparison
-    from pipelines.comparison.table import Table
+    from pipelines.comparison.tables import Table
 
 
 @dataclass(config=STRICT)
@@ -44,6 +45,8 @@ class Config:
     test; by default the sweep's metric, gauc if runs have it, or ndcg@10."""
     markdown: str | None = None
     """Also write the tables to this Markdown file."""
+    all: bool = False
+    """Print all rows of tables with more than 30 rows, not the best 4 alone."""
     html: str | None = None
     """Also write the tables and plots to this HTML file, and log it to MLflow."""
     register: str | None = None
@@ -70,74 +73,74 @@ def run(config: Config) -> None:
     """Print the tables, write the requested files, and register the best run."""
     cli.say_loading("mlflow")
     from pipelines import tracking
-    from pipelines.comparison.load import compare
-    from pipelines.comparison.runs import select
-    from pipelines.comparison.tables import best_table, tables
+    from pipelines.comparison.compare import compare, find_best_run
+    from pipelines.comparison.tables import (
+        best_tables,
+        build_tables,
+        to_markdown,
+        to_text,
+    )
+    from pipelines.comparison.verdicts import measure_differences
 
     uri = tracking.find_store(config.tracking_uri)
+    experiments = [[name] for name in config.experiment]
     if config.sweep or config.run:
-        selections = [select(uri, config.experiment, config.sweep, config.run)]
-    else:
-        selections = [select(uri, [name]) for name in config.experiment]
-    comparisons = [compare(selection, config.metric) for selection in selections]
-    all_tables = [table for comparison in comparisons for table in tables(comparison)]
-    best = best_table(comparisons)
-    if best:
-        all_tables.append(best)
-    print("\n\n".join(table.text() for table in all_tables))
-    write_files(config, uri, comparisons, all_tables)
+        experiments = [config.experiment]
+    comparisons = [
+        compare(uri, names, config.sweep, config.run, config.metric)
+        for names in experiments
+    ]
+    differences = list(map(measure_differences, comparisons))
+    tables = []
+    for pair in zip(comparisons, differences, strict=True):
+        tables += build_tables(*pair)
+    tables += best_tables(comparisons)
+    shown = tables if config.all else map(shorten, tables)
+    print("\n\n".join(map(to_text, shown)))
+    markdown = "\n".join(map(to_markdown, tables))
+    if config.markdown:
+        write(markdown, config.markdown)
+        print(f"tables written to {config.markdown}")
+    if config.html:
+        from pipelines.comparison.page import build_page, log_page
+
+        page = build_page(comparisons, differences, tables)
+        write(page, config.html)
+        name = log_page(comparisons[0], page, markdown)
+        print(
+            f"page written to {config.html}, and to MLflow as compare.html of '{name}'"
+        )
     if config.register:
-        register_best(comparisons[0], config.register)
+        from pipelines.serving.registered_model import register
+
+        name, metric = config.register, f"val/{comparisons[0].metric}"
+        best = find_best_run(comparisons[0])
+        best_run = RunRef(uri, best["experiment"], best["training"])
+        version = register(best_run, name, metric).version
+        print(
+            f"registered: version {version} of {name} is the best checkpoint of "
+            f"{best['name']} by validation\n"
+            f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version}')"
+        )
     print(f"look at it: {tracking.view_command(uri)}")
 
 
-def write_files(
-    config: Config, uri: str, comparisons: list[Comparison], tables: list[Table]
-) -> None:
-    """Write the files of `--markdown` and `--html`, and log the page to MLflow.
-
-    Args:
-        config: Options of the job.
-        uri: Tracking URI of MLflow.
-        comparisons: Runs of each experiment, for the plots.
-        tables: Tables that the job prints.
-    """
-    from pipelines.comparison import page
-    from pipelines.comparison.plots import choose_colours, plots
-
-    markdown = "\n".join(table.markdown() for table in tables)
-    if config.markdown:
-        page.write(markdown, config.markdown)
-        print(f"tables written to {config.markdown}")
-    if not config.html:
-        return
-    colours = choose_colours(comparisons)
-    all_plots = []
-    for comparison in comparisons:
-        all_plots += plots(comparison, colours)
-    title = ", ".join(comparison.selection.title for comparison in comparisons)
-    content = page.build(title, uri, tables, all_plots)
-    page.write(content, config.html)
-    name = page.log_page(comparisons[0].selection, content, markdown)
-    print(
-        f"{pluralize(len(all_plots), 'plot')} written to {config.html}, and to MLflow "
-        f"as compare.html of '{name}'"
-    )
+def shorten(table: Table) -> Table:
+    """Return the best rows of a table that has more than 30."""
+    title, frame, notes = table
+    if len(frame) > 30:
+        title = f"{title}: the best 4 of {len(frame)} rows (all: --all true)"
+        return title, frame.head(4), notes[:1]
+    return table
 
 
-def register_best(comparison: Comparison, name: str) -> None:
-    """Register the checkpoint with the best validation metric as a model version."""
-    from pipelines.comparison.load import find_best_run
-    from pipelines.serving.registered_model import register
-
-    best = find_best_run(comparison)
-    run = RunRef(best.uri, comparison.rows[0].experiment, best.id)
-    version = register(run, name, f"val/{comparison.metric}").version
-    print(
-        f"registered: version {version} of {name} is the best checkpoint of "
-        f"{best.name} by validation"
-    )
-    print(f"  load it   mlflow.pyfunc.load_model('models:/{name}/{version}')")
+def write(content: str, path: str) -> None:
+    """Write a file, and create its folder if needed."""
+    try:
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror})") from error
 
 
 if __name__ == "__main__":

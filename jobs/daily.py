@@ -302,8 +302,8 @@ class Day:
         """
         from models import registry
         from models.training import checkpoint
-        from pipelines.comparison.baselines import judge_result
-        from pipelines.comparison.rows import REPEATS
+        from pipelines.comparison.compare import REPEATS
+        from pipelines.comparison.verdicts import judge_result
         from pipelines.evaluation.baselines import measure_baselines
 
         metadata = checkpoint.read(folder)
@@ -430,7 +430,7 @@ class Day:
             max_drop: Metrics that are compared, which are printed first.
         """
         from models import registry
-        from pipelines.comparison.baselines import describe_verdict
+        from pipelines.comparison.verdicts import describe_verdict
 
         before, after = day.before or {}, day.after or {}
         running = day.running or "no running model"
@@ -450,7 +450,7 @@ class Day:
             run: MLflow run of the day's training.
             metric: Metric that describes the version in the registry.
         """
-        from pipelines.comparison.baselines import BELOW
+        from pipelines.comparison.verdicts import BELOW
         from pipelines.serving.registered_model import register
 
         if not self.config.register:

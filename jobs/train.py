@@ -52,7 +52,7 @@ def describe_no_gain(
 def describe_baseline(config: TrainConfig, result: TrainingResult) -> str:
     """Return a warning if a training is no better than models without training."""
     from models import registry
-    from pipelines.comparison.baselines import best_trained_baseline
+    from pipelines.comparison.verdicts import best_trained_baseline
 
     model_class = registry.find(result.best.name)
     if model_class.is_baseline or model_class.is_diagnostic:

@@ -25,8 +25,13 @@ from jobs import cli
 from models import registry
 from models.metrics.per_user_metrics import decode_values
 from pipelines import tracking
-from pipelines.comparison.over_users import bootstrap_intervals, download_per_user
 from pipelines.comparison.runs import find_experiments, search_runs
+from pipelines.comparison.verdicts import (
+    MIN_USERS,
+    bootstrap_intervals,
+    download_per_user,
+    judge_difference,
+)
 
 PATH = re.compile(r"(?<![\w.~/-])(?:[a-z][a-z0-9+]*://|/)[^\s'\",\]}]+")
 """Absolute paths and URIs in a text, of which a kept run has the last two parts."""
@@ -50,9 +55,6 @@ COUNTS = {
     "test/users_per_s": "requests/s",
 }
 """Headings of the table of sizes and speeds by metric."""
-
-MIN_USERS = 200
-"""Smallest number of users for which an interval has a verdict."""
 
 Line = dict[str, Any]
 Row = list[Line]
@@ -289,17 +291,17 @@ def compare_rows(rows: Sequence[Row], metric: str) -> Iterator[Line]:
             base_means.append(base_mean)
     counts = decode_values(read_users(tested[0][0]))[1]
     intervals = bootstrap_intervals(np.stack(differences), counts)
-    for cell, interval, base_mean in zip(cells, intervals, base_means, strict=True):
-        is_better = (interval.mean > 0) != (metric == "eval_loss")
-        verdict = "better" if is_better else "worse"
-        verdict = "noise" if interval.is_noise else verdict
+    for cell, interval, base_mean in zip(
+        cells, intervals.rows(), base_means, strict=True
+    ):
+        mean, low, high = interval
         yield {
             **cell,
             "users": f"{len(counts):,}",
-            f"test/{metric}": f"{interval.mean:+.4f}",
-            "95%": str(interval),
-            "relative": f"{interval.mean / np.average(base_mean, weights=counts):+.2%}",
-            "verdict": verdict if len(counts) >= MIN_USERS else "-",
+            f"test/{metric}": f"{mean:+.4f}",
+            "95%": f"{low:+.4f} to {high:+.4f}",
+            "relative": f"{mean / np.average(base_mean, weights=counts):+.2%}",
+            "verdict": judge_difference(low, high, len(counts), metric),
         }
 
 

@@ -30,7 +30,7 @@ from jobs.cli import join_cluster, mask_controls
 from models.dataset.columns import cache_folder, open_columns
 from models.retrieval.sasrec import SASRec
 from models.training.checkpoint import Checkpoint
-from pipelines.comparison.table import Table
+from pipelines.comparison.tables import to_markdown
 from pipelines.data.reading.read import parse_sql
 from pipelines.evaluation.record import choose_store
 from pipelines.serving import package
@@ -200,7 +200,8 @@ def test_names_cannot_steer_a_terminal_or_a_page() -> None:
     mask_controls(stream)
     print(name, file=stream)
     assert stream.getvalue().startswith("a?[2J?31m<img src=x>|\n")
-    text = Table(name, ["run", name], [[name, "1"]], [name]).markdown()
+    frame = pl.DataFrame({"run": [name], name: ["1"]})
+    text = to_markdown((name, frame, [name]))
     assert "<img" not in text
     assert "](" not in text
     assert len(text.splitlines()) == 7

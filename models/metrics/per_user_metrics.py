@@ -3,7 +3,7 @@
     values = PerUserValues.from_batch(batch.user_row, ndcg)
     users, means, counts = values.merge()
 
-Values of batches and workers are added with `+`. `pipelines/comparison/over_users.py`
+Values of batches and workers are added with `+`. `pipelines/comparison/verdicts.py`
 compares them.
 
 Shapes: `n` values of a batch, `U` users.

@@ -1,1 +1,1 @@
-"""Compare MLflow runs in tables, plots and a page."""
+"""Compare MLflow runs in tables and on a page with plots."""

@@ -1,141 +1,354 @@
-"""Build a self-contained HTML page of a comparison: tables, and plots as SVG.
+"""Build a self-contained HTML page of a comparison: the answer, tables and plots.
 
-    write(build(title, uri, tables, plots), "page.html")
+    page = build_page([comparison], [measure_differences(comparison)], tables)
 
-The page loads nothing from the network, and follows the colour scheme of the browser.
+The page loads nothing from the network. A model has one colour in all plots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
+import polars as pl
+from plotly import express
+from plotly.graph_objects import Figure
+from plotly.offline import get_plotlyjs
+from polars import selectors as cs
+
 from core.errors import UserError
-from pipelines.comparison.runs import Selection
-from pipelines.comparison.svg import Plot
-from pipelines.comparison.table import Table
-from pipelines.tracking import KIND_TAG
+from pipelines import tracking
+from pipelines.comparison.compare import (
+    Comparison,
+    find_best_run,
+    lower_is_better,
+    measured_metrics,
+)
+from pipelines.comparison.tables import Table, format_difference
+from pipelines.comparison.verdicts import VERDICTS
+
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+"""Tol's bright scheme, which colour-blind readers can distinguish."""
+
+MAX_CURVES, MAX_POINTS = 10, 300
+"""Largest number of rows with curves, and of points of a curve."""
 
 STYLE = """
-:root { color-scheme: light dark; --page: #fdfdfc; --ink: #1c1e21; --soft: #6a6f76;
-  --line: #dcdedf; --row: #f3f4f4; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #17191c; --ink: #e4e6e8; --soft: #9aa0a6; --line: #34383d;
-    --row: #1f2226; }
-}
-* { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 84rem;
-  background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; }
-h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
-nav { color: var(--soft); } nav a { color: inherit; margin-right: .9em; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; line-height: 1.35;
-  font-variant-numeric: tabular-nums; }
-th, td { padding: .28rem .5rem; text-align: left;
-  border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
-.number { text-align: right; } tbody tr:hover { background: var(--row); }
-.notes { color: var(--soft); font-size: 12.5px; margin: .5rem 0; padding-left: 1.2em; }
-figure { margin: 0; }
-figure svg { width: 100%; max-width: 60rem; height: auto; display: block; }
-figcaption { color: var(--soft); font-size: 13px; max-width: 60rem; }
+  color: #1c1e21; font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
+.answer { font-size: 1.1rem; } .notes { color: #6a6f76; font-size: 12.5px; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
+td { padding: .28rem .5rem; border-bottom: 1px solid #dcdedf; white-space: nowrap;
+  text-align: right; }
+td:nth-child(-n + 2) { text-align: left; } tr:first-child { font-weight: 600; }
 """
 
 
-def build(
-    title: str, source: str, tables: Sequence[Table], plots: Sequence[Plot]
+def build_page(
+    comparisons: Sequence[Comparison],
+    differences: Sequence[pl.DataFrame],
+    tables: Sequence[Table],
 ) -> str:
-    """Build a page: the first two tables, the plots, then the other tables.
+    """Build a page: the answer, differences to the best baseline, tables and curves.
 
     Args:
-        title: Heading of the page.
-        source: Text that names the store of the runs.
-        tables: Tables, those with verdicts first.
-        plots: Rendered plots.
+        comparisons: Rows of each experiment.
+        differences: Output of `measure_differences` for each comparison.
+        tables: All tables.
 
     Returns:
         The HTML document.
     """
-    links = "".join(
-        f'<a href="#{escape(plot.name)}">{escape(plot.title)}</a>' for plot in plots
+    models = dict.fromkeys(
+        model for comparison in comparisons for model in comparison.rows["model"]
     )
-    sections = [
-        *(table.html() for table in tables[:2]),
-        *map(build_section, plots),
-        *(table.html() for table in tables[2:]),
-    ]
-    body = "\n".join(sections)
+    colours = {
+        escape(model): COLOURS[number % len(COLOURS)]
+        for number, model in enumerate(models)
+    }
+    title = escape(", ".join(comparison.title for comparison in comparisons))
+    first, last = "", ""
+    for comparison, measured in zip(comparisons, differences, strict=True):
+        answer = escape(describe_best(comparison, measured))
+        first += f"<p class=answer>{answer}</p>\n{draw_differences(measured, colours)}"
+        last += draw_curves(comparison, colours)
+        last += draw_settings(comparison, colours)
+        last += draw_speeds(comparison, colours)
     return f"""<!doctype html>
 <html lang=en>
 <meta charset=utf-8>
 <meta name=viewport content="width=device-width">
 <link rel=icon href="data:,">
-<title>{escape(title)}</title>
+<title>{title}</title>
 <style>{STYLE}</style>
+<script>{get_plotlyjs()}</script>
 <body>
-<h1>{escape(title)}</h1>
-<p class=notes>from {escape(source)}</p>
-<nav>{links}</nav>
-{body}
+<h1>{title}</h1>
+{first}{"".join(map(to_html, tables))}{last}
+<p class=notes>from {escape(comparisons[0].store.uri)}</p>
 </body></html>
 """
 
 
-def build_section(plot: Plot) -> str:
-    """Return a plot as an HTML section with heading and caption."""
-    title = escape(plot.title)
+def to_html(table: Table) -> str:
+    """Render a table as an HTML section with a heading."""
+    title, frame, notes = table
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) + "\n"
+        for row in (frame.columns, *frame.rows())
+    )
+    items = "".join(f"<li>{escape(note)}" for note in notes)
     return (
-        f'<section id="{escape(plot.name)}"><h2>{title}</h2>\n'
-        f'<figure role=group aria-label="{title}">{plot.svg}\n'
-        f"<figcaption>{escape(plot.caption)}</figcaption></figure></section>"
+        f"<section><h2>{escape(title)}</h2>\n<div class=wide><table>\n{rows}"
+        f"</table></div>\n<ul class=notes>{items}</ul></section>\n"
     )
 
 
-def write(content: str, path: str) -> None:
-    """Write a file, and create its folder if needed."""
+def describe_best(comparison: Comparison, differences: pl.DataFrame) -> str:
+    """Return sentences on the best run by validation: its verdict and its cost."""
     try:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror})") from error
+        number = find_best_run(comparison)["row"]
+    except UserError as error:
+        return str(error)
+    row = comparison.rows.row(by_predicate=pl.col("row") == number, named=True)
+    metric = f"val/{comparison.metric}"
+    text = f"Best by validation: {row['label']}, {metric} {row[metric]:.4f}."
+    if len(differences):
+        for line in differences.filter(row=number, kind="baseline").rows(named=True):
+            _, difference, interval, _, verdict = format_difference(
+                line, VERDICTS
+            ).values()
+            text += f" Against {line['model_label of base']}, the best model without "
+            text += f"training: {difference} (95% {interval}), {verdict}."
+    seconds, speed = row["train/total_seconds"], row["test/users_per_s"]
+    text += "" if seconds is None else f" Trained in {seconds:,.0f} s."
+    return text if speed is None else f"{text} {speed:,.0f} requests/s on test."
 
 
-def log_page(selection: Selection, content: str, markdown: str) -> str:
+def draw(
+    title: str,
+    caption: str,
+    plot: Callable[..., Figure],
+    points: pl.DataFrame,
+    colours: Mapping[str, str],
+    orders: Mapping[str, list[str]],
+    **options: Any,
+) -> str:
+    """Draw a frame as an HTML section with heading and caption.
+
+    Args:
+        title: Heading.
+        caption: Explanation of the plot.
+        plot: Function of `plotly.express`.
+        points: A line per point, with the name of its `model`.
+        colours: Colours of the models, in order.
+        orders: Order of the texts of other columns.
+        **options: Further arguments of the function.
+    """
+    # plotly reads tags in texts
+    texts = cs.string().map_elements(escape, return_dtype=pl.String)
+    figure = plot(
+        points.with_columns(texts),
+        color="model",
+        color_discrete_map=colours,
+        category_orders={"model": list(colours), **orders},
+        template="plotly_white",
+        **options,
+    )
+    figure.update_xaxes(matches=None, showticklabels=True)
+    figure.update_yaxes(matches=None, showticklabels=True)
+    figure.for_each_annotation(lambda note: note.update(text=note.text.split("=")[-1]))
+    html = figure.to_html(full_html=False, include_plotlyjs=False)
+    return (
+        f"<section><h2>{escape(title)}</h2>\n{html}\n"
+        f"<p class=notes>{escape(caption)}</p></section>\n"
+    )
+
+
+def facet_by_ranking(points: pl.DataFrame) -> str | None:
+    """Return the column of the panels, None for a single ranking."""
+    return "ranking" if points["ranking"].n_unique() > 1 else None
+
+
+def draw_differences(differences: pl.DataFrame, colours: Mapping[str, str]) -> str:
+    """Draw the difference of each model to the best baseline, a panel per ranking."""
+    if differences.is_empty():
+        return ""
+    lines = differences.filter(kind="baseline").with_columns(
+        above=pl.col("high") - pl.col("mean"),
+        below=pl.col("mean") - pl.col("low"),
+        row=pl.col("label").str.replace(" [unseen]", "", literal=True),
+    )
+    if lines.is_empty():
+        return ""
+    rows = lines["row"].unique(maintain_order=True)
+    return draw(
+        f"test/{lines['metric'][0]} against the best model without training",
+        "Differences per user on test, with the 95% interval over users.",
+        express.scatter,
+        lines,
+        colours,
+        {"row": list(map(escape, rows))},
+        x="mean",
+        y="row",
+        error_x="above",
+        error_x_minus="below",
+        facet_col=facet_by_ranking(lines),
+        labels={"mean": "difference", "row": ""},
+        height=180 + 30 * len(rows),
+    )
+
+
+def draw_curves(comparison: Comparison, colours: Mapping[str, str]) -> str:
+    """Draw validation and training loss of the best rows over steps, a line per run."""
+    client, metric = tracking.connect(comparison.store.uri), f"val/{comparison.metric}"
+    rows = comparison.shown.filter(pl.col(metric).is_not_null(), options="")
+    descending = not lower_is_better(metric)
+    rows = rows.sort(metric, descending=descending, maintain_order=True)
+    runs = (
+        rows.select("row", "label")
+        .head(MAX_CURVES)
+        .join(
+            comparison.runs.select("row", "model", "name", "training"),
+            on="row",
+            maintain_order="left",
+        )
+    )
+    points = []
+    for run in runs.iter_rows(named=True):
+        for name in (metric, "train/loss"):
+            history = client.get_metric_history(
+                run["training"], tracking.to_mlflow_name(name)
+            )
+            values = sorted((point.step, point.value) for point in history)
+            points += [
+                {**run, "metric": name, "step": step, "value": value}
+                for step, value in values[:: len(values) // MAX_POINTS + 1]
+            ]
+    if len({point["step"] for point in points}) < 2:
+        return ""
+    return draw(
+        "Learning curves",
+        "The best rows by validation, a line per run. Losses of different models are "
+        "different sums.",
+        express.line,
+        pl.DataFrame(points, infer_schema_length=None),
+        colours,
+        {},
+        x="step",
+        y="value",
+        line_dash="label",
+        line_group="training",
+        hover_name="name",
+        facet_col="metric",
+        markers=True,
+        log_x=True,
+        labels={"step": "optimizer step", "value": ""},
+    )
+
+
+def draw_settings(comparison: Comparison, colours: Mapping[str, str]) -> str:
+    """Draw the effect of each axis of a sweep, over all seeds."""
+    rows = comparison.shown.filter(options="")
+    axes = json.loads((comparison.sweep or {}).get("sweep.axes") or "[]")
+    metrics = [f"val/{comparison.metric}", f"test/{comparison.metric}"]
+    metrics += ["test/users_per_s", "test/peak_memory_mb"]
+    metrics = [name for name in metrics if name in measured_metrics(rows)]
+    plots = ""
+    for axis in axes if metrics else []:
+        if axis == "fit.seed":
+            continue
+        # the last part of a path
+        value = pl.col(axis).fill_null("none").str.split("/").list.last()
+        others = [name for name in comparison.params if name != axis]
+        points = pl.concat(
+            rows.select(
+                "model",
+                "name",
+                metric=pl.lit(name),
+                axis=value,
+                line=pl.struct(others).hash().rank("dense"),
+                mean=name,
+                deviation=f"{name} ±",
+            )
+            for name in metrics
+        )
+        number = pl.col("axis").cast(pl.Float64, strict=False)
+        plots += draw(
+            f"What {axis} does",
+            f"A line joins trials that differ in {axis} alone; bars are the deviation "
+            "over seeds.",
+            express.line,
+            points.drop_nulls("mean").sort(number, "axis"),
+            colours,
+            {"metric": metrics},
+            x="axis",
+            y="mean",
+            error_y="deviation",
+            line_group="line",
+            hover_name="name",
+            facet_col="metric",
+            markers=True,
+            labels={"axis": axis, "mean": ""},
+        )
+    return plots
+
+
+def draw_speeds(comparison: Comparison, colours: Mapping[str, str]) -> str:
+    """Draw accuracy against requests per second on test, a panel per ranking."""
+    accuracy, speed = f"test/{comparison.metric}", "test/users_per_s"
+    points = comparison.shown.filter(fresh_log="").drop_nulls([accuracy, speed])
+    if len(points) < 2:
+        return ""
+    return draw(
+        f"{comparison.metric} against throughput",
+        "Speeds compare only where they were measured on the same machine, with the "
+        "same batch.",
+        express.scatter,
+        points,
+        colours,
+        {},
+        x=speed,
+        y=accuracy,
+        hover_name="name",
+        facet_col=facet_by_ranking(points),
+        log_x=True,
+        labels={speed: "requests per second on test"},
+    )
+
+
+def log_page(comparison: Comparison, content: str, markdown: str) -> str:
     """Log a page as `compare.html`, and its tables as `compare.md`, to MLflow.
 
     The files become artifacts of the compared sweep, or else of a run `compare` in the
     experiment of the first compared run.
 
     Args:
-        selection: Runs that the page compares.
+        comparison: Rows that the page shows.
         content: HTML of the page.
         markdown: The tables as Markdown.
 
     Returns:
         The name of the MLflow run.
     """
-    client = selection.client
-    run = selection.sweep or open_page_run(selection)
-    client.log_text(run.info.run_id, content, "compare.html")
-    client.log_text(run.info.run_id, markdown, "compare.md")
-    if selection.sweep is None:
-        client.set_terminated(run.info.run_id)
-    return str(run.info.run_name)
-
-
-def open_page_run(selection: Selection) -> Any:
-    """Return the MLflow run of an experiment's page, and create it if needed."""
-    client = selection.client
-    experiment_id = next(iter(selection.experiments))
-    if selection.runs:
-        experiment_id = selection.runs[0].info.experiment_id
-    pages = client.search_runs(
-        [experiment_id], f"tags.`{KIND_TAG}` = 'compare'", max_results=1
-    )
-    if pages:
-        return pages[0]
-    tags = {KIND_TAG: "compare"}
-    return client.create_run(experiment_id, run_name="compare", tags=tags)
+    client, run = tracking.connect(comparison.store.uri), comparison.sweep
+    if run is None:
+        name = comparison.rows["experiment"][0]
+        names = comparison.store.experiments
+        experiment = next(key for key in names if names[key] == name)
+        is_page = f"tags.`{tracking.KIND_TAG}` = 'compare'"
+        pages = client.search_runs([experiment], is_page, max_results=1)
+        tags = {tracking.KIND_TAG: "compare"}
+        page = (
+            pages[0]
+            if pages
+            else client.create_run(experiment, tags=tags, run_name="compare")
+        )
+        run = {"id": page.info.run_id, "name": page.info.run_name}
+        client.set_terminated(run["id"])
+    client.log_text(run["id"], content, "compare.html")
+    client.log_text(run["id"], markdown, "compare.md")
+    return str(run["name"])

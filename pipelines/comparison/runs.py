@@ -1,6 +1,7 @@
-"""Select the MLflow runs of a comparison: of experiments, of a sweep, or by name.
+"""Read the runs of an MLflow store as frames, and select the runs to compare.
 
-    selection = select(uri, ["retrieval/DATASET"])
+    store = read_store(uri, ["retrieval/DATASET"])
+    trainings, notes = select_trainings(store)
 
 Of each sweep in an experiment only the best settings are selected, with all their
 seeds; smoke sweeps are left out. All trials are selected if the sweep is named, or if
@@ -11,100 +12,102 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import polars as pl
 from mlflow import MlflowClient
-from mlflow.utils import get_results_from_paginated_fn
 
 from core.errors import UserError, pluralize
 from core.schemas import RunRecord
 from pipelines import tracking
-from pipelines.evaluation.record import group_evaluations
+from pipelines.evaluation.record import (
+    group_evaluations,
+    read_fresh_log,
+    read_options,
+)
 from pipelines.tracking import PARENT_TAG
 
-PAGE_SIZE = 1000
-"""Experiments or runs that MLflow returns at once."""
+MAX_RUNS = 50_000
+"""Largest number of runs that MLflow returns at once."""
+
+EXPECTED = (
+    "model.name",
+    "model.teacher_hash",
+    "model.encoder",
+    "model.encoder_hash",
+    "fit.seed",
+    "fit.batch_size",
+    "fit.max_epochs",
+    "fit.train_examples",
+    "fit.eval_options.unseen",
+    "fit.eval_examples",
+    "evaluate.batch_size",
+    "checkpoint",
+    "table.items",
+    "table.sequences",
+    "sweep.axes",
+    "sweep.metric",
+    PARENT_TAG,
+    tracking.KIND_TAG,
+    tracking.WEIGHTS_TAG,
+    tracking.RANKS_BY_TAG,
+    tracking.POINT_TAG,
+    tracking.BEST_TAG,
+    tracking.INCOMPLETE_TAG,
+    tracking.SMOKE_TAG,
+    tracking.FORMAT_TAG,
+)
+"""Params and tags that the frame of runs always has as columns."""
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 
 @dataclass
-class Selection:
-    """MLflow runs of a comparison, oldest first."""
+class Store:
+    """The runs of some experiments, oldest first."""
 
     uri: str
     """Tracking URI."""
-    title: str
-    """Heading, such as the name of the experiment."""
-    runs: list[Any]
-    """MLflow runs of trainings."""
     experiments: dict[str, str]
     """Names of the experiments by id."""
-    sweep: Any = None
-    """MLflow run of the sweep whose trials are compared, or None."""
-    notes: list[str] = field(default_factory=list)
-    """Notes on runs that were left out."""
-    teachers: list[Any] = field(default_factory=list)
-    """MLflow runs of the teachers of a sweep's trials."""
-    evaluations: dict[str, list[Any]] = field(default_factory=dict)
-    """MLflow runs of evaluations, oldest first, by the id of their training."""
-
-    @property
-    def client(self) -> MlflowClient:
-        """MLflow client of the store."""
-        return tracking.connect(self.uri)
+    runs: pl.DataFrame
+    """A line per run: `id`, `name`, `experiment`, `status`, params and tags. A tag
+    replaces the param of its name, as params cannot change."""
+    metrics: pl.DataFrame
+    """`id`, `metric` and `value`; `val/` is measured at the best epoch."""
+    evaluations: pl.DataFrame
+    """A line per current evaluation: `id`, `training`, `split`, `options`, `is_unseen`
+    and `fresh_log`, the hash of the log if it is not the log of the training."""
 
 
-def select(
-    uri: str,
-    experiments: Sequence[str] = (),
-    sweep: str | None = None,
-    runs: Sequence[str] = (),
-) -> Selection:
-    """Select the trainings of experiments, the trials of a sweep, or single runs.
+def read_store(uri: str, experiments: Sequence[str] = ()) -> Store:
+    """Read the runs of experiments, and end runs whose process is dead.
 
     Args:
         uri: Tracking URI.
-        experiments: Names of the experiments to search; empty for all.
-        sweep: Name or run id of the sweep whose trials are selected.
-        runs: Names or ids of the selected runs, if no sweep is given.
+        experiments: Names of the experiments; empty for all.
     """
     client = tracking.connect(uri)
     names = find_experiments(client, uri, experiments)
-    all_runs = search_runs(client, list(names))
-    tracking.end_dead_runs(client, all_runs)
-    if sweep:
-        selection = select_sweep(uri, names, all_runs, sweep)
-    elif runs:
-        selection = select_named(uri, names, all_runs, runs)
-    else:
-        selection = select_trainings(uri, names, all_runs, ", ".join(experiments))
-    selection.evaluations = group_evaluations(all_runs)
-    return selection
+    runs = search_runs(client, list(names))
+    tracking.end_dead_runs(client, runs)
+    return Store(
+        uri,
+        names,
+        to_frame(runs, names),
+        to_metrics(runs),
+        read_evaluations(runs),
+    )
 
 
 def find_experiments(
     client: MlflowClient, uri: str, names: Sequence[str]
 ) -> dict[str, str]:
-    """Return the names of experiments by id.
-
-    Args:
-        client: MLflow client of the store.
-        uri: Tracking URI, for messages.
-        names: Names of the experiments; empty for all.
-    """
-    id_by_name = {
-        experiment.name: str(experiment.experiment_id)
-        for experiment in get_results_from_paginated_fn(
-            lambda count, token: client.search_experiments(
-                max_results=count, page_token=token
-            ),
-            PAGE_SIZE,
-        )
-    }
+    """Return the names of experiments by id; no names select all experiments."""
+    experiments = client.search_experiments(max_results=MAX_RUNS)
+    id_by_name = {item.name: str(item.experiment_id) for item in experiments}
     for name in names:
         if name in id_by_name:
             continue
@@ -114,204 +117,153 @@ def find_experiments(
     return {id_by_name[name]: name for name in names or id_by_name}
 
 
-def select_sweep(
-    uri: str, experiments: dict[str, str], runs: Sequence[Any], name: str
-) -> Selection:
-    """Select the trials of a sweep, with the trainings of their teachers.
-
-    Args:
-        uri: Tracking URI.
-        experiments: Names of the experiments by id.
-        runs: All runs of the experiments.
-        name: Name or run id of the sweep.
-    """
-    sweep = find_run([run for run in runs if is_sweep(run)], name, "sweep", uri)
-    trainings = filter_trainings(runs)
-    trials = [
-        run for run in trainings if run.data.tags.get(PARENT_TAG) == sweep.info.run_id
-    ]
-    if not trials:
-        raise UserError(f"the sweep '{name}' at {uri} has no trials yet")
-    hashes = {run.data.params.get("model.teacher_hash") for run in trials} - {None}
-    teachers = [
-        run for run in trainings if run.data.tags.get(tracking.WEIGHTS_TAG) in hashes
-    ]
-    experiment = experiments[sweep.info.experiment_id]
-    return Selection(
-        uri=uri,
-        title=f"{experiment}: {sweep.info.run_name}",
-        runs=trials,
-        experiments=experiments,
-        sweep=sweep,
-        notes=describe_incomplete(sweep),
-        teachers=teachers,
-    )
-
-
-def select_named(
-    uri: str, experiments: dict[str, str], runs: Sequence[Any], names: Sequence[str]
-) -> Selection:
-    """Select single trainings by name or id.
-
-    Args:
-        uri: Tracking URI.
-        experiments: Names of the experiments by id.
-        runs: All runs of the experiments.
-        names: Names or ids of the selected runs.
-    """
-    trainings = filter_trainings(runs)
-    selected = [find_run(trainings, name, "run", uri) for name in names]
-    title = ", ".join(run.info.run_name for run in selected)
-    if len(selected) > 3:
-        parents = dict.fromkeys(experiments[run.info.experiment_id] for run in selected)
-        title = f"{', '.join(parents)}: {pluralize(len(selected), 'run')}"
-    return Selection(uri, title, selected, experiments)
-
-
-def select_trainings(
-    uri: str, experiments: dict[str, str], runs: Sequence[Any], title: str
-) -> Selection:
-    """Select the trainings of experiments, with the best settings of each sweep.
-
-    Args:
-        uri: Tracking URI.
-        experiments: Names of the experiments by id.
-        runs: All runs of the experiments.
-        title: Names of the experiments for the heading; empty for all.
-    """
-    title = title or "all experiments"
-    smoke_sweeps = {
-        run.info.run_id: run.info.run_name
-        for run in runs
-        if tracking.SMOKE_TAG in run.data.tags
-    }
-    trainings = [
-        run
-        for run in filter_trainings(runs)
-        if run.data.tags.get(PARENT_TAG) not in smoke_sweeps
-    ]
-    sweeps = [run for run in runs if is_sweep(run)]
-    sweeps = [run for run in sweeps if run.info.run_id not in smoke_sweeps]
-    selected, notes = keep_best_trials(trainings, sweeps, runs)
-    if trainings and not selected:
-        selected = trainings
-        notes = ["the best settings are not known yet: all trials of sweeps are here"]
-    notes += [f"{name}: a smoke sweep, left out" for name in smoke_sweeps.values()]
-    num_earlier = sum(is_training(run) and not has_format(run) for run in runs)
-    if num_earlier:
-        notes.append(f"{pluralize(num_earlier, 'run')} of earlier formats, left out")
-    if not selected:
-        details = "".join(f"; {note}" for note in notes)
-        raise UserError(f"the experiment '{title}' at {uri} has no runs{details}")
-    return Selection(uri, title, selected, experiments, notes=notes)
-
-
 def search_runs(client: MlflowClient, experiment_ids: list[str]) -> list[Any]:
     """Return all runs of experiments, oldest first."""
     if not experiment_ids:
         return []
+    order = ["attributes.start_time ASC"]
     return list(
-        get_results_from_paginated_fn(
-            lambda count, token: client.search_runs(
-                experiment_ids,
-                order_by=["attributes.start_time ASC"],
-                max_results=count,
-                page_token=token,
-            ),
-            PAGE_SIZE,
-        )
+        client.search_runs(experiment_ids, "", max_results=MAX_RUNS, order_by=order)
     )
 
 
-def filter_trainings(runs: Sequence[Any]) -> list[Any]:
-    """Return the runs of trainings, trials included, among all MLflow runs.
-
-    Trainings of earlier formats are left out.
-    """
-    return [run for run in runs if is_training(run) and has_format(run)]
-
-
-def is_training(run: Any) -> bool:
-    """Return whether an MLflow run is a training or a trial."""
-    return "model.name" in run.data.params and not is_sweep(run)
-
-
-def has_format(run: Any) -> bool:
-    """Return whether a training was logged in the format of this version."""
-    return bool(run.data.tags.get(tracking.FORMAT_TAG) == str(RunRecord.version))
-
-
-def is_sweep(run: Any) -> bool:
-    """Return whether an MLflow run is a sweep."""
-    return bool(run.data.tags.get(tracking.KIND_TAG) == "sweep")
+def to_frame(runs: Sequence[Any], experiments: dict[str, str]) -> pl.DataFrame:
+    """Return a line per run with its params and tags (see `Store.runs`)."""
+    lines = [
+        {
+            **dict.fromkeys(EXPECTED),
+            **run.data.params,
+            **run.data.tags,
+            "id": run.info.run_id,
+            "name": run.info.run_name,
+            "experiment": experiments[run.info.experiment_id],
+            "status": run.info.status,
+        }
+        for run in runs
+    ]
+    names = dict.fromkeys([*EXPECTED, "id", "name", "experiment", "status"])
+    for line in lines:
+        names |= line
+    return pl.DataFrame(lines, dict.fromkeys(names, pl.String))
 
 
-def keep_best_trials(
-    runs: Sequence[Any], sweeps: Sequence[Any], all_runs: Sequence[Any]
-) -> tuple[list[Any], list[str]]:
-    """Drop the trials of sweeps, except for the best settings with all their seeds.
+def to_metrics(runs: Sequence[Any]) -> pl.DataFrame:
+    """Return the defined metrics of all runs (see `Store.metrics`)."""
+    lines = [
+        (run.info.run_id, tracking.from_mlflow_name(name), value)
+        for run in runs
+        for name, value in sorted(run.data.metrics.items(), reverse=True)
+    ]
+    schema = {"id": pl.String, "metric": pl.String, "value": pl.Float64}
+    metrics = pl.DataFrame(lines, schema, orient="row")
+    # names are in reversed order, so the best epoch comes after the last one
+    metrics = metrics.with_columns(pl.col("metric").str.replace("^best/", "val/"))
+    metrics = metrics.filter(pl.col("value").is_not_nan())
+    return metrics.unique(["id", "metric"], keep="last", maintain_order=True)
 
-    Args:
-        runs: Trainings and trials.
-        sweeps: Runs of the sweeps.
-        all_runs: All runs of the experiments, with the best trial of each sweep.
 
-    Returns:
-        The remaining runs, and notes on dropped trials and incomplete sweeps.
-    """
-    by_id = {run.info.run_id: run for run in all_runs}
-    best_settings = {
-        sweep.info.run_id: read_settings(
-            by_id.get(sweep.data.tags.get(tracking.BEST_TAG))
-        )
-        for sweep in sweeps
-    }
-    selected = []
-    num_trials, num_selected = Counter[str](), Counter[str]()
-    for run in runs:
-        sweep_id = run.data.tags.get(PARENT_TAG)
-        if sweep_id in best_settings:
-            num_trials[sweep_id] += 1
-            settings = best_settings[sweep_id]
-            if settings is None or read_settings(run) != settings:
-                continue
-            num_selected[sweep_id] += 1
-        selected.append(run)
+def read_evaluations(runs: Sequence[Any]) -> pl.DataFrame:
+    """Return a line per finished evaluation of current weights, oldest first."""
+    by_id = {run.info.run_id: run for run in runs}
+    lines = []
+    for training, evaluations in group_evaluations(runs).items():
+        for evaluation in evaluations if training in by_id else []:
+            options = read_options(evaluation, by_id[training])
+            fresh_log = read_fresh_log(evaluation, by_id[training])
+            words = [
+                name if value == "True" else f"{name} {value}"
+                for name, value in options.items()
+            ]
+            words += [f"log {fresh_log[:8]}"] if fresh_log else []
+            lines.append(
+                {
+                    "id": evaluation.info.run_id,
+                    "training": training,
+                    "split": evaluation.data.params["split"],
+                    "options": ", ".join(words),
+                    "is_unseen": options.get("unseen") == "True",
+                    "fresh_log": fresh_log,
+                }
+            )
+    names = ("id", "training", "split", "options", "is_unseen", "fresh_log")
+    schema = dict.fromkeys(names, pl.String) | {"is_unseen": pl.Boolean}
+    return pl.DataFrame(lines, schema)
+
+
+def select_sweep(store: Store, sweep: dict[str, Any]) -> tuple[pl.DataFrame, list[str]]:
+    """Return the trials of a sweep and their teachers, and notes."""
+    trainings = filter_trainings(store)
+    trials = trainings.filter(pl.col(PARENT_TAG) == sweep["id"])
+    if trials.is_empty():
+        raise UserError(f"the sweep '{sweep['name']}' at {store.uri} has no trials yet")
+    is_teacher = pl.col(tracking.WEIGHTS_TAG).is_in(
+        trials["model.teacher_hash"].drop_nulls().to_list()
+    )
+    teachers = trainings.filter(is_teacher).with_columns(is_teacher=pl.lit(True))
+    return pl.concat([trials, teachers]), describe_incomplete(sweep)
+
+
+def select_trainings(store: Store) -> tuple[pl.DataFrame, list[str]]:
+    """Return trainings, of each sweep those with the best settings, and notes."""
+    trainings = filter_trainings(store)
+    smoke = store.runs.filter(pl.col(tracking.SMOKE_TAG).is_not_null())
+    parent = pl.col(PARENT_TAG).fill_null("")
+    trainings = trainings.filter(~parent.is_in(smoke["id"].to_list()))
+    sweeps = filter_sweeps(store).join(
+        smoke, on="id", how="anti", maintain_order="left"
+    )
+    settings = pl.col(tracking.POINT_TAG).map_elements(
+        lambda point: tracking.settings_key(json.loads(point)), return_dtype=pl.String
+    )
+    best = store.runs.select(settings.alias("best"), pl.col("id").alias("trial"))
+    sweeps = sweeps.join(best, left_on=tracking.BEST_TAG, right_on="trial", how="left")
+    best_by_sweep = dict(sweeps.select("id", "best").iter_rows())
+    is_best = settings == parent.replace_strict(best_by_sweep, default=None)
+    is_trial = parent.is_in(sweeps["id"].to_list())
+    selected = trainings.filter(~is_trial | is_best)
     notes = []
-    for sweep in sweeps:
-        count, total = num_selected[sweep.info.run_id], num_trials[sweep.info.run_id]
+    for sweep in sweeps.iter_rows(named=True):
+        of_sweep, name = pl.col(PARENT_TAG) == sweep["id"], sweep["name"]
+        total, count = (len(table.filter(of_sweep)) for table in (trainings, selected))
         notes += describe_incomplete(sweep)
         if count < total:
-            name = sweep.info.run_name
             notes.append(f"{name}: {count} of {total} trials here")
+    if len(trainings) and selected.is_empty():
+        selected = trainings
+        notes = ["the best settings are not known yet: all trials of sweeps are here"]
+    notes += [f"{name}: a smoke sweep, left out" for name in smoke["name"]]
+    num_earlier = len(all_trainings(store)) - len(filter_trainings(store))
+    if num_earlier:
+        notes.append(f"{pluralize(num_earlier, 'run')} of earlier formats, left out")
     return selected, notes
 
 
-def describe_incomplete(sweep: Any) -> list[str]:
-    """Return a note on the trials of a sweep that have no result.
+def filter_sweeps(store: Store) -> pl.DataFrame:
+    """Return the runs of sweeps."""
+    return store.runs.filter(pl.col(tracking.KIND_TAG) == "sweep")
 
-    The list is empty if all trials have a result.
-    """
-    incomplete = sweep.data.tags.get(tracking.INCOMPLETE_TAG)
+
+def all_trainings(store: Store) -> pl.DataFrame:
+    """Return the runs of trainings, trials included."""
+    is_sweep = pl.col(tracking.KIND_TAG).eq_missing("sweep")
+    return store.runs.filter(pl.col("model.name").is_not_null() & ~is_sweep)
+
+
+def filter_trainings(store: Store) -> pl.DataFrame:
+    """Return the runs of trainings, without those of earlier formats."""
+    trainings = all_trainings(store).with_columns(is_teacher=pl.lit(False))
+    return trainings.filter(pl.col(tracking.FORMAT_TAG) == str(RunRecord.version))
+
+
+def describe_incomplete(sweep: dict[str, Any]) -> list[str]:
+    """Return a note on the trials of a sweep that have no result, or []."""
+    incomplete = sweep[tracking.INCOMPLETE_TAG]
     if not incomplete:
         return []
-    return [
-        f"{sweep.info.run_name}: {incomplete}, so its best is of an incomplete grid"
-    ]
+    return [f"{sweep['name']}: {incomplete}, so its best is of an incomplete grid"]
 
 
-def read_settings(trial: Any) -> str | None:
-    """Return the sweep's axes with a trial's values as text, without the seed.
-
-    None has no settings.
-    """
-    if trial is None:
-        return None
-    point: Mapping[str, Any] = json.loads(trial.data.tags[tracking.POINT_TAG])
-    return tracking.settings_key(dict(point))
-
-
-def find_run(runs: Sequence[Any], name: str, kind: str, uri: str) -> Any:
+def find_run(runs: pl.DataFrame, name: str, kind: str, uri: str) -> dict[str, Any]:
     """Return the run with an id or name.
 
     Args:
@@ -320,11 +272,10 @@ def find_run(runs: Sequence[Any], name: str, kind: str, uri: str) -> Any:
         kind: `run` or `sweep`, for messages.
         uri: Tracking URI, for messages.
     """
-    matches = [run for run in runs if name in (run.info.run_id, run.info.run_name)]
+    matches = runs.filter((pl.col("id") == name) | (pl.col("name") == name))
     if len(matches) > 1:
-        ids = ", ".join(run.info.run_id for run in matches)
+        ids = ", ".join(matches["id"])
         raise UserError(f"{len(matches)} {kind}s at {uri} are called '{name}': {ids}")
-    if not matches:
-        names = [run.info.run_name for run in runs]
-        raise UserError(tracking.describe_unknown(kind, name, uri, names))
-    return matches[0]
+    if matches.is_empty():
+        raise UserError(tracking.describe_unknown(kind, name, uri, runs["name"]))
+    return matches.row(0, named=True)

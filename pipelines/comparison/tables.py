@@ -1,24 +1,45 @@
 """Build the tables of a comparison: verdicts, runs, paired tests, tasks and costs.
 
-for table in tables(compare(select(uri, ["retrieval/DATASET"]))):
-    print(table.text())
+    for table in build_tables(comparison, measure_differences(comparison)):
+        print(to_text(table))
+
+A table is a title, a frame of texts and notes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Sequence
+from html import escape
+from typing import Any
 
+import polars as pl
 from scipy.stats import t as student_t
 
 from core.errors import pluralize
 from models import registry
-from pipelines.comparison.baselines import baseline_tables
-from pipelines.comparison.over_users import over_users_tables
-from pipelines.comparison.rows import Comparison, Row, ratio
-from pipelines.comparison.table import Table, percent
+from pipelines.comparison.compare import (
+    ALL_ITEMS,
+    KNOWN_LEFT_OUT,
+    Comparison,
+    leading_ranking,
+    lower_is_better,
+    measured_metrics,
+    repeat_share,
+)
+from pipelines.comparison.verdicts import (
+    COMPARED,
+    DIFFERENCES,
+    DRAWS,
+    MIN_USERS,
+    SHOWN_ORDER_NOTE,
+    TIES,
+    VERDICTS,
+    judge_difference,
+)
+
+Table = tuple[str, pl.DataFrame, list[str]]
 
 METRICS = (
     "val/ndcg@10",
@@ -41,328 +62,391 @@ METRICS = (
 EXPOSURE_METRICS = ("test/coverage@10", "test/new_items@10", "test/gini@10")
 """Metrics of the recommended items."""
 
-TASK_ENTROPY = re.compile(r"test/(?!mean/|with_position/)\w+/normalised_entropy")
+TASK_ENTROPY = re.compile(r"test/(?!mean/|with_position/)(\w+)/normalised_entropy")
 """Names of the normalised entropy of one task."""
 
+COSTS = {
+    "train/parameters": "params",
+    "val/epoch": "best epoch",
+    "train/steps": "steps",
+    "fit.batch_size": "batch",
+    "train/total_seconds": "train s",
+    "test/users_per_s": "requests/s",
+}
+"""Headings of the table of costs."""
 
-def tables(comparison: Comparison) -> list[Table]:
-    """Return all tables of a comparison that are not empty, with verdicts first."""
-    return [
-        *baseline_tables(comparison),
-        runs_table(comparison),
-        *compare_with_best(comparison),
-        *over_users_tables(comparison),
-        *task_tables(comparison.rows),
-        *exposure_tables(comparison),
-        costs_table(comparison),
-    ]
-
-
-def runs_table(comparison: Comparison) -> Table:
-    """Return the metrics of all rows."""
-    rows, metric = comparison.rows, comparison.metric
-    measured = {name for row in rows for name in row.metric_names()}
-    names = dict.fromkeys([f"val/{metric}", *METRICS, f"test/{metric}"])
-    metrics = [name for name in names if name in measured]
-    cells = [
-        [
-            row.model_label,
-            name_row(row, rows),
-            str(len({run.seed for run in row.runs})),
-            *(format_mean(row, name) for name in metrics),
-            format_count(row, "test/examples"),
-        ]
-        for row in rows
-    ]
-    header = ["model", "run", "seeds", *metrics, "requests"]
-    notes = [*describe_columns(comparison, bool(metrics)), *describe_rows(rows)]
-    notes += comparison.selection.notes
-    return Table(comparison.selection.title, header, cells, notes)
+WORDS = (
+    "experiment",
+    "model",
+    "run",
+    "best run",
+    "ranking",
+    "against",
+    "best without training",
+)
+"""Columns with words, which are aligned left; numbers are aligned right."""
 
 
-def name_row(row: Row, rows: Sequence[Row]) -> str:
-    """Return the name of a row, with its experiment if rows have several."""
-    if len({other.experiment for other in rows}) > 1:
-        return f"{row.experiment}: {row.name}"
-    return row.name
-
-
-def describe_columns(comparison: Comparison, is_measured: bool) -> list[str]:
-    """Return notes that explain the columns of the table of runs.
+def build_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Table]:
+    """Return the tables of a comparison that are not empty, with verdicts first.
 
     Args:
-        comparison: Rows of one experiment.
-        is_measured: Whether the table has columns of metrics.
+        comparison: Rows, best first.
+        differences: Output of `measure_differences`.
     """
-    rows, notes = comparison.rows, []
-    models = {row.model for row in rows} & set(registry.MODELS)
+    rows, metric = comparison.shown, comparison.metric
+    measured = measured_metrics(rows)
+    run = pl.col("name").alias("run")
+    full_run = run
+    if rows["experiment"].n_unique() > 1:
+        full_run = pl.format("{}: {}", "experiment", run).alias("run")
+    names = dict.fromkeys((f"val/{metric}", *METRICS, f"test/{metric}"))
+    means = [format_means(rows, name) for name in names if name in measured]
+    runs = rows.select(
+        full_run,
+        *means,
+        model="model_label",
+        seeds=pl.col("num_seeds").cast(pl.String),
+        requests=format_counts(rows["test/examples"]),
+    )
+    runs = runs.select(
+        "model", "run", "seeds", *(mean.name for mean in means), "requests"
+    )
+    notes = describe_columns(rows, bool(means)) + describe_rows(rows) + comparison.notes
+    tables = [
+        *baseline_tables(comparison, differences),
+        (comparison.title, runs, notes),
+        *seeds_tables(comparison),
+        *users_tables(differences),
+    ]
+    tasks = sorted(name for name in measured if TASK_ENTROPY.fullmatch(name))
+    if tasks:
+        means = [format_means(rows, name).alias(name.split("/")[1]) for name in tasks]
+        note = (
+            "by the test candidates' own rate: 1 is what the base rate alone gives, "
+            "below 1 is better."
+        )
+        table = rows.select("model", run, *means)
+        tables.append(("Normalised entropy by task", table, [note]))
+    exposure = [name for name in EXPOSURE_METRICS if name in measured]
+    if exposure:
+        shown = rows.filter(pl.any_horizontal(pl.col(exposure).is_not_null()))
+        means = [format_means(shown, name) for name in exposure]
+        note = (
+            "coverage: share of the catalogue in the top 10 of a request; new_items: "
+            "share of recommended items without an event in training; gini: 0 if all "
+            "items are recommended equally often."
+        )
+        tables.append(("Recommended items", shown.select("model", run, *means), [note]))
+    costs = [format_counts(rows[name]) for name in COSTS]
+    table = rows.select("model", full_run, *costs).rename(COSTS)
+    note = "train s: steps and validation alone. requests/s: of the evaluation on test."
+    return [*tables, ("Sizes and speeds", table, [note])]
+
+
+def format_means(rows: pl.DataFrame, metric: str) -> pl.Series:
+    """Format the means of a metric, with the deviations over several seeds."""
+    texts = []
+    for mean, deviation in rows.select(metric, f"{metric} ±").rows():
+        text = "-" if mean is None else f"{mean:.4f}"
+        texts.append(text if deviation is None else f"{text} ± {deviation:.4f}")
+    return pl.Series(metric, texts, pl.String)
+
+
+def format_counts(values: pl.Series) -> pl.Series:
+    """Format whole numbers; texts stay, and null becomes `-`."""
+    if values.dtype.is_float():
+        texts = [value if value is None else f"{value:,.0f}" for value in values]
+        values = pl.Series(values.name, texts, pl.String)
+    return values.fill_null("-")
+
+
+def format_percent(change: float, base: float) -> str:
+    """Format a relative change as `+1.5%`; changes below 1% have two decimals."""
+    if not base:
+        return "-"
+    change /= base
+    return f"{change:+.1%}" if abs(change) >= 0.01 else f"{change:+.2%}"
+
+
+def describe_columns(rows: pl.DataFrame, has_metrics: bool) -> list[str]:
+    """Return notes that explain the columns of the table of runs."""
+    models = set(rows["model"]) & set(registry.MODELS)
     ranked = "each ranked over the full catalogue"
     if any(registry.find(model).ranks == "candidates" for model in models):
         ranked = "candidates ranked in each"
-    if is_measured:
-        notes.append(f"val: at the best epoch. requests: of test, {ranked}.")
-    if any(row.options.values for row in rows):
-        notes.append(
-            "[...]: evaluated with these options in place of the checkpoint's own."
-        )
-    if any(row.options.fresh_log for row in rows):
-        notes.append(
-            "[log ...]: evaluated on another log than the log of the training, so the "
-            "requests differ."
-        )
-    if any(len({run.seed for run in row.runs}) > 1 for row in rows):
-        notes.append("±: sample standard deviation over the seeds of a row.")
-    return notes
+    options, fresh_log = pl.col("options"), pl.col("fresh_log")
+    log_alone = pl.format("log {}", fresh_log.str.slice(0, 8))
+    notes: dict[str, pl.Expr] = {
+        f"val: at the best epoch. requests: of test, {ranked}.": pl.lit(has_metrics),
+        "[...]: evaluated with these options in place of the checkpoint's own.": (
+            (options != "") & (options != log_alone)
+        ),
+        "[log ...]: evaluated on another log than the log of the training, so the "
+        "requests differ.": fresh_log != "",
+        "±: sample standard deviation over the seeds of a row.": pl.col("num_seeds")
+        > 1,
+    }
+    return [note for note, condition in notes.items() if len(rows.filter(condition))]
 
 
-def describe_rows(rows: Sequence[Row]) -> list[str]:
-    """Return notes on single rows: settings and unfinished trainings."""
+def describe_rows(rows: pl.DataFrame) -> list[str]:
+    """Return notes on single rows: settings, and trainings that are not complete."""
     notes = []
-    for row in rows:
-        if row.options:
-            continue
-        if row.settings:
-            settings = [f"{name} {value[:12]}" for name, value in row.settings.items()]
-            notes.append(f"{row.name}: {', '.join(settings)}")
-        notes += describe_training(row)
-        unfinished = sum(not run.finished for run in row.runs)
-        if unfinished:
-            total = pluralize(len(row.runs), "run")
-            notes.append(f"{row.name}: {unfinished} of {total} not finished")
+    for row in rows.filter(options="").iter_rows(named=True):
+        name, epoch = row["name"], row["epoch"]
+        if row["settings"]:
+            notes.append(f"{name}: {row['settings']}")
+        is_last_best = epoch is not None and epoch == row["val/epoch"]
+        if is_last_best and row["fit.max_epochs"] == f"{epoch:.0f}":
+            notes.append(
+                f"{name}: not trained to its end, the last of its "
+                f"{pluralize(int(epoch), 'epoch')} is the best; a larger "
+                "fit.max_epochs may be better"
+            )
+        examples = int(row["fit.train_examples"] or 0)
+        if examples:
+            notes.append(
+                f"{name}: trained on {examples:,} of its training examples alone "
+                "(fit.train_examples)"
+            )
+        if row["num_unfinished"]:
+            total = pluralize(row["num_runs"], "run")
+            notes.append(f"{name}: {row['num_unfinished']} of {total} not finished")
     return notes
 
 
-def describe_training(row: Row) -> list[str]:
-    """Return notes on a training that is too short or uses only some of its examples.
+def baseline_tables(comparison: Comparison, differences: pl.DataFrame) -> list[Table]:
+    """Return the table of trained models and the best baselines of their logs.
 
-    A training is too short if it ran all of `fit.max_epochs` and the last epoch is the
-    best.
+    The list is empty if no baseline was evaluated.
     """
-    best_epoch, last_epoch = row.mean("val/epoch"), row.mean("epoch")
-    ran_all_epochs = row.params.get("fit.max_epochs") == f"{last_epoch:.0f}"
-    notes = []
-    if best_epoch == last_epoch and ran_all_epochs:
-        epochs = pluralize(int(last_epoch), "epoch")
-        notes.append(
-            f"{row.name}: not trained to its end, the last of its {epochs} is the "
-            "best; a larger fit.max_epochs may be better"
-        )
-    examples = row.params.get("fit.train_examples", "0")
-    if examples not in ("0", ""):
-        notes.append(
-            f"{row.name}: trained on {int(examples):,} of its training examples alone "
-            "(fit.train_examples)"
-        )
-    return notes
-
-
-def exposure_tables(comparison: Comparison) -> list[Table]:
-    """Return the table of coverage, novelty and Gini index, or [] if unmeasured."""
-    measured = {name for row in comparison.rows for name in row.metric_names()}
-    metrics = [name for name in EXPOSURE_METRICS if name in measured]
-    rows = [row for row in comparison.rows if any(row.values(name) for name in metrics)]
-    if not rows:
+    if differences.is_empty():
         return []
+    leading = leading_ranking(comparison.shown)
+    is_shown, ranking = pl.col("kind") == "shown", pl.col("ranking")
+    is_tied = is_shown & (pl.col("base_mean") == TIES)
+    lines = differences.filter(pl.col("kind").is_in(["baseline", "shown"]) & ~is_tied)
+    cells = []
+    for line in lines.sort(ranking != leading, "position", "kind").iter_rows(
+        named=True
+    ):
+        is_diagnostic = line["kind"] == "shown"
+        words = DIFFERENCES if is_diagnostic else VERDICTS
+        cells.append(
+            {
+                "run": "  against the shown order" if is_diagnostic else line["label"],
+                "ranking": line["ranking"],
+                "best without training": line["model_label of base"],
+                "its value": f"{line['base_mean']:.4f}",
+                **format_difference(line, words),
+            }
+        )
+    if not cells:
+        return []
+    table = pl.DataFrame(cells)
+    if table["ranking"].n_unique() == 1:
+        table = table.drop("ranking")
+    notes, share = [], repeat_share(comparison.shown)
+    if share is not None:
+        which = "of all items" if leading == ALL_ITEMS else "without known items"
+        notes.append(
+            f"{share:.1%} of the test requests ask for an item of the user's history, "
+            f"so the ranking {which} comes first."
+        )
+    if KNOWN_LEFT_OUT in set(lines["ranking"]):
+        notes.append(
+            "With known items left out, a request for an item of the history counts as "
+            "a miss of every model."
+        )
+    notes.append(
+        "The best model without training of each ranking, by test; differences per "
+        f"user with a bootstrap over users. Below {MIN_USERS} users there is no "
+        "verdict."
+    )
+    if len(lines.filter(is_shown)):
+        notes.append(SHOWN_ORDER_NOTE)
+    return [("Against the best model without training", table, notes)]
+
+
+def users_tables(differences: pl.DataFrame) -> list[Table]:
+    """Return the table of paired differences, or [] without metrics per user."""
     cells = [
-        [row.model, row.name, *(format_mean(row, name) for name in metrics)]
-        for row in rows
+        {
+            "model": line["name"],
+            "against": line["name of base"],
+            "pairs of runs": str(line["pairs"]),
+            **format_difference(line, DIFFERENCES),
+            "training differs": describe_training_difference(line),
+        }
+        for line in differences.iter_rows(named=True)
+        if line["kind"] in ("teacher", "best")
     ]
     note = (
-        "coverage: share of the catalogue in the top 10 of a request; new_items: share "
-        "of recommended items without an event in training; gini: 0 if all items are "
-        "recommended equally often."
+        "Differences per user, averaged over the pairs of runs; the interval is of a "
+        f"bootstrap over users ({DRAWS:,} draws) and does not cover other seeds. Below "
+        f"{MIN_USERS} users there is no verdict."
     )
-    return [Table("Recommended items", ["model", "run", *metrics], cells, [note])]
+    return [("On the same users", pl.DataFrame(cells), [note])] if cells else []
 
 
-def costs_table(comparison: Comparison) -> Table:
-    """Return sizes, training lengths and speeds of all rows."""
-    cells = [
-        [
-            row.model,
-            name_row(row, comparison.rows),
-            format_count(row, "train/parameters"),
-            format_count(row, "val/epoch"),
-            format_count(row, "train/steps"),
-            row.params.get("fit.batch_size", "-"),
-            format_count(row, "train/total_seconds"),
-            format_count(row, "test/users_per_s"),
-        ]
-        for row in comparison.rows
-    ]
-    header = ["model", "run", "params", "best epoch", "steps", "batch", "train s"]
-    header += ["requests/s"]
-    note = "train s: steps and validation alone. requests/s: of the evaluation on test."
-    return Table("Sizes and speeds", header, cells, [note])
+def format_difference(
+    line: dict[str, Any], words: tuple[str, str, str]
+) -> dict[str, str]:
+    """Return the cells of a difference on the same users."""
+    mean, low, high, metric = line["mean"], line["low"], line["high"], line["metric"]
+    return {
+        "users": f"{line['users']:,}",
+        f"test/{metric}": f"{mean:+.4f}",
+        "95% interval": f"{low:+.4f} to {high:+.4f}",
+        "relative": format_percent(mean, line["base_mean"]),
+        "verdict": judge_difference(low, high, line["users"], metric, words),
+    }
 
 
-def best_table(comparisons: Sequence[Comparison]) -> Table | None:
-    """Return the best settings of each model by validation, over several comparisons.
+def describe_training_difference(line: dict[str, Any]) -> str:
+    """Return in which of steps, batch size and seeds a row and its base differ.
 
-    A `*` marks the best model of each experiment.
-
-    Returns:
-        The table, or None for a single comparison with one row per model.
+    The text is such as "steps 1,000 / 2,000; batch 64 / 128". It is empty if one of the
+    models is not trained by steps.
     """
-    cells = []
-    for comparison in comparisons:
-        cells += best_cells(comparison)
-    if not cells or (len(comparisons) == 1 and all(row[3] == "1" for row in cells)):
-        return None
-    header = ["experiment", "model", "best run", "settings tried"]
-    header += ["metric", "val", "test"]
-    note = "by the metric on val; *: the best model of its experiment."
-    return Table("Best of each model", header, cells, [note], 3)
+    texts = []
+    columns = {"steps": "train/steps", "batch": "fit.batch_size", "seeds": "seeds"}
+    for name, column in columns.items():
+        values = [
+            f"{value:,.0f}" if isinstance(value, float) else value
+            for value in (line[column], line[f"{column} of base"])
+        ]
+        if all(values) and values[0] != values[1]:
+            texts.append(f"{name} {values[0]} / {values[1]}")
+    has_steps = line["has_steps"] and line["has_steps of base"]
+    return "; ".join(texts) if has_steps else ""
 
 
-def best_cells(comparison: Comparison) -> list[list[str]]:
-    """Return the table cells of the best settings, one list per model."""
-    metric = comparison.metric
-    rows = [
-        row
-        for row in comparison.rows
-        if not row.options
-        and not row.is_diagnostic
-        and math.isfinite(row.mean(f"val/{metric}"))
-    ]
-    rows.sort(key=lambda row: comparison.sign * row.mean(f"val/{metric}"))
-    best_of_experiment: dict[str, Row] = {}
-    by_model: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        best_of_experiment.setdefault(row.experiment, row)
-        by_model.setdefault((row.experiment, row.model), []).append(row)
-    cells = []
-    for (experiment, model), model_rows in by_model.items():
-        best = model_rows[0]
-        star = " *" if best is best_of_experiment[experiment] else ""
-        values = [format_mean(best, f"{split}/{metric}") for split in ("val", "test")]
-        num_settings = str(len(model_rows))
-        cells.append(
-            [experiment, model + star, best.name, num_settings, metric, *values]
-        )
-    return cells
-
-
-def compare_with_best(comparison: Comparison) -> list[Table]:
+def seeds_tables(comparison: Comparison) -> list[Table]:
     """Test each row against the best row of its log, paired by seed.
 
     Returns:
-        One table, or an empty list if no row shares two repeats with the best row.
+        One table, or an empty list if no row shares two seeds with the best row.
     """
     metric = f"test/{comparison.metric}"
-    best_by_log: dict[tuple[str, ...], Row] = {}
-    cells = []
-    for row in comparison.rows:
-        if len(row.by_repeat(metric)) < 2:
-            continue
-        best = best_by_log.setdefault(row.log, row)  # rows are sorted best first
-        if best is not row:
-            cells += to_paired_cells(row, best, metric)
-    if not cells:
-        return []
-    header = [
-        "model",
-        "run",
-        "seeds",
-        f"{metric} less the best's",
-        "relative",
-        "p",
-        "training differs",
-    ]
-    names = ", ".join(row.name for row in best_by_log.values())
-    note = (
-        f"the best: {names}. p: two-sided paired t-test over shared seeds; with few "
-        "seeds only large, steady differences are below 0.05."
-    )
-    return [Table("Against the best, seed by seed", header, cells, [note])]
-
-
-def to_paired_cells(row: Row, best: Row, metric: str) -> list[list[str]]:
-    """Return the table cells of a row and the best row.
-
-    Args:
-        row: Row to compare with the best.
-        best: Best row of the same log.
-        metric: Name of the metric, with its split.
-
-    Returns:
-        One list of cells, or [] if the rows share fewer than two repeats.
-    """
-    values, best_values = row.by_repeat(metric), best.by_repeat(metric)
-    repeats = sorted(values.keys() & best_values.keys())
-    if len(repeats) < 2:
-        return []
-    differences = [values[repeat] - best_values[repeat] for repeat in repeats]
-    mean = statistics.fmean(differences)
-    best_mean = statistics.fmean(best_values[repeat] for repeat in repeats)
-    relative = ratio(mean, best_mean)
-    return [
-        [
-            row.model,
-            row.name,
-            ", ".join(repeats),
-            f"{mean:+.4f} ± {statistics.stdev(differences):.4f}",
-            percent(relative),
-            f"{paired_t_test(differences):.3f}",
-            row.describe_training_difference(best),
-        ]
-    ]
-
-
-def paired_t_test(differences: Sequence[float]) -> float:
-    """Return the p-value of the two-sided paired t-test that the mean difference is 0.
-
-    Raises:
-        ValueError: If there are fewer than two differences.
-    """
-    if len(differences) < 2:
-        raise ValueError(
-            f"there are {len(differences)} differences, the test needs at least 2"
+    values = comparison.runs.select("row", "repeat", value=metric).drop_nulls()
+    values = values.unique(["row", "repeat"], keep="last", maintain_order=True)
+    several = values.filter(pl.len().over("row") > 1)
+    rows = comparison.shown.join(several, on="row", how="semi", maintain_order="left")
+    rows = rows.with_columns(base=pl.col("row").first().over("log"))
+    bases = rows.select(*COMPARED, base="row")
+    pairs = (
+        rows.select("row", "base")
+        .join(several, on="row")
+        .join(
+            several.rename({"row": "base", "value": "base_value"}),
+            on=["base", "repeat"],
         )
-    deviation, mean = statistics.stdev(differences), statistics.fmean(differences)
-    if deviation == 0:  # equal differences: t is infinite, or 0 / 0
-        return 1.0 if mean == 0 else 0.0
-    statistic = abs(mean) / (deviation / math.sqrt(len(differences)))
-    return float(2 * student_t.sf(statistic, len(differences) - 1))
-
-
-def task_entropies(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the normalised entropies of single tasks."""
-    measured = {name for row in rows for name in row.metric_names()}
-    return sorted(name for name in measured if TASK_ENTROPY.fullmatch(name))
-
-
-def task_tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the table of every task's normalised entropy, or [] if unmeasured."""
-    names = task_entropies(rows)
-    if not names:
-        return []
-    cells = [
-        [row.model, row.name, *(format_mean(row, name) for name in names)]
-        for row in rows
-    ]
-    note = (
-        "by the test candidates' own rate: 1 is what the base rate alone gives, below "
-        "1 is better."
     )
-    header = ["model", "run", *map(task_name, names)]
-    return [Table("Normalised entropy by task", header, cells, [note])]
+    difference = pl.col("value") - pl.col("base_value")
+    tests = (
+        pairs.sort("repeat")
+        .group_by("row")
+        .agg(
+            shared=pl.col("repeat").str.join(", "),
+            mean=difference.mean(),
+            deviation=difference.std(),
+            count=pl.len(),
+            base_mean=pl.col("base_value").mean(),
+        )
+    )
+    lines = rows.filter(pl.col("row") != pl.col("base"))
+    lines = lines.join(tests.filter(pl.col("count") > 1), "row", maintain_order="left")
+    lines = lines.join(bases, on="base", suffix=" of base", maintain_order="left")
+    cells = []
+    for line in lines.iter_rows(named=True):
+        mean, deviation, count = line["mean"], line["deviation"], line["count"]
+        p = float(mean == 0)  # of equal differences, where t is infinite, or 0 / 0
+        if deviation:
+            statistic = abs(mean) / (deviation / math.sqrt(count))
+            p = 2 * student_t.sf(statistic, count - 1)
+        cells.append(
+            {
+                "model": line["model"],
+                "run": line["name"],
+                "seeds": line["shared"],
+                f"{metric} less the best's": f"{mean:+.4f} ± {deviation:.4f}",
+                "relative": format_percent(mean, line["base_mean"]),
+                "p": f"{p:.3f}",
+                "training differs": describe_training_difference(line),
+            }
+        )
+    names = rows.filter(pl.col("row") == pl.col("base"))["name"]
+    note = (
+        f"the best: {', '.join(names)}. p: two-sided paired t-test over shared seeds; "
+        "with few seeds only large, steady differences are below 0.05."
+    )
+    title = "Against the best, seed by seed"
+    return [(title, pl.DataFrame(cells), [note])] if cells else []
 
 
-def task_name(metric: str) -> str:
-    """Return the task in a metric's name: `like` in `test/like/normalised_entropy`."""
-    return metric.split("/")[1]
+def best_tables(comparisons: Sequence[Comparison]) -> list[Table]:
+    """Return the table of the best settings of each model by validation.
+
+    A `*` marks the best model of each experiment. The list is empty for a single
+    comparison with one row per model.
+    """
+    tables, of_model = [], ["experiment", "model"]
+    for comparison in comparisons:
+        val, test = (f"{split}/{comparison.metric}" for split in ("val", "test"))
+        rows = comparison.shown.filter(
+            pl.col(val).is_not_null() & ~pl.col("is_diagnostic"), options=""
+        )
+        descending = not lower_is_better(val)
+        rows = rows.sort(val, descending=descending, maintain_order=True)
+        rows = rows.with_columns(pl.len().over(of_model).cast(pl.String))
+        rows = rows.unique(of_model, keep="first", maintain_order=True)
+        is_best = pl.col("experiment").is_first_distinct()
+        columns: dict[str, Any] = {
+            "experiment": "experiment",
+            "model": pl.col("model")
+            + pl.when(is_best).then(pl.lit(" *")).otherwise(pl.lit("")),
+            "best run": "name",
+            "settings tried": "len",
+            "metric": pl.lit(comparison.metric),
+            "val": format_means(rows, val),
+            "test": format_means(rows, test),
+        }
+        tables.append(rows.select(**columns))
+    table = pl.concat(tables)
+    if len(comparisons) == 1 and (table["settings tried"] == "1").all():
+        return []
+    note = "by the metric on val; *: the best model of its experiment."
+    return [("Best of each model", table, [note])] if len(table) else []
 
 
-def format_mean(row: Row, metric: str) -> str:
-    """Format the mean of a metric, with its standard deviation over several seeds."""
-    mean, deviation = row.mean(metric), row.deviation(metric)
-    if math.isnan(mean):
-        return "-"
-    return f"{mean:.4f}" if math.isnan(deviation) else f"{mean:.4f} ± {deviation:.4f}"
+def to_text(table: Table) -> str:
+    """Render a table for the terminal, with aligned columns."""
+    title, frame, notes = table
+    columns = []
+    for column in frame:
+        cells = [column.name, *column]
+        width, side = max(map(len, cells)), "<" if column.name in WORDS else ">"
+        columns.append([f"{cell:{side}{width}}" for cell in cells])
+    header, *body = ("  ".join(cells) for cells in zip(*columns, strict=True))
+    lines = [title, header, "-" * len(header), *body, *notes]
+    return "\n".join(map(str.rstrip, lines))
 
 
-def format_count(row: Row, metric: str) -> str:
-    """Format the mean of a metric as a whole number, or `-` if it is not measured."""
-    mean = row.mean(metric)
-    return "-" if math.isnan(mean) else f"{mean:,.0f}"
+def to_markdown(table: Table) -> str:
+    """Render a table as Markdown, with the notes below."""
+    title, frame, notes = table
+    rules = ["---" if name in WORDS else "---:" for name in frame.columns]
+    rows = [list(map(escape_markdown, row)) for row in (frame.columns, *frame.rows())]
+    lines = [f"| {' | '.join(row)} |" for row in (rows[0], rules, *rows[1:])]
+    texts = map(escape_markdown, [title, *notes])
+    return "\n".join(
+        [f"### {next(texts)}", "", *lines, *(f"\n{note}" for note in texts), ""]
+    )
+
+
+def escape_markdown(text: str) -> str:
+    """Return a text as one line of Markdown without HTML, links or new cells."""
+    line = escape(" ".join(text.splitlines()), quote=False)
+    return line.replace("|", "\\|").replace("](", "]\\(")

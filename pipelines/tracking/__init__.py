@@ -22,7 +22,6 @@ from pipelines.tracking.curves import (
     CURVES,
     Curves,
     curves_to_bytes,
-    log_curves,
     read_curves,
 )
 from pipelines.tracking.logger import STOP_PATIENCE_S, Logger, log_system_metrics
@@ -116,7 +115,6 @@ __all__ = [
     "find_store",
     "from_mlflow_name",
     "lock_path",
-    "log_curves",
     "log_json",
     "log_system_metrics",
     "log_text",

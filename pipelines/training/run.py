@@ -543,7 +543,6 @@ def finish_run(
     }
     logger.update(values, last.step)
     logger.tag(checkpoint=best_folder)
-    tracking.log_curves(run, curves)
     is_served = registry.find(best.name).logs_every_run
     if log_model and is_served and not logger.tags.get("model"):
         inputs = Inputs(**record.inputs)

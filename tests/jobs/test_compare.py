@@ -1,176 +1,160 @@
-"""Test the table of jobs.compare: its text, Markdown, rows and order."""
+"""Test the printed tables of jobs.compare, their Markdown, and the page."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from core.errors import UserError
-from core.files import hold_lock
-from jobs.compare import Config, run
+from core.options import parse
+from jobs.compare import Config, run, shorten
 from pipelines import tracking
-from pipelines.comparison.load import compare
-from pipelines.comparison.plots import Point, pareto_frontier
-from pipelines.comparison.rows import shared_name
-from pipelines.comparison.runs import select
-from pipelines.comparison.table import Table
-from pipelines.comparison.tables import tables
-from tests.fixtures.comparison_rows import make_row
+from pipelines.comparison.tables import to_markdown, to_text
+from tests.fixtures.logged_runs import evaluate_run, log_sweep, log_training
+
+HOSTILE = "<img src=x>|[a](b)"
+"""Name of a run that HTML and Markdown must not interpret."""
+
+
+@pytest.fixture(scope="module")
+def store(
+    new_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> str:
+    """Log a sweep of alpha and heads, a baseline, a SASRec, and an unfinished run."""
+    uri = new_store(tmp_path_factory.mktemp("compare"))
+    sweep = log_sweep(uri, "alphas", ["model.alpha", "model.attention_heads"])
+    for alpha in (0.3, 0.7):
+        for heads in (4, 8):
+            value = alpha / 10 + heads / 1e4
+            model = {"name": "sid_mlp", "alpha": alpha, "attention_heads": heads}
+            metrics = {"best/ndcg@10": value + 0.04, "test/ndcg@10": value}
+            metrics["test/users_per_s"] = 900.0 + 100 * heads
+            tags = {tracking.POINT_TAG: json.dumps(model)}
+            trial = log_training(
+                uri,
+                f"alpha-{alpha}-{heads}",
+                model,
+                metrics,
+                parent=sweep.run_id,
+                tags=tags,
+            )
+    tracking.Logger(sweep).tag(**{tracking.BEST_TAG: trial.run_id})
+    tracking.Logger(sweep).end()
+    for name, model, value in (
+        ("popular", "popularity", 0.1),
+        (HOSTILE, "sasrec", 0.9),
+    ):
+        training = log_training(uri, name, {"name": model}, {"best/ndcg@10": value})
+        values = np.random.default_rng(0).uniform(value, value + 0.1, 300)
+        evaluate_run(training, values.tolist())
+        evaluate_run(training, values.tolist(), options={"unseen": True})
+    return uri
 
 
 def test_the_text_is_aligned_and_the_markdown_escaped() -> None:
-    table = Table(
-        "retrieval/x",
-        ["model", "run", "test/ndcg@10"],
-        [["sasrec", "a|b", "0.1"], ["t", "c", "-"]],
-        ["note"],
+    frame = pl.DataFrame(
+        {"model": ["sasrec", "t"], "run": ["a|b", "c"], "n": ["10", "-"]}
     )
-    _, header, rule, first, second, note = table.text().splitlines()
-    width = header.index("test/ndcg@10") + len("test/ndcg@10")
-    assert len(first) == len(second) == len(rule) == width
-    assert note == "note"
-    assert "| sasrec | a\\|b | 0.1 |" in table.markdown()
+    table = "retrieval/x", frame, ["note"]
+    assert to_text(table).splitlines() == [
+        "retrieval/x",
+        "model   run   n",
+        "---------------",
+        "sasrec  a|b  10",
+        "t       c     -",
+        "note",
+    ]
+    assert "| sasrec | a\\|b | 10 |" in to_markdown(table)
 
 
-def test_names_of_seeds_are_shortened_to_their_common_prefix() -> None:
-    name = "tiger-seed1"
-    for other in ("tiger-seed2", "tiger-seed3"):
-        name = shared_name(name, other)
-    assert name == "tiger*"
-    assert shared_name("lr-0.1-seed-42-ab", "lr-0.1-seed-43-cd") == "lr-0.1*"
-    assert shared_name("a", "a") == "a"
-    assert shared_name("a", "b") == "*"
+def test_only_the_best_rows_of_a_long_table_are_printed() -> None:
+    frame = pl.DataFrame({"run": [str(number) for number in range(31)]})
+    title, best, notes = shorten(("x", frame, ["first", "second"]))
+    assert best["run"].to_list() == ["0", "1", "2", "3"]
+    assert "31 rows" in title
+    assert notes == ["first"]
+    table = "x", frame.head(30), ["first", "second"]
+    assert shorten(table) == table
 
 
-def test_runs_with_different_options_have_different_rows(
-    new_store: Callable[[Path], str], tmp_path: Path, capsys: pytest.CaptureFixture
+def test_tables_are_printed_and_written_as_markdown(
+    store: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    uri = new_store(tmp_path)
-    for name, width, value in [("narrow", 8, 0.1), ("wide", 16, 0.2)]:
-        config = {"model": {"name": "sasrec", "dim": width}, "fit": {"seed": 1}}
-        logger = tracking.Logger(
-            tracking.open_run(
-                uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}
-            )
-        )
-        logger.log({"test/ndcg@10": value, "val/ndcg@10": 0.3}, 5)
-        logger.log({"best/ndcg@10": 0.4}, 6)
-        logger.flush()
     markdown = tmp_path / "out/table.md"
+    words = ["--experiment", "retrieval/x", "--tracking_uri", store]
 
-    run(Config(["retrieval/x"], tracking_uri=uri, markdown=str(markdown)))
+    run(parse(Config, [*words, "--markdown", str(markdown)]))
 
     output = capsys.readouterr().out
-    assert output.index("wide ") < output.index("narrow ")  # best first
-    assert "0.4000" in output  # validation at the best epoch
-    assert "0.3000" not in output
-    assert "wide: model.dim 16" in output
-    assert "wide: 1 of 1 run not finished" in output
-    assert "| sasrec | wide |" in markdown.read_text()
+    assert output.index(HOSTILE) < output.index("alpha-0.7-8")  # best first
+    assert "clears it" in output
+    assert "0.9000" in output
+    assert "0.6000" not in output  # validation at the best epoch alone
+    text = markdown.read_text()
+    assert "| sid_mlp | alpha-0.7-8 | 1 |" in text
+    assert "<img" not in text
+    assert "](" not in text
     with pytest.raises(UserError, match="cannot write /proc/x"):
-        run(Config(["retrieval/x"], tracking_uri=uri, markdown="/proc/x/table.md"))
+        run(parse(Config, [*words, "--markdown", "/proc/x/table.md"]))
 
 
-def test_the_frontier_has_the_points_that_no_other_point_dominates() -> None:
-    rng = np.random.default_rng(0)
-    points = [
-        Point(make_row(str(i)), float(speed), float(accuracy))
-        for i, (speed, accuracy) in enumerate(rng.integers(1, 9, (40, 2)))
-    ]
-    points += [
-        Point(make_row("twin"), 9.0, 9.0),
-        Point(make_row("other twin"), 9.0, 9.0),
-    ]
+class Page(HTMLParser):
+    """The tags, attributes and texts of an HTML page."""
 
-    def dominates(other: Point, point: Point) -> bool:
-        is_equal = (other.speed, other.accuracy) == (point.speed, point.accuracy)
-        is_as_good = other.speed >= point.speed and other.accuracy >= point.accuracy
-        return is_as_good and not is_equal
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.tags = [""]
+        self.attributes: set[str] = set()
+        self.texts: dict[str, list[str]] = {}
+        self.feed(file.read_text())
 
-    frontier = [(point.speed, point.accuracy) for point in pareto_frontier(points)]
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
 
-    undominated = {
-        (point.speed, point.accuracy)
-        for point in points
-        if not any(dominates(other, point) for other in points)
-    }
-    assert set(frontier) == undominated
-    assert frontier == sorted(frontier)
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.tags[-1], []).append(data)
 
 
-def test_a_running_run_without_a_live_process_is_marked_as_killed(
-    new_store: Callable[[Path], str], tmp_path: Path
+@pytest.mark.long
+@pytest.mark.parametrize("selection", ["--experiment retrieval/x", "--sweep alphas"])
+def test_the_page_needs_no_other_file_and_is_logged(
+    store: str, tmp_path: Path, selection: str
 ) -> None:
-    uri = new_store(tmp_path)
-    runs = {}
-    for name in ("dead", "alive"):
-        (tmp_path / name).mkdir()
-        tags = {tracking.FOLDER_TAG: str(tmp_path / name)}
-        config = {"model": {"name": "sasrec"}, "fit": {"seed": 1}}
-        runs[name] = tracking.open_run(
-            uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}, tags=tags
-        )
+    file = tmp_path / "new/page.html"
+    words = [*selection.split(), "--tracking_uri", store, "--html", str(file)]
+    for _ in range(2):
+        run(parse(Config, words))
 
-    with hold_lock(tracking.lock_path(str(tmp_path / "alive")), "busy"):
-        select(uri, ["retrieval/x"])
+    page = Page(file)
 
-    client = tracking.connect(uri)
-    statuses = {
-        name: client.get_run(run.run_id).info.status for name, run in runs.items()
-    }
-    assert statuses == {"dead": "KILLED", "alive": "RUNNING"}
-
-
-def test_runs_of_earlier_formats_are_left_out_and_counted(
-    new_store: Callable[[Path], str], tmp_path: Path
-) -> None:
-    uri = new_store(tmp_path)
-    client = tracking.connect(uri)
-    config = {"model": {"name": "sasrec"}, "fit": {"seed": 1}}
-    for name in ("new", "old"):
-        run = tracking.open_run(
-            uri, "retrieval/x", name, str(tmp_path), config=config, hashes={}
-        )
-    client.set_tag(run.run_id, tracking.FORMAT_TAG, "1")
-
-    selection = select(uri, ["retrieval/x"])
-
-    assert [run.info.run_name for run in selection.runs] == ["new"]
-    assert any("1 run of earlier formats" in note for note in selection.notes)
-
-
-def test_rankers_are_sorted_by_gauc(
-    new_store: Callable[[Path], str], tmp_path: Path
-) -> None:
-    uri = new_store(tmp_path)
-    for name, value in (("base", 0.61), ("qgs", 0.66)):
-        config = {"model": {"name": name}, "fit": {"seed": 42}}
-        logger = tracking.Logger(
-            tracking.open_run(
-                uri, "search/x", name, str(tmp_path), config=config, hashes={}
-            )
-        )
-        logger.log(
-            {
-                "test/gauc": value,
-                "test/auc": 0.9 - value,
-                "test/mrr": 0.5,
-                "test/users_per_s": 5.0,
-            },
-            5,
-        )
-        logger.end()
-
-    table, *_ = tables(compare(select(uri, ["search/x"])))
-    by_mrr, *_ = tables(compare(select(uri, ["search/x"]), "mrr"))
-
-    assert [cells[1:5] for cells in table.cells] == [
-        ["qgs", "1", "0.6600", "0.2400"],
-        ["base", "1", "0.6100", "0.2900"],
-    ]
-    assert table.header[3:5] == ["test/gauc", "test/auc"]
-    assert "candidates ranked in each" in table.text()
-    assert "candidates ranked in each" in by_mrr.text()
+    assert not {"img", "iframe", "object"} & set(page.tags)
+    assert "src" not in page.attributes
+    assert page.tags.count("link") == 1
+    scripts = "".join(page.texts["script"])
+    assert scripts.count("plotly.js v") == 1
+    # plotly reads tags in names too
+    assert "<img" not in re.sub(r"/\*\*.*?\*/", "", scripts).split("Plotly.newPlot")[-1]
+    headings = page.texts["h2"]
+    (answer,) = (text for text in page.texts["p"] if "Best by" in text)
+    if "--sweep" in selection:
+        assert "alpha-0.7-8, val/ndcg@10 0.1108" in answer
+        assert {"What model.alpha does", "Learning curves"} <= set(headings)
+    else:
+        assert f"{HOSTILE}, val/ndcg@10 0.9000" in answer
+        assert "Against popularity" in answer
+        assert "clears it" in answer
+        assert "test/ndcg@10 against the best model without training" in headings
+        assert HOSTILE in page.texts["td"]
+    client = tracking.connect(store)
+    kind = "sweep" if "--sweep" in selection else "compare"
+    (logged,) = client.search_runs(["1"], f"tags.`{tracking.KIND_TAG}` = '{kind}'")
+    artifacts = {item.path for item in client.list_artifacts(logged.info.run_id)}
+    assert {"compare.html", "compare.md"} <= artifacts

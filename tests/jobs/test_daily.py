@@ -26,7 +26,7 @@ from jobs import cli, daily
 from jobs.daily import lowest_accepted, run
 from models.training import checkpoint
 from pipelines import tracking
-from pipelines.comparison.baselines import BELOW
+from pipelines.comparison.verdicts import BELOW
 from pipelines.data.simulation import Settings, draw_interactions, write_log
 from pipelines.serving.registered_model import find_versions
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 
-HIDDEN = ("ray", "mlflow", "polars", "pandas", "matplotlib", "pipelines", "tuning", "jobs")
+HIDDEN = ("ray", "mlflow", "polars", "pandas", "plotly", "pipelines", "tuning", "jobs")
 
 class HidingFinder:
     def __init__(self, finder):

@@ -15,9 +15,9 @@ from models.training import checkpoint
 from models.training.checkpoint import weights_hash
 from models.training.fit_config import FitConfig
 from pipelines import tracking
-from pipelines.comparison.load import compare
-from pipelines.comparison.runs import select
-from pipelines.comparison.tables import tables as build_tables
+from pipelines.comparison.compare import compare
+from pipelines.comparison.tables import build_tables
+from pipelines.comparison.verdicts import measure_differences
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -110,12 +110,13 @@ def test_students_are_compared_with_each_evaluation_of_their_teacher(
     tags = tracking.connect(uri).get_run(run_id).data.tags
     assert tags[tracking.WEIGHTS_TAG] == weights_hash(str(teacher))
 
-    comparison = compare(select(uri, ["retrieval/small"]))
-    runs, same_users, *_ = build_tables(comparison)
-    assert {row[1] for row in runs.cells} == {
+    comparison = compare(uri, ["retrieval/small"])
+    tables = build_tables(comparison, measure_differences(comparison))
+    (_, runs, _), (_, same_users, _), *_ = tables
+    assert set(runs["run"]) == {
         "tiger",
         "tiger [constrained False]",
         "student-*",
         "student-2 [scores codebook]",
     }
-    assert ["student-*", "tiger", "2", "60"] in [line[:4] for line in same_users.cells]
+    assert ("student-*", "tiger", "2", "60") in [line[:4] for line in same_users.rows()]

@@ -25,9 +25,9 @@ from models.retrieval.data import Catalogue, RetrievalDataset
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines import tracking
-from pipelines.comparison.load import compare, load_rows
-from pipelines.comparison.runs import select
-from pipelines.comparison.tables import tables as build_tables
+from pipelines.comparison.compare import compare
+from pipelines.comparison.tables import build_tables
+from pipelines.comparison.verdicts import measure_differences
 from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import count_trained_items, evaluate
@@ -222,14 +222,12 @@ def test_results_are_logged_to_the_training_run_and_compared(
     assert metrics["test/examples"] == written["examples"] == 60
     assert metrics["test/users_per_s"] > 0
 
-    table, same_users, *_ = build_tables(
-        compare(select(evaluation.uri, ["retrieval/small"]))
-    )
+    comparison = compare(evaluation.uri, ["retrieval/small"])
+    tables = build_tables(comparison, measure_differences(comparison))
+    (_, table, _), (_, same_users, _), *_ = tables
     # TIGER is compared with both seeds of SASRec.
-    assert [line[2:4] for line in same_users.cells] == [["2", "60"]]
-    rows = {
-        cells[1]: dict(zip(table.header, cells, strict=True)) for cells in table.cells
-    }
+    assert same_users.select("pairs of runs", "users").rows() == [("2", "60")]
+    rows = {row["run"]: row for row in table.iter_rows(named=True)}
     assert set(rows) == {"sasrec-*", "tiger"}  # two seeds are one row
     assert rows["sasrec-*"]["seeds"] == "2"
     values = [
@@ -260,9 +258,9 @@ def test_an_evaluation_with_other_options_is_recorded_separately(
         parse_constant=lambda word: pytest.fail(f"{word} is no JSON"),
     )
     assert content["metrics"]["gauc"] is None
-    rows = load_rows(select(evaluation.uri, ["retrieval/small"]))
-    values = {row.name: row.values("test/ndcg@10") for row in rows}
-    assert values["tiger [beam 6]"] == [result.metrics["ndcg@10"]]
+    rows = compare(evaluation.uri, ["retrieval/small"]).rows
+    values = dict(rows.select("name", "test/ndcg@10").iter_rows())
+    assert values["tiger [beam 6]"] == result.metrics["ndcg@10"]
     assert values["tiger [beam 6]"] != values["tiger"]
 
 

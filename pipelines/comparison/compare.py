@@ -1,0 +1,371 @@
+"""Group MLflow runs that differ only in their seed into rows, best first.
+
+    comparison = compare(uri, ["retrieval/DATASET"])
+    comparison.rows.select("name", "test/ndcg@10", "test/ndcg@10 ±")
+
+A training that was evaluated with several options, such as all items and known items
+left out, has a row for each. Missing columns and values are null.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import polars as pl
+from polars import selectors as cs
+
+from core.errors import UserError, pluralize
+from models import registry
+from pipelines import tracking
+from pipelines.comparison.runs import (
+    Store,
+    filter_sweeps,
+    filter_trainings,
+    find_run,
+    read_store,
+    select_sweep,
+    select_trainings,
+)
+
+PARAMS_WITHOUT_EFFECT = (
+    "model.teacher",
+    "model.teacher_cache",
+    "fit.seed",
+    "fit.log_every_steps",
+    "fit.eval_batch_size",
+    "fit.checkpoint_every_steps",
+)
+"""Params in which the runs of one row may differ. Teachers differ if their hashes do,
+whatever their folders."""
+
+SEED_SUFFIX = re.compile(r"[-_]?seed[-_]?\d*$")
+"""End of the common prefix of run names that differ in their seed."""
+
+ALL_ITEMS, KNOWN_LEFT_OUT = "all items", "known items left out"
+"""Names of the two rankings of the catalogue: with and without items of the history."""
+
+EXPECTED_METRICS = (
+    "epoch",
+    "val/epoch",
+    "train/steps",
+    "train/parameters",
+    "train/total_seconds",
+    "test/examples",
+    "test/first/examples",
+    "test/users_per_s",
+)
+"""Metrics that the frames of runs and rows always have as columns."""
+
+REPEATS = 0.05
+"""Share of test requests for an item of the user's history from which the ranking of
+all items fits the log."""
+
+
+@dataclass
+class Comparison:
+    """Rows of the compared runs, best first by the metric on test, then on val."""
+
+    store: Store
+    title: str
+    """Heading, such as the name of the experiment."""
+    metric: str
+    """Metric that sorts the rows, without its split."""
+    rows: pl.DataFrame
+    """A line per row (`summarise`), with teachers of a sweep's trials at the end."""
+    runs: pl.DataFrame
+    """A line per training and options of evaluations, with the number of its `row`."""
+    params: list[str]
+    """Columns in which the runs of a row are equal."""
+    notes: list[str]
+    """Notes on runs that were left out."""
+    sweep: dict[str, Any] | None
+    """Run of the sweep whose trials are compared."""
+
+    @property
+    def shown(self) -> pl.DataFrame:
+        """Rows without teachers of a sweep's trials."""
+        return self.rows.filter(~pl.col("is_teacher"))
+
+
+def compare(
+    uri: str,
+    experiments: Sequence[str] = (),
+    sweep: str | None = None,
+    runs: Sequence[str] = (),
+    metric: str | None = None,
+) -> Comparison:
+    """Compare the trainings of experiments, the trials of a sweep, or single runs.
+
+    Args:
+        uri: Tracking URI.
+        experiments: Names of the experiments to search; empty for all.
+        sweep: Name or id of the sweep whose trials are compared.
+        runs: Names or ids of the compared runs.
+        metric: Metric that sorts the rows, without its split. By default the metric of
+            the sweep, else gauc, mean/normalised_entropy or ndcg@10, whichever of them
+            the runs have first.
+    """
+    store = read_store(uri, experiments)
+    title, sweep_run = ", ".join(experiments) or "all experiments", None
+    notes: list[str] = []
+    if sweep:
+        sweep_run = find_run(filter_sweeps(store), sweep, "sweep", uri)
+        trainings, notes = select_sweep(store, sweep_run)
+        title = f"{sweep_run['experiment']}: {sweep_run['name']}"
+    elif runs:
+        trainings = filter_trainings(store)
+        ids = [find_run(trainings, name, "run", uri)["id"] for name in runs]
+        trainings = pl.DataFrame({"id": ids}).join(
+            trainings, on="id", maintain_order="left"
+        )
+        title = ", ".join(trainings["name"])
+        if len(ids) > 3:
+            parents = ", ".join(trainings["experiment"].unique(maintain_order=True))
+            title = f"{parents}: {pluralize(len(ids), 'run')}"
+    else:
+        trainings, notes = select_trainings(store)
+    if trainings.is_empty():
+        details = "".join(f"; {note}" for note in notes)
+        raise UserError(f"the experiment '{title}' at {uri} has no runs{details}")
+    all_runs, params = group_runs(store, trainings)
+    names = measured_metrics(all_runs.filter(~pl.col("is_teacher")))
+    if not names and "FINISHED" not in trainings["status"]:
+        raise UserError(f"no run of {title} at {uri} is finished")
+    measured = {name.split("/", 1)[1] for name in names}
+    if metric is not None and metric not in measured:
+        raise UserError(f"no run of {title} has the metric '{metric}' on val or test")
+    if metric is None and sweep_run:
+        metric = (sweep_run["sweep.metric"] or "").split("/", 1)[-1]
+    if not metric:
+        defaults = ("gauc", "mean/normalised_entropy")
+        metric = next((name for name in defaults if name in measured), "ndcg@10")
+    all_runs = add_metrics(all_runs, [f"val/{metric}", f"test/{metric}"])
+    rows = summarise(all_runs, "row")
+    sign = 1 if lower_is_better(metric) else -1
+    rows = rows.sort(
+        "is_teacher",
+        "fresh_log",
+        "is_diagnostic",
+        pl.col("ranking") != leading_ranking(rows),
+        sign * pl.col(f"test/{metric}"),
+        sign * pl.col(f"val/{metric}"),
+        nulls_last=True,
+        maintain_order=True,
+    )
+    return Comparison(store, title, metric, rows, all_runs, params, notes, sweep_run)
+
+
+def group_runs(store: Store, trainings: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
+    """Return a line per training and options of evaluations, and the params of a row.
+
+    The newest evaluation with the same options counts, and a training's own validation
+    counts more than the one of an evaluation without options.
+    """
+    metric, options = pl.col("metric"), pl.lit("").alias("options")
+    evaluations = store.evaluations
+    own = store.metrics.rename({"id": "training"}).with_columns(options)
+    is_of_split = metric.str.contains("^(val|test)/") & (metric != "val/epoch")
+    with_options = evaluations.filter(pl.col("options") != "")
+    inherited = with_options.select("training", "options").unique()
+    inherited = inherited.join(own.filter(~is_of_split).drop("options"), on="training")
+    evaluated = evaluations.join(store.metrics, on="id", maintain_order="left")
+    order = ["training", "metric", "value", "options"]
+    values = pl.concat(
+        table.select(order)
+        for table in (
+            inherited,
+            own,
+            evaluated,
+            own.filter(metric.str.starts_with("val/")),
+        )
+    )
+    keys = ["training", "options"]
+    wide = values.unique([*keys, "metric"], keep="last").pivot("metric", index=keys)
+    defaults = pl.lit(False).alias("is_unseen"), pl.lit("").alias("fresh_log")
+    variants = pl.concat(
+        [
+            trainings.select(options, *defaults, training="id"),
+            evaluations.select("options", "is_unseen", "fresh_log", "training"),
+        ]
+    ).unique(keys, keep="first", maintain_order=True)
+    on_test = evaluations.filter(split="test")
+    on_test = on_test.select(*keys, evaluation="id").unique(
+        keys, keep="last", maintain_order=True
+    )
+    runs = trainings.rename({"id": "training"})
+    runs = runs.join(variants, on="training", maintain_order="left_right")
+    for table in (on_test, wide):
+        runs = runs.join(table, on=keys, how="left", maintain_order="left")
+    runs = runs.with_columns(pl.col("evaluation").fill_null(pl.col("training")))
+    return number_rows(add_metrics(runs, EXPECTED_METRICS))
+
+
+def add_metrics(runs: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
+    """Add the metrics that no run has as columns of null."""
+    missing = [name for name in names if name not in runs.columns]
+    return runs.with_columns(pl.lit(None, pl.Float64).alias(name) for name in missing)
+
+
+def number_rows(runs: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
+    """Add the number of the row and other columns to runs, and return the row's params.
+
+    `log` is equal for comparable rows: experiment, hashes of tables, and ranking.
+    `settings` are the params in which rows of the model differ.
+    """
+    model, seed = pl.col("model.name"), pl.col("fit.seed").fill_null("")
+    names = set(runs["model.name"]) & set(registry.MODELS)
+    models = [registry.find(name) for name in sorted(names)]
+    baselines = [model.name for model in models if model.is_baseline]
+    diagnostics = [model.name for model in models if model.is_diagnostic]
+    without_steps = [model.name for model in models if not model.trains_by_gradient]
+    is_unseen = pl.when("is_unseen")
+    runs = runs.with_row_index("row").with_columns(
+        # the encoder of SID-MLP++ is a checkpoint
+        pl.when(pl.col("model.encoder_hash").is_null()).then("model.encoder"),
+        # of a trial that evaluates a checkpoint
+        pl.when(pl.col("evaluate.batch_size").is_not_null()).then("checkpoint"),
+        seed=seed,
+        repeat=pl.when(seed != "").then(seed).otherwise("training"),
+        model=model,
+        model_label=pl.coalesce(tracking.RANKS_BY_TAG, model),
+        ranking=is_unseen.then(pl.lit(KNOWN_LEFT_OUT)).otherwise(pl.lit(ALL_ITEMS)),
+        is_baseline=model.is_in(baselines),
+        is_diagnostic=model.is_in(diagnostics),
+        has_steps=~model.is_in(without_steps),
+    )
+    params = [
+        name
+        for name in sorted(runs.columns)
+        if name.startswith(("model.", "fit.", "evaluate.", "table."))
+        and name not in PARAMS_WITHOUT_EFFECT
+    ]
+    params.append("checkpoint")
+    log = ["experiment", "table.items", "table.sequences", "fresh_log", "ranking"]
+    of_model = ["is_teacher", "experiment", "model"]
+    settings = [
+        pl.when(pl.col(name).n_unique().over(of_model) > 1).then(
+            pl.format(
+                "{} {}", pl.lit(name), pl.col(name).fill_null("none").str.slice(0, 12)
+            )
+        )
+        for name in params
+    ]
+    return runs.with_columns(
+        row=pl.col("row").first().over(*of_model, "options", *params),
+        log=pl.concat_str(pl.col(log).fill_null(""), separator="\n"),
+        settings=pl.concat_str(settings, separator=", ", ignore_nulls=True),
+    ), params
+
+
+def summarise(runs: pl.DataFrame, key: str) -> pl.DataFrame:
+    """Return a line per value of a column: the first run's, and means over seeds.
+
+    Of the runs of a seed the newest one counts. The sample standard deviation of the
+    metric `m` is in the column `m ±`. `label` is the name after the model's name.
+    """
+    newest = runs.group_by(key, "repeat", maintain_order=True).agg(
+        cs.float().drop_nulls().last(), newest=pl.col("evaluation").last()
+    )
+    metrics = newest.group_by(key, maintain_order=True).agg(
+        cs.float().mean(), cs.float().std().name.suffix(" ±"), "newest"
+    )
+    texts = runs.group_by(key).agg(
+        pl.col("name").alias("names"),
+        seeds=pl.col("seed").unique().sort().str.join(", "),
+        num_seeds=pl.col("seed").n_unique(),
+        num_runs=pl.len(),
+        num_unfinished=(pl.col("status") != "FINISHED").sum(),
+    )
+    rows = runs.unique(key, keep="first", maintain_order=True).drop(cs.float())
+    for table in (texts, metrics):
+        rows = rows.join(table, on=key, maintain_order="left")
+    names = [
+        name_runs(*line) for line in rows.select("names", "model", "options").rows()
+    ]
+    name, model = pl.col("name"), pl.col("model")
+    rows = rows.with_columns(name=pl.Series(names, dtype=pl.String))
+    return rows.with_columns(
+        label=pl.when(name.str.starts_with(model))
+        .then(name)
+        .otherwise(pl.format("{}: {}", model, name))
+    )
+
+
+def name_runs(names: Sequence[str], model: str, options: str) -> str:
+    """Return the common prefix of runs' names, and the options of evaluation."""
+    name = reduce(shared_name, names)
+    name = f"{model}*" if name == "*" else name
+    return f"{name} [{options}]" if options else name
+
+
+def shared_name(first: str, second: str) -> str:
+    """Return the common prefix of two run names with `*` appended.
+
+    A suffix such as `-seed` is removed: `tiger-seed1` and `tiger-seed2` give `tiger*`.
+    Equal names are returned unchanged.
+    """
+    if first == second:
+        return first
+    prefix = first.rstrip("*")  # `first` may be the common prefix of earlier names
+    while not second.startswith(prefix):
+        prefix = prefix[:-1]
+    return f"{SEED_SUFFIX.sub('', prefix)}*"
+
+
+def measured_metrics(rows: pl.DataFrame) -> list[str]:
+    """Return the names of the metrics on val and test that a row has."""
+    return [
+        column.name
+        for column in rows
+        if re.match(r"(val|test)/(?!.* ±$)", column.name) and column.count()
+    ]
+
+
+def lower_is_better(metric: str) -> bool:
+    """Return whether a smaller value of the metric is better."""
+    last = metric.rsplit("/", 1)[-1]
+    return last in ("mse", "median_s") or last.endswith(
+        ("entropy", "entropy_train", "loss", "seconds", "memory_mb")
+    )
+
+
+def repeat_share(rows: pl.DataFrame) -> float | None:
+    """Return the share of test requests for an item of the history.
+
+    It is None if it was not measured on the log of the training.
+    """
+    requests, first = pl.col("test/examples"), pl.col("test/first/examples")
+    shares = rows.filter(requests > 0, fresh_log="").select(1 - first / requests)
+    return next(iter(shares.to_series().drop_nulls()), None)
+
+
+def leading_ranking(rows: pl.DataFrame) -> str:
+    """Return the ranking that fits the log.
+
+    Known items are left out if fewer than `REPEATS` of the test requests are for an
+    item of the user's history.
+    """
+    share = repeat_share(rows)
+    return KNOWN_LEFT_OUT if share is not None and share < REPEATS else ALL_ITEMS
+
+
+def find_best_run(comparison: Comparison) -> dict[str, Any]:
+    """Return the finished run that is best on validation."""
+    metric = f"val/{comparison.metric}"
+    runs = comparison.rows.select("row").join(
+        comparison.runs, on="row", maintain_order="left"
+    )
+    runs = runs.filter(
+        ~pl.col("is_teacher") & ~pl.col("is_diagnostic") & pl.col(metric).is_not_null(),
+        options="",
+        status="FINISHED",
+    )
+    if runs.is_empty():
+        raise UserError(f"no finished run of {comparison.title} has {metric}")
+    descending = not lower_is_better(metric)
+    best = runs.sort(metric, descending=descending, maintain_order=True)
+    return best.row(0, named=True)

@@ -1,0 +1,404 @@
+"""Judge models on the same users by a paired bootstrap over the test split.
+
+    differences = measure_differences(comparison)
+
+`jobs.evaluate` stores a metric per user. Differences per user are averaged over pairs
+of runs of any seed, users are drawn with replacement `DRAWS` times, and the interval
+holds the middle 95% of the mean differences. The interval covers the choice of users,
+not of seeds, which the test over seeds covers (`tables.py`).
+
+A baseline is a model whose class has `is_baseline`. Each log and ranking has its own
+best baseline, chosen on test, which favours the baseline.
+
+Shapes: `U` users, `D` differences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import polars as pl
+from mlflow import MlflowClient
+from numpy.typing import NDArray
+
+from core.schemas import RunRef
+from models import registry
+from models.metrics.per_user_metrics import decode_values
+from pipelines import tracking
+from pipelines.comparison.compare import (
+    ALL_ITEMS,
+    KNOWN_LEFT_OUT,
+    Comparison,
+    lower_is_better,
+    summarise,
+)
+from pipelines.comparison.runs import search_runs, to_frame, to_metrics
+from pipelines.evaluation.baselines import Baseline
+from pipelines.evaluation.record import Result, artifact_name
+
+DRAWS, CHUNK = 2000, 100
+"""Number of draws of the bootstrap, and of draws that are computed at once."""
+
+MIN_USERS = 200
+"""Smallest number of users for which an interval has a verdict."""
+
+DIFFERENCES = "better", "worse", "noise"
+"""Words for a difference of two models."""
+
+VERDICTS = CLEARS, BELOW, UNDECIDED = "clears it", "below it", "not told apart"
+"""Verdicts on a model and its baseline."""
+
+PER_USER_METRIC = {
+    "mean/normalised_entropy": "eval_loss",
+    "mean/rig": "eval_loss",
+    "mean/auc": "eval_loss",
+}
+"""Metrics per user that replace metrics which are not a mean over users."""
+
+TEACHER = "model.teacher_hash"
+"""Param with the hash of the weights of a student's teacher."""
+
+TEACHER_PARAMS = (TEACHER, "model.encoder_hash")
+"""Params in which students differ if their teachers differ only in their seed."""
+
+TIES = 0.5
+"""GAUC of a shown order in which all results tie, as in a log without positions."""
+
+SHOWN_ORDER_NOTE = "The shown order is the present ranking's; clicks on it favour it."
+
+VALIDATION_PARAMS = ["fit.eval_options.unseen", "fit.eval_examples", "table.sequences"]
+"""Params that are equal for trainings whose validations are comparable."""
+
+COMPARED = [
+    "model_label",
+    "name",
+    "has_steps",
+    "train/steps",
+    "fit.batch_size",
+    "seeds",
+]
+"""Columns of a base that a table shows beside those of a row or a group."""
+
+
+def bootstrap_intervals(
+    differences: NDArray[np.float64], counts: NDArray[np.number]
+) -> pl.DataFrame:
+    """Return the intervals of mean differences, with the same draws for all.
+
+    Args:
+        differences: (D, U) differences per user.
+        counts: (U,) requests per user, the weights of the mean.
+
+    Returns:
+        Columns `mean`, `low` and `high` with a line per difference.
+    """
+    num_users = len(counts)
+    sums = differences * counts  # (D, U)
+    generator = np.random.default_rng(0)
+    means = np.empty((DRAWS, len(differences)))
+    for start in range(0, DRAWS, CHUNK):
+        multiplicity = np.empty((CHUNK, num_users))  # how often each user was drawn
+        for draw in range(CHUNK):
+            users = generator.integers(num_users, size=num_users)
+            multiplicity[draw] = np.bincount(users, minlength=num_users)
+        totals = multiplicity @ counts.astype(np.float64)  # (CHUNK,)
+        means[start : start + CHUNK] = multiplicity @ sums.T / totals[:, None]
+    low, high = np.quantile(means, [0.025, 0.975], axis=0)  # (D,) each
+    return pl.DataFrame({"mean": sums.sum(1) / counts.sum(), "low": low, "high": high})
+
+
+def judge_difference(
+    low: float,
+    high: float,
+    num_users: int,
+    metric: str,
+    words: tuple[str, str, str] = DIFFERENCES,
+) -> str:
+    """Return the word for a better, worse or undecided metric; `-` for too few users.
+
+    Args:
+        low: Lower end of the interval of the difference.
+        high: Upper end of the interval.
+        num_users: Number of users.
+        metric: Name of the metric.
+        words: Words to choose from.
+    """
+    better, worse, undecided = words
+    if num_users < MIN_USERS:
+        return "-"
+    if low <= 0 <= high:
+        return undecided
+    return better if (low > 0) != lower_is_better(metric) else worse
+
+
+def measure_differences(comparison: Comparison) -> pl.DataFrame:
+    """Return the differences of models on the same users.
+
+    A group is a row that has the metric on test; students whose teachers differ only in
+    their seed are one group. A difference is of the `kind` `teacher`, `best` (of the
+    log), `baseline` (the best of the log), or `shown` (the order that the log showed).
+
+    Returns:
+        A line per kind and group: `kind`, `position` of the group, its first `row`,
+        `model`, `label`, `ranking` and `COMPARED`, `COMPARED` with the suffix
+        ` of base`, `metric`, numbers of `pairs` of runs and of `users`, `base_mean`,
+        `mean`, `low` and `high`. The frame is empty without metrics per user.
+    """
+    all_runs = comparison.rows.select("row").join(
+        comparison.runs, on="row", maintain_order="left"
+    )
+    runs = group_rows(all_runs, comparison)
+    groups = summarise(runs, "group").with_row_index("position")
+    newest = runs.unique(["group", "repeat"], keep="last", maintain_order=True)
+    newest = newest.select("group", "evaluation")
+    group, teacher = pl.col("group"), pl.col("teacher")
+    baseline, shown = pl.col("is_baseline"), pl.col("is_diagnostic")
+    best, best_baseline = group.first(), group.filter(baseline).first()
+    is_compared = ~baseline & ~shown & best_baseline.over("log").is_not_null()
+    pairs = pl.concat(
+        groups.select(
+            "group", kind=pl.lit(kind), base=base.over("log"), is_used=is_used
+        )
+        for kind, base, is_used in (
+            ("best", best, teacher.ne_missing(best.over("log"))),
+            ("baseline", best_baseline, is_compared),
+            ("shown", group.filter(shown).last(), is_compared),
+        )
+    )
+    pairs = pairs.filter(pl.col("is_used") & (group != pl.col("base")))
+    pairs = pairs.join(newest, on="group", maintain_order="left_right").join(
+        newest.select(base="group", base_run="evaluation"),
+        on="base",
+        maintain_order="left_right",
+    )
+    # each student is compared with its own teacher
+    own_teacher = runs.select(
+        "group", "evaluation", kind=pl.lit("teacher"), base="teacher", hash=TEACHER
+    ).join(
+        all_runs.select(base="row", hash=tracking.WEIGHTS_TAG, base_run="evaluation"),
+        on=["base", "hash"],
+        maintain_order="left_right",
+    )
+    columns = ["kind", "group", "base", "evaluation", "base_run"]
+    pairs = pl.concat([own_teacher.select(columns), pairs.select(columns)])
+    metric = PER_USER_METRIC.get(comparison.metric, comparison.metric)
+    by_users: dict[str, list[tuple[Any, ...]]] = {}
+    for key, of_pair in pairs.group_by("kind", "group", "base", maintain_order=True):
+        run_pairs = of_pair.select("evaluation", "base_run").rows()
+        values = load_paired_metric(comparison.store.uri, run_pairs, metric)
+        if values is not None:
+            users, difference, base, counts = values
+            base_mean = float(base @ counts / counts.sum())
+            line = (*key, metric, len(run_pairs), len(counts), base_mean)
+            by_users.setdefault(users, []).append((line, difference, counts))
+    if not by_users:
+        return pl.DataFrame()
+    names = ["kind", "group", "base", "metric", "pairs", "users", "base_mean"]
+    tables = []
+    for same_users in by_users.values():
+        lines, differences, all_counts = zip(*same_users, strict=True)
+        intervals = bootstrap_intervals(np.stack(differences), all_counts[0])
+        tables.append(pl.DataFrame(lines, names, orient="row").hstack(intervals))
+    columns = ["group", "position", "row", "model", "label", "ranking", *COMPARED]
+    measured = pl.concat(tables).join(
+        groups.select(columns), on="group", maintain_order="left"
+    )
+    is_teacher = pl.lit(True).alias("is_teacher"), pl.lit(False).alias("is_teacher")
+    described = pl.concat(
+        [
+            comparison.rows.select(*COMPARED, is_teacher[0], base="row"),
+            groups.select(*COMPARED, is_teacher[1], base="group"),
+        ]
+    )
+    measured = measured.with_columns(is_teacher=pl.col("kind") == "teacher")
+    keys = ["is_teacher", "base"]
+    return measured.join(described, keys, suffix=" of base", maintain_order="left")
+
+
+def group_rows(runs: pl.DataFrame, comparison: Comparison) -> pl.DataFrame:
+    """Return the runs of tested rows, with columns `teacher` and `group`.
+
+    A `teacher` with the student's evaluation options is preferred to one without.
+
+    Args:
+        runs: Runs in the order of their rows.
+        comparison: The comparison.
+    """
+    by_hash = runs.select("options", hash=tracking.WEIGHTS_TAG, teacher="row")
+    by_hash = by_hash.drop_nulls("hash").unique(
+        ["options", "hash"], keep="first", maintain_order=True
+    )
+    runs = runs.with_columns(hash=TEACHER).filter(~pl.col("is_teacher"))
+    plain = by_hash.filter(options="").select("hash", plain_teacher="teacher")
+    for table, keys in ((by_hash, ["hash", "options"]), (plain, ["hash"])):
+        runs = runs.join(table, on=keys, how="left", maintain_order="left")
+    teacher = pl.coalesce("teacher", "plain_teacher")
+    is_tested = pl.col(f"test/{comparison.metric}").count().over("row") > 0
+    keys = ["log", "options", *comparison.params]
+    of_group = [
+        pl.when(teacher.is_null()).then(name)
+        if name in TEACHER_PARAMS
+        else pl.col(name)
+        for name in keys
+    ]
+    return runs.with_columns(
+        teacher=teacher, group=pl.col("row").first().over([teacher, *of_group])
+    ).filter(is_tested)
+
+
+def load_paired_metric(
+    uri: str, runs: Sequence[tuple[str, str]], metric: str
+) -> tuple[str, NDArray, NDArray, NDArray] | None:
+    """Load a metric per user, averaged over pairs of runs with the same users.
+
+    Args:
+        uri: Tracking URI.
+        runs: Ids of the evaluations of a model and of its base.
+        metric: Name of a metric per user, without its split.
+
+    Returns:
+        Hash of the users, and (U,) difference, metric of the base, and number of
+        requests; None if no pair has the metric for the same users.
+    """
+    values, base_values = [], []
+    for pair in runs:
+        model, base = (
+            download_per_user(uri, run).get(artifact_name("test"), {}).get(metric)
+            for run in pair
+        )
+        if model and base and model["users"] == base["users"]:
+            users, counts = model["users"], decode_values(model)[1]
+            values.append(decode_values(model)[0])
+            base_values.append(decode_values(base)[0])
+    if not values or not len(counts):  # no user has a request that the metric counts
+        return None
+    base_mean = np.mean(base_values, 0)
+    return users, np.mean(values, 0) - base_mean, base_mean, counts
+
+
+@lru_cache
+def download_per_user(uri: str, run_id: str) -> dict[str, dict[str, Any]]:
+    """Return the metrics per user of an MLflow run, by artifact and name."""
+    client = connect_once(uri)
+    per_user = {}
+    for artifact in client.list_artifacts(run_id):
+        if artifact.path.startswith("evaluation-") and artifact.path.endswith(".json"):
+            with open(client.download_artifacts(run_id, artifact.path)) as file:
+                metrics = json.load(file).get("by_user")
+            if metrics:
+                per_user[artifact.path] = metrics
+    return per_user
+
+
+@lru_cache
+def connect_once(uri: str) -> MlflowClient:
+    """Return the MLflow client of a store; connect on the first call only."""
+    return tracking.connect(uri)
+
+
+def best_trained_baseline(run: RunRef, metric: str) -> tuple[str, float] | None:
+    """Return the best baseline of a training's experiment on validation.
+
+    A baseline counts if it was trained on the same tables, and validated on as many
+    requests and with the same items left out.
+
+    Args:
+        run: MLflow run of the training.
+        metric: Name of the metric, without its split.
+
+    Returns:
+        The baseline's name and the value of its metric, or None without a baseline.
+    """
+    client = tracking.connect(run.uri)
+    experiment = client.get_run(run.run_id).info.experiment_id
+    found = search_runs(client, [experiment])
+    runs = to_frame(found, {experiment: run.experiment})
+    training = runs.filter(id=run.run_id).select(VALIDATION_PARAMS)
+    names = [name for name in registry.MODELS if registry.find(name).is_baseline]
+    baselines = runs.filter(pl.col("model.name").is_in(names))
+    baselines = baselines.join(
+        training, on=VALIDATION_PARAMS, nulls_equal=True, maintain_order="left"
+    )
+    label = pl.coalesce(tracking.RANKS_BY_TAG, "model.name").alias("label")
+    values = to_metrics(found).filter(metric=f"val/{metric}")
+    values = baselines.select("id", label).join(values, on="id", maintain_order="left")
+    values = values.unique("label", keep="last", maintain_order=True)
+    values = values.sort("value", descending=not lower_is_better(metric))
+    return values.select("label", "value").row(0) if len(values) else None
+
+
+def judge_result(
+    result: Result, baselines: list[Baseline], metric: str
+) -> dict[str, Any]:
+    """Return the verdict on the result of an evaluation against the best baseline.
+
+    Args:
+        result: Result of the model's evaluation.
+        baselines: Results of the baselines on the same requests.
+        metric: Name of the metric. If it is not measured per user, the first metric
+            that is measured per user replaces it.
+
+    Returns:
+        The verdict, which `describe_verdict` formats.
+    """
+    if metric not in result.by_user:
+        metric = next(iter(result.by_user))
+    sign = -1 if lower_is_better(metric) else 1
+    best = max(
+        (baseline for baseline in baselines if not baseline.is_shown_order),
+        key=lambda baseline: sign * baseline.metrics[metric],
+    )
+    values, counts = decode_values(result.by_user[metric])
+
+    def find_interval(baseline: Baseline) -> tuple[float, float, float]:
+        encoded = baseline.by_user[metric]
+        assert encoded["users"] == result.by_user[metric]["users"]
+        difference = values - decode_values(encoded)[0]
+        return bootstrap_intervals(difference[None], counts).row(0)
+
+    _, low, high = find_interval(best)
+    shown_order = ""
+    for baseline in baselines:
+        if baseline.is_shown_order and baseline.metrics[metric] != TIES:
+            shown_order = "{:+.4f} (95% {:+.4f} to {:+.4f})".format(
+                *find_interval(baseline)
+            )
+    ranking = KNOWN_LEFT_OUT if result.options.get("unseen") else ALL_ITEMS
+    if "first/examples" not in result.metrics:
+        ranking = "candidates"
+    first = result.metrics.get("first/examples", 0.0)
+    return {
+        "shown_order": shown_order,
+        "ranking": ranking,
+        "repeats": 1 - first / result.examples,
+        "metric": metric,
+        "value": result.metrics[metric],
+        "baseline": best.name,
+        "baseline_value": best.metrics[metric],
+        "low": low,
+        "high": high,
+        "users": len(counts),
+        "verdict": judge_difference(low, high, MIN_USERS, metric, VERDICTS),
+    }
+
+
+def describe_verdict(verdict: dict[str, Any]) -> str:
+    """Return lines about a model, the best baseline, and the shown order.
+
+    Args:
+        verdict: Content that `judge_result` returned.
+    """
+    shown_order = ""
+    if verdict["shown_order"]:
+        shown_order = f"\n  against the shown order: {verdict['shown_order']}. "
+        shown_order += SHOWN_ORDER_NOTE
+    return (
+        f"{verdict['ranking']}: {verdict['metric']} {verdict['value']:.4f}, best "
+        f"baseline ({verdict['baseline']}) {verdict['baseline_value']:.4f} "
+        f"(95% of the difference {verdict['low']:+.4f} to {verdict['high']:+.4f}, "
+        f"{verdict['users']:,} users): {verdict['verdict']}{shown_order}"
+    )

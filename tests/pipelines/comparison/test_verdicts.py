@@ -1,0 +1,225 @@
+"""Test the comparison of models on the same users: intervals, pairs and verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models import registry
+from pipelines import tracking
+from pipelines.comparison.compare import ALL_ITEMS, KNOWN_LEFT_OUT, compare
+from pipelines.comparison.tables import Table, build_tables
+from pipelines.comparison.verdicts import (
+    BELOW,
+    CLEARS,
+    DRAWS,
+    UNDECIDED,
+    VERDICTS,
+    best_trained_baseline,
+    bootstrap_intervals,
+    describe_verdict,
+    judge_difference,
+    judge_result,
+    measure_differences,
+)
+from pipelines.evaluation.baselines import Baseline
+from tests.fixtures.logged_runs import (
+    evaluate_run,
+    log_training,
+    pack_values,
+    to_result,
+)
+
+NUM_USERS = 600
+
+
+def find_table(uri: str, title: str) -> Table:
+    """Return the table of a comparison of all runs with this title."""
+    comparison = compare(uri)
+    tables = build_tables(comparison, measure_differences(comparison))
+    return next(table for table in tables if table[0] == title)
+
+
+def test_intervals_are_those_of_users_drawn_one_by_one() -> None:
+    rng = np.random.default_rng(3)
+    counts = rng.integers(1, 4, 40)
+    differences = rng.normal(0.02, 0.5, (2, 40))
+    draws = np.random.default_rng(0)
+    means = []
+    for _ in range(DRAWS):
+        users = draws.integers(40, size=40)
+        means.append(np.average(differences[:, users], axis=1, weights=counts[users]))
+
+    intervals = bootstrap_intervals(differences, counts)
+
+    mean = np.average(differences, axis=1, weights=counts)
+    assert intervals["mean"].to_numpy() == pytest.approx(mean)
+    for name, quantile in (("low", 0.025), ("high", 0.975)):
+        assert intervals[name].to_numpy() == pytest.approx(
+            np.quantile(means, quantile, axis=0)
+        )
+
+
+def test_a_verdict_needs_200_users_and_an_interval_without_zero() -> None:
+    for low, high, num_users, metric, verdict in (
+        (0.05, 0.15, 200, "ndcg@10", CLEARS),
+        (-0.15, -0.05, 200, "ndcg@10", BELOW),
+        (-0.15, -0.05, 200, "log_loss", CLEARS),
+        (-0.1, 0.3, 200, "ndcg@10", UNDECIDED),
+        (0.05, 0.15, 199, "ndcg@10", "-"),
+    ):
+        assert judge_difference(low, high, num_users, metric, VERDICTS) == verdict
+
+
+@pytest.mark.long
+def test_rows_are_compared_with_their_teacher_and_the_best_on_the_same_users(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    uri = new_store(tmp_path)
+    values = [0.0, 1.0] * (NUM_USERS // 2)
+    better = [min(1.0, value + 0.25) for value in values]
+    shifted = values[1:] + values[:1]
+
+    def log_run(name: str, seed: int, values: list[float], **model: str) -> None:
+        size = 8 * len(name)
+        run = log_training(
+            uri,
+            f"{name}-{seed}",
+            {"name": name, **model},
+            {"best/ndcg@10": 0.1, "train/steps": 6000 / size},
+            seed=seed,
+            batch_size=size,
+        )
+        first_user = int(name == "popularity")  # other users
+        evaluate_run(run, values, weights=f"w-{name}-{seed}", first_user=first_user)
+        if name == "sasrec":
+            evaluate_run(run, [0.99] * 7, weights=f"w-{name}-{seed}", sequences="other")
+
+    for seed in (1, 2):
+        teacher = f"w-tiger-{seed}"
+        log_run("tiger", seed, values)
+        log_run("sid_mlp", seed, better, teacher_hash=teacher)
+        log_run("gdn", seed, shifted, teacher_hash=teacher)
+    log_run("sasrec", 3, values)
+    log_run("popularity", 1, values)
+
+    _, table, _ = find_table(uri, "On the same users")
+
+    cells = {(line[0], line[1]): line[2:] for line in table.rows()}
+    steps = "steps 107 / 150; batch 56 / 40"
+    assert {pair: line[:3] + line[-2:] for pair, line in cells.items()} == {
+        ("sid_mlp-*", "tiger-*"): ("2", "600", "+0.1250", "better", steps),
+        ("gdn-*", "tiger-*"): (
+            *("2", "600", "+0.0000", "noise"),
+            "steps 250 / 150; batch 24 / 40",
+        ),
+        ("tiger-*", "sid_mlp-*"): (
+            *("4", "600", "-0.1250", "worse"),
+            "steps 150 / 107; batch 40 / 56",
+        ),
+        ("gdn-*", "sid_mlp-*"): (
+            *("4", "600", "-0.1250", "worse"),
+            "steps 250 / 107; batch 24 / 56",
+        ),
+        # these two share no seed
+        ("sasrec-3", "sid_mlp-*"): (
+            *("2", "600", "-0.1250", "worse"),
+            "steps 125 / 107; batch 48 / 56; seeds 3 / 1, 2",
+        ),
+    }
+    assert cells["sid_mlp-*", "tiger-*"][4] == "+25.0%"
+    _, runs, notes = find_table(uri, "all experiments")
+    assert runs["run"][-1] == "sasrec-3 [log other]"
+    assert any("evaluated on another log" in note for note in notes)
+
+
+@pytest.mark.long
+def test_each_ranking_is_compared_with_its_best_baseline(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    """The older of two runs with the same seed does not count."""
+    uri = new_store(tmp_path)
+    low, middle, high = (
+        [value, value / 2] * (NUM_USERS // 2) for value in (0.2, 0.4, 0.6)
+    )
+    for name, plain, unseen in (
+        ("best_number", high, low),
+        ("shown_order", high, low),
+        ("ease", low, middle),
+        ("sasrec", low, low),
+        ("sasrec", middle, high),
+    ):
+        run = log_training(uri, name, {"name": name}, {"best/ndcg@10": 0.1})
+        if name == "best_number":
+            tracking.Logger(run).tag(**{tracking.RANKS_BY_TAG: "price, ascending"})
+        first = {"first/examples": NUM_USERS * 0.7}
+        evaluate_run(run, plain, **first)
+        evaluate_run(run, unseen, options={"unseen": True}, **first)
+
+    title = "Against the best model without training"
+    _, table, notes = find_table(uri, title)
+
+    columns = ["run", "ranking", "best without training", "verdict"]
+    assert table.select(columns).rows() == [
+        ("sasrec", ALL_ITEMS, "price, ascending", BELOW),
+        ("  against the shown order", ALL_ITEMS, "shown_order", "worse"),
+        ("sasrec [unseen]", KNOWN_LEFT_OUT, "ease", CLEARS),
+        ("  against the shown order", KNOWN_LEFT_OUT, "shown_order", "better"),
+    ]
+    assert float(table["test/ndcg@10"][0]) == pytest.approx(-0.15, abs=0.001)
+    assert "30.0% of the test requests" in notes[0]
+    assert "ranking of all items comes first" in notes[0]
+    assert "counts as a miss of every model" in notes[1]
+    assert "clicks on it favour it" in notes[-1]
+
+
+@pytest.mark.long
+def test_a_training_is_compared_with_baselines_on_the_same_tables(
+    new_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    uri = new_store(tmp_path)
+    run = log_training(uri, "sasrec", {"name": "sasrec"}, {"best/ndcg@10": 0.9})
+    assert best_trained_baseline(run, "ndcg@10") is None
+    for name, value, sequences in (
+        ("popularity", 0.1, "s"),
+        ("ease", 0.2, "s"),
+        ("own_items", 0.3, "other"),
+    ):
+        metrics, hashes = {"best/ndcg@10": value}, {"sequences": sequences}
+        log_training(uri, name, {"name": name}, metrics, hashes=hashes)
+    assert best_trained_baseline(run, "ndcg@10") == ("ease", 0.2)
+
+
+def test_baselines_of_rankers_are_rates_and_numbers() -> None:
+    baselines = ["pair_ctr", "item_ctr", "best_number", "shown_order"]
+    assert registry.find_baselines("search") == baselines
+    rates = ["base_rate", "item_rate", "user_rate"]
+    assert registry.find_baselines("actions") == rates
+
+
+def test_a_result_is_judged_by_its_interval_also_with_few_users() -> None:
+    """Otherwise jobs.daily would register models that are below the baseline."""
+    low, high = pack_values([0.1, 0.2] * 50), pack_values([0.4, 0.6] * 50)
+    result = to_result({"ndcg@10": 0.15}, {"ndcg@10": low}, 100)
+    baselines = [Baseline("ease", {"ndcg@10": 0.5}, {"ndcg@10": high})]
+    assert judge_result(result, baselines, "ndcg@10")["verdict"] == BELOW
+
+
+def test_a_search_model_is_judged_by_its_baseline_on_the_same_users() -> None:
+    def pack(*values: float) -> dict[str, dict[str, str]]:
+        return {"gauc": pack_values(np.linspace(*values, NUM_USERS).tolist())}
+
+    result = to_result({"gauc": 0.8}, pack(0.8, 0.8), NUM_USERS)
+    baselines = [
+        Baseline("pair_ctr", {"gauc": 0.6}, pack(0.5, 0.7)),
+        Baseline("shown_order", {"gauc": 0.9}, pack(0.9, 0.9), True),
+    ]
+
+    line, shown = describe_verdict(judge_result(result, baselines, "gauc")).splitlines()
+
+    assert line.startswith("candidates: gauc 0.8000, best baseline (pair_ctr) 0.6000")
+    assert line.endswith("clears it")
+    assert "against the shown order: -0.10" in shown
