@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from core.errors import UserError
-from jobs import prepare
+from jobs import cli, prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.suggestion.suggest import suggest
 
@@ -601,11 +601,11 @@ def test_the_command_writes_a_new_file(tmp_path: Path) -> None:
     output = tmp_path / "source.yaml"
     words = ["--suggest", str(tmp_path / "raw"), "--output", str(output)]
 
-    prepare.main(prepare.parse(words))
+    prepare.main(cli.config_from_words(prepare, words))
 
     assert yaml.safe_load(output.read_text())["user"] == "customer"
     with pytest.raises(UserError, match="exists"):
-        prepare.main(prepare.parse(words))
+        prepare.main(cli.config_from_words(prepare, words))
 
 
 @pytest.mark.parametrize(
@@ -631,12 +631,12 @@ def test_a_dry_run_prints_the_first_rows(
     )
 
     source.write_text(mapping)
-    prepare.main(prepare.parse(words))
+    prepare.main(cli.config_from_words(prepare, words))
 
     printed = " ".join(capsys.readouterr().out.split())
     assert "41 rows, 1 rejected" in printed
     assert "timestamp_ms at, s 2023-11-14 22:13:20 |" in printed
     source.write_text(mapping.replace("customer", "custmer"))
     with pytest.raises(UserError, match="customer"):
-        prepare.main(prepare.parse(words))
+        prepare.main(cli.config_from_words(prepare, words))
     assert not Path(output).exists()
