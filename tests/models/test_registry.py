@@ -80,3 +80,8 @@ def test_models_may_share_a_config_class(monkeypatch, tmp_path):
     loaded, saved = load_model(tmp_path / "one", run.catalogue)
     assert saved.name == "twin"
     assert type(run.model) is type(loaded) is registry.find("twin")
+
+
+def test_a_served_model_needs_the_package_that_trained_its_trees():
+    for name in ("boosted", "boosted_actions"):
+        assert "lightgbm" in registry.find(name).requirements
