@@ -26,6 +26,9 @@ PROBES = {
     "core/files.py": "named tuples, which share no base class",
     "jobs/cli.py": "jobs whose command line is more than their dataclass",
     "core/options.py": "dataclasses that pydantic has not made",
+    "core/tables.py": "infos, which may have no version of their own",
+    "pipelines/data/notices.py": "infos of sequences, of which two layouts count ties",
+    "pipelines/data/run.py": "infos of tables, of which some have stamps of files",
 }
 """Modules that probe objects for attributes, and the objects."""
 

@@ -47,7 +47,7 @@ def test_an_unknown_model_is_refused_without_slow_packages() -> None:
         "    print(error)"
     )
 
-    assert message.startswith("unknown model 'tigre'; the nearest is 'tiger'")
+    assert message.startswith("unknown 'tigre' in model.name")
     assert imported == "[]"
 
 

@@ -29,7 +29,7 @@ from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.recommend import _search_by_graph
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchDataset
-from models.training import fit as fit_module
+from models.training import loop
 from models.training.cuda_graphs import CudaGraphs
 from models.training.fit_config import FitConfig
 from models.training.loop import Meter, fit
@@ -445,8 +445,8 @@ def test_steps_on_tensors_of_a_graph_equal_steps_on_the_batches(optimizer, monke
         all_graphs.append(CudaGraphs(*args))
         return all_graphs[-1]
 
-    monkeypatch.setattr(fit_module, "uses_cuda_graphs", lambda *args: True)
-    monkeypatch.setattr(fit_module, "CudaGraphs", build_graphs)
+    monkeypatch.setattr(loop, "uses_cuda_graphs", lambda *args: True)
+    monkeypatch.setattr(loop, "CudaGraphs", build_graphs)
     replayed = train_two_epochs(
         build_retrieval_model("tiger")[0], batches, optimizer=optimizer
     )

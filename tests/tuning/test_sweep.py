@@ -268,7 +268,7 @@ def test_impossible_trials_are_refused_before_any_starts(halved: HalvedSweep) ->
             {"ray": RayOptions(num_workers=2, cpus_per_worker=0.5)},
         ),
         (
-            "test/recall@7",
+            "recall@7",
             build_evaluation_grid(halved, metric="test/recall@7"),
             {},
         ),

@@ -435,7 +435,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "manifest.json is damaged": lambda folder: (folder / "manifest.json").write_text(
         '{"table": "sequ'
     ),
-    "was not written by this version of jobs.prepare": replace_by_other_schema,
+    "lacks a column": replace_by_other_schema,
     "label_purchase": change_info(behaviour="purchase"),
 }
 

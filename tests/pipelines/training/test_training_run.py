@@ -220,7 +220,7 @@ def test_a_finished_run_is_not_trained_again(training: Training) -> None:
 def test_a_name_belongs_to_one_run(training: Training) -> None:
     with pytest.raises(
         UserError,
-        match="'sasrec', not 'popularity'",
+        match="sasrec, not popularity",
     ):
         training.train(model={"name": "popularity"})
     with pytest.raises(UserError, match=r"started with fit\.lr 0\.01, not 0\.5"):
