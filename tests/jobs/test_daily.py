@@ -179,8 +179,8 @@ def test_days_whose_jobs_are_killed_have_the_undisturbed_results(
     assert results == read_results(killed), seed
     days = results["days"]
     assert [day["accepted"] for day in days] == [True] * (DAYS - 1)
-    previous_days = [None, *(day["name"] for day in days[:-1])]
-    assert [day.get("running") for day in days] == previous_days
+    previous_days = ["", *(day["name"] for day in days[:-1])]
+    assert [day["running"] for day in days] == previous_days
     assert "weights of" in output
     assert "recall@10" in output
 
