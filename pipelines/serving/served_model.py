@@ -192,9 +192,8 @@ class ServedModel(PythonModel):
                     f"{', '.join(ROW_KEYS)}"
                 )
             schema = model.metadata.get_input_schema()
+            check_shape(next(iter(body.values())), schema.input_names())
             rows = scoring_server.infer_and_parse_data(body, schema)
-            if len(rows) > MAX_ROWS:
-                raise UserError(f"the request has {len(rows)} rows, over {MAX_ROWS}")
         except UserError as error:
             raise RefusedRequest(str(error)) from error
         except MlflowException as error:
@@ -450,6 +449,24 @@ def sort_candidates(
     others = [item for index, item in enumerate(candidates) if index not in scored]
     scores = probabilities[order].tolist()
     return ranked + others, scores + [math.nan] * len(others)
+
+
+def check_shape(content: Any, columns: list[str]) -> None:
+    """Check rows before pandas allocates a value for each row and name of a column.
+
+    Args:
+        content: Records, or a mapping with lists of values as `data`.
+        columns: Names of the columns that a row may have.
+    """
+    rows = content.get("data") if isinstance(content, dict) else content
+    if not isinstance(rows, list):
+        raise UserError("the request has no list of rows")
+    if len(rows) > MAX_ROWS:
+        raise UserError(f"the request has {len(rows)} rows, over {MAX_ROWS}")
+    refuse_unknown("a record", column_names(rows), columns)
+    longest = max((len(row) for row in rows if isinstance(row, list)), default=0)
+    if longest > len(columns):
+        raise UserError(f"a row has {longest} values, over {len(columns)}")
 
 
 def refuse_unknown(part: str, names: Iterable[str], valid: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,6 @@ REFUSED_BODIES: list[tuple[str, dict[str, Any], str]] = [
         {"dataframe_records": [FEED | {"viewer_device": {"a": 1}}]},
         "viewer_device is {'a': 1}",
     ),
-    ("tiger", {"dataframe_records": [HISTORY] * 10_001}, "10001 rows"),
     ("qgs", {"dataframe_records": [SEARCH | {"candidate": []}]}, "'candidate'"),
     ("attn_mvp", {"dataframe_records": [FEED | {"timestamp": 5}]}, "'timestamp'"),
 ]
@@ -147,6 +147,33 @@ def test_an_answer_repeats_at_most_200_characters_of_a_value(
         answer = client.post("/invocations", json=body)
         assert answer.status_code == 400
         assert len(answer.text) < 500
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"dataframe_records": [HISTORY] * 100_000}, "100000 rows"),
+        ({"dataframe_split": {"data": [[["item-001"]]] * 10_001}}, "10001 rows"),
+        (
+            {"dataframe_split": {"data": {"history": "x"}, "index": [0] * 100_000}},
+            "no list of rows",
+        ),
+        # pandas has a value for each row and each name or the longest row
+        ({"dataframe_records": [{f"x{n}": 1} for n in range(4000)]}, "a record has"),
+        ({"dataframe_split": {"data": [[]] * 4000 + [[1] * 4000]}}, "4000 values"),
+    ],
+)
+def test_a_body_is_refused_before_it_becomes_a_large_frame(
+    body: dict[str, Any], reason: str, served: dict[str, PyFuncModel]
+) -> None:
+    client = TestClient(scoring_server.init(served["tiger"]))
+    start = time.process_time()
+
+    answer = client.post("/invocations", json=body)
+
+    assert answer.status_code == 400
+    assert reason in answer.json()["message"]
+    assert time.process_time() - start < 1
 
 
 def test_long_and_short_histories_are_ranked_together_as_alone(
