@@ -46,7 +46,7 @@ Dropout = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 SECRET = re.compile(
-    r"(^\w+:|://)(?!anonymous@)[^/\s]*@|"
+    r"(^\w+:(?!/)\S*|://(?!anonymous@)([^/\s@]*:\S*|[^/\s]*))@|"
     r"://\S*[?&][\w-]*(key|secret|token|password|signature)=",
     re.IGNORECASE,
 )

@@ -172,6 +172,7 @@ def test_a_store_that_only_a_checkpoint_names_is_not_contacted(
         "postgresql://SECRET@host/db",
         "s3://bucket/x?region=eu&secret_key=SECRET",
         "https://host/x?X-Amz-Signature=SECRET",
+        "postgresql://user:a/SECRET@host/db",
     ],
 )
 def test_an_address_with_a_password_is_refused_and_not_printed(uri: str) -> None:
@@ -184,7 +185,7 @@ def test_an_address_with_a_password_is_refused_and_not_printed(uri: str) -> None
             refuse()
         assert "SECRET" not in str(error.value)
     with pytest.raises(UserError, match="RAY_ADDRESS has an address"):
-        join_cluster("user:SECRET@host:6379")
+        join_cluster("user:a/SECRET@host:6379")
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,19 @@ def test_an_address_with_a_password_is_refused_and_not_printed(uri: str) -> None
 )
 def test_an_address_without_a_password_is_accepted(uri: str) -> None:
     refuse_secrets({"ndcg@10": [uri, "ndcg@10"]}, "an option")
+
+
+def test_credentials_of_a_server_are_removed_where_the_store_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"MLFLOW_TRACKING_{key}" for key in ("USERNAME", "PASSWORD", "TOKEN")]
+    for name in names:
+        monkeypatch.setenv(name, "mine")
+    with pytest.raises(UserError, match="cannot reach MLflow"):
+        connect("http://127.0.0.1:9")
+    assert all(name in os.environ for name in names)
+    connect(f"sqlite:///{tmp_path}/mlflow.db")
+    assert not any(name in os.environ for name in names)
 
 
 def test_names_cannot_steer_a_terminal_or_a_page() -> None:

@@ -149,10 +149,13 @@ def connect(uri: str) -> MlflowClient:
     """Return a client of a store, after checking that the store can be reached.
 
     A SQLite file is created if needed. User and password of a server are taken from
-    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD. A SQLite file may name any
+    address of artifacts, so these variables are removed from the environment.
     """
     refuse_secrets(uri, "the tracking URI")
     file = sqlite_file(uri)
+    for name in ("USERNAME", "PASSWORD", "TOKEN") if file else ():
+        os.environ.pop(f"MLFLOW_TRACKING_{name}", None)
     if not file and uri in _reachable:
         return MlflowClient(uri)
     try:
@@ -165,7 +168,7 @@ def connect(uri: str) -> MlflowClient:
             contact_store(client, uri)
         mark_reachable(uri)
         return client
-    except (MlflowException, OSError, SQLAlchemyError) as error:
+    except (MlflowException, OSError, ImportError, SQLAlchemyError) as error:
         problem = "cannot reach MLflow"
         if SERVER_ERROR in str(error):
             problem = "MLflow answers with errors"

@@ -103,6 +103,11 @@ def test_a_storage_whose_name_mlflow_would_decode_is_refused(
         tracking.open_run(uri, "retrieval/y", "a", storage, config={}, hashes={})
 
 
+def test_a_database_without_its_driver_is_one_line() -> None:
+    with pytest.raises(UserError, match="No module named 'pg8000'"):
+        tracking.connect("postgresql+pg8000://host/db")
+
+
 def test_a_repeated_trial_continues_its_mlflow_run(tmp_path: Path, uri: str) -> None:
     def open_run(name: str, trial: str = "", parent: str | None = None) -> str:
         tags = {tracking.TRIAL_TAG: trial} if parent else {}
