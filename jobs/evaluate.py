@@ -265,9 +265,9 @@ def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
     path = record_result(result, metadata, config.tracking_uri)
     print(f"  written to  {path}")
     if metadata.tracking:
-        print(f"  MLflow run  {metadata.tracking['run_id']}")
         uri = choose_store(result.checkpoint, metadata, config.tracking_uri)
         if uri:
+            print(f"  MLflow run  {metadata.tracking['run_id']}")
             compare = cli.command_line(
                 "jobs.compare",
                 experiment=metadata.tracking["experiment"],

@@ -202,6 +202,22 @@ def test_evaluation_in_shards_equals_the_whole(
     assert remote.metrics == pytest.approx(whole.metrics)
 
 
+def test_no_run_is_printed_if_its_store_is_not_used(
+    evaluation: Evaluation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    setup = build_training(SASREC, FitConfig(), Inputs(evaluation.tables))
+    stranger = vars(RunRef("http://stranger", "retrieval/x", "0"))
+    checkpoint.save(tmp_path, setup.model, setup.checkpoint(epoch=1, tracking=stranger))
+    run(Config(checkpoint=str(tmp_path), tables=evaluation.tables))
+    output = capsys.readouterr().out
+    assert "not logged" in output
+    assert "MLflow run" not in output
+
+
 def test_results_are_logged_to_the_training_run_and_compared(
     evaluation: Evaluation, capsys: pytest.CaptureFixture
 ) -> None:
