@@ -46,6 +46,10 @@ def make_config(**counts: Any) -> ActionsConfig:
     return config.resolve(LogInfo(LABELS, [], [], clock=True), ["author"])
 
 
+def test_windows_are_a_day_and_a_week_unless_set() -> None:
+    assert ActionsConfig().counts.windows_days == [1, 7]
+
+
 def compute_features(disliked_hour: int) -> np.ndarray:
     """Return the features (17, F) of a user with an event per hour, all liked but one."""
     config = make_config(keys=["user"], delay_minutes=0, windows_days=[1])

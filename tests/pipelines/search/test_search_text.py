@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from sklearn.metrics.pairwise import cosine_similarity
@@ -387,6 +388,7 @@ def test_queries_without_known_words_and_missing_queries_get_finite_embeddings(
         tables, str(tmp_path / "text"), "tfidf", TextConfig(svd=1), say=str
     )
 
+    assert manifests.keys() == {"items", "queries", "pairs"}
     assert manifests["queries"].info.texts_without_known_word == 1
     pairs = read_table(str(tmp_path / "text" / "pairs"))
     keys = zip(
@@ -457,8 +459,13 @@ def serve_qgs(
     setup = build_training(model, FitConfig(batch_size=8), inputs)
     checkpoint.save(folder / "qgs", setup.model, setup.checkpoint(epoch=1))
     write_bundle(folder / "data", str(folder / "qgs"), inputs)
+    return load_served(folder / "data")
+
+
+def load_served(bundle: Path) -> ServedModel:
+    """Load a served model."""
     served = ServedModel()
-    artifacts = {"data": str(folder / "data")}
+    artifacts = {"data": str(bundle)}
     served.load_context(SimpleNamespace(artifacts=artifacts, model_config=None))
     return served
 
@@ -508,3 +515,10 @@ def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
         with pytest.warns(UserWarning, match="not in the training tables"):
             without_encoder = model.predict(None, rows)
         assert without_encoder["score"].tolist() != expected["score"].tolist()
+
+    # a bundle may come from anyone, and values of extension types may be pickles
+    vectors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((2, 3)))
+    table = pa.table({"text": vectors})
+    pq.write_table(table, tmp_path / "data/encoder/documents.parquet")
+    with pytest.raises(UserError, match="column text has the type"):
+        load_served(tmp_path / "data")

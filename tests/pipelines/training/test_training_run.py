@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs
+from core.schemas import Inputs, RunRecord
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.training import checkpoint
@@ -27,6 +27,7 @@ from pipelines.comparison.compare import compare
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from pipelines.training.config import RayOptions
+from pipelines.training.record import is_longer
 from pipelines.training.run import TrainingResult
 from tests.fixtures.batches import fill_batch
 from tests.fixtures.training_tables import write_tables
@@ -215,6 +216,11 @@ def test_a_finished_run_is_not_trained_again(training: Training) -> None:
     assert repeated.was_finished
     assert repeated.checkpoint == training.result.checkpoint
     assert training.read_change_times() == change_times
+
+
+def test_a_run_is_only_longer_with_more_epochs() -> None:
+    record = RunRecord(status="finished", config={"fit": {"max_epochs": 4}})
+    assert [is_longer(record, epochs) for epochs in (3, 4, 5)] == [False, False, True]
 
 
 def test_a_name_belongs_to_one_run(training: Training) -> None:
