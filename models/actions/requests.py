@@ -118,7 +118,6 @@ class NewItems:
         self.attributes, self.columns = catalogue.attributes, columns
         self.encoder, self.template = encoder, template
         self.width = catalogue.text.shape[1] if catalogue.text.numel() else 0
-        self.names = list(dict.fromkeys(map(field_name, columns)))
         self.cache: TextCache[str] = TextCache()
 
     def parse(self, items: Sequence[Item]) -> dict[str, Item]:
@@ -130,12 +129,6 @@ class NewItems:
             item_id = parse_item_id("new_items", item["item_id"])
             if item_id in by_id:
                 raise UserError(f"new_items has '{item_id:.200}' twice")
-            for name in item:
-                if name not in ("item_id", *self.names):
-                    raise UserError(
-                        f"new_items has the field '{name!s:.200}', which the model "
-                        "does not read"
-                    )
             by_id[item_id] = item
         return by_id
 

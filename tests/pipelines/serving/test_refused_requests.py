@@ -62,6 +62,11 @@ REFUSED_BODIES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("qgs", {"dataframe_records": [SEARCH | {"candidate": []}]}, "'candidate'"),
     ("attn_mvp", {"dataframe_records": [FEED | {"timestamp": 5}]}, "'timestamp'"),
+    (
+        "attn_mvp",
+        {"dataframe_records": [FEED | {"new_items": [{"item_id": "x", "hue": 1}]}]},
+        "column new_items",
+    ),
 ]
 
 
