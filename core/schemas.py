@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, one_line
 from core.files import absolute, join
-from core.tables import CHECKED, Manifest, TableInfo, read_manifest
+from core.tables import CHECKED, Table, TableInfo, open_table
 
 LABEL_TYPES = {"bool": pa.bool_(), "float32": pa.float32()}
 
@@ -949,8 +949,8 @@ class Inputs:
         self,
         tables: Mapping[str, Sequence[str]],
         sequences: type[SequencesInfo] = SequencesInfo,
-    ) -> dict[str, Manifest[Any]]:
-        """Read the manifests of tables.
+    ) -> dict[str, Table[Any]]:
+        """Open tables.
 
         Args:
             tables: Names of the tables in each folder, by option. A table comes after
@@ -958,24 +958,24 @@ class Inputs:
             sequences: Type of the info of the sequences.
 
         Returns:
-            The manifests by name of the table. The names of tables in the `text` folder
-            have the prefix `text_`.
+            The tables by name. The names of tables in the `text` folder have the prefix
+            `text_`.
         """
-        versions: dict[str, Manifest[Any]] = {}
+        versions: dict[str, Table[Any]] = {}
         classes = {**INFO_CLASSES, "sequences": sequences}
         for option, folder in self.folders().items():
             for table in tables.get(option, ()):
                 info_class = EmbeddingsInfo if option == "text" else classes[table]
-                manifest = read_manifest(join(folder, table), info_class)
-                for name, made_from in manifest.inputs.items():
+                version = open_table(join(folder, table), info_class)
+                for name, made_from in version.inputs.items():
                     if name in versions and versions[name].hash != made_from:
                         raise UserError(
-                            f"{join(folder, table)} was made from other {name} "
+                            f"{version.uri} was made from other {name} "
                             f"({made_from[:12]}, these are "
                             f"{versions[name].hash[:12]})"
                         )
                 name = f"text_{table}" if option == "text" else table
-                versions[name] = manifest
+                versions[name] = version
         return versions
 
     def select(self, model: str, reads: Mapping[str, bool]) -> Inputs:

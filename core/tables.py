@@ -2,7 +2,7 @@
 
     parts = [write_part(uri, rows) for rows in partitions]     # in tasks on any node
     commit(uri, "items", schema, parts, config={}, inputs={})  # in one process
-    items = read_table(uri, "items")
+    items = open_table(uri, ItemsInfo).read()
 
 A table is at a local path or a URI (s3://, gs://) and is written in two steps. Tasks
 write parts with `write_part`; then one process calls `commit`, which writes the
@@ -24,11 +24,11 @@ import hashlib
 import json
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,6 +42,7 @@ from core.files import (
     hold_lock,
     join,
     open_uri,
+    read_json,
     storage_errors,
     write_file,
 )
@@ -86,8 +87,12 @@ class Part:
     """SHA-256 of the file."""
 
 
+@dataclass
 class TableInfo:
-    """Settings and statistics of a table in its manifest: a dataclass per table."""
+    """Settings and statistics of a table: a dataclass per table.
+
+    The base class reads any table, without its settings and statistics.
+    """
 
     table: ClassVar[str] = ""
     """Name of the table; "" if there are several."""
@@ -104,9 +109,11 @@ Info = TypeVar("Info", bound=TableInfo)
 
 
 @dataclass(frozen=True)
-class Manifest(Generic[Info]):
-    """Content of `manifest.json`."""
+class Table(Generic[Info]):
+    """A table whose manifest was read, or is about to be written."""
 
+    uri: str
+    """Folder of the table; not in the manifest."""
     table: str
     """Name of the table, such as `sequences`."""
     schema_version: int
@@ -127,8 +134,7 @@ class Manifest(Generic[Info]):
     inputs: dict[str, str]
     """Hashes of the tables and files that the table was made from, by name."""
     info: Info
-    """Statistics of the job that made the table, such as the number of dropped
-    duplicates."""
+    """Settings and statistics, such as the number of dropped duplicates."""
     created: str
     """UTC time of the commit, ISO 8601."""
     timings: dict[str, float]
@@ -137,8 +143,38 @@ class Manifest(Generic[Info]):
     """Hashes of the versions that the table extends, the latest last. The items of an
     extended version keep their index."""
 
+    @property
+    def ancestry(self) -> list[str]:
+        """Hashes of the versions that the table extends, and its own."""
+        return [*self.extends, self.hash]
 
-def table_hashes(versions: Mapping[str, Manifest[Any]]) -> dict[str, str]:
+    def part_uris(self) -> list[str]:
+        """Return the URIs of the files, whose sizes are checked."""
+        filesystem, root = open_uri(self.uri)
+        with storage_errors(self.uri):
+            infos = filesystem.get_file_info(
+                [posixpath.join(root, part.path) for part in self.files]
+            )
+        uris = []
+        for part, info in zip(self.files, infos, strict=True):
+            uri = join(self.uri, part.path)
+            if info.type != fs.FileType.File:
+                raise UserError(f"{uri} is missing")
+            if info.size != part.bytes:
+                raise UserError(
+                    f"{uri} has {info.size} bytes, its manifest says {part.bytes}"
+                )
+            uris.append(uri)
+        return uris
+
+    def read(self, columns: list[str] | None = None) -> pa.Table:
+        """Read some or all columns of all rows."""
+        if not self.files:
+            raise UserError(f"the table {self.uri} has no rows")
+        return pa.concat_tables(read_parquet(uri, columns) for uri in self.part_uris())
+
+
+def table_hashes(versions: Mapping[str, Table[Any]]) -> dict[str, str]:
     """Return the hash of each table, by the table's name."""
     return {name: version.hash for name, version in versions.items()}
 
@@ -155,67 +191,53 @@ def has_manifest(uri: str) -> bool:
     return bool(file_info(join(uri, MANIFEST)).type == fs.FileType.File)
 
 
-@overload
-def read_manifest(uri: str, table: type[Info]) -> Manifest[Info]: ...
-@overload
-def read_manifest(uri: str, table: str | None = None) -> Manifest[Any]: ...
-def read_manifest(uri: str, table: Any = None) -> Manifest[Any]:
-    """Read the manifest of a table.
-
-    Args:
-        uri: Folder of the table.
-        table: Type of the `info`, or the expected name of the table, whose `info` is
-            not validated; None for any table.
-    """
-    info_class = None if table is None or isinstance(table, str) else table
-    name = info_class.table if info_class else table or ""
-    if not has_manifest(uri):
-        raise UserError(f"{uri} is not a table: it holds no {MANIFEST}")
-    filesystem, path = open_uri(join(uri, MANIFEST))
-    with storage_errors(uri), filesystem.open_input_stream(path) as stream:
-        text = stream.read()
+def read_manifest(uri: str) -> dict[str, Any] | None:
+    """Return the content of a table's `manifest.json`; None without the file."""
+    path = join(uri, MANIFEST)
     try:
-        content = json.loads(text)
-        content["files"] = [Part(**part) for part in content["files"]]
-        manifest: Manifest[Any] = Manifest(**content)
-        check_file_names(part.path for part in manifest.files)
+        with storage_errors(uri):
+            content = read_json(path)
+        if content is not None:
+            content["files"] = [Part(**part) for part in content["files"]]
+            check_file_names(part.path for part in content["files"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{join(uri, MANIFEST)} is damaged ({error})") from error
-    if name and manifest.table != name:
-        raise UserError(f"{uri} holds the table '{manifest.table}', not '{name}'")
-    if info_class is None:
-        return manifest
-    if manifest.schema_version != info_class.version:
+        raise UserError(f"{path} is damaged ({error})") from error
+    return content  # type: ignore[no-any-return]
+
+
+def find_table(uri: str, info_class: type[Info]) -> Table[Info] | None:
+    """Open a table; None if the folder holds no finished table."""
+    content = read_manifest(uri)
+    if content is None:
+        return None
+    path = join(uri, MANIFEST)
+    try:
+        table: Table[Any] = Table(uri=uri, **content)
+    except TypeError as error:
+        raise UserError(f"{path} is damaged ({error})") from error
+    name, version = info_class.table, info_class.version
+    if name and table.table != name:
+        raise UserError(f"{uri} holds the table '{table.table}', not '{name}'")
+    if table.schema_version != version:
         raise UserError(
-            f"{uri} has format {manifest.schema_version} of {manifest.table}, this "
-            f"version reads format {info_class.version}",
+            f"{uri} has format {table.schema_version} of {table.table}, this version "
+            f"reads format {version}",
             "format",
         )
     try:
-        info = info_class.parse(manifest.info)
+        return replace(table, info=info_class.parse(table.info))
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UserError(f"{join(uri, MANIFEST)} is damaged ({reason})") from error
-    return replace(manifest, info=info)
+        raise UserError(f"{path} is damaged ({reason})") from error
 
 
-def part_uris(uri: str, manifest: Manifest) -> list[str]:
-    """Return the URIs of a table's files."""
-    filesystem, root = open_uri(uri)
-    with storage_errors(uri):
-        infos = filesystem.get_file_info(
-            [posixpath.join(root, part.path) for part in manifest.files]
-        )
-    for part, info in zip(manifest.files, infos, strict=True):
-        if info.type != fs.FileType.File:
-            raise UserError(f"{join(uri, part.path)} is missing")
-        if info.size != part.bytes:
-            raise UserError(
-                f"{join(uri, part.path)} has {info.size} bytes, its manifest says "
-                f"{part.bytes}"
-            )
-    return [join(uri, part.path) for part in manifest.files]
+def open_table(uri: str, info_class: type[Info]) -> Table[Info]:
+    """Open a table."""
+    table = find_table(uri, info_class)
+    if table is None:
+        raise UserError(f"{uri} is not a table: it holds no {MANIFEST}")
+    return table
 
 
 def read_parquet(
@@ -262,45 +284,6 @@ def check_plain_types(schema: pa.Schema, uri: str) -> None:
         ]
 
 
-def iter_parts(
-    uri: str,
-    table: str | None = None,
-    columns: list[str] | None = None,
-    manifest: Manifest | None = None,
-) -> Iterator[pa.Table]:
-    """Yield the parts of a table in the order of its manifest.
-
-    Args:
-        uri: Folder of the table.
-        table: Expected name of the table; None for any.
-        columns: Columns to read; None for all.
-        manifest: Manifest of the table, if it is already loaded.
-    """
-    manifest = manifest or read_manifest(uri, table)
-    for part_uri in part_uris(uri, manifest):
-        yield read_parquet(part_uri, columns)
-
-
-def read_table(
-    uri: str,
-    table: str | None = None,
-    columns: list[str] | None = None,
-    manifest: Manifest | None = None,
-) -> pa.Table:
-    """Read all rows of a table.
-
-    Args:
-        uri: Folder of the table.
-        table: Expected name of the table; None for any.
-        columns: Columns to read; None for all.
-        manifest: Manifest of the table, if it is already loaded.
-    """
-    parts = list(iter_parts(uri, table, columns, manifest))
-    if not parts:
-        raise UserError(f"the table {uri} has no rows")
-    return pa.concat_tables(parts)
-
-
 def digest(content: Any) -> str:
     """Return a stable SHA-256 of JSON-like content."""
     text = json.dumps(content, sort_keys=True, default=str, separators=(",", ":"))
@@ -317,11 +300,6 @@ def fingerprint(config: dict[str, Any], inputs: dict[str, str]) -> str:
         inputs: Hash of each input by name.
     """
     return digest([SCHEMA_VERSION, config, inputs])
-
-
-def is_up_to_date(uri: str, expected: str) -> bool:
-    """Return whether a finished table with the expected fingerprint exists at `uri`."""
-    return has_manifest(uri) and read_manifest(uri).fingerprint == expected
 
 
 def writing(uri: str) -> AbstractContextManager[None]:
@@ -388,32 +366,36 @@ def _list_leaves(path: str, arrow_type: pa.DataType) -> list[tuple[str, pa.DataT
     return [(path, arrow_type)]
 
 
-def make_manifest(
+def make_table(
+    uri: str,
     table: str,
     schema: pa.Schema,
     parts: list[Part],
     *,
     config: dict[str, Any],
     inputs: dict[str, str],
-    info: Any = None,
+    info: TableInfo | None = None,
     timings: dict[str, Any] | None = None,
     extends: Iterable[str] = (),
-) -> Manifest[Any]:
-    """Build the manifest of a table, for `replace_tables`.
+) -> Table[Any]:
+    """Describe a table whose parts have been written, for `replace_tables`.
 
     Args:
+        uri: Folder of the table.
         table: Name of the table.
         schema: Schema of the table.
         parts: Parts in the order in which they are read.
         config: Configuration of the job that made the table.
         inputs: Hashes of the tables and files from which the table was made, by name.
-        info: Statistics of the job.
+        info: Settings and statistics; None for a table without.
         timings: Seconds per phase of the job.
         extends: Hashes of the versions that the table extends, the latest last.
     """
-    return Manifest(
+    info = info or TableInfo()
+    return Table(
+        uri=uri,
         table=table,
-        schema_version=getattr(info, "version", SCHEMA_VERSION),
+        schema_version=info.version,
         schema=[
             {"name": f.name, "type": str(f.type), "nullable": str(f.nullable)}
             for f in schema
@@ -424,43 +406,42 @@ def make_manifest(
         fingerprint=fingerprint(config, inputs),
         config=config,
         inputs=inputs,
-        info=info or {},
+        info=info,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         timings=timings or {},
         extends=list(extends),
     )
 
 
-def replace_tables(tables: Mapping[str, Manifest]) -> None:
+def replace_tables(tables: Collection[Table[Any]]) -> None:
     """Replace tables by new versions, whose parts have been written.
 
     All manifests are written, one right after the other. Then the files that they do
     not list are removed.
-
-    Args:
-        tables: Manifest of each table, by the table's URI.
     """
-    for uri, manifest in tables.items():
-        filesystem, root = open_uri(uri)
+    for table in tables:
+        filesystem, root = open_uri(table.uri)
         filesystem.create_dir(root, recursive=True)
         infos = filesystem.get_file_info(fs.FileSelector(root))
         existing = {info.base_name for info in infos}
-        missing = {part.path for part in manifest.files} - existing
+        missing = {part.path for part in table.files} - existing
         if missing:
             raise UserError(
-                f"{join(uri, min(missing))} was removed before its table was complete: "
-                f"another job writes to {uri} too"
+                f"{join(table.uri, min(missing))} was removed before its table was "
+                f"complete: another job writes to {table.uri} too"
             )
-    for uri, manifest in tables.items():
-        text = json.dumps(asdict(manifest), indent=2, sort_keys=True, default=str)
-        write_file(join(uri, MANIFEST), text.encode())
-    for uri, manifest in tables.items():
-        clear(uri, {part.path for part in manifest.files} | {MANIFEST})
+    for table in tables:
+        content = asdict(table)
+        del content["uri"]
+        text = json.dumps(content, indent=2, sort_keys=True, default=str)
+        write_file(join(table.uri, MANIFEST), text.encode())
+    for table in tables:
+        clear(table.uri, {part.path for part in table.files} | {MANIFEST})
 
 
 def commit(
     uri: str, table: str, schema: pa.Schema, parts: list[Part], **provenance: Any
-) -> Manifest:
+) -> Table[Any]:
     """Create or replace the table at `uri`, whose parts have been written.
 
     Args:
@@ -468,11 +449,11 @@ def commit(
         table: Name of the table.
         schema: Schema of the table.
         parts: Parts in the order in which they are read.
-        provenance: Keyword arguments of `make_manifest`, such as `config`.
+        provenance: Keyword arguments of `make_table`, such as `config`.
     """
-    manifest = make_manifest(table, schema, parts, **provenance)
-    replace_tables({uri: manifest})
-    return manifest
+    committed = make_table(uri, table, schema, parts, **provenance)
+    replace_tables([committed])
+    return committed
 
 
 def clear(uri: str, keep: Collection[str] = ()) -> None:
@@ -498,14 +479,11 @@ def clear(uri: str, keep: Collection[str] = ()) -> None:
         filesystem.delete_dir(root)
 
 
-def has_earlier_table(uri: str, table: str) -> bool:
-    """Return whether `uri` holds an earlier version of `table`."""
-    if not has_manifest(uri):
-        return False
+def check_replaceable(uri: str, table: str) -> None:
+    """Raise UserError if `uri` holds another table than an earlier `table`."""
     try:
-        current = read_manifest(uri).table
+        current = read_manifest(uri)
     except UserError:  # damaged: the job replaces the table
-        return True
-    if current != table:
-        raise UserError(f"{uri} holds the table '{current}', not '{table}'")
-    return True
+        return
+    if current and current.get("table") != table:
+        raise UserError(f"{uri} holds the table '{current['table']}', not '{table}'")

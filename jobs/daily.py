@@ -26,14 +26,16 @@ from core.files import absolute, hold_lock, join, read_json, write_file
 from core.options import STRICT, Fraction, check_known, merge
 from core.schemas import (
     DayRecord,
+    EmbeddingsInfo,
     EventsInfo,
     Inputs,
+    ItemsInfo,
     RunRef,
     SequencesInfo,
     SidsInfo,
     parse_record,
 )
-from core.tables import has_manifest, read_manifest
+from core.tables import TableInfo, find_table, open_table
 from jobs import cli
 
 if TYPE_CHECKING:
@@ -82,12 +84,6 @@ def lowest_accepted(value: float, share: float) -> float:
         share: Largest allowed drop, as a share of the absolute value.
     """
     return value - share * abs(value)
-
-
-def read_ancestry(uri: str) -> list[str]:
-    """Return the hash of a table after the hashes of the versions that it extends."""
-    manifest = read_manifest(uri)
-    return [*manifest.extends, manifest.hash]
 
 
 class Day:
@@ -154,10 +150,11 @@ class Day:
         if not output:
             return {}
         options = {**self.config.tokenize, "tables": self.tables, "output": output}
-        if not has_manifest(join(output, "sids")):
+        sids = find_table(join(output, "sids"), SidsInfo)
+        if sids is None:
             return options
-        items_hash = read_manifest(join(output, "sids"), SidsInfo).info.items_hash
-        if items_hash in read_ancestry(join(self.tables, "items")):
+        items = open_table(join(self.tables, "items"), ItemsInfo)
+        if sids.info.items_hash in items.ancestry:
             return {**options, "extend": output}
         return {**options, "overwrite": True}
 
@@ -171,15 +168,16 @@ class Day:
 
     def is_text_outdated(self) -> bool:
         """Return whether text embeddings were computed from earlier tables."""
-        for text_table in ("items", "queries", "pairs"):
-            uri = join(self.inputs["text"], text_table)
-            if not has_manifest(uri):
-                continue
-            for table, input_hash in read_manifest(uri).inputs.items():
-                if table == "encoder":
-                    continue
-                if input_hash != read_manifest(join(self.tables, table)).hash:
-                    return True
+        tables = {
+            name: find_table(join(self.tables, name), TableInfo)
+            for name in ("items", "queries", "sequences")
+        }
+        hashes = {name: table.hash for name, table in tables.items() if table}
+        for name in ("items", "queries", "pairs"):
+            text = find_table(join(self.inputs["text"], name), EmbeddingsInfo)
+            made_from = text.inputs if text else {}
+            if any(made_from.get(name, same) != same for name, same in hashes.items()):
+                return True
         return False
 
     def train_options(self, name: str, init: str = "") -> dict[str, Any]:
@@ -214,13 +212,13 @@ class Day:
         """
         from pipelines.data.reading.log import load_source
 
-        sequences = read_manifest(join(self.tables, "sequences"), SequencesInfo)
+        sequences = open_table(join(self.tables, "sequences"), SequencesInfo)
         split = sequences.info.split
         if split.by != "temporal":
             raise UserError(
                 f"prepare.split.by is '{split.by}', and jobs.daily needs temporal"
             )
-        last_ms = read_manifest(join(self.tables, "events"), EventsInfo).info.last_ms
+        last_ms = open_table(join(self.tables, "events"), EventsInfo).info.last_ms
         source, _ = load_source(self.config.prepare["source"])
         zone = ZoneInfo((source.time and source.time.zone) or "UTC")
         date = datetime.fromtimestamp(last_ms / 1000, zone).date()

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from core.files import join
 from core.options import STRICT
 from core.schemas import SequencesInfo
-from core.tables import read_manifest
+from core.tables import open_table
 from jobs import cli
 from pipelines.data.kinds import KINDS
 from pipelines.data.sids.config import TextConfig
@@ -51,7 +51,7 @@ def run(config: Config) -> None:
         print(f"[{time.monotonic() - start_s:6.1f}s] {message}", flush=True)
 
     cli.preflight(tables=config.tables, output=config.output)
-    manifests = encode_log(
+    written = encode_log(
         config.tables,
         config.output,
         config.encoder,
@@ -61,14 +61,14 @@ def run(config: Config) -> None:
         cli.start_ray,
     )
     counts = ", ".join(
-        f"{manifests[name].rows:,} {name}"
+        f"{written[name].rows:,} {name}"
         for name in ("items", "queries", "pairs")
-        if name in manifests
+        if name in written
     )
-    width = manifests["items"].info.width
+    width = written["items"].info.width
     seconds = time.monotonic() - start_s
     print(f"{counts}, width {width}, in {seconds:.0f} s: {config.output}")
-    sequences = read_manifest(join(config.tables, "sequences"), SequencesInfo)
+    sequences = open_table(join(config.tables, "sequences"), SequencesInfo)
     kind = sequences.info.kind
     model = KINDS[kind].first_model
     train = cli.command_line(

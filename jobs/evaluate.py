@@ -31,7 +31,7 @@ from models.retrieval.options import (
 )
 
 if TYPE_CHECKING:
-    from core.tables import Manifest
+    from core.tables import Table
     from models.training.checkpoint import Checkpoint
     from pipelines.evaluation.record import Result
 
@@ -157,7 +157,7 @@ def write_inference(config: Config, inputs: Inputs, folder: str) -> None:
     from pipelines.evaluation.checks import Workers
     from pipelines.evaluation.inference import InferenceOptions, infer_all
 
-    manifest, existed = infer_all(
+    table, existed = infer_all(
         config.checkpoint,
         inputs,
         folder,
@@ -175,25 +175,25 @@ def write_inference(config: Config, inputs: Inputs, folder: str) -> None:
     status = "written"
     if existed:
         status = "already exist, from the same checkpoint and tables; nothing to do"
-    if manifest.table == "scores":
-        print_scores(manifest, folder, status)
+    if table.table == "scores":
+        print_scores(table, folder, status)
     else:
-        print_recommendations(config, manifest, folder, status)
+        print_recommendations(config, table, folder, status)
 
 
-def print_scores(manifest: Manifest[PredictionsInfo], folder: str, status: str) -> None:
+def print_scores(table: Table[PredictionsInfo], folder: str, status: str) -> None:
     """Print the size and columns of a table of scores.
 
     Args:
-        manifest: Manifest of the table.
+        table: The table.
         folder: Folder of the table.
         status: End of the first line: whether the table is new.
     """
-    candidates = pluralize(manifest.info.candidates, "candidate")
-    requests = pluralize(manifest.rows, "request")
-    model, split = manifest.info.model, manifest.info.split
+    candidates = pluralize(table.info.candidates, "candidate")
+    requests = pluralize(table.rows, "request")
+    model, split = table.info.model, table.info.split
     print(f"Scores of {model} on {split}: {candidates} of {requests} {status}.")
-    names = [column["name"] for column in manifest.schema]
+    names = [column["name"] for column in table.schema]
     first_score = next(name for name in names if name.startswith("score_"))
     print(
         f"  table       {folder}: {', '.join(names)}; candidates best first by "
@@ -202,7 +202,7 @@ def print_scores(manifest: Manifest[PredictionsInfo], folder: str, status: str) 
 
 
 def print_recommendations(
-    config: Config, manifest: Manifest[PredictionsInfo], folder: str, status: str
+    config: Config, table: Table[PredictionsInfo], folder: str, status: str
 ) -> None:
     """Print the size and columns of a table of recommendations.
 
@@ -210,21 +210,21 @@ def print_recommendations(
 
     Args:
         config: Options of the job.
-        manifest: Manifest of the table.
+        table: The table.
         folder: Folder of the table.
         status: End of the first line: whether the table is new.
     """
     from models import registry
 
-    model = manifest.info.model
+    model = table.info.model
     unit, on_split = "user", ""
     if config.split:
         unit, on_split = "request", f" on {config.split}"
     print(
         f"Recommendations of {model}{on_split}: top {config.k} of "
-        f"{pluralize(manifest.rows, unit)} {status}."
+        f"{pluralize(table.rows, unit)} {status}."
     )
-    num_short = manifest.info.below_k
+    num_short = table.info.below_k
     if num_short:
         items = "the allowed set" if config.allowed else "the catalogue"
         reason = f"{items} has no more"
@@ -236,7 +236,7 @@ def print_recommendations(
         print(
             f"note: {num_short:,} of them have fewer than {config.k} items, as {reason}"
         )
-    columns = ", ".join(column["name"] for column in manifest.schema)
+    columns = ", ".join(column["name"] for column in table.schema)
     print(f"  table       {folder}: {columns}; items best first")
 
 

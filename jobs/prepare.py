@@ -88,7 +88,7 @@ def run(config: Config) -> dict[str, Any]:
         input=config.input, output=config.output, catalogue=settings.catalogue
     )
     # Reports invalid settings before Ray starts.
-    resolve_config(source, config.input, config.output, settings)
+    resolve_config(source, config.input, settings)
     sample = preview(
         source, config.input, settings.max_rejects, settings.catalogue is None
     )

@@ -30,7 +30,7 @@ from core.errors import UserError, format_duration
 from core.files import join
 from core.options import STRICT, build, merge, read_yaml
 from core.schemas import ItemsInfo, SequencesInfo
-from core.tables import read_manifest
+from core.tables import open_table
 from jobs import cli
 from pipelines.data.kinds import KINDS
 from pipelines.data.reading.log import load_source
@@ -161,7 +161,7 @@ def plan_extra(config: Config, home: Path, extra: str) -> Step | None:
 
     It is None if the log has neither texts of items nor published semantic IDs.
     """
-    items = read_manifest(str(home / "tables/items"), ItemsInfo)
+    items = open_table(str(home / "tables/items"), ItemsInfo)
     options = {"tables": str(home / "tables"), "output": str(home / extra)}
     if items.info.texts:
         options["encoder"] = config.encoder
@@ -271,7 +271,7 @@ def run(config: Config) -> None:
     run_step(Step("Raw log to tables", "prepare", prepare), "")
     run_step(Step("Prove the tables free of leakage", "audit", {"tables": tables}), "")
 
-    info = read_manifest(join(tables, "sequences"), SequencesInfo).info
+    info = open_table(join(tables, "sequences"), SequencesInfo).info
     requests = info.requests
     extra = plan_extra(config, home, flow.extra) if flow.extra else None
     page = home / "compare.html"

@@ -25,8 +25,8 @@ from pydantic.dataclasses import dataclass
 from core.errors import pluralize
 from core.files import join
 from core.options import STRICT
-from core.schemas import SidsInfo, TrieInfo
-from core.tables import Manifest
+from core.schemas import ItemsInfo, SidsInfo, TrieInfo
+from core.tables import Table, open_table
 from jobs import cli
 from models import registry
 from pipelines.data.sids.config import EmbedConfig
@@ -102,7 +102,7 @@ class Config:
         return self.embeddings.lower().endswith(SUFFIXES)
 
 
-def describe_quality(sids: Manifest[SidsInfo], trie: Manifest[TrieInfo]) -> list[str]:
+def describe_quality(sids: Table[SidsInfo], trie: Table[TrieInfo]) -> list[str]:
     """Return lines on the quality of the SIDs: errors, collisions, use of codes."""
     sizes, info = sids.info.codebook_sizes, sids.info.measures
     lines = [
@@ -150,7 +150,7 @@ def run(config: Config) -> None:
 
     shared = "" if config.has_custom_embeddings else config.embeddings
     paths = TokenizerPaths(
-        join(config.tables, "items"),
+        open_table(join(config.tables, "items"), ItemsInfo),
         config.output,
         shared,
         join(config.tables, "sequences"),
@@ -201,7 +201,7 @@ def run(config: Config) -> None:
 
 
 def resolve_source(
-    config: Config, tokenizer: Tokenizer, items: str, shared: str
+    config: Config, tokenizer: Tokenizer, items: Table[ItemsInfo], shared: str
 ) -> EmbeddingSource:
     """Return the source of the item embeddings, before Ray starts.
 
@@ -210,11 +210,11 @@ def resolve_source(
     Args:
         config: Options of the job.
         tokenizer: The tokenizer.
-        items: URI of the table of items.
+        items: Table of the items.
         shared: Folder of shared embeddings, or an empty string.
     """
     from pipelines.data.sids.embed import EmbeddingSource, embed_origin
-    from pipelines.data.sids.tokenize import check_folders, check_items
+    from pipelines.data.sids.tokenize import check_items
 
     cli.preflight(
         tables=config.tables,
@@ -222,7 +222,6 @@ def resolve_source(
         extend=config.extend,
         output=config.output,
     )
-    check_folders(config.output, shared)
     precomputed = None
     if config.has_custom_embeddings:
         precomputed = read_precomputed(config.embeddings, config.id)
@@ -233,9 +232,7 @@ def resolve_source(
     return source
 
 
-def print_result(
-    config: Config, sids: Manifest[SidsInfo], trie: Manifest[TrieInfo]
-) -> None:
+def print_result(config: Config, sids: Table[SidsInfo], trie: Table[TrieInfo]) -> None:
     """Print the quality of the SIDs, and the drift of extended SIDs."""
     from pipelines.data.sids.extend import describe_drift
 

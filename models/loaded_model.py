@@ -1,7 +1,7 @@
 """A model loaded from a checkpoint, with its catalogue and examples.
 
 loaded = LoadedModel.load("runs/tiger/best", Inputs(tables, sids), device="cuda")
-examples = loaded.load_examples(inputs, "test")
+examples = loaded.load_examples("test")
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from core.errors import UserError
 from core.schemas import Inputs
-from core.tables import Manifest, table_hashes
+from core.tables import Table, table_hashes
 from models import registry
 from models.build import load_model
 from models.training import checkpoint
@@ -53,7 +53,6 @@ class LoadedModel:
 
     def load_examples(
         self,
-        inputs: Inputs,
         split: str,
         *,
         max_history: int | None = None,
@@ -63,7 +62,6 @@ class LoadedModel:
         """Load the examples of one split.
 
         Args:
-            inputs: Folders of the tables.
             split: Name of the split.
             max_history: Maximum number of behaviours of a history; None for the value
                 in the model's config.
@@ -74,20 +72,19 @@ class LoadedModel:
         if max_history is None:
             max_history = config.max_history
         return dataset_class.load(
-            inputs.sequences,
+            self.catalogue.versions["sequences"],
             split,
             unit=self.model.eval_unit,
             max_history=max_history,
             rank=rank,
             world=world,
-            manifest=self.catalogue.versions.get("sequences"),
             **dataset_class.dataset_options(config, self.catalogue),
         )
 
 
 def replace_sequences_version(
-    versions: dict[str, Manifest[Any]], metadata: Checkpoint
-) -> dict[str, Manifest[Any]]:
+    versions: dict[str, Table[Any]], metadata: Checkpoint
+) -> dict[str, Table[Any]]:
     """Replace the version of `sequences` by the training's, so that the check passes.
 
     A model that ranks a catalogue may be evaluated on another log of the same items. If
@@ -107,7 +104,7 @@ def replace_sequences_version(
     return versions
 
 
-def check_kind(name: str, versions: Mapping[str, Manifest[Any]]) -> None:
+def check_kind(name: str, versions: Mapping[str, Table[Any]]) -> None:
     """Raise UserError if the model `name` reads sequences of another kind."""
     kind, expected = versions["sequences"].info.kind, registry.find(name).kind
     if kind != expected:
@@ -133,8 +130,8 @@ def load_catalogue(
     return catalogue
 
 
-def read_versions(name: str, inputs: Inputs) -> dict[str, Manifest[Any]]:
-    """Read the manifests of the tables of the model `name`."""
+def read_versions(name: str, inputs: Inputs) -> dict[str, Table[Any]]:
+    """Open the tables of the model `name`."""
     model_class = registry.find(name)
     inputs = inputs.select(name, model_class.extra_inputs)
     versions = inputs.versions(model_class.catalogue_tables)
@@ -143,12 +140,12 @@ def read_versions(name: str, inputs: Inputs) -> dict[str, Manifest[Any]]:
 
 
 def check_hashes(
-    versions: Mapping[str, Manifest[Any]], checked: Mapping[str, str]
+    versions: Mapping[str, Table[Any]], checked: Mapping[str, str]
 ) -> None:
     """Check that the tables of a model were not replaced since an earlier check.
 
     Args:
-        versions: Manifests of the tables, by name.
+        versions: The tables, by name.
         checked: Hash of each table at the earlier check, by name.
     """
     current = table_hashes(versions)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from core.errors import UserError
 from core.ids import parse_item_ids
 from core.schemas import CustomFeatures, Inputs
-from core.tables import LARGEST_NUMBER, read_table
+from core.tables import LARGEST_NUMBER
 from models.custom_features import CATEGORY, NUMBER, read_features
 from models.dataset.batch import Batch
 from models.text.text_encoder import load_saved
@@ -197,7 +197,7 @@ class Requests:
             catalogue: Catalogue of the model.
             settings: Options for loading, as declared in `settings`.
         """
-        items = read_table(f"{folder}/tables/items", "items", ["item_id"])
+        items = catalogue.versions["items"].read(["item_id"])
         self.items: list[str] = items["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(self.items)}
         self.encoder = None

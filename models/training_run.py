@@ -22,7 +22,7 @@ from core.errors import UserError
 from core.files import join
 from core.options import check_known
 from core.schemas import Inputs, SequencesInfo
-from core.tables import Manifest, read_manifest
+from core.tables import Table, open_table
 from models import registry
 from models.custom_features import adopt_scales
 from models.dataset.batch import Batch
@@ -133,9 +133,7 @@ class TrainingRun:
             rank, world = 0, 1
         since = last.learned.get("since", 0) if last else trained_until(initial, fit)
         new = NewExamples(since, fit.replay_fraction, fit.seed)
-        train, val = load_datasets(
-            model_class, config, catalogue, inputs, new, rank, world
-        )
+        train, val = load_datasets(model_class, config, catalogue, new, rank, world)
         if not len(train):
             newer = f" newer than the training of {init or 'this run'}" if since else ""
             raise UserError(f"{inputs.sequences} has no train request{newer}")
@@ -326,7 +324,7 @@ def choose_scales(
         return last.learned.get("scales"), []
     if initial is None or "scales" not in initial.learned:
         return None, []
-    info = read_manifest(inputs.sequences, SequencesInfo).info
+    info = open_table(inputs.sequences, SequencesInfo).info
     return adopt_scales(initial.learned["scales"], info.custom)
 
 
@@ -357,7 +355,7 @@ def resolve_training(
 def check_init(
     initial: Checkpoint,
     init: str,
-    versions: Mapping[str, Manifest[Any]],
+    versions: Mapping[str, Table[Any]],
     model_class: type[Model],
     fit: FitConfig,
 ) -> None:
@@ -402,7 +400,6 @@ def load_datasets(
     model_class: type[Model],
     config: Any,
     catalogue: Any,
-    inputs: Inputs,
     new: NewExamples,
     rank: int,
     world: int,
@@ -413,29 +410,26 @@ def load_datasets(
         model_class: Class of the model.
         config: Config of the model.
         catalogue: Catalogue of the model.
-        inputs: Folders of the tables.
         new: Selection of the training examples.
         rank: Rank of this worker.
         world: Number of workers.
     """
     dataset_class = model_class.dataset_class
+    sequences = catalogue.versions["sequences"]
     common: dict[str, Any] = {
         "max_history": config.max_history,
         "rank": rank,
         "world": world,
-        "manifest": catalogue.versions["sequences"],
         **dataset_class.dataset_options(config, catalogue),
     }
     train = dataset_class.load(
-        inputs.sequences,
+        sequences,
         "train",
         unit=model_class.example_unit,
         new=new,
         **common,
     )
-    val = dataset_class.load(
-        inputs.sequences, "val", unit=model_class.eval_unit, **common
-    )
+    val = dataset_class.load(sequences, "val", unit=model_class.eval_unit, **common)
     return train, val
 
 

@@ -25,7 +25,11 @@ import pytest
 from core.errors import UserError
 from core.ids import clean_id, parse_item_id
 from core.options import build, refuse_secrets
-from core.tables import read_parquet
+from core.tables import (
+    TableInfo,
+    open_table,
+    read_parquet,
+)
 from jobs.cli import join_cluster, mask_controls
 from models.dataset.columns import cache_folder, open_columns
 from models.retrieval.sasrec import SASRec
@@ -317,7 +321,10 @@ def test_the_cache_removes_only_its_own_entries(
         os.utime(path, (0, 0))
     write_table(str(tmp_path / "table"), "items", pa.table({"item_index": [0]}), {}, {})
     open_columns(
-        str(tmp_path / "table"), "layout", None, lambda table: {"item": np.zeros(1)}
+        open_table(str(tmp_path / "table"), TableInfo),
+        "layout",
+        None,
+        lambda table: {"item": np.zeros(1)},
     )
     assert all(path.exists() for path in foreign)
     assert not old.exists()
@@ -333,7 +340,10 @@ def test_the_cache_is_readable_by_its_user_alone(
             str(tmp_path / "table"), "items", pa.table({"item_index": [0]}), {}, {}
         )
         open_columns(
-            str(tmp_path / "table"), "layout", None, lambda table: {"item": np.zeros(1)}
+            open_table(str(tmp_path / "table"), TableInfo),
+            "layout",
+            None,
+            lambda table: {"item": np.zeros(1)},
         )
     finally:
         os.umask(before)

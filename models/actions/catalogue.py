@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.files import join
 from core.schemas import ActionsInfo, CustomFeatures, Inputs
-from core.tables import Manifest, read_table, table_hashes
+from core.tables import Table, table_hashes
 from models.custom_features import CATEGORY, CUSTOM_KEY, NUMBER, rescale
 from models.text.text_tables import read_vectors, root_mean_square
 
@@ -138,7 +137,7 @@ class ActionsCatalogue:
     the event."""
     train_rates: tuple[float, ...] = ()
     """(K,) share of positives among training events; empty if unknown."""
-    versions: dict[str, Manifest[Any]] = field(default_factory=dict)
+    versions: dict[str, Table[Any]] = field(default_factory=dict)
     """Versions of the catalogue's tables, by name."""
 
     def __post_init__(self) -> None:
@@ -177,13 +176,13 @@ class ActionsCatalogue:
         """
         versions = Inputs(tables, text=text).versions(TABLES, ActionsInfo)
         info: ActionsInfo = versions["sequences"].info
-        items = read_table(join(tables, "items"), "items")
+        items = versions["items"].read()
         scales = scales or {}
         attributes = Attributes.from_items(items, scales)
         numbers, categories = attributes.read(items)
         vectors = torch.zeros(0)
         if text is not None:
-            vectors = read_vectors(read_table(join(text, "items")), "embedding")
+            vectors = read_vectors(versions["text_items"].read(), "embedding")
         return cls(
             num_items=len(items),
             actions=tuple(info.actions),

@@ -31,7 +31,7 @@ from core.files import join
 from core.ids import parse_item_id
 from core.ragged import concat_columns, lengths_to_starts
 from core.schemas import ActionsInfo, EmbeddingsInfo, Inputs, ItemsInfo
-from core.tables import Manifest, read_manifest
+from core.tables import Table, open_table
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
@@ -42,7 +42,6 @@ from models.requests import (
     Requests,
     Row,
     check_entries,
-    find_bundled_inputs,
 )
 from models.text.text_encoder import (
     Floats,
@@ -62,24 +61,19 @@ Item = dict[str, Any]
 """A new item: `item_id`, and its text and attributes by name."""
 
 
-def read_text_manifest(inputs: Inputs) -> Manifest | None:
-    """Return the manifest of the items' text, or None for models without text."""
-    if not inputs.text:
-        return None
-    return read_manifest(join(inputs.text, "items"), EmbeddingsInfo)
-
-
-def text_template(text: Manifest | None) -> str:
+def text_template(text: Table[Any] | None) -> str:
     """Return the template by which items' columns were formatted as texts."""
     return str(text.config.get("template", "")) if text else ""
 
 
-def content_columns(items: Manifest, text: Manifest | None) -> list[str]:
+def content_columns(
+    items: Table[ItemsInfo], text: Table[EmbeddingsInfo] | None
+) -> list[str]:
     """Return the columns of items that a model reads: attributes and parts of the text.
 
     Args:
-        items: Manifest of the items.
-        text: Manifest of the items' text, or None for a model that reads no text.
+        items: Table of the items.
+        text: Table of the items' text, or None for a model that reads no text.
     """
     names = [column["name"] for column in items.schema]
     columns = [name for name in names if name.startswith((NUMBER, CATEGORY))]
@@ -215,9 +209,8 @@ class ActionsRequests(Requests):
             name: {value: code for code, value in enumerate(values, 1)}
             for name, values in catalogue.viewers.items()
         }
-        items = read_manifest(f"{folder}/tables/items", ItemsInfo)
-        text = read_text_manifest(find_bundled_inputs(folder))
-        columns = content_columns(items, text)
+        text = catalogue.versions.get("text_items")
+        columns = content_columns(catalogue.versions["items"], text)
         self.new_items = NewItems(catalogue, columns, self.encoder, text_template(text))
 
     @classmethod
@@ -232,10 +225,13 @@ class ActionsRequests(Requests):
         # values of the request, and of each event of the history; "" for none
         for name in info.viewers:
             columns |= {f"viewer_{name}": "string", f"history_viewer_{name}": "strings"}
-        items = read_manifest(join(inputs.tables, "items"), ItemsInfo)
+        items = open_table(join(inputs.tables, "items"), ItemsInfo)
+        text = None
+        if inputs.text:
+            text = open_table(join(inputs.text, "items"), EmbeddingsInfo)
         fields = {
             field_name(name): "number" if name.startswith(NUMBER) else "string"
-            for name in content_columns(items, read_text_manifest(inputs))
+            for name in content_columns(items, text)
         }
         return {**columns, "new_items": {"item_id": "id", **fields}}
 

@@ -1,6 +1,6 @@
 """Flat arrays of a table, decoded once per node and memory-mapped by its processes.
 
-    columns = open_columns("tables/sequences", "retrieval", ["item_index"], decode)
+    columns = open_columns(sequences, "retrieval", ["item_index"], decode)
     columns["item"]    # (E,) int32, all behaviours end to end
 
 The arrays are files in a folder that is named by the hash of the table's content. The
@@ -26,7 +26,7 @@ import pyarrow as pa
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from core.tables import Manifest, part_uris, read_manifest, read_parquet
+from core.tables import Table, read_parquet
 
 CACHE_VARIABLE = "TRIELINE_CACHE"
 """Environment variable that names the cache folder."""
@@ -56,12 +56,10 @@ def cache_folder() -> Path:
 
 
 def open_columns(
-    uri: str,
+    table: Table[Any],
     layout: str,
     parquet_columns: list[str] | None,
     decode: Decoder,
-    *,
-    manifest: Manifest | None = None,
     settings: Any = None,
 ) -> Columns:
     """Memory-map the decoded columns of a table.
@@ -69,17 +67,15 @@ def open_columns(
     The first process of a node that opens the table decodes it.
 
     Args:
-        uri: Folder of the table.
+        table: The table.
         layout: Name of the decoder, such as `retrieval`.
         parquet_columns: The columns that `decode` reads; None for all.
         decode: Decodes one part of the table.
-        manifest: Manifest of the table, if it is already loaded.
         settings: JSON value on which the decoded arrays depend, in addition to the
             content of the table.
     """
-    manifest = manifest or read_manifest(uri)
-    uris = part_uris(uri, manifest)
-    hashes = [part.sha256 for part in manifest.files]
+    uris = table.part_uris()
+    hashes = [part.sha256 for part in table.files]
     key = [FORMAT_VERSION, layout, hashes, parquet_columns, settings]
     digest = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:32]
     entry = cache_folder() / f"{layout}-{digest}"

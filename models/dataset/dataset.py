@@ -1,6 +1,6 @@
 """Examples of one split of a `sequences` table, and the batches of one worker.
 
-    dataset = RetrievalDataset.load("tables/sequences", "train", max_history=20)
+    dataset = RetrievalDataset.load(sequences, "train", max_history=20)
     for batch in dataset.epoch(256, seed=1, epoch=0):
         ...
 
@@ -29,7 +29,7 @@ from core.errors import UserError
 from core.ragged import lengths_to_offsets
 from core.schemas import SequencesInfo
 from core.splits import SPLITS
-from core.tables import Manifest, read_manifest
+from core.tables import Table
 from models.dataset.batch import Batch
 from models.dataset.columns import Columns, columns_bytes, open_columns
 from models.dataset.order import count_steps, order_epoch
@@ -96,7 +96,6 @@ class RequestDataset:
         rank: int = 0,
         world: int = 1,
         new: NewExamples | None = None,
-        manifest: Manifest[Any] | None = None,
         **options: Any,
     ) -> None:
         """Plan the examples of a split over decoded columns.
@@ -109,7 +108,6 @@ class RequestDataset:
             rank: Rank of this worker.
             world: Number of workers.
             new: Selection of the training examples; None for all.
-            manifest: Manifest of the table; None to read it.
             options: Options of the kind, from `dataset_options`.
         """
         if split not in self.splits:
@@ -190,7 +188,7 @@ class RequestDataset:
     @classmethod
     def load(
         cls,
-        uri: str,
+        table: Table[Any],
         split: str,
         *,
         unit: str | None = None,
@@ -198,13 +196,12 @@ class RequestDataset:
         rank: int = 0,
         world: int = 1,
         new: NewExamples | None = None,
-        manifest: Manifest[Any] | None = None,
         **options: Any,
     ) -> Self:
         """Load the examples of one split of a `sequences` table.
 
         Args:
-            uri: Folder of the table.
+            table: The table.
             split: `train`, `val`, `test`, or another entry of `splits`.
             unit: Unit of an example; None for `default_unit`.
             max_history: Maximum number of behaviours of a history; None for
@@ -212,19 +209,16 @@ class RequestDataset:
             rank: Rank of this worker.
             world: Number of workers.
             new: Selection of the training examples; None for all.
-            manifest: Manifest of the table; None to read it.
             options: Options of the kind, from `dataset_options`.
         """
-        manifest = manifest or read_manifest(uri, cls.info_class)
-        if not manifest.rows:
-            raise UserError(f"{uri} has no users")
+        if not table.rows:
+            raise UserError(f"{table.uri} has no users")
         columns = open_columns(
-            uri,
+            table,
             cls.kind,
-            cls.parquet_columns(manifest.info),
-            lambda table: cls.decode(table, manifest.info),
-            manifest=manifest,
-            settings=cls.decoder_settings(manifest.info),
+            cls.parquet_columns(table.info),
+            lambda part: cls.decode(part, table.info),
+            cls.decoder_settings(table.info),
         )
         return cls(
             columns,

@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.files import join
 from core.ragged import (
     find_rows,
     find_sorted,
@@ -37,7 +36,7 @@ from core.ragged import (
 )
 from core.schemas import Inputs, RetrievalInfo
 from core.splits import SPLITS
-from core.tables import Manifest, read_table, table_hashes
+from core.tables import Table, table_hashes
 from models.dataset.batch import Batch, axes
 from models.dataset.columns import Columns
 from models.dataset.dataset import RequestDataset
@@ -67,10 +66,8 @@ class Catalogue:
     """Number of codes per level; empty without semantic IDs."""
     trie: Trie | None = None
     """The semantic IDs as a trie, or None."""
-    versions: dict[str, Manifest[Any]] = field(default_factory=dict)
+    versions: dict[str, Table[Any]] = field(default_factory=dict)
     """Versions of the catalogue's tables: `sequences`, `items`, `sids`, `trie`."""
-    tables: str = ""
-    """Folder of the tables, for models that read the items' texts; may be empty."""
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -92,12 +89,12 @@ class Catalogue:
         versions = Inputs(tables_uri, sids_uri).versions(TABLES, RetrievalInfo)
         num_items = versions["items"].rows
         if sids_uri is None:
-            return cls(num_items, versions=versions, tables=tables_uri)
+            return cls(num_items, versions=versions)
 
         sizes = tuple(versions["sids"].info.codebook_sizes)
-        codes = read_codes(read_table(join(sids_uri, "sids"), "sids"))
+        codes = read_codes(versions["sids"].read())
         trie = Trie(codes, sizes)
-        return cls(num_items, codes, sizes, trie, versions, tables_uri)
+        return cls(num_items, codes, sizes, trie, versions)
 
     @classmethod
     def from_codes(cls, codes: Tensor, codebook_sizes: tuple[int, ...]) -> Self:

@@ -33,10 +33,8 @@ from core.schemas import (
     TokensInfo,
 )
 from core.tables import (
-    Manifest,
-    has_manifest,
-    read_manifest,
-    read_table,
+    Table,
+    find_table,
     table_hashes,
 )
 from models.custom_features import CUSTOM_KEY, rescale
@@ -101,27 +99,26 @@ class SearchText:
         )
 
     @classmethod
-    def load(cls, uri: str, items: Manifest, num_queries: int) -> Self:
-        """Open the tables of jobs.encode.
+    def load(cls, uri: str, versions: Mapping[str, Table[Any]]) -> Self:
+        """Load the tables of jobs.encode.
 
         Args:
             uri: Folder of the tables.
-            items: Manifest of the items that were encoded.
-            num_queries: Number of queries that were encoded.
+            versions: Tables of the log and of its texts, by name.
         """
-        names = ("items", "queries", "pairs", "tokens")
-        present = [name for name in names if has_manifest(join(uri, name))]
-        settings = [
-            _encoder_settings(read_manifest(join(uri, name))) for name in present
-        ]
+        texts = [versions[f"text_{name}"] for name in TABLES["text"]]
+        tokens = find_table(join(uri, "tokens"), TokensInfo)
+        settings = [_encoder_settings(table) for table in (*texts, tokens) if table]
+        if tokens and tokens.inputs.get("items") != versions["items"].hash:
+            raise UserError(f"{tokens.uri} was made from other items")
         if any(table_settings != settings[0] for table_settings in settings):
             raise UserError(f"the tables of {uri} were encoded with different settings")
-        documents = read_vectors(read_table(join(uri, "items")), "embedding")
-        width = documents.shape[1]
+        documents = read_vectors(versions["text_items"].read(), "embedding")
+        width, num_queries = documents.shape[1], versions["queries"].rows
         queries = np.zeros((0, width), np.float32)
         if num_queries:
-            queries = open_vectors(join(uri, "queries"))["embedding"]
-        pairs = open_vectors(join(uri, "pairs"))
+            queries = open_vectors(versions["text_queries"])["embedding"]
+        pairs = open_vectors(versions["text_pairs"])
         no_index = np.zeros(0, np.int64)
         pair_keys = pair_key(
             pairs.get("item_index", no_index),
@@ -135,7 +132,7 @@ class SearchText:
             pair_keys=pair_keys,
             pairs=pairs.get("embedding", np.zeros((num_pairs, width), np.float32)),
             joint=pairs.get("joint", np.zeros((num_pairs, 0), np.float32)),
-            documents=_load_documents(join(uri, "tokens"), items),
+            documents=_load_documents(tokens) if tokens else None,
         )
 
     @property
@@ -251,7 +248,7 @@ class SearchCatalogue:
     """The log's custom features, which are the last names of `features`."""
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Features of each group of HFG-Attention, in order."""
-    versions: dict[str, Manifest[Any]] = field(default_factory=dict)
+    versions: dict[str, Table[Any]] = field(default_factory=dict)
     """Versions of the catalogue's tables, by name."""
     unknown_when_ranking: tuple[str, ...] = ("position", "page")
     """Features that are unknown until a candidate is shown; `models/search/position.py`
@@ -309,10 +306,9 @@ class SearchCatalogue:
         num_features = len(info.features)
         mean, std = torch.zeros(num_features), torch.ones(num_features)
         if measure_features:
-            uri = join(tables, "sequences")
-            mean, std = _feature_scale(uri, versions["sequences"], num_features)
+            mean, std = _feature_scale(versions["sequences"], num_features)
         search_text = (
-            SearchText.load(text, items, num_queries)
+            SearchText.load(text, versions)
             if text
             else SearchText.empty(items.rows, num_queries)
         )
@@ -352,50 +348,38 @@ def _distinct_rows(
     return distinct, index
 
 
-def _encoder_settings(manifest: Manifest) -> tuple[Any, dict[str, Any]]:
+def _encoder_settings(table: Table[Any]) -> tuple[Any, dict[str, Any]]:
     """Return the encoder of a table of texts and the settings that all tables share."""
     # only the table of pairs depends on query_condition
     settings = {
-        name: value
-        for name, value in manifest.config.items()
-        if name != "query_condition"
+        name: value for name, value in table.config.items() if name != "query_condition"
     }
-    return manifest.inputs.get("encoder"), settings
+    return table.inputs.get("encoder"), settings
 
 
-def _load_documents(uri: str, items: Manifest) -> DocumentTokens | None:
-    """Load the documents' tokens, or return None if the table does not exist."""
-    if not has_manifest(uri):
-        return None
-    manifest = read_manifest(uri, TokensInfo)
-    if manifest.inputs.get("items") != items.hash:
-        raise UserError(f"{uri} was made from other items")
-    lists = read_table(uri, "tokens")["tokens"].combine_chunks()
+def _load_documents(tokens: Table[TokensInfo]) -> DocumentTokens:
+    """Load the documents' tokens."""
+    lists = tokens.read()["tokens"].combine_chunks()
     begin = lengths_to_offsets(pc.list_value_length(lists).to_numpy())
-    tokens = torch.from_numpy(lists.flatten().to_numpy().copy())
-    return DocumentTokens(
-        tokens,
-        torch.from_numpy(begin),
-        manifest.info.pooling,
-    )
+    flat = torch.from_numpy(lists.flatten().to_numpy().copy())
+    return DocumentTokens(flat, torch.from_numpy(begin), tokens.info.pooling)
 
 
 def _feature_scale(
-    uri: str, manifest: Manifest[Any], num_features: int
+    sequences: Table[SearchInfo], num_features: int
 ) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation (F,) of features over train candidates."""
-    for part in manifest.files:
+    for part in sequences.files:
         scale = open_columns(
-            uri,
+            replace(sequences, files=[part]),
             "feature_scale",
             request_columns("split", "features"),
             lambda table: _measure_features(table, num_features),
-            manifest=replace(manifest, files=[part]),
-            settings=num_features,
+            num_features,
         )
         if len(scale["mean"]):
             return torch.tensor(scale["mean"][0]), torch.tensor(scale["std"][0])
-    raise UserError(f"{uri} has no train request")
+    raise UserError(f"{sequences.uri} has no train request")
 
 
 def _measure_features(table: pa.Table, num_features: int) -> Columns:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from core.errors import UserError
 from core.ragged import find_sorted
 from core.schemas import CountsInfo, SearchInfo
-from core.tables import read_manifest, read_table
+from core.tables import open_table
 
 Floats = NDArray[np.float32]
 
@@ -121,7 +121,8 @@ class Counts:
             uri: Folder of the table of counts.
             model: Info of the sequences of the model.
         """
-        info = read_manifest(uri, CountsInfo).info
+        counts = open_table(uri, CountsInfo)
+        info = counts.info
         table_settings = {**info.search, "behaviour": info.behaviour}
         model_settings = {**model.search, "behaviour": model.behaviour}
         for name in COUNT_SETTINGS:
@@ -130,7 +131,7 @@ class Counts:
                     f"{uri} was counted with {name} {table_settings[name]}, the tables "
                     f"of the model with {model_settings[name]}"
                 )
-        table = read_table(uri, "counts")
+        table = counts.read()
         has_item = pc.is_valid(table["item_id"])
         has_query = pc.is_valid(table["query"])
         item_rows = table.filter(pc.and_not(has_item, has_query))

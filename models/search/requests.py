@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from core.errors import UserError
 from core.ragged import concat_columns
 from core.schemas import SearchInfo
-from core.tables import read_manifest, read_parquet, read_table
+from core.tables import read_parquet
 from models.requests import Columns, Request, Requests, Row
 from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
 from models.search.counts import HOURS, Counts, time_features
@@ -178,14 +178,14 @@ class SearchRequests(Requests):
         self.mean, self.config = model.scale.mean.numpy(), model.config
         queries: list[str] = []
         if catalogue.num_queries:
-            table = read_table(f"{folder}/tables/queries", "queries")
+            table = catalogue.versions["queries"].read()
             queries = table["query"].to_pylist()
         documents: list[str] = []
         if self.encoder:
             table = read_parquet(f"{folder}/encoder/documents.parquet")
             documents = table["text"].to_pylist()
         self.text = RequestText(catalogue.text, queries, self.encoder, documents)
-        info = read_manifest(f"{folder}/tables/sequences", SearchInfo).info
+        info: SearchInfo = catalogue.versions["sequences"].info
         features = info.features
         self.counts = None
         if settings.get("counts"):
@@ -197,9 +197,7 @@ class SearchRequests(Requests):
         self.item_features = pa.table({})
         """The log's custom features of items, by `item_index`."""
         if info.item_features:
-            self.item_features = read_table(
-                f"{folder}/tables/items", "items", info.item_features
-            )
+            self.item_features = catalogue.versions["items"].read(info.item_features)
 
     @classmethod
     def list_names(cls, info: SearchInfo) -> dict[str, Any]:

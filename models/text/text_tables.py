@@ -6,11 +6,14 @@ vectors. A single key is dense and sorted from 0.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from core.tables import Table
 from models.dataset.columns import Columns, open_columns
 
 
@@ -27,13 +30,13 @@ def read_vectors(table: pa.Table, column: str) -> Tensor:
     return torch.from_numpy(matrix)
 
 
-def open_vectors(uri: str) -> Columns:
+def open_vectors(table: Table[Any]) -> Columns:
     """Memory-map a table of text vectors.
 
     Returns:
         Each key column as (n,) int64, and each column of vectors as (n, W) float32.
     """
-    return open_columns(uri, "text", None, _decode_vectors)
+    return open_columns(table, "text", None, _decode_vectors)
 
 
 def _decode_vectors(table: pa.Table) -> Columns:

@@ -40,7 +40,7 @@ from torch import nn
 from core.errors import UserError, one_line
 from core.files import absolute, file_info, join, open_uri, write_file
 from core.schemas import RunRef
-from core.tables import CHECKED, Manifest, check_file_names
+from core.tables import CHECKED, Table, check_file_names
 from models.training.attempts import UNNUMBERED, Attempt, require_current
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
@@ -444,7 +444,7 @@ def weights_hash(uri: str) -> str:
 
 
 def is_extended(
-    metadata: Checkpoint, table: str, versions: Mapping[str, Manifest[Any]]
+    metadata: Checkpoint, table: str, versions: Mapping[str, Table[Any]]
 ) -> bool:
     """Return whether a table extends the table that the checkpoint was trained on.
 
@@ -468,7 +468,7 @@ def is_extended(
 def check(
     metadata: Checkpoint,
     uri: str | Path,
-    versions: Mapping[str, Manifest[Any]],
+    versions: Mapping[str, Table[Any]],
     name: str | None = None,
     extending: bool = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from core.schemas import Split
-from core.tables import Manifest
+from core.tables import Table
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
@@ -52,29 +52,27 @@ class Kind(ABC):
 
     @abstractmethod
     def make_sequences(
-        self, run: Run, events: Manifest, items: Manifest, split: Split
-    ) -> Manifest:
+        self, run: Run, events: Table, items: Table, split: Split
+    ) -> Table:
         """Write the table `sequences`, with the tables it depends on.
 
         Args:
             run: Log, settings and tables of this call of `prepare`.
-            events: Manifest of the events.
-            items: Manifest of the items.
+            events: Table of the events.
+            items: Table of the items.
             split: The split.
 
         Returns:
             The manifest of `sequences`.
         """
 
-    def make_counts(
-        self, run: Run, events: Manifest, items: Manifest, as_of_ms: int
-    ) -> None:
+    def make_counts(self, run: Run, events: Table, items: Table, as_of_ms: int) -> None:
         """Write the table of counts that served models read; only if `has_counts`.
 
         Args:
             run: Log, settings and tables of this call of `prepare`.
-            events: Manifest of the events.
-            items: Manifest of the items.
+            events: Table of the events.
+            items: Table of the items.
             as_of_ms: Time in epoch ms; only earlier events are counted.
         """
         raise NotImplementedError
@@ -94,11 +92,11 @@ class Kind(ABC):
             The users that sequences must contain.
         """
 
-    def warn(self, events: Manifest, info: Any) -> Iterator[str]:
+    def warn(self, events: Table, info: Any) -> Iterator[str]:
         """Yield warnings about valid tables that only this kind has.
 
         Args:
-            events: Manifest of the events.
+            events: Table of the events.
             info: Info of the sequences.
         """
         yield from ()

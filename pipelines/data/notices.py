@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from core.schemas import EventsInfo, ItemsInfo, SequencesInfo
-from core.tables import Manifest
+from core.tables import Table
 from pipelines.data.kinds import KINDS
 from pipelines.data.sequences.splits import SPLITS
 
@@ -18,9 +18,9 @@ MAX_DUPLICATES = 0.01
 
 
 def collect_warnings(
-    events: Manifest[EventsInfo],
-    items: Manifest[ItemsInfo],
-    sequences: Manifest[SequencesInfo],
+    events: Table[EventsInfo],
+    items: Table[ItemsInfo],
+    sequences: Table[SequencesInfo],
 ) -> list[str]:
     """Return the warnings about the tables with these manifests."""
     info = sequences.info

@@ -10,25 +10,27 @@ with the missing tables, and a finished run does nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from pyarrow import fs
 
-from core.files import join, open_uri, write_file
-from core.schemas import ItemsInfo, Split
-from core.tables import Manifest, has_manifest, read_manifest, writing
+from core.errors import UserError
+from core.files import file_info, join, write_file
+from core.schemas import AsOfInfo, EventsInfo, ItemsInfo, Split
+from core.tables import Table, check_replaceable, find_table, open_table, writing
 from pipelines.data.engine import Engine
 from pipelines.data.events.build_events import LoadStats, count_partitions, make_events
 from pipelines.data.events.catalogue import make_items
-from pipelines.data.events.frozen_catalogue import copy_items, read_split
+from pipelines.data.events.frozen_catalogue import copy_items
 from pipelines.data.kinds import KINDS
 from pipelines.data.notices import collect_warnings
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.unread import describe_unread
 from pipelines.data.run import OutputTables, Report, Run
+from pipelines.data.sequences.as_of import PREFIX
 from pipelines.data.sequences.splits import cut_times
 from pipelines.data.settings import STATISTICS, TABLES, resolve_config
 from pipelines.data.statistics import summarise
@@ -73,29 +75,34 @@ def prepare(
         The content of statistics.json.
     """
     input_uri, output_uri = str(input_uri), str(output_uri)
-    config = resolve_config(source, input_uri, output_uri, config)
-    extends = existing == "append" and all(
-        has_manifest(join(output_uri, name)) for name in ("events", "rejects")
-    )
-    partitions = _count_partitions(source, input_uri, output_uri, config, extends)
-    engine = _create_engine(config, partitions, start, extends)
-    overwrite = existing == "overwrite"
-    is_complete = not overwrite and has_finished(output_uri)
-    tables = OutputTables(output_uri, report, engine, overwrite, extends, is_complete)
+    config = resolve_config(source, input_uri, config)
     kind = KINDS[config.kind]
     behaviour = None if kind.uses_all_events else config.behaviour
-    grows = existing == "append"
-    run = Run(source, input_uri, config, behaviour, report, engine, tables, grows)
-    for line in describe_unread(source, input_uri):
-        report(line)
-    clean_up = tables.clean_up_on_error(*TABLES) if extends else nullcontext()
-    with writing(output_uri), clean_up:
+    catalogue = None
+    if config.catalogue is not None:
+        catalogue = open_table(join(config.catalogue, "items"), ItemsInfo)
+    with ExitStack() as stack:
+        stack.enter_context(writing(output_uri))
+        found = _find_tables(source, output_uri, overwrite=existing == "overwrite")
+        extends = existing == "append" and {"events", "rejects"} <= found.keys()
+        partitions = _count_partitions(source, input_uri, config, found, extends)
+        engine = _create_engine(config, partitions, start, extends)
+        is_complete = has_finished(output_uri, found)
+        tables = OutputTables(
+            output_uri, report, engine, extends, is_complete, existing=found
+        )
+        grows = existing == "append"
+        run = Run(source, input_uri, config, behaviour, report, engine, tables, grows)
+        for line in describe_unread(source, input_uri):
+            report(line)
+        if extends:
+            stack.enter_context(tables.clean_up_on_error(*TABLES))
         events, load_stats = make_events(run, partitions)
-        split = _choose_split(run, events, load_stats)
-        if config.catalogue is None:
+        split = _choose_split(run, events, load_stats, catalogue)
+        if catalogue is None:
             items = make_items(run, events, load_stats, split)
         else:
-            items = copy_items(run, events, load_stats, config.catalogue, split)
+            items = copy_items(run, events, load_stats, catalogue, split)
         sequences = kind.make_sequences(run, events, items, split)
         tables.put_in_place()
         statistics = summarise(events, items, sequences)
@@ -109,34 +116,46 @@ def prepare(
     return statistics
 
 
-def has_finished(output_uri: str) -> bool:
+def _find_tables(source: Log, output_uri: str, *, overwrite: bool) -> dict[str, Table]:
+    """Open the tables of the output folder; none if they are overwritten."""
+    as_of = {f"{PREFIX}{name}": AsOfInfo for name in source.as_of}
+    found: dict[str, Table] = {}
+    for name, info_class in {**TABLES, **as_of}.items():
+        uri = join(output_uri, name)
+        if overwrite:
+            check_replaceable(uri, name)
+        elif table := find_table(uri, info_class):
+            found[name] = table
+    return found
+
+
+def has_finished(output_uri: str, found: Mapping[str, Table]) -> bool:
     """Return whether the output folder holds the tables of a finished run.
 
     A finished run has written its statistics, and the hashes of its events and items
     equal the hashes in the manifest of its sequences.
     """
-    filesystem, path = open_uri(join(output_uri, STATISTICS))
-    if filesystem.get_file_info(path).type != fs.FileType.File:
+    if file_info(join(output_uri, STATISTICS)).type != fs.FileType.File:
         return False
-    if not has_manifest(join(output_uri, "sequences")):
-        return False
-    inputs = read_manifest(join(output_uri, "sequences")).inputs
-    return all(
-        has_manifest(join(output_uri, name))
-        and read_manifest(join(output_uri, name)).hash == inputs.get(name)
+    sequences = found.get("sequences")
+    return sequences is not None and all(
+        name in found and found[name].hash == sequences.inputs.get(name)
         for name in ("events", "items")
     )
 
 
 def _count_partitions(
-    source: Log, input_uri: str, output_uri: str, config: PrepareConfig, extends: bool
+    source: Log,
+    input_uri: str,
+    config: PrepareConfig,
+    found: Mapping[str, Table],
+    extends: bool,
 ) -> int:
     """Return the number of partitions of the events."""
     if config.partitions:
         return config.partitions
     if extends:
-        partitions = read_manifest(join(output_uri, "events")).config["partitions"]
-        return int(partitions)
+        return int(found["events"].config["partitions"])
     files = [*source.event_files(input_uri), *source.user_files(input_uri)]
     if config.catalogue is None:
         files += source.item_files(input_uri)
@@ -156,11 +175,21 @@ def _create_engine(
     )
 
 
-def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> Split:
-    """Return the split of earlier tables of the same events, or compute one."""
+def _choose_split(
+    run: Run,
+    events: Table[EventsInfo],
+    load_stats: LoadStats,
+    catalogue: Table[ItemsInfo] | None,
+) -> Split:
+    """Return the split of other or earlier tables, or compute one."""
     config, has_clock_times = run.config, events.info.log.clock
-    if config.catalogue is not None:
-        return read_split(config.catalogue, has_clock_times)
+    if catalogue is not None:
+        split = catalogue.info.split
+        if split.by == "temporal" and not has_clock_times:
+            raise UserError(
+                f"{config.catalogue} is split by time, but this log has no clock times"
+            )
+        return split
     if config.split.by == "leave_last_out":
         if has_clock_times:
             run.report(
@@ -174,9 +203,7 @@ def _choose_split(run: Run, events: Manifest, load_stats: LoadStats) -> Split:
             "the papers"
         )
     inputs = run.split_inputs(events)
-    items_uri = run.tables.table_uri("items")
-    if has_manifest(items_uri) and not run.tables.overwrite:
-        info = read_manifest(items_uri, ItemsInfo).info
-        if info.split_made_from == inputs:
-            return info.split
+    earlier = run.tables.existing.get("items")
+    if earlier and earlier.info.split_made_from == inputs:
+        return earlier.info.split  # type: ignore[no-any-return]
     return cut_times(load_stats(), config.split, run.engine)

@@ -18,15 +18,12 @@ from core.schemas import ItemsInfo, Split
 from core.tables import (
     MANIFEST,
     Info,
-    Manifest,
     Part,
+    Table,
     clear,
     fingerprint,
-    has_manifest,
-    make_manifest,
-    part_uris,
+    make_table,
     read_manifest,
-    read_table,
     replace_tables,
 )
 from pipelines.data.engine import Engine, Shared
@@ -51,16 +48,16 @@ class OutputTables:
     """Folder that the tables are written to."""
     report: Report
     engine: Engine
-    overwrite: bool = False
-    """Replace every table."""
     append: bool = False
     """Extend existing tables. All new versions are put in place together, at the end of
     the run."""
     is_complete: bool = False
     """Whether the folder holds the tables of a finished run, which must not be replaced
     by tables of other inputs or settings."""
-    pending: dict[str, Manifest] = field(default_factory=dict)
-    """Manifests of tables that are written but not yet in place."""
+    existing: dict[str, Table] = field(default_factory=dict)
+    """The tables in place, by name; with `overwrite` those of this run alone."""
+    pending: dict[str, Table] = field(default_factory=dict)
+    """Tables that are written but not yet in place."""
 
     def table_uri(self, name: str) -> str:
         """Return the folder of a table."""
@@ -73,8 +70,8 @@ class OutputTables:
         inputs: dict[str, str],
         stamps: dict[str, list[int]] | None = None,
         table: str = "",
-    ) -> Manifest[Info] | None:
-        """Return the manifest of a table that is up to date, or None.
+    ) -> Table[Info] | None:
+        """Return a table that is up to date, or None.
 
         Args:
             info_class: Type of the table's info.
@@ -85,43 +82,37 @@ class OutputTables:
             table: Name of the table, if the type does not name it.
         """
         name = table or info_class.table
-        uri = self.table_uri(name)
-        if self.overwrite or not has_manifest(uri):
+        earlier: Table[Info] | None = self.existing.get(name)
+        if earlier is None:
             return None
-        earlier = read_manifest(uri, info_class)
         old_stamps = getattr(earlier.info, "stamps", {})
         for file, stamp in (stamps or {}).items():
             unchanged = old_stamps.get(file) == stamp
             file_hash = earlier.inputs.get(file, "") if unchanged else "changed"
             inputs = {**inputs, file: file_hash}
         if earlier.fingerprint == fingerprint(config, inputs):
-            part_uris(uri, earlier)  # raises for a missing or truncated part
+            earlier.part_uris()  # raises for a missing or truncated part
             self.report(f"{name}: up to date, {pluralize(earlier.rows, 'row')}")
             return earlier
         if self.append:
             return None
         if self.is_complete:
-            raise UserError(f"{uri} was made from other inputs or settings", "settings")
+            raise UserError(
+                f"{earlier.uri} was made from other inputs or settings", "settings"
+            )
         self.report(
             f"{name}: replaced, because it was made from other inputs or settings by a "
             f"run that did not finish"
         )
         return None
 
-    def appended_version(self, info_class: type[Info]) -> Manifest[Info] | None:
-        """Return the manifest of the version that this run extends, or None."""
-        uri = self.table_uri(info_class.table)
-        if not self.append or not has_manifest(uri):
-            return None
-        return read_manifest(uri, info_class)
+    def appended_version(self, info_class: type[Info]) -> Table[Info] | None:
+        """Return the version that this run extends, or None."""
+        return self.existing.get(info_class.table) if self.append else None
 
-    def manifest(self, name: str) -> Manifest:
-        """Return the manifest of a pending or committed table."""
-        return self.pending.get(name) or read_manifest(self.table_uri(name), name)
-
-    def read(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """Read a pending or committed table."""
-        return read_table(self.table_uri(name), name, columns, self.pending.get(name))
+    def current(self, name: str) -> Table:
+        """Return a pending or committed table."""
+        return self.pending.get(name) or self.existing[name]
 
     def read_vocabulary(self, name: str, column: str) -> Shared:
         """Store the vocabulary of a column in Ray's object store.
@@ -133,10 +124,9 @@ class OutputTables:
         Returns:
             A `Vocabulary`, or a reference to it.
         """
-        if not self.manifest(name).files:
-            ids = pa.array([], pa.large_string())
-        else:
-            ids = self.read(name, [column])[column].cast("large_string")
+        ids = pa.array([], pa.large_string())
+        if self.current(name).files:
+            ids = self.current(name).read([column])[column].cast("large_string")
             ids = ids.combine_chunks()
         return self.engine.put(Vocabulary.from_ids(ids))
 
@@ -153,7 +143,7 @@ class OutputTables:
         inputs: dict[str, str],
         info: Any = None,
         **timings: Any,
-    ) -> Manifest:
+    ) -> Table:
         """Commit a table whose parts are written.
 
         With `append`, the table stays pending until `put_in_place`.
@@ -168,7 +158,8 @@ class OutputTables:
             **timings: Entries of the manifest's `timings`, in seconds.
         """
         timings["ray_data"] = self.engine.take_stats()
-        manifest = make_manifest(
+        table = make_table(
+            self.table_uri(name),
             name,
             schema,
             parts,
@@ -177,16 +168,15 @@ class OutputTables:
             info=info,
             timings=timings,
         )
-        uri = self.table_uri(name)
-        if self.append and name in EXTENSIBLE and has_manifest(uri):
-            earlier = read_manifest(uri, name)
-            manifest.extends.extend(earlier.extends)
-            if earlier.hash != manifest.hash:
-                manifest.extends.append(earlier.hash)
-        self.pending[name] = manifest
+        earlier = self.existing.get(name)
+        if self.append and name in EXTENSIBLE and earlier:
+            table.extends.extend(earlier.extends)
+            if earlier.hash != table.hash:
+                table.extends.append(earlier.hash)
+        self.pending[name] = table
         if not self.append:
             self.put_in_place()
-        return manifest
+        return table
 
     def put_in_place(self) -> None:
         """Put the pending tables in place.
@@ -195,7 +185,8 @@ class OutputTables:
         files from the manifest of events.
         """
         order = sorted(self.pending, key=lambda name: name != "rejects")
-        replace_tables({self.table_uri(name): self.pending[name] for name in order})
+        replace_tables([self.pending[name] for name in order])
+        self.existing |= self.pending
         self.pending = {}
 
     @contextmanager
@@ -214,10 +205,9 @@ def _remove_unlisted_parts(uri: str) -> None:
     filesystem, root = open_uri(uri)
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return
-    listed: set[str] = set()
-    if has_manifest(uri):
-        listed = {part.path for part in read_manifest(uri).files} | {MANIFEST}
-    clear(uri, listed)
+    manifest = read_manifest(uri)
+    listed = {part.path for part in manifest["files"]} if manifest else set()
+    clear(uri, listed | {MANIFEST})
 
 
 @dataclass(frozen=True)
@@ -274,7 +264,7 @@ class Run:
 
         return report
 
-    def split_inputs(self, events: Manifest) -> list[Any]:
+    def split_inputs(self, events: Table) -> list[Any]:
         """Return the inputs of the split's cut times, as manifests record them."""
         return [events.hash, self.config.split.settings(), self.behaviour]
 
@@ -288,12 +278,12 @@ class Run:
         return None if whole_log else split.val_start_ms
 
     def sequences_info(
-        self, items: Manifest[ItemsInfo], split: Split, count: Counter[str]
+        self, items: Table[ItemsInfo], split: Split, count: Counter[str]
     ) -> dict[str, Any]:
         """Return the fields of `SequencesInfo` that all kinds have in common.
 
         Args:
-            items: Manifest of the items.
+            items: Table of the items.
             split: The split.
             count: Counts summed over all parts, by name.
         """

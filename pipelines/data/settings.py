@@ -6,10 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from core.errors import raise_first
-from core.files import join
 from core.options import build, check_known, merge
-from core.schemas import ItemsInfo
-from core.tables import has_earlier_table, read_manifest
+from core.schemas import (
+    CountsInfo,
+    EventsInfo,
+    ItemsInfo,
+    QueriesInfo,
+    RejectsInfo,
+    SequencesInfo,
+)
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
@@ -18,8 +23,15 @@ from pipelines.data.reading.times import MAX_TIME_MS, MIN_TIME_MS
 STATISTICS = "statistics.json"
 """Name of the file that a run writes last."""
 
-TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
-"""Names of the tables in the output folder."""
+TABLES: dict[str, Any] = {
+    "events": EventsInfo,
+    "rejects": RejectsInfo,
+    "items": ItemsInfo,
+    "queries": QueriesInfo,
+    "sequences": SequencesInfo,
+    "counts": CountsInfo,
+}
+"""Types of the info of the tables in the output folder, by name."""
 
 
 def read_config(*layers: dict[str, Any]) -> PrepareConfig:
@@ -27,15 +39,12 @@ def read_config(*layers: dict[str, Any]) -> PrepareConfig:
     return build(PrepareConfig, merge({}, *layers), "prepare.")
 
 
-def resolve_config(
-    source: Log, input_uri: str, output_uri: str, config: PrepareConfig
-) -> PrepareConfig:
+def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> PrepareConfig:
     """Check the settings against the log, and resolve `auto` of `split.by`.
 
     Args:
         source: Mapping of the raw log.
         input_uri: Folder of the raw files.
-        output_uri: Folder of the tables.
         config: Settings.
 
     Returns:
@@ -47,13 +56,11 @@ def resolve_config(
     split: Any = config.split.resolve(source.info.clock)
     _check_combinations(source, config, split)
     _check_files_exist(source, input_uri, config.catalogue)
-    for name in TABLES:
-        has_earlier_table(join(output_uri, name), name)
     return replace(config, split=replace(config.split, by=split))
 
 
 def _check_files_exist(source: Log, input_uri: str, catalogue: str | None) -> None:
-    """Raise UserError if the log's files or the frozen catalogue are missing."""
+    """Raise UserError if the log's files are missing."""
     # each listing raises if it is empty
     source.event_files(input_uri)
     source.user_files(input_uri)
@@ -61,8 +68,6 @@ def _check_files_exist(source: Log, input_uri: str, catalogue: str | None) -> No
         section.list_files(input_uri, "feature")
     if catalogue is None:
         source.item_files(input_uri)
-    else:
-        read_manifest(join(catalogue, "items"), ItemsInfo)
 
 
 def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 from core.schemas import EventsInfo, ItemsInfo, SequencesInfo
 from core.splits import SPLITS
-from core.tables import Manifest
+from core.tables import Table
 from pipelines.data.kinds import KINDS
 
 
 def summarise(
-    events: Manifest[EventsInfo],
-    items: Manifest[ItemsInfo],
-    sequences: Manifest[SequencesInfo],
+    events: Table[EventsInfo],
+    items: Table[ItemsInfo],
+    sequences: Table[SequencesInfo],
 ) -> dict[str, Any]:
     """Return the statistics of a dataset from the manifests of its tables."""
     info = sequences.info

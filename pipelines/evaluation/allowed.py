@@ -1,6 +1,6 @@
 """Read a file with the ids of the items that may be recommended.
 
-mask, sha256 = read_allowed("in_stock.txt", "runs/shop/tables")
+mask, sha256 = read_allowed("in_stock.txt", items)
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError, one_line
-from core.files import join, open_uri, storage_errors
+from core.files import open_uri, storage_errors
 from core.ids import parse_item_ids
-from core.tables import check_plain_types, read_table
+from core.schemas import ItemsInfo
+from core.tables import Table, check_plain_types
 
 COLUMN = "item_id"
 """Column of the ids in a CSV or Parquet file."""
 
 
-def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
+def read_allowed(uri: str, items: Table[ItemsInfo]) -> tuple[Tensor, str]:
     """Read item ids from a Parquet or CSV column `item_id`, or from lines of text.
 
     Args:
         uri: URI of the file.
-        tables: Folder of the tables, with N items.
+        items: Table of the N items.
 
     Returns:
         (N,) bool, whether an item is in the file, and the SHA-256 of the file.
@@ -40,15 +41,15 @@ def read_allowed(uri: str, tables: str) -> tuple[Tensor, str]:
     ids = parse_item_ids(uri, read(content, uri))
     if not ids:
         raise UserError(f"{uri} has no item id, so nothing could be recommended")
-    items = read_table(join(tables, "items"), "items", [COLUMN])[COLUMN].to_pylist()
-    item_index = {item: index for index, item in enumerate(items)}
+    catalogue = items.read([COLUMN])[COLUMN].to_pylist()
+    item_index = {item: index for index, item in enumerate(catalogue)}
     unknown = [item for item in dict.fromkeys(ids) if item not in item_index]
     if unknown:
         raise UserError(
-            f"{uri} has {len(unknown):,} ids that are not among the {len(items):,} "
-            f"items of {tables}, the first is {unknown[0]!r}"
+            f"{uri} has {len(unknown):,} ids that are not among the {items.rows:,} of "
+            f"{items.uri}, the first is {unknown[0]!r}"
         )
-    mask = torch.zeros(len(items), dtype=torch.bool)
+    mask = torch.zeros(items.rows, dtype=torch.bool)
     mask[[item_index[item] for item in ids]] = True
     return mask, hashlib.sha256(content).hexdigest()
 

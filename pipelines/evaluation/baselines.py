@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from core.schemas import Inputs, SequencesInfo
-from core.tables import read_manifest
+from core.schemas import Inputs
 from models import registry
 from models.evaluation import measure_examples
 from models.metrics.per_user_metrics import sampling_stride
@@ -57,7 +56,6 @@ def measure_baselines(
         A list of baselines per ranking, empty for a kind without baselines.
     """
     baselines: list[list[Baseline]] = [[] for _ in rankings]
-    stride = sampling_stride(read_manifest(inputs.sequences, SequencesInfo).rows)
     for name in registry.find_baselines(registry.find(model).kind):
         fit = FitConfig(batch_size=BATCH_SIZES[registry.find(name).example_unit])
         config, model_inputs = resolve_training(
@@ -65,10 +63,11 @@ def measure_baselines(
         )
         run = TrainingRun.build(config, fit, model_inputs)
         run.fit_in_one_pass()
-        baseline = run.model
+        baseline, sequences = run.model, run.catalogue.versions["sequences"]
+        stride = sampling_stride(sequences.rows)
         for options, ranking_baselines in zip(rankings, baselines, strict=True):
             examples = baseline.dataset_class.load(
-                inputs.sequences,
+                sequences,
                 split,
                 unit=baseline.eval_unit,
                 max_history=required_history(config.max_history, options),

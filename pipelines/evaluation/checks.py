@@ -14,7 +14,7 @@ import torch
 from core.errors import UserError
 from core.options import build, check_known
 from core.schemas import Inputs
-from core.tables import table_hashes
+from core.tables import Table
 from models import registry
 from models.loaded_model import (
     read_versions,
@@ -36,14 +36,14 @@ class CheckedEvaluation:
     """Content of the checkpoint's `config.json`."""
     options: dict[str, Any]
     """Options of `recommend`, without None values."""
-    hashes: dict[str, str]
-    """Hashes of the tables, by table name."""
+    versions: dict[str, Table[Any]]
+    """Tables of the evaluation, by name."""
 
 
 def check_evaluation(
     uri: str, inputs: Inputs, options: dict[str, Any]
 ) -> CheckedEvaluation:
-    """Resolve the checkpoint, options and table hashes of an evaluation.
+    """Resolve the checkpoint, options and tables of an evaluation.
 
     The checkpoint must fit the tables and the options of `recommend`.
 
@@ -59,7 +59,7 @@ def check_evaluation(
     checkpoint.check(
         saved, uri, replace_sequences_version(versions, saved), extending=True
     )
-    return CheckedEvaluation(uri, saved, given_options, table_hashes(versions))
+    return CheckedEvaluation(uri, saved, given_options, versions)
 
 
 def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:

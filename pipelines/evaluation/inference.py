@@ -1,7 +1,7 @@
 """Rank for many users, and write the rankings as a table.
 
     options = InferenceOptions(k=20)
-    manifest, existed = infer_all(checkpoint, inputs, "recommendations", options)
+    table, existed = infer_all(checkpoint, inputs, "recommendations", options)
 
 A model that ranks a catalogue writes `recommendations`: the top K items after all
 behaviours of each user, or, for a split, after the history of each request, with the
@@ -33,18 +33,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.errors import UserError
-from core.files import absolute, join
-from core.schemas import Inputs, PredictionsInfo, QueriesInfo, SequencesInfo
+from core.files import absolute
+from core.schemas import Inputs, PredictionsInfo, SequencesInfo
 from core.tables import (
-    Manifest,
     Part,
+    Table,
+    check_replaceable,
     commit,
+    find_table,
     fingerprint,
-    has_earlier_table,
-    part_uris,
-    read_manifest,
     read_parquet,
-    read_table,
     write_part,
     writing,
 )
@@ -195,7 +193,8 @@ class Inference:
         if "allowed" in self.recommend:
             mask = self.recommend["allowed"].to(self.device)
             self.recommend["allowed"] = self.model.encode_allowed(mask)
-        items = read_table(join(task.inputs.tables, "items"), "items", ["item_id"])
+        self.tables = self.loaded.catalogue.versions
+        items = self.tables["items"].read(["item_id"])
         self.items = items["item_id"].combine_chunks()
         self.examples = self.load_examples()
         self.user_rows = self.examples.user_rows(self.examples.rows())
@@ -258,16 +257,15 @@ class Inference:
 
     def load_users(self, file: int) -> None:
         """Load the user ids of a file of `sequences`."""
-        sequences = self.task.inputs.sequences
-        manifest = read_manifest(sequences, SequencesInfo)
-        uri = part_uris(sequences, manifest)[file]
+        sequences = self.tables["sequences"]
+        uri = sequences.part_uris()[file]
         self.users = read_parquet(uri, ["user_id"])["user_id"].combine_chunks()
-        self.first_user = sum(part.rows for part in manifest.files[:file])
+        self.first_user = sum(part.rows for part in sequences.files[:file])
         self.file = file
 
     def load_examples(self) -> RequestDataset:
         """Load the requests to rank."""
-        return self.loaded.load_examples(self.task.inputs, self.task.split)
+        return self.loaded.load_examples(self.task.split)
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Rank for a batch.
@@ -296,9 +294,7 @@ class UserInference(Inference):
     def load_examples(self) -> RequestDataset:
         """Load the requests, with histories as long as the options need."""
         max_history = required_history(self.model.config.max_history, self.recommend)
-        return self.loaded.load_examples(
-            self.task.inputs, self.task.split, max_history=max_history
-        )
+        return self.loaded.load_examples(self.task.split, max_history=max_history)
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Return user rows (B,), items (B, K) and scores (B, K)."""
@@ -379,7 +375,10 @@ class CandidateInference(Inference):
         super().__init__(task)
         self.has_queries = "query" in task.schema.names
         if self.has_queries:
-            self.queries = read_queries(task.inputs.tables)
+            self.queries = pa.array([], pa.string())
+            if self.tables["queries"].rows:  # an empty table has no files
+                queries = self.tables["queries"].read(["query"])
+                self.queries = queries["query"].combine_chunks()
 
     def rank(self, batch: Any) -> Sequence[Tensor]:
         """Return user rows, requests, times, queries, items, labels and scores.
@@ -415,14 +414,6 @@ class CandidateInference(Inference):
         return columns, len(user)
 
 
-def read_queries(tables: str) -> pa.Array:
-    """Return the texts of the table of queries; none for a log without queries."""
-    uri = join(tables, "queries")
-    if not read_manifest(uri, QueriesInfo).rows:
-        return pa.array([], pa.string())
-    return read_table(uri, "queries", ["query"])["query"].combine_chunks()
-
-
 def infer_all(
     uri: str,
     inputs: Inputs,
@@ -430,7 +421,7 @@ def infer_all(
     options: InferenceOptions | None = None,
     workers: Workers | None = None,
     start_ray: Callable[[], None] = lambda: None,
-) -> tuple[Manifest, bool]:
+) -> tuple[Table[PredictionsInfo], bool]:
     """Write the rankings of a checkpoint for many users to a table.
 
     Args:
@@ -442,7 +433,7 @@ def infer_all(
         start_ray: Start Ray; called only if the workers need it.
 
     Returns:
-        The manifest of the table, and whether an equal table existed already.
+        The table, and whether an equal table existed already.
     """
     output = absolute(output)
     options, workers = options or InferenceOptions(), workers or Workers()
@@ -459,13 +450,13 @@ def infer_all(
     hashes = hash_inputs(checked)
     if options.allowed:
         recommend["allowed"], hashes["allowed"] = read_allowed(
-            options.allowed, inputs.tables
+            options.allowed, checked.versions["items"]
         )
     expected = fingerprint(config, hashes)
     finished = find_finished(output, kind, expected, options.overwrite)
     if finished:
         return finished, True
-    sequences = read_manifest(inputs.sequences, SequencesInfo)
+    sequences = checked.versions["sequences"]
     name = checked.checkpoint.name
     task = InferenceTask(
         uri=checked.uri,
@@ -487,7 +478,7 @@ def infer_all(
             model=name, checkpoint=checked.uri, split=ranked.get("split", ""), **counted
         )
         parts = [part for part, _ in written]
-        manifest = commit(
+        table = commit(
             output,
             kind.table,
             task.schema,
@@ -496,13 +487,13 @@ def infer_all(
             inputs=hashes,
             info=info,
         )
-    return manifest, False
+    return table, False
 
 
 def find_finished(
     output: str, kind: type[Inference], expected: str, overwrite: bool
-) -> Manifest[PredictionsInfo] | None:
-    """Return the manifest of an equal table in the output folder, or None.
+) -> Table[PredictionsInfo] | None:
+    """Return an equal table in the output folder, or None.
 
     Args:
         output: Folder of the table.
@@ -510,12 +501,11 @@ def find_finished(
         expected: Fingerprint of the table to write.
         overwrite: Whether an earlier table is replaced, even by an equal one.
     """
-    if not has_earlier_table(output, kind.table) or overwrite:
-        return None
-    manifest = read_manifest(output, PredictionsInfo)
-    if manifest.fingerprint == expected:
-        return manifest
-    raise UserError(f"{output} holds other {kind.table}")
+    check_replaceable(output, kind.table)
+    earlier = None if overwrite else find_table(output, PredictionsInfo)
+    if earlier and earlier.fingerprint != expected:
+        raise UserError(f"{output} holds other {kind.table}")
+    return earlier
 
 
 def describe_ranked(kind: type[Inference], options: InferenceOptions) -> dict[str, Any]:
@@ -532,9 +522,10 @@ def describe_ranked(kind: type[Inference], options: InferenceOptions) -> dict[st
 
 def hash_inputs(checked: CheckedEvaluation) -> dict[str, str]:
     """Return the hashes of the tables that the model reads, and of its weights."""
-    table_hashes = checked.checkpoint.hashes
     hashes = {
-        name: checked.hashes[name] for name, value in table_hashes.items() if value
+        name: checked.versions[name].hash
+        for name, trained in checked.checkpoint.hashes.items()
+        if trained
     }
     return {**hashes, "checkpoint": checkpoint.weights_hash(checked.uri)}
 
@@ -558,13 +549,15 @@ def choose_kind(
     return CandidateInference
 
 
-def choose_schema(kind: type[Inference], name: str, sequences: Manifest) -> pa.Schema:
+def choose_schema(
+    kind: type[Inference], name: str, sequences: Table[SequencesInfo]
+) -> pa.Schema:
     """Return the schema of the table that an inference writes.
 
     Args:
         kind: Class of the inference.
         name: Name of the model.
-        sequences: Manifest of the sequences.
+        sequences: Table of the sequences.
     """
     if kind is UserInference:
         return RECOMMENDATIONS
@@ -575,7 +568,9 @@ def choose_schema(kind: type[Inference], name: str, sequences: Manifest) -> pa.S
     return scores_schema(labels, "queries" in model_class.catalogue_tables["tables"])
 
 
-def cut_units(sequences: Manifest, users_per_part: int) -> list[dict[str, int]]:
+def cut_units(
+    sequences: Table[SequencesInfo], users_per_part: int
+) -> list[dict[str, int]]:
     """Cut the files of `sequences` into units of at most `users_per_part` users.
 
     Returns:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core.files import join, write_file
+from core.files import write_file
 from core.schemas import Inputs
-from core.tables import read_table
 from models.loaded_model import LoadedModel
 from pipelines.training.record import find_checkpoint
 
@@ -32,7 +31,7 @@ def write_nearest(
     loaded = LoadedModel.load(find_checkpoint(checkpoint), inputs)
     # (N, K) each; items are negative after the end of a shorter list
     items, scores = loaded.model.nearest_items(k)
-    id_column = read_table(join(inputs.tables, "items"), "items", ["item_id"])
+    id_column = loaded.catalogue.versions["items"].read(["item_id"])
     ids = id_column["item_id"].to_pylist()
     nearest, nearest_scores = [], []
     for item_row, score_row in zip(items, scores.tolist(), strict=True):

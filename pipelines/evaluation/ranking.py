@@ -19,6 +19,7 @@ import torch
 
 from core.errors import UserError
 from core.schemas import Inputs
+from core.tables import table_hashes
 from models import registry
 from models.dataset.dataset import RequestDataset
 from models.evaluation import add_sums, measure_examples
@@ -146,7 +147,6 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
     loaded = LoadedModel.load(task.uri, task.inputs, device)
     history = required_history(loaded.model.config.max_history, task.options)
     examples = loaded.load_examples(
-        task.inputs,
         task.split,
         max_history=history,
         rank=rank,
@@ -169,9 +169,7 @@ def measure_shard(task: Task, rank: int) -> ShardResult:
     )
     if loaded.model.ranks == "catalogue":
         measured.sums[SHOWN] = options["shown"].cpu()
-        measured.sums[TRAINED] = count_trained_items(
-            loaded, task.inputs, rank, task.workers.shards
-        )
+        measured.sums[TRAINED] = count_trained_items(loaded, rank, task.workers.shards)
     device_name = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         device_name = torch.cuda.get_device_name()
@@ -203,14 +201,11 @@ def warm_up(
     )
 
 
-def count_trained_items(
-    loaded: LoadedModel, inputs: Inputs, rank: int, world: int
-) -> torch.Tensor:
+def count_trained_items(loaded: LoadedModel, rank: int, world: int) -> torch.Tensor:
     """Count the training behaviours per item of one shard's users.
 
     Args:
         loaded: The model, whose catalogue has N items.
-        inputs: Folders of the tables, semantic IDs and text embeddings.
         rank: Number of the shard, from 0.
         world: Number of shards.
 
@@ -218,7 +213,7 @@ def count_trained_items(
         (N,) counts.
     """
     train: Any = loaded.model.dataset_class.load(
-        inputs.sequences,
+        loaded.catalogue.versions["sequences"],
         "train",
         unit="behaviour",
         max_history=1,
@@ -253,9 +248,8 @@ def to_result(
     if task.workers.shards > 1:
         device = f"{task.workers.shards} x {device}"
     options = {**checked.options, "batch_size": task.batch_size}
-    hashes = {
-        name: checked.hashes[name] for name in saved.hashes if name in checked.hashes
-    }
+    current = table_hashes(checked.versions)
+    hashes = {name: current[name] for name in saved.hashes if name in current}
     timed = [shard for shard in shards if shard.seconds > 0]
     result = Result(
         model=saved.name,

@@ -34,7 +34,7 @@ import models
 from core.errors import UserError
 from core.files import join, open_uri
 from core.schemas import Inputs, RunRef, SequencesInfo
-from core.tables import MANIFEST, has_manifest, read_manifest
+from core.tables import MANIFEST, TableInfo, has_manifest, open_table
 from models import registry
 from models.model import Model
 from models.requests import Columns
@@ -145,7 +145,7 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
     """
     model_class = registry.find(checkpoint.read(uri).name)
     requests = model_class.requests_class
-    info = read_manifest(inputs.sequences, SequencesInfo).info
+    info = open_table(inputs.sequences, SequencesInfo).info
     client = connect(run.uri)
     training = client.get_run(run.run_id)
     with tempfile.TemporaryDirectory() as folder:
@@ -247,7 +247,7 @@ def copy_table(uri: str, target: Path, manifest_only: bool = False) -> None:
     target.mkdir(parents=True)
     names = [MANIFEST]
     if not manifest_only:
-        names += [part.path for part in read_manifest(uri).files]
+        names += [part.path for part in open_table(uri, TableInfo).files]
     for name in names:
         fs.copy_files(
             f"{source}/{name}",

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks import decode, prepare
 from benchmarks.__main__ import main
-from core.tables import read_table
 from pipelines.data.simulation import Settings, draw_interactions, write_log
+from tests.fixtures.tables import read_table
 from tests.fixtures.training_tables import write_tables
 
 
@@ -59,7 +59,7 @@ def test_polars_writes_the_rows_of_jobs_prepare(tmp_path: Path) -> None:
     job = f"jobs.prepare --source {prepare.SOURCE} --input {log} --output {tmp_path}/tables"
     assert prepare.run_module(job.split())["cpu_s"] > 0
     prepare.run_polars(log, f"{tmp_path}/polars")
-    table = read_table(f"{tmp_path}/tables/sequences", "sequences").sort_by("user_id")
+    table = read_table(f"{tmp_path}/tables/sequences").sort_by("user_id")
     rows = table.to_pylist()
     for row in rows:
         for request in row["requests"]:

@@ -14,13 +14,12 @@ from core.errors import UserError
 from core.files import LOCK
 from core.schemas import SIDS, embeddings_schema
 from core.tables import (
+    TableInfo,
     clear,
     commit,
-    fingerprint,
-    is_up_to_date,
+    open_table,
     read_manifest,
     read_parquet,
-    read_table,
     write_part,
     writing,
 )
@@ -47,14 +46,14 @@ def write_sids(
 def test_a_table_is_read_in_the_order_of_its_parts(tmp_path: Path) -> None:
     first, second = build_sids([1, 2]), build_sids([3, 4], [5, 6])
     uri = write_sids(tmp_path / "t", first, second)
-    assert read_table(uri, "sids").equals(pa.concat_tables([first, second]))
-    assert read_manifest(uri).rows == 3
+    assert open_table(uri, TableInfo).read().equals(pa.concat_tables([first, second]))
+    assert read_manifest(uri)["rows"] == 3
 
 
 def test_parts_without_a_manifest_are_refused(tmp_path: Path) -> None:
     write_part(str(tmp_path), build_sids([1]))
     with pytest.raises(UserError, match=r"is not a table: it holds no manifest\.json"):
-        read_table(str(tmp_path))
+        open_table(str(tmp_path), TableInfo)
 
 
 def test_a_new_version_removes_the_files_of_older_ones(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_a_new_version_removes_the_files_of_older_ones(tmp_path: Path) -> None:
     write_part(uri, build_sids([9]))  # as a killed run leaves it
     write_sids(tmp_path / "t", build_sids([3]), config={"k": 1})
 
-    (part,) = read_manifest(uri).files
+    (part,) = read_manifest(uri)["files"]
     assert pq.read_table(f"{uri}/{part.path}").equals(build_sids([3]))
     files = sorted(path.name for path in (tmp_path / "t").iterdir())
     assert files == ["manifest.json", part.path]
@@ -87,7 +86,7 @@ def test_files_of_the_user_are_never_removed(tmp_path: Path) -> None:
     (folder / "more").mkdir()
     write_sids(folder, build_sids([2]), config={"k": 1})
 
-    parts = [part.path for part in read_manifest(uri).files]
+    parts = [part.path for part in read_manifest(uri)["files"]]
     files = {path.name for path in folder.iterdir()}
     assert files == {*names, "more", "manifest.json", *parts}
     clear(uri)
@@ -112,7 +111,7 @@ def test_a_table_whose_parts_another_job_removed_is_not_committed(
         match=r"part-.* was removed before its table was complete: another job writes to",
     ):
         commit(uri, "sids", SIDS, [part], config={}, inputs={})
-    assert read_table(uri, "sids").equals(build_sids([3]))
+    assert open_table(uri, TableInfo).read().equals(build_sids([3]))
 
 
 def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
@@ -133,23 +132,16 @@ def test_the_hash_depends_on_the_content(tmp_path: Path) -> None:
     same = write_sids(tmp_path / "b", build_sids([1], [2]))
     other = write_sids(tmp_path / "c", build_sids([1], [3]))
 
-    assert read_manifest(first).hash == read_manifest(same).hash
-    assert read_manifest(first).hash != read_manifest(other).hash
-
-
-def test_a_fingerprint_tells_whether_a_table_is_up_to_date(tmp_path: Path) -> None:
-    uri = write_sids(tmp_path / "t", build_sids([1]), config={"k": 5})
-    assert is_up_to_date(uri, fingerprint({"k": 5}, {"items": "h"}))
-    assert not is_up_to_date(uri, fingerprint({"k": 6}, {"items": "h"}))
-    assert not is_up_to_date(str(tmp_path / "none"), fingerprint({}, {}))
+    assert read_manifest(first)["hash"] == read_manifest(same)["hash"]
+    assert read_manifest(first)["hash"] != read_manifest(other)["hash"]
 
 
 def test_a_truncated_part_is_refused(tmp_path: Path) -> None:
     uri = write_sids(tmp_path / "t", build_sids([1]))
-    part = tmp_path / "t" / read_manifest(uri).files[0].path
+    part = tmp_path / "t" / read_manifest(uri)["files"][0].path
     part.write_bytes(part.read_bytes()[:-10])
     with pytest.raises(UserError, match=r"has \d+ bytes, its manifest says \d+"):
-        read_table(uri)
+        open_table(uri, TableInfo).read()
 
 
 def flip_bits(file: Path, count: int = 150) -> Iterator[None]:
@@ -202,4 +194,4 @@ def test_a_manifest_with_a_path_outside_its_folder_is_refused(
     content["files"][0]["path"] = path
     manifest.write_text(json.dumps(content))
     with pytest.raises(UserError, match="is not a file name"):
-        read_table(uri)
+        open_table(uri, TableInfo).read()

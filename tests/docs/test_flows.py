@@ -36,9 +36,9 @@ from pages import (
     read_section,
 )
 
-from core.tables import read_table
 from jobs import cli
 from pipelines.training import run as training
+from tests.fixtures.tables import read_table
 
 SMALLER = {
     "jobs.tokenize": "--encoder tfidf --pca 0 --tokenizer.codebook_size 8",
@@ -340,7 +340,7 @@ def test_the_page_of_impressions_and_clicks_in_separate_events(
 
     run_commands(read_prompts("own_log.md", title), monkeypatch)
 
-    users = read_table("runs/ubi/tables/sequences", "sequences").to_pylist()
+    users = read_table("runs/ubi/tables/sequences").to_pylist()
     searches = [(user, request) for user in users for request in user["requests"]]
     assert len(searches) == 400
     for user, request in searches:

@@ -24,13 +24,13 @@ import torch
 from core.errors import UserError
 from core.options import build
 from core.schemas import Inputs
-from core.tables import read_table
 from models.build import build_model
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import History
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from tests.fixtures import search_tables, training_tables
+from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.long
@@ -359,7 +359,7 @@ def test_the_new_kind_forms_the_requests_that_its_file_defines(
 ) -> None:
     """An item is no target directly after itself."""
     num_requests = num_repeats = 0
-    for user in read_table(f"{copy.parent}/shop/sequences", "sequences").to_pylist():
+    for user in read_table(f"{copy.parent}/shop/sequences").to_pylist():
         items, requests = user["item_index"], user["requests"]
         num_requests += len(requests)
         num_repeats += sum(a == b for a, b in pairwise(items))

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from core import tables
-from core.schemas import Inputs
+from core.schemas import (
+    Inputs,
+    ItemsInfo,
+)
+from core.tables import (
+    open_table,
+)
 from jobs import evaluate
 from models.retrieval.tokenizers.rqkmeans import Rqkmeans, RqkmeansConfig
 from models.training.fit_config import FitConfig
@@ -23,15 +29,14 @@ from tests.fixtures.trainings import train
 def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Number of reads of each table's manifest."""
     counts: Counter[str] = Counter()
-    open_uri = tables.open_uri
+
+    read_manifest = tables.read_manifest
 
     def count(uri: str) -> object:
-        folder, _, name = uri.rpartition("/")
-        if name == tables.MANIFEST:
-            counts[folder.rpartition("/")[2]] += 1
-        return open_uri(uri)
+        counts[uri.rpartition("/")[2]] += 1
+        return read_manifest(uri)
 
-    monkeypatch.setattr(tables, "open_uri", count)
+    monkeypatch.setattr(tables, "read_manifest", count)
     return counts
 
 
@@ -59,7 +64,9 @@ def test_train_evaluate_and_tokenize_open_few_manifests(
     assert max(opened.values()) <= 5
 
     opened.clear()
-    paths = TokenizerPaths(f"{folder}/items", str(tmp_path / "new"))
+    paths = TokenizerPaths(
+        open_table(f"{folder}/items", ItemsInfo), str(tmp_path / "new")
+    )
     tokenizer = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=4))
     tokenize(paths, tokenizer, EmbeddingSource("tfidf", 6))
     assert max(opened.values()) <= 4

@@ -13,7 +13,13 @@ import pytest
 import yaml
 
 from core.errors import UserError
-from core.tables import read_manifest
+from core.schemas import (
+    RetrievalInfo,
+)
+from core.tables import (
+    open_table,
+    read_manifest,
+)
 from jobs import cli
 from jobs import prepare as job
 from jobs.prepare import run
@@ -84,7 +90,7 @@ line is printed."""
 
 def read_hashes(output: Path) -> dict[str, str]:
     """Return the content hashes of the tables."""
-    return {name: read_manifest(str(output / name), name).hash for name in TABLES}
+    return {name: read_manifest(str(output / name))["hash"] for name in TABLES}
 
 
 @pytest.mark.exhaustive
@@ -122,7 +128,7 @@ def test_a_killed_and_repeated_run_has_the_undisturbed_result(
     assert read_hashes(output) == read_hashes(undisturbed)
     files = ["statistics.json"]
     for name in TABLES:
-        parts = [part.path for part in read_manifest(str(output / name)).files]
+        parts = [part.path for part in read_manifest(str(output / name))["files"]]
         # No file of a killed run is left.
         present = {path.name for path in (output / name).iterdir()}
         assert present == {*parts, "manifest.json"}
@@ -151,7 +157,7 @@ def test_options_override_the_source_file(
 
     assert statistics["core"] == 0
     assert statistics["max_length"] == 5
-    config = read_manifest(str(tmp_path / "out" / "sequences")).config
+    config = read_manifest(str(tmp_path / "out" / "sequences"))["config"]
     assert config["split"] == {
         "by": "temporal",
         "val_fraction": 0.2,
@@ -174,7 +180,9 @@ def test_the_report_counts_requests_without_history_as_the_training_does(
 
     skipped = {}
     for split, num_requests in statistics["requests"].items():
-        examples = RetrievalDataset.load(str(tmp_path / "out" / "sequences"), split)
+        examples = RetrievalDataset.load(
+            open_table(str(tmp_path / "out" / "sequences"), RetrievalInfo), split
+        )
         assert examples.request_unit == "requests with a history"
         skipped[split] = num_requests - examples.num_requests
     counts = ", ".join(f"{count} {split}" for split, count in skipped.items())
@@ -191,12 +199,12 @@ def test_append_adds_the_rows_of_a_new_file(
 ) -> None:
     raw = write_log(tmp_path / "raw", events=400)
     run(cli.config_from_words(job, build_words(raw, tmp_path / "out", "--append")))
-    rows = read_manifest(str(tmp_path / "out/events")).rows
+    rows = read_manifest(str(tmp_path / "out/events"))["rows"]
     (raw / "log_2.csv").write_text("user,item,ms\nu1,i1,1600000000001\n")
 
     run(cli.config_from_words(job, build_words(raw, tmp_path / "out", "--append")))
 
-    assert read_manifest(str(tmp_path / "out/events")).rows == rows + 1
+    assert read_manifest(str(tmp_path / "out/events"))["rows"] == rows + 1
     assert "events: reading 1 file" in capsys.readouterr().out
     with pytest.raises(UserError, match="append and overwrite"):
         run(

@@ -18,6 +18,13 @@ import torch
 from torch import Tensor
 
 from core.files import join
+from core.schemas import (
+    ActionsInfo,
+    SearchInfo,
+)
+from core.tables import (
+    open_table,
+)
 from models import registry
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
@@ -113,7 +120,9 @@ def build_search_model(
     model = build_model(options, catalogue)
     dataset_options = SearchDataset.dataset_options(model.config, catalogue)
     uri = join(log[0], "sequences")
-    return model, SearchDataset.load(uri, "train", max_history=8, **dataset_options)
+    return model, SearchDataset.load(
+        open_table(uri, SearchInfo), "train", max_history=8, **dataset_options
+    )
 
 
 @pytest.fixture
@@ -225,7 +234,7 @@ def build_actions_model(
     catalogue = ActionsCatalogue.load(feed)
     model = build_model(options, catalogue)
     examples = ActionsDataset.load(
-        join(feed, "sequences"),
+        open_table(join(feed, "sequences"), ActionsInfo),
         "train",
         unit=model.example_unit,
         max_history=10,

@@ -12,6 +12,12 @@ import torch
 
 from core.errors import UserError
 from core.files import join
+from core.schemas import (
+    SearchInfo,
+)
+from core.tables import (
+    open_table,
+)
 from models.label_loss import (
     LabelOptions,
     label_loss,
@@ -114,7 +120,9 @@ def search(
     tables, text = write_search(tmp_path_factory.mktemp("labels"))
     catalogue = SearchCatalogue.load(tables, text)
     uri = join(tables, "sequences")
-    examples = SearchDataset.load(uri, "train", max_history=8, text=catalogue.text)
+    examples = SearchDataset.load(
+        open_table(uri, SearchInfo), "train", max_history=8, text=catalogue.text
+    )
     return catalogue, examples.collate(np.arange(12))
 
 

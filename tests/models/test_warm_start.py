@@ -17,7 +17,7 @@ import torch
 
 from core.errors import UserError
 from core.schemas import Inputs
-from core.tables import read_manifest, read_table
+from core.tables import read_manifest
 from models.loaded_model import LoadedModel
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
@@ -26,6 +26,7 @@ from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
+from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 DAY_MS = 86_400_000
@@ -186,15 +187,15 @@ def test_scores_of_old_items_do_not_change_with_new_items(
     uri = days.train_first(name)
     inputs = Inputs(str(days.folder / "tables"))
     before = LoadedModel.load(uri, inputs)
-    examples = before.load_examples(inputs, "test")
+    examples = before.load_examples("test")
     batch = examples.collate(np.arange(len(examples)))
-    num_old_items = read_manifest(f"{inputs.tables}/items").rows
+    num_old_items = read_manifest(f"{inputs.tables}/items")["rows"]
     expected = score_old_items(before, batch)
 
     grown_inputs = days.append_later(KINDS[name])
     after = LoadedModel.load(uri, grown_inputs)
 
-    assert read_manifest(f"{grown_inputs.tables}/items").rows > num_old_items
+    assert read_manifest(f"{grown_inputs.tables}/items")["rows"] > num_old_items
     if name == "attn_lfa":
         batch = replace(
             batch,

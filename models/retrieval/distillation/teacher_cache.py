@@ -41,12 +41,13 @@ from core.errors import UserError, pluralize
 from core.files import LOCK, hold_lock, join
 from core.ragged import find_sorted, lengths_to_offsets, pad_indices
 from core.tables import (
-    Manifest,
     Part,
+    Table,
+    TableInfo,
     commit,
     fingerprint,
     has_manifest,
-    read_manifest,
+    open_table,
     write_part,
 )
 from models.dataset.columns import Columns, open_columns
@@ -80,6 +81,14 @@ BATCH_REQUESTS = 256
 
 PART_BYTES = 64 * 2**20
 """Size from which a part of the table is written."""
+
+
+@dataclass
+class StatesInfo(TableInfo):
+    """Info of a table of the cache."""
+
+    version = 1
+
 
 ComputeStates = Callable[[RequestBatch], tuple[Tensor, Tensor]]
 """Computes the vectors (B, S, D) of a batch, and the number of vectors of each request
@@ -192,17 +201,23 @@ def cache_teacher_outputs(
                     requests = [datasets[split] for split in output.splits]
                     parts = _write_parts(uri, output.compute, requests, device)
                     commit(
-                        uri, output.name, SCHEMA, parts, config=settings, inputs=inputs
+                        uri,
+                        output.name,
+                        SCHEMA,
+                        parts,
+                        config=settings,
+                        inputs=inputs,
+                        info=StatesInfo(),
                     )
                     status = f"computed in {time.monotonic() - began:.0f} s"
         if train.world > 1:
             dist.barrier()
-        manifest = read_manifest(uri, output.name)
-        tables[output.name] = _open(uri, manifest, int(output.config["width"]))
-        size = sum(part.bytes for part in manifest.files) / 2**20
+        table = open_table(uri, StatesInfo)
+        tables[output.name] = _open(table, int(output.config["width"]))
+        size = sum(part.bytes for part in table.files) / 2**20
         messages.append(
             f"teacher cache: {output.name} states of "
-            f"{pluralize(manifest.rows, 'request')}, {size:,.1f} MiB in half "
+            f"{pluralize(table.rows, 'request')}, {size:,.1f} MiB in half "
             f"precision, {status}: {uri}"
         )
     model.set_teacher_outputs(tables)
@@ -232,15 +247,14 @@ def _write_parts(
     return parts
 
 
-def _open(uri: str, manifest: Manifest, width: int) -> CachedStates:
+def _open(states: Table[StatesInfo], width: int) -> CachedStates:
     """Open a table of vectors of a width."""
     columns = open_columns(
-        uri,
+        states,
         "teacher_states",
         None,
         lambda table: _decode_states(table, width),
-        manifest=manifest,
-        settings=width,
+        width,
     )
     return CachedStates(columns["request"], columns["length"], columns["states"])
 

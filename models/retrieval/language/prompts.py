@@ -21,9 +21,6 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError
-from core.files import join
-from core.schemas import ItemsInfo
-from core.tables import read_manifest, read_table
 from models.retrieval.data import Catalogue
 from models.text.language_model import LANGUAGE_MODEL
 from models.text.pretrained import pretrained_source
@@ -153,13 +150,11 @@ def read_titles(catalogue: Catalogue, column: str) -> list[str] | None:
     Returns:
         Titles by item_index, or None if the items have no such column.
     """
-    if not catalogue.tables:
+    items = catalogue.versions.get("items")
+    if items is None or column not in items.info.texts:
         return None
-    uri, name = join(catalogue.tables, "items"), f"text_{column}"
-    schema = read_manifest(uri, ItemsInfo).schema
-    if name not in [field["name"] for field in schema]:
-        return None
-    table = read_table(uri, "items", ["item_index", name]).sort_by("item_index")
+    name = f"text_{column}"
+    table = items.read(["item_index", name]).sort_by("item_index")
     return [text or "" for text in table[name].to_pylist()]
 
 

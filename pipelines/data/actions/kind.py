@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from core.schemas import Split
-from core.tables import Manifest
+from core.tables import Table
 from pipelines.data.actions.audit import check_actions_tables
 from pipelines.data.actions.sequences import check_actions, make_actions
 from pipelines.data.audit.base import Rule, Tables
@@ -40,8 +40,8 @@ class Actions(Kind):
         check_actions(source, config)
 
     def make_sequences(
-        self, run: Run, events: Manifest, items: Manifest, split: Split
-    ) -> Manifest:
+        self, run: Run, events: Table, items: Table, split: Split
+    ) -> Table:
         """Make `sequences`, and the tables of features that have times of their own."""
         return make_actions(run, events, items, split)
 

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize, raise_first
 from core.schemas import ActionsInfo, Split, actions_schema
-from core.tables import Manifest, part_uris
+from core.tables import Table
 from pipelines.data.actions.config import ITEM, ActionsConfig
 from pipelines.data.actions.features import (
     IDS,
@@ -245,7 +245,7 @@ class LabelStats:
 def compute_label_stats(step: ActionsStep, builder: ActionsBuilder) -> LabelStats:
     """Find constant tasks and inputs, and the values of viewer-side categories."""
     run = step.run
-    uris = part_uris(run.tables.table_uri("events"), step.events)
+    uris = step.events.part_uris()
     shared = (run.tables.read_catalogue(), builder)
     calls = [(uri,) for uri in uris]
     results = run.engine.map_unordered(_part_label_stats, calls, shared)
@@ -438,7 +438,7 @@ class ActionsStep(SequencesStep):
             "events_outside": count["outside"],
         }
 
-    def report(self, sequences: Manifest[Any], seconds: float) -> None:
+    def report(self, sequences: Table[Any], seconds: float) -> None:
         """Report sizes of the table and its splits, and the base rates of the tasks."""
         info, report = sequences.info, self.run.report
         report(
@@ -469,7 +469,7 @@ def read_attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
     """
     if not names:
         return {}
-    items = run.tables.read("items", [f"cat_{name}" for name in names])
+    items = run.tables.current("items").read([f"cat_{name}" for name in names])
     codes = {}
     for name in names:
         values = items[f"cat_{name}"].combine_chunks().dictionary_encode()
@@ -477,13 +477,13 @@ def read_attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
     return codes
 
 
-def make_actions(run: Run, events: Manifest, items: Manifest, split: Split) -> Manifest:
+def make_actions(run: Run, events: Table, items: Table, split: Split) -> Table:
     """Make the sequences of a log of actions and return their manifest.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
-        events: Manifest of `events`.
-        items: Manifest of `items`.
+        events: Table of `events`.
+        items: Table of `items`.
         split: The split.
     """
     as_of = make_as_of_tables(run)

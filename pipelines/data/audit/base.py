@@ -16,7 +16,7 @@ import polars as pl
 from core.errors import UserError
 from core.files import join
 from core.schemas import INFO_CLASSES, ItemsInfo, SequencesInfo
-from core.tables import Manifest, read_manifest, read_parquet
+from core.tables import Table, TableInfo, open_table, read_parquet
 
 MAX_EXAMPLES = 3
 """Maximum number of violations that are described per rule."""
@@ -77,38 +77,36 @@ class Rule:
 class Tables:
     """The audited tables, which are read into memory."""
 
-    uri: str
-    """The folder of the tables."""
-    manifests: dict[str, Manifest]
-    """Manifests of the tables, by name."""
+    opened: dict[str, Table]
+    """The tables, by name."""
     all_shown: bool
     """Whether the catalogue has the items of all events, not only of behaviours."""
 
     @classmethod
-    def open(cls, uri: str, all_shown: bool) -> Tables:
-        """Read the manifests of `sequences` and of the tables it was made from.
+    def open(cls, uri: str, sequences: Table[SequencesInfo], all_shown: bool) -> Tables:
+        """Open the tables from which `sequences` was made.
 
         Args:
             uri: Output folder of jobs.prepare.
+            sequences: Table of the sequences.
             all_shown: Whether the catalogue contains the items of all events.
         """
-        sequences = read_manifest(join(uri, "sequences"), SequencesInfo)
         names = dict.fromkeys(("events", "items", *sequences.inputs))
-        manifests = {
-            name: read_manifest(join(uri, name), INFO_CLASSES.get(name))
+        opened: dict[str, Table] = {
+            name: open_table(join(uri, name), INFO_CLASSES.get(name, TableInfo))
             for name in names
         }
-        return cls(uri, {**manifests, "sequences": sequences}, all_shown)
+        return cls({**opened, "sequences": sequences}, all_shown)
 
     def read(self, table: str) -> pl.DataFrame:
         """Read all rows of a table, with the index of their `part`."""
         frames = []
-        for part_index, part in enumerate(self.manifests[table].files):
-            rows = read_parquet(join(self.uri, table, part.path))
+        for part_index, uri in enumerate(self.opened[table].part_uris()):
+            rows = read_parquet(uri)
             frame = pl.DataFrame(pl.from_arrow(rows))
             frames.append(frame.with_columns(part=pl.lit(part_index, pl.Int32)))
         if not frames:
-            raise UserError(f"{join(self.uri, table)} has no files")
+            raise UserError(f"{self.opened[table].uri} has no files")
         return pl.concat(frames)
 
     @cached_property
@@ -144,18 +142,18 @@ class Tables:
     @property
     def info(self) -> Any:
         """`info` of the manifest of `sequences`, of the class of its kind."""
-        return self.manifests["sequences"].info
+        return self.opened["sequences"].info
 
     @property
     def items_info(self) -> ItemsInfo:
         """`info` of the manifest of `items`."""
-        info: ItemsInfo = self.manifests["items"].info
+        info: ItemsInfo = self.opened["items"].info
         return info
 
     @property
     def event_columns(self) -> set[str]:
         """Names of the columns of `events`."""
-        return {column["name"] for column in self.manifests["events"].schema}
+        return {column["name"] for column in self.opened["events"].schema}
 
     @property
     def behaviour(self) -> str | None:

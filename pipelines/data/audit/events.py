@@ -7,53 +7,49 @@ from dataclasses import replace
 import polars as pl
 
 from core.errors import UserError
-from core.files import join
 from core.schemas import EventsInfo
-from core.tables import part_uris, read_parquet
 from pipelines.data.audit.base import EVENT, MINUTE_MS, Rule, Tables
 
 
 def check_files(tables: Tables, rule: Rule) -> None:
     """Check that every listed file is complete and has the listed rows and columns."""
-    for table, manifest in tables.manifests.items():
-        names = [column["name"] for column in manifest.schema]
-        for part in manifest.files:
+    for name, table in tables.opened.items():
+        columns = [column["name"] for column in table.schema]
+        for part in table.files:
             rule.rows += 1
             try:
-                single = replace(manifest, files=[part])
-                [uri] = part_uris(join(tables.uri, table), single)
-                rows = read_parquet(uri)
+                rows = replace(table, files=[part]).read()
             except UserError as error:
                 rule.add_violation(str(error))
                 continue
             if rows.num_rows != part.rows:
                 rule.add_violation(
-                    f"{table}/{part.path}: {rows.num_rows} rows, the manifest says "
+                    f"{name}/{part.path}: {rows.num_rows} rows, the manifest says "
                     f"{part.rows}"
                 )
-            for name in names:
-                if name not in rows.column_names:
-                    rule.add_violation(f"{table}/{part.path}: no column {name}")
+            for column in columns:
+                if column not in rows.column_names:
+                    rule.add_violation(f"{name}/{part.path}: no column {column}")
 
 
 def check_inputs(tables: Tables, rule: Rule) -> None:
     """Check that recorded input hashes equal the hashes of the tables in the folder."""
-    for table, manifest in tables.manifests.items():
-        for name, recorded in manifest.inputs.items():
-            if name not in tables.manifests:
+    for made, table in tables.opened.items():
+        for name, recorded in table.inputs.items():
+            if name not in tables.opened:
                 continue
             rule.rows += 1
-            actual = tables.manifests[name].hash
+            actual = tables.opened[name].hash
             if recorded != actual:
                 rule.add_violation(
-                    f"{table} were made from {name} {recorded[:12]}, this folder has "
+                    f"{made} were made from {name} {recorded[:12]}, this folder has "
                     f"{actual[:12]}"
                 )
 
 
 def check_events(tables: Tables, rules: dict[str, Rule]) -> None:
     """Check the rows of `events`: keys, times, order, duplicates and known times."""
-    events, info = tables.events, tables.manifests["events"].info
+    events, info = tables.events, tables.opened["events"].info
     rule = rules["events"]
     rule.rows = events.height
     keys = ["user_id", *tables.event_order]
@@ -179,11 +175,11 @@ def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
 
 def _check_item_order(tables: Tables, rule: Rule) -> None:
     """Check that `item_index` is dense, and items distinct and sorted by id."""
-    manifest = tables.manifests["items"]
+    table = tables.opened["items"]
     row = pl.int_range(pl.len(), dtype=pl.Int32)
     previous = pl.col("item_id").shift(1)
     is_wrong = (pl.col("item_id") <= previous).fill_null(False)
-    if manifest.extends or manifest.info.catalogue_of:
+    if table.extends or table.info.catalogue_of:
         is_wrong = ~pl.col("item_id").is_first_distinct()
     is_wrong |= pl.col("item_index").ne_missing(row) | pl.col("item_id").is_null()
     rows = tables.catalogue.with_columns(row=row, previous=previous, is_wrong=is_wrong)

@@ -15,7 +15,7 @@ import polars as pl
 from core.errors import UserError
 from core.files import join
 from core.schemas import SequencesInfo
-from core.tables import read_manifest
+from core.tables import open_table
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.events import (
     check_catalogue,
@@ -59,14 +59,15 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
     Returns:
         The checked rules with their violations, in the order of `RULES`.
     """
-    name = read_manifest(join(uri, "sequences"), SequencesInfo).info.kind
+    sequences = open_table(join(uri, "sequences"), SequencesInfo)
+    name = sequences.info.kind
     if name not in KINDS:
         raise UserError(
             f"{uri} has sequences of kind '{name}'; the audit supports "
             f"{', '.join(KINDS)}"
         )
     kind = KINDS[name]
-    tables = Tables.open(uri, kind.uses_all_events)
+    tables = Tables.open(uri, sequences, kind.uses_all_events)
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
     progress("files")
     check_files(tables, rules["files"])

@@ -232,7 +232,7 @@ def check_splits(tables: Tables, requests: pl.DataFrame, rule: Rule) -> dict[str
         from_end = length.cast(pl.Int64) - 1 - pl.col("rank")
         is_train = (length < 3) | (from_end > 1)
         is_val = from_end == 1
-        if tables.manifests["events"].info.log.clock:
+        if tables.opened["events"].info.log.clock:
             rule.note = (
                 "leave-last-out trains on other users' later behaviours; a temporal "
                 "split does not"

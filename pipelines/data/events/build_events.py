@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from core.errors import UserError, pluralize, raise_first
 from core.files import join, open_uri
 from core.schemas import REJECTS, EventsInfo, Match, PartitionInfo, RejectsInfo
-from core.tables import Manifest, Part, part_uris, read_parquet, write_part
+from core.tables import Part, Table, read_parquet, write_part
 from pipelines.data.engine import KEY, Exchange, ReadSummary, Shared, fetch
 from pipelines.data.events.columns import dictionary_column, user_keys
 from pipelines.data.events.event_stats import (
@@ -78,9 +78,7 @@ class LogFiles:
     """[size, modification time in ns] of these files and of files in the tables."""
 
 
-def make_events(
-    run: Run, num_partitions: int
-) -> tuple[Manifest[EventsInfo], LoadStats]:
+def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadStats]:
     """Write the tables `events` and `rejects`, or append new files to them.
 
     Args:
@@ -89,7 +87,7 @@ def make_events(
             appended to, unless the configuration sets it.
 
     Returns:
-        The manifest of the events, and a function that returns their statistics.
+        The table of the events, and a function that returns their statistics.
     """
     earlier = run.tables.appended_version(EventsInfo)
     if earlier:
@@ -113,13 +111,13 @@ def make_events(
     return manifest, lambda: stats
 
 
-def _stats_loader(run: Run, events: Manifest) -> LoadStats:
+def _stats_loader(run: Run, events: Table) -> LoadStats:
     """Return a function that reads the statistics of events on its first call."""
     loaded: list[EventStats] = []
 
     def load() -> EventStats:
         if not loaded:
-            parts = part_uris(run.tables.table_uri("events"), events)
+            parts = events.part_uris()
             late = run.is_late
             loaded.append(event_stats(parts, run.behaviour, run.engine, late))
         return loaded[0]
@@ -139,7 +137,7 @@ def _events_settings(run: Run, num_partitions: int) -> dict[str, Any]:
 
 
 def _check_append(
-    run: Run, earlier: Manifest[EventsInfo], settings: dict[str, Any], files: LogFiles
+    run: Run, earlier: Table[EventsInfo], settings: dict[str, Any], files: LogFiles
 ) -> LogFiles:
     """Check that files can be appended to the events, and return the new files."""
     source, old = run.source, earlier.info.stamps
@@ -194,9 +192,7 @@ def differs_beyond_files(source: dict[str, Any], earlier: dict[str, Any]) -> boo
     return {**source, "files": ""} != {**earlier, "files": ""}
 
 
-def _changed_files(
-    run: Run, earlier: Manifest[EventsInfo], files: LogFiles
-) -> list[str]:
+def _changed_files(run: Run, earlier: Table[EventsInfo], files: LogFiles) -> list[str]:
     """Return the files of the earlier version whose stamp and content have changed."""
     old = earlier.info.stamps
     changed = []
@@ -231,8 +227,8 @@ def _read_files(
     run: Run,
     files: LogFiles,
     settings: dict[str, Any],
-    earlier: Manifest[EventsInfo] | None,
-) -> tuple[Manifest[EventsInfo], EventStats]:
+    earlier: Table[EventsInfo] | None,
+) -> tuple[Table[EventsInfo], EventStats]:
     """Read event files, and commit `events` and `rejects`."""
     partitions = settings["partitions"]
     run.report(
@@ -284,7 +280,7 @@ def _read_users(run: Run, files: LogFiles) -> tuple[pa.Table | None, dict[str, s
 
 
 def _check_result(
-    run: Run, files: list[str], result: ReadResult, earlier: Manifest[EventsInfo] | None
+    run: Run, files: list[str], result: ReadResult, earlier: Table[EventsInfo] | None
 ) -> None:
     """Raise UserError if there are no rows, no valid events or too many rejects."""
     if not result.rejected.rows_read and not earlier:
@@ -300,7 +296,7 @@ def _events_info(
     files: LogFiles,
     result: ReadResult,
     stats: EventStats,
-    earlier: Manifest[EventsInfo] | None,
+    earlier: Table[EventsInfo] | None,
 ) -> EventsInfo:
     """Return the info of the manifest of `events`."""
     keep = run.config.duplicates == "keep"
@@ -326,7 +322,7 @@ def _events_info(
     )
 
 
-def _old_rejects(run: Run, earlier: Manifest[EventsInfo] | None) -> list[Part]:
+def _old_rejects(run: Run, earlier: Table[EventsInfo] | None) -> list[Part]:
     """Return the parts of `rejects` that belong to the earlier version of events."""
     rejects = run.tables.appended_version(RejectsInfo)
     if not rejects or not earlier:
@@ -547,7 +543,7 @@ def read_partitions(
     files: list[str],
     partitions: int,
     users: pa.Table | None,
-    earlier: Manifest[EventsInfo] | None,
+    earlier: Table[EventsInfo] | None,
 ) -> ReadResult:
     """Read raw files and write parts of events and rejects, without committing them.
 
@@ -556,7 +552,7 @@ def read_partitions(
         files: Event files, relative to the input folder.
         partitions: Number of partitions.
         users: Rows of the user files, or None.
-        earlier: Manifest of the events that the files are appended to, or None.
+        earlier: Table of the events that the files are appended to, or None.
             Partitions without new rows keep their part.
 
     Raises:

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from core.errors import UserError
 from core.files import join
 from core.schemas import ItemsInfo, Split
-from core.tables import Manifest, Part, write_part
+from core.tables import Part, Table, write_part
 from pipelines.data.engine import KEY, Engine, Exchange, ReadSummary, Shared, fetch
 from pipelines.data.events.build_events import LoadStats, count_partitions
 from pipelines.data.events.columns import Vocabulary
@@ -41,13 +41,13 @@ hash of the values of the row."""
 
 
 def make_items(
-    run: Run, events: Manifest, load_stats: LoadStats, split: Split
-) -> Manifest[ItemsInfo]:
+    run: Run, events: Table, load_stats: LoadStats, split: Split
+) -> Table[ItemsInfo]:
     """Write the table `items` and return its manifest.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
-        events: Manifest of the events.
+        events: Table of the events.
         load_stats: Returns statistics of the events.
         split: The split.
     """
@@ -114,7 +114,7 @@ def _check_files_present(run: Run, files: list[str]) -> None:
         )
 
 
-def _report_items(run: Run, items: Manifest[ItemsInfo]) -> None:
+def _report_items(run: Run, items: Table[ItemsInfo]) -> None:
     """Report the sizes of the catalogue and of its metadata."""
     info = items.info
     without_behaviours = ""
@@ -180,7 +180,7 @@ def _choose_items(
         ids = ids.take(pc.sort_indices(ids))
     extends = run.tables.appended_version(ItemsInfo) is not None
     if extends:
-        old = run.tables.read("items", ["item_id"])["item_id"].combine_chunks()
+        old = run.tables.current("items").read(["item_id"])["item_id"].combine_chunks()
         ids = extend_catalogue(old.cast(ids.type), ids)
     return Catalogue(ids, in_core, rounds, hashes, extends)
 

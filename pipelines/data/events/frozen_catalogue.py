@@ -16,13 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from core.errors import UserError
-from core.files import join
 from core.schemas import ItemsInfo, Split, items_schema
 from core.tables import (
-    Manifest,
     Part,
-    part_uris,
-    read_manifest,
+    Table,
     read_parquet,
     write_part,
 )
@@ -31,42 +28,26 @@ from pipelines.data.events.event_stats import EventStats
 from pipelines.data.run import Run
 
 
-def read_split(catalogue: str, has_clock_times: bool) -> Split:
-    """Return the split of other tables.
-
-    Args:
-        catalogue: URI of the other tables.
-        has_clock_times: Whether the log has clock times.
-    """
-    split = read_manifest(join(catalogue, "items"), ItemsInfo).info.split
-    if split.by == "temporal" and not has_clock_times:
-        raise UserError(
-            f"{catalogue} is split by time, but this log has no clock times"
-        )
-    return split
-
-
 def copy_items(
     run: Run,
-    events: Manifest,
+    events: Table,
     load_stats: LoadStats,
-    catalogue: str,
+    original: Table[ItemsInfo],
     split: Split,
-) -> Manifest[ItemsInfo]:
+) -> Table[ItemsInfo]:
     """Write the items of other tables as the items of this log.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
-        events: Manifest of the events.
+        events: Table of the events.
         load_stats: Returns statistics of the events.
-        catalogue: URI of the other tables.
+        original: Items of the other tables.
         split: The split.
 
     Returns:
-        The manifest of the items.
+        The table of the items.
     """
-    uri, config = join(catalogue, "items"), run.config
-    original = read_manifest(uri, ItemsInfo)
+    config, catalogue = run.config, run.config.catalogue
     settings = {"catalogue": original.hash, "behaviour": run.behaviour}
     inputs = {"events": events.hash, "catalogue": original.hash}
     if finished := run.tables.find_finished(ItemsInfo, settings, inputs):
@@ -77,8 +58,8 @@ def copy_items(
         original.info.texts, original.info.attributes, original.info.numbers
     )
     with run.tables.clean_up_on_error("items"):
-        parts, inside = _copy_parts(run, uri, original, schema, stats)
-        share = _check_share(run, catalogue, stats, inside)
+        parts, inside = _copy_parts(run, original, schema, stats)
+        share = _check_share(run, stats, inside)
         info = ItemsInfo(
             texts=original.info.texts,
             attributes=original.info.attributes,
@@ -110,12 +91,12 @@ def copy_items(
 
 
 def _copy_parts(
-    run: Run, uri: str, original: Manifest, schema: pa.Schema, stats: EventStats
+    run: Run, original: Table, schema: pa.Schema, stats: EventStats
 ) -> tuple[list[Part], pa.Array]:
     """Copy the parts of the original items."""
     parts = []
     inside = pa.nulls(len(stats.items), pa.bool_()).fill_null(False)
-    for source in part_uris(uri, original):
+    for source in original.part_uris():
         rows = read_parquet(source)
         ids = rows["item_id"].combine_chunks().cast(stats.items.type)
         inside = pc.or_(inside, pc.is_in(stats.items, ids))
@@ -123,9 +104,7 @@ def _copy_parts(
     return parts, inside
 
 
-def _check_share(
-    run: Run, catalogue: str, stats: EventStats, inside: pa.Array
-) -> float:
+def _check_share(run: Run, stats: EventStats, inside: pa.Array) -> float:
     """Return the share of behaviours on items of the catalogue."""
     is_inside = inside.to_numpy(zero_copy_only=False)
     on_catalogue = int(stats.counts[is_inside].sum())
@@ -134,7 +113,7 @@ def _check_share(
         others = stats.items.filter(pc.invert(inside)).slice(0, 2).to_pylist()
         raise UserError(
             f"{share:.1%} of the behaviours are on items of the catalogue of "
-            f"{catalogue}, below min_matched {run.config.min_matched:g}: it does not "
-            f"have {', '.join(map(repr, others))}"
+            f"{run.config.catalogue}, below min_matched {run.config.min_matched:g}: it "
+            f"does not have {', '.join(map(repr, others))}"
         )
     return share

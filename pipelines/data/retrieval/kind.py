@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from core.schemas import Split
-from core.tables import Manifest
+from core.tables import Table
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
 from pipelines.data.prepare_config import PrepareConfig
@@ -39,8 +39,8 @@ class Retrieval(Kind):
         """Accept all settings."""
 
     def make_sequences(
-        self, run: Run, events: Manifest, items: Manifest, split: Split
-    ) -> Manifest:
+        self, run: Run, events: Table, items: Table, split: Split
+    ) -> Table:
         """Make `sequences`; a retrieval log needs no other table."""
         return make_sequences(RetrievalStep(run, events, items, split, as_of={}))
 
@@ -55,7 +55,7 @@ class Retrieval(Kind):
         """Draw a log in which items follow from the user's last item and clusters."""
         return draw_interactions(settings)
 
-    def warn(self, events: Manifest, info: Any) -> Iterator[str]:
+    def warn(self, events: Table, info: Any) -> Iterator[str]:
         """Yield a line if many training requests have no history."""
         num_train = info.requests["train"]
         num_skipped = info.requests_without_history["train"]

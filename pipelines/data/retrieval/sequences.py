@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from core.errors import UserError, pluralize
 from core.schemas import RetrievalInfo, sequences_schema
-from core.tables import Manifest
+from core.tables import Table
 from pipelines.data.events.columns import first_of_run, take_rows
 from pipelines.data.sequences.builder import (
     Behaviours,
@@ -166,7 +166,7 @@ class RetrievalStep(SequencesStep):
                 f"{config.catalogue}"
             )
 
-    def report(self, sequences: Manifest[Any], seconds: float) -> None:
+    def report(self, sequences: Table[Any], seconds: float) -> None:
         """Report the number of users."""
         self.run.report(
             f"sequences: {pluralize(sequences.rows, 'user')} in {seconds:.1f} s"

@@ -71,7 +71,7 @@ def check_search_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
 
 def read_queries(tables: Tables) -> pl.DataFrame:
     """Return `query_index` and `query` of all queries."""
-    if not tables.manifests["queries"].files:
+    if not tables.opened["queries"].files:
         return pl.DataFrame(schema={"query_index": pl.Int32, "query": pl.String})
     return tables.read("queries").drop("part")
 

@@ -25,11 +25,9 @@ import pyarrow.compute as pc
 from core.errors import UserError, pluralize
 from core.schemas import CountsInfo, counts_schema
 from core.tables import (
-    Manifest,
     Part,
+    Table,
     fingerprint,
-    is_up_to_date,
-    part_uris,
     write_part,
 )
 from pipelines.data.events.columns import Vocabulary
@@ -55,15 +53,15 @@ TABLE_COLUMNS = {"item": "item_id", "query": "query"}
 """Column of the table for each column of a key."""
 
 
-def make_counts(run: Run, events: Manifest, items: Manifest, as_of_ms: int) -> None:
+def make_counts(run: Run, events: Table, items: Table, as_of_ms: int) -> None:
     """Make the table of counts as of a time.
 
     A table as of another time is replaced, as no other table is made from it.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
-        events: Manifest of `events`.
-        items: Manifest of `items`.
+        events: Table of `events`.
+        items: Table of `items`.
         as_of_ms: Time in epoch ms; only earlier events are counted.
     """
     config, click = run.config.kind_config, run.config.behaviour
@@ -80,7 +78,8 @@ def make_counts(run: Run, events: Manifest, items: Manifest, as_of_ms: int) -> N
     }
     inputs = {"events": events.hash, "items": items.hash}
     uri = run.tables.table_uri("counts")
-    if not run.tables.overwrite and is_up_to_date(uri, fingerprint(settings, inputs)):
+    earlier = run.tables.existing.get("counts")
+    if earlier and earlier.fingerprint == fingerprint(settings, inputs):
         run.report(f"counts: up to date, as of {as_of_text}")
         return
     started = time.perf_counter()
@@ -165,14 +164,14 @@ class WrittenBucket:
 
 
 def _write_buckets(
-    run: Run, events: Manifest, counter: SearchCounter
+    run: Run, events: Table, counter: SearchCounter
 ) -> tuple[list[Part], Counter[str]]:
     """Count the events of all buckets of keys, and write each's part of `counts`."""
     queries = run.tables.read_vocabulary("queries", "query")
     vocabularies = run.tables.read_catalogue(), queries
     results = export_counts(
         run.engine,
-        part_uris(run.tables.table_uri("events"), events),
+        events.part_uris(),
         events.rows,
         counter,
         vocabularies,

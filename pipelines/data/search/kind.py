@@ -9,7 +9,7 @@ import polars as pl
 
 from core.errors import UserError
 from core.schemas import Split
-from core.tables import Manifest
+from core.tables import Table
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
 from pipelines.data.prepare_config import PrepareConfig
@@ -59,14 +59,12 @@ class Search(Kind):
         check_feature_names(config.kind_config, names, custom_groups)
 
     def make_sequences(
-        self, run: Run, events: Manifest, items: Manifest, split: Split
-    ) -> Manifest:
+        self, run: Run, events: Table, items: Table, split: Split
+    ) -> Table:
         """Make `queries`, the tables of joined features, and `sequences`."""
         return make_search(run, events, items, split)
 
-    def make_counts(
-        self, run: Run, events: Manifest, items: Manifest, as_of_ms: int
-    ) -> None:
+    def make_counts(self, run: Run, events: Table, items: Table, as_of_ms: int) -> None:
         """Make the table of counts of items, queries and pairs as of a time in ms."""
         make_counts(run, events, items, as_of_ms)
 
@@ -76,7 +74,7 @@ class Search(Kind):
         """Check `queries` and `sequences`; users with shown results must be in it."""
         return check_search_tables(tables, rules)
 
-    def warn(self, events: Manifest, info: Any) -> Iterator[str]:
+    def warn(self, events: Table, info: Any) -> Iterator[str]:
         """Yield a line for each split whose requests have one class only."""
         for name in SPLITS:
             requests = info.requests[name]

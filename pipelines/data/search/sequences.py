@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from core.errors import UserError, pluralize
 from core.ragged import run_starts
 from core.schemas import CARRIED, QUERIES, QueriesInfo, SearchInfo, Split, search_schema
-from core.tables import Manifest, part_uris, write_part
+from core.tables import Table, write_part
 from pipelines.data.engine import Call
 from pipelines.data.events.columns import (
     bool_column,
@@ -234,7 +234,7 @@ class SearchStep(SequencesStep):
 
     info_class = SearchInfo
 
-    queries: Manifest[QueriesInfo]
+    queries: Table[QueriesInfo]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class SearchStep(SequencesStep):
                 f"as cast({column} as bigint) - 1"
             )
 
-    def report(self, sequences: Manifest[Any], seconds: float) -> None:
+    def report(self, sequences: Table[Any], seconds: float) -> None:
         """Report the sizes of the table, and counts of dropped or unusual requests."""
         info, report = sequences.info, self.run.report
         requests = sum(info.requests.values())
@@ -373,24 +373,24 @@ class SearchStep(SequencesStep):
             )
 
 
-def make_search(run: Run, events: Manifest, items: Manifest, split: Split) -> Manifest:
+def make_search(run: Run, events: Table, items: Table, split: Split) -> Table:
     """Make the tables of a search log that follow `events` and `items`.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
-        events: Manifest of `events`.
-        items: Manifest of `items`.
+        events: Table of `events`.
+        items: Table of `items`.
         split: The split.
 
     Returns:
-        Manifest of `sequences`.
+        Table of `sequences`.
     """
     queries = make_queries(run, events)
     as_of = make_as_of_tables(run)
     return make_sequences(SearchStep(run, events, items, split, as_of, queries))
 
 
-def make_queries(run: Run, events: Manifest) -> Manifest:
+def make_queries(run: Run, events: Table) -> Table:
     """Make the table of distinct queries, sorted, and return its manifest."""
     inputs = {"events": events.hash}
     if finished := run.tables.find_finished(QueriesInfo, {}, inputs):
@@ -398,7 +398,7 @@ def make_queries(run: Run, events: Manifest) -> Manifest:
     started = time.perf_counter()
     uri = run.tables.table_uri("queries")
     with run.tables.clean_up_on_error("queries"):
-        calls = [(part,) for part in part_uris(run.tables.table_uri("events"), events)]
+        calls = [(part,) for part in events.part_uris()]
         distinct = IdCounts()
         for _, part_queries in run.engine.map_unordered(_read_queries, calls):
             distinct.add(part_queries)

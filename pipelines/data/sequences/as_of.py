@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from core.errors import UserError
 from core.schemas import AsOfFeatures, AsOfInfo
-from core.tables import Manifest, Part, write_part
+from core.tables import Part, Table, write_part
 from pipelines.data.engine import Shared
 from pipelines.data.events.columns import (
     Vocabulary,
@@ -40,7 +40,7 @@ BEFORE_ALL_MS = -(2**62)
 """A time before any event."""
 
 
-def make_as_of_tables(run: Run) -> dict[str, Manifest[AsOfInfo]]:
+def make_as_of_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
     """Make the tables that the source declares, and return their manifests by name."""
     return {
         f"{PREFIX}{name}": _make_table(run, name, section)
@@ -48,7 +48,7 @@ def make_as_of_tables(run: Run) -> dict[str, Manifest[AsOfInfo]]:
     }
 
 
-def _make_table(run: Run, name: str, section: Section) -> Manifest[AsOfInfo]:
+def _make_table(run: Run, name: str, section: Section) -> Table[AsOfInfo]:
     """Make the table of one section, unless it is up to date."""
     table = f"{PREFIX}{name}"
     files = section.list_files(run.input, "feature")
@@ -182,22 +182,23 @@ def share_items(run: Run, columns: list[str]) -> list[Shared]:
     """
     if not columns:
         return []
-    items = run.tables.read("items", ["item_id", *columns]).sort_by("item_id")
+    items = run.tables.current("items").read(["item_id", *columns])
+    items = items.sort_by("item_id")
     time = pa.repeat(pa.scalar(BEFORE_ALL_MS, pa.int64()), len(items))
     items = items.append_column("timestamp_ms", time)
     return [run.engine.put(AsOfTable.from_rows("items", items, "item_id"))]
 
 
-def share_as_of(run: Run, manifests: dict[str, Manifest[AsOfInfo]]) -> list[Shared]:
+def share_as_of(run: Run, manifests: dict[str, Table[AsOfInfo]]) -> list[Shared]:
     """Store the tables of these manifests for all tasks."""
     shared = []
     for name, manifest in manifests.items():
-        table = AsOfTable.from_rows(name, run.tables.read(name), manifest.info.key)
+        table = AsOfTable.from_rows(name, manifest.read(), manifest.info.key)
         shared.append(run.engine.put(table))
     return shared
 
 
-def as_of_info(manifests: dict[str, Manifest[AsOfInfo]]) -> dict[str, AsOfFeatures]:
+def as_of_info(manifests: dict[str, Table[AsOfInfo]]) -> dict[str, AsOfFeatures]:
     """Return the keys and features of these tables."""
     return {
         name: AsOfFeatures(
@@ -230,7 +231,7 @@ def join_as_of(
 
 def report_missing(
     run: Run,
-    manifests: dict[str, Manifest[AsOfInfo]],
+    manifests: dict[str, Table[AsOfInfo]],
     num_events: int,
     count: Counter[str],
 ) -> None:

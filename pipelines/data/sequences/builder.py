@@ -28,7 +28,7 @@ import pyarrow as pa
 from core.errors import pluralize
 from core.ragged import lengths_to_starts, run_starts
 from core.schemas import AsOfInfo, EventsInfo, ItemsInfo, SequencesInfo, Split
-from core.tables import Manifest, Part, part_uris, write_part
+from core.tables import Part, Table, write_part
 from pipelines.data.engine import Call, Shared, fetch
 from pipelines.data.events.columns import (
     USER_AND_ITEM,
@@ -609,12 +609,12 @@ class SequencesStep(ABC):
 
     run: Run
     """The run of prepare."""
-    events: Manifest[EventsInfo]
-    """Manifest of `events`."""
-    items: Manifest[ItemsInfo]
-    """Manifest of `items`."""
+    events: Table[EventsInfo]
+    """Table of `events`."""
+    items: Table[ItemsInfo]
+    """Table of `items`."""
     split: Split
-    as_of: dict[str, Manifest[AsOfInfo]]
+    as_of: dict[str, Table[AsOfInfo]]
     """Manifests of the tables of features with times of their own, by name."""
 
     @property
@@ -631,7 +631,7 @@ class SequencesStep(ABC):
     @property
     def inputs(self) -> dict[str, str]:
         """Hashes of the input tables, by name."""
-        tables: dict[str, Manifest[Any]] = {"events": self.events, "items": self.items}
+        tables: dict[str, Table[Any]] = {"events": self.events, "items": self.items}
         tables |= self.as_of
         return {name: table.hash for name, table in tables.items()}
 
@@ -667,16 +667,16 @@ class SequencesStep(ABC):
         """Return the fields that `info_class` adds to `SequencesInfo`."""
 
     @abstractmethod
-    def report(self, sequences: Manifest[Any], seconds: float) -> None:
+    def report(self, sequences: Table[Any], seconds: float) -> None:
         """Report the sizes of the table, and counts of dropped events and requests.
 
         Args:
-            sequences: Manifest of the table.
+            sequences: Table of the table.
             seconds: Duration of the step.
         """
 
 
-def make_sequences(step: SequencesStep) -> Manifest[SequencesInfo]:
+def make_sequences(step: SequencesStep) -> Table[SequencesInfo]:
     """Make the table of a step, unless it is up to date, and return its manifest."""
     run = step.run
     settings, inputs = step.settings, step.inputs
@@ -711,7 +711,7 @@ def make_sequences(step: SequencesStep) -> Manifest[SequencesInfo]:
 def _build_parts(step: SequencesStep, builder: SequenceBuilder) -> BuiltTable:
     """Build and write all parts; the commit is left to the caller."""
     engine, tables = step.run.engine, step.run.tables
-    parts = part_uris(tables.table_uri("events"), step.events)
+    parts = step.events.part_uris()
     lookups = step.share_lookups()
     shared = (tables.table_uri("sequences"), builder, lookups)
     counter_and_lookups = step.create_counter(builder, lookups)

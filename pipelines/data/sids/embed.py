@@ -28,14 +28,12 @@ from core.errors import UserError, one_line, pluralize
 from core.schemas import EmbeddingsInfo, ItemsInfo, embeddings_schema
 from core.tables import (
     Info,
-    Manifest,
     Part,
+    Table,
     commit,
+    find_table,
     fingerprint,
-    has_manifest,
-    iter_parts,
-    read_manifest,
-    read_table,
+    read_parquet,
     write_part,
 )
 from models.text.pretrained import locate_encoder, pretrained_source
@@ -430,10 +428,10 @@ RUNTIME_SETTINGS = ("batch_size", "workers", "use_gpu", "memory_gb")
 
 
 def embed_origin(
-    items_uri: str, source: EmbeddingSource
+    items: Table[ItemsInfo], source: EmbeddingSource
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings and the input hashes that embeddings depend on."""
-    inputs = {"items": read_manifest(items_uri, ItemsInfo).hash}
+    inputs = {"items": items.hash}
     if source.precomputed:
         settings = {"pca": source.pca_width}
         return settings, {**inputs, "own": source.precomputed.sha256}
@@ -450,8 +448,8 @@ def embed_origin(
 
 def find_finished(
     uri: str, info_class: type[Info], config: dict[str, Any], inputs: dict[str, str]
-) -> Manifest[Info] | None:
-    """Return the manifest of a table if it exists, otherwise None.
+) -> Table[Info] | None:
+    """Return a table if it exists, otherwise None.
 
     Args:
         uri: Folder of the table.
@@ -459,26 +457,24 @@ def find_finished(
         config: Settings that the table must have been made with.
         inputs: Hashes of the inputs that it must have been made from, by name.
     """
-    if not has_manifest(uri):
-        return None
-    manifest = read_manifest(uri, info_class)
-    if manifest.fingerprint != fingerprint(config, inputs):
+    table = find_table(uri, info_class)
+    if table and table.fingerprint != fingerprint(config, inputs):
         raise UserError(f"{uri} was made from other inputs or settings", "settings")
-    return manifest
+    return table
 
 
 def embed_items(
-    items_uri: str,
+    items: Table[ItemsInfo],
     output_uri: str,
     source: EmbeddingSource,
     overwrite: bool = False,
     say: Say = print,
     start_ray: Callable[[], None] = lambda: None,
-) -> Manifest[EmbeddingsInfo]:
+) -> Table[EmbeddingsInfo]:
     """Write the `embeddings` table of the `items` table, unless it is up to date.
 
     Args:
-        items_uri: Folder of the `items` table.
+        items: Table of the items.
         output_uri: Folder of the `embeddings` table.
         source: Encoder or precomputed embeddings, and options.
         overwrite: Whether to replace an existing table.
@@ -486,23 +482,23 @@ def embed_items(
         start_ray: Called before texts are encoded in Ray actors.
     """
     config = source.config
-    settings, inputs = embed_origin(items_uri, source)
+    settings, inputs = embed_origin(items, source)
     if not overwrite:
         finished = find_finished(output_uri, EmbeddingsInfo, settings, inputs)
         if finished:
             say(f"{output_uri}: up to date")
             return finished
     started = time.monotonic()
-    items = read_table(items_uri, "items")
+    rows = items.read()
     info = EmbeddingsInfo(width=0)
     if source.precomputed:
-        vectors = source.precomputed.align(items["item_id"].to_pylist(), say)
+        vectors = source.precomputed.align(rows["item_id"].to_pylist(), say)
         blocks = iter([vectors])
     else:
         if source.encoder != "tfidf":
             check_encoder(source.encoder, *config.encoder_options())
             start_ray()
-        texts = item_texts(items, config, say)
+        texts = item_texts(rows, config, say)
         blocks = embed_ranges(texts, source.encoder, config, say)
         info.distinct_texts = len(set(texts))
     if source.pca_width:
@@ -560,10 +556,10 @@ def write_vectors(
     return parts
 
 
-def read_embeddings(uri: str) -> np.ndarray:
+def read_embeddings(table: Table[EmbeddingsInfo]) -> np.ndarray:
     """Read a table of embeddings as (items, width) float32, ordered by item_index."""
-    manifest = read_manifest(uri, EmbeddingsInfo)
-    vectors = np.empty((manifest.rows, manifest.info.width), dtype=np.float32)
-    for part in iter_parts(uri, manifest=manifest):
+    vectors = np.empty((table.rows, table.info.width), dtype=np.float32)
+    for uri in table.part_uris():
+        part = read_parquet(uri)
         vectors[part["item_index"].to_numpy()] = _to_matrix(part["embedding"])
     return vectors

@@ -30,13 +30,11 @@ from core.schemas import (
     embeddings_schema,
 )
 from core.tables import (
-    Manifest,
+    Table,
     commit,
+    find_table,
     fingerprint,
-    has_manifest,
-    is_up_to_date,
-    read_manifest,
-    read_table,
+    open_table,
     writing,
 )
 from models.retrieval.tokenizers import psid
@@ -60,7 +58,6 @@ from pipelines.data.sids.embed import (
 from pipelines.data.sids.precomputed import PrecomputedEmbeddings
 from pipelines.data.sids.tokenize import (
     TokenizerPaths,
-    is_trie_current,
     read_codes,
     read_quantizer,
     settings_of_codes,
@@ -88,27 +85,27 @@ class _OldEmbeddings:
     """The PCA, or None."""
 
     @classmethod
-    def read(cls, uri: str, num_old: int) -> _OldEmbeddings:
+    def read(cls, table: Table[EmbeddingsInfo], num_old: int) -> _OldEmbeddings:
         """Read the embeddings of the first `num_old` items."""
-        info = read_manifest(uri, EmbeddingsInfo).info
+        info = table.info
         projection = Projection.from_record(info.pca) if info.pca else None
-        vectors = read_embeddings(uri)[:num_old]
-        return cls(uri, vectors, info.encoder_width, projection)
+        vectors = read_embeddings(table)[:num_old]
+        return cls(table.uri, vectors, info.encoder_width, projection)
 
 
 def extend_embeddings(
-    items_uri: str,
+    items: Table[ItemsInfo],
     uri: str,
     old_uri: str,
     num_old: int,
     source: EmbeddingSource,
     say: Say,
     start_ray: Callable[[], None],
-) -> Manifest:
+) -> Table[EmbeddingsInfo]:
     """Write the embeddings of old and new items, unless they are up to date.
 
     Args:
-        items_uri: The `items` table, with old and new items.
+        items: The `items` table, with old and new items.
         uri: The `embeddings` table to write.
         old_uri: The `embeddings` table of the old items.
         num_old: Number of items that have codes; they come first.
@@ -116,26 +113,27 @@ def extend_embeddings(
         say: Prints a message.
         start_ray: Called before texts are encoded in Ray actors.
     """
-    settings, inputs = embed_origin(items_uri, source)
-    if is_up_to_date(uri, fingerprint(settings, inputs)):
-        return read_manifest(uri, EmbeddingsInfo)
-    manifest = read_manifest(old_uri, EmbeddingsInfo)
-    if manifest.config != settings or manifest.inputs.get("encoder") != inputs.get(
+    settings, inputs = embed_origin(items, source)
+    earlier = open_table(old_uri, EmbeddingsInfo)
+    current = earlier if uri == old_uri else find_table(uri, EmbeddingsInfo)
+    if current and current.fingerprint == fingerprint(settings, inputs):
+        return current
+    if earlier.config != settings or earlier.inputs.get("encoder") != inputs.get(
         "encoder"
     ):
         raise UserError(f"{old_uri} was made with another encoder, pca or embed")
     started = time.monotonic()
-    old = _OldEmbeddings.read(old_uri, num_old)
-    items = read_table(items_uri, "items")
-    item_ids = items["item_id"].to_pylist()
-    num_fit = manifest.info.fitted_items or manifest.rows
-    say(f"{pluralize(len(items) - num_old, 'new item')} in addition to {num_old:,}")
-    info = replace(manifest.info, fitted_items=num_fit)
+    old = _OldEmbeddings.read(earlier, num_old)
+    rows = items.read()
+    item_ids = rows["item_id"].to_pylist()
+    num_fit = earlier.info.fitted_items or earlier.rows
+    say(f"{pluralize(items.rows - num_old, 'new item')} in addition to {num_old:,}")
+    info = replace(earlier.info, fitted_items=num_fit)
     encoded: np.ndarray | None
     if source.precomputed:
         encoded = source.precomputed.align(item_ids, say)
     else:
-        texts = item_texts(items, source.config)
+        texts = item_texts(rows, source.config)
         info.distinct_texts = len(set(texts))
         encoded = _encode_new(texts, num_old, num_fit, source, say, start_ray)
     new_vectors = old.vectors[:0]
@@ -151,7 +149,7 @@ def extend_embeddings(
         inputs=inputs,
         info=info,
         timings={"embed_s": round(time.monotonic() - started, 2)},
-        extends=[*manifest.extends, manifest.hash],
+        extends=earlier.ancestry,
     )
 
 
@@ -286,7 +284,7 @@ def extend(
     overwrite: bool = False,
     say: Say = print,
     start_ray: Callable[[], None] = lambda: None,
-) -> tuple[Manifest[SidsInfo], Manifest[TrieInfo], bool]:
+) -> tuple[Table[SidsInfo], Table[TrieInfo], bool]:
     """Write SIDs and a trie that add the new items of `paths.items` to existing SIDs.
 
     Args:
@@ -299,62 +297,56 @@ def extend(
         start_ray: Called before texts are encoded in Ray actors.
 
     Returns:
-        Manifests of `sids` and `trie`, and whether anything was written.
+        The tables `sids` and `trie`, and whether anything was written.
     """
     paths = replace(paths, output=absolute(paths.output))
     old_paths = replace(paths, output=absolute(old_output))
-    items = read_manifest(paths.items, ItemsInfo)
-    old = read_manifest(old_paths.sids, SidsInfo)
-    _check_extensible(old, old_paths.output, items, paths.items, tokenizer)
+    is_in_place = paths.output == old_paths.output
     with writing(paths.output):
-        existing = (
-            read_manifest(paths.sids, SidsInfo) if has_manifest(paths.sids) else None
-        )
+        old = open_table(old_paths.sids, SidsInfo)
+        _check_extensible(old, paths.items, tokenizer)
+        sids = old if is_in_place else find_table(paths.sids, SidsInfo)
         is_current = (
-            existing is not None
-            and existing.info.items_hash == items.hash
-            and old.hash in (existing.hash, *existing.extends)
+            sids is not None
+            and sids.info.items_hash == paths.items.hash
+            and old.hash in sids.ancestry
         )
-        is_in_place = paths.output == old_paths.output
-        if existing and not (is_current or is_in_place or overwrite):
+        if sids and not (is_current or is_in_place or overwrite):
             raise UserError(f"{paths.output} holds other SIDs", "settings")
-        old_trie = read_manifest(old_paths.trie, TrieInfo)
-        if not is_current:
-            _write_extended(paths, old_paths, tokenizer, source, say, start_ray)
-        sids = read_manifest(paths.sids, SidsInfo)
-        if is_current and is_trie_current(paths, sids):
-            return sids, read_manifest(paths.trie, TrieInfo), False
-        extends = [*old_trie.extends, old_trie.hash]
-        return sids, write_trie(paths.trie, paths.sids, extends), True
+        old_trie = open_table(old_paths.trie, TrieInfo)
+        trie = old_trie if is_in_place else find_table(paths.trie, TrieInfo)
+        if sids is None or not is_current:
+            sids = _write_extended(
+                paths, old_paths, old, tokenizer, source, say, start_ray
+            )
+        elif trie and trie.inputs == {"sids": sids.hash}:
+            return sids, trie, False
+        return sids, write_trie(paths.trie, sids, old_trie.ancestry), True
 
 
 def _check_extensible(
-    old: Manifest[SidsInfo],
-    old_output: str,
-    items: Manifest,
-    items_uri: str,
-    tokenizer: Tokenizer,
+    old: Table[SidsInfo], items: Table[ItemsInfo], tokenizer: Tokenizer
 ) -> None:
     """Check that existing SIDs can be extended with these items and this tokenizer."""
     if tokenizer.reads_file:
         raise UserError(f"{tokenizer.name} has no trained codebooks to extend")
     if old.config != settings_of_codes(tokenizer):
-        raise UserError(f"{old_output} was made with other options of the tokenizer")
-    if old.info.items_hash not in (*items.extends, items.hash):
-        raise UserError(f"{items_uri} does not extend the items of {old_output}")
+        raise UserError(f"{old.uri} was made with other options of the tokenizer")
+    if old.info.items_hash not in items.ancestry:
+        raise UserError(f"{items.uri} does not extend the items of {old.uri}")
 
 
 def _write_extended(
     paths: TokenizerPaths,
     old_paths: TokenizerPaths,
+    old: Table[SidsInfo],
     tokenizer: Tokenizer,
     source: EmbeddingSource,
     say: Say,
     start_ray: Callable[[], None],
-) -> None:
+) -> Table[SidsInfo]:
     """Write the tables `embeddings`, `quantizer` and `sids` of old and new items."""
     started = time.monotonic()
-    old = read_manifest(old_paths.sids, SidsInfo)
     embeddings = extend_embeddings(
         paths.items,
         paths.embeddings,
@@ -367,18 +359,17 @@ def _write_extended(
     arrays = read_quantizer(old_paths.quantizer)
     if paths.output != old_paths.output:
         write_quantizer(paths.quantizer, arrays, config=old.config, inputs=old.inputs)
-    vectors = read_embeddings(paths.embeddings)
-    old_codes = read_codes(old_paths.sids)
-    codes, info = _extend_codes(vectors, old_codes, arrays, old.info, tokenizer)
+    vectors = read_embeddings(embeddings)
+    codes, info = _extend_codes(vectors, read_codes(old), arrays, old.info, tokenizer)
     items_hash = embeddings.inputs["items"]
-    write_sids(
+    return write_sids(
         paths.sids,
         codes,
         config=old.config,
         inputs={"items": items_hash, "embeddings": embeddings.hash},
         info=replace(info, items_hash=items_hash),
         timings={"tokenize_s": round(time.monotonic() - started, 2)},
-        extends=[*old.extends, old.hash],
+        extends=old.ancestry,
     )
 
 

@@ -40,16 +40,15 @@ from core.schemas import (
     embeddings_schema,
 )
 from core.tables import (
-    Manifest,
     Part,
+    Table,
+    check_replaceable,
     clear,
     commit,
-    has_earlier_table,
     has_manifest,
-    part_uris,
+    open_table,
     read_manifest,
     read_parquet,
-    read_table,
     write_part,
     writing,
 )
@@ -225,7 +224,7 @@ INPUT_TABLES = {
 class _LogEncoder:
     """Arguments and steps of one call of `encode_log`."""
 
-    tables: str
+    tables: dict[str, Table]
     output: str
     encoder: str
     config: TextConfig
@@ -246,15 +245,12 @@ class _LogEncoder:
             del options["svd"]
             if name != "pairs":
                 del options["query_condition"]
-        inputs = {
-            table: read_manifest(join(self.tables, table), table).hash
-            for table in INPUT_TABLES[name]
-        }
+        inputs = {table: self.tables[table].hash for table in INPUT_TABLES[name]}
         inputs["encoder"] = encoder_version(self.encoder)
         return {"encoder": self.encoder, **options}, inputs
 
-    def find_finished(self, name: str) -> Manifest | None:
-        """Return the manifest of a table that is up to date, otherwise None."""
+    def find_finished(self, name: str) -> Table | None:
+        """Return a table that is up to date, otherwise None."""
         if self.overwrite:
             return None
         info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
@@ -266,10 +262,10 @@ class _LogEncoder:
 
     def write_texts(
         self, texts: dict[str, list[str]], tfidf: TfidfEncoder | None
-    ) -> dict[str, Manifest]:
+    ) -> dict[str, Table]:
         """Write the tables of single texts that are not up to date."""
         started = time.monotonic()
-        manifests: dict[str, Manifest] = {}
+        manifests: dict[str, Table] = {}
         for name in texts:
             manifest = self.find_finished(name)
             if manifest:
@@ -296,7 +292,7 @@ class _LogEncoder:
 
     def commit_embeddings(
         self, name: str, texts: list[str], vectors: np.ndarray, started: float
-    ) -> Manifest:
+    ) -> Table:
         """Write a table of embeddings with one row per text."""
         uri = join(self.output, name)
         key = "item_index" if name == "items" else "query_index"
@@ -332,17 +328,16 @@ class _LogEncoder:
     ) -> list[str]:
         """Return the hashes of earlier versions whose texts keep their embeddings."""
         uri = join(self.output, name)
-        if self.encoder == "tfidf" or not has_manifest(uri):
-            return []
         earlier = read_manifest(uri)
-        items = read_manifest(join(self.tables, "items"), ItemsInfo)
-        has_same_encoder = earlier.inputs["encoder"] == inputs["encoder"]
-        extends_items = earlier.inputs["items"] in items.extends
-        if earlier.config == settings and has_same_encoder and extends_items:
-            return [*earlier.extends, earlier.hash]
+        if self.encoder == "tfidf" or earlier is None or earlier["config"] != settings:
+            return []
+        has_same_encoder = earlier["inputs"]["encoder"] == inputs["encoder"]
+        extends_items = earlier["inputs"]["items"] in self.tables["items"].extends
+        if has_same_encoder and extends_items:
+            return [*earlier["extends"], earlier["hash"]]
         return []
 
-    def write_tokens(self, documents: list[str]) -> Manifest:
+    def write_tokens(self, documents: list[str]) -> Table:
         """Write the table of the documents' tokens, with one row per document."""
         finished = self.find_finished("tokens")
         if finished:
@@ -381,16 +376,14 @@ class _LogEncoder:
 
     def write_pairs(
         self, items: list[str], queries: list[str], tfidf: TfidfEncoder | None
-    ) -> Manifest:
+    ) -> Table:
         """Write the pairs, sorted by item, then query; -1 is the empty query."""
         finished = self.find_finished("pairs")
         if finished:
             return finished
         started = time.monotonic()
         uri = join(self.output, "pairs")
-        sequences = join(self.tables, "sequences")
-        files = part_uris(sequences, read_manifest(sequences, SequencesInfo))
-        keys = distinct_pairs(files, self.start_ray)
+        keys = distinct_pairs(self.tables["sequences"].part_uris(), self.start_ray)
         size = min(max(len(keys) // TARGET_PARTS, MIN_PART_PAIRS), MAX_PART_PAIRS)
         blocks = [
             pa.table(list(_split_keys(keys[first : first + size])), names=PAIR)
@@ -444,7 +437,7 @@ def encode_log(
     overwrite: bool = False,
     say: Say = print,
     start_ray: Callable[[], None] = lambda: None,
-) -> dict[str, Manifest]:
+) -> dict[str, Table]:
     """Write the text embeddings that the log's kind of requests needs.
 
     The tables are `items`, and for searches also `queries`, `pairs` and, except for
@@ -460,26 +453,27 @@ def encode_log(
         start_ray: Called before the first use of Ray, if Ray is used.
 
     Returns:
-        Manifests of the tables, by name.
+        The tables, by name.
     """
     config = config or TextConfig()
     # tasks may run in other folders
     tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)
+    sequences = open_table(join(tables_uri, "sequences"), SequencesInfo)
+    table_names = choose_text_tables(sequences, encoder, config, output_uri)
+    tables: dict[str, Table] = {"sequences": sequences}
+    tables["items"] = open_table(join(tables_uri, "items"), ItemsInfo)
     log_encoder = _LogEncoder(
-        tables_uri, output_uri, encoder, config, overwrite, say, start_ray
+        tables, output_uri, encoder, config, overwrite, say, start_ray
     )
-    table_names = choose_text_tables(tables_uri, encoder, config, output_uri)
+    texts = {"items": item_texts(tables["items"].read(), config, say)}
+    encoder_version(encoder)  # raises for an unknown encoder before Ray starts
     if config.query_condition == "joint":
         say(JOINT_WARNING)
-    items = read_table(join(tables_uri, "items"), "items")
-    texts = {"items": item_texts(items, config, say)}
     if "queries" in table_names:
-        # the table is empty if no search has a query, and read_table refuses it then
+        tables["queries"] = open_table(join(tables_uri, "queries"), QueriesInfo)
         texts["queries"] = []
-        queries_uri = join(tables_uri, "queries")
-        if read_manifest(queries_uri, QueriesInfo).rows:
-            table = read_table(queries_uri, "queries")
-            texts["queries"] = table["query"].to_pylist()
+        if tables["queries"].rows:  # an empty table has no files
+            texts["queries"] = tables["queries"].read()["query"].to_pylist()
     tfidf = None
     if encoder == "tfidf":
         tfidf = fit_tfidf_encoder(texts["items"], config.svd)
@@ -498,14 +492,12 @@ def encode_log(
 
 
 def choose_text_tables(
-    tables_uri: str, encoder: str, config: TextConfig, output_uri: str
+    sequences: Table[SequencesInfo], encoder: str, config: TextConfig, output_uri: str
 ) -> tuple[str, ...]:
-    """Return the names of the tables to write, before Ray starts.
-
-    Texts, encoder, options and output are checked.
+    """Return the names of the tables to write, and check options and output.
 
     Args:
-        tables_uri: Folder of the log's tables.
+        sequences: Sequences of the log.
         encoder: Name of the encoder, or "tfidf".
         config: Options of the encoder.
         output_uri: Folder of the tables of embeddings.
@@ -513,23 +505,21 @@ def choose_text_tables(
     Returns:
         Names of the tables of embeddings that the log's kind of requests needs.
     """
-    kind = KINDS[read_manifest(join(tables_uri, "sequences"), SequencesInfo).info.kind]
+    kind = KINDS[sequences.info.kind]
     if not kind.text_tables:
         raise UserError(
-            f"{tables_uri} is of kind {kind.name}, whose models read no texts"
+            f"{sequences.uri} is of kind {kind.name}, whose models read no texts"
         )
     for name in kind.text_tables:
         table = "tokens" if name == "tokens" else "embeddings"
-        has_earlier_table(join(output_uri, name), table)
+        check_replaceable(join(output_uri, name), table)
     if config.query_condition == "joint" and "pairs" not in kind.text_tables:
         raise UserError(
-            f"query_condition is joint, but {tables_uri} is of kind {kind.name}, and "
-            f"only kind search has queries"
+            f"query_condition is joint, but {sequences.uri} is of kind {kind.name}, "
+            f"and only kind search has queries"
         )
     if encoder == "tfidf" and config.query_condition == "joint":
         raise UserError("query_condition is joint, but tfidf has no [SEP] token")
-    item_texts(read_table(join(tables_uri, "items"), "items"), config)
-    encoder_version(encoder)
     return kind.text_tables
 
 
@@ -543,13 +533,14 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
         text_uri: Folder of the text embeddings.
         folder: New folder to write.
     """
-    manifest = read_manifest(join(text_uri, "items"), EmbeddingsInfo)
-    settings = dict(manifest.config)
+    text = open_table(join(text_uri, "items"), EmbeddingsInfo)
+    settings = dict(text.config)
     name = settings.pop("encoder", None)
     if name is None:
         raise UserError(f"{text_uri} does not record the encoder it was made with")
     config = TextConfig(**settings)
-    documents = item_texts(read_table(join(tables_uri, "items"), "items"), config)
+    items = open_table(join(tables_uri, "items"), ItemsInfo)
+    documents = item_texts(items.read(), config)
     encoder = (
         fit_tfidf_encoder(documents, config.svd)
         if name == "tfidf"
@@ -557,7 +548,7 @@ def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
     )
     num_checked = min(NUM_CHECKED_DOCUMENTS, len(documents))
     sample = np.linspace(0, len(documents) - 1, num_checked).astype(np.int64)
-    stored = read_embeddings(join(text_uri, "items"))[sample]
+    stored = read_embeddings(text)[sample]
     recomputed = encoder.encode([documents[index] for index in sample])
     difference = np.abs(recomputed - stored).max()
     if difference > MAX_DIFFERENCE[config.precision]:

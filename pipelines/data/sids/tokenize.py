@@ -25,22 +25,22 @@ from core.schemas import (
     QUANTIZER,
     SIDS,
     TRIE,
+    EmbeddingsInfo,
     ItemsInfo,
     QuantizerInfo,
-    SequencesInfo,
+    RetrievalInfo,
     SidsInfo,
     TrieInfo,
 )
 from core.tables import (
-    Manifest,
+    Table,
+    check_replaceable,
     clear,
     commit,
+    find_table,
     fingerprint,
-    has_earlier_table,
     has_manifest,
-    is_up_to_date,
-    read_manifest,
-    read_table,
+    open_table,
     write_part,
     writing,
 )
@@ -72,9 +72,9 @@ from pipelines.data.sids.embed import (
 
 @dataclass(frozen=True)
 class TokenizerPaths:
-    """Folders that tokenization reads and writes."""
+    """The items to tokenize, and folders that tokenization reads and writes."""
 
-    items: str
+    items: Table[ItemsInfo]
     """The `items` table."""
     output: str
     """Folder of the tables `embeddings`, `sids`, `trie` and `quantizer`."""
@@ -104,9 +104,9 @@ class TokenizerPaths:
         return join(self.output, "quantizer")
 
 
-def find_train_items(sequences_uri: str) -> np.ndarray:
+def find_train_items(sequences: Table[RetrievalInfo]) -> np.ndarray:
     """Return the items (n,) of training requests and their histories, ascending."""
-    return RetrievalDataset.load(sequences_uri, "train").visited_items()
+    return RetrievalDataset.load(sequences, "train").visited_items()
 
 
 @dataclass(frozen=True)
@@ -277,11 +277,15 @@ def _published_codes(
     return _make_unique(codes, sizes, has_duplicates, measures, say)
 
 
-def _trained_codes(paths: TokenizerPaths, tokenizer: Tokenizer, say: Say) -> _Codes:
+def _trained_codes(
+    embeddings: Table[EmbeddingsInfo],
+    tokenizer: Tokenizer,
+    say: Say,
+    sequences: Table[RetrievalInfo] | None,
+) -> _Codes:
     """Train the tokenizer on the embeddings, and make the codes unique."""
-    fit_items = find_train_items(paths.sequences) if tokenizer.on_train_items else None
-    embeddings = read_embeddings(paths.embeddings)
-    trained = train_codes(embeddings, tokenizer, say, fit_items)
+    fit_items = find_train_items(sequences) if sequences else None
+    trained = train_codes(read_embeddings(embeddings), tokenizer, say, fit_items)
     num_levels, codebook_size, _ = trained.arrays["codebooks"].shape
     has_duplicates = bool(measure_collisions(trained.codes)["duplicates"])
     unique_codes = _make_unique(
@@ -319,7 +323,7 @@ def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) ->
 
 def read_quantizer(uri: str) -> dict[str, np.ndarray]:
     """Read the arrays of the `quantizer` table, by name."""
-    table = read_table(uri, "quantizer")
+    table = open_table(uri, QuantizerInfo).read()
     columns = (table["name"].to_pylist(), table["shape"].to_pylist(), table["values"])
     return {
         name: values.values.to_numpy().reshape(shape).copy()
@@ -327,7 +331,7 @@ def read_quantizer(uri: str) -> dict[str, np.ndarray]:
     }
 
 
-def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest[SidsInfo]:
+def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Table[SidsInfo]:
     """Write the `sids` table of codes (N, C).
 
     Args:
@@ -343,26 +347,25 @@ def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Manifest[SidsInf
     return commit(uri, "sids", SIDS, [write_part(uri, table)], **manifest)
 
 
-def read_codes(uri: str) -> np.ndarray:
+def read_codes(sids: Table[SidsInfo]) -> np.ndarray:
     """Read the codes of the `sids` table as (N, C) int64, ordered by item_index."""
-    table = read_table(uri, "sids")
+    table = sids.read()
     codes = table["codes"].combine_chunks()
     matrix = codes.flatten().to_numpy().reshape(len(codes), -1).astype(np.int64)
     return matrix[np.argsort(table["item_index"].to_numpy())]
 
 
 def write_trie(
-    uri: str, sids_uri: str, extends: Iterable[str] = ()
-) -> Manifest[TrieInfo]:
+    uri: str, sids: Table[SidsInfo], extends: Iterable[str] = ()
+) -> Table[TrieInfo]:
     """Write the `trie` table of the `sids` table, replacing a trie of other SIDs.
 
     Args:
         uri: Folder of the `trie` table.
-        sids_uri: Folder of the `sids` table.
+        sids: The `sids` table.
         extends: Hashes of the tries whose items this trie extends, oldest first.
     """
-    sids = read_manifest(sids_uri, SidsInfo)
-    codes = read_codes(sids_uri)
+    codes = read_codes(sids)
     sizes = sids.info.codebook_sizes
     trie = Trie(torch.from_numpy(codes), tuple(sizes))
     edges = {name: column.numpy() for name, column in trie.edge_columns().items()}
@@ -383,9 +386,10 @@ def write_trie(
     )
 
 
-def is_trie_current(paths: TokenizerPaths, sids: Manifest) -> bool:
-    """Return whether the `trie` table is the trie of these SIDs."""
-    return is_up_to_date(paths.trie, fingerprint({}, {"sids": sids.hash}))
+def find_trie(uri: str, sids: Table[SidsInfo]) -> Table[TrieInfo] | None:
+    """Return the `trie` table if it is the trie of these SIDs."""
+    trie = find_table(uri, TrieInfo)
+    return trie if trie and trie.inputs == {"sids": sids.hash} else None
 
 
 def _write_embeddings(
@@ -394,41 +398,41 @@ def _write_embeddings(
     overwrite: bool,
     say: Say,
     start_ray: Callable[[], None],
-) -> str:
-    """Write the embeddings unless they are up to date, and return their hash."""
-    uri = paths.embeddings
+) -> Table[EmbeddingsInfo]:
+    """Write the embeddings unless they are up to date."""
+    uri, shared = paths.embeddings, paths.shared_embeddings
     if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
         raise UserError(f"{paths.sids} was made from other embeddings", "settings")
-    is_finished = bool(paths.shared_embeddings) and is_up_to_date(
-        uri, fingerprint(*embed_origin(paths.items, source))
-    )
+    earlier = find_table(shared, EmbeddingsInfo) if shared else None
+    origin = embed_origin(paths.items, source)
+    if earlier and earlier.fingerprint == fingerprint(*origin):
+        say(f"{uri}: up to date")
+        return earlier
     lock: AbstractContextManager[object] = nullcontext()
-    if paths.shared_embeddings not in ("", paths.output) and not is_finished:
+    if shared not in ("", paths.output):
         lock = writing(uri)
     with lock:
-        replace_table = overwrite and not is_finished
-        return embed_items(paths.items, uri, source, replace_table, say, start_ray).hash
+        return embed_items(paths.items, uri, source, overwrite, say, start_ray)
 
 
 def check_items(
-    items_uri: str, tokenizer: Tokenizer, embed: EmbedConfig | None
+    items: Table[ItemsInfo], tokenizer: Tokenizer, embed: EmbedConfig | None
 ) -> None:
     """Check that the catalogue has enough items and texts.
 
     Args:
-        items_uri: Folder of the `items` table.
+        items: The `items` table.
         tokenizer: The tokenizer.
         embed: Options of text embeddings; None if no texts are embedded.
     """
     codebook_size = getattr(tokenizer.config, "codebook_size", 0)
-    num_items = read_manifest(items_uri, ItemsInfo).rows
-    if num_items < codebook_size:
+    if items.rows < codebook_size:
         raise UserError(
             f"{tokenizer.name}.codebook_size is {codebook_size}, more than the "
-            f"{num_items} items of {items_uri}"
+            f"{items.rows} items of {items.uri}"
         )
     if embed:
-        item_texts(read_table(items_uri, "items"), embed)
+        item_texts(items.read(), embed)
 
 
 def settings_of_codes(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -439,26 +443,13 @@ def settings_of_codes(tokenizer: Tokenizer) -> dict[str, Any]:
     return settings | {tokenizer.name: options} if options else settings
 
 
-def check_folders(output: str, shared_embeddings: str = "") -> None:
-    """Check that the output folders hold no other tables.
-
-    Args:
-        output: Folder of the SIDs.
-        shared_embeddings: Folder of embeddings that tokenizers share, or "".
-    """
-    for name in ("sids", "trie", "embeddings", "quantizer"):
-        has_earlier_table(join(output, name), name)
-    if shared_embeddings:
-        has_earlier_table(shared_embeddings, "embeddings")
-
-
 def _write_codes(
     paths: TokenizerPaths,
     codes: _Codes,
     tokenizer: Tokenizer,
     inputs: dict[str, str],
     started: float,
-) -> None:
+) -> Table[SidsInfo]:
     """Write the `sids` table, and the `quantizer` table of trained codes."""
     settings = settings_of_codes(tokenizer)
     if codes.arrays:
@@ -471,7 +462,7 @@ def _write_codes(
         measures=codes.measures,
     )
     timings = {"tokenize_s": round(time.monotonic() - started, 2)}
-    write_sids(
+    return write_sids(
         paths.sids,
         codes.codes,
         config=settings,
@@ -489,7 +480,7 @@ def tokenize(
     overwrite: bool = False,
     say: Say = print,
     start_ray: Callable[[], None] = lambda: None,
-) -> tuple[Manifest[SidsInfo], Manifest[TrieInfo], bool]:
+) -> tuple[Table[SidsInfo], Table[TrieInfo], bool]:
     """Write `embeddings` (unless SIDs are published), `sids` and `trie`.
 
     Args:
@@ -502,40 +493,40 @@ def tokenize(
         start_ray: Called before the first use of Ray, if Ray is used.
 
     Returns:
-        Manifests of `sids` and `trie`, and whether anything was written.
+        The tables `sids` and `trie`, and whether anything was written.
     """
     started = time.monotonic()
-    inputs = {"items": read_manifest(paths.items, ItemsInfo).hash}
-    check_folders(paths.output, paths.shared_embeddings)
+    inputs = {"items": paths.items.hash}
+    embeddings = sequences = None
     with writing(paths.output):
+        if overwrite:
+            check_replaceable(paths.embeddings, "embeddings")
         if tokenizer.reads_file:
             published_sids, inputs["published"] = read_published(published)
         else:
             source = source or EmbeddingSource()
-            inputs["embeddings"] = _write_embeddings(
-                paths, source, overwrite, say, start_ray
-            )
+            embeddings = _write_embeddings(paths, source, overwrite, say, start_ray)
+            inputs["embeddings"] = embeddings.hash
         if tokenizer.on_train_items:
-            inputs["sequences"] = read_manifest(paths.sequences, SequencesInfo).hash
+            sequences = open_table(paths.sequences, RetrievalInfo)
+            inputs["sequences"] = sequences.hash
         settings = settings_of_codes(tokenizer)
-        finished = (
-            None if overwrite else find_finished(paths.sids, SidsInfo, settings, inputs)
-        )
-        if finished is None:
-            if tokenizer.reads_file:
-                items = read_table(paths.items, "items")
-                codes = _published_codes(items, published_sids, published, say)
+        sids = trie = None
+        if not overwrite:
+            sids = find_finished(paths.sids, SidsInfo, settings, inputs)
+            trie = find_trie(paths.trie, sids) if sids else None
+        if sids is None:
+            if embeddings is None:
+                codes = _published_codes(
+                    paths.items.read(), published_sids, published, say
+                )
             else:
                 if os.environ.get("RAY_ADDRESS"):
                     start_ray()
-                codes = _trained_codes(paths, tokenizer, say)
-            _write_codes(paths, codes, tokenizer, inputs, started)
-        sids = read_manifest(paths.sids, SidsInfo)
-        is_complete = finished is not None and is_trie_current(paths, sids)
-        if is_complete:
-            trie = read_manifest(paths.trie, TrieInfo)
-        else:
-            trie = write_trie(paths.trie, paths.sids)
+                codes = _trained_codes(embeddings, tokenizer, say, sequences)
+            sids = _write_codes(paths, codes, tokenizer, inputs, started)
+        is_complete = trie is not None
+        trie = trie or write_trie(paths.trie, sids)
         if tokenizer.reads_file:
             # published SIDs may replace trained ones, whose tables have no use then
             for unused in (join(paths.output, "embeddings"), paths.quantizer):

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import Inputs
-from core.tables import read_table
+from core.schemas import (
+    ActionsInfo,
+    Inputs,
+)
+from core.tables import (
+    open_table,
+)
 from models.actions.baselines import (
     BaseRate,
     BaseRateConfig,
@@ -23,6 +28,7 @@ from models.actions.baselines import (
 from models.actions.data import ActionsDataset
 from models.training.fit_config import FitConfig
 from tests.fixtures.actions_tables import TASKS, write_actions
+from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 STRENGTH = 20.0
@@ -96,7 +102,9 @@ def test_rates_of_a_user_are_those_of_the_earlier_events(
 
     run.fit_in_one_pass()
 
-    examples = ActionsDataset.load(join(tables, "sequences"), split, unit="user")
+    examples = ActionsDataset.load(
+        open_table(join(tables, "sequences"), ActionsInfo), split, unit="user"
+    )
     batch = examples.collate(np.arange(len(examples)))
     np.testing.assert_allclose(model.score(batch).sigmoid(), expected, rtol=1e-9)
 

@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from core.files import join
-from core.tables import read_table
+from core.schemas import (
+    ActionsInfo,
+)
+from core.tables import (
+    open_table,
+)
 from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import Attributes
@@ -23,6 +28,7 @@ from tests.fixtures.actions_tables import (
     write_actions,
     write_rows,
 )
+from tests.fixtures.tables import read_table
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,9 @@ def load_examples(
     config = ActionsConfig(window_overlap=overlap)
     dataset_options = ActionsDataset.dataset_options(config, None)
     options = {"max_history": 10, **dataset_options, **options}
-    return ActionsDataset.load(join(tables, "sequences"), split, **options)
+    return ActionsDataset.load(
+        open_table(join(tables, "sequences"), ActionsInfo), split, **options
+    )
 
 
 def collate_batches(

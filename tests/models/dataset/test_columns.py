@@ -11,7 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from core.tables import commit, write_part
+from core.tables import (
+    TableInfo,
+    commit,
+    open_table,
+    write_part,
+)
 from models.dataset.columns import MAX_UNUSED_S, open_columns
 
 PARTS = ([1, 2], [300], [], [0.5, 4.0])
@@ -35,7 +40,7 @@ def table(tmp_path: Path) -> str:
         for values in PARTS
     ]
     commit(uri, "values", schema, parts, config={}, inputs={})
-    return uri
+    return open_table(uri, TableInfo)
 
 
 def decode(table: pa.Table) -> dict[str, np.ndarray]:
@@ -76,7 +81,13 @@ def test_a_table_is_decoded_once_and_again_for_other_settings(cache, table):
     assert len(part_sizes) == len(PARTS)
 
     settings = {"labels": ["click"]}
-    open_columns(table, "test", ["value"], record_and_decode, settings=settings)
+    open_columns(
+        table,
+        "test",
+        ["value"],
+        record_and_decode,
+        settings=settings,
+    )
     assert len(part_sizes) == 2 * len(PARTS)
     assert len(list_entries(cache)) == 2
 

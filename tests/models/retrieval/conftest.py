@@ -19,7 +19,7 @@ from core.schemas import (
     items_schema,
     sequences_schema,
 )
-from core.tables import Manifest, commit, write_part
+from core.tables import Table, commit, write_part
 from models.retrieval.data import Catalogue
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
@@ -69,7 +69,7 @@ def build_sequence(user: str, behaviours: list[tuple[int, int]]) -> dict[str, An
 
 def commit_table(
     folder: Path, schema: pa.Schema, parts: list[pa.Table], inputs: dict, info: Any
-) -> Manifest:
+) -> Table:
     """Write the parts of a table and its manifest."""
     uri = str(folder)
     files = [write_part(uri, part) for part in parts]

@@ -10,6 +10,12 @@ import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from core.schemas import (
+    RetrievalInfo,
+)
+from core.tables import (
+    open_table,
+)
 from models.dataset.encoding import hash_strings
 from models.retrieval.data import (
     RequestBatch,
@@ -106,7 +112,9 @@ def load_ranks(
 ) -> list[RetrievalDataset]:
     """Load the dataset of each of `world` workers."""
     return [
-        RetrievalDataset.load(uri, split, rank=rank, world=world, **options)
+        RetrievalDataset.load(
+            open_table(uri, RetrievalInfo), split, rank=rank, world=world, **options
+        )
         for rank in range(world)
     ]
 
@@ -159,7 +167,9 @@ def test_windows_serve_each_train_request_once(write_tables, log, max_history, w
 def test_next_requests_follow_all_behaviours(write_tables):
     log = {"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}
     uri = str(write_tables(log, 10) / "sequences")
-    examples = list_examples(RetrievalDataset.load(uri, "next"))
+    examples = list_examples(
+        RetrievalDataset.load(open_table(uri, RetrievalInfo), "next")
+    )
     assert examples == [(0, (4,), -1), (1, (2, 3, 5), -1)]
 
 

@@ -17,8 +17,14 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from core.files import LOCK, open_uri
-from core.schemas import Inputs
-from core.tables import read_manifest, read_table
+from core.schemas import (
+    Inputs,
+    RetrievalInfo,
+)
+from core.tables import (
+    open_table,
+    read_manifest,
+)
 from models.retrieval.data import RequestBatch, RetrievalDataset
 from models.retrieval.distillation.teacher_cache import CachedStates
 from models.retrieval.parts import History
@@ -27,6 +33,7 @@ from models.training.fit_config import FitConfig
 from models.training.loop import Report, fit
 from models.training_run import TrainingRun
 from tests.fixtures.batches import fill_batch
+from tests.fixtures.tables import read_table
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -95,7 +102,9 @@ class Distillation:
 
     def load_requests(self, split: Any) -> RetrievalDataset:
         """Load the requests of a split."""
-        return RetrievalDataset.load(f"{self.tables}/sequences", split, max_history=6)
+        return RetrievalDataset.load(
+            open_table(f"{self.tables}/sequences", RetrievalInfo), split, max_history=6
+        )
 
 
 @pytest.fixture(scope="module")
@@ -225,8 +234,8 @@ def test_the_cache_has_each_request_once_unpadded_in_half_precision(
         pairs = zip(examples.request_numbers, examples.lengths, strict=True)
         lengths |= {number: 2 + 3 * length for number, length in pairs}
 
-    encoder = read_table(str(next(cache.glob("encoder-*"))), "encoder")
-    decoder = read_table(str(next(cache.glob("decoder-*"))), "decoder")
+    encoder = read_table(str(next(cache.glob("encoder-*"))))
+    decoder = read_table(str(next(cache.glob("decoder-*"))))
 
     encoder_numbers = [*train_requests.request_numbers, *val_requests.request_numbers]
     assert sorted(encoder["request"].to_pylist()) == sorted(encoder_numbers)
@@ -295,7 +304,7 @@ def test_a_table_without_a_manifest_is_computed_again(
 
     assert "computed in" in setup.messages[0]
     assert read_table(str(uri)).equals(content)
-    parts = [part.path for part in read_manifest(str(uri)).files]
+    parts = [part.path for part in read_manifest(str(uri))["files"]]
     assert list_files(str(uri)) == sorted(["manifest.json", *parts])
 
 

@@ -16,6 +16,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from core.schemas import (
+    RetrievalInfo,
+)
+from core.tables import (
+    open_table,
+)
 from models import registry
 from models.retrieval.baselines import item_knn
 from models.retrieval.data import (
@@ -230,7 +236,9 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
     uri = f"{small[0]}/sequences"
     catalogue = Catalogue.load(small[0])
     model = build_resolved({"name": name}, catalogue)
-    train = RetrievalDataset.load(uri, "train", unit=model.example_unit)
+    train = RetrievalDataset.load(
+        open_table(uri, RetrievalInfo), "train", unit=model.example_unit
+    )
 
     model.fit_in_one_pass(train.epoch(64, seed=0, epoch=0))
 

@@ -6,6 +6,12 @@ import numpy as np
 import pytest
 
 from core.files import join
+from core.schemas import (
+    SearchInfo,
+)
+from core.tables import (
+    open_table,
+)
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.qgs import QGSConfig
@@ -28,7 +34,9 @@ def examples(search, catalogue) -> SearchDataset:
     """Train examples with histories of at most 8 behaviours."""
     uri = join(search[0], "sequences")
     options = SearchDataset.dataset_options(QGSConfig(), catalogue)
-    return SearchDataset.load(uri, "train", max_history=8, **options)
+    return SearchDataset.load(
+        open_table(uri, SearchInfo), "train", max_history=8, **options
+    )
 
 
 @pytest.fixture

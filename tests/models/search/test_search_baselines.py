@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import Category, CustomFeatures, Inputs, Number
+from core.schemas import (
+    Category,
+    CustomFeatures,
+    Inputs,
+    Number,
+    SearchInfo,
+)
+from core.tables import (
+    open_table,
+)
 from models.metrics.ranking_metrics import request_auc
 from models.search.baselines.best_number import BestNumber, BestNumberConfig
 from models.search.baselines.click_rates import (
@@ -101,7 +110,7 @@ def test_the_shown_order_is_measured_by_the_positions(
 
     metrics = run.means(sums)
     uri = join(tables, "sequences")
-    examples = SearchDataset.load(uri, "val", unit="request")
+    examples = SearchDataset.load(open_table(uri, SearchInfo), "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))
     auc, valid = request_auc(
         -batch.candidate_position, batch.labels[:, 0], batch.candidate_request

@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from core.files import join
-from core.tables import read_table
+from core.schemas import (
+    SearchInfo,
+)
+from core.tables import (
+    open_table,
+)
 from models.dataset.encoding import request_number
 from models.search.catalogue import (
     SearchCatalogue,
@@ -25,6 +30,7 @@ from tests.fixtures.search_tables import (
     make_request,
     write_tables,
 )
+from tests.fixtures.tables import read_table
 
 NO_HISTORY: dict[str, list] = {
     "item_index": [],
@@ -97,7 +103,9 @@ def test_batches_have_all_requests_of_a_split_with_their_history(
     search, split, unit, limit
 ):
     uri = join(search[0], "sequences")
-    examples = SearchDataset.load(uri, split, unit=unit, max_history=limit)
+    examples = SearchDataset.load(
+        open_table(uri, SearchInfo), split, unit=unit, max_history=limit
+    )
     assert examples.request_unit == "requests"  # also those without a history
 
     contents = {}
@@ -137,7 +145,9 @@ def test_many_searches_without_a_click_are_several_rows(unit, tmp_path):
     ]
     tables, _ = write_tables(tmp_path, users, 2, 1)
 
-    examples = SearchDataset.load(join(tables, "sequences"), "train", unit=unit)
+    examples = SearchDataset.load(
+        open_table(join(tables, "sequences"), SearchInfo), "train", unit=unit
+    )
     batch = examples.collate(np.arange(len(examples)))
 
     assert batch.user_row.tolist() == [0, 1, 1, 1, 2]
@@ -166,7 +176,11 @@ def test_overlapping_windows_train_on_each_search_and_behaviour_once(
     """The first behaviour of a user has no history to be predicted from."""
     uri = join(search[0], "sequences")
     examples = SearchDataset.load(
-        uri, "train", unit="user", max_history=limit, window_overlap=overlap
+        open_table(uri, SearchInfo),
+        "train",
+        unit="user",
+        max_history=limit,
+        window_overlap=overlap,
     )
 
     requests, learned = Counter(), Counter()
@@ -241,7 +255,7 @@ def assert_text_equals(
 @pytest.mark.parametrize("reads_history_queries", [True, False])
 def test_batches_have_the_text_of_candidates(search, text, reads_history_queries):
     examples = SearchDataset.load(
-        join(search[0], "sequences"),
+        open_table(join(search[0], "sequences"), SearchInfo),
         "train",
         max_history=8,
         text=text,

@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 import yaml
 
-from core.tables import read_manifest, read_table
+from core.schemas import (
+    ActionsInfo,
+)
+from core.tables import (
+    open_table,
+    read_manifest,
+)
 from models.actions.data import ActionsDataset
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
+from tests.fixtures.tables import read_table
 
 START = 1_600_000_000_000
 SOURCE = {
@@ -134,7 +141,7 @@ class Prepared:
 
     @property
     def info(self) -> dict[str, Any]:
-        return read_manifest(self.tables + "/sequences").info
+        return read_manifest(self.tables + "/sequences")["info"]
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +234,13 @@ def test_attributes_of_users_and_categories_of_events_are_features_of_events(
     assert users["old"]["cat_age"] == ["70"] * 5
     assert users["new"]["cat_age"] == ["20"] * 2
     assert users["old"]["cat_place"] == ["home", "home", None, "shop", "home"]
-    viewers = read_manifest(tables + "/sequences").info["viewers"]
+    viewers = read_manifest(tables + "/sequences")["info"]["viewers"]
     assert viewers == {"place": ["home"], "age": ["70"]}
     assert not [rule.name for rule in audit(tables) if rule.violations]
 
-    examples = ActionsDataset.load(tables + "/sequences", "test")
+    examples = ActionsDataset.load(
+        open_table(tables + "/sequences", ActionsInfo), "test"
+    )
     batch = examples.collate(np.arange(len(examples)))
     user_ids = list(users)
     candidate_viewers = {

@@ -11,11 +11,12 @@ import pytest
 
 from core.errors import UserError
 from core.files import join
-from core.tables import read_manifest, read_table
+from core.tables import read_manifest
 from models.actions.catalogue import ActionsCatalogue
 from pipelines.data.sids.config import TextConfig
-from pipelines.data.sids.texts import choose_text_tables, encode_log, fit_tfidf_encoder
+from pipelines.data.sids.texts import encode_log, fit_tfidf_encoder
 from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.tables import read_table
 
 
 def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
@@ -35,7 +36,7 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     expected = fit_tfidf_encoder(texts, 4).encode(texts)
     assert catalogue.text.tolist() == expected.tolist()
     assert np.isfinite(catalogue.text.numpy()).all()
-    assert catalogue.hashes["text_items"] == read_manifest(join(text, "items")).hash
+    assert catalogue.hashes["text_items"] == read_manifest(join(text, "items"))["hash"]
 
     reported: list[str] = []
     encode_log(tables, text, "tfidf", config, say=reported.append)
@@ -50,9 +51,9 @@ def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> No
         UserError,
         match=f"^{num_missing} of .* items have no text in author",
     ):
-        choose_text_tables(
+        encode_log(
             tables,
+            str(tmp_path / "text"),
             "tfidf",
             TextConfig(template="{author}", empty="error"),
-            str(tmp_path / "text"),
         )

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.tables import read_manifest, read_table
+from core.tables import read_manifest
 from models.search.catalogue import SearchCatalogue
 from pipelines.data.sequences.as_of import AsOfTable, join_as_of
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
@@ -24,6 +24,7 @@ from tests.fixtures.custom_features_log import (
     prepare_tables,
     write_random_text,
 )
+from tests.fixtures.tables import read_table
 
 WITH_PRICES = {**SOURCE, "as_of": AS_OF}
 
@@ -70,7 +71,7 @@ def test_requests_and_behaviours_have_the_price_known_at_their_time(
     priced: str,
 ) -> None:
     assert find_violations(priced) == {}
-    info = read_manifest(f"{priced}/sequences").info
+    info = read_manifest(f"{priced}/sequences")["info"]
     numbers = [number["name"] for number in info["custom"]["numbers"]]
     assert numbers == ["num_bm25", "num_price"]
     assert info["groups"][-1] == {

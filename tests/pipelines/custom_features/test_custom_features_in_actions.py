@@ -15,8 +15,14 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs
-from core.tables import read_manifest, read_table
+from core.schemas import (
+    ActionsInfo,
+    Inputs,
+)
+from core.tables import (
+    open_table,
+    read_manifest,
+)
 from models.actions.batch import ActionsBatch
 from models.actions.data import ActionsDataset
 from models.training import checkpoint
@@ -35,6 +41,7 @@ from tests.fixtures.custom_features_log import (
     write_feed,
     write_log,
 )
+from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 MVP = {
@@ -75,7 +82,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory, feed: Path) -> str:
 
 
 def test_the_manifest_describes_the_custom_features(tables: str) -> None:
-    info = read_manifest(f"{tables}/sequences").info
+    info = read_manifest(f"{tables}/sequences")["info"]
 
     numbers = [number["name"] for number in info["custom"]["numbers"]]
     assert numbers == ["num_score", "num_price"]
@@ -116,14 +123,16 @@ def test_a_category_with_too_many_values_is_hashed(
 
     tables = prepare_tables(tmp_path, feed, FEED, prepare_settings=FEED_PREPARE)
 
-    info = read_manifest(f"{tables}/sequences").info
+    info = read_manifest(f"{tables}/sequences")["info"]
     assert info["viewers"] == {}
     assert info["custom"]["categories"] == [
         {"name": name, "values": [], "buckets": custom_features.BUCKETS}
         for name in ("cat_device", "cat_state")
     ]
     assert find_violations(tables) == {}
-    examples = ActionsDataset.load(f"{tables}/sequences", "test", max_history=16)
+    examples = ActionsDataset.load(
+        open_table(f"{tables}/sequences", ActionsInfo), "test", max_history=16
+    )
     batch = examples.collate(np.arange(8))
     assert len(batch.custom[batch.valid][:, 2].unique()) == 2
 
@@ -233,7 +242,9 @@ def test_a_served_model_reads_custom_features_by_name(
     trained_with_features: tuple[TrainingRun, float], served_model: Any, tables: str
 ) -> None:
     run, _ = trained_with_features
-    examples = ActionsDataset.load(f"{tables}/sequences", "test", max_history=16)
+    examples = ActionsDataset.load(
+        open_table(f"{tables}/sequences", ActionsInfo), "test", max_history=16
+    )
     batch = examples.collate(np.array([0]))
     # A request has one device, and scores are returned by item.
     batch.candidate_viewer[:] = batch.candidate_viewer[:, :1]

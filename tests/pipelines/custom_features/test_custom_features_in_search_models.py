@@ -14,8 +14,17 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import Category, CustomFeatures, Inputs, Number
-from core.tables import read_manifest, read_table
+from core.schemas import (
+    Category,
+    CustomFeatures,
+    Inputs,
+    Number,
+    SearchInfo,
+)
+from core.tables import (
+    open_table,
+    read_manifest,
+)
 from models.custom_features import CustomInputs, read_features
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
@@ -23,6 +32,7 @@ from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
 from tests.fixtures.custom_features_log import SOURCE, prepare_tables, write_random_text
+from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 SMALL = {
@@ -100,14 +110,17 @@ def test_a_model_reads_standardized_numbers_and_embeddings_of_categories() -> No
 def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables(
     tables: str, text: str
 ) -> None:
-    info = read_manifest(join(tables, "sequences")).info
+    info = read_manifest(join(tables, "sequences"))["info"]
     bm25_column = len(info["features"])
     city_column = bm25_column + 1
     catalogue = SearchCatalogue.load(tables, text)
     assert catalogue.features[bm25_column:] == ("num_bm25", "cat_city")
     assert catalogue.feature_mean.shape == (bm25_column,)
     examples = SearchDataset.load(
-        join(tables, "sequences"), "test", unit="request", max_history=8
+        open_table(join(tables, "sequences"), SearchInfo),
+        "test",
+        unit="request",
+        max_history=8,
     )
 
     batch = examples.collate(np.arange(len(examples)))
@@ -143,7 +156,11 @@ def load_test_batch(run: TrainingRun, tables: str) -> SearchBatch:
     """Load 10 test requests with the options that the model needs."""
     options = SearchDataset.dataset_options(run.config, run.catalogue)
     examples = SearchDataset.load(
-        join(tables, "sequences"), "test", unit="request", max_history=8, **options
+        open_table(join(tables, "sequences"), SearchInfo),
+        "test",
+        unit="request",
+        max_history=8,
+        **options,
     )
     return examples.collate(np.arange(10))
 

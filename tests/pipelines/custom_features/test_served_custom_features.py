@@ -13,8 +13,13 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import Inputs
-from core.tables import read_table
+from core.schemas import (
+    Inputs,
+    SearchInfo,
+)
+from core.tables import (
+    open_table,
+)
 from models.search.data import SearchBatch, SearchDataset
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
@@ -23,6 +28,7 @@ from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.fixtures.custom_features_log import prepare_tables, write_random_text
+from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 Row = dict[str, Any]
@@ -82,7 +88,11 @@ def load_test_requests(run: TrainingRun, tables: str) -> SearchDataset:
     """Load the test requests with the options that the model needs."""
     options = SearchDataset.dataset_options(run.config, run.catalogue)
     return SearchDataset.load(
-        join(tables, "sequences"), "test", unit="request", max_history=8, **options
+        open_table(join(tables, "sequences"), SearchInfo),
+        "test",
+        unit="request",
+        max_history=8,
+        **options,
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from core.errors import UserError
 from core.schemas import Inputs
-from core.tables import read_manifest, read_table
+from core.tables import read_manifest
 from models.loaded_model import LoadedModel
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
@@ -23,6 +23,7 @@ from pipelines.data.reading.log import Log, load_source
 from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from tests.fixtures.audited_tables import find_violations
+from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.shared_data
@@ -83,7 +84,7 @@ def train_on_growing_log(
 def test_a_number_that_was_empty_takes_the_scale_of_later_days(tmp_path: Path) -> None:
     training = train_on_growing_log("d4_init_scale_of_empty_number", tmp_path, 5, 14)
 
-    info = read_manifest(str(tmp_path / "tables/sequences")).info
+    info = read_manifest(str(tmp_path / "tables/sequences"))["info"]
     (price,) = info["custom"]["numbers"]
     assert price["mean"] > 10_000
     assert training.model.items.own.std.tolist() == pytest.approx([price["std"]])
@@ -105,16 +106,16 @@ def test_a_file_with_an_event_in_the_future_is_not_appended(tmp_path: Path) -> N
     config = read_config(defaults, {"split": {"val_days": 1, "test_days": 1}})
     tables = str(tmp_path / "tables")
     prepare(source, str(raw), tables, config, report=list, existing="append")
-    before = read_manifest(f"{tables}/events").hash
+    before = read_manifest(f"{tables}/events")["hash"]
 
     shutil.copy(log / "log-07-bad.csv", raw / "log-07.csv")
     with pytest.raises(UserError, match=r"1 of 91 rows .*in the future"):
         prepare(source, str(raw), tables, config, report=list, existing="append")
-    assert read_manifest(f"{tables}/events").hash == before
+    assert read_manifest(f"{tables}/events")["hash"] == before
 
     shutil.copy(log / "log-07.csv", raw / "log-07.csv")
     prepare(source, str(raw), tables, config, report=list, existing="append")
-    info = read_manifest(f"{tables}/sequences").info
+    info = read_manifest(f"{tables}/sequences")["info"]
     assert min(info["requests"].values()) > 30
 
 
@@ -128,7 +129,7 @@ def test_scores_of_a_log_without_queries_are_written(tmp_path: Path) -> None:
 
     infer_all(saved, Inputs(tables), str(tmp_path / "scores"))
 
-    queries = read_table(str(tmp_path / "scores"), "scores")["query"]
+    queries = read_table(str(tmp_path / "scores"))["query"]
     assert queries.null_count == len(queries) > 0
 
 
@@ -138,9 +139,9 @@ def test_targets_among_requests_of_equal_time_are_not_the_highest_ids(
     tables, _ = prepare_case("d4_last_out_ties", tmp_path / "tables")
 
     log = pl.read_csv(CASES / "d4_last_out_ties/log/log.csv")
-    ids = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
+    ids = read_table(f"{tables}/items")["item_id"].to_pylist()
     rank_counts: Counter[int] = Counter()  # of the target among the ids of its time
-    for row in read_table(f"{tables}/sequences", "sequences").to_pylist():
+    for row in read_table(f"{tables}/sequences").to_pylist():
         (request,) = [r for r in row["requests"] if r["split"] == "test"]
         basket = log.filter(u=row["user_id"], t=request["timestamp_ms"] // 1000)["i"]
         target = ids[request["candidates"][0]]

@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 from core.errors import UserError
-from core.tables import read_manifest, read_table
+from core.tables import read_manifest
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from tests.fixtures.audited_tables import find_violations
+from tests.fixtures.tables import read_table
 
 DAY = 86_400_000
 START = 1_600_000_000_000 // DAY * DAY
@@ -159,7 +160,7 @@ def test_purchases_repeated_in_the_same_second_are_dropped_with_a_warning(
     [line] = shop.prepare()
 
     assert line.startswith("warning: 40 equal events")
-    assert read_manifest(str(shop.tables / "events")).rows == len(rows) - 40
+    assert read_manifest(str(shop.tables / "events"))["rows"] == len(rows) - 40
 
 
 def test_repeated_purchases_can_be_kept(shop: Shop) -> None:
@@ -168,7 +169,7 @@ def test_repeated_purchases_can_be_kept(shop: Shop) -> None:
 
     assert shop.prepare(duplicates="keep") == []
     assert any("(40 duplicates kept, 0 rejects)" in line for line in shop.lines)
-    assert read_manifest(str(shop.tables / "events")).rows == len(rows)
+    assert read_manifest(str(shop.tables / "events"))["rows"] == len(rows)
     sequences = read_table(str(shop.tables / "sequences")).to_pylist()
     assert sum(len(row["item_index"]) for row in sequences) == len(rows)
     # Both of two equal events have the same time, so neither is in the other's history.

@@ -16,7 +16,7 @@ import pytest
 
 from core.errors import UserError
 from core.schemas import SequencesInfo
-from core.tables import commit, read_manifest, read_table, write_part
+from core.tables import commit, open_table, read_manifest, write_part
 from jobs import audit as job
 from pipelines.data.audit.rules import RULES, audit
 from pipelines.data.kinds import KINDS
@@ -24,6 +24,7 @@ from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
+from tests.fixtures.tables import read_table
 
 BEGIN = 1_600_000_000_000
 SOURCE = {
@@ -78,8 +79,8 @@ def test_correct_tables_pass_every_rule_of_their_kind(prepared: str) -> None:
     assert violated == {}
     not_checked = {*KINDS["retrieval"].skipped_rules, "known"}
     assert list(rules) == [name for name in RULES if name not in not_checked]
-    assert rules["events"].rows == read_manifest(f"{prepared}/events").rows
-    interactions = read_manifest(f"{prepared}/sequences").info["interactions"]
+    assert rules["events"].rows == read_manifest(f"{prepared}/events")["rows"]
+    interactions = read_manifest(f"{prepared}/sequences")["info"]["interactions"]
     assert interactions > 0
     for name in ("behaviours", "history", "splits"):
         assert rules[name].rows == interactions
@@ -300,7 +301,7 @@ def test_sequences_of_another_catalogue_break_the_rule_of_inputs(
 ) -> None:
     tables = copy_with_change(prepared, tmp_path, change_nothing)
     uri = f"{tables}/sequences"
-    manifest = read_manifest(uri, SequencesInfo)
+    manifest = open_table(uri, SequencesInfo)
     commit(
         uri,
         "sequences",
@@ -401,7 +402,7 @@ def replace_by_other_schema(folder: Path) -> None:
     """Replace the sequences by a table with the user ids alone."""
     schema = pa.schema([("user_id", pa.string())])
     part = write_part(str(folder), pa.table({"user_id": ["a"]}, schema=schema))
-    info = read_manifest(str(folder), SequencesInfo).info
+    info = open_table(str(folder), SequencesInfo).info
     commit(str(folder), "sequences", schema, [part], config={}, inputs={}, info=info)
 
 

@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.tables import read_table
+from core.schemas import ItemsInfo
+from core.tables import open_table
 from pipelines.evaluation.allowed import read_allowed
+from tests.fixtures.tables import read_table
 from tests.fixtures.training_tables import write_tables
 
 
@@ -21,7 +23,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_layout_is_read_as_the_same_set(tables: str, tmp_path: Path) -> None:
-    items = read_table(f"{tables}/items", "items")["item_id"].to_pylist()
+    items = read_table(f"{tables}/items")["item_id"].to_pylist()
     text = f"{items[7]}\n \n\n {items[2]} \r\n{items[7]}\n"
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
@@ -33,7 +35,8 @@ def test_every_layout_is_read_as_the_same_set(tables: str, tmp_path: Path) -> No
         tmp_path / "c.parquet",
     )
 
-    sets = [read_allowed(str(path), tables) for path in sorted(tmp_path.iterdir())]
+    catalogue = open_table(f"{tables}/items", ItemsInfo)
+    sets = [read_allowed(str(path), catalogue) for path in sorted(tmp_path.iterdir())]
 
     expected_mask = [index in (2, 7) for index in range(len(items))]
     assert [mask.tolist() for mask, _ in sets] == [expected_mask] * 4

@@ -14,7 +14,6 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 from core.schemas import Inputs
-from core.tables import read_table
 from jobs.evaluate import Config, run
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
@@ -24,6 +23,7 @@ from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.actions_tables import TASKS, write_actions
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import serve_ranker
+from tests.fixtures.tables import read_table
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -33,7 +33,7 @@ SEARCH_LABELS = ("click", "purchase")
 
 def read_rows(folder: str, table: str) -> list[dict[str, Any]]:
     """Return the rows of a table as dictionaries."""
-    return read_table(folder, table).to_pylist()
+    return read_table(folder).to_pylist()
 
 
 def read_item_ids(tables: str) -> list[str]:

@@ -15,8 +15,16 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs, PredictionsInfo, RunRef
-from core.tables import read_manifest, read_table, writing
+from core.schemas import (
+    Inputs,
+    PredictionsInfo,
+    RetrievalInfo,
+    RunRef,
+)
+from core.tables import (
+    open_table,
+    writing,
+)
 from jobs.evaluate import Config, run
 from models.build import load_model
 from models.loaded_model import LoadedModel
@@ -32,6 +40,7 @@ from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import count_trained_items, evaluate
 from pipelines.evaluation.record import Result, load_test_metrics, record_result
+from tests.fixtures.tables import read_table
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -73,11 +82,13 @@ class Evaluation:
 
     def load_examples(self, split: str, **options: Any) -> RetrievalDataset:
         """Load the examples of a split."""
-        return RetrievalDataset.load(f"{self.tables}/sequences", split, **options)
+        return RetrievalDataset.load(
+            open_table(f"{self.tables}/sequences", RetrievalInfo), split, **options
+        )
 
     def read_item_ids(self) -> list[str]:
         """Return the item ids by item index."""
-        return read_table(f"{self.tables}/items", "items")["item_id"].to_pylist()
+        return read_table(f"{self.tables}/items")["item_id"].to_pylist()
 
 
 def collate_user(examples: RetrievalDataset, number: int) -> Any:
@@ -87,7 +98,7 @@ def collate_user(examples: RetrievalDataset, number: int) -> Any:
 
 def read_rankings(folder: Path) -> list[list[str]]:
     """Return the item ids of each row of a table of recommendations."""
-    return read_table(str(folder), "recommendations").to_pydict()["item_id"]
+    return read_table(str(folder)).to_pydict()["item_id"]
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +309,7 @@ def test_recommendations_of_all_users_are_written_to_a_table(
     assert manifest.info.below_k == 0
     # The table of sequences has two files of 30 users.
     assert [part.rows for part in manifest.files] == [25, 5, 25, 5]
-    table = read_table(output, "recommendations").to_pydict()
+    table = read_table(output).to_pydict()
     assert table["user_id"] == [f"user-{i:04d}" for i in range(60)]
     item_ids = evaluation.read_item_ids()
     model, _ = evaluation.load("tiger")
@@ -311,7 +322,7 @@ def test_recommendations_of_all_users_are_written_to_a_table(
     # The same options find the table; others need --overwrite and no other writer.
     same_options = InferenceOptions(k=5, users_per_part=25)
     assert infer_all(*arguments, same_options) == (
-        read_manifest(output, PredictionsInfo),
+        open_table(output, PredictionsInfo),
         True,
     )
     with pytest.raises(UserError, match="holds other recommendations"):

@@ -15,12 +15,13 @@ import yaml
 from core.errors import UserError
 from core.files import join
 from core.schemas import SearchInfo
-from core.tables import read_manifest, read_table
+from core.tables import open_table, read_manifest
 from models.search.counts import Counts
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from tests.fixtures.search_log import DAY_MS, draw_searches, write_log
+from tests.fixtures.tables import read_table
 
 ITEMS = [f"i{n}" for n in range(15)] + ["never"]
 PROBE_QUERIES = ("red", "blue", "red lamp", None, "never asked")
@@ -77,7 +78,7 @@ def assert_counts_equal_probes(
     counts_uri: str, tables: str, probes: list[dict[str, Any]]
 ) -> None:
     """Assert that a table of counts gives the features of the probes in `tables`."""
-    info = read_manifest(join(tables, "sequences"), SearchInfo).info
+    info = open_table(join(tables, "sequences"), SearchInfo).info
     names = info.features
     counts = Counts.load(counts_uri, info)
     is_count = np.array(
@@ -131,7 +132,7 @@ def test_counts_as_of_a_moment_equal_those_of_a_search_at_that_moment(
         )
 
         counts_uri = join(whole, "counts")
-        assert read_manifest(counts_uri, "counts").info["as_of_ms"] == moment
+        assert read_manifest(counts_uri)["info"]["as_of_ms"] == moment
         assert_counts_equal_probes(counts_uri, ends_at_moment, probes)
         table = read_table(counts_uri).to_pylist()
         assert sorted(str((row["item_id"], row["query"])) for row in table) == sorted(
@@ -150,10 +151,10 @@ def test_another_moment_replaces_the_counts_and_no_other_table(tmp_path: Path) -
         config.counts_as_of = moment
         prepare(source, raw, tables, config, report=reported.append)
         names = ("events", "items", "sequences")
-        hashes = [read_manifest(join(tables, name)).hash for name in names]
+        hashes = [read_manifest(join(tables, name))["hash"] for name in names]
         table_hashes.append(hashes)
         if moment:
-            count_hashes.append(read_manifest(join(tables, "counts")).hash)
+            count_hashes.append(read_manifest(join(tables, "counts"))["hash"])
 
     assert table_hashes == [table_hashes[0]] * 4
     assert count_hashes[0] != count_hashes[1] == count_hashes[2]
@@ -167,7 +168,7 @@ def test_counts_of_other_windows_or_delays_are_rejected(tmp_path: Path) -> None:
     tables = str(tmp_path / "out")
     config.counts_as_of = rows[0]["ms"]
     prepare(source, raw, tables, config, report=str)
-    info = read_manifest(join(tables, "sequences"), SearchInfo).info
+    info = open_table(join(tables, "sequences"), SearchInfo).info
     assert Counts.load(join(tables, "counts"), info)
 
     for name, value in (("delay_minutes", 5.0), ("windows_days", [1.0])):

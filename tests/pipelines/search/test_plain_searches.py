@@ -11,7 +11,6 @@ import pytest
 
 from core.errors import UserError
 from core.schemas import Inputs
-from core.tables import read_table
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.data.prepare import prepare
@@ -19,6 +18,7 @@ from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
+from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 SOURCE: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_scores_of_a_log_without_queries_have_query_null(tmp_path: Path) -> None
 
     manifest, _ = infer_all(model, tables, str(tmp_path / "scores"))
 
-    scores = read_table(str(tmp_path / "scores"), "scores")
+    scores = read_table(str(tmp_path / "scores"))
     assert scores["query"].to_pylist() == [None] * scores.num_rows
     result, *_ = evaluate(model, tables)
     assert manifest.info.candidates == result.metrics["candidates"] > 0

@@ -14,13 +14,14 @@ import pytest
 import yaml
 
 from core.schemas import QUERIES
-from core.tables import read_manifest, read_table
+from core.tables import read_manifest
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from pipelines.data.simulation import Settings, draw_searches, write_log
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
+from tests.fixtures.tables import read_table
 
 SOURCE = (
     Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
@@ -49,7 +50,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
 
 def test_correct_tables_pass(prepared: str) -> None:
     rules = {rule.name: rule for rule in audit(prepared)}
-    info = read_manifest(prepared + "/sequences").info
+    info = read_manifest(prepared + "/sequences")["info"]
 
     assert find_violations(prepared) == {}
     assert info["truncated_users"] > 0
@@ -259,7 +260,9 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> str:
         "results of 48 requests have different times, up to 0.20 minutes apart" in line
         for line in reported
     )
-    assert read_manifest(tables + "/sequences").info["max_request_spread_ms"] == 12_000
+    assert (
+        read_manifest(tables + "/sequences")["info"]["max_request_spread_ms"] == 12_000
+    )
     return tables
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from core.files import join
 from core.schemas import Split, events_schema
-from core.tables import read_manifest, read_table, write_part
+from core.tables import read_manifest, write_part
 from pipelines.data.events.columns import Vocabulary, read_part
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.times import Time
@@ -24,6 +24,7 @@ from pipelines.data.sequences.builder import Lookups
 from pipelines.data.settings import read_config
 from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log
+from tests.fixtures.tables import read_table
 
 SCHEMA = events_schema(
     {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"]
@@ -83,11 +84,11 @@ def test_a_raw_log_becomes_tables_that_pass_the_audit(
     statistics = prepare(source, raw, tables, config, report=str)
 
     assert find_violations(tables) == {}
-    num_event_files = len(read_manifest(join(tables, "events")).files)
+    num_event_files = len(read_manifest(join(tables, "events"))["files"])
     assert num_event_files > (1 if partitions else 0)
-    queries = read_table(join(tables, "queries"), "queries")["query"].to_pylist()
+    queries = read_table(join(tables, "queries"))["query"].to_pylist()
     assert queries == ["blue", "red", "red lamp"]
-    info = read_manifest(join(tables, "sequences")).info
+    info = read_manifest(join(tables, "sequences"))["info"]
     assert info["kind"] == "search"
     assert info["labels"] == ["click", "buy"]
     assert info["windows"] == ["1d", "7d"]
@@ -95,7 +96,7 @@ def test_a_raw_log_becomes_tables_that_pass_the_audit(
     # a search without results is rejected with a reason
     num_empty = sum(not row["shown"] for row in rows)
     assert sum(statistics["raw"]["reject_reasons"].values()) == num_empty > 0
-    items = read_table(join(tables, "items"), "items")["item_id"].to_pylist()
+    items = read_table(join(tables, "items"))["item_id"].to_pylist()
     shown = list(chain.from_iterable(row["shown"] for row in rows))
     num_outside = sum(item not in items for item in shown)
     assert statistics["candidates_outside"] == num_outside
@@ -118,7 +119,7 @@ def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
 
     prepare(source, raw, str(tmp_path / "out"), config, report=str)
 
-    info = read_manifest(str(tmp_path / "out" / "sequences")).info
+    info = read_manifest(str(tmp_path / "out" / "sequences"))["info"]
     assert info["features"] == ["position", "page"]
     assert info["windows"] == []
     assert info["split"]["by"] == "leave_last_out"

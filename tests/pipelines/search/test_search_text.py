@@ -30,7 +30,7 @@ from transformers import (
 from core.errors import UserError
 from core.files import join
 from core.schemas import Inputs, ItemsInfo, RetrievalInfo
-from core.tables import MANIFEST, Manifest, commit, read_manifest, read_table
+from core.tables import MANIFEST, Table, commit, read_manifest
 from jobs import encode as job
 from models.search.catalogue import SearchCatalogue
 from models.text.pretrained import MINILM_PACKAGE, load_pretrained
@@ -55,6 +55,7 @@ from pipelines.data.simulation import (
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 from tests.fixtures.infos import make_info
+from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.exhaustive
@@ -149,11 +150,11 @@ class Encoded:
     """Output of one encoding of the search log."""
 
     folder: str
-    manifests: dict[str, Manifest]
+    manifests: dict[str, Table]
     lines: list[str]
 
     def read(self, name: str) -> pa.Table:
-        return read_table(join(self.folder, name), "embeddings")
+        return read_table(join(self.folder, name))
 
     def read_pair_keys(self) -> list[tuple[int, int]]:
         columns = [self.read("pairs")[name].to_pylist() for name in log_texts.PAIR]
@@ -215,7 +216,7 @@ def test_every_pair_is_encoded_once_and_as_if_alone(
     assert len(manifest.files) == -(-len(keys) // 100) > 1
     assert manifest.info.width == 16
     sequences = read_manifest(join(tables, "sequences"))
-    assert manifest.inputs["sequences"] == sequences.hash
+    assert manifest.inputs["sequences"] == sequences["hash"]
 
 
 def test_the_joint_condition_leaks_the_document(encoded: Encoded) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from core.errors import UserError
 from core.files import join
-from core.tables import read_manifest, read_table
+from core.tables import read_manifest
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log
 from pipelines.serving import package
@@ -24,6 +24,7 @@ from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import (
     register_ranker,
 )
+from tests.fixtures.tables import read_table
 
 
 @pytest.fixture(autouse=True)
@@ -143,8 +144,8 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
     assert metadata["features"] == list(setup.catalogue.features)
     assert metadata["viewers"] == ["device"]
     inputs = metadata["inputs"]
-    manifest = read_manifest(join(tables, "sequences"), "sequences")
-    assert inputs == manifest.info["definitions"]["inputs"]
+    manifest = read_manifest(join(tables, "sequences"))
+    assert inputs == manifest["info"]["definitions"]["inputs"]
     assert sorted(inputs) == sorted(metadata["actions"])
 
 

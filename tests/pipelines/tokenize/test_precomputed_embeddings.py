@@ -11,7 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from core.errors import UserError
-from core.tables import read_manifest
+from core.schemas import (
+    EmbeddingsInfo,
+    ItemsInfo,
+)
+from core.tables import (
+    open_table,
+    read_manifest,
+)
 from jobs import cli, tokenize
 from pipelines.data.sids.embed import EmbeddingSource, embed_items, read_embeddings
 from pipelines.data.sids.precomputed import read_precomputed
@@ -66,20 +73,24 @@ def test_each_item_gets_its_row(layout: str, items: str, tmp_path: Path) -> None
     source = EmbeddingSource(precomputed=read_precomputed(*file))
 
     manifest = embed_items(
-        items,
+        open_table(items, ItemsInfo),
         out,
         source,
         say=lines.append,
         start_ray=lambda: pytest.fail("Ray starts"),
     )
 
-    np.testing.assert_allclose(read_embeddings(out), EXPECTED)
+    np.testing.assert_allclose(
+        read_embeddings(open_table(out, EmbeddingsInfo)), EXPECTED
+    )
     assert lines == [
         f"note: 1 of 5 items have no row in {file[0]} and get zeros",
         f"note: 1 of 5 ids of {file[0]} are not in the items table",
     ]
     same_file = EmbeddingSource("tfidf", precomputed=source.precomputed)
-    repeated = embed_items(items, out, same_file, say=lines.append)
+    repeated = embed_items(
+        open_table(items, ItemsInfo), out, same_file, say=lines.append
+    )
     assert (repeated.hash, lines[-1]) == (manifest.hash, f"{out}: up to date")
 
 
@@ -87,14 +98,19 @@ def test_another_file_needs_overwrite(items: str, tmp_path: Path) -> None:
     file = write_parquet(tmp_path, LAYOUTS["lists"])
     out = str(tmp_path / "out")
     embed_items(
-        items, out, EmbeddingSource(precomputed=read_precomputed(file, "sku")), say=str
+        open_table(items, ItemsInfo),
+        out,
+        EmbeddingSource(precomputed=read_precomputed(file, "sku")),
+        say=str,
     )
     doubled = {"vector": pa.array((2 * VECTORS).tolist(), LISTS)}
     other_file = write_parquet(tmp_path, LAYOUTS["lists"] | doubled)
 
     with pytest.raises(UserError, match="was made from other inputs or settings"):
         embed_items(
-            items, out, EmbeddingSource(precomputed=read_precomputed(other_file, "sku"))
+            open_table(items, ItemsInfo),
+            out,
+            EmbeddingSource(precomputed=read_precomputed(other_file, "sku")),
         )
 
 
@@ -131,4 +147,4 @@ def test_the_job_tokenizes_precomputed_embeddings(
     for status in ("made ", "nothing to do: "):
         tokenize.run(cli.config_from_words(tokenize, [*words, "--id", "sku"]))
         assert f"{status}{tmp_path}/sids" in capsys.readouterr().out
-    assert read_manifest(f"{tmp_path}/sids/sids").rows == 40
+    assert read_manifest(f"{tmp_path}/sids/sids")["rows"] == 40

@@ -12,8 +12,20 @@ import torch
 
 from core.errors import UserError
 from core.options import NamedConfig
-from core.schemas import SIDS, TRIE
-from core.tables import has_manifest, read_manifest, read_table, writing
+from core.schemas import (
+    SIDS,
+    TRIE,
+    EmbeddingsInfo,
+    ItemsInfo,
+    RetrievalInfo,
+    SidsInfo,
+)
+from core.tables import (
+    has_manifest,
+    open_table,
+    read_manifest,
+    writing,
+)
 from models.retrieval.tokenizers import codes
 from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.retrieval.tokenizers.psid import Psid
@@ -35,6 +47,7 @@ from pipelines.data.sids.tokenize import (
     train_codes,
 )
 from tests.fixtures.item_tables import write_items
+from tests.fixtures.tables import read_table
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
@@ -77,7 +90,9 @@ def tokenize_items(
     """Tokenize items by TF-IDF; return the manifests of `sids` and `trie`, and whether
     a table was written.
     """
-    paths = TokenizerPaths(items, str(output), options.pop("embeddings", ""))
+    paths = TokenizerPaths(
+        open_table(items, ItemsInfo), str(output), options.pop("embeddings", "")
+    )
     source = EmbeddingSource(
         "tfidf",
         options.pop("pca_width", 6),
@@ -106,7 +121,9 @@ def test_training_items_are_targets_of_training_requests_and_their_histories(
             if request["split"] == "train" and history_end:
                 expected |= set(user["item_index"][:history_end])
                 expected.add(request["candidates"][0])
-    assert find_train_items(sequences).tolist() == sorted(expected)
+    assert find_train_items(open_table(sequences, RetrievalInfo)).tolist() == sorted(
+        expected
+    )
 
 
 def check_paths(trie: str, codes: np.ndarray) -> None:
@@ -136,8 +153,8 @@ def test_tables_record_their_inputs_and_describe_the_codes(
     sids, trie, was_written = tokenize_items(items_uri, output)
 
     assert was_written
-    items = read_manifest(items_uri)
-    embeddings = read_manifest(str(output / "embeddings"), "embeddings")
+    items = open_table(items_uri, ItemsInfo)
+    embeddings = open_table(str(output / "embeddings"), EmbeddingsInfo)
     assert embeddings.inputs["items"] == items.hash
     assert sids.inputs == {"items": items.hash, "embeddings": embeddings.hash}
     assert trie.inputs == {"sids": sids.hash}
@@ -155,8 +172,10 @@ def test_tables_record_their_inputs_and_describe_the_codes(
     assert (trie.info.levels, trie.info.items) == (3, COUNT)
     assert read_table(str(output / "sids")).schema.equals(SIDS)
     assert read_table(str(output / "trie")).schema.equals(TRIE)
-    assert read_embeddings(str(output / "embeddings")).shape == (COUNT, 6)
-    codes = read_codes(str(output / "sids"))
+    assert read_embeddings(
+        open_table(str(output / "embeddings"), EmbeddingsInfo)
+    ).shape == (COUNT, 6)
+    codes = read_codes(open_table(str(output / "sids"), SidsInfo))
     assert len(np.unique(codes, axis=0)) == COUNT
     assert (codes < np.array(sids.info.codebook_sizes)).all()
     check_paths(str(output / "trie"), codes)
@@ -210,7 +229,7 @@ def test_tokenizers_share_embeddings(
     tokenize_items(
         items_uri, tmp_path / "c", embeddings=shared, pca_width=5, overwrite=True
     )
-    assert read_embeddings(shared).shape == (COUNT, 5)
+    assert read_embeddings(open_table(shared, EmbeddingsInfo)).shape == (COUNT, 5)
 
 
 def test_folders_that_another_job_writes_are_refused(
@@ -258,7 +277,7 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
     listed = {
         part.path
         for name in ("embeddings", "quantizer", "sids", "trie")
-        for part in read_manifest(str(tmp_path / "sids" / name)).files
+        for part in read_manifest(str(tmp_path / "sids" / name))["files"]
     }
     assert {path.name for path in (tmp_path / "sids").rglob("*.parquet")} == listed
 
@@ -282,7 +301,14 @@ def test_psid_codes_are_unique_without_a_conflict_level(
         == 0
         < sids.info.measures["collision_rate_before"]
     )
-    assert len(np.unique(read_codes(str(tmp_path / "sids/sids")), axis=0)) == COUNT
+    assert (
+        len(
+            np.unique(
+                read_codes(open_table(str(tmp_path / "sids/sids"), SidsInfo)), axis=0
+            )
+        )
+        == COUNT
+    )
 
 
 def test_items_with_equal_texts_take_two_conflict_codes_or_are_refused(
@@ -318,7 +344,9 @@ def test_published_sids_get_a_conflict_level_only_if_they_collide(
     assert was_written
     assert sids.info.conflict_level is False
     assert sids.info.codebook_sizes == [100, 9]
-    assert read_codes(str(tmp_path / "sids/sids"))[37].tolist() == [7, 3]
+    assert read_codes(open_table(str(tmp_path / "sids/sids"), SidsInfo))[
+        37
+    ].tolist() == [7, 3]
     assert trie.info.branching == [10, 9]
     _, _, was_written = tokenize_items(*arguments, published=str(path))
     assert not was_written
@@ -330,7 +358,9 @@ def test_published_sids_get_a_conflict_level_only_if_they_collide(
     assert sids.info.conflict_level is True
     assert sids.info.codebook_sizes == [10, 9, 2]
     assert sids.info.measures["collision_rate"] == pytest.approx(2 / COUNT)
-    assert read_codes(str(tmp_path / "sids/sids"))[:2].tolist() == [
+    assert read_codes(open_table(str(tmp_path / "sids/sids"), SidsInfo))[
+        :2
+    ].tolist() == [
         [1, 0, 0],
         [1, 0, 1],
     ]
