@@ -39,7 +39,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from core.errors import UserError, one_line, pluralize
 from core.files import hold_lock, join, open_uri
 from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
-from core.tables import has_manifest, read_manifest
+from core.tables import find_table, open_table
 from models import registry
 from models.training import attempts, checkpoint
 from models.training.attempts import Attempt
@@ -380,7 +380,7 @@ def open_run(
             tags=tags,
         )
     if inputs.sids:  # log the tokenizer's metrics beside the model's
-        info = read_manifest(join(inputs.sids, "sids"), SidsInfo).info
+        info = open_table(join(inputs.sids, "sids"), SidsInfo).info
         content = {**asdict(info), **info.measures, "measures": {}}
         tracking.Logger(run).update(collect_numbers(content, "sids"), 0)
     record = RunRecord(
@@ -768,9 +768,8 @@ def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
 def is_simulated(tables: str) -> bool:
     """Return whether the log's mapping file declares it as simulated."""
     uri = join(tables, "events")
-    return has_manifest(uri) and bool(
-        read_manifest(uri, EventsInfo).config.get("source", {}).get("simulated")
-    )
+    events = find_table(uri, EventsInfo)
+    return bool(events and events.config.get("source", {}).get("simulated"))
 
 
 def dataset_name(tables: str) -> str:

@@ -188,9 +188,7 @@ def test_shards_of_trained_items_add_up_to_their_counts(
 ) -> None:
     loaded = LoadedModel.load(evaluation.checkpoint_path(name), evaluation.inputs)
 
-    shards = [
-        count_trained_items(loaded, evaluation.inputs, rank, 3) for rank in range(3)
-    ]
+    shards = [count_trained_items(loaded, rank, 3) for rank in range(3)]
 
     train_counts = count_training_targets(evaluation)
     assert sum(shards).tolist() == [train_counts[item] for item in range(24)]
