@@ -25,11 +25,7 @@ import pytest
 from core.errors import UserError
 from core.ids import clean_id, parse_item_id
 from core.options import build, refuse_secrets
-from core.tables import (
-    TableInfo,
-    open_table,
-    read_parquet,
-)
+from core.tables import read_parquet
 from jobs.cli import join_cluster, mask_controls
 from models.dataset.columns import cache_folder, open_columns
 from models.retrieval.sasrec import SASRec
@@ -319,13 +315,9 @@ def test_the_cache_removes_only_its_own_entries(
     old.mkdir()
     for path in (*foreign, old):
         os.utime(path, (0, 0))
-    write_table(str(tmp_path / "table"), "items", pa.table({"item_index": [0]}), {}, {})
-    open_columns(
-        open_table(str(tmp_path / "table"), TableInfo),
-        "layout",
-        None,
-        lambda table: {"item": np.zeros(1)},
-    )
+    rows = pa.table({"item_index": [0]})
+    table = write_table(str(tmp_path / "table"), "items", rows, {}, {})
+    open_columns(table, "layout", None, lambda part: {"item": np.zeros(1)})
     assert all(path.exists() for path in foreign)
     assert not old.exists()
 
@@ -336,15 +328,9 @@ def test_the_cache_is_readable_by_its_user_alone(
     monkeypatch.setenv("TRIELINE_CACHE", str(tmp_path / "cache"))
     before = os.umask(0o002)
     try:
-        write_table(
-            str(tmp_path / "table"), "items", pa.table({"item_index": [0]}), {}, {}
-        )
-        open_columns(
-            open_table(str(tmp_path / "table"), TableInfo),
-            "layout",
-            None,
-            lambda table: {"item": np.zeros(1)},
-        )
+        rows = pa.table({"item_index": [0]})
+        table = write_table(str(tmp_path / "table"), "items", rows, {}, {})
+        open_columns(table, "layout", None, lambda part: {"item": np.zeros(1)})
     finally:
         os.umask(before)
     assert cache_folder().stat().st_mode & 0o077 == 0

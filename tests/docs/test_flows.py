@@ -27,18 +27,11 @@ import mlflow
 import pandas
 import pytest
 from make_shop import write_shop
-from pages import (
-    ROOT,
-    Command,
-    parse_jobs,
-    read_blocks,
-    read_commands,
-    read_section,
-)
+from pages import ROOT, Command, parse_jobs, read_blocks, read_commands, read_section
 
 from jobs import cli
 from pipelines.training import run as training
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_table
 
 SMALLER = {
     "jobs.tokenize": "--encoder tfidf --pca 0 --tokenizer.codebook_size 8",

@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pages import (
-    PAGES,
-    ROOT,
-    parse_jobs,
-    read_anchors,
-    read_commands,
-    read_links,
-)
+from pages import PAGES, ROOT, parse_jobs, read_anchors, read_commands, read_links
 
 from jobs import cli
 from pipelines.data.settings import read_config

@@ -30,7 +30,7 @@ from models.retrieval.parts import History
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from tests.fixtures import search_tables, training_tables
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_table
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.long

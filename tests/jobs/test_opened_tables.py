@@ -1,72 +1,61 @@
-"""Test how often commands open the manifests of tables."""
+"""Test that no command opens the manifest of a table more often than it has steps."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from core import tables
-from core.schemas import (
-    Inputs,
-    ItemsInfo,
-)
-from core.tables import (
-    open_table,
-)
-from jobs import evaluate
-from models.retrieval.tokenizers.rqkmeans import Rqkmeans, RqkmeansConfig
-from models.training.fit_config import FitConfig
-from pipelines.data.sids.embed import EmbeddingSource
-from pipelines.data.sids.tokenize import TokenizerPaths, tokenize
-from tests.fixtures.training_tables import write_tables
-from tests.fixtures.trainings import train
+from tests.fixtures.commands import run_job
+
+SOURCE = "jobs/configs/sources/simulated.yaml"
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Number of reads of each table's manifest."""
     counts: Counter[str] = Counter()
-
     read_manifest = tables.read_manifest
 
     def count(uri: str) -> object:
-        counts[uri.rpartition("/")[2]] += 1
-        return read_manifest(uri)
+        content = read_manifest(uri)
+        counts[uri.rpartition("/")[2]] += content is not None
+        return content
 
     monkeypatch.setattr(tables, "read_manifest", count)
     return counts
 
 
-def test_train_evaluate_and_tokenize_open_few_manifests(
-    tmp_path: Path, opened: Counter[str], new_store: Callable[[Path], str]
-) -> None:
-    folder, _ = write_tables(tmp_path, titles=True)
-    store = new_store(tmp_path)
-    result = train(
-        model={"name": "sasrec", "dim": 8, "num_layers": 1},
-        fit=FitConfig(batch_size=16, max_epochs=1),
-        inputs=Inputs(folder),
-        storage=str(tmp_path / "runs"),
-        name="sasrec",
-        tracking_uri=store,
-        on_checkpoint=lambda saved: None,
-    )
+def test_steps_open_each_table_once(tmp_path: Path, opened: Counter[str]) -> None:
+    raw, folder, sids = tmp_path / "raw", f"{tmp_path}/tables", f"{tmp_path}/sids"
+    run_job("simulate", output=raw, users=40, items=30, events=400)
+
+    def count(job: str, **options: object) -> int:
+        """Run a job, and return the largest number of reads of one manifest."""
+        opened.clear()
+        run_job(job, **options)
+        return max(opened.values(), default=0)
+
+    prepare = {"source": SOURCE, "input": raw, "output": folder}
+    assert count("prepare", **prepare) == 0
+    assert count("prepare", **prepare) == 1
+    assert count("audit", tables=folder) == 1
+    tokenize = {
+        "tables": folder,
+        "output": sids,
+        "encoder": "tfidf",
+        "pca": 4,
+        "tokenizer": "rqkmeans",
+        "tokenizer.codebook_size": 4,
+    }
+    assert count("tokenize", **tokenize) == 1
+    assert count("tokenize", **tokenize) == 1
+    train = {"tables": folder, "storage": f"{tmp_path}/runs", "name": "popularity"}
+    config = "jobs/configs/retrieval/popularity.yaml"
     # when the options are checked, by the worker, and for the served model
-    assert opened == {"sequences": 3, "items": 3}
-
-    opened.clear()
-    evaluate.run(
-        evaluate.Config(checkpoint=result.checkpoint, tables=folder, tracking_uri=store)
-    )
-    assert max(opened.values()) <= 5
-
-    opened.clear()
-    paths = TokenizerPaths(
-        open_table(f"{folder}/items", ItemsInfo), str(tmp_path / "new")
-    )
-    tokenizer = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=4))
-    tokenize(paths, tokenizer, EmbeddingSource("tfidf", 6))
-    assert max(opened.values()) <= 4
+    assert count("train", config=config, **train) == 3
+    run = f"{tmp_path}/runs/popularity"
+    # when the checkpoint is checked, by the worker, and for the notes
+    assert count("evaluate", checkpoint=run, tables=folder) <= 3

@@ -13,13 +13,7 @@ import pytest
 import yaml
 
 from core.errors import UserError
-from core.schemas import (
-    RetrievalInfo,
-)
-from core.tables import (
-    open_table,
-    read_manifest,
-)
+from core.tables import read_manifest
 from jobs import cli
 from jobs import prepare as job
 from jobs.prepare import run
@@ -27,6 +21,7 @@ from models.retrieval.data import RetrievalDataset
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
+from tests.fixtures.commands import load_split
 
 SOURCE = {
     "files": "log*.csv",
@@ -67,6 +62,7 @@ import json, os, random, signal, sys, time
 
 import pipelines.data.prepare, ray.data
 from jobs import cli, prepare
+from tests.fixtures.commands import load_split
 
 lines, words = json.loads(sys.argv[1])
 for kill_line in lines:  # each start is a fork, which saves the imports
@@ -180,9 +176,7 @@ def test_the_report_counts_requests_without_history_as_the_training_does(
 
     skipped = {}
     for split, num_requests in statistics["requests"].items():
-        examples = RetrievalDataset.load(
-            open_table(str(tmp_path / "out" / "sequences"), RetrievalInfo), split
-        )
+        examples = load_split(RetrievalDataset, tmp_path / "out" / "sequences", split)
         assert examples.request_unit == "requests with a history"
         skipped[split] = num_requests - examples.num_requests
     counts = ", ".join(f"{count} {split}" for split, count in skipped.items())
@@ -194,24 +188,11 @@ def test_the_report_counts_requests_without_history_as_the_training_does(
     assert skipped["train"] > 0
 
 
-def test_append_adds_the_rows_of_a_new_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    raw = write_log(tmp_path / "raw", events=400)
-    run(cli.config_from_words(job, build_words(raw, tmp_path / "out", "--append")))
-    rows = read_manifest(str(tmp_path / "out/events"))["rows"]
-    (raw / "log_2.csv").write_text("user,item,ms\nu1,i1,1600000000001\n")
-
-    run(cli.config_from_words(job, build_words(raw, tmp_path / "out", "--append")))
-
-    assert read_manifest(str(tmp_path / "out/events"))["rows"] == rows + 1
-    assert "events: reading 1 file" in capsys.readouterr().out
+def test_append_and_overwrite_are_refused_together(tmp_path: Path) -> None:
+    words = build_words(tmp_path, tmp_path, "--append", "--overwrite")
+    (tmp_path / "source.yaml").write_text(yaml.safe_dump(SOURCE))
     with pytest.raises(UserError, match="append and overwrite"):
-        run(
-            cli.config_from_words(
-                job, build_words(raw, tmp_path / "out", "--append", "--overwrite")
-            )
-        )
+        cli.config_from_words(job, words)
 
 
 def test_a_missing_column_is_reported_before_ray_starts(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from core.errors import UserError
-from core.tables import read_manifest
+from core.schemas import ItemsInfo
+from core.tables import open_table, read_manifest
 from jobs import tokenize as job
 from tests.fixtures.item_tables import append_items, write_items
 
@@ -71,7 +72,8 @@ def test_a_run_reports_sparse_codes_and_items_newer_than_the_codebooks(
     job.run(parse(*words))
 
     item_ids = [str(i) for i in range(100, 140)] + ["new 1", "new 2"]
-    append_items(tables / "items", [*TITLES, "thing 1", "thing 2"], item_ids)
+    items = open_table(str(tables / "items"), ItemsInfo)
+    append_items(items, [*TITLES, "thing 1", "thing 2"], item_ids)
     job.run(parse(*words, "--extend", output))
     assert "2 items since the codebooks were trained" in capsys.readouterr().out
 

@@ -18,13 +18,6 @@ import torch
 from torch import Tensor
 
 from core.files import join
-from core.schemas import (
-    ActionsInfo,
-    SearchInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models import registry
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
@@ -43,6 +36,7 @@ from models.training.loop import Meter, fit
 from models.training.optimizers import CapturableAdagrad
 from tests.fixtures import small_retrieval
 from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.commands import load_split
 from tests.fixtures.search_tables import write_search
 from tests.models.test_devices import LC_REC, SIZES
 
@@ -120,8 +114,8 @@ def build_search_model(
     model = build_model(options, catalogue)
     dataset_options = SearchDataset.dataset_options(model.config, catalogue)
     uri = join(log[0], "sequences")
-    return model, SearchDataset.load(
-        open_table(uri, SearchInfo), "train", max_history=8, **dataset_options
+    return model, load_split(
+        SearchDataset, uri, "train", max_history=8, **dataset_options
     )
 
 
@@ -233,8 +227,9 @@ def build_actions_model(
     torch.manual_seed(0)
     catalogue = ActionsCatalogue.load(feed)
     model = build_model(options, catalogue)
-    examples = ActionsDataset.load(
-        open_table(join(feed, "sequences"), ActionsInfo),
+    examples = load_split(
+        ActionsDataset,
+        join(feed, "sequences"),
         "train",
         unit=model.example_unit,
         max_history=10,

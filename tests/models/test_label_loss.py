@@ -12,12 +12,6 @@ import torch
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import (
-    SearchInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models.label_loss import (
     LabelOptions,
     label_loss,
@@ -29,6 +23,7 @@ from models.search import metrics
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.ranker import Ranker, RankerConfig
+from tests.fixtures.commands import load_split
 from tests.fixtures.search_tables import write_search
 
 LABELS = ("click", "purchase", "share")
@@ -120,8 +115,8 @@ def search(
     tables, text = write_search(tmp_path_factory.mktemp("labels"))
     catalogue = SearchCatalogue.load(tables, text)
     uri = join(tables, "sequences")
-    examples = SearchDataset.load(
-        open_table(uri, SearchInfo), "train", max_history=8, text=catalogue.text
+    examples = load_split(
+        SearchDataset, uri, "train", max_history=8, text=catalogue.text
     )
     return catalogue, examples.collate(np.arange(12))
 

@@ -26,7 +26,7 @@ from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_rows
 from tests.fixtures.trainings import build_training
 
 DAY_MS = 86_400_000
@@ -226,7 +226,7 @@ def test_training_continues_with_newer_examples_and_a_share_of_the_older(
     uri, inputs = grown(name)
     until = checkpoint.read(uri).learned["until"]
     assert FIRST_DAY_MS + DAY_MS / 2 < until < FIRST_DAY_MS + 3 * DAY_MS / 2
-    sequences = read_table(f"{inputs.tables}/sequences").to_pylist()
+    sequences = read_rows(inputs.tables, "sequences")
 
     learned = {}
     for fraction in (0, 0.5, 1):

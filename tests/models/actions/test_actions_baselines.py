@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import (
-    ActionsInfo,
-    Inputs,
-)
-from core.tables import (
-    open_table,
-)
+from core.schemas import Inputs
 from models.actions.baselines import (
     BaseRate,
     BaseRateConfig,
@@ -28,7 +22,7 @@ from models.actions.baselines import (
 from models.actions.data import ActionsDataset
 from models.training.fit_config import FitConfig
 from tests.fixtures.actions_tables import TASKS, write_actions
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import load_split, read_rows
 from tests.fixtures.trainings import build_training
 
 STRENGTH = 20.0
@@ -42,7 +36,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
 def read_training_tasks(tables: str) -> dict[int, list[list[bool]]]:
     """Return the tasks of each item's training events, read row by row."""
     tasks_by_item: dict[int, list[list[bool]]] = defaultdict(list)
-    for row in read_table(join(tables, "sequences")).to_pylist():
+    for row in read_rows(tables, "sequences"):
         for index in range(row["train_end"]):
             tasks_by_item[row["item_index"][index]].append(row["tasks"][index])
     return tasks_by_item
@@ -85,7 +79,7 @@ def test_rates_of_a_user_are_those_of_the_earlier_events(
     model: Any = run.model
     base_rates = compute_base_rates(read_training_tasks(tables))
     expected = []
-    for row in read_table(join(tables, "sequences")).to_pylist():
+    for row in read_rows(tables, "sequences"):
         ends = {"val": (row["train_end"], row["val_end"])}
         begin, end = ends.get(split, (row["val_end"], len(row["tasks"])))
         for time in row["timestamp_ms"][begin:end]:
@@ -102,9 +96,7 @@ def test_rates_of_a_user_are_those_of_the_earlier_events(
 
     run.fit_in_one_pass()
 
-    examples = ActionsDataset.load(
-        open_table(join(tables, "sequences"), ActionsInfo), split, unit="user"
-    )
+    examples = load_split(ActionsDataset, join(tables, "sequences"), split, unit="user")
     batch = examples.collate(np.arange(len(examples)))
     np.testing.assert_allclose(model.score(batch).sigmoid(), expected, rtol=1e-9)
 

@@ -12,12 +12,6 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import (
-    ActionsInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models.actions.base import ActionsConfig
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import Attributes
@@ -28,7 +22,7 @@ from tests.fixtures.actions_tables import (
     write_actions,
     write_rows,
 )
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import load_split, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +37,7 @@ def load_examples(
     config = ActionsConfig(window_overlap=overlap)
     dataset_options = ActionsDataset.dataset_options(config, None)
     options = {"max_history": 10, **dataset_options, **options}
-    return ActionsDataset.load(
-        open_table(join(tables, "sequences"), ActionsInfo), split, **options
-    )
+    return load_split(ActionsDataset, join(tables, "sequences"), split, **options)
 
 
 def collate_batches(
@@ -60,7 +52,7 @@ def collate_batches(
 
 
 def read_users(tables: str) -> list[dict]:
-    return read_table(join(tables, "sequences")).to_pylist()
+    return read_rows(tables, "sequences")
 
 
 def get_batch_events(batch: ActionsBatch, row: int, prefix: str = "") -> list[tuple]:

@@ -11,12 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from core.tables import (
-    TableInfo,
-    commit,
-    open_table,
-    write_part,
-)
+from core.tables import commit, write_part
 from models.dataset.columns import MAX_UNUSED_S, open_columns
 
 PARTS = ([1, 2], [300], [], [0.5, 4.0])
@@ -39,8 +34,7 @@ def table(tmp_path: Path) -> str:
         write_part(uri, pa.table({"value": pa.array(values, pa.float32())}, schema))
         for values in PARTS
     ]
-    commit(uri, "values", schema, parts, config={}, inputs={})
-    return open_table(uri, TableInfo)
+    return commit(uri, "values", schema, parts, config={}, inputs={})
 
 
 def decode(table: pa.Table) -> dict[str, np.ndarray]:

@@ -10,18 +10,9 @@ import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.schemas import (
-    RetrievalInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models.dataset.encoding import hash_strings
-from models.retrieval.data import (
-    RequestBatch,
-    RetrievalDataset,
-    WindowBatch,
-)
+from models.retrieval.data import RequestBatch, RetrievalDataset, WindowBatch
+from tests.fixtures.commands import load_split
 from tests.models.retrieval.conftest import assign_splits
 
 Example = tuple[Any, ...]
@@ -112,9 +103,7 @@ def load_ranks(
 ) -> list[RetrievalDataset]:
     """Load the dataset of each of `world` workers."""
     return [
-        RetrievalDataset.load(
-            open_table(uri, RetrievalInfo), split, rank=rank, world=world, **options
-        )
+        load_split(RetrievalDataset, uri, split, rank=rank, world=world, **options)
         for rank in range(world)
     ]
 
@@ -167,9 +156,7 @@ def test_windows_serve_each_train_request_once(write_tables, log, max_history, w
 def test_next_requests_follow_all_behaviours(write_tables):
     log = {"a": [(1, 4)], "b": [(1, 2), (1, 3), (2, 5)]}
     uri = str(write_tables(log, 10) / "sequences")
-    examples = list_examples(
-        RetrievalDataset.load(open_table(uri, RetrievalInfo), "next")
-    )
+    examples = list_examples(load_split(RetrievalDataset, uri, "next"))
     assert examples == [(0, (4,), -1), (1, (2, 3, 5), -1)]
 
 

@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from core.schemas import (
-    RetrievalInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models.retrieval.baselines.popularity import Popularity, PopularityConfig
 from models.retrieval.data import Catalogue, RequestBatch, RetrievalDataset
 from models.retrieval.sasrec import SASRec, SASRecConfig
 from tests.fixtures.batches import fill_batch
+from tests.fixtures.commands import load_split
 from tests.fixtures.small_retrieval import make_windows
 
 ITEMS = 12
@@ -46,12 +41,8 @@ def test_the_loss_of_a_window_is_the_mean_over_its_requests_one_by_one(
 ):
     log = {f"u{i}": [(t, (3 * i + t) % ITEMS) for t in range(4 + i)] for i in range(4)}
     uri = str(write_tables(log, ITEMS) / "sequences")
-    users = RetrievalDataset.load(
-        open_table(uri, RetrievalInfo), "train", unit="user", max_history=8
-    )
-    requests = RetrievalDataset.load(
-        open_table(uri, RetrievalInfo), "train", unit="request", max_history=8
-    )
+    users = load_split(RetrievalDataset, uri, "train", unit="user", max_history=8)
+    requests = load_split(RetrievalDataset, uri, "train", unit="request", max_history=8)
     (rows,) = users.evaluation_batches(100)
     losses = []
     for row in range(len(requests)):
@@ -79,8 +70,9 @@ def test_popularity_ranks_by_all_train_behaviours_with_ties_to_the_lower_index(
         "c": [(4, 5)],
     }
     uri = str(write_tables(log, 10) / "sequences")
-    train = RetrievalDataset.load(
-        open_table(uri, RetrievalInfo),
+    train = load_split(
+        RetrievalDataset,
+        uri,
         "train",
         unit=Popularity.example_unit,
         max_history=PopularityConfig().max_history,

@@ -17,14 +17,8 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from core.files import LOCK, open_uri
-from core.schemas import (
-    Inputs,
-    RetrievalInfo,
-)
-from core.tables import (
-    open_table,
-    read_manifest,
-)
+from core.schemas import Inputs
+from core.tables import read_manifest
 from models.retrieval.data import RequestBatch, RetrievalDataset
 from models.retrieval.distillation.teacher_cache import CachedStates
 from models.retrieval.parts import History
@@ -33,7 +27,7 @@ from models.training.fit_config import FitConfig
 from models.training.loop import Report, fit
 from models.training_run import TrainingRun
 from tests.fixtures.batches import fill_batch
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import load_split, read_table
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -102,8 +96,8 @@ class Distillation:
 
     def load_requests(self, split: Any) -> RetrievalDataset:
         """Load the requests of a split."""
-        return RetrievalDataset.load(
-            open_table(f"{self.tables}/sequences", RetrievalInfo), split, max_history=6
+        return load_split(
+            RetrievalDataset, f"{self.tables}/sequences", split, max_history=6
         )
 
 

@@ -16,12 +16,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from core.schemas import (
-    RetrievalInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models import registry
 from models.retrieval.baselines import item_knn
 from models.retrieval.data import (
@@ -34,6 +28,7 @@ from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
 from models.warm_start import load_extended_weights
 from tests.fixtures.batches import fill_batch
+from tests.fixtures.commands import load_split
 
 ITEMS, USERS = 12, 40
 
@@ -236,9 +231,7 @@ def test_training_reads_the_behaviours_of_the_train_split_alone(
     uri = f"{small[0]}/sequences"
     catalogue = Catalogue.load(small[0])
     model = build_resolved({"name": name}, catalogue)
-    train = RetrievalDataset.load(
-        open_table(uri, RetrievalInfo), "train", unit=model.example_unit
-    )
+    train = load_split(RetrievalDataset, uri, "train", unit=model.example_unit)
 
     model.fit_in_one_pass(train.epoch(64, seed=0, epoch=0))
 

@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 
 from core.files import join
-from core.schemas import (
-    SearchInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.search.qgs import QGSConfig
+from tests.fixtures.commands import load_split
 from tests.fixtures.search_tables import write_search
 
 
@@ -34,9 +29,7 @@ def examples(search, catalogue) -> SearchDataset:
     """Train examples with histories of at most 8 behaviours."""
     uri = join(search[0], "sequences")
     options = SearchDataset.dataset_options(QGSConfig(), catalogue)
-    return SearchDataset.load(
-        open_table(uri, SearchInfo), "train", max_history=8, **options
-    )
+    return load_split(SearchDataset, uri, "train", max_history=8, **options)
 
 
 @pytest.fixture

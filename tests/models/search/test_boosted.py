@@ -16,11 +16,7 @@ from sklearn.metrics import roc_auc_score
 
 from core.schemas import Category, CustomFeatures, Number
 from models.metrics.ranking_metrics import request_auc
-from models.search.baselines.boosted import (
-    Boosted,
-    BoostedConfig,
-    select_ranked,
-)
+from models.search.baselines.boosted import Boosted, BoostedConfig, select_ranked
 from models.search.catalogue import SearchCatalogue, SearchText
 from models.search.data import SearchBatch
 from models.training import checkpoint

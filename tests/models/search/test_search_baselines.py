@@ -11,16 +11,7 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import (
-    Category,
-    CustomFeatures,
-    Inputs,
-    Number,
-    SearchInfo,
-)
-from core.tables import (
-    open_table,
-)
+from core.schemas import Category, CustomFeatures, Inputs, Number
 from models.metrics.ranking_metrics import request_auc
 from models.search.baselines.best_number import BestNumber, BestNumberConfig
 from models.search.baselines.click_rates import (
@@ -34,6 +25,7 @@ from models.search.catalogue import SearchCatalogue, SearchText
 from models.search.data import SearchBatch, SearchDataset
 from models.training.fit_config import FitConfig
 from tests.fixtures.batches import fill_batch
+from tests.fixtures.commands import load_split
 from tests.fixtures.trainings import build_training
 
 RATES = ("pair_ctr_7d", "item_ctr_30d", "item_ctr_1.5d", "pair_ctr_30d", "position")
@@ -110,7 +102,7 @@ def test_the_shown_order_is_measured_by_the_positions(
 
     metrics = run.means(sums)
     uri = join(tables, "sequences")
-    examples = SearchDataset.load(open_table(uri, SearchInfo), "val", unit="request")
+    examples = load_split(SearchDataset, uri, "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))
     auc, valid = request_auc(
         -batch.candidate_position, batch.labels[:, 0], batch.candidate_request

@@ -11,26 +11,11 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import (
-    SearchInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models.dataset.encoding import request_number
-from models.search.catalogue import (
-    SearchCatalogue,
-    SearchText,
-    pair_key,
-)
+from models.search.catalogue import SearchCatalogue, SearchText, pair_key
 from models.search.data import MAX_REQUESTS, SearchBatch, SearchDataset
-from tests.fixtures.search_tables import (
-    FEATURES,
-    LABELS,
-    make_request,
-    write_tables,
-)
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import load_split, read_rows, read_table
+from tests.fixtures.search_tables import FEATURES, LABELS, make_request, write_tables
 
 NO_HISTORY: dict[str, list] = {
     "item_index": [],
@@ -103,9 +88,7 @@ def test_batches_have_all_requests_of_a_split_with_their_history(
     search, split, unit, limit
 ):
     uri = join(search[0], "sequences")
-    examples = SearchDataset.load(
-        open_table(uri, SearchInfo), split, unit=unit, max_history=limit
-    )
+    examples = load_split(SearchDataset, uri, split, unit=unit, max_history=limit)
     assert examples.request_unit == "requests"  # also those without a history
 
     contents = {}
@@ -145,9 +128,7 @@ def test_many_searches_without_a_click_are_several_rows(unit, tmp_path):
     ]
     tables, _ = write_tables(tmp_path, users, 2, 1)
 
-    examples = SearchDataset.load(
-        open_table(join(tables, "sequences"), SearchInfo), "train", unit=unit
-    )
+    examples = load_split(SearchDataset, join(tables, "sequences"), "train", unit=unit)
     batch = examples.collate(np.arange(len(examples)))
 
     assert batch.user_row.tolist() == [0, 1, 1, 1, 2]
@@ -175,8 +156,9 @@ def test_overlapping_windows_train_on_each_search_and_behaviour_once(
 ):
     """The first behaviour of a user has no history to be predicted from."""
     uri = join(search[0], "sequences")
-    examples = SearchDataset.load(
-        open_table(uri, SearchInfo),
+    examples = load_split(
+        SearchDataset,
+        uri,
         "train",
         unit="user",
         max_history=limit,
@@ -215,7 +197,7 @@ def get_history_ends(user: dict, split: str) -> dict[int, int]:
 def test_the_catalogue_has_mean_and_standard_deviation_of_train_features(search):
     catalogue = SearchCatalogue.load(*search)
     features = []
-    for user in read_table(join(search[0], "sequences")).to_pylist():
+    for user in read_rows(search[0], "sequences"):
         for request in user["requests"]:
             if request["split"] == "train":
                 features.append(request["features"])
@@ -254,8 +236,9 @@ def assert_text_equals(
 
 @pytest.mark.parametrize("reads_history_queries", [True, False])
 def test_batches_have_the_text_of_candidates(search, text, reads_history_queries):
-    examples = SearchDataset.load(
-        open_table(join(search[0], "sequences"), SearchInfo),
+    examples = load_split(
+        SearchDataset,
+        join(search[0], "sequences"),
         "train",
         max_history=8,
         text=text,

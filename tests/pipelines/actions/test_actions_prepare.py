@@ -12,19 +12,13 @@ import numpy as np
 import pytest
 import yaml
 
-from core.schemas import (
-    ActionsInfo,
-)
-from core.tables import (
-    open_table,
-    read_manifest,
-)
+from core.tables import read_manifest
 from models.actions.data import ActionsDataset
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import load_split, read_rows
 
 START = 1_600_000_000_000
 SOURCE = {
@@ -127,7 +121,7 @@ def prepare_log(
 
 def read_users(tables: str) -> dict[str, dict[str, Any]]:
     """Return the rows of `sequences` by user ID."""
-    rows = read_table(tables + "/sequences").to_pylist()
+    rows = read_rows(tables, "sequences")
     return {row["user_id"]: row for row in rows}
 
 
@@ -165,7 +159,7 @@ def test_bad_and_duplicate_rows_of_several_files_are_rejected_and_counted(
     prepared: Prepared,
 ) -> None:
     statistics = json.loads((prepared.folder / "tables/statistics.json").read_text())
-    rejects = read_table(prepared.tables + "/rejects").to_pylist()
+    rejects = read_rows(prepared.tables, "rejects")
 
     assert statistics["raw"]["reject_reasons"] == {
         "click: not a bool, compare it, such as cast(click as double) > 0": 1,
@@ -238,9 +232,7 @@ def test_attributes_of_users_and_categories_of_events_are_features_of_events(
     assert viewers == {"place": ["home"], "age": ["70"]}
     assert not [rule.name for rule in audit(tables) if rule.violations]
 
-    examples = ActionsDataset.load(
-        open_table(tables + "/sequences", ActionsInfo), "test"
-    )
+    examples = load_split(ActionsDataset, tables + "/sequences", "test")
     batch = examples.collate(np.arange(len(examples)))
     user_ids = list(users)
     candidate_viewers = {

@@ -16,7 +16,7 @@ from models.actions.catalogue import ActionsCatalogue
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log, fit_tfidf_encoder
 from tests.fixtures.actions_tables import write_actions
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_rows
 
 
 def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     visible = [path.name for path in Path(text).iterdir() if path.name[0] != "."]
     assert visible == ["items"]
     texts = []
-    for row in read_table(join(tables, "items")).to_pylist():
+    for row in read_rows(tables, "items"):
         words = f"{row['text_title']} by {row['cat_author'] or ''}".split()
         texts.append(" ".join(words))
     catalogue = ActionsCatalogue.load(tables, text)
@@ -45,7 +45,7 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
 
 def test_items_without_a_value_of_the_template_are_counted(tmp_path: Path) -> None:
     tables = write_actions(tmp_path, content=True)
-    items = read_table(join(tables, "items")).to_pylist()
+    items = read_rows(tables, "items")
     num_missing = sum(not row["cat_author"] for row in items)
     with pytest.raises(
         UserError,

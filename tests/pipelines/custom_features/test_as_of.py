@@ -18,13 +18,13 @@ from core.tables import read_manifest
 from models.search.catalogue import SearchCatalogue
 from pipelines.data.sequences.as_of import AsOfTable, join_as_of
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
+from tests.fixtures.commands import read_column
 from tests.fixtures.custom_features_log import (
     AS_OF,
     SOURCE,
     prepare_tables,
     write_random_text,
 )
-from tests.fixtures.tables import read_table
 
 WITH_PRICES = {**SOURCE, "as_of": AS_OF}
 
@@ -156,5 +156,5 @@ def test_of_rows_with_equal_item_and_time_the_last_is_kept_and_counted(
 
     tables = prepare_tables(tmp_path, log, WITH_PRICES)
 
-    kept = read_table(f"{tables}/as_of_prices")["num_price"].to_pylist()
+    kept = read_column(tables, "as_of_prices", "num_price")
     assert kept.count(99.0) == 3

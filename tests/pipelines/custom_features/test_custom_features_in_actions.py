@@ -15,14 +15,8 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import (
-    ActionsInfo,
-    Inputs,
-)
-from core.tables import (
-    open_table,
-    read_manifest,
-)
+from core.schemas import Inputs
+from core.tables import read_manifest
 from models.actions.batch import ActionsBatch
 from models.actions.data import ActionsDataset
 from models.training import checkpoint
@@ -34,6 +28,7 @@ from pipelines.data.sequences import custom_features
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
+from tests.fixtures.commands import load_split, read_column
 from tests.fixtures.custom_features_log import (
     FEED,
     FEED_PREPARE,
@@ -41,7 +36,6 @@ from tests.fixtures.custom_features_log import (
     write_feed,
     write_log,
 )
-from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 MVP = {
@@ -130,9 +124,7 @@ def test_a_category_with_too_many_values_is_hashed(
         for name in ("cat_device", "cat_state")
     ]
     assert find_violations(tables) == {}
-    examples = ActionsDataset.load(
-        open_table(f"{tables}/sequences", ActionsInfo), "test", max_history=16
-    )
+    examples = load_split(ActionsDataset, f"{tables}/sequences", "test", max_history=16)
     batch = examples.collate(np.arange(8))
     assert len(batch.custom[batch.valid][:, 2].unique()) == 2
 
@@ -204,7 +196,7 @@ def make_request(
     Args:
         candidates: (C,) indices of the candidates to rank.
     """
-    items = read_table(f"{tables}/items")["item_id"].to_pylist()
+    items = read_column(tables, "items", "item_id")
     features = run.catalogue.custom_features
     states = (None, *features.categories[0].values)
     columns = {name: index for index, name in enumerate(features.names)}
@@ -242,9 +234,7 @@ def test_a_served_model_reads_custom_features_by_name(
     trained_with_features: tuple[TrainingRun, float], served_model: Any, tables: str
 ) -> None:
     run, _ = trained_with_features
-    examples = ActionsDataset.load(
-        open_table(f"{tables}/sequences", ActionsInfo), "test", max_history=16
-    )
+    examples = load_split(ActionsDataset, f"{tables}/sequences", "test", max_history=16)
     batch = examples.collate(np.array([0]))
     # A request has one device, and scores are returned by item.
     batch.candidate_viewer[:] = batch.candidate_viewer[:, :1]

@@ -7,8 +7,8 @@ from typing import Any
 
 from core.tables import read_manifest
 from tests.fixtures.audited_tables import find_violations
+from tests.fixtures.commands import read_rows
 from tests.fixtures.custom_features_log import AS_OF, SOURCE, prepare_tables
-from tests.fixtures.tables import read_table
 
 PLANS = {
     "files": "plans.csv",
@@ -32,6 +32,6 @@ def test_tables_of_several_partitions_have_the_features_of_items_and_users(
 
     assert find_violations(tables) == {}
     assert len(read_manifest(f"{tables}/sequences")["files"]) == 3
-    rows = read_table(f"{tables}/sequences").to_pylist()
+    rows = read_rows(tables, "sequences")
     plans_of_users = {row["requests"][0]["cat_plan"][0] for row in rows}
     assert plans_of_users == {None, "p0", "p1", "p2"}

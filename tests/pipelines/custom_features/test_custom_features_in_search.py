@@ -20,8 +20,8 @@ from pipelines.data.sequences.custom_features import (
     describe_features,
 )
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
+from tests.fixtures.commands import read_column, read_rows
 from tests.fixtures.custom_features_log import prepare_tables
-from tests.fixtures.tables import read_table
 
 
 def test_the_manifest_describes_custom_features_by_the_values_of_training(
@@ -38,7 +38,7 @@ def test_the_manifest_describes_custom_features_by_the_values_of_training(
         "buckets": 0,
     }
     # A city of the test window alone is no value of the category.
-    assert "Kyiv" in read_table(f"{tables}/events")["cat_city"].to_pylist()
+    assert "Kyiv" in read_column(tables, "events", "cat_city")
 
 
 def test_custom_features_are_a_group_of_their_own(tables: str) -> None:
@@ -94,9 +94,9 @@ def test_candidates_and_behaviours_may_have_features_of_their_items(
     features = ["num_weight", "cat_brand"]
     assert info["item_features"] == features
     assert info["groups"][-1] == {"name": "items", "features": features}
-    ids = read_table(f"{tables}/items")["item_id"].to_pylist()
+    ids = read_column(tables, "items", "item_id")
     numbers = [int(id_.removeprefix("i")) for id_ in ids]  # of each item in the log
-    row = read_table(f"{tables}/sequences").to_pylist()[3]
+    row = read_rows(tables, "sequences")[3]
     request = row["requests"][0]
     candidates = [numbers[item] for item in request["candidates"]]
     brands = [None if number == 0 else f"b{number % 4}" for number in candidates]

@@ -14,25 +14,16 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import (
-    Category,
-    CustomFeatures,
-    Inputs,
-    Number,
-    SearchInfo,
-)
-from core.tables import (
-    open_table,
-    read_manifest,
-)
+from core.schemas import Category, CustomFeatures, Inputs, Number
+from core.tables import read_manifest
 from models.custom_features import CustomInputs, read_features
 from models.search.catalogue import SearchCatalogue
 from models.search.data import SearchBatch, SearchDataset
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
+from tests.fixtures.commands import load_split, read_rows
 from tests.fixtures.custom_features_log import SOURCE, prepare_tables, write_random_text
-from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 SMALL = {
@@ -116,8 +107,9 @@ def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables
     catalogue = SearchCatalogue.load(tables, text)
     assert catalogue.features[bm25_column:] == ("num_bm25", "cat_city")
     assert catalogue.feature_mean.shape == (bm25_column,)
-    examples = SearchDataset.load(
-        open_table(join(tables, "sequences"), SearchInfo),
+    examples = load_split(
+        SearchDataset,
+        join(tables, "sequences"),
         "test",
         unit="request",
         max_history=8,
@@ -130,7 +122,7 @@ def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables
     bm25: list[float | None] = []
     codes: list[int] = []
     number = 0
-    for row in read_table(join(tables, "sequences")).to_pylist():
+    for row in read_rows(tables, "sequences"):
         for request in row["requests"]:
             if request["split"] != "test":
                 continue
@@ -155,8 +147,9 @@ def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables
 def load_test_batch(run: TrainingRun, tables: str) -> SearchBatch:
     """Load 10 test requests with the options that the model needs."""
     options = SearchDataset.dataset_options(run.config, run.catalogue)
-    examples = SearchDataset.load(
-        open_table(join(tables, "sequences"), SearchInfo),
+    examples = load_split(
+        SearchDataset,
+        join(tables, "sequences"),
         "test",
         unit="request",
         max_history=8,

@@ -13,13 +13,7 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import (
-    Inputs,
-    SearchInfo,
-)
-from core.tables import (
-    open_table,
-)
+from core.schemas import Inputs
 from models.search.data import SearchBatch, SearchDataset
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
@@ -27,8 +21,8 @@ from models.training_run import TrainingRun
 from pipelines import tracking
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
+from tests.fixtures.commands import load_split, read_column, read_rows
 from tests.fixtures.custom_features_log import prepare_tables, write_random_text
-from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 Row = dict[str, Any]
@@ -87,8 +81,9 @@ def score_batch(run: TrainingRun, batch: SearchBatch) -> list[float]:
 def load_test_requests(run: TrainingRun, tables: str) -> SearchDataset:
     """Load the test requests with the options that the model needs."""
     options = SearchDataset.dataset_options(run.config, run.catalogue)
-    return SearchDataset.load(
-        open_table(join(tables, "sequences"), SearchInfo),
+    return load_split(
+        SearchDataset,
+        join(tables, "sequences"),
         "test",
         unit="request",
         max_history=8,
@@ -98,9 +93,9 @@ def load_test_requests(run: TrainingRun, tables: str) -> SearchDataset:
 
 def make_request(tables: str, batch: SearchBatch) -> Row:
     """Return the one request of a batch by names, with custom features as in the log."""
-    row = read_table(join(tables, "sequences")).to_pylist()[int(batch.user_row[0])]
-    items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    queries = read_table(join(tables, "queries"))["query"].to_pylist()
+    row = read_rows(tables, "sequences")[int(batch.user_row[0])]
+    items = read_column(tables, "items", "item_id")
+    queries = read_column(tables, "queries", "query")
     request = next(r for r in row["requests"] if r["split"] == "test")
     end = request["history_end"]
     past = range(max(0, end - 8), end)
@@ -127,8 +122,8 @@ def test_features_of_items_are_taken_from_the_catalogue_unless_given(
     text, uri = write_random_text(tmp_path, tables), new_store(tmp_path)
     register_model(tmp_path, uri, tables, text)
     model = load_served(uri)
-    items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    rows = read_table(join(tables, "sequences")).to_pylist()
+    items = read_column(tables, "items", "item_id")
+    rows = read_rows(tables, "sequences")
     requests = [request for row in rows for request in row["requests"]]
     without_history = next(r for r in requests if r["history_end"] == 0)
     candidates = [*(items[item] for item in without_history["candidates"]), "unknown"]

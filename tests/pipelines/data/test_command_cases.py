@@ -23,7 +23,7 @@ from pipelines.data.reading.log import Log, load_source
 from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from tests.fixtures.audited_tables import find_violations
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_column, read_rows, read_table
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.shared_data
@@ -139,9 +139,9 @@ def test_targets_among_requests_of_equal_time_are_not_the_highest_ids(
     tables, _ = prepare_case("d4_last_out_ties", tmp_path / "tables")
 
     log = pl.read_csv(CASES / "d4_last_out_ties/log/log.csv")
-    ids = read_table(f"{tables}/items")["item_id"].to_pylist()
+    ids = read_column(tables, "items", "item_id")
     rank_counts: Counter[int] = Counter()  # of the target among the ids of its time
-    for row in read_table(f"{tables}/sequences").to_pylist():
+    for row in read_rows(tables, "sequences"):
         (request,) = [r for r in row["requests"] if r["split"] == "test"]
         basket = log.filter(u=row["user_id"], t=request["timestamp_ms"] // 1000)["i"]
         target = ids[request["candidates"][0]]

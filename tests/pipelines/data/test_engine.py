@@ -21,12 +21,7 @@ import pytest
 import ray
 
 from core.errors import UserError
-from pipelines.data.engine import (
-    KEY,
-    Engine,
-    Exchange,
-    RayDataConfig,
-)
+from pipelines.data.engine import KEY, Engine, Exchange, RayDataConfig
 
 # Workers cannot import a test.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

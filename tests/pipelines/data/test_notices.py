@@ -17,7 +17,7 @@ from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from tests.fixtures.audited_tables import find_violations
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_rows
 
 DAY = 86_400_000
 START = 1_600_000_000_000 // DAY * DAY
@@ -88,7 +88,7 @@ class Shop:
 
     def read_history_ends(self, user: str) -> list[int]:
         """Return the history end of each request of a user."""
-        sequences = read_table(str(self.tables / "sequences")).to_pylist()
+        sequences = read_rows(self.tables, "sequences")
         [row] = [row for row in sequences if row["user_id"] == user]
         return [request["history_end"] for request in row["requests"]]
 
@@ -170,7 +170,7 @@ def test_repeated_purchases_can_be_kept(shop: Shop) -> None:
     assert shop.prepare(duplicates="keep") == []
     assert any("(40 duplicates kept, 0 rejects)" in line for line in shop.lines)
     assert read_manifest(str(shop.tables / "events"))["rows"] == len(rows)
-    sequences = read_table(str(shop.tables / "sequences")).to_pylist()
+    sequences = read_rows(shop.tables, "sequences")
     assert sum(len(row["item_index"]) for row in sequences) == len(rows)
     # Both of two equal events have the same time, so neither is in the other's history.
     assert shop.read_history_ends("u00")[:4] == [0, 0, 2, 2]

@@ -24,7 +24,7 @@ from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_column, read_rows, read_table
 
 BEGIN = 1_600_000_000_000
 SOURCE = {
@@ -288,7 +288,7 @@ def test_a_violation_in_another_table_breaks_its_rules(
 def test_a_user_in_two_parts_breaks_the_rule_of_users(
     prepared: str, tmp_path: Path
 ) -> None:
-    users = read_table(f"{prepared}/events")["user_id"].to_pylist()
+    users = read_column(prepared, "events", "user_id")
     within_user = next(n for n in range(1, len(users)) if users[n] == users[n - 1])
 
     tables = copy_with_change(prepared, tmp_path, change_nothing, "events", within_user)
@@ -372,7 +372,7 @@ def test_the_job_prints_violations_and_fails(
     with pytest.raises(UserError, match="1 violation of history"):
         job.run(job.Config(tables=tables))
 
-    row = find_long_row(read_table(f"{prepared}/sequences").to_pylist())
+    row = find_long_row(read_rows(prepared, "sequences"))
     assert f"history: user {row['user_id']}, request 1" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ import pytest
 from core.schemas import ItemsInfo
 from core.tables import open_table
 from pipelines.evaluation.allowed import read_allowed
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_column
 from tests.fixtures.training_tables import write_tables
 
 
@@ -23,7 +23,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_layout_is_read_as_the_same_set(tables: str, tmp_path: Path) -> None:
-    items = read_table(f"{tables}/items")["item_id"].to_pylist()
+    items = read_column(tables, "items", "item_id")
     text = f"{items[7]}\n \n\n {items[2]} \r\n{items[7]}\n"
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))

@@ -21,9 +21,9 @@ from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.actions_tables import TASKS, write_actions
+from tests.fixtures.commands import read_table
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import serve_ranker
-from tests.fixtures.tables import read_table
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -31,14 +31,14 @@ SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 SEARCH_LABELS = ("click", "purchase")
 
 
-def read_rows(folder: str, table: str) -> list[dict[str, Any]]:
+def read_rows(folder: str) -> list[dict[str, Any]]:
     """Return the rows of a table as dictionaries."""
     return read_table(folder).to_pylist()
 
 
 def read_item_ids(tables: str) -> list[str]:
     """Return the item ids by item index."""
-    return [row["item_id"] for row in read_rows(f"{tables}/items", "items")]
+    return [row["item_id"] for row in read_rows(f"{tables}/items")]
 
 
 def save_sasrec(folder: Path, tables: str) -> str:
@@ -65,7 +65,7 @@ def test_search_scores_match_the_log_the_metrics_and_served_answers(
 
     message = "Scores of qgs on test: 240 candidates of 40 requests written."
     assert message in capsys.readouterr().out
-    rows = read_rows(out, "scores")
+    rows = read_rows(out)
     labels, scores = check_search_rows(rows, tables)
 
     metrics = evaluate(options["checkpoint"], Inputs(tables, text=text))[0].metrics
@@ -95,11 +95,11 @@ def check_search_rows(
         Labels and scores of each request's candidates, of shape (candidates, labels).
     """
     item_ids = read_item_ids(tables)
-    queries = [row["query"] for row in read_rows(f"{tables}/queries", "queries")]
+    queries = [row["query"] for row in read_rows(f"{tables}/queries")]
     queries.append(None)
     test_requests = [
         (user["user_id"], request)
-        for user in read_rows(f"{tables}/sequences", "sequences")
+        for user in read_rows(f"{tables}/sequences")
         for request in user["requests"]
         if request["split"] == "test"
     ]
@@ -155,9 +155,9 @@ def test_feed_scores_match_the_log_the_metrics_and_served_answers(
         path, inputs, out, InferenceOptions(batch_size=7, users_per_part=20)
     )
 
-    rows = read_rows(out, "scores")
+    rows = read_rows(out)
     item_ids = read_item_ids(tables)
-    users = read_rows(f"{tables}/sequences", "sequences")
+    users = read_rows(f"{tables}/sequences")
     logged = {}
     for user in users:
         for i in range(user["val_end"], len(user["item_index"])):
@@ -203,7 +203,7 @@ def test_metrics_of_a_split_can_be_computed_from_its_recommendations(
 
     message = f"Recommendations of sasrec on {split}: top 20 of 60 requests written."
     assert message in capsys.readouterr().out
-    rows = read_rows(out, "recommendations")
+    rows = read_rows(out)
     check_recommendation_rows(rows, tables, split, unseen=bool(unseen))
 
     options = {"unseen": unseen} if unseen else {}
@@ -227,7 +227,7 @@ def check_recommendation_rows(
     item_ids = read_item_ids(tables)
     requests = [
         (user, number, request)
-        for user in read_rows(f"{tables}/sequences", "sequences")
+        for user in read_rows(f"{tables}/sequences")
         for number, request in enumerate(user["requests"])
         if request["split"] == split
     ]
@@ -264,7 +264,7 @@ def test_inference_on_ray_writes_the_same_table(
             InferenceOptions(users_per_part=15),
             Workers(actors),
         )
-        rows_by_actors[actors] = read_rows(out, "scores")
+        rows_by_actors[actors] = read_rows(out)
 
     for row, ray_row in zip(rows_by_actors[1], rows_by_actors[2], strict=True):
         for column, value in row.items():

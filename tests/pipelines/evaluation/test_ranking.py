@@ -15,16 +15,8 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import (
-    Inputs,
-    PredictionsInfo,
-    RetrievalInfo,
-    RunRef,
-)
-from core.tables import (
-    open_table,
-    writing,
-)
+from core.schemas import Inputs, PredictionsInfo, RunRef
+from core.tables import open_table, writing
 from jobs.evaluate import Config, run
 from models.build import load_model
 from models.loaded_model import LoadedModel
@@ -40,7 +32,7 @@ from pipelines.evaluation.checks import Workers
 from pipelines.evaluation.inference import InferenceOptions, infer_all
 from pipelines.evaluation.ranking import count_trained_items, evaluate
 from pipelines.evaluation.record import Result, load_test_metrics, record_result
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import load_split, read_column, read_rows, read_table
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -82,13 +74,13 @@ class Evaluation:
 
     def load_examples(self, split: str, **options: Any) -> RetrievalDataset:
         """Load the examples of a split."""
-        return RetrievalDataset.load(
-            open_table(f"{self.tables}/sequences", RetrievalInfo), split, **options
+        return load_split(
+            RetrievalDataset, f"{self.tables}/sequences", split, **options
         )
 
     def read_item_ids(self) -> list[str]:
         """Return the item ids by item index."""
-        return read_table(f"{self.tables}/items")["item_id"].to_pylist()
+        return read_column(self.tables, "items", "item_id")
 
 
 def collate_user(examples: RetrievalDataset, number: int) -> Any:
@@ -175,7 +167,7 @@ def test_metrics_equal_those_of_ranking_each_user_alone(
 def count_training_targets(evaluation: Evaluation) -> Counter[int]:
     """Return how often each item is the target of a training request."""
     counts: Counter[int] = Counter()
-    for user in read_table(f"{evaluation.tables}/sequences").to_pylist():
+    for user in read_rows(evaluation.tables, "sequences"):
         for request in user["requests"]:
             if request["split"] == "train":
                 counts[request["candidates"][0]] += 1

@@ -20,8 +20,8 @@ from models.search.counts import Counts
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
+from tests.fixtures.commands import read_column, read_rows, read_table
 from tests.fixtures.search_log import DAY_MS, draw_searches, write_log
-from tests.fixtures.tables import read_table
 
 ITEMS = [f"i{n}" for n in range(15)] + ["never"]
 PROBE_QUERIES = ("red", "blue", "red lamp", None, "never asked")
@@ -85,8 +85,8 @@ def assert_counts_equal_probes(
         [name.split("_")[0] in ("pair", "item", "query") for name in names]
     )
     assert is_count.sum() == len(names) - 6
-    items = read_table(join(tables, "items"))["item_id"].to_pylist()
-    sequences = read_table(join(tables, "sequences")).to_pylist()
+    items = read_column(tables, "items", "item_id")
+    sequences = read_rows(tables, "sequences")
     requests_by_user = {row["user_id"]: row["requests"] for row in sequences}
     for probe in probes:
         [request] = requests_by_user[probe["user"]]

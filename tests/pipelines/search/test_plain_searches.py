@@ -18,7 +18,7 @@ from pipelines.data.reading.log import parse_log
 from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_table
 from tests.fixtures.trainings import build_training
 
 SOURCE: dict[str, Any] = {

@@ -21,7 +21,7 @@ from pipelines.data.reading.log import load_source
 from pipelines.data.settings import read_config
 from pipelines.data.simulation import Settings, draw_searches, write_log
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_rows, read_table
 
 SOURCE = (
     Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"
@@ -352,7 +352,7 @@ def test_tables_with_delayed_labels_pass(delayed: str) -> None:
 
 
 def test_delayed_labels_shorten_histories(delayed: str) -> None:
-    for row in read_table(delayed + "/sequences").to_pylist():
+    for row in read_rows(delayed, "sequences"):
         assert row["known_click"] == sorted(row["known_click"])
         visible = sum(request["history_end"] for request in row["requests"])
         shown = sum(
@@ -378,7 +378,7 @@ def test_counts_of_clicks_before_their_label_time_are_reported(
     delayed: str, spread: str, tmp_path: Path
 ) -> None:
     """The features are those of the same log with clicks at the time of impressions."""
-    users = read_table(spread + "/sequences").to_pylist()
+    users = read_rows(spread, "sequences")
     requests_without_delay = {row["user_id"]: row["requests"] for row in users}
 
     def ignore_label_times(rows: list[Row], info: Row) -> None:

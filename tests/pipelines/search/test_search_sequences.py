@@ -23,8 +23,8 @@ from pipelines.data.search.sequences import SearchBuilder
 from pipelines.data.sequences.builder import Lookups
 from pipelines.data.settings import read_config
 from tests.fixtures.audited_tables import find_violations
+from tests.fixtures.commands import read_column
 from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log
-from tests.fixtures.tables import read_table
 
 SCHEMA = events_schema(
     {"click": "bool", "dwell": "float32", "buy": "bool"}, ["price"], ["city"]
@@ -86,7 +86,7 @@ def test_a_raw_log_becomes_tables_that_pass_the_audit(
     assert find_violations(tables) == {}
     num_event_files = len(read_manifest(join(tables, "events"))["files"])
     assert num_event_files > (1 if partitions else 0)
-    queries = read_table(join(tables, "queries"))["query"].to_pylist()
+    queries = read_column(tables, "queries", "query")
     assert queries == ["blue", "red", "red lamp"]
     info = read_manifest(join(tables, "sequences"))["info"]
     assert info["kind"] == "search"
@@ -96,7 +96,7 @@ def test_a_raw_log_becomes_tables_that_pass_the_audit(
     # a search without results is rejected with a reason
     num_empty = sum(not row["shown"] for row in rows)
     assert sum(statistics["raw"]["reject_reasons"].values()) == num_empty > 0
-    items = read_table(join(tables, "items"))["item_id"].to_pylist()
+    items = read_column(tables, "items", "item_id")
     shown = list(chain.from_iterable(row["shown"] for row in rows))
     num_outside = sum(item not in items for item in shown)
     assert statistics["candidates_outside"] == num_outside

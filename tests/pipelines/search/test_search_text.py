@@ -54,8 +54,8 @@ from pipelines.data.simulation import (
 )
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
+from tests.fixtures.commands import read_column, read_rows, read_table
 from tests.fixtures.infos import make_info
-from tests.fixtures.tables import read_table
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.exhaustive
@@ -110,15 +110,15 @@ def tables(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
 
 def read_texts(tables: str) -> tuple[list[str], list[str]]:
     """Return the texts of all items and queries, in the order of their indices."""
-    items = read_table(join(tables, "items")).to_pylist()
-    queries = read_table(join(tables, "queries"))["query"].to_pylist()
+    items = read_rows(tables, "items")
+    queries = read_column(tables, "queries", "query")
     return [f"{row['text_title']} {row['text_description']}" for row in items], queries
 
 
 def read_pairs(tables: str) -> list[tuple[int, int]]:
     """Return the sorted (item, query) pairs of all candidates and behaviours."""
     pairs: set[tuple[int, int]] = set()
-    for row in read_table(join(tables, "sequences")).to_pylist():
+    for row in read_rows(tables, "sequences"):
         pairs.update(zip(row["item_index"], row["query_index"], strict=True))
         for request in row["requests"]:
             pairs.update((i, request["query_index"]) for i in request["candidates"])
@@ -422,11 +422,9 @@ def build_request_rows(tables: str) -> pd.DataFrame:
     the histories of three users.
     """
     users = [
-        row
-        for row in read_table(join(tables, "sequences")).to_pylist()
-        if len(row["item_index"]) > 2
+        row for row in read_rows(tables, "sequences") if len(row["item_index"]) > 2
     ]
-    items = read_table(join(tables, "items"))["item_id"].to_pylist()
+    items = read_column(tables, "items", "item_id")
     _, queries = read_texts(tables)
     request = users[0]["requests"][-1]
     rows = []

@@ -20,11 +20,9 @@ from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log
 from pipelines.serving import package
 from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.commands import read_rows
 from tests.fixtures.search_tables import write_search
-from tests.fixtures.served_models import (
-    register_ranker,
-)
-from tests.fixtures.tables import read_table
+from tests.fixtures.served_models import register_ranker
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +226,7 @@ def test_a_new_item_is_scored_as_a_catalogue_item_with_its_content(
     tables = write_actions(tmp_path, viewers=True, content=True)
     text = str(tmp_path / "text")
     encode_log(tables, text, "tfidf", TextConfig(svd=4), say=str)
-    items = read_table(join(tables, "items")).to_pylist()
+    items = read_rows(tables, "items")
     new_items = build_new_items(items)
     register_ranker(tmp_path, name, tables, text, **options)
     model = load_registered(tmp_path, name)

@@ -11,19 +11,13 @@ import pytest
 import torch
 
 from core.files import join
-from core.schemas import (
-    ActionsInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models import registry
 from models.actions.data import ActionsDataset
 from models.training_run import TrainingRun
 from tests.fixtures.actions_tables import TRAIN_DEVICES, write_actions
+from tests.fixtures.commands import load_split, read_column
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.served_models import build_search_requests, serve_ranker
-from tests.fixtures.tables import read_table
 
 KINDS = {
     kind: [
@@ -60,16 +54,12 @@ def build_feed_requests(
     an item that is not in the catalogue, and events after the request. The scores are
     the module's probabilities of the label by candidate.
     """
-    items = read_table(join(tables, "items"))["item_id"].to_pylist()
+    items = read_column(tables, "items", "item_id")
     # By code; the watch is in no model's vocabulary.
     devices = ["watch", *TRAIN_DEVICES]
     sequences = join(tables, "sequences")
-    truncated = ActionsDataset.load(
-        open_table(sequences, ActionsInfo), "test", max_history=max_history
-    )
-    full = ActionsDataset.load(
-        open_table(sequences, ActionsInfo), "test", max_history=100
-    )
+    truncated = load_split(ActionsDataset, sequences, "test", max_history=max_history)
+    full = load_split(ActionsDataset, sequences, "test", max_history=100)
     rows, scores = [], []
     for number in range(12):
         batch = truncated.collate(np.array([number]))

@@ -18,26 +18,18 @@ from hypothesis import strategies as st
 
 from core.errors import UserError
 from core.options import NamedConfig
-from core.schemas import (
-    EmbeddingsInfo,
-    ItemsInfo,
-    SidsInfo,
-)
-from core.tables import (
-    open_table,
-)
 from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
 from models.retrieval.tokenizers.psid import Psid, extend_codes
 from models.retrieval.tokenizers.rqkmeans import Rqkmeans
 from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
 from models.retrieval.tokenizers.tokenizer import Published
 from pipelines.data.sids.config import EmbedConfig
-from pipelines.data.sids.embed import EmbeddingSource, read_embeddings
+from pipelines.data.sids.embed import EmbeddingSource
 from pipelines.data.sids.extend import describe_drift, extend
 from pipelines.data.sids.precomputed import read_precomputed
 from pipelines.data.sids.tokenize import TokenizerPaths, read_codes, tokenize
-from tests.fixtures.item_tables import append_items, write_items
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_table
+from tests.fixtures.item_tables import append_items, read_vectors, write_items
 
 COUNT = 60
 KINDS = ["drill", "hose", "lamp"]
@@ -67,25 +59,25 @@ def test_old_codes_stay_and_new_items_get_free_ones(
 ) -> None:
     config, sids = TOKENIZERS[name], str(tmp_path / "sids")
     items = write_items(tmp_path / "items", build_titles(COUNT))
-    paths = TokenizerPaths(open_table(items, ItemsInfo), sids)
+    paths = TokenizerPaths(items, sids)
     old_sids, old_trie, _ = tokenize(paths, config, SOURCE)
-    old_codes = read_codes(open_table(f"{sids}/sids", SidsInfo))
-    old_vectors = read_embeddings(open_table(f"{sids}/embeddings", EmbeddingsInfo))
-    append_items(items, build_titles(COUNT + 20))
+    old_codes = read_codes(old_sids)
+    old_vectors = read_vectors(f"{sids}/embeddings")
+    items = append_items(items, build_titles(COUNT + 20))
 
-    other_paths = TokenizerPaths(open_table(items, ItemsInfo), str(tmp_path / "other"))
+    other_paths = TokenizerPaths(items, str(tmp_path / "other"))
     elsewhere, *_ = extend(other_paths, sids, config, SOURCE)
-    paths = replace(paths, items=open_table(items, ItemsInfo))
+    paths = replace(paths, items=items)
     extended, trie, was_written = extend(paths, sids, config, SOURCE)
 
     assert was_written
     assert extended.hash == elsewhere.hash
-    codes = read_codes(open_table(f"{sids}/sids", SidsInfo))
+    codes = read_codes(extended)
     np.testing.assert_array_equal(codes[:COUNT], old_codes)
     assert len(np.unique(codes, axis=0)) == len(codes) == COUNT + 20
     assert extended.info.codebook_sizes == old_sids.info.codebook_sizes
     assert (codes < np.array(extended.info.codebook_sizes)).all()
-    vectors = read_embeddings(open_table(f"{sids}/embeddings", EmbeddingsInfo))
+    vectors = read_vectors(f"{sids}/embeddings")
     np.testing.assert_array_equal(vectors[:COUNT], old_vectors)
     assert extended.extends == [old_sids.hash]
     assert trie.extends == [old_trie.hash]
@@ -94,10 +86,10 @@ def test_old_codes_stay_and_new_items_get_free_ones(
     assert tokenize(paths, config, SOURCE)[2] is False
 
     # A new item with the text of an old one gets its vector.
-    append_items(items, [*build_titles(COUNT + 20), build_titles(1)[0]])
-    paths = replace(paths, items=open_table(items, ItemsInfo))
+    items = append_items(items, [*build_titles(COUNT + 20), build_titles(1)[0]])
+    paths = replace(paths, items=items)
     extended, *_ = extend(paths, sids, config, SOURCE)
-    last_vector = read_embeddings(open_table(f"{sids}/embeddings", EmbeddingsInfo))[-1]
+    last_vector = read_vectors(f"{sids}/embeddings")[-1]
     np.testing.assert_allclose(last_vector, old_vectors[0], atol=1e-4)
     assert len(extended.extends) == 2
     drift = extended.info.drift
@@ -111,9 +103,9 @@ def test_old_codes_stay_and_new_items_get_free_ones(
 def test_a_large_drift_is_reported(ray_local: None, tmp_path: Path) -> None:
     sids, titles = str(tmp_path / "sids"), build_titles(COUNT)
     items = write_items(tmp_path / "items", titles)
-    tokenize(TokenizerPaths(open_table(items, ItemsInfo), sids), KMEANS, SOURCE)
-    append_items(items, titles + build_titles(5))
-    paths = TokenizerPaths(open_table(items, ItemsInfo), str(tmp_path / "same"))
+    tokenize(TokenizerPaths(items, sids), KMEANS, SOURCE)
+    items = append_items(items, titles + build_titles(5))
+    paths = TokenizerPaths(items, str(tmp_path / "same"))
 
     extended, *_ = extend(paths, sids, KMEANS, SOURCE)
 
@@ -140,12 +132,13 @@ def test_precomputed_embeddings_of_new_items_are_added(
 
     every_row = [*range(COUNT + 20)]
     items = write_items(tmp_path / "items", build_titles(COUNT))
-    paths = TokenizerPaths(open_table(items, ItemsInfo), sids)
-    tokenize(paths, KMEANS, build_source([*range(COUNT - 1)]))  # the last item has none
-    old_codes = read_codes(open_table(f"{sids}/sids", SidsInfo))
-    old_vectors = read_embeddings(open_table(f"{sids}/embeddings", EmbeddingsInfo))
-    append_items(items, build_titles(COUNT + 20))
-    paths = replace(paths, items=open_table(items, ItemsInfo))
+    paths = TokenizerPaths(items, sids)
+    # the last item has no vector
+    old_sids, _, _ = tokenize(paths, KMEANS, build_source([*range(COUNT - 1)]))
+    old_codes = read_codes(old_sids)
+    old_vectors = read_vectors(f"{sids}/embeddings")
+    items = append_items(items, build_titles(COUNT + 20))
+    paths = replace(paths, items=items)
 
     changed_vectors = build_source(every_row, vectors[::-1])
     with pytest.raises(
@@ -161,20 +154,14 @@ def test_precomputed_embeddings_of_new_items_are_added(
 
     lines: list[str] = []
     source = build_source(every_row[::-1])
-    _, _, was_written = extend(
-        TokenizerPaths(open_table(items, ItemsInfo), f"{sids}/"),
-        sids,
-        KMEANS,
-        source,
-        say=lines.append,
+    extended, _, was_written = extend(
+        TokenizerPaths(items, f"{sids}/"), sids, KMEANS, source, say=lines.append
     )
     assert was_written
     assert lines[-1] == "note: 1 old item had no row before; codes do not change"
-    new_vectors = read_embeddings(open_table(f"{sids}/embeddings", EmbeddingsInfo))
+    new_vectors = read_vectors(f"{sids}/embeddings")
     np.testing.assert_array_equal(new_vectors[:COUNT], old_vectors)
-    np.testing.assert_array_equal(
-        read_codes(open_table(f"{sids}/sids", SidsInfo))[:COUNT], old_codes
-    )
+    np.testing.assert_array_equal(read_codes(extended)[:COUNT], old_codes)
     if width == 0:
         np.testing.assert_array_equal(new_vectors[COUNT:], vectors[COUNT:])
     assert extend(paths, sids, KMEANS, source)[2] is False
@@ -207,11 +194,11 @@ def test_an_extension_that_does_not_fit_is_refused(
 ) -> None:
     sids, titles = str(tmp_path / "sids"), build_titles(COUNT)
     items = write_items(tmp_path / "items", titles)
-    paths = TokenizerPaths(open_table(items, ItemsInfo), sids)
+    paths = TokenizerPaths(items, sids)
     tokenize(paths, KMEANS, SOURCE)
-    write = append_items if change.get("extends", True) else write_items
-    write(items, [*change.get("titles", titles), "new"])
-    paths = replace(paths, items=open_table(items, ItemsInfo))
+    extends = items.ancestry if change.get("extends", True) else ()
+    new_titles = [*change.get("titles", titles), "new"]
+    paths = replace(paths, items=write_items(items.uri, new_titles, extends=extends))
     old_sids = read_table(f"{sids}/sids")
 
     with pytest.raises(UserError, match=message):

@@ -11,18 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from core.errors import UserError
-from core.schemas import (
-    EmbeddingsInfo,
-    ItemsInfo,
-)
-from core.tables import (
-    open_table,
-    read_manifest,
-)
+from core.tables import Table, read_manifest
 from jobs import cli, tokenize
-from pipelines.data.sids.embed import EmbeddingSource, embed_items, read_embeddings
+from pipelines.data.sids.embed import EmbeddingSource, embed_items
 from pipelines.data.sids.precomputed import read_precomputed
-from tests.fixtures.item_tables import write_items
+from tests.fixtures.item_tables import read_vectors, write_items
 
 IDS = [f"i{n:04d}" for n in (3, 0, 9, 1, 2)]
 VECTORS = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
@@ -56,14 +49,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def items(tmp_path: Path) -> str:
-    """Write a table of 5 items; return its URI."""
+def items(tmp_path: Path) -> Table:
+    """A table of 5 items."""
     (tmp_path / "items").mkdir()
     return write_items(tmp_path / "items", ["thing"] * 5)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "npy"])
-def test_each_item_gets_its_row(layout: str, items: str, tmp_path: Path) -> None:
+def test_each_item_gets_its_row(layout: str, items: Table, tmp_path: Path) -> None:
     if layout == "npy":
         file = write_npy(tmp_path, VECTORS.astype(np.float64), "\n".join(IDS) + "\n")
     else:
@@ -73,32 +66,28 @@ def test_each_item_gets_its_row(layout: str, items: str, tmp_path: Path) -> None
     source = EmbeddingSource(precomputed=read_precomputed(*file))
 
     manifest = embed_items(
-        open_table(items, ItemsInfo),
+        items,
         out,
         source,
         say=lines.append,
         start_ray=lambda: pytest.fail("Ray starts"),
     )
 
-    np.testing.assert_allclose(
-        read_embeddings(open_table(out, EmbeddingsInfo)), EXPECTED
-    )
+    np.testing.assert_allclose(read_vectors(out), EXPECTED)
     assert lines == [
         f"note: 1 of 5 items have no row in {file[0]} and get zeros",
         f"note: 1 of 5 ids of {file[0]} are not in the items table",
     ]
     same_file = EmbeddingSource("tfidf", precomputed=source.precomputed)
-    repeated = embed_items(
-        open_table(items, ItemsInfo), out, same_file, say=lines.append
-    )
+    repeated = embed_items(items, out, same_file, say=lines.append)
     assert (repeated.hash, lines[-1]) == (manifest.hash, f"{out}: up to date")
 
 
-def test_another_file_needs_overwrite(items: str, tmp_path: Path) -> None:
+def test_another_file_needs_overwrite(items: Table, tmp_path: Path) -> None:
     file = write_parquet(tmp_path, LAYOUTS["lists"])
     out = str(tmp_path / "out")
     embed_items(
-        open_table(items, ItemsInfo),
+        items,
         out,
         EmbeddingSource(precomputed=read_precomputed(file, "sku")),
         say=str,
@@ -108,7 +97,7 @@ def test_another_file_needs_overwrite(items: str, tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="was made from other inputs or settings"):
         embed_items(
-            open_table(items, ItemsInfo),
+            items,
             out,
             EmbeddingSource(precomputed=read_precomputed(other_file, "sku")),
         )

@@ -12,20 +12,8 @@ import torch
 
 from core.errors import UserError
 from core.options import NamedConfig
-from core.schemas import (
-    SIDS,
-    TRIE,
-    EmbeddingsInfo,
-    ItemsInfo,
-    RetrievalInfo,
-    SidsInfo,
-)
-from core.tables import (
-    has_manifest,
-    open_table,
-    read_manifest,
-    writing,
-)
+from core.schemas import SIDS, TRIE, EmbeddingsInfo, RetrievalInfo
+from core.tables import Table, has_manifest, open_table, read_manifest, writing
 from models.retrieval.tokenizers import codes
 from models.retrieval.tokenizers.config import RqkmeansConfig
 from models.retrieval.tokenizers.psid import Psid
@@ -38,7 +26,7 @@ from models.retrieval.tokenizers.tokenizer import (
     Training,
 )
 from pipelines.data.sids.config import EmbedConfig
-from pipelines.data.sids.embed import EmbeddingSource, read_embeddings
+from pipelines.data.sids.embed import EmbeddingSource
 from pipelines.data.sids.tokenize import (
     TokenizerPaths,
     find_train_items,
@@ -46,8 +34,8 @@ from pipelines.data.sids.tokenize import (
     tokenize,
     train_codes,
 )
-from tests.fixtures.item_tables import write_items
-from tests.fixtures.tables import read_table
+from tests.fixtures.commands import read_table
+from tests.fixtures.item_tables import read_vectors, write_items
 
 COUNT = 90
 KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
@@ -74,8 +62,8 @@ def test_the_codebooks_of_a_tokenizer_are_stored() -> None:
 
 
 @pytest.fixture
-def items_uri(tmp_path: Path) -> str:
-    """Write a table of 90 items; return its URI."""
+def items(tmp_path: Path) -> Table:
+    """A table of 90 items."""
     (tmp_path / "items").mkdir()
     titles = [
         f"{COLOURS[i % 5]} {KINDS[i % 3]} with {i % 7} parts, model {i % 2}"
@@ -85,14 +73,12 @@ def items_uri(tmp_path: Path) -> str:
 
 
 def tokenize_items(
-    items: str, output: Path, tokenizer: Tokenizer = KMEANS, **options: Any
+    items: Table, output: Path, tokenizer: Tokenizer = KMEANS, **options: Any
 ) -> tuple[Any, Any, bool]:
     """Tokenize items by TF-IDF; return the manifests of `sids` and `trie`, and whether
     a table was written.
     """
-    paths = TokenizerPaths(
-        open_table(items, ItemsInfo), str(output), options.pop("embeddings", "")
-    )
+    paths = TokenizerPaths(items, str(output), options.pop("embeddings", ""))
     source = EmbeddingSource(
         "tfidf",
         options.pop("pca_width", 6),
@@ -146,14 +132,13 @@ def check_paths(trie: str, codes: np.ndarray) -> None:
 
 
 def test_tables_record_their_inputs_and_describe_the_codes(
-    ray_local: None, items_uri: str, tmp_path: Path
+    ray_local: None, items: Table, tmp_path: Path
 ) -> None:
     output = tmp_path / "sids"
 
-    sids, trie, was_written = tokenize_items(items_uri, output)
+    sids, trie, was_written = tokenize_items(items, output)
 
     assert was_written
-    items = open_table(items_uri, ItemsInfo)
     embeddings = open_table(str(output / "embeddings"), EmbeddingsInfo)
     assert embeddings.inputs["items"] == items.hash
     assert sids.inputs == {"items": items.hash, "embeddings": embeddings.hash}
@@ -172,28 +157,26 @@ def test_tables_record_their_inputs_and_describe_the_codes(
     assert (trie.info.levels, trie.info.items) == (3, COUNT)
     assert read_table(str(output / "sids")).schema.equals(SIDS)
     assert read_table(str(output / "trie")).schema.equals(TRIE)
-    assert read_embeddings(
-        open_table(str(output / "embeddings"), EmbeddingsInfo)
-    ).shape == (COUNT, 6)
-    codes = read_codes(open_table(str(output / "sids"), SidsInfo))
+    assert read_vectors(str(output / "embeddings")).shape == (COUNT, 6)
+    codes = read_codes(sids)
     assert len(np.unique(codes, axis=0)) == COUNT
     assert (codes < np.array(sids.info.codebook_sizes)).all()
     check_paths(str(output / "trie"), codes)
 
 
 def test_a_second_run_writes_only_missing_tables(
-    ray_local: None, items_uri: str, tmp_path: Path
+    ray_local: None, items: Table, tmp_path: Path
 ) -> None:
     output = tmp_path / "sids"
-    sids, trie, _ = tokenize_items(items_uri, output)
+    sids, trie, _ = tokenize_items(items, output)
     change_times = read_change_times(output)
 
-    _, _, was_written = tokenize_items(items_uri, output)
+    _, _, was_written = tokenize_items(items, output)
     assert not was_written
     assert read_change_times(output) == change_times
 
     (output / "trie/manifest.json").unlink()
-    _, new_trie, was_written = tokenize_items(items_uri, output)
+    _, new_trie, was_written = tokenize_items(items, output)
     assert was_written
     assert new_trie.hash == trie.hash
     other_tables = {
@@ -201,39 +184,39 @@ def test_a_second_run_writes_only_missing_tables(
     }
     assert other_tables.items() <= read_change_times(output).items()
 
-    new_sids, _, was_written = tokenize_items(items_uri, output, overwrite=True)
+    new_sids, _, was_written = tokenize_items(items, output, overwrite=True)
     assert was_written
     assert new_sids.hash == sids.hash
 
 
 def test_tokenizers_share_embeddings(
-    ray_local: None, items_uri: str, tmp_path: Path
+    ray_local: None, items: Table, tmp_path: Path
 ) -> None:
     shared = str(tmp_path / "embeddings")
-    first = tokenize_items(items_uri, tmp_path / "a", embeddings=shared)
+    first = tokenize_items(items, tmp_path / "a", embeddings=shared)
     change_times = read_change_times(tmp_path / "embeddings")
 
     other = tokenize_items(
-        items_uri, tmp_path / "b", RQ_OTHER, embeddings=shared, overwrite=True
+        items, tmp_path / "b", RQ_OTHER, embeddings=shared, overwrite=True
     )
 
     assert read_change_times(tmp_path / "embeddings") == change_times
     assert first[0].inputs == other[0].inputs
-    assert first[0].hash == tokenize_items(items_uri, tmp_path / "alone")[0].hash
+    assert first[0].hash == tokenize_items(items, tmp_path / "alone")[0].hash
     assert not (tmp_path / "a/embeddings").exists()
     with pytest.raises(
         UserError, match=r"embeddings was made from other inputs or settings"
     ):
-        tokenize_items(items_uri, tmp_path / "c", embeddings=shared, pca_width=5)
+        tokenize_items(items, tmp_path / "c", embeddings=shared, pca_width=5)
     assert not (tmp_path / "c/sids").exists()
     tokenize_items(
-        items_uri, tmp_path / "c", embeddings=shared, pca_width=5, overwrite=True
+        items, tmp_path / "c", embeddings=shared, pca_width=5, overwrite=True
     )
-    assert read_embeddings(open_table(shared, EmbeddingsInfo)).shape == (COUNT, 5)
+    assert read_vectors(shared).shape == (COUNT, 5)
 
 
 def test_folders_that_another_job_writes_are_refused(
-    ray_local: None, items_uri: str, tmp_path: Path
+    ray_local: None, items: Table, tmp_path: Path
 ) -> None:
     output, shared = tmp_path / "sids", tmp_path / "embeddings"
     for busy in (output, shared):
@@ -243,33 +226,33 @@ def test_folders_that_another_job_writes_are_refused(
                 UserError, match=f"{busy} is being written by another process"
             ),
         ):
-            tokenize_items(items_uri, output, embeddings=str(shared))
+            tokenize_items(items, output, embeddings=str(shared))
     assert not list(tmp_path.glob("[se]*/**/*.parquet"))
-    tokenize_items(items_uri, output, embeddings=str(shared))
+    tokenize_items(items, output, embeddings=str(shared))
     with writing(str(shared)):  # finished embeddings can be read meanwhile
         _, _, was_written = tokenize_items(
-            items_uri, tmp_path / "other", RQ_OTHER, embeddings=str(shared)
+            items, tmp_path / "other", RQ_OTHER, embeddings=str(shared)
         )
         assert was_written
 
 
 def test_other_settings_need_overwrite_and_replace_all_tables(
-    ray_local: None, items_uri: str, tmp_path: Path
+    ray_local: None, items: Table, tmp_path: Path
 ) -> None:
-    tokenize_items(items_uri, tmp_path / "sids")
+    tokenize_items(items, tmp_path / "sids")
     change_times = read_change_times(tmp_path / "sids")
     psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
     with pytest.raises(UserError, match=r"sids was made from other inputs or settings"):
-        tokenize_items(items_uri, tmp_path / "sids", RQ_OTHER)
+        tokenize_items(items, tmp_path / "sids", RQ_OTHER)
     with pytest.raises(
         UserError,
         match=r"embeddings was made from other inputs or settings",
     ):
-        tokenize_items(items_uri, tmp_path / "sids", pca_width=5)
+        tokenize_items(items, tmp_path / "sids", pca_width=5)
     assert read_change_times(tmp_path / "sids") == change_times
 
     sids, trie, was_written = tokenize_items(
-        items_uri, tmp_path / "sids", RQ_OTHER, overwrite=True
+        items, tmp_path / "sids", RQ_OTHER, overwrite=True
     )
     assert was_written
     assert sids.info.codebook_sizes[:2] == [5, 5]
@@ -281,7 +264,7 @@ def test_other_settings_need_overwrite_and_replace_all_tables(
     }
     assert {path.name for path in (tmp_path / "sids").rglob("*.parquet")} == listed
 
-    sids, _, _ = tokenize_items(items_uri, tmp_path / "sids", psid, overwrite=True)
+    sids, _, _ = tokenize_items(items, tmp_path / "sids", psid, overwrite=True)
     assert sids.info.tokenizer == "psid"
 
 
@@ -289,10 +272,10 @@ RQ_OTHER = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=5))
 
 
 def test_psid_codes_are_unique_without_a_conflict_level(
-    ray_local: None, items_uri: str, tmp_path: Path
+    ray_local: None, items: Table, tmp_path: Path
 ) -> None:
     psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
-    sids, _, _ = tokenize_items(items_uri, tmp_path / "sids", psid)
+    sids, _, _ = tokenize_items(items, tmp_path / "sids", psid)
     assert sids.info.conflict_level is False
     assert sids.info.codebook_sizes == [6, 6, 6]
     assert sids.info.measures["relaxed_items"] > 0
@@ -301,14 +284,7 @@ def test_psid_codes_are_unique_without_a_conflict_level(
         == 0
         < sids.info.measures["collision_rate_before"]
     )
-    assert (
-        len(
-            np.unique(
-                read_codes(open_table(str(tmp_path / "sids/sids"), SidsInfo)), axis=0
-            )
-        )
-        == COUNT
-    )
+    assert len(np.unique(read_codes(sids), axis=0)) == COUNT
 
 
 def test_items_with_equal_texts_take_two_conflict_codes_or_are_refused(
@@ -334,19 +310,17 @@ def test_items_with_equal_texts_take_two_conflict_codes_or_are_refused(
 
 
 def test_published_sids_get_a_conflict_level_only_if_they_collide(
-    items_uri: str, tmp_path: Path
+    items: Table, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.index.json"
     table = {f"i{i:04d}": [f"<a_{i % 10}>", f"<b_{i // 10}>"] for i in range(COUNT)}
     path.write_text(json.dumps({**table, "not in the catalogue": ["<a_99>", "<b_3>"]}))
-    arguments: Any = (items_uri, tmp_path / "sids", PUBLISHED)
+    arguments: Any = (items, tmp_path / "sids", PUBLISHED)
     sids, trie, was_written = tokenize_items(*arguments, published=str(path))
     assert was_written
     assert sids.info.conflict_level is False
     assert sids.info.codebook_sizes == [100, 9]
-    assert read_codes(open_table(str(tmp_path / "sids/sids"), SidsInfo))[
-        37
-    ].tolist() == [7, 3]
+    assert read_codes(sids)[37].tolist() == [7, 3]
     assert trie.info.branching == [10, 9]
     _, _, was_written = tokenize_items(*arguments, published=str(path))
     assert not was_written
@@ -358,22 +332,20 @@ def test_published_sids_get_a_conflict_level_only_if_they_collide(
     assert sids.info.conflict_level is True
     assert sids.info.codebook_sizes == [10, 9, 2]
     assert sids.info.measures["collision_rate"] == pytest.approx(2 / COUNT)
-    assert read_codes(open_table(str(tmp_path / "sids/sids"), SidsInfo))[
-        :2
-    ].tolist() == [
+    assert read_codes(sids)[:2].tolist() == [
         [1, 0, 0],
         [1, 0, 1],
     ]
 
 
 def test_published_sids_replace_the_embeddings_of_earlier_sids(
-    ray_local: None, items_uri: str, tmp_path: Path
+    ray_local: None, items: Table, tmp_path: Path
 ) -> None:
-    tokenize_items(items_uri, tmp_path / "sids")
+    tokenize_items(items, tmp_path / "sids")
     path = tmp_path / "x.csv"
     path.write_text("item_id,c1\n" + "".join(f"i{i:04d},{i}\n" for i in range(COUNT)))
     tokenize_items(
-        items_uri,
+        items,
         tmp_path / "sids",
         PUBLISHED,
         published=str(path),
