@@ -168,16 +168,12 @@ class Day:
 
     def is_text_outdated(self) -> bool:
         """Return whether text embeddings were computed from earlier tables."""
-        tables = {
-            name: find_table(join(self.tables, name), TableInfo)
-            for name in ("items", "queries", "sequences")
-        }
-        hashes = {name: table.hash for name, table in tables.items() if table}
-        for name in ("items", "queries", "pairs"):
-            text = find_table(join(self.inputs["text"], name), EmbeddingsInfo)
-            made_from = text.inputs if text else {}
-            if any(made_from.get(name, same) != same for name, same in hashes.items()):
-                return True
+        for text_table in ("items", "queries", "pairs"):
+            text = find_table(join(self.inputs["text"], text_table), EmbeddingsInfo)
+            for name, made_from in text.inputs.items() if text else ():
+                table = find_table(join(self.tables, name), TableInfo)
+                if table and table.hash != made_from:  # "encoder" is no table
+                    return True
         return False
 
     def train_options(self, name: str, init: str = "") -> dict[str, Any]:

@@ -6,8 +6,6 @@ vectors. A single key is dense and sorted from 0.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 import torch
@@ -30,7 +28,7 @@ def read_vectors(table: pa.Table, column: str) -> Tensor:
     return torch.from_numpy(matrix)
 
 
-def open_vectors(table: Table[Any]) -> Columns:
+def open_vectors(table: Table) -> Columns:
     """Memory-map a table of text vectors.
 
     Returns:
@@ -42,11 +40,9 @@ def open_vectors(table: Table[Any]) -> Columns:
 def _decode_vectors(table: pa.Table) -> Columns:
     """Decode one part of a table of text vectors."""
     columns: Columns = {}
-    for name in table.column_names:
-        column = table[name].combine_chunks()
-        if not pa.types.is_fixed_size_list(column.type):
-            columns[name] = column.to_numpy().astype(np.int64)
-            continue
-        values = column.flatten().to_numpy().astype(np.float32)
-        columns[name] = values.reshape(len(column), column.type.list_size)
+    for field in table.schema:
+        if pa.types.is_fixed_size_list(field.type):
+            columns[field.name] = read_vectors(table, field.name).numpy()
+        else:
+            columns[field.name] = table[field.name].to_numpy().astype(np.int64)
     return columns

@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from core.errors import UserError
 from core.files import file_info, join, write_file
-from core.schemas import AsOfInfo, EventsInfo, ItemsInfo, Split
+from core.schemas import INFO_CLASSES, AsOfInfo, EventsInfo, ItemsInfo, Split
 from core.tables import Table, check_replaceable, find_table, open_table, writing
 from pipelines.data.engine import Engine
 from pipelines.data.events.build_events import LoadStats, count_partitions, make_events
@@ -32,8 +32,14 @@ from pipelines.data.reading.unread import describe_unread
 from pipelines.data.run import OutputTables, Report, Run
 from pipelines.data.sequences.as_of import PREFIX
 from pipelines.data.sequences.splits import cut_times
-from pipelines.data.settings import STATISTICS, TABLES, resolve_config
+from pipelines.data.settings import resolve_config
 from pipelines.data.statistics import summarise
+
+STATISTICS = "statistics.json"
+"""Name of the file that a run writes last."""
+
+TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
+"""Names of the tables of any log."""
 
 MAX_SHARED_PARTITIONS = 64
 """Number of partitions (2 GiB of text) up to which all tasks share worker processes."""
@@ -118,13 +124,12 @@ def prepare(
 
 def _find_tables(source: Log, output_uri: str, *, overwrite: bool) -> dict[str, Table]:
     """Open the tables of the output folder; none if they are overwritten."""
-    as_of = {f"{PREFIX}{name}": AsOfInfo for name in source.as_of}
     found: dict[str, Table] = {}
-    for name, info_class in {**TABLES, **as_of}.items():
+    for name in (*TABLES, *(f"{PREFIX}{name}" for name in source.as_of)):
         uri = join(output_uri, name)
         if overwrite:
             check_replaceable(uri, name)
-        elif table := find_table(uri, info_class):
+        elif table := find_table(uri, INFO_CLASSES.get(name, AsOfInfo)):
             found[name] = table
     return found
 

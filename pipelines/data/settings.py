@@ -6,37 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from core.errors import raise_first
-from core.options import build, check_known, merge
-from core.schemas import (
-    CountsInfo,
-    EventsInfo,
-    ItemsInfo,
-    QueriesInfo,
-    RejectsInfo,
-    SequencesInfo,
-)
+from core.options import check_known
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.reading.times import MAX_TIME_MS, MIN_TIME_MS
-
-STATISTICS = "statistics.json"
-"""Name of the file that a run writes last."""
-
-TABLES: dict[str, Any] = {
-    "events": EventsInfo,
-    "rejects": RejectsInfo,
-    "items": ItemsInfo,
-    "queries": QueriesInfo,
-    "sequences": SequencesInfo,
-    "counts": CountsInfo,
-}
-"""Types of the info of the tables in the output folder, by name."""
-
-
-def read_config(*layers: dict[str, Any]) -> PrepareConfig:
-    """Build the settings from plain values; later layers override earlier ones."""
-    return build(PrepareConfig, merge({}, *layers), "prepare.")
 
 
 def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> PrepareConfig:

@@ -11,8 +11,8 @@ import yaml
 from pages import PAGES, ROOT, parse_jobs, read_anchors, read_commands, read_links
 
 from jobs import cli
-from pipelines.data.settings import read_config
 from tests import source_keys
+from tests.fixtures.commands import read_config
 
 JOBS = [
     pytest.param(module, words, id=f"{page.stem}-{number}-{module}")

@@ -20,7 +20,7 @@ from models.warm_start import assign_by_hash
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
-from pipelines.data.settings import read_config
+from tests.fixtures.commands import read_config
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.exhaustive

@@ -20,8 +20,7 @@ from jobs.prepare import run
 from models.retrieval.data import RetrievalDataset
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
-from pipelines.data.settings import read_config
-from tests.fixtures.commands import load_split
+from tests.fixtures.commands import load_split, read_config
 
 SOURCE = {
     "files": "log*.csv",
@@ -62,7 +61,7 @@ import json, os, random, signal, sys, time
 
 import pipelines.data.prepare, ray.data
 from jobs import cli, prepare
-from tests.fixtures.commands import load_split
+from tests.fixtures.commands import load_split, read_config
 
 lines, words = json.loads(sys.argv[1])
 for kill_line in lines:  # each start is a fork, which saves the imports

@@ -25,8 +25,7 @@ from models.training.loop import fit
 from models.training_run import TrainingRun
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
-from pipelines.data.settings import read_config
-from tests.fixtures.commands import read_rows
+from tests.fixtures.commands import read_config, read_rows
 from tests.fixtures.trainings import build_training
 
 DAY_MS = 86_400_000

@@ -17,8 +17,7 @@ from models.actions.data import ActionsDataset
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
-from pipelines.data.settings import read_config
-from tests.fixtures.commands import load_split, read_rows
+from tests.fixtures.commands import load_split, read_config, read_rows
 
 START = 1_600_000_000_000
 SOURCE = {

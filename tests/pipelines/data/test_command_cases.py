@@ -20,10 +20,9 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import Log, load_source
-from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from tests.fixtures.audited_tables import find_violations
-from tests.fixtures.commands import read_column, read_rows, read_table
+from tests.fixtures.commands import read_column, read_config, read_rows, read_table
 from tests.fixtures.trainings import build_training
 
 pytestmark = pytest.mark.shared_data

@@ -15,9 +15,8 @@ from core.errors import UserError
 from core.tables import read_manifest
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
-from pipelines.data.settings import read_config
 from tests.fixtures.audited_tables import find_violations
-from tests.fixtures.commands import read_rows
+from tests.fixtures.commands import read_config, read_rows
 
 DAY = 86_400_000
 START = 1_600_000_000_000 // DAY * DAY

@@ -22,9 +22,8 @@ from pipelines.data.audit.rules import RULES, audit
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
-from pipelines.data.settings import read_config
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
-from tests.fixtures.commands import read_column, read_rows, read_table
+from tests.fixtures.commands import read_column, read_config, read_rows, read_table
 
 BEGIN = 1_600_000_000_000
 SOURCE = {

@@ -19,8 +19,7 @@ from core.tables import open_table, read_manifest
 from models.search.counts import Counts
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
-from pipelines.data.settings import read_config
-from tests.fixtures.commands import read_column, read_rows, read_table
+from tests.fixtures.commands import read_column, read_config, read_rows, read_table
 from tests.fixtures.search_log import DAY_MS, draw_searches, write_log
 
 ITEMS = [f"i{n}" for n in range(15)] + ["never"]

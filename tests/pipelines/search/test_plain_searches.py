@@ -15,10 +15,9 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
-from pipelines.data.settings import read_config
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
-from tests.fixtures.commands import read_table
+from tests.fixtures.commands import read_config, read_table
 from tests.fixtures.trainings import build_training
 
 SOURCE: dict[str, Any] = {

@@ -18,10 +18,9 @@ from core.tables import read_manifest
 from pipelines.data.audit.rules import audit
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
-from pipelines.data.settings import read_config
 from pipelines.data.simulation import Settings, draw_searches, write_log
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
-from tests.fixtures.commands import read_rows, read_table
+from tests.fixtures.commands import read_config, read_rows, read_table
 
 SOURCE = (
     Path(__file__).parents[3] / "jobs" / "configs" / "sources" / "simulated_search.yaml"

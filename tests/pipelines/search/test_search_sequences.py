@@ -21,9 +21,8 @@ from pipelines.data.search.config import SearchConfig
 from pipelines.data.search.features import IDS
 from pipelines.data.search.sequences import SearchBuilder
 from pipelines.data.sequences.builder import Lookups
-from pipelines.data.settings import read_config
 from tests.fixtures.audited_tables import find_violations
-from tests.fixtures.commands import read_column
+from tests.fixtures.commands import read_column, read_config
 from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log
 
 SCHEMA = events_schema(

@@ -39,7 +39,6 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import load_source
-from pipelines.data.settings import read_config
 from pipelines.data.sids import texts as log_texts
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.texts import encode_log, fit_tfidf_encoder
@@ -54,7 +53,7 @@ from pipelines.data.simulation import (
 )
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
-from tests.fixtures.commands import read_column, read_rows, read_table
+from tests.fixtures.commands import read_column, read_config, read_rows, read_table
 from tests.fixtures.infos import make_info
 from tests.fixtures.trainings import build_training
 
