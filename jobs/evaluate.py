@@ -32,7 +32,7 @@ from models.retrieval.options import (
 
 if TYPE_CHECKING:
     from core.tables import Table
-    from models.training.checkpoint import Checkpoint
+    from pipelines.evaluation.checks import CheckedEvaluation
     from pipelines.evaluation.record import Result
 
 RECOMMEND_NAMES = tuple(
@@ -128,15 +128,15 @@ def run(config: Config) -> Result | None:
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
         tracking.check_store(config.tracking_uri)
-    checked = check_evaluation(config.checkpoint, inputs, config.recommend_options())
     cli.preflight(**folders, batch_inference=config.batch_inference)
+    if config.batch_inference:
+        write_inference(config, inputs, config.batch_inference)
+        return None
+    checked = check_evaluation(config.checkpoint, inputs, config.recommend_options())
     if config.nearest:
         write_nearest_items(config, inputs, config.nearest)
-    elif config.batch_inference:
-        write_inference(config, inputs, config.batch_inference)
-    else:
-        return measure(config, inputs, checked.checkpoint)
-    return None
+        return None
+    return measure(config, inputs, checked)
 
 
 def write_nearest_items(config: Config, inputs: Inputs, file: str) -> None:
@@ -240,7 +240,7 @@ def print_recommendations(
     print(f"  table       {folder}: {columns}; items best first")
 
 
-def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
+def measure(config: Config, inputs: Inputs, checked: CheckedEvaluation) -> Result:
     """Evaluate a checkpoint, and write the metrics to stdout, a file and MLflow."""
     from pipelines.evaluation.checks import Workers
     from pipelines.evaluation.ranking import evaluate
@@ -258,8 +258,9 @@ def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
         batch_size=config.batch_size,
         options=config.recommend_options(),
         workers=workers,
+        checked=checked,
     )
-    for line in describe_result(result, metadata, inputs):
+    for line in describe_result(result, checked):
         print(line)
     # Record the metrics after they are printed, in case MLflow does not answer.
     path = record_result(result, metadata, config.tracking_uri)
@@ -277,7 +278,7 @@ def measure(config: Config, inputs: Inputs, metadata: Checkpoint) -> Result:
     return result
 
 
-def describe_result(result: Result, metadata: Checkpoint, inputs: Inputs) -> list[str]:
+def describe_result(result: Result, checked: CheckedEvaluation) -> list[str]:
     """Return the printed lines of an evaluation: size, notes, metrics and speed."""
     from models import registry
     from models.metrics.ranking_metrics import describe_chance_level
@@ -287,7 +288,7 @@ def describe_result(result: Result, metadata: Checkpoint, inputs: Inputs) -> lis
     if model_class.eval_unit != "user":
         ranked = f"{pluralize(result.examples, 'request')} of {ranked}"
     lines = [f"{result.model} on {result.split}: {ranked}, seed {result.seed}"]
-    lines += describe_limits(result, metadata, inputs)
+    lines += describe_limits(result, checked)
     lines += model_class.format_metrics(result.metrics)
     lines += describe_first_time_items(result.metrics)
     chance_level = describe_chance_level(result.metrics)
@@ -300,21 +301,19 @@ def describe_result(result: Result, metadata: Checkpoint, inputs: Inputs) -> lis
     return lines
 
 
-def describe_limits(result: Result, metadata: Checkpoint, inputs: Inputs) -> list[str]:
+def describe_limits(result: Result, checked: CheckedEvaluation) -> list[str]:
     """Return notes on what restricts the metrics.
 
     The notes are about a sample of users, and tables that differ from the training's.
     """
-    from models.loaded_model import read_versions
     from models.training import checkpoint
 
-    notes = []
-    versions = read_versions(metadata.name, inputs)
-    if checkpoint.is_extended(metadata, "sequences", versions):
-        notes.append(f"note: {inputs.tables} extends the tables of the training")
-    elif result.is_fresh(metadata):
-        notes.append(f"note: {inputs.tables} is another log than the training's")
-    return notes
+    trained, uri = checked.checkpoint, checked.versions["sequences"].uri
+    if checkpoint.is_extended(trained, "sequences", checked.versions):
+        return [f"note: {uri} extends the table of the training"]
+    if result.is_fresh(trained):
+        return [f"note: {uri} is of another log than the training's"]
+    return []
 
 
 def describe_first_time_items(metrics: dict[str, float]) -> list[str]:

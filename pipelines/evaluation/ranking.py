@@ -87,6 +87,7 @@ def evaluate(
     batch_size: int = 256,
     options: dict[str, Any] | None = None,
     workers: Workers | None = None,
+    checked: CheckedEvaluation | None = None,
 ) -> tuple[Result, Checkpoint]:
     """Measure a checkpoint on a split, without writing anything.
 
@@ -97,12 +98,13 @@ def evaluate(
         batch_size: Requests per batch.
         options: Options of `recommend`.
         workers: Processes and devices; by default this process.
+        checked: Result of `check_evaluation`, if it is known.
 
     Returns:
         The result, and the content of the checkpoint's `config.json`.
     """
     began = time.monotonic()
-    checked = check_evaluation(uri, inputs, options or {})
+    checked = checked or check_evaluation(uri, inputs, options or {})
     workers = workers or Workers()
     task = Task(
         uri=checked.uri,
