@@ -147,6 +147,8 @@ def test_the_page_needs_no_other_file_and_is_logged(
     if "--sweep" in selection:
         assert "alpha-0.7-8, val/ndcg@10 0.1108" in answer
         assert {"What model.alpha does", "Learning curves"} <= set(headings)
+        panels = re.findall(r'"text":"(\w+\\u002f[^"]+)"', scripts)
+        assert {r"val\u002fndcg@10", r"train\u002floss"} <= set(panels)
     else:
         assert f"{HOSTILE}, val/ndcg@10 0.9000" in answer
         assert "Against popularity" in answer
