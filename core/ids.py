@@ -84,11 +84,6 @@ def parse_item_ids(column: str, values: Iterable[Any]) -> list[str]:
     return [parse_item_id(column, value) for value in values]
 
 
-def parse_allowed(values: Iterable[Any]) -> list[str]:
-    """Normalise the item ids of the parameter `allowed`."""
-    return parse_item_ids("allowed", values)
-
-
 def parse_item_id(column: str, value: Any) -> str:
     """Normalise one item id like the ids of the catalogue.
 

@@ -46,6 +46,7 @@ from core.files import (
     storage_errors,
     write_file,
 )
+from core.options import flatten
 
 MANIFEST = "manifest.json"
 
@@ -148,6 +149,20 @@ class Table(Generic[Info]):
         """Hashes of the versions that the table extends, and its own."""
         return [*self.extends, self.hash]
 
+    def check_made_with(self, config: dict[str, Any], inputs: dict[str, str]) -> None:
+        """Raise UserError if the table has other settings or inputs."""
+        if self.fingerprint == fingerprint(config, inputs):
+            return
+        now = flatten(json.loads(json.dumps({**config, **inputs}, default=str)))
+        made = flatten({**self.config, **self.inputs})
+        for name in {**now, **made}:
+            before, after = made.get(name, "none"), now.get(name, "none")
+            if before != after:
+                raise UserError(
+                    f"{self.uri} was made with {name} {before:.60}, not {after:.60}",
+                    "settings",
+                )
+
     def part_uris(self) -> list[str]:
         """Return the URIs of the files, whose sizes are checked."""
         filesystem, root = open_uri(self.uri)
@@ -191,30 +206,26 @@ def has_manifest(uri: str) -> bool:
     return bool(file_info(join(uri, MANIFEST)).type == fs.FileType.File)
 
 
-def read_manifest(uri: str) -> dict[str, Any] | None:
-    """Return the content of a table's `manifest.json`; None without the file."""
+def read_manifest(uri: str) -> Table[Any] | None:
+    """Read a table's manifest, with any `info`; None without the file."""
     path = join(uri, MANIFEST)
     try:
         with storage_errors(uri):
             content = read_json(path)
-        if content is not None:
-            content["files"] = [Part(**part) for part in content["files"]]
-            check_file_names(part.path for part in content["files"])
+        if content is None:
+            return None
+        content["files"] = [Part(**part) for part in content["files"]]
+        check_file_names(part.path for part in content["files"])
+        return Table(uri=uri, **content)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error})") from error
-    return content  # type: ignore[no-any-return]
 
 
 def find_table(uri: str, info_class: type[Info]) -> Table[Info] | None:
     """Open a table; None if the folder holds no finished table."""
-    content = read_manifest(uri)
-    if content is None:
+    table = read_manifest(uri)
+    if table is None:
         return None
-    path = join(uri, MANIFEST)
-    try:
-        table: Table[Any] = Table(uri=uri, **content)
-    except TypeError as error:
-        raise UserError(f"{path} is damaged ({error})") from error
     name, version = info_class.table, info_class.version
     if name and table.table != name:
         raise UserError(f"{uri} holds the table '{table.table}', not '{name}'")
@@ -229,7 +240,7 @@ def find_table(uri: str, info_class: type[Info]) -> Table[Info] | None:
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UserError(f"{path} is damaged ({reason})") from error
+        raise UserError(f"{join(uri, MANIFEST)} is damaged ({reason})") from error
 
 
 def open_table(uri: str, info_class: type[Info]) -> Table[Info]:
@@ -485,5 +496,5 @@ def check_replaceable(uri: str, table: str) -> None:
         current = read_manifest(uri)
     except UserError:  # damaged: the job replaces the table
         return
-    if current and current.get("table") != table:
-        raise UserError(f"{uri} holds the table '{current['table']}', not '{table}'")
+    if current and current.table != table:
+        raise UserError(f"{uri} holds the table '{current.table}', not '{table}'")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError
-from core.ids import clean_id, parse_allowed
+from core.ids import clean_id, parse_item_ids
 from models.dataset.batch import Batch
 from models.dataset.encoding import hash_strings
 from models.requests import Columns, Requests, Row
@@ -71,7 +71,7 @@ class RetrievalRequests(Requests):
 
         Other ids are ignored.
         """
-        allowed = parse_allowed(ids)
+        allowed = parse_item_ids("allowed", ids)
         index = [self.index[item] for item in allowed if item in self.index]
         if not index:
             raise UserError(

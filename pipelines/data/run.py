@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from core.errors import UserError, pluralize
+from core.errors import pluralize
 from core.files import file_info, join, open_uri
 from core.schemas import ItemsInfo, Split
 from core.tables import (
@@ -97,9 +97,7 @@ class OutputTables:
         if self.append:
             return None
         if self.is_complete:
-            raise UserError(
-                f"{earlier.uri} was made from other inputs or settings", "settings"
-            )
+            earlier.check_made_with(config, inputs)
         self.report(
             f"{name}: replaced, because it was made from other inputs or settings by a "
             f"run that did not finish"
@@ -206,7 +204,7 @@ def _remove_unlisted_parts(uri: str) -> None:
     if filesystem.get_file_info(root).type != fs.FileType.Directory:
         return
     manifest = read_manifest(uri)
-    listed = {part.path for part in manifest["files"]} if manifest else set()
+    listed = {part.path for part in manifest.files} if manifest else set()
     clear(uri, listed | {MANIFEST})
 
 

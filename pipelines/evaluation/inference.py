@@ -41,7 +41,6 @@ from core.tables import (
     check_replaceable,
     commit,
     find_table,
-    fingerprint,
     read_parquet,
     write_part,
     writing,
@@ -452,9 +451,10 @@ def infer_all(
         recommend["allowed"], hashes["allowed"] = read_allowed(
             options.allowed, checked.versions["items"]
         )
-    expected = fingerprint(config, hashes)
-    finished = find_finished(output, kind, expected, options.overwrite)
+    check_replaceable(output, kind.table)
+    finished = None if options.overwrite else find_table(output, PredictionsInfo)
     if finished:
+        finished.check_made_with(config, hashes)
         return finished, True
     sequences = checked.versions["sequences"]
     name = checked.checkpoint.name
@@ -488,24 +488,6 @@ def infer_all(
             info=info,
         )
     return table, False
-
-
-def find_finished(
-    output: str, kind: type[Inference], expected: str, overwrite: bool
-) -> Table[PredictionsInfo] | None:
-    """Return an equal table in the output folder, or None.
-
-    Args:
-        output: Folder of the table.
-        kind: Kind of the rankings.
-        expected: Fingerprint of the table to write.
-        overwrite: Whether an earlier table is replaced, even by an equal one.
-    """
-    check_replaceable(output, kind.table)
-    earlier = None if overwrite else find_table(output, PredictionsInfo)
-    if earlier and earlier.fingerprint != expected:
-        raise UserError(f"{output} holds other {kind.table}")
-    return earlier
 
 
 def describe_ranked(kind: type[Inference], options: InferenceOptions) -> dict[str, Any]:

@@ -232,11 +232,12 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
     with checkpoint.local(uri) as local:
         for file in (checkpoint.WEIGHTS, checkpoint.CONFIG):
             shutil.copyfile(local / file, bundle / "checkpoint" / file)
-    copy_table(inputs.sequences, bundle / "tables/sequences", manifest_only=True)
     for option, folder in inputs.folders().items():
         for table in (*tables[option], "tokens"):
-            if table != "sequences" and has_manifest(join(folder, table)):
-                copy_table(join(folder, table), bundle / option / table)
+            uri = join(folder, table)
+            if has_manifest(uri):
+                target = bundle / option / table
+                copy_table(uri, target, manifest_only=table == "sequences")
     if inputs.text:
         write_encoder(inputs, bundle)
 

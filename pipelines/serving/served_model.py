@@ -64,7 +64,7 @@ if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
                 )
 
 from core.errors import UserError, pluralize
-from core.ids import parse_allowed
+from core.ids import parse_item_ids
 from models import registry
 from models.build import load_model
 from models.metrics.scores import check_finite
@@ -502,7 +502,7 @@ def check_request(model: PyFuncModel, data: Any, params: Any) -> Any:
         if value is None:
             raise UserError(f"params has no value for '{name}'")
     if "allowed" in params:
-        return params | {"allowed": parse_allowed(params["allowed"])}
+        return params | {"allowed": parse_item_ids("allowed", params["allowed"])}
     return params
 
 

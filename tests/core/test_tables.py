@@ -47,7 +47,7 @@ def test_a_table_is_read_in_the_order_of_its_parts(tmp_path: Path) -> None:
     first, second = build_sids([1, 2]), build_sids([3, 4], [5, 6])
     uri = write_sids(tmp_path / "t", first, second)
     assert open_table(uri, TableInfo).read().equals(pa.concat_tables([first, second]))
-    assert read_manifest(uri)["rows"] == 3
+    assert read_manifest(uri).rows == 3
 
 
 def test_parts_without_a_manifest_are_refused(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_new_version_removes_the_files_of_older_ones(tmp_path: Path) -> None:
     write_part(uri, build_sids([9]))  # as a killed run leaves it
     write_sids(tmp_path / "t", build_sids([3]), config={"k": 1})
 
-    (part,) = read_manifest(uri)["files"]
+    (part,) = read_manifest(uri).files
     assert pq.read_table(f"{uri}/{part.path}").equals(build_sids([3]))
     files = sorted(path.name for path in (tmp_path / "t").iterdir())
     assert files == ["manifest.json", part.path]
@@ -86,7 +86,7 @@ def test_files_of_the_user_are_never_removed(tmp_path: Path) -> None:
     (folder / "more").mkdir()
     write_sids(folder, build_sids([2]), config={"k": 1})
 
-    parts = [part.path for part in read_manifest(uri)["files"]]
+    parts = [part.path for part in read_manifest(uri).files]
     files = {path.name for path in folder.iterdir()}
     assert files == {*names, "more", "manifest.json", *parts}
     clear(uri)
@@ -132,13 +132,13 @@ def test_the_hash_depends_on_the_content(tmp_path: Path) -> None:
     same = write_sids(tmp_path / "b", build_sids([1], [2]))
     other = write_sids(tmp_path / "c", build_sids([1], [3]))
 
-    assert read_manifest(first)["hash"] == read_manifest(same)["hash"]
-    assert read_manifest(first)["hash"] != read_manifest(other)["hash"]
+    assert read_manifest(first).hash == read_manifest(same).hash
+    assert read_manifest(first).hash != read_manifest(other).hash
 
 
 def test_a_truncated_part_is_refused(tmp_path: Path) -> None:
     uri = write_sids(tmp_path / "t", build_sids([1]))
-    part = tmp_path / "t" / read_manifest(uri)["files"][0].path
+    part = tmp_path / "t" / read_manifest(uri).files[0].path
     part.write_bytes(part.read_bytes()[:-10])
     with pytest.raises(UserError, match=r"has \d+ bytes, its manifest says \d+"):
         open_table(uri, TableInfo).read()

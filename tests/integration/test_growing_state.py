@@ -106,7 +106,7 @@ class GrowingLog:
             existing="append",
         )
         assert not any(rule.violations for rule in audit(tables))
-        return read_manifest(f"{tables}/sequences")["info"]
+        return read_manifest(f"{tables}/sequences").info
 
     def train(self, name: str, model: Row, init: str | None = None) -> TrainingRun:
         """Set up a training and save its weights before the first step.

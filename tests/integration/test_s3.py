@@ -122,8 +122,8 @@ def test_tables_on_s3_equal_those_on_disk(storages: Storages) -> None:
     for table in [*tables, "sids/embeddings", "sids/trie"]:
         on_disk = read_manifest(f"{storages.disk}/{table}")
         on_s3 = read_manifest(f"{storages.s3}/{table}")
-        hashes_on_disk = [part.sha256 for part in on_disk["files"]]
-        assert [part.sha256 for part in on_s3["files"]] == hashes_on_disk
+        hashes_on_disk = [part.sha256 for part in on_disk.files]
+        assert [part.sha256 for part in on_s3.files] == hashes_on_disk
 
 
 def test_a_killed_training_on_s3_continues_to_the_weights_of_one_on_disk(
@@ -176,4 +176,4 @@ def test_a_killed_training_on_s3_continues_to_the_weights_of_one_on_disk(
     ]
     assert len(metric_lines) == 4
     assert metric_lines[:2] == metric_lines[2:]
-    assert read_manifest(f"{storages.s3}/top")["rows"] == 120
+    assert read_manifest(f"{storages.s3}/top").rows == 120

@@ -112,12 +112,11 @@ def read_results(folder: Path) -> dict[str, Any]:
     out = folder / "out"
     days = read_days(folder)
     tables = {
-        name: read_manifest(str(out / "tables" / name))["hash"]
+        name: read_manifest(str(out / "tables" / name)).hash
         for name in ("events", "items", "sequences")
     }
     codes = {
-        name: read_manifest(str(out / "sids" / name))["hash"]
-        for name in ("sids", "trie")
+        name: read_manifest(str(out / "sids" / name)).hash for name in ("sids", "trie")
     }
     models = {
         day["name"]: checkpoint.weights_hash(str(out / "runs" / day["name"] / "best"))

@@ -85,7 +85,7 @@ line is printed."""
 
 def read_hashes(output: Path) -> dict[str, str]:
     """Return the content hashes of the tables."""
-    return {name: read_manifest(str(output / name))["hash"] for name in TABLES}
+    return {name: read_manifest(str(output / name)).hash for name in TABLES}
 
 
 @pytest.mark.exhaustive
@@ -123,7 +123,7 @@ def test_a_killed_and_repeated_run_has_the_undisturbed_result(
     assert read_hashes(output) == read_hashes(undisturbed)
     files = ["statistics.json"]
     for name in TABLES:
-        parts = [part.path for part in read_manifest(str(output / name))["files"]]
+        parts = [part.path for part in read_manifest(str(output / name)).files]
         # No file of a killed run is left.
         present = {path.name for path in (output / name).iterdir()}
         assert present == {*parts, "manifest.json"}
@@ -152,7 +152,7 @@ def test_options_override_the_source_file(
 
     assert statistics["core"] == 0
     assert statistics["max_length"] == 5
-    config = read_manifest(str(tmp_path / "out" / "sequences"))["config"]
+    config = read_manifest(str(tmp_path / "out" / "sequences")).config
     assert config["split"] == {
         "by": "temporal",
         "val_fraction": 0.2,

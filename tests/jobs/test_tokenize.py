@@ -102,4 +102,4 @@ def test_incomplete_published_sids_do_not_replace_imported_ones(
     ):
         job.run(parse(*words, "--overwrite"))
 
-    assert read_manifest(output + "/trie")["info"]["items"] == 40
+    assert read_manifest(output + "/trie").info["items"] == 40

@@ -188,13 +188,13 @@ def test_scores_of_old_items_do_not_change_with_new_items(
     before = LoadedModel.load(uri, inputs)
     examples = before.load_examples("test")
     batch = examples.collate(np.arange(len(examples)))
-    num_old_items = read_manifest(f"{inputs.tables}/items")["rows"]
+    num_old_items = read_manifest(f"{inputs.tables}/items").rows
     expected = score_old_items(before, batch)
 
     grown_inputs = days.append_later(KINDS[name])
     after = LoadedModel.load(uri, grown_inputs)
 
-    assert read_manifest(f"{grown_inputs.tables}/items")["rows"] > num_old_items
+    assert read_manifest(f"{grown_inputs.tables}/items").rows > num_old_items
     if name == "attn_lfa":
         batch = replace(
             batch,

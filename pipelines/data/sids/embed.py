@@ -32,7 +32,6 @@ from core.tables import (
     Table,
     commit,
     find_table,
-    fingerprint,
     read_parquet,
     write_part,
 )
@@ -449,17 +448,10 @@ def embed_origin(
 def find_finished(
     uri: str, info_class: type[Info], config: dict[str, Any], inputs: dict[str, str]
 ) -> Table[Info] | None:
-    """Return a table if it exists, otherwise None.
-
-    Args:
-        uri: Folder of the table.
-        info_class: Type of its info.
-        config: Settings that the table must have been made with.
-        inputs: Hashes of the inputs that it must have been made from, by name.
-    """
+    """Open a table that was made with these settings and inputs, if it exists."""
     table = find_table(uri, info_class)
-    if table and table.fingerprint != fingerprint(config, inputs):
-        raise UserError(f"{uri} was made from other inputs or settings", "settings")
+    if table:
+        table.check_made_with(config, inputs)
     return table
 
 

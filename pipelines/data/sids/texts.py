@@ -329,12 +329,12 @@ class _LogEncoder:
         """Return the hashes of earlier versions whose texts keep their embeddings."""
         uri = join(self.output, name)
         earlier = read_manifest(uri)
-        if self.encoder == "tfidf" or earlier is None or earlier["config"] != settings:
+        if self.encoder == "tfidf" or earlier is None or earlier.config != settings:
             return []
-        has_same_encoder = earlier["inputs"]["encoder"] == inputs["encoder"]
-        extends_items = earlier["inputs"]["items"] in self.tables["items"].extends
+        has_same_encoder = earlier.inputs["encoder"] == inputs["encoder"]
+        extends_items = earlier.inputs["items"] in self.tables["items"].extends
         if has_same_encoder and extends_items:
-            return [*earlier["extends"], earlier["hash"]]
+            return earlier.ancestry
         return []
 
     def write_tokens(self, documents: list[str]) -> Table:

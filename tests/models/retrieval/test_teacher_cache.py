@@ -298,7 +298,7 @@ def test_a_table_without_a_manifest_is_computed_again(
 
     assert "computed in" in setup.messages[0]
     assert read_table(str(uri)).equals(content)
-    parts = [part.path for part in read_manifest(str(uri))["files"]]
+    parts = [part.path for part in read_manifest(str(uri)).files]
     assert list_files(str(uri)) == sorted(["manifest.json", *parts])
 
 

@@ -48,7 +48,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
 
 def test_correct_tables_pass(prepared: str) -> None:
     rules = {rule.name: rule for rule in audit(prepared)}
-    info = read_manifest(prepared + "/sequences")["info"]
+    info = read_manifest(prepared + "/sequences").info
 
     assert find_violations(prepared) == {}
     assert info["truncated_users"] > 0

@@ -134,7 +134,7 @@ class Prepared:
 
     @property
     def info(self) -> dict[str, Any]:
-        return read_manifest(self.tables + "/sequences")["info"]
+        return read_manifest(self.tables + "/sequences").info
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def test_attributes_of_users_and_categories_of_events_are_features_of_events(
     assert users["old"]["cat_age"] == ["70"] * 5
     assert users["new"]["cat_age"] == ["20"] * 2
     assert users["old"]["cat_place"] == ["home", "home", None, "shop", "home"]
-    viewers = read_manifest(tables + "/sequences")["info"]["viewers"]
+    viewers = read_manifest(tables + "/sequences").info["viewers"]
     assert viewers == {"place": ["home"], "age": ["70"]}
     assert not [rule.name for rule in audit(tables) if rule.violations]
 

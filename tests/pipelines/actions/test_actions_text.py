@@ -36,7 +36,7 @@ def test_the_items_of_a_feed_are_embedded_once(tmp_path: Path) -> None:
     expected = fit_tfidf_encoder(texts, 4).encode(texts)
     assert catalogue.text.tolist() == expected.tolist()
     assert np.isfinite(catalogue.text.numpy()).all()
-    assert catalogue.hashes["text_items"] == read_manifest(join(text, "items"))["hash"]
+    assert catalogue.hashes["text_items"] == read_manifest(join(text, "items")).hash
 
     reported: list[str] = []
     encode_log(tables, text, "tfidf", config, say=reported.append)

@@ -71,7 +71,7 @@ def test_requests_and_behaviours_have_the_price_known_at_their_time(
     priced: str,
 ) -> None:
     assert find_violations(priced) == {}
-    info = read_manifest(f"{priced}/sequences")["info"]
+    info = read_manifest(f"{priced}/sequences").info
     numbers = [number["name"] for number in info["custom"]["numbers"]]
     assert numbers == ["num_bm25", "num_price"]
     assert info["groups"][-1] == {

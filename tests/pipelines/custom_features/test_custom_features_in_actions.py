@@ -76,7 +76,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory, feed: Path) -> str:
 
 
 def test_the_manifest_describes_the_custom_features(tables: str) -> None:
-    info = read_manifest(f"{tables}/sequences")["info"]
+    info = read_manifest(f"{tables}/sequences").info
 
     numbers = [number["name"] for number in info["custom"]["numbers"]]
     assert numbers == ["num_score", "num_price"]
@@ -117,7 +117,7 @@ def test_a_category_with_too_many_values_is_hashed(
 
     tables = prepare_tables(tmp_path, feed, FEED, prepare_settings=FEED_PREPARE)
 
-    info = read_manifest(f"{tables}/sequences")["info"]
+    info = read_manifest(f"{tables}/sequences").info
     assert info["viewers"] == {}
     assert info["custom"]["categories"] == [
         {"name": name, "values": [], "buckets": custom_features.BUCKETS}

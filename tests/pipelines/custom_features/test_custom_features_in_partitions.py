@@ -31,7 +31,7 @@ def test_tables_of_several_partitions_have_the_features_of_items_and_users(
     tables = prepare_tables(tmp_path, raw, WITH_PLANS, settings)
 
     assert find_violations(tables) == {}
-    assert len(read_manifest(f"{tables}/sequences")["files"]) == 3
+    assert len(read_manifest(f"{tables}/sequences").files) == 3
     rows = read_rows(tables, "sequences")
     plans_of_users = {row["requests"][0]["cat_plan"][0] for row in rows}
     assert plans_of_users == {None, "p0", "p1", "p2"}

@@ -28,7 +28,7 @@ def test_the_manifest_describes_custom_features_by_the_values_of_training(
     tables: str,
 ) -> None:
     assert find_violations(tables) == {}
-    info = read_manifest(f"{tables}/sequences")["info"]
+    info = read_manifest(f"{tables}/sequences").info
     [number] = info["custom"]["numbers"]
     assert (number["name"], number["missing"]) == ("num_bm25", True)
     [category] = info["custom"]["categories"]
@@ -42,7 +42,7 @@ def test_the_manifest_describes_custom_features_by_the_values_of_training(
 
 
 def test_custom_features_are_a_group_of_their_own(tables: str) -> None:
-    groups = read_manifest(f"{tables}/sequences")["info"]["groups"]
+    groups = read_manifest(f"{tables}/sequences").info["groups"]
 
     names = [group["name"] for group in groups]
     assert names == ["cross", "document", "query", "context", "own"]
@@ -67,7 +67,7 @@ def test_the_settings_may_group_features_by_name(tmp_path: Path, raw: Path) -> N
 
     tables = prepare_tables(tmp_path, raw, settings={"search": {"groups": groups}})
 
-    info = read_manifest(f"{tables}/sequences")["info"]
+    info = read_manifest(f"{tables}/sequences").info
     by_name = {group["name"]: group["features"] for group in info["groups"]}
     assert by_name["match"] == ["pair_ctr_7d", "num_bm25"]
     assert by_name["place"] == ["cat_city"]
@@ -90,7 +90,7 @@ def test_candidates_and_behaviours_may_have_features_of_their_items(
     tables = tables_with_item_features
 
     assert find_violations(tables) == {}
-    info = read_manifest(f"{tables}/sequences")["info"]
+    info = read_manifest(f"{tables}/sequences").info
     features = ["num_weight", "cat_brand"]
     assert info["item_features"] == features
     assert info["groups"][-1] == {"name": "items", "features": features}

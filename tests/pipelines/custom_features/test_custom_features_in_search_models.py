@@ -101,7 +101,7 @@ def test_a_model_reads_standardized_numbers_and_embeddings_of_categories() -> No
 def test_batches_have_the_features_of_candidates_and_behaviours_as_in_the_tables(
     tables: str, text: str
 ) -> None:
-    info = read_manifest(join(tables, "sequences"))["info"]
+    info = read_manifest(join(tables, "sequences")).info
     bm25_column = len(info["features"])
     city_column = bm25_column + 1
     catalogue = SearchCatalogue.load(tables, text)

@@ -83,7 +83,7 @@ def train_on_growing_log(
 def test_a_number_that_was_empty_takes_the_scale_of_later_days(tmp_path: Path) -> None:
     training = train_on_growing_log("d4_init_scale_of_empty_number", tmp_path, 5, 14)
 
-    info = read_manifest(str(tmp_path / "tables/sequences"))["info"]
+    info = read_manifest(str(tmp_path / "tables/sequences")).info
     (price,) = info["custom"]["numbers"]
     assert price["mean"] > 10_000
     assert training.model.items.own.std.tolist() == pytest.approx([price["std"]])
@@ -105,16 +105,16 @@ def test_a_file_with_an_event_in_the_future_is_not_appended(tmp_path: Path) -> N
     config = read_config(defaults, {"split": {"val_days": 1, "test_days": 1}})
     tables = str(tmp_path / "tables")
     prepare(source, str(raw), tables, config, report=list, existing="append")
-    before = read_manifest(f"{tables}/events")["hash"]
+    before = read_manifest(f"{tables}/events").hash
 
     shutil.copy(log / "log-07-bad.csv", raw / "log-07.csv")
     with pytest.raises(UserError, match=r"1 of 91 rows .*in the future"):
         prepare(source, str(raw), tables, config, report=list, existing="append")
-    assert read_manifest(f"{tables}/events")["hash"] == before
+    assert read_manifest(f"{tables}/events").hash == before
 
     shutil.copy(log / "log-07.csv", raw / "log-07.csv")
     prepare(source, str(raw), tables, config, report=list, existing="append")
-    info = read_manifest(f"{tables}/sequences")["info"]
+    info = read_manifest(f"{tables}/sequences").info
     assert min(info["requests"].values()) > 30
 
 

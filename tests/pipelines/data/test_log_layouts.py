@@ -41,7 +41,7 @@ def test_hm_has_an_event_per_purchase_and_all_articles(tmp_path: Path) -> None:
     assert len({row["cat_age"] for row in events}) > 10
     assert sorted(row["item_id"] for row in items) == sorted(articles["article_id"])
     assert [row["text_description"] for row in items].count(None) == 1
-    info = read_manifest(str(tmp_path / "tables/items"))["info"]
+    info = read_manifest(str(tmp_path / "tables/items")).info
     assert info["items_without_behaviours"] == 20
 
 

@@ -159,7 +159,7 @@ def test_purchases_repeated_in_the_same_second_are_dropped_with_a_warning(
     [line] = shop.prepare()
 
     assert line.startswith("warning: 40 equal events")
-    assert read_manifest(str(shop.tables / "events"))["rows"] == len(rows) - 40
+    assert read_manifest(str(shop.tables / "events")).rows == len(rows) - 40
 
 
 def test_repeated_purchases_can_be_kept(shop: Shop) -> None:
@@ -168,7 +168,7 @@ def test_repeated_purchases_can_be_kept(shop: Shop) -> None:
 
     assert shop.prepare(duplicates="keep") == []
     assert any("(40 duplicates kept, 0 rejects)" in line for line in shop.lines)
-    assert read_manifest(str(shop.tables / "events"))["rows"] == len(rows)
+    assert read_manifest(str(shop.tables / "events")).rows == len(rows)
     sequences = read_rows(shop.tables, "sequences")
     assert sum(len(row["item_index"]) for row in sequences) == len(rows)
     # Both of two equal events have the same time, so neither is in the other's history.

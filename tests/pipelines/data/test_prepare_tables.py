@@ -48,7 +48,7 @@ def write_log(folder: Path, num_files: int = 2) -> Path:
 
 def read_hashes(tables: Path) -> dict[str, str]:
     """Return the hash of each table."""
-    return {name: read_manifest(f"{tables}/{name}")["hash"] for name in TABLES}
+    return {name: read_manifest(f"{tables}/{name}").hash for name in TABLES}
 
 
 def read_write_times(folder: Path) -> dict[Path, int]:
@@ -59,7 +59,7 @@ def read_write_times(folder: Path) -> dict[Path, int]:
 def list_parts(tables: Path) -> set[str]:
     """Return the names of the Parquet files that the manifests list."""
     manifests = [read_manifest(f"{tables}/{name}") for name in TABLES]
-    return {part.path for manifest in manifests for part in manifest["files"]}
+    return {part.path for manifest in manifests for part in manifest.files}
 
 
 def test_finished_tables_are_kept_until_overwritten(tmp_path: Path) -> None:

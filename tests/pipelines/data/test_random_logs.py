@@ -160,7 +160,7 @@ def check_events(tables: Path, rows: list[Row], mapping: Row) -> None:
     assert raw["rejects"] == rows.count(REJECTED_ROW)
     if mapping["prepare"].get("duplicates") != "keep":
         assert raw["duplicates"] == repeated
-    info = read_manifest(str(tables / "sequences"))["info"]
+    info = read_manifest(str(tables / "sequences")).info
     if mapping["prepare"]["split"] == SHARES:
         if mapping["prepare"]["kind"] == "retrieval" and info["behaviour"]:
             events = [event for event in events if event["label_click"]]
@@ -191,7 +191,7 @@ def read_content(tables: Path) -> Row:
         row["item_index"] = 0
     for name in ("items", "rejects", "sequences", "events"):
         rows[name].sort(key=lambda row: str(row.get("user_id", row)))
-    infos = {name: read_manifest(str(tables / name))["info"] for name in names}
+    infos = {name: read_manifest(str(tables / name)).info for name in names}
     for info in infos.values():
         for key in ("split_made_from", "items_hash", "old_files"):
             info.pop(key, None)
@@ -309,4 +309,4 @@ def test_tables_that_grow_on_ray_in_partitions_equal_those_of_one_process(
     prepare_log(mapping, tmp_path, tmp_path / "alone", append=True)
     rows = read_content(tmp_path / "whole")["rows"]
     assert rows == read_content(tmp_path / "alone")["rows"]
-    assert len(read_manifest(str(tmp_path / "grown/events"))["files"]) == 3
+    assert len(read_manifest(str(tmp_path / "grown/events")).files) == 3

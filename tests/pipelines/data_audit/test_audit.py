@@ -78,8 +78,8 @@ def test_correct_tables_pass_every_rule_of_their_kind(prepared: str) -> None:
     assert violated == {}
     not_checked = {*KINDS["retrieval"].skipped_rules, "known"}
     assert list(rules) == [name for name in RULES if name not in not_checked]
-    assert rules["events"].rows == read_manifest(f"{prepared}/events")["rows"]
-    interactions = read_manifest(f"{prepared}/sequences")["info"]["interactions"]
+    assert rules["events"].rows == read_manifest(f"{prepared}/events").rows
+    interactions = read_manifest(f"{prepared}/sequences").info["interactions"]
     assert interactions > 0
     for name in ("behaviours", "history", "splits"):
         assert rules[name].rows == interactions

@@ -315,7 +315,7 @@ def test_recommendations_of_all_users_are_written_to_a_table(
         open_table(output, PredictionsInfo),
         True,
     )
-    with pytest.raises(UserError, match="holds other recommendations"):
+    with pytest.raises(UserError, match="was made with k 5, not 4"):
         infer_all(*arguments, InferenceOptions(k=4, users_per_part=25))
     with (
         writing(output),
@@ -361,7 +361,7 @@ def test_recommendations_can_be_restricted_to_allowed_items(
     run(Config(**options))
     assert "already exist" in capsys.readouterr().out
     stock.write_text("\n".join(item_ids[::6]))
-    with pytest.raises(UserError, match="holds other recommendations"):
+    with pytest.raises(UserError, match="was made with allowed "):
         run(Config(**options))
 
 

@@ -131,7 +131,7 @@ def test_counts_as_of_a_moment_equal_those_of_a_search_at_that_moment(
         )
 
         counts_uri = join(whole, "counts")
-        assert read_manifest(counts_uri)["info"]["as_of_ms"] == moment
+        assert read_manifest(counts_uri).info["as_of_ms"] == moment
         assert_counts_equal_probes(counts_uri, ends_at_moment, probes)
         table = read_table(counts_uri).to_pylist()
         assert sorted(str((row["item_id"], row["query"])) for row in table) == sorted(
@@ -150,10 +150,10 @@ def test_another_moment_replaces_the_counts_and_no_other_table(tmp_path: Path) -
         config.counts_as_of = moment
         prepare(source, raw, tables, config, report=reported.append)
         names = ("events", "items", "sequences")
-        hashes = [read_manifest(join(tables, name))["hash"] for name in names]
+        hashes = [read_manifest(join(tables, name)).hash for name in names]
         table_hashes.append(hashes)
         if moment:
-            count_hashes.append(read_manifest(join(tables, "counts"))["hash"])
+            count_hashes.append(read_manifest(join(tables, "counts")).hash)
 
     assert table_hashes == [table_hashes[0]] * 4
     assert count_hashes[0] != count_hashes[1] == count_hashes[2]

@@ -49,7 +49,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, ray_local: None) -> str:
 
 def test_correct_tables_pass(prepared: str) -> None:
     rules = {rule.name: rule for rule in audit(prepared)}
-    info = read_manifest(prepared + "/sequences")["info"]
+    info = read_manifest(prepared + "/sequences").info
 
     assert find_violations(prepared) == {}
     assert info["truncated_users"] > 0
@@ -259,9 +259,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> str:
         "results of 48 requests have different times, up to 0.20 minutes apart" in line
         for line in reported
     )
-    assert (
-        read_manifest(tables + "/sequences")["info"]["max_request_spread_ms"] == 12_000
-    )
+    assert read_manifest(tables + "/sequences").info["max_request_spread_ms"] == 12_000
     return tables
 
 

@@ -83,11 +83,11 @@ def test_a_raw_log_becomes_tables_that_pass_the_audit(
     statistics = prepare(source, raw, tables, config, report=str)
 
     assert find_violations(tables) == {}
-    num_event_files = len(read_manifest(join(tables, "events"))["files"])
+    num_event_files = len(read_manifest(join(tables, "events")).files)
     assert num_event_files > (1 if partitions else 0)
     queries = read_column(tables, "queries", "query")
     assert queries == ["blue", "red", "red lamp"]
-    info = read_manifest(join(tables, "sequences"))["info"]
+    info = read_manifest(join(tables, "sequences")).info
     assert info["kind"] == "search"
     assert info["labels"] == ["click", "buy"]
     assert info["windows"] == ["1d", "7d"]
@@ -118,7 +118,7 @@ def test_a_log_without_clock_times_has_no_count_windows(tmp_path: Path) -> None:
 
     prepare(source, raw, str(tmp_path / "out"), config, report=str)
 
-    info = read_manifest(str(tmp_path / "out" / "sequences"))["info"]
+    info = read_manifest(str(tmp_path / "out" / "sequences")).info
     assert info["features"] == ["position", "page"]
     assert info["windows"] == []
     assert info["split"]["by"] == "leave_last_out"

@@ -215,7 +215,7 @@ def test_every_pair_is_encoded_once_and_as_if_alone(
     assert len(manifest.files) == -(-len(keys) // 100) > 1
     assert manifest.info.width == 16
     sequences = read_manifest(join(tables, "sequences"))
-    assert manifest.inputs["sequences"] == sequences["hash"]
+    assert manifest.inputs["sequences"] == sequences.hash
 
 
 def test_the_joint_condition_leaks_the_document(encoded: Encoded) -> None:
@@ -307,7 +307,7 @@ def test_an_encoding_that_is_up_to_date_is_not_repeated(
 def test_another_config_overwrites_embeddings_only_on_request(
     tables: str, bert: str, encoded: Encoded
 ) -> None:
-    with pytest.raises(UserError, match="other inputs or settings"):
+    with pytest.raises(UserError, match="was made with max_tokens 24, not 12"):
         encode_log(tables, encoded.folder, bert, TextConfig(max_tokens=12), say=str)
 
 

@@ -143,7 +143,7 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
     assert metadata["viewers"] == ["device"]
     inputs = metadata["inputs"]
     manifest = read_manifest(join(tables, "sequences"))
-    assert inputs == manifest["info"]["definitions"]["inputs"]
+    assert inputs == manifest.info["definitions"]["inputs"]
     assert sorted(inputs) == sorted(metadata["actions"])
 
 
