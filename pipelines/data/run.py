@@ -13,7 +13,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from core.errors import pluralize
-from core.files import file_info, join, open_uri
+from core.files import file_info, join
 from core.schemas import ItemsInfo, Split
 from core.tables import (
     MANIFEST,
@@ -194,18 +194,12 @@ class OutputTables:
             yield
         except BaseException:
             for name in names:
-                _remove_unlisted_parts(self.table_uri(name))
+                uri = self.table_uri(name)
+                if file_info(uri).type == fs.FileType.Directory:
+                    table = read_manifest(uri)
+                    listed = {part.path for part in table.files} if table else set()
+                    clear(uri, listed | {MANIFEST})
             raise
-
-
-def _remove_unlisted_parts(uri: str) -> None:
-    """Remove the parts of a table folder that its manifest does not list."""
-    filesystem, root = open_uri(uri)
-    if filesystem.get_file_info(root).type != fs.FileType.Directory:
-        return
-    manifest = read_manifest(uri)
-    listed = {part.path for part in manifest.files} if manifest else set()
-    clear(uri, listed | {MANIFEST})
 
 
 @dataclass(frozen=True)

@@ -234,10 +234,10 @@ def write_bundle(bundle: Path, uri: str, inputs: Inputs) -> None:
             shutil.copyfile(local / file, bundle / "checkpoint" / file)
     for option, folder in inputs.folders().items():
         for table in (*tables[option], "tokens"):
-            uri = join(folder, table)
-            if has_manifest(uri):
+            table_uri = join(folder, table)
+            if has_manifest(table_uri):
                 target = bundle / option / table
-                copy_table(uri, target, manifest_only=table == "sequences")
+                copy_table(table_uri, target, manifest_only=table == "sequences")
     if inputs.text:
         write_encoder(inputs, bundle)
 

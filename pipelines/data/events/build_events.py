@@ -94,7 +94,13 @@ def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadS
         num_partitions = run.config.partitions or earlier.config["partitions"]
     events, users = run.source.event_files(run.input), run.source.user_files(run.input)
     files = LogFiles(events, users, run.stamps([*events, *users]))
-    settings = _events_settings(run, num_partitions)
+    settings: dict[str, Any] = {
+        "source": run.source.events_config,
+        "ties": run.config.ties,
+        "partitions": num_partitions,
+        "duplicates": run.config.duplicates,
+    }
+    settings = json.loads(json.dumps(settings, default=str))
     if earlier:
         files = _check_append(run, earlier, settings, files)
         if not files.events:
@@ -125,17 +131,6 @@ def _stats_loader(run: Run, events: Table) -> LoadStats:
     return load
 
 
-def _events_settings(run: Run, num_partitions: int) -> dict[str, Any]:
-    """Return the settings of the events, as a manifest records them."""
-    settings = {
-        "source": run.source.events_config,
-        "ties": run.config.ties,
-        "partitions": num_partitions,
-        "duplicates": run.config.duplicates,
-    }
-    return dict(json.loads(json.dumps(settings, default=str)))
-
-
 def _check_append(
     run: Run, earlier: Table[EventsInfo], settings: dict[str, Any], files: LogFiles
 ) -> LogFiles:
@@ -149,7 +144,9 @@ def _check_append(
         for name, value in settings.items()
         if name != "source" and earlier.config.get(name) != value
     ]
-    if differs_beyond_files(settings["source"], earlier.config["source"]):
+    sources = (settings["source"], earlier.config["source"])
+    mapped, mapped_before = ({**source, "files": ""} for source in sources)
+    if mapped != mapped_before:
         differing.insert(0, "source")
     gone = sorted(file for file in old_files if not source.is_event_file(file))
     changed = _changed_files(run, earlier, files)
@@ -185,11 +182,6 @@ def _check_append(
         cause="settings",
     )
     return LogFiles(new_files, files.users, {**old, **files.stamps})
-
-
-def differs_beyond_files(source: dict[str, Any], earlier: dict[str, Any]) -> bool:
-    """Return whether two mappings differ in more than the pattern of event files."""
-    return {**source, "files": ""} != {**earlier, "files": ""}
 
 
 def _changed_files(run: Run, earlier: Table[EventsInfo], files: LogFiles) -> list[str]:
@@ -239,7 +231,13 @@ def _read_files(
     with run.tables.clean_up_on_error("events", "rejects"):
         users, user_hashes = _read_users(run, files)
         result = read_partitions(run, files.events, partitions, users, earlier)
-        _check_result(run, files.events, result, earlier)
+        if not result.rejected.rows_read and not earlier:
+            first = ", ".join(files.events[:3])
+            raise UserError(f"{run.input} has no rows in {first}")
+        run.check_rejects(result.rejected)
+        if not result.partitions:
+            raise UserError(f"{run.input} has no valid event")
+        check_matched(result.matched, "user", run.config.min_matched, run.report)
         read_end = time.perf_counter()
         stats = result.stats.result()
         inputs = {**(earlier.inputs if earlier else {}), **result.hashes, **user_hashes}
@@ -254,7 +252,14 @@ def _read_files(
             read_shuffle_sort_write_s=read_end - begin,
             survey_s=time.perf_counter() - read_end,
         )
-        old_rejects = _old_rejects(run, earlier)
+        old_rejects: list[Part] = []
+        rejects = run.tables.appended_version(RejectsInfo)
+        if rejects and earlier:
+            old_rejects = rejects.files
+            if rejects.info.stamps != earlier.info.stamps:
+                # A run that was killed after it committed rejects and before it
+                # committed events has left rejects of files that events do not contain.
+                old_rejects = old_rejects[: rejects.info.old_files]
         rejects_info = RejectsInfo(files.stamps, len(old_rejects))
         parts = [*old_rejects, *result.reject_parts]
         run.tables.commit("rejects", REJECTS, parts, settings, inputs, rejects_info)
@@ -277,18 +282,6 @@ def _read_users(run: Run, files: LogFiles) -> tuple[pa.Table | None, dict[str, s
     run.check_rejects(rejected, " of the user files")
     hashes = {file: digest.hexdigest() for file, digest in digests.items()}
     return users.rows if users else None, hashes
-
-
-def _check_result(
-    run: Run, files: list[str], result: ReadResult, earlier: Table[EventsInfo] | None
-) -> None:
-    """Raise UserError if there are no rows, no valid events or too many rejects."""
-    if not result.rejected.rows_read and not earlier:
-        raise UserError(f"{run.input} has no rows in {', '.join(files[:3])}")
-    run.check_rejects(result.rejected)
-    if not result.partitions:
-        raise UserError(f"{run.input} has no valid event")
-    check_matched(result.matched, "user", run.config.min_matched, run.report)
 
 
 def _events_info(
@@ -320,18 +313,6 @@ def _events_info(
         stamps=files.stamps,
         user_files=files.users,
     )
-
-
-def _old_rejects(run: Run, earlier: Table[EventsInfo] | None) -> list[Part]:
-    """Return the parts of `rejects` that belong to the earlier version of events."""
-    rejects = run.tables.appended_version(RejectsInfo)
-    if not rejects or not earlier:
-        return []
-    if rejects.info.stamps == earlier.info.stamps:
-        return rejects.files
-    # A run that was killed after it committed rejects and before it committed events
-    # has left rejects of files that the events do not contain.
-    return rejects.files[: rejects.info.old_files]
 
 
 # The rows: read by file, shuffled by user, written by partition.

@@ -51,28 +51,46 @@ def make_items(
         load_stats: Returns statistics of the events.
         split: The split.
     """
-    source = run.source
+    source, config = run.source, run.config
     files = source.item_files(run.input)
-    settings = _items_settings(run)
+    settings: dict[str, Any] = {
+        "source": source.config,
+        "core": config.core,
+        "core_window": config.core_window,
+        "behaviour": run.behaviour,
+    }
+    if config.core_window == "train":
+        settings["split"] = config.split.settings()
+    settings = json.loads(json.dumps(settings, default=str))
     inputs = {"events": events.hash}
     stamps = run.stamps(files)
     if finished := run.tables.find_finished(ItemsInfo, settings, inputs, stamps):
         return finished
     begin = time.perf_counter()
     stats = load_stats()
-    _check_files_present(run, files)
+    earlier = run.tables.appended_version(ItemsInfo)
+    missing = sorted(earlier.info.stamps.keys() - {*files}) if earlier else []
+    if missing:
+        raise UserError(
+            f"{run.input} has no file {missing[0]}, from which the items were made",
+            "settings",
+        )
     with run.tables.clean_up_on_error("items"):
         catalogue = _choose_items(run, files, stats, split)
         core_end = time.perf_counter()
         written = write_items(run, files, catalogue.ids)
-        _check_files_unchanged(run, catalogue, written)
+        for file, digest in catalogue.file_hashes.items():
+            if written.hashes[file] != digest:
+                raise UserError(
+                    f"{join(run.input, file)} changed while it was being read"
+                )
         run.check_rejects(written.rejected, " of the item files")
         info = ItemsInfo(
             texts=source.items_columns[0],
             attributes=source.items_columns[1],
             numbers=source.items_numbers,
-            core=run.config.core,
-            core_window=run.config.core_window,
+            core=config.core,
+            core_window=config.core_window,
             core_rounds=catalogue.core_rounds,
             behaviour=run.behaviour,
             split=split,
@@ -99,24 +117,6 @@ def make_items(
             core_s=core_end - begin,
             write_s=time.perf_counter() - core_end,
         )
-    _report_items(run, items)
-    return items
-
-
-def _check_files_present(run: Run, files: list[str]) -> None:
-    """Raise UserError if an item file of the extended version is missing."""
-    earlier = run.tables.appended_version(ItemsInfo)
-    missing = sorted(earlier.info.stamps.keys() - {*files}) if earlier else []
-    if missing:
-        raise UserError(
-            f"{run.input} has no file {missing[0]}, from which the items were made",
-            "settings",
-        )
-
-
-def _report_items(run: Run, items: Table[ItemsInfo]) -> None:
-    """Report the sizes of the catalogue and of its metadata."""
-    info = items.info
     without_behaviours = ""
     if info.items_without_behaviours is not None:
         without_behaviours = (
@@ -124,25 +124,12 @@ def _report_items(run: Run, items: Table[ItemsInfo]) -> None:
         )
     run.report(
         f"items: {items.rows:,} in the catalogue{without_behaviours}, "
-        f"{info.dropped_items:,} dropped by the {run.config.core}-core "
+        f"{info.dropped_items:,} dropped by the {config.core}-core "
         f"({info.core_rounds} rounds), {info.items_without_metadata:,} without "
         f"metadata, {info.metadata_outside_catalogue:,} metadata rows of other "
         f"items dropped"
     )
-
-
-def _items_settings(run: Run) -> dict[str, Any]:
-    """Return the settings of the items, as a manifest records them."""
-    config = run.config
-    settings: dict[str, Any] = {
-        "source": run.source.config,
-        "core": config.core,
-        "core_window": config.core_window,
-        "behaviour": run.behaviour,
-    }
-    if config.core_window == "train":
-        settings["split"] = config.split.settings()
-    return dict(json.loads(json.dumps(settings, default=str)))
+    return items
 
 
 # Which items are in the catalogue.
@@ -501,15 +488,6 @@ def write_items(run: Run, files: list[str], catalogue: pa.Array) -> WrittenItems
         dict(zip(files, digests, strict=True)),
         rejected,
     )
-
-
-def _check_files_unchanged(
-    run: Run, catalogue: Catalogue, written: WrittenItems
-) -> None:
-    """Raise UserError if an item file changed between its two reads."""
-    for file, digest in catalogue.file_hashes.items():
-        if written.hashes[file] != digest:
-            raise UserError(f"{join(run.input, file)} changed while it was being read")
 
 
 def _check_metadata(

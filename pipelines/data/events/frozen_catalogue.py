@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from core.errors import UserError
 from core.schemas import ItemsInfo, Split, items_schema
 from core.tables import (
-    Part,
     Table,
     read_parquet,
     write_part,
 )
 from pipelines.data.events.build_events import LoadStats
-from pipelines.data.events.event_stats import EventStats
 from pipelines.data.run import Run
 
 
@@ -58,8 +57,21 @@ def copy_items(
         original.info.texts, original.info.attributes, original.info.numbers
     )
     with run.tables.clean_up_on_error("items"):
-        parts, inside = _copy_parts(run, original, schema, stats)
-        share = _check_share(run, stats, inside)
+        parts = []
+        is_inside = np.zeros(len(stats.items), bool)
+        for source in original.part_uris():
+            rows = read_parquet(source)
+            ids = rows["item_id"].combine_chunks().cast(stats.items.type)
+            is_inside |= pc.is_in(stats.items, ids).to_numpy(zero_copy_only=False)
+            parts.append(write_part(run.tables.table_uri("items"), rows.cast(schema)))
+        share = int(stats.counts[is_inside].sum()) / max(int(stats.counts.sum()), 1)
+        if not share or share < config.min_matched:
+            others = stats.items.filter(pa.array(~is_inside)).slice(0, 2).to_pylist()
+            raise UserError(
+                f"{share:.1%} of the behaviours are on items of the catalogue of "
+                f"{catalogue}, below min_matched {config.min_matched:g}: it does not "
+                f"have {', '.join(map(repr, others))}"
+            )
         info = ItemsInfo(
             texts=original.info.texts,
             attributes=original.info.attributes,
@@ -71,7 +83,7 @@ def copy_items(
             split=split,
             split_made_from=run.split_inputs(events),
             items_before_core=len(stats.items),
-            dropped_items=len(stats.items) - int(pc.sum(inside).as_py() or 0),
+            dropped_items=int((~is_inside).sum()),
             items_without_metadata=original.info.items_without_metadata,
             metadata_outside_catalogue=0,
         )
@@ -88,32 +100,3 @@ def copy_items(
         f"on them, {info.dropped_items:,} other items dropped"
     )
     return items
-
-
-def _copy_parts(
-    run: Run, original: Table, schema: pa.Schema, stats: EventStats
-) -> tuple[list[Part], pa.Array]:
-    """Copy the parts of the original items."""
-    parts = []
-    inside = pa.nulls(len(stats.items), pa.bool_()).fill_null(False)
-    for source in original.part_uris():
-        rows = read_parquet(source)
-        ids = rows["item_id"].combine_chunks().cast(stats.items.type)
-        inside = pc.or_(inside, pc.is_in(stats.items, ids))
-        parts.append(write_part(run.tables.table_uri("items"), rows.cast(schema)))
-    return parts, inside
-
-
-def _check_share(run: Run, stats: EventStats, inside: pa.Array) -> float:
-    """Return the share of behaviours on items of the catalogue."""
-    is_inside = inside.to_numpy(zero_copy_only=False)
-    on_catalogue = int(stats.counts[is_inside].sum())
-    share = on_catalogue / max(int(stats.counts.sum()), 1)
-    if not share or share < run.config.min_matched:
-        others = stats.items.filter(pc.invert(inside)).slice(0, 2).to_pylist()
-        raise UserError(
-            f"{share:.1%} of the behaviours are on items of the catalogue of "
-            f"{run.config.catalogue}, below min_matched {run.config.min_matched:g}: it "
-            f"does not have {', '.join(map(repr, others))}"
-        )
-    return share

@@ -148,23 +148,19 @@ class RetrievalStep(SequencesStep):
         requests = built.per_split("requests")
         without_history = built.per_split("without_history")
         usable = {name: requests[name] - without_history[name] for name in SPLITS}
-        self._check(built.count, usable)
+        config = self.run.config
+        if config.catalogue is None:
+            require_training(usable, "request with a history")
+        elif not built.count["users"]:
+            raise UserError(
+                f"no user has {max(config.core, 1)} behaviours on the catalogue of "
+                f"{config.catalogue}"
+            )
         return {
             "tied_targets": tied_targets(built.count),
             "requests": requests,
             "requests_without_history": without_history,
         }
-
-    def _check(self, count: Counter[str], usable: dict[str, int]) -> None:
-        """Check that the table is of use."""
-        config = self.run.config
-        if config.catalogue is None:
-            require_training(usable, "request with a history")
-        elif not count["users"]:
-            raise UserError(
-                f"no user has {max(config.core, 1)} behaviours on the catalogue of "
-                f"{config.catalogue}"
-            )
 
     def report(self, sequences: Table[Any], seconds: float) -> None:
         """Report the number of users."""

@@ -300,7 +300,12 @@ class SearchStep(SequencesStep):
                 f"none of the {count['requests_outside']:,} requests shows an item of "
                 f"the catalogue"
             )
-        self._check_positions(count)
+        column = source.position
+        if column and count["at_position_1"] and not count["at_position_0"]:
+            raise UserError(
+                f"position: '{column}' begins at 1, but positions count from 0, such "
+                f"as cast({column} as bigint) - 1"
+            )
         requests = built.per_split("requests")
         require_training(requests, "request")
         windows = config.kind_config.windows_days if builder.is_windowed else []
@@ -331,15 +336,6 @@ class SearchStep(SequencesStep):
             "max_request_spread_ms": count["max_spread_ms"],
             "item_features": self._item_columns.names,
         }
-
-    def _check_positions(self, count: Counter[str]) -> None:
-        """Check that positions count from 0, as pages and models expect."""
-        column = self.run.source.position
-        if column and count["at_position_1"] and not count["at_position_0"]:
-            raise UserError(
-                f"position: '{column}' begins at 1, but positions count from 0, such "
-                f"as cast({column} as bigint) - 1"
-            )
 
     def report(self, sequences: Table[Any], seconds: float) -> None:
         """Report the sizes of the table, and counts of dropped or unusual requests."""

@@ -265,18 +265,6 @@ def _make_unique(
     return _Codes(codes, sizes, conflict, measures)
 
 
-def _published_codes(
-    items: pa.Table, sids: dict[str, list[int]], uri: str, say: Say
-) -> _Codes:
-    """Look up the published SIDs of the items."""
-    codes = catalogue_codes(sids, items["item_id"].to_pylist(), uri)
-    # over all of the file's SIDs, so that sizes do not depend on the k-core
-    sizes = (np.array(list(sids.values())).max(0) + 1).tolist()
-    measures = {"unused_published": len(sids) - len(codes)}
-    has_duplicates = bool(measure_collisions(codes)["duplicates"])
-    return _make_unique(codes, sizes, has_duplicates, measures, say)
-
-
 def _trained_codes(
     embeddings: Table[EmbeddingsInfo],
     tokenizer: Tokenizer,
@@ -386,12 +374,6 @@ def write_trie(
     )
 
 
-def find_trie(uri: str, sids: Table[SidsInfo]) -> Table[TrieInfo] | None:
-    """Return the `trie` table if it is the trie of these SIDs."""
-    trie = find_table(uri, TrieInfo)
-    return trie if trie and trie.inputs == {"sids": sids.hash} else None
-
-
 def _write_embeddings(
     paths: TokenizerPaths,
     source: EmbeddingSource,
@@ -443,35 +425,6 @@ def settings_of_codes(tokenizer: Tokenizer) -> dict[str, Any]:
     return settings | {tokenizer.name: options} if options else settings
 
 
-def _write_codes(
-    paths: TokenizerPaths,
-    codes: _Codes,
-    tokenizer: Tokenizer,
-    inputs: dict[str, str],
-    started: float,
-) -> Table[SidsInfo]:
-    """Write the `sids` table, and the `quantizer` table of trained codes."""
-    settings = settings_of_codes(tokenizer)
-    if codes.arrays:
-        write_quantizer(paths.quantizer, codes.arrays, config=settings, inputs=inputs)
-    info = SidsInfo(
-        codebook_sizes=codes.sizes,
-        tokenizer=tokenizer.name,
-        items_hash=inputs["items"],
-        conflict_level=codes.conflict_level,
-        measures=codes.measures,
-    )
-    timings = {"tokenize_s": round(time.monotonic() - started, 2)}
-    return write_sids(
-        paths.sids,
-        codes.codes,
-        config=settings,
-        inputs=inputs,
-        info=info,
-        timings=timings,
-    )
-
-
 def tokenize(
     paths: TokenizerPaths,
     tokenizer: Tokenizer,
@@ -514,17 +467,44 @@ def tokenize(
         sids = trie = None
         if not overwrite:
             sids = find_finished(paths.sids, SidsInfo, settings, inputs)
-            trie = find_trie(paths.trie, sids) if sids else None
+            trie = find_table(paths.trie, TrieInfo) if sids else None
+            if trie and sids and trie.inputs != {"sids": sids.hash}:
+                trie = None
         if sids is None:
             if embeddings is None:
-                codes = _published_codes(
-                    paths.items.read(), published_sids, published, say
+                item_ids = paths.items.read(["item_id"])["item_id"].to_pylist()
+                codes = catalogue_codes(published_sids, item_ids, published)
+                # over all SIDs of the file, so that sizes do not depend on the k-core
+                sizes = (np.array(list(published_sids.values())).max(0) + 1).tolist()
+                unique = _make_unique(
+                    codes,
+                    sizes,
+                    bool(measure_collisions(codes)["duplicates"]),
+                    {"unused_published": len(published_sids) - len(codes)},
+                    say,
                 )
             else:
                 if os.environ.get("RAY_ADDRESS"):
                     start_ray()
-                codes = _trained_codes(embeddings, tokenizer, say, sequences)
-            sids = _write_codes(paths, codes, tokenizer, inputs, started)
+                unique = _trained_codes(embeddings, tokenizer, say, sequences)
+                write_quantizer(
+                    paths.quantizer, unique.arrays, config=settings, inputs=inputs
+                )
+            info = SidsInfo(
+                codebook_sizes=unique.sizes,
+                tokenizer=tokenizer.name,
+                items_hash=paths.items.hash,
+                conflict_level=unique.conflict_level,
+                measures=unique.measures,
+            )
+            sids = write_sids(
+                paths.sids,
+                unique.codes,
+                config=settings,
+                inputs=inputs,
+                info=info,
+                timings={"tokenize_s": round(time.monotonic() - started, 2)},
+            )
         is_complete = trie is not None
         trie = trie or write_trie(paths.trie, sids)
         if tokenizer.reads_file:
