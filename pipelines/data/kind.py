@@ -14,6 +14,8 @@ from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.run import Run
+from pipelines.data.sequences.as_of import make_as_of_tables
+from pipelines.data.sequences.builder import SequencesStep, make_sequences
 from pipelines.data.simulation import Settings, SimulatedLog
 
 
@@ -23,6 +25,8 @@ class Kind(ABC):
     name: ClassVar[str]
     """Name of the kind in source files, which the models that read its tables have as
     `kind`."""
+    step_class: ClassVar[type[SequencesStep]]
+    """The step of prepare that makes `sequences`."""
     needs_history: ClassVar[bool] = False
     """Whether training and evaluation skip requests without a history."""
     allows_repeats: ClassVar[bool] = False
@@ -50,7 +54,6 @@ class Kind(ABC):
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Raise UserError if the settings do not fit the kind or the log."""
 
-    @abstractmethod
     def make_sequences(
         self, run: Run, events: Table, items: Table, split: Split
     ) -> Table:
@@ -61,10 +64,9 @@ class Kind(ABC):
             events: Table of the events.
             items: Table of the items.
             split: The split.
-
-        Returns:
-            The manifest of `sequences`.
         """
+        as_of = make_as_of_tables(run)
+        return make_sequences(self.step_class(run, events, items, split, as_of))
 
     def make_counts(self, run: Run, events: Table, items: Table, as_of_ms: int) -> None:
         """Write the table of counts that served models read; only if `has_counts`.

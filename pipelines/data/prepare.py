@@ -10,7 +10,7 @@ with the missing tables, and a finished run does nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -65,8 +65,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the tables of a raw log to `output_uri`.
 
-    A small log is processed in this process (`_create_engine`). A larger log needs a
-    running Ray.
+    A small log is processed in this process. A larger log needs a running Ray.
 
     Args:
         source: Mapping of the raw log.
@@ -91,9 +90,29 @@ def prepare(
         stack.enter_context(writing(output_uri))
         found = _find_tables(source, output_uri, overwrite=existing == "overwrite")
         extends = existing == "append" and {"events", "rejects"} <= found.keys()
-        partitions = _count_partitions(source, input_uri, config, found, extends)
-        engine = _create_engine(config, partitions, start, extends)
-        is_complete = has_finished(output_uri, found)
+        partitions = config.partitions or 0
+        if not partitions and extends:
+            partitions = found["events"].config["partitions"]
+        elif not partitions:
+            files = [*source.event_files(input_uri), *source.user_files(input_uri)]
+            if catalogue is None:
+                files += source.item_files(input_uri)
+            partitions = count_partitions([join(input_uri, file) for file in files])
+        # a small log is processed in this process
+        max_in_process = MAX_APPENDED_PARTITIONS if extends else 1
+        engine = Engine(
+            config.ray_data,
+            in_process=not config.partitions and partitions <= max_in_process,
+            share_workers=partitions <= MAX_SHARED_PARTITIONS,
+            start=start,
+        )
+        # a finished run has written its statistics, and its tables fit each other
+        statistics_file = file_info(join(output_uri, STATISTICS))
+        made_from = found["sequences"].inputs if "sequences" in found else {}
+        is_complete = statistics_file.type == fs.FileType.File and all(
+            name in found and found[name].hash == made_from.get(name)
+            for name in ("events", "items")
+        )
         tables = OutputTables(
             output_uri, report, engine, extends, is_complete, existing=found
         )
@@ -132,52 +151,6 @@ def _find_tables(source: Log, output_uri: str, *, overwrite: bool) -> dict[str, 
         elif table := find_table(uri, INFO_CLASSES.get(name, AsOfInfo)):
             found[name] = table
     return found
-
-
-def has_finished(output_uri: str, found: Mapping[str, Table]) -> bool:
-    """Return whether the output folder holds the tables of a finished run.
-
-    A finished run has written its statistics, and the hashes of its events and items
-    equal the hashes in the manifest of its sequences.
-    """
-    if file_info(join(output_uri, STATISTICS)).type != fs.FileType.File:
-        return False
-    sequences = found.get("sequences")
-    return sequences is not None and all(
-        name in found and found[name].hash == sequences.inputs.get(name)
-        for name in ("events", "items")
-    )
-
-
-def _count_partitions(
-    source: Log,
-    input_uri: str,
-    config: PrepareConfig,
-    found: Mapping[str, Table],
-    extends: bool,
-) -> int:
-    """Return the number of partitions of the events."""
-    if config.partitions:
-        return config.partitions
-    if extends:
-        return int(found["events"].config["partitions"])
-    files = [*source.event_files(input_uri), *source.user_files(input_uri)]
-    if config.catalogue is None:
-        files += source.item_files(input_uri)
-    return count_partitions([join(input_uri, file) for file in files])
-
-
-def _create_engine(
-    config: PrepareConfig, partitions: int, start: Callable[[], None], extends: bool
-) -> Engine:
-    """Return an engine that runs in this process for a small log, otherwise on Ray."""
-    max_in_process = MAX_APPENDED_PARTITIONS if extends else 1
-    return Engine(
-        config.ray_data,
-        in_process=not config.partitions and partitions <= max_in_process,
-        share_workers=partitions <= MAX_SHARED_PARTITIONS,
-        start=start,
-    )
 
 
 def _choose_split(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
-from core.schemas import Split
-from core.tables import Table
 from pipelines.data.actions.audit import check_actions_tables
-from pipelines.data.actions.sequences import check_actions, make_actions
+from pipelines.data.actions.sequences import ActionsStep, check_actions
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
-from pipelines.data.run import Run
 from pipelines.data.simulation import Settings, SimulatedLog, draw_feed
 
 
@@ -20,6 +17,7 @@ class Actions(Kind):
     """The kind of request that asks which actions a user will take on an impression."""
 
     name = "actions"
+    step_class = ActionsStep
     reads_as_of_features = True
     statistics = (
         "base_rates",
@@ -38,12 +36,6 @@ class Actions(Kind):
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Raise UserError for settings that do not fit a log of actions."""
         check_actions(source, config)
-
-    def make_sequences(
-        self, run: Run, events: Table, items: Table, split: Split
-    ) -> Table:
-        """Make `sequences`, and the tables of features that have times of their own."""
-        return make_actions(run, events, items, split)
 
     def audit_sequences(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame

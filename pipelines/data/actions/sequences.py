@@ -35,8 +35,6 @@ from pipelines.data.engine import Call
 from pipelines.data.events.columns import read_part, take_rows
 from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
-from pipelines.data.run import Run
-from pipelines.data.sequences.as_of import make_as_of_tables
 from pipelines.data.sequences.builder import (
     Behaviours,
     BuiltTable,
@@ -47,7 +45,6 @@ from pipelines.data.sequences.builder import (
     SequenceBuilder,
     SequencesStep,
     TrainingStats,
-    make_sequences,
     select_behaviours,
     to_vectors,
 )
@@ -404,9 +401,15 @@ class ActionsStep(SequencesStep):
         counter = builder.counter
         if not counter.keys:
             return None
-        attributes = [name for name in counter.keys if name != ITEM]
-        codes = self.run.engine.put(read_attribute_codes(self.run, attributes))
-        return counter, (lookups.catalogue, codes)
+        # by attribute, the code (I,) int32 of each item's value, -1 for a missing value
+        codes: dict[str, np.ndarray] = {}
+        for name in counter.keys:
+            if name != ITEM:
+                column = f"cat_{name}"
+                items = self.run.tables.current("items").read([column])
+                values = items[column].combine_chunks().dictionary_encode()
+                codes[name] = pc.fill_null(values.indices, -1).to_numpy()
+        return counter, (lookups.catalogue, self.run.engine.put(codes))
 
     def describe(self, builder: ActionsBuilder, built: BuiltTable) -> dict[str, Any]:
         """Return names, definitions and statistics of tasks, actions and features."""
@@ -459,35 +462,6 @@ class ActionsStep(SequencesStep):
             )
         rates = [f"{name} {rate:.4f}" for name, rate in info.base_rates.items()]
         report(f"base rates: {', '.join(rates)}")
-
-
-def read_attribute_codes(run: Run, names: list[str]) -> dict[str, np.ndarray]:
-    """Return integer codes of item attributes.
-
-    Returns:
-        By attribute the code (I,) int32 of each item's value, -1 for a missing value.
-    """
-    if not names:
-        return {}
-    items = run.tables.current("items").read([f"cat_{name}" for name in names])
-    codes = {}
-    for name in names:
-        values = items[f"cat_{name}"].combine_chunks().dictionary_encode()
-        codes[name] = pc.fill_null(values.indices, -1).to_numpy()
-    return codes
-
-
-def make_actions(run: Run, events: Table, items: Table, split: Split) -> Table:
-    """Make the sequences of a log of actions and return their manifest.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        events: Table of `events`.
-        items: Table of `items`.
-        split: The split.
-    """
-    as_of = make_as_of_tables(run)
-    return make_sequences(ActionsStep(run, events, items, split, as_of))
 
 
 def check_actions(source: Log, config: PrepareConfig) -> ActionsConfig:

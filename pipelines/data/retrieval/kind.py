@@ -7,7 +7,6 @@ from typing import Any
 
 import polars as pl
 
-from core.schemas import Split
 from core.tables import Table
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
@@ -15,8 +14,6 @@ from pipelines.data.prepare_config import PrepareConfig
 from pipelines.data.reading.log import Log
 from pipelines.data.retrieval.audit import check_retrieval_tables
 from pipelines.data.retrieval.sequences import RetrievalStep
-from pipelines.data.run import Run
-from pipelines.data.sequences.builder import make_sequences
 from pipelines.data.simulation import Settings, SimulatedLog, draw_interactions
 
 MAX_WITHOUT_HISTORY = 0.5
@@ -28,6 +25,7 @@ class Retrieval(Kind):
     """The kind of request that asks for the next item of the catalogue."""
 
     name = "retrieval"
+    step_class = RetrievalStep
     needs_history = True
     allows_repeats = True
     statistics = ("requests_without_history",)
@@ -37,12 +35,6 @@ class Retrieval(Kind):
 
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Accept all settings."""
-
-    def make_sequences(
-        self, run: Run, events: Table, items: Table, split: Split
-    ) -> Table:
-        """Make `sequences`; a retrieval log needs no other table."""
-        return make_sequences(RetrievalStep(run, events, items, split, as_of={}))
 
     def audit_sequences(
         self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame

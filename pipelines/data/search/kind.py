@@ -18,7 +18,9 @@ from pipelines.data.run import Run
 from pipelines.data.search.audit import check_search_tables
 from pipelines.data.search.counts_as_of import make_counts
 from pipelines.data.search.features import check_feature_names, feature_names
-from pipelines.data.search.sequences import make_search
+from pipelines.data.search.sequences import SearchStep, make_queries
+from pipelines.data.sequences.as_of import make_as_of_tables
+from pipelines.data.sequences.builder import make_sequences
 from pipelines.data.sequences.custom_features import default_groups
 from pipelines.data.sequences.splits import SPLITS
 from pipelines.data.simulation import Settings, SimulatedLog, draw_searches
@@ -62,7 +64,8 @@ class Search(Kind):
         self, run: Run, events: Table, items: Table, split: Split
     ) -> Table:
         """Make `queries`, the tables of joined features, and `sequences`."""
-        return make_search(run, events, items, split)
+        queries, as_of = make_queries(run, events), make_as_of_tables(run)
+        return make_sequences(SearchStep(run, events, items, split, as_of, queries))
 
     def make_counts(self, run: Run, events: Table, items: Table, as_of_ms: int) -> None:
         """Make the table of counts of items, queries and pairs as of a time in ms."""

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize
 from core.ragged import run_starts
-from core.schemas import CARRIED, QUERIES, QueriesInfo, SearchInfo, Split, search_schema
+from core.schemas import CARRIED, QUERIES, QueriesInfo, SearchInfo, search_schema
 from core.tables import Table, write_part
 from pipelines.data.engine import Call
 from pipelines.data.events.columns import (
@@ -44,7 +44,6 @@ from pipelines.data.search.features import (
 )
 from pipelines.data.search.requests import EventRequests, find_requests
 from pipelines.data.sequences.as_of import (
-    make_as_of_tables,
     share_items,
 )
 from pipelines.data.sequences.builder import (
@@ -57,7 +56,6 @@ from pipelines.data.sequences.builder import (
     SequenceBuilder,
     SequencesStep,
     TrainingStats,
-    make_sequences,
     to_vectors,
 )
 from pipelines.data.sequences.counts import Columns, KeyCounter, gather_counts
@@ -367,23 +365,6 @@ class SearchStep(SequencesStep):
                 f"different times, up to {span} apart; a request's time is that of its "
                 f"earliest result"
             )
-
-
-def make_search(run: Run, events: Table, items: Table, split: Split) -> Table:
-    """Make the tables of a search log that follow `events` and `items`.
-
-    Args:
-        run: Log, settings and tables of this call of `prepare`.
-        events: Table of `events`.
-        items: Table of `items`.
-        split: The split.
-
-    Returns:
-        Table of `sequences`.
-    """
-    queries = make_queries(run, events)
-    as_of = make_as_of_tables(run)
-    return make_sequences(SearchStep(run, events, items, split, as_of, queries))
 
 
 def make_queries(run: Run, events: Table) -> Table:

@@ -141,19 +141,6 @@ def _to_matrix(column: pa.ChunkedArray) -> np.ndarray:
     return np.concatenate(chunks).astype(np.float32, copy=False)
 
 
-def _actor_resources(config: EmbedConfig, gpus: bool) -> dict[str, float]:
-    """Return the Ray resources of one actor; memory is in bytes."""
-    use_gpu = config.use_gpu
-    if use_gpu == "auto":
-        use_gpu = bool(ray.cluster_resources().get("GPU", 0))
-    resources: dict[str, float] = {"CPU": 1}
-    if use_gpu and gpus:
-        resources["GPU"] = 1
-    if config.memory_gb:
-        resources["memory"] = config.memory_gb * 2**30
-    return resources
-
-
 def run_in_actors(
     blocks: list[pa.Table],
     actor_class: type,
@@ -173,10 +160,20 @@ def run_in_actors(
         gpus: Whether an actor can use a GPU.
     """
     quiet_ray_data()
-    resources = _actor_resources(config, gpus)
+    use_gpu = config.use_gpu
+    if use_gpu == "auto":
+        use_gpu = bool(ray.cluster_resources().get("GPU", 0))
+    resources: dict[str, float] = {"CPU": 1}
+    if use_gpu and gpus:
+        resources["GPU"] = 1
+    if config.memory_gb:
+        resources["memory"] = config.memory_gb * 2**30
     cluster.check_room(1, resources)
-    num_actors = config.workers or default_num_actors(resources, len(blocks))
-    num_actors = min(len(blocks), num_actors)
+    num_actors = cluster.count_room(resources)
+    if has_autoscaler():
+        num_useful = math.ceil(len(blocks) / BLOCKS_PER_ACTOR)
+        num_actors = max(num_actors, min(num_useful, MAX_DEFAULT_ACTORS))
+    num_actors = min(len(blocks), config.workers or num_actors)
     device = "GPU" if "GPU" in resources else "CPU"
     say(f"{pluralize(num_actors, 'encoder actor')} on {device}")
     with warnings.catch_warnings(), silence_cpp_log():
@@ -206,20 +203,6 @@ BLOCKS_PER_ACTOR = 4
 
 MAX_DEFAULT_ACTORS = 32
 """Maximum number of encoder actors requested from an autoscaler by default."""
-
-
-def default_num_actors(resources: dict[str, float], num_blocks: int) -> int:
-    """Return how many encoder actors to request if the user sets no number.
-
-    Returns:
-        The number that fits the current nodes. With an autoscaler also one actor per
-        `BLOCKS_PER_ACTOR` blocks, up to `MAX_DEFAULT_ACTORS`, whichever is more.
-    """
-    room = cluster.count_room(resources)
-    if not has_autoscaler():
-        return room
-    num_useful = math.ceil(num_blocks / BLOCKS_PER_ACTOR)
-    return max(room, min(num_useful, MAX_DEFAULT_ACTORS))
 
 
 def _encode_distributed(

@@ -129,16 +129,31 @@ def extend_embeddings(
     num_fit = earlier.info.fitted_items or earlier.rows
     say(f"{pluralize(items.rows - num_old, 'new item')} in addition to {num_old:,}")
     info = replace(earlier.info, fitted_items=num_fit)
-    encoded: np.ndarray | None
+    is_compared = bool(source.precomputed) or source.encoder == "tfidf"
+    new_vectors = old.vectors[:0]
+    encoded: np.ndarray | None = None
     if source.precomputed:
         encoded = source.precomputed.align(item_ids, say)
     else:
         texts = item_texts(rows, source.config)
         info.distinct_texts = len(set(texts))
-        encoded = _encode_new(texts, num_old, num_fit, source, say, start_ray)
-    new_vectors = old.vectors[:0]
+        if not is_compared:
+            start_ray()
+        if len(texts) > num_old:
+            new_texts = texts if is_compared else texts[num_old:]
+            ranges = embed_ranges(
+                new_texts, source.encoder, source.config, say, num_fit
+            )
+            encoded = np.concatenate(list(ranges))
     if encoded is not None:
-        new_vectors = _select_new(encoded, old, source, item_ids, say)
+        has_old_width = encoded.shape[1] == old.encoder_width
+        new_vectors = encoded
+        if old.projection and has_old_width:
+            new_vectors = old.projection.project(encoded)
+        if is_compared:
+            recomputed = new_vectors[:num_old] if has_old_width else None
+            _check_unchanged(old, recomputed, item_ids, source.precomputed, say)
+            new_vectors = new_vectors[num_old:]
     parts = write_vectors(uri, np.concatenate([old.vectors, new_vectors]))
     return commit(
         uri,
@@ -151,45 +166,6 @@ def extend_embeddings(
         timings={"embed_s": round(time.monotonic() - started, 2)},
         extends=earlier.ancestry,
     )
-
-
-def _encode_new(
-    texts: list[str],
-    num_old: int,
-    num_fit: int,
-    source: EmbeddingSource,
-    say: Say,
-    start_ray: Callable[[], None],
-) -> np.ndarray | None:
-    """Encode the texts of the new items; TF-IDF also encodes those of old items."""
-    if source.encoder != "tfidf":
-        start_ray()
-    if len(texts) == num_old:
-        return None
-    if source.encoder != "tfidf":
-        texts = texts[num_old:]
-    ranges = embed_ranges(texts, source.encoder, source.config, say, num_fit)
-    return np.concatenate(list(ranges))
-
-
-def _select_new(
-    encoded: np.ndarray,
-    old: _OldEmbeddings,
-    source: EmbeddingSource,
-    item_ids: list[str],
-    say: Say,
-) -> np.ndarray:
-    """Project embeddings like the old ones, and return the new items' embeddings."""
-    has_old_width = encoded.shape[1] == old.encoder_width
-    vectors = encoded
-    if old.projection and has_old_width:
-        vectors = old.projection.project(encoded)
-    if source.precomputed is None and source.encoder != "tfidf":
-        return vectors
-    num_old = len(old.vectors)
-    recomputed = vectors[:num_old] if has_old_width else None
-    _check_unchanged(old, recomputed, item_ids, source.precomputed, say)
-    return vectors[num_old:]
 
 
 def _check_unchanged(

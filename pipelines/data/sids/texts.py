@@ -175,13 +175,6 @@ def _pair_keys(items: np.ndarray, queries: np.ndarray) -> np.ndarray:
     return items.astype(np.int64) << 32 | queries.astype(np.int64) + 1
 
 
-def _split_keys(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return item_index and query_index (pairs,) int32 of keys by `_pair_keys`."""
-    items = (keys >> 32).astype(np.int32)
-    queries = ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
-    return items, queries
-
-
 def _part_pairs(uri: str) -> np.ndarray:
     """Return the ascending keys of the distinct pairs in a part of `sequences`."""
     table = read_parquet(uri, ["item_index", "query_index", "requests"])
@@ -197,18 +190,6 @@ def _part_pairs(uri: str) -> np.ndarray:
         [np.repeat(request_queries, num_candidates), behaviour_queries]
     )
     return sorted_unique(_pair_keys(items, queries))
-
-
-def distinct_pairs(parts: list[str], start_ray: Callable[[], None]) -> np.ndarray:
-    """Return the ascending keys of the pairs of all behaviours and candidates.
-
-    `parts` are the files of the `sequences` table.
-    """
-    keys = np.zeros(0, dtype=np.int64)
-    engine = Engine(start=start_ray)
-    for _, pairs in engine.map_unordered(_part_pairs, [(uri,) for uri in parts]):
-        keys = sorted_unique(np.concatenate([keys, pairs]))
-    return keys
 
 
 INPUT_TABLES = {
@@ -383,12 +364,16 @@ class _LogEncoder:
             return finished
         started = time.monotonic()
         uri = join(self.output, "pairs")
-        keys = distinct_pairs(self.tables["sequences"].part_uris(), self.start_ray)
+        keys = np.zeros(0, dtype=np.int64)  # of the distinct pairs, ascending
+        engine = Engine(start=self.start_ray)
+        calls = [(uri,) for uri in self.tables["sequences"].part_uris()]
+        for _, pairs in engine.map_unordered(_part_pairs, calls):
+            keys = sorted_unique(np.concatenate([keys, pairs]))
         size = min(max(len(keys) // TARGET_PARTS, MIN_PART_PAIRS), MAX_PART_PAIRS)
-        blocks = [
-            pa.table(list(_split_keys(keys[first : first + size])), names=PAIR)
-            for first in range(0, len(keys), size)
-        ]
+        items_of_keys = (keys >> 32).astype(np.int32)
+        queries_of_keys = ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
+        all_pairs = pa.table([items_of_keys, queries_of_keys], names=PAIR)
+        blocks = [all_pairs.slice(first, size) for first in range(0, len(keys), size)]
         self.say(f"pairs: {len(keys):,} distinct in {pluralize(len(blocks), 'part')}")
         shared = {
             "items": ray.put(items),
@@ -459,7 +444,22 @@ def encode_log(
     # tasks may run in other folders
     tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)
     sequences = open_table(join(tables_uri, "sequences"), SequencesInfo)
-    table_names = choose_text_tables(sequences, encoder, config, output_uri)
+    kind = KINDS[sequences.info.kind]
+    if not kind.text_tables:
+        raise UserError(
+            f"{sequences.uri} is of kind {kind.name}, whose models read no texts"
+        )
+    for name in kind.text_tables:
+        table = "tokens" if name == "tokens" else "embeddings"
+        check_replaceable(join(output_uri, name), table)
+    if config.query_condition == "joint":
+        if "pairs" not in kind.text_tables:
+            raise UserError(
+                f"query_condition is joint, but {sequences.uri} is of kind "
+                f"{kind.name}, and only kind search has queries"
+            )
+        if encoder == "tfidf":
+            raise UserError("query_condition is joint, but tfidf has no [SEP] token")
     tables: dict[str, Table] = {"sequences": sequences}
     tables["items"] = open_table(join(tables_uri, "items"), ItemsInfo)
     log_encoder = _LogEncoder(
@@ -469,7 +469,7 @@ def encode_log(
     encoder_version(encoder)  # raises for an unknown encoder before Ray starts
     if config.query_condition == "joint":
         say(JOINT_WARNING)
-    if "queries" in table_names:
+    if "queries" in kind.text_tables:
         tables["queries"] = open_table(join(tables_uri, "queries"), QueriesInfo)
         texts["queries"] = []
         if tables["queries"].rows:  # an empty table has no files
@@ -480,47 +480,15 @@ def encode_log(
     tokens_uri = join(output_uri, "tokens")
     with writing(output_uri):
         manifests = log_encoder.write_texts(texts, tfidf)
-        if "tokens" in table_names and tfidf is None:
+        if "tokens" in kind.text_tables and tfidf is None:
             manifests["tokens"] = log_encoder.write_tokens(texts["items"])
         elif has_manifest(tokens_uri):
             clear(tokens_uri)  # tokens of an earlier encoder
-        if "pairs" in table_names:
+        if "pairs" in kind.text_tables:
             manifests["pairs"] = log_encoder.write_pairs(
                 texts["items"], texts["queries"], tfidf
             )
         return manifests
-
-
-def choose_text_tables(
-    sequences: Table[SequencesInfo], encoder: str, config: TextConfig, output_uri: str
-) -> tuple[str, ...]:
-    """Return the names of the tables to write, and check options and output.
-
-    Args:
-        sequences: Sequences of the log.
-        encoder: Name of the encoder, or "tfidf".
-        config: Options of the encoder.
-        output_uri: Folder of the tables of embeddings.
-
-    Returns:
-        Names of the tables of embeddings that the log's kind of requests needs.
-    """
-    kind = KINDS[sequences.info.kind]
-    if not kind.text_tables:
-        raise UserError(
-            f"{sequences.uri} is of kind {kind.name}, whose models read no texts"
-        )
-    for name in kind.text_tables:
-        table = "tokens" if name == "tokens" else "embeddings"
-        check_replaceable(join(output_uri, name), table)
-    if config.query_condition == "joint" and "pairs" not in kind.text_tables:
-        raise UserError(
-            f"query_condition is joint, but {sequences.uri} is of kind {kind.name}, "
-            f"and only kind search has queries"
-        )
-    if encoder == "tfidf" and config.query_condition == "joint":
-        raise UserError("query_condition is joint, but tfidf has no [SEP] token")
-    return kind.text_tables
 
 
 def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
