@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ from pyarrow import fs
 
 from core.errors import pluralize
 from core.files import file_info, join
-from core.schemas import ItemsInfo, Split
+from core.schemas import Split
 from core.tables import (
     MANIFEST,
     Info,
@@ -244,18 +242,6 @@ class Run:
             self.report(f"rejects{rows}: {line}")
         rejected.check(self.config.max_rejects, rows)
 
-    def report_progress(self, step: str) -> Report:
-        """Return a function that reports progress at most once per second."""
-        last_report = time.monotonic()
-
-        def report(line: str) -> None:
-            nonlocal last_report
-            if time.monotonic() - last_report >= 1:
-                last_report = time.monotonic()
-                self.report(f"{step}: {line}")
-
-        return report
-
     def split_inputs(self, events: Table) -> list[Any]:
         """Return the inputs of the split's cut times, as manifests record them."""
         return [events.hash, self.config.split.settings(), self.behaviour]
@@ -268,31 +254,3 @@ class Run:
         """
         whole_log = self.config.core_window == "all" or self.config.catalogue
         return None if whole_log else split.val_start_ms
-
-    def sequences_info(
-        self, items: Table[ItemsInfo], split: Split, count: Counter[str]
-    ) -> dict[str, Any]:
-        """Return the fields of `SequencesInfo` that all kinds have in common.
-
-        Args:
-            items: Table of the items.
-            split: The split.
-            count: Counts summed over all parts, by name.
-        """
-        config = self.config
-        return {
-            "kind": config.kind,
-            "users": count["users"],
-            "interactions": count["interactions"],
-            "pairs": count["pairs"],
-            "items": items.rows,
-            "split": split,
-            "ties": config.ties,
-            "log": self.source.info,
-            "behaviour": config.behaviour,
-            "max_events": config.max_events,
-            "max_length": count["max_length"],
-            "truncated_users": count["truncated_users"],
-            "truncated_events": count["truncated_events"],
-            "tied_behaviours": count["tied_rows"],
-        }

@@ -43,7 +43,7 @@ hash of the values of the row."""
 def make_items(
     run: Run, events: Table, load_stats: LoadStats, split: Split
 ) -> Table[ItemsInfo]:
-    """Write the table `items` and return its manifest.
+    """Write the table `items`, unless it is up to date.
 
     Args:
         run: Log, settings and tables of this call of `prepare`.

@@ -368,7 +368,7 @@ class SearchStep(SequencesStep):
 
 
 def make_queries(run: Run, events: Table) -> Table:
-    """Make the table of distinct queries, sorted, and return its manifest."""
+    """Make the table of distinct queries, sorted, unless it is up to date."""
     inputs = {"events": events.hash}
     if finished := run.tables.find_finished(QueriesInfo, {}, inputs):
         return finished

@@ -41,7 +41,7 @@ BEFORE_ALL_MS = -(2**62)
 
 
 def make_as_of_tables(run: Run) -> dict[str, Table[AsOfInfo]]:
-    """Make the tables that the source declares, and return their manifests by name."""
+    """Make the tables that the source declares, and return them by name."""
     return {
         f"{PREFIX}{name}": _make_table(run, name, section)
         for name, section in run.source.as_of.items()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -41,7 +40,7 @@ from pipelines.data.events.columns import (
     read_part,
     take_rows,
 )
-from pipelines.data.run import Report, Run
+from pipelines.data.run import Run
 from pipelines.data.sequences.as_of import (
     as_of_info,
     as_of_schema,
@@ -671,26 +670,81 @@ class SequencesStep(ABC):
         """Report the sizes of the table, and counts of dropped events and requests.
 
         Args:
-            sequences: Table of the table.
+            sequences: The table.
             seconds: Duration of the step.
         """
 
 
+MAX_COUNTS = ("max_length", "max_candidates", "max_spread_ms")
+"""Counts that are the maximum over parts, not the sum."""
+
+
 def make_sequences(step: SequencesStep) -> Table[SequencesInfo]:
-    """Make the table of a step, unless it is up to date, and return its manifest."""
-    run = step.run
+    """Make the table of a step, unless it is up to date."""
+    run, config = step.run, step.run.config
     settings, inputs = step.settings, step.inputs
     if finished := run.tables.find_finished(SequencesInfo, settings, inputs):
         return finished
     started = time.perf_counter()
     with run.tables.clean_up_on_error("sequences"):
         builder = step.create_builder()
-        built = _build_parts(step, builder)
-        report_missing(run, step.as_of, step.events.rows, built.count)
+        parts = step.events.part_uris()
+        lookups = step.share_lookups()
+        shared = (run.tables.table_uri("sequences"), builder, lookups)
+        counter_and_lookups = step.create_counter(builder, lookups)
+        if counter_and_lookups:
+            counter, key_lookups = counter_and_lookups
+            results = count_in_buckets(
+                run.engine,
+                parts,
+                step.events.rows,
+                counter,
+                key_lookups,
+                _build_and_write,
+                shared,
+            )
+        else:
+            calls = [(uri,) for uri in parts]
+            results = run.engine.map_unordered(_build_and_write, calls, shared)
+        built_by_index: dict[int, BuiltPart] = {}
+        count: Counter[str] = Counter()
+        last_report = time.monotonic()
+        for index, part in results:
+            built_by_index[index] = part
+            maxima = {name: max(count[name], part.count[name]) for name in MAX_COUNTS}
+            count.update(part.count)
+            for name, maximum in maxima.items():
+                count[name] = maximum
+            if time.monotonic() - last_report >= 1:
+                last_report = time.monotonic()
+                run.report(
+                    f"sequences: part {len(built_by_index)} of {len(parts)} built, "
+                    f"{pluralize(count['users'], 'user')}"
+                )
+        ordered = [built_by_index[index] for index in sorted(built_by_index)]
+        built = BuiltTable(
+            [part.written for part in ordered if part.written],
+            count,
+            [part.training for part in ordered if part.training],
+        )
+        report_missing(run, step.as_of, step.events.rows, count)
         custom = [part.custom for part in built.training]
         custom_columns = builder.custom_columns if custom else []
         info = step.info_class(
-            **run.sequences_info(step.items, step.split, built.count),
+            kind=config.kind,
+            users=count["users"],
+            interactions=count["interactions"],
+            pairs=count["pairs"],
+            items=step.items.rows,
+            split=step.split,
+            ties=config.ties,
+            log=run.source.info,
+            behaviour=config.behaviour,
+            max_events=config.max_events,
+            max_length=count["max_length"],
+            truncated_users=count["truncated_users"],
+            truncated_events=count["truncated_events"],
+            tied_behaviours=count["tied_rows"],
             **step.describe(builder, built),
             custom=describe_features(custom, custom_columns),
             as_of=as_of_info(step.as_of),
@@ -708,31 +762,6 @@ def make_sequences(step: SequencesStep) -> Table[SequencesInfo]:
     return sequences
 
 
-def _build_parts(step: SequencesStep, builder: SequenceBuilder) -> BuiltTable:
-    """Build and write all parts; the commit is left to the caller."""
-    engine, tables = step.run.engine, step.run.tables
-    parts = step.events.part_uris()
-    lookups = step.share_lookups()
-    shared = (tables.table_uri("sequences"), builder, lookups)
-    counter_and_lookups = step.create_counter(builder, lookups)
-    if counter_and_lookups:
-        counter, key_lookups = counter_and_lookups
-        results = count_in_buckets(
-            engine,
-            parts,
-            step.events.rows,
-            counter,
-            key_lookups,
-            _build_and_write,
-            shared,
-        )
-    else:
-        calls = [(uri,) for uri in parts]
-        results = engine.map_unordered(_build_and_write, calls, shared)
-    progress = step.run.report_progress("sequences")
-    return gather_parts(results, len(parts), progress)
-
-
 def _build_and_write(
     sequences_uri: str,
     builder: SequenceBuilder,
@@ -746,35 +775,3 @@ def _build_and_write(
     assert built.table is not None
     written = write_part(sequences_uri, built.table) if built.table.num_rows else None
     return replace(built, table=None, written=written)
-
-
-MAX_COUNTS = ("max_length", "max_candidates", "max_spread_ms")
-"""Counts that are the maximum over parts, not the sum."""
-
-
-def gather_parts(
-    results: Iterable[tuple[int, BuiltPart]], num_parts: int, progress: Report
-) -> BuiltTable:
-    """Collect the parts that tasks have built, in the order of the events parts.
-
-    Args:
-        results: Index of the events part and the built part, in any order.
-        num_parts: Number of events parts, for progress.
-        progress: Reports progress after each part.
-    """
-    built_by_index: dict[int, BuiltPart] = {}
-    total: Counter[str] = Counter()
-    for index, built in results:
-        built_by_index[index] = built
-        maxima = {name: max(total[name], built.count[name]) for name in MAX_COUNTS}
-        total.update(built.count)
-        for name, maximum in maxima.items():
-            total[name] = maximum
-        users = pluralize(total["users"], "user")
-        progress(f"part {len(built_by_index)} of {num_parts} built, {users}")
-    ordered = [built_by_index[index] for index in sorted(built_by_index)]
-    return BuiltTable(
-        [built.written for built in ordered if built.written],
-        total,
-        [built.training for built in ordered if built.training],
-    )
