@@ -113,8 +113,8 @@ def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadS
         rejects = run.tables.find_finished(RejectsInfo, settings, {}, files.stamps)
         if finished and rejects:
             return finished, _stats_loader(run, finished)
-    manifest, stats = _read_files(run, files, settings, earlier)
-    return manifest, lambda: stats
+    committed, stats = _read_files(run, files, settings, earlier)
+    return committed, lambda: stats
 
 
 def _stats_loader(run: Run, events: Table) -> LoadStats:

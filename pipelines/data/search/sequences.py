@@ -386,12 +386,12 @@ def make_queries(run: Run, events: Table) -> Table:
             index = pa.array(np.arange(start, start + len(text), dtype=np.int32))
             table = pa.Table.from_arrays([index, text], schema=QUERIES)
             parts.append(write_part(uri, table))
-        manifest = run.tables.commit(
+        committed = run.tables.commit(
             "queries", QUERIES, parts, {}, inputs, QueriesInfo()
         )
     seconds = time.perf_counter() - started
     run.report(f"queries: {len(queries):,} distinct in {seconds:.1f} s")
-    return manifest
+    return committed
 
 
 def _read_queries(uri: str) -> pa.Array:

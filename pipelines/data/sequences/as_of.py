@@ -64,14 +64,14 @@ def _make_table(run: Run, name: str, section: Section) -> Table[AsOfInfo]:
         if written.part is None:
             raise UserError(f"{run.input} has no valid row in {', '.join(files[:3])}")
         info = AsOfInfo(section.key, stamps)
-        manifest = run.tables.commit(
+        committed = run.tables.commit(
             table, section.schema, [written.part], settings, written.hashes, info
         )
     run.report(
-        f"{table}: {manifest.rows:,} rows; dropped {written.repeated:,} with the id "
+        f"{table}: {committed.rows:,} rows; dropped {written.repeated:,} with the id "
         f"and time of a later row"
     )
-    return manifest
+    return committed
 
 
 @dataclass(frozen=True)
@@ -189,22 +189,21 @@ def share_items(run: Run, columns: list[str]) -> list[Shared]:
     return [run.engine.put(AsOfTable.from_rows("items", items, "item_id"))]
 
 
-def share_as_of(run: Run, manifests: dict[str, Table[AsOfInfo]]) -> list[Shared]:
-    """Store the tables of these manifests for all tasks."""
-    shared = []
-    for name, manifest in manifests.items():
-        table = AsOfTable.from_rows(name, manifest.read(), manifest.info.key)
-        shared.append(run.engine.put(table))
-    return shared
+def share_as_of(run: Run, tables: dict[str, Table[AsOfInfo]]) -> list[Shared]:
+    """Store these tables for all tasks."""
+    return [
+        run.engine.put(AsOfTable.from_rows(name, table.read(), table.info.key))
+        for name, table in tables.items()
+    ]
 
 
-def as_of_info(manifests: dict[str, Table[AsOfInfo]]) -> dict[str, AsOfFeatures]:
+def as_of_info(tables: dict[str, Table[AsOfInfo]]) -> dict[str, AsOfFeatures]:
     """Return the keys and features of these tables."""
     return {
         name: AsOfFeatures(
-            manifest.info.key, [column["name"] for column in manifest.schema[2:]]
+            table.info.key, [column["name"] for column in table.schema[2:]]
         )
-        for name, manifest in manifests.items()
+        for name, table in tables.items()
     }
 
 
@@ -231,7 +230,7 @@ def join_as_of(
 
 def report_missing(
     run: Run,
-    manifests: dict[str, Table[AsOfInfo]],
+    tables: dict[str, Table[AsOfInfo]],
     num_events: int,
     count: Counter[str],
 ) -> None:
@@ -239,11 +238,11 @@ def report_missing(
 
     Args:
         run: Log, settings and tables of this call of `prepare`.
-        manifests: Manifests of the tables, by name.
+        tables: The tables, by name.
         num_events: Number of events of the log.
         count: Counts of `join_as_of` over all parts.
     """
-    for name in manifests:
+    for name in tables:
         num_missing = count[f"nothing_of_{name}"]
         if num_missing == num_events:
             raise UserError(

@@ -236,27 +236,27 @@ class _LogEncoder:
             return None
         info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
         uri = join(self.output, name)
-        manifest = find_finished(uri, info_class, *self.settings_and_inputs(name))
-        if manifest:
+        committed = find_finished(uri, info_class, *self.settings_and_inputs(name))
+        if committed:
             self.say(f"{name}: up to date")
-        return manifest
+        return committed
 
     def write_texts(
         self, texts: dict[str, list[str]], tfidf: TfidfEncoder | None
     ) -> dict[str, Table]:
         """Write the tables of single texts that are not up to date."""
         started = time.monotonic()
-        manifests: dict[str, Table] = {}
+        written: dict[str, Table] = {}
         for name in texts:
-            manifest = self.find_finished(name)
-            if manifest:
-                manifests[name] = manifest
-        missing = [name for name in texts if name not in manifests]
+            committed = self.find_finished(name)
+            if committed:
+                written[name] = committed
+        missing = [name for name in texts if name not in written]
         all_texts: list[str] = []
         for name in missing:
             all_texts += texts[name]
         if not all_texts:
-            width = manifests["items"].info.width if manifests else 0
+            width = written["items"].info.width if written else 0
             vectors = np.zeros((0, width), np.float32)
         elif tfidf is not None:
             vectors = tfidf.encode(all_texts)
@@ -266,10 +266,10 @@ class _LogEncoder:
             vectors = encode_texts(all_texts, self.encoder, self.config, self.say)
         for name in missing:
             table_vectors, vectors = np.split(vectors, [len(texts[name])])
-            manifests[name] = self.commit_embeddings(
+            written[name] = self.commit_embeddings(
                 name, texts[name], table_vectors, started
             )
-        return manifests
+        return written
 
     def commit_embeddings(
         self, name: str, texts: list[str], vectors: np.ndarray, started: float
@@ -286,7 +286,7 @@ class _LogEncoder:
             distinct_texts=len(set(texts)),
             texts_without_known_word=num_unknown,
         )
-        manifest = commit(
+        committed = commit(
             uri,
             "embeddings",
             schema,
@@ -302,7 +302,7 @@ class _LogEncoder:
             f"{name}: {len(texts):,} texts, {info.distinct_texts:,} distinct, width "
             f"{vectors.shape[1]}{note}"
         )
-        return manifest
+        return committed
 
     def extended_versions(
         self, name: str, settings: dict[str, Any], inputs: dict[str, str]
@@ -339,7 +339,7 @@ class _LogEncoder:
             parts.append(write_part(uri, table))
             num_tokens += len(tokens.flatten())
         settings, inputs = self.settings_and_inputs("tokens")
-        manifest = commit(
+        committed = commit(
             uri,
             "tokens",
             TOKENS,
@@ -353,7 +353,7 @@ class _LogEncoder:
             f"tokens: {num_tokens:,} in {len(documents):,} documents, "
             f"{num_tokens / max(1, len(documents)):.1f} per document"
         )
-        return manifest
+        return committed
 
     def write_pairs(
         self, items: list[str], queries: list[str], tfidf: TfidfEncoder | None
@@ -479,16 +479,16 @@ def encode_log(
         tfidf = fit_tfidf_encoder(texts["items"], config.svd)
     tokens_uri = join(output_uri, "tokens")
     with writing(output_uri):
-        manifests = log_encoder.write_texts(texts, tfidf)
+        written = log_encoder.write_texts(texts, tfidf)
         if "tokens" in kind.text_tables and tfidf is None:
-            manifests["tokens"] = log_encoder.write_tokens(texts["items"])
+            written["tokens"] = log_encoder.write_tokens(texts["items"])
         elif has_manifest(tokens_uri):
             clear(tokens_uri)  # tokens of an earlier encoder
         if "pairs" in kind.text_tables:
-            manifests["pairs"] = log_encoder.write_pairs(
+            written["pairs"] = log_encoder.write_pairs(
                 texts["items"], texts["queries"], tfidf
             )
-        return manifests
+        return written
 
 
 def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:
