@@ -839,14 +839,11 @@ class JobRef:
 
 @dataclass(config=CHECKED, kw_only=True)
 class RunRecord:
-    """Content of `run.json`, the record of a training or of a trial that evaluates."""
+    """Content of `run.json`: a training, a sweep, or a trial that evaluates."""
 
-    version: Literal[2] = 2
-    status: Literal["opening", "running", "finished"]
-    """`opening`: the MLflow run may exist already, and `run` is not known yet."""
-    opening: dict[str, str] = field(default_factory=dict)
-    """Store, experiment and key by which an interrupted opening is found."""
-    run: RunRef = field(default_factory=lambda: RunRef("", "", ""))
+    version: Literal[3] = 3
+    status: Literal["running", "finished", "failed"]
+    run: RunRef
     config: dict[str, Any] = field(default_factory=dict)
     """Settings of the training, resolved."""
     given: dict[str, Any] = field(default_factory=dict)
@@ -867,6 +864,12 @@ class RunRecord:
     """Options of a trial that evaluates."""
     values: dict[str, float] = field(default_factory=dict)
     """Metrics of a trial that evaluates."""
+    best: str = ""
+    """Name of the best trial of a sweep."""
+    error: str = ""
+    """Why a trial failed, or what a sweep lacks."""
+    failed_in: str = ""
+    """Call of the sweep in which a trial failed, which does not try it again."""
 
 
 @dataclass(config=CHECKED, kw_only=True)

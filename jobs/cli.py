@@ -84,8 +84,6 @@ def start_ray(num_cpus: int | None = None) -> None:
     say_loading("ray")
     import ray
 
-    from pipelines.ray_inside import keep_sigterm_handler
-
     if ray.is_initialized():
         return
     # Python drops exceptions that signal handlers raise during a fork, so while Ray's
@@ -95,8 +93,7 @@ def start_ray(num_cpus: int | None = None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             old_handlers[number] = signal.signal(number, leave)
     try:
-        with keep_sigterm_handler():
-            _start_ray(num_cpus)
+        _start_ray(num_cpus)
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
@@ -109,7 +106,7 @@ def _start_ray(num_cpus: int | None) -> None:
         return
     import ray
 
-    from pipelines.ray_inside import SHUFFLE_ENV
+    from pipelines.data.engine import SHUFFLE_ENV
 
     for attempt in range(1, MAX_START_ATTEMPTS + 1):
         try:
@@ -154,11 +151,7 @@ def join_cluster(address: str) -> None:
     """Connect to a running cluster."""
     import ray
 
-    from pipelines.ray_inside import shorten_raylet_errors
-
     refuse_secrets(address, "RAY_ADDRESS")
-    if not os.environ.get(TRACEBACK):
-        shorten_raylet_errors()
     try:
         if address not in ("auto", "local"):
             # Ray itself waits for minutes

@@ -193,7 +193,7 @@ def print_result(config: Config, grid: Grid, result: SweepResult) -> None:
         error = f"  ({trial.error})" if trial.error else ""
         print(f"{value}  {trial.status:<9} {trial.name}{error}")
     if len(ranked) > MAX_PRINTED_TRIALS:
-        print(f"           and {len(ranked) - MAX_PRINTED_TRIALS} more in trials.json")
+        print(f"           and {len(ranked) - MAX_PRINTED_TRIALS} more")
     print(
         f"Swept {pluralize(len(result.trials), 'trial')} of {grid.name} in "
         f"{result.seconds:.0f} s."

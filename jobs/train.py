@@ -103,13 +103,10 @@ def run(config: TrainConfig) -> TrainingResult:
     """Train a model, and print the result and the next commands."""
     cli.say_loading("torch", "ray", "mlflow")
     from pipelines.training.run import run_training
-    from pipelines.training.settings import check_training
 
-    folders = config.inputs.folders()
-    training = check_training(config)
-    cli.preflight(**folders, storage=config.storage)
+    cli.preflight(**config.inputs.folders(), storage=config.storage)
     say = partial(print, flush=True)
-    result = run_training(training, say=say, start=cli.start_ray)
+    result = run_training(config, say=say, start=cli.start_ray)
     print_result(config, result)
     return result
 

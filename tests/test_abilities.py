@@ -14,7 +14,6 @@ from models import registry
 
 ROOT = Path(__file__).parents[1]
 PROBES = {
-    "pipelines/ray_inside.py": "private attributes of Ray, which a version may lack",
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
     "pipelines/data/sids/tokenize.py": "options of tokenizers, which may have a codebook",
     "pipelines/data/sids/embed.py": "configs of Hugging Face",

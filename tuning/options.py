@@ -22,8 +22,8 @@ class Options:
 
     concurrency: NonNegativeInt = 0
     """Largest number of trials that run at once; 0: as many as the cluster holds. For
-    trials of several workers that number is taken from the nodes at the start; with an
-    autoscaler it is at least 16, so that waiting trials make it start nodes."""
+    trials of several workers that number is taken from the nodes at the start, and is
+    at least 16 on a cluster, so that waiting trials make an autoscaler start nodes."""
     test: bool = True
     """Evaluate each finished trial on the test split too. The best trial is chosen on
     the validation split in any case."""

@@ -2,10 +2,9 @@
 
     python -m jobs.sweep --grid tuning/grids/sid_mlp.yaml --name alpha ...
 
-`STORAGE/NAME/` holds a folder per trial (`tuning/trial.py`), named by its values. A
-repeated command reads from there which trials are finished, and what the scheduler
-needs to know of the others (`tuning/halving.py`). `trials.json` lists the trials and
-the best one. Tune's own folder is never read, and is removed when the sweep has ended.
+`STORAGE/NAME/` holds `run.json`, Tune's folder, and a folder per trial
+(`tuning/trial.py`), named by its values. A repeated command restores Tune, which runs
+the trials that are unfinished or failed.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from core.schemas import RunRef
+from core.schemas import RunRecord, RunRef
 
-# MLflow has the metrics, so Tune need not write them to files.
+# Of Tune's files of results only the one that `Halving` reads is written.
 os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
 # Time for a stopped trial to leave its process, which runs the next trial.
 os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "30")
@@ -36,24 +34,23 @@ os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
 
 import ray
-from pyarrow import fs
 from ray import cloudpickle, tune
 from ray.exceptions import RayActorError
 from ray.tune import Callback
+from ray.tune.logger import JsonLoggerCallback
 
 from core.errors import UserError, pluralize
-from core.files import absolute, join, open_uri, write_file
-from core.options import check_known
+from core.files import absolute, join, open_uri
+from core.options import check_known, flatten
 from models import registry
 from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import format_metric
 from models.training import checkpoint
 from models.training.checkpoint import BEST
-from pipelines import cluster, tracking
+from pipelines import cluster, faults, tracking
 from pipelines.evaluation.checks import check_evaluation
 from pipelines.evaluation.record import load_test_metrics
-from pipelines.ray_inside import has_autoscaler
-from pipelines.training.record import read_record
+from pipelines.training.record import check_equal, read_record, write_record
 from pipelines.training.run import (
     check_cluster,
     check_continues,
@@ -62,19 +59,12 @@ from pipelines.training.run import (
     wants_gpu,
     worker_resources,
 )
-from pipelines.training.settings import CheckedTraining, check_training
+from pipelines.training.settings import resolve_training
 from tuning.grid import Grid, Trial
-from tuning.halving import (
-    Halving,
-    load_past_reports,
-    make_scheduler,
-    replay_reports,
-    trial_name,
-)
+from tuning.halving import make_scheduler
 from tuning.options import SweepConfig
 from tuning.trial import (
     EPOCH,
-    ERROR,
     LOCK_TIMEOUT_S,
     TRIAL,
     VALUE,
@@ -90,7 +80,7 @@ logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
 
 @dataclass
 class TrialResult:
-    """The result of a trial, as `trials.json` lists it."""
+    """The result of a trial."""
 
     trial: str
     """Id of the trial, a hash of `point`."""
@@ -135,82 +125,90 @@ class SweepResult:
         return [trial for trial in self.trials if trial.status == "failed"]
 
 
+@dataclass
+class Progress:
+    """The progress of a call of a sweep."""
+
+    spec: SweepSpec
+    """The sweep."""
+    num_done: int
+    """Number of trials that have ended, in earlier calls too."""
+    say: Callable[[str], None]
+    """Called with lines of progress."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Errors of the trials that failed in this call, by name."""
+
+
 class TrialReporter(Callback):
     """Callback of Tune that prints progress, ends stopped trials and collects errors.
 
-    Args:
-        spec: The sweep.
-        num_done: Number of trials that were done before this call.
-        say: Called with lines of progress.
+    Tune restores the callback of an earlier call, so it holds nothing itself.
     """
 
-    def __init__(
-        self, spec: SweepSpec, num_done: int, say: Callable[[str], None]
-    ) -> None:
-        self.spec, self.num_done, self.say = spec, num_done, say
-        self.errors: dict[str, str] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return a state that Tune can pickle, without the function `say`."""
-        return {**self.__dict__, "say": None}
+    progress: ClassVar[Progress]
+    """Progress of this process's sweep."""
 
     def on_trial_result(
         self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
     ) -> None:
-        """Print a validation of a trial, or collect its error."""
-        if ERROR in result:
-            self.errors[trial_name(trial)] = result[ERROR]
-        elif VALUE in result:
-            self.say(
+        """Print a validation of a trial."""
+        if VALUE in result:
+            self.progress.say(
                 f"  {trial_name(trial)}  epoch {result[EPOCH]:>3}  "
-                f"{self.spec.grid.metric} {format_metric(result[VALUE])}"
+                f"{self.progress.spec.grid.metric} {format_metric(result[VALUE])}"
             )
 
     def on_trial_complete(
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
         """Finish a trial that Tune has ended, and print its result."""
-        planned = self.spec.trials[trial_name(trial)]
-        if planned.name not in self.errors:
-            # fails while its workers still write checkpoints; the sweep then does it
-            with suppress(UserError, OSError):
-                stop_trial(planned, self.spec)
+        planned = self.progress.spec.trials[trial_name(trial)]
+        # fails while its workers still write checkpoints; the sweep then does it
+        with suppress(UserError, OSError):
+            stop_trial(planned, self.progress.spec)
         self.print_result(planned)
 
     def on_trial_recover(
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
-        """Print why a trial has failed that Tune starts again."""
-        self.say(
+        """Print why a trial is started again; only a lost process is tried again."""
+        record = read_record(join(self.progress.spec.folder, trial_name(trial)))
+        if record and record.failed_in == self.progress.spec.call:
+            trial.max_failures = 0
+            return
+        self.progress.say(
             f"note: {trial_name(trial)} failed ({describe_failure(trial)}); it "
             f"continues from its last checkpoint, {trial.num_failures} of "
-            f"{self.spec.ray.max_failures} times"
+            f"{self.progress.spec.ray.max_failures} times"
         )
 
     def on_trial_error(
         self, iteration: int, trials: list, trial: Any, **info: Any
     ) -> None:
         """Collect the error of a trial that Tune no longer retries, and print it."""
-        planned = self.spec.trials[trial_name(trial)]
-        self.errors[planned.name] = describe_failure(trial)
+        planned = self.progress.spec.trials[trial_name(trial)]
+        self.progress.errors[planned.name] = describe_failure(trial)
         self.print_result(planned)
 
     def print_result(self, trial: Trial) -> None:
         """Print the result of a trial that has ended."""
-        self.num_done += 1
-        result = collect_result(trial, self.spec, self.errors)
+        self.progress.num_done += 1
+        result = collect_result(trial, self.progress.spec, self.progress.errors)
         value = ""
         if result.value is not None:
-            value = f"  {self.spec.grid.metric} {result.value:.4f}"
+            value = f"  {self.progress.spec.grid.metric} {result.value:.4f}"
         error = f": {result.error}" if result.error else ""
-        self.say(
-            f"[{self.num_done}/{len(self.spec.trials)}] {result.name} "
-            f"{result.status}{value}{error}"
-        )
+        done = f"{self.progress.num_done}/{len(self.progress.spec.trials)}"
+        self.progress.say(f"[{done}] {result.name} {result.status}{value}{error}")
+
+
+def trial_name(trial: Any) -> str:
+    """Return the name of one of Tune's trials."""
+    return str(trial.config[TRIAL])
 
 
 def describe_failure(trial: Any) -> str:
-    """Return the last line of the latest error of a trial of Tune.
+    """Return the latest error of a trial of Tune in a line.
 
     The error is read from Tune's local folder: the storage has it only after Tune has
     called the callbacks.
@@ -220,7 +218,8 @@ def describe_failure(trial: Any) -> str:
         error = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
     if error is None or isinstance(error, RayActorError):
         return "the process of the trial was lost"
-    return str(error).strip().splitlines()[-1].strip()
+    cause = faults.find_user_error(error)
+    return str(cause or error).strip().splitlines()[-1].strip()
 
 
 def run_sweep(
@@ -243,7 +242,9 @@ def run_sweep(
         start: Start Ray; called only if trials are to run. By default Ray runs already.
     """
     began = time.monotonic()
-    spec = check_spec(make_spec(grid, trials, config), config)
+    spec = make_spec(grid, trials, config)
+    record = read_record(spec.folder, spec.uri)
+    spec, hashes = check_spec(spec, config, record)
     pending = [trial for trial in trials if not is_done(trial, spec)]
     num_done = len(trials) - len(pending)
     tracking.connect(spec.uri)
@@ -251,28 +252,25 @@ def run_sweep(
         if pending:
             start()
             check_resources(spec)
-        run = open_run(spec, config)
-        spec = replace(spec, parent=run.run_id)
-        if pending:  # `trials.json` names no best trial until the sweep has ended
-            write_trials(spec.folder, collect_results(spec, {}))
-        reporter = TrialReporter(spec, num_done, say)
-        with finish_interrupted(spec, run, reporter):
+        record = open_run(spec, config, record, hashes)
+        spec = replace(spec, parent=record.run.run_id)
+        TrialReporter.progress = progress = Progress(spec, num_done, say)
+        with finish_interrupted(record, progress):
             say(
                 f"{pluralize(len(trials), 'trial')} of {grid.name}, {num_done} done "
                 f"before; metric {grid.metric}"
             )
             if pending:
-                concurrency = config.options.concurrency
-                run_pending(spec, pending, concurrency, reporter)
+                run_pending(spec, config.options.concurrency)
                 for trial in pending:
-                    if trial.name not in reporter.errors:
+                    if trial.name not in progress.errors:
                         stop_trial(trial, spec)
-            results = collect_results(spec, reporter.errors)
-            best = finish_sweep(spec, run, results)
+            results = collect_results(spec, progress.errors)
+            best = finish_sweep(spec, record, results)
     return SweepResult(
         name=config.name,
         folder=spec.folder,
-        run=run,
+        run=record.run,
         trials=results,
         best=require_best(best, results, config),
         seconds=time.monotonic() - began,
@@ -286,9 +284,7 @@ def check_resources(spec: SweepSpec) -> None:
 
 
 @contextmanager
-def finish_interrupted(
-    spec: SweepSpec, run: RunRef, reporter: TrialReporter
-) -> Iterator[None]:
+def finish_interrupted(record: RunRecord, progress: Progress) -> Iterator[None]:
     """End the trials and the sweep's MLflow run if the block is interrupted or raises.
 
     On KeyboardInterrupt the results so far are written.
@@ -297,15 +293,16 @@ def finish_interrupted(
         yield
     except KeyboardInterrupt:
         ray.shutdown()  # ends the trials
-        tracking.end_stopped(run)  # before the requests for results
-        reporter.say(
+        tracking.end_run(record.run, "KILLED")  # before the requests for results
+        progress.say(
             "trials that were running continue from their last checkpoint: the end of "
-            "an epoch, or fit.checkpoint_every_steps"
+            "an epoch, or fit.checkpoint_every_minutes"
         )
-        finish_sweep(spec, run, collect_results(spec, reporter.errors))
+        results = collect_results(progress.spec, progress.errors)
+        finish_sweep(progress.spec, record, results)
         raise
     except BaseException:
-        tracking.Logger(run).end("FAILED")
+        tracking.end_run(record.run, "FAILED")
         raise
 
 
@@ -346,46 +343,76 @@ def make_spec(grid: Grid, trials: list[Trial], config: SweepConfig) -> SweepSpec
     )
 
 
-def check_spec(spec: SweepSpec, config: SweepConfig) -> SweepSpec:
+def check_spec(
+    spec: SweepSpec, config: SweepConfig, record: RunRecord | None
+) -> tuple[SweepSpec, dict[str, str]]:
     """Check the trials of a sweep, without writing anything.
 
+    Args:
+        spec: The sweep.
+        config: Its configuration.
+        record: `run.json` of the sweep, or None if it begins.
+
     Returns:
-        The specification with its experiment, its checked trainings and the hashes of
-        its tables.
+        The specification with its experiment, and the hashes of the tables that all
+        trials read.
     """
-    if spec.grid.job == "train":
-        first = next(iter(spec.trials.values()))
-        kind = registry.find(first.model.name).kind
-    else:
-        kind, hashes = prepare_evaluations(spec)
-        spec = replace(spec, hashes=hashes)
-    experiment = find_experiment(spec, config.tracking.experiment)
-    new_experiment = f"{kind}/{dataset_name(spec.inputs.tables)}"
-    spec = replace(spec, experiment=experiment or new_experiment)
+    if record:
+        check_equal(flatten(record.config), flatten(identify(spec)))
     if spec.grid.job == "evaluate":
-        return spec
-    trainings = prepare_trainings(spec)
-    hashes = {name: training.hashes for name, training in trainings.items()}
-    return replace(spec, trainings=trainings, hashes=hashes)
+        kind, hashes = prepare_evaluations(spec)
+    else:
+        first = next(iter(spec.trials.values()))
+        kind, hashes = registry.find(first.model.name).kind, prepare_trainings(spec)
+    option, experiment = config.tracking.experiment, config.tracking.experiment
+    if record:
+        experiment = record.run.experiment
+        if record.run.uri != spec.uri or option not in (None, experiment):
+            raise UserError(
+                f"the sweep in {spec.folder} is in the experiment {experiment} at "
+                f"{record.run.uri}, not in {option or experiment} at {spec.uri}",
+                "name",
+            )
+    new_experiment = f"{kind}/{dataset_name(spec.inputs.tables)}"
+    shared = set.intersection(*(set(each.items()) for each in hashes.values()))
+    spec = replace(spec, experiment=experiment or new_experiment)
+    return spec, dict(sorted(shared))
 
 
-def prepare_trainings(spec: SweepSpec) -> dict[str, CheckedTraining]:
-    """Return the checked trainings of a grid, without writing anything.
+def identify(spec: SweepSpec) -> dict[str, Any]:
+    """Return the settings of a sweep that a repeated command must share.
+
+    Tune runs the trials that it knows from the first command.
+    """
+    trials = {}
+    for name, trial in spec.trials.items():
+        model = trial.model
+        content = model and registry.find(model.name).config_to_dict(model)
+        others = {"folders": trial.folders, "evaluate": trial.evaluate}
+        trials[name] = {"model": content, "fit": asdict(trial.fit), **others}
+    return {
+        "metric": spec.grid.metric,
+        "scheduler": asdict(spec.grid.scheduler),
+        "test": spec.test,
+        "trials": trials,
+    }
+
+
+def prepare_trainings(spec: SweepSpec) -> dict[str, dict[str, str]]:
+    """Check the trainings of a grid, without writing anything.
 
     The catalogue of a model is loaded once for all trials.
 
     Returns:
-        The trainings by name of the trial.
+        The hashes of each trial's tables, by name of the trial.
     """
-    load = cache(load_catalogue)
-    trainings = {}
+    load, hashes = cache(load_catalogue), {}
     for name, trial in spec.trials.items():
-        training = check_training(spec.train_config(trial), load)
-        record = read_record(training.config.folder)
-        if record and record.status != "opening":
-            check_continues(training, record)
-        trainings[name] = training
-    return trainings
+        config, hashes[name] = resolve_training(spec.train_config(trial), load)
+        record = read_record(config.folder)
+        if record:
+            check_continues(config, hashes[name], record)
+    return hashes
 
 
 def prepare_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]]:
@@ -407,43 +434,31 @@ def prepare_evaluations(spec: SweepSpec) -> tuple[str, dict[str, dict[str, str]]
         evaluated = check_evaluation(checkpoint_folder, inputs, options).checkpoint
         available = [*evaluated.metrics, "users_per_s", "peak_memory_mb"]
         check_known([metric], available, f"metric of the grid {spec.grid.name}")
-        record = read_record(join(spec.folder, trial.name))
-        if record and record.evaluate != trial.evaluate:
-            raise UserError(
-                f"{trial.name} was measured with other options in {spec.folder}", "name"
-            )
         kind = registry.find(evaluated.name).kind
         hashes[trial.name] = evaluated.hashes
     return kind, hashes
 
 
-def find_experiment(spec: SweepSpec, option: str | None) -> str | None:
-    """Return the MLflow experiment of the sweep's trials.
+def open_run(
+    spec: SweepSpec,
+    config: SweepConfig,
+    record: RunRecord | None,
+    hashes: dict[str, str],
+) -> RunRecord:
+    """Reopen the MLflow run of the sweep in this folder, or open a new one.
 
     Args:
         spec: The sweep.
-        option: Value of `--experiment`, which is returned if no trial has a run yet.
+        config: Its configuration.
+        record: `run.json` of the sweep, or None if it begins.
+        hashes: Hashes of the tables that all trials read.
+
+    Returns:
+        The content of `run.json`.
     """
-    records = [read_record(join(spec.folder, name)) for name in spec.trials]
-    for record in records:
-        if not record or record.status == "opening":
-            continue
-        run = record.run
-        if run.uri != spec.uri or option not in (None, run.experiment):
-            raise UserError(
-                f"the trials in {spec.folder} are in the experiment {run.experiment} "
-                f"at {run.uri}, not in {option or run.experiment} at {spec.uri}"
-            )
-        return run.experiment
-    return option
-
-
-def open_run(spec: SweepSpec, config: SweepConfig) -> RunRef:
-    """Reopen the MLflow run of the sweep in this folder, or open a new one."""
-    key = sha256(spec.folder.encode()).hexdigest()
-    run = reopen_run(spec, key)
-    if run:
-        return run
+    if record:
+        tracking.reopen(record.run)
+        return record
     grid = spec.grid
     tags = {
         tracking.KIND_TAG: "sweep",
@@ -452,7 +467,6 @@ def open_run(spec: SweepSpec, config: SweepConfig) -> RunRef:
         "sweep.metric": grid.metric,
         "command": spec.command,
         "mlflow.source.name": "jobs.sweep",
-        tracking.KEY_TAG: key,
         tracking.FOLDER_TAG: spec.folder,
     }
     if config.smoke:
@@ -463,73 +477,44 @@ def open_run(spec: SweepSpec, config: SweepConfig) -> RunRef:
         "ray": asdict(spec.ray),
         "options": asdict(config.options),
     }
-    shared = set.intersection(*(set(hashes.items()) for hashes in spec.hashes.values()))
-    return tracking.open_run(
+    run = tracking.open_run(
         spec.uri,
         spec.experiment,
         config.name,
         config.storage,
         config=params,
-        hashes=dict(sorted(shared)),
+        hashes=hashes,
         tags=tags,
     )
+    record = RunRecord(status="running", run=run, config=identify(spec))
+    write_record(spec.folder, record)
+    return record
 
 
-def reopen_run(spec: SweepSpec, key: str) -> RunRef | None:
-    """Reopen the MLflow run of a sweep that an earlier call began.
-
-    Args:
-        spec: The sweep.
-        key: Value of the run's tag `tracking.KEY_TAG`.
-
-    Returns:
-        The run, or None if the sweep is new or its folder was removed.
-    """
-    client = tracking.connect(spec.uri)
-    has_trials = any(read_record(join(spec.folder, name)) for name in spec.trials)
-    experiment = client.get_experiment_by_name(spec.experiment)
-    if not experiment:
-        return None
-    query = f"tags.`{tracking.KEY_TAG}` = '{key}'"
-    for run in client.search_runs([experiment.experiment_id], query):
-        if not run.data.params:  # the sweep was killed while the run was opened
-            client.delete_run(run.info.run_id)
-            continue
-        # a finished run without trials belongs to a folder that was removed since
-        if has_trials or run.info.status != "FINISHED":
-            reference = RunRef(spec.uri, spec.experiment, run.info.run_id)
-            tracking.reopen(reference)
-            return reference
-    return None
-
-
-def run_pending(
-    spec: SweepSpec,
-    pending: list[Trial],
-    concurrency: int,
-    reporter: TrialReporter,
-) -> None:
+def run_pending(spec: SweepSpec, concurrency: int) -> None:
     """Run the trials that are not done through Tune.
 
     Args:
         spec: The sweep.
-        pending: Trials that are not done.
         concurrency: Largest number of trials that run at once, or 0 for as many as the
             cluster holds.
-        reporter: Callback that prints and collects the results.
     """
-    epochs = max(trial.fit.max_epochs for trial in spec.trials.values())
-    scheduler = make_scheduler(spec.grid.scheduler, epochs)
-    if isinstance(scheduler, Halving):
-        pending = stop_losing_trials(spec, pending, scheduler)
-    if not pending:
+    trainable = tune.with_resources(
+        tune.with_parameters(run_trial, spec=spec), trial_resources(spec)
+    )
+    filesystem, path = open_uri(join(spec.folder, "tune"))
+    if tune.Tuner.can_restore(path, storage_filesystem=filesystem):
+        tuner = tune.Tuner.restore(
+            path, trainable, restart_errored=True, storage_filesystem=filesystem
+        )
+        tuner.fit()
         return
-    trainable = tune.with_parameters(run_trial, spec=spec)
+    epochs = max(trial.fit.max_epochs for trial in spec.trials.values())
     tune.Tuner(
-        tune.with_resources(trainable, trial_resources(spec)),
-        param_space={TRIAL: tune.grid_search([trial.name for trial in pending])},
+        trainable,
+        param_space={TRIAL: tune.grid_search(list(spec.trials))},
         tune_config=tune.TuneConfig(
-            scheduler=scheduler,
+            scheduler=make_scheduler(spec.grid.scheduler, epochs),
             # A process runs many trials, unless a trial has workers of its own, which
             # must end with the process.
             reuse_actors=spec.grid.job == "train" and spec.num_workers == 1,
@@ -541,43 +526,18 @@ def run_pending(
             name="tune",
             storage_path=spec.folder,
             verbose=0,
-            callbacks=[reporter],
+            callbacks=[TrialReporter(), JsonLoggerCallback()],
             failure_config=tune.FailureConfig(max_failures=spec.ray.max_failures),
         ),
     ).fit()
-    filesystem, path = open_uri(join(spec.folder, "tune"))
-    if filesystem.get_file_info(path).type == fs.FileType.Directory:
-        filesystem.delete_dir(path)
 
 
 DRIVER_TRIAL_BYTES = 1 << 30
 """Memory of a process that drives the workers of a trial: PyTorch, Ray and MLflow."""
 
 MIN_QUEUED_TRIALS = 16
-"""Trials of several workers that run or wait at once on a cluster with an autoscaler,
-unless the cluster holds more."""
-
-
-def stop_losing_trials(
-    spec: SweepSpec, pending: list[Trial], scheduler: Halving
-) -> list[Trial]:
-    """Replay earlier reports to the scheduler, and stop the trials that it rejects.
-
-    An earlier call of the sweep may have been killed before it stopped them.
-
-    Args:
-        spec: The sweep.
-        pending: Trials that have not ended.
-        scheduler: Scheduler of this call.
-
-    Returns:
-        The pending trials that continue.
-    """
-    stopped = replay_reports(scheduler, load_past_reports(spec))
-    for trial in pending:
-        if trial.name in stopped:
-            stop_trial(trial, spec)
-    return [trial for trial in pending if trial.name not in stopped]
+"""Trials of several workers that run or wait at once on a cluster, which may grow,
+unless it holds more."""
 
 
 def trial_resources(spec: SweepSpec) -> tune.PlacementGroupFactory:
@@ -612,7 +572,7 @@ def limit_concurrency(spec: SweepSpec, concurrency: int) -> int:
         return concurrency
     needs = worker_resources(spec.ray, wants_gpu(spec.ray))
     room = cluster.count_room(needs) // spec.num_workers
-    return max(room, MIN_QUEUED_TRIALS if has_autoscaler() else 1)
+    return max(room, MIN_QUEUED_TRIALS if cluster.may_grow() else 1)
 
 
 def collect_results(spec: SweepSpec, errors: dict[str, str]) -> list[TrialResult]:
@@ -641,8 +601,9 @@ def collect_result(
     result = TrialResult(trial.id, trial.name, trial.point, "unfinished", error=error)
     if record:
         result.run_id = record.run.run_id or None
-    if error:
+    if error or (record and record.status == "failed"):
         result.status = "failed"
+        result.error = error or (record.error if record else None)
         return result
     if not record or record.status != "finished":
         return result
@@ -685,28 +646,6 @@ def find_best(results: list[TrialResult]) -> TrialResult | None:
     return best
 
 
-TRIALS = "trials.json"
-"""Name of a file in the sweep's folder, and of an artifact of its MLflow run, with the
-keys `complete`, `best` (name of the best trial) and `trials`."""
-
-
-def describe_trials(results: list[TrialResult]) -> dict[str, Any]:
-    """Return the content of `trials.json`."""
-    best = find_best(results)
-    complete = all(result.status in ("finished", "stopped") for result in results)
-    return {
-        "complete": complete,
-        "best": best.name if best else None,
-        "trials": [asdict(result) for result in results],
-    }
-
-
-def write_trials(folder: str, results: list[TrialResult]) -> None:
-    """Write `trials.json` into the sweep's folder."""
-    content = json.dumps(describe_trials(results), indent=2)
-    write_file(join(folder, TRIALS), content.encode())
-
-
 def resolve_best_trial(path: str) -> str:
     """Return the folder of the best trial if `path` is the folder of a sweep.
 
@@ -714,58 +653,58 @@ def resolve_best_trial(path: str) -> str:
     """
     if not path:
         return path
-    sweep_folder = absolute(path)
-    filesystem, trials_path = open_uri(join(sweep_folder, TRIALS))
-    if filesystem.get_file_info(trials_path).type == fs.FileType.NotFound:
+    folder = absolute(path)
+    record = read_record(folder)
+    if record is None or "trials" not in record.config:
         return path
-    with filesystem.open_input_file(trials_path) as file:
-        content = json.loads(file.read())
-    without_result = [
-        trial["name"]
-        for trial in content["trials"]
-        if trial["status"] in ("failed", "unfinished")
-    ]
-    if without_result:
+    if record.status != "finished":
         raise UserError(
-            f"{len(without_result)} of {len(content['trials'])} trials of the sweep "
-            f"{path} are not finished, such as {without_result[0]}"
+            f"the sweep {path} is {record.status} ({record.error})", "resume"
         )
-    return join(sweep_folder, content["best"])
+    return join(folder, record.best)
 
 
 def finish_sweep(
-    spec: SweepSpec, run: RunRef, results: list[TrialResult]
+    spec: SweepSpec, record: RunRecord, results: list[TrialResult]
 ) -> TrialResult | None:
     """Write the results to MLflow and the sweep's folder, and end the sweep's run.
 
     Returns:
         The best trial, or None if no trial has a value.
     """
-    write_trials(spec.folder, results)
+    run, best = record.run, find_best(results)
+    counts = Counter(result.status for result in results)
+    without = [
+        result.name for result in results if result.status in ("failed", "unfinished")
+    ]
+    complete = "true"
+    if without:
+        complete = (
+            f"{len(without)} of {len(results)} trials have no result, such as "
+            f"{without[0]}"
+        )
+    record.best, record.error = best.name if best else "", complete
+    record.status = "failed" if without or not best else "finished"
+    write_record(spec.folder, record)
     tracking.log_yaml(run, asdict(spec.grid), "grid.yaml")
-    tracking.log_json(run, describe_trials(results), TRIALS)
+    tracking.log_json(run, [asdict(result) for result in results], "trials.json")
     logger = tracking.Logger(run)
-    best = find_best(results)
     if best and best.run_id and best.value is not None:
         values = load_best_metrics(run, best.run_id)
         logger.update(values | {spec.grid.metric: best.value}, len(results))
         logger.tag(**{tracking.BEST_TAG: best.run_id})
-    counts = Counter(result.status for result in results)
-    num_missing = counts["failed"] + counts["unfinished"]
-    incomplete = ""
-    if num_missing:
-        incomplete = f"{num_missing} of {len(results)} trials have no result"
-    logger.tag(**{tracking.INCOMPLETE_TAG: incomplete})
+    logger.tag(**{tracking.COMPLETE_TAG: complete})
     # zeros too, as they replace the counts of an earlier call
     statuses = ("finished", "stopped", "failed", "unfinished")
     logger.update(
         {f"trials/{status}": counts[status] for status in statuses}, len(results)
     )
-    # MLflow finds the runs by their parent, even of trials killed before they wrote
-    # `run.json`
-    failed_ids = {result.run_id for result in results if result.status == "failed"}
-    tracking.end_trials(run, failed_ids)
-    logger.end(run_status(counts, best))
+    client = logger.client
+    experiment_id = client.get_run(run.run_id).info.experiment_id
+    query = f"tags.`{tracking.PARENT_TAG}` = '{run.run_id}'"
+    running = f"{query} and attributes.status = 'RUNNING'"
+    tracking.end_dead_runs(client, client.search_runs([experiment_id], running))
+    client.set_terminated(run.run_id, run_status(counts, best))
     return best
 
 

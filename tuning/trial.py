@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 import torch
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from core.errors import UserError
+from core.errors import UserError, one_line
 from core.files import join
 from core.schemas import Inputs, RunRecord
-from models.training import attempts, checkpoint
+from models import registry
+from models.training import checkpoint
 from models.training.loop import drop_undefined
 from models.training.memory import resident_peak_mb
 from pipelines import tracking
@@ -32,13 +35,17 @@ from pipelines.evaluation.record import (
     to_json,
 )
 from pipelines.training.config import RayOptions, TrainConfig
-from pipelines.training.record import is_longer, read_record, write_record
-from pipelines.training.run import TrialContext, finish_run, run_training, wants_gpu
-from pipelines.training.settings import CheckedTraining
-from pipelines.training.worker import threads_per_worker
+from pipelines.training.record import read_record, write_record
+from pipelines.training.run import (
+    TrialContext,
+    finish_run,
+    is_lost,
+    run_training,
+    wants_gpu,
+)
 from tuning.grid import Grid, Trial
 
-EPOCH, VALUE, ERROR = "epoch", "value", "error"
+EPOCH, VALUE = "epoch", "value"
 """Keys of the results that trials report to Tune."""
 
 TRIAL = "trial"
@@ -73,10 +80,8 @@ class SweepSpec:
     """MLflow experiment; empty until the spec is checked."""
     parent: str = ""
     """Id of the sweep's MLflow run; empty until the run is open."""
-    hashes: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Hashes of the tables that each trial reads, by trial name and table name."""
-    trainings: dict[str, CheckedTraining] = field(default_factory=dict)
-    """Checked trainings, by trial name; empty for a grid that evaluates."""
+    call: str = field(default_factory=lambda: uuid4().hex)
+    """Id of this call of the sweep."""
 
     @property
     def metric(self) -> str:
@@ -110,6 +115,7 @@ class SweepSpec:
     def tags(self, trial: Trial) -> dict[str, str]:
         """Return the tags of the trial's MLflow run."""
         return {
+            tracking.FOLDER_TAG: join(self.folder, trial.name),
             tracking.KIND_TAG: "trial",
             tracking.TRIAL_TAG: trial.id,
             tracking.POINT_TAG: json.dumps(trial.point),
@@ -121,21 +127,29 @@ class SweepSpec:
 def run_trial(config: dict[str, Any], spec: SweepSpec) -> None:
     """Run a trial in Tune's process.
 
-    A UserError is reported instead of raised, as Tune would retry the trial.
+    Tune starts a failed trial again, which is of use only after a lost process: any
+    other error is recorded, and raised at once in the next start.
 
     Args:
         config: Tune's config, with the name of the trial under `TRIAL`.
         spec: Settings and trials of the sweep.
     """
     trial = spec.trials[config[TRIAL]]
-    tracking.mark_reachable(spec.uri)
+    folder = join(spec.folder, trial.name)
+    record = read_record(folder, spec.uri)
+    if record and record.failed_in == spec.call:
+        raise UserError(record.error)
     try:
         if spec.grid.job == "evaluate":
             measure_checkpoint(trial, spec)
         else:
             train_trial(trial, spec)
-    except UserError as error:
-        tune.report({EPOCH: 0, VALUE: math.nan, ERROR: str(error)})
+    except Exception as error:
+        record = read_record(folder, spec.uri)
+        if record and not is_lost(error):
+            failure = {"error": one_line(error), "failed_in": spec.call}
+            write_record(folder, replace(record, status="failed", **failure))
+        raise
 
 
 def train_trial(trial: Trial, spec: SweepSpec) -> None:
@@ -158,16 +172,19 @@ def train_trial(trial: Trial, spec: SweepSpec) -> None:
         callbacks=[TuneReporter(spec.metric)] if has_workers else (),
         lock_timeout_s=LOCK_TIMEOUT_S,
     )
-    training = spec.trainings[trial.name]
-    trained = run_training(training, say=ignore_line, trial=context)
+    config = spec.train_config(trial)
+    trained = run_training(config, say=ignore_line, trial=context)
+    if trained.was_finished:
+        report(trained.best)
     if not is_done(trial, spec):
+        name = config.model.name
         result, best = evaluate(
             trained.checkpoint,
-            training.config.inputs,
+            config.inputs.select(name, registry.find(name).extra_inputs),
             batch_size=trial.fit.eval_batch_size,
             workers=Workers(device=spec.device, remote=has_workers),
         )
-        record_result(result, best, training.config.tracking_uri)
+        record_result(result, best, spec.uri)
 
 
 class TuneReporter(TuneReportCallback):
@@ -196,7 +213,7 @@ def measure_checkpoint(trial: Trial, spec: SweepSpec) -> None:
     folder = join(spec.folder, trial.name)
     options = dict(trial.evaluate)
     batch_size = int(options.pop("batch_size", 256))
-    torch.set_num_threads(threads_per_worker(spec.ray.threads, 1))
+    torch.set_num_threads(spec.ray.threads or len(os.sched_getaffinity(0)))
     result, evaluated = evaluate(
         trial.folders["checkpoint"],
         trial.inputs(spec.inputs),
@@ -244,7 +261,6 @@ def stop_trial(trial: Trial, spec: SweepSpec) -> None:
     record = read_record(folder, spec.uri)
     if not record or record.status != "running":
         return
-    attempts.begin(folder)  # fences off workers that have not ended yet
     last = checkpoint.last(folder)
     if last:
         finish_run(folder, record, last, stopped=True)
@@ -261,8 +277,6 @@ def is_done(trial: Trial, spec: SweepSpec) -> bool:
         return False
     if record.stopped:
         return True
-    if spec.grid.job == "train" and is_longer(record, trial.fit.max_epochs):
-        return False
     if not spec.test:
         return True
     run = record.run

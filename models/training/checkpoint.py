@@ -9,12 +9,8 @@ Weights are stored as safetensors. No file contains pickled code: the state is s
 folder without it is an incomplete checkpoint. Sizes are verified when a checkpoint is
 read, and hashes when a file is loaded.
 
-The folder of a run, local or at a URI, contains the last and the best checkpoint of the
-run, written by `keep` to folders `step-N-aATTEMPT`. Checkpoints are not overwritten, so
-`last` finds a complete checkpoint after a kill at any time. An attempt at the training
-(`models/training/attempts.py`) writes only folders with its own number, and does not
-remove folders of a newer attempt. `publish` adds the folder `best` at the end of the
-run.
+The folder of a run, local or at a URI, contains the last and the best checkpoint in
+folders `step-N`, and at the end of the run the best weights in `best`.
 """
 
 from __future__ import annotations
@@ -22,11 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,7 +35,6 @@ from core.errors import UserError, one_line
 from core.files import absolute, file_info, join, open_uri, write_file
 from core.schemas import RunRef
 from core.tables import CHECKED, Table, check_file_names
-from models.training.attempts import UNNUMBERED, Attempt, require_current
 
 WEIGHTS, CONFIG, STATE = "model.safetensors", "config.json", "state.pt"
 
@@ -72,14 +65,13 @@ class Checkpoint:
     step: int = 0
     """Number of completed optimizer steps."""
     best: dict[str, Any] = field(default_factory=dict)
-    """Best validation so far: `value`, `epoch`, `step`, and the `folder` of its
-    checkpoint."""
-    attempt: str = str(UNNUMBERED)
-    """Number of the attempt that wrote the checkpoint (`Attempt`)."""
+    """Best validation so far: `value`, `epoch` and `step`; step 0 before the first."""
     tracking: dict[str, str] = field(default_factory=dict)
     """MLflow `run_id`, `uri` and `experiment` of the run; empty without MLflow."""
     timing: dict[str, float] = field(default_factory=dict)
     """Duration and throughput of the training so far."""
+    unsent: list[tuple[str, float, int, int]] = field(default_factory=list)
+    """Points that MLflow has not taken yet: metric, value, time in ms and step."""
     learned: dict[str, Any] = field(default_factory=dict)
     """Values other than weights that were learned from the tables
     (`models/warm_start.py`)."""
@@ -96,58 +88,16 @@ class Checkpoint:
     @property
     def folder(self) -> str:
         """Name of this checkpoint's folder in the run's folder."""
-        return folder_name(self.step, Attempt.parse(self.attempt))
+        return STEP.format(self.step)
 
     @property
     def best_folder(self) -> str:
         """Name of the folder of the run's best checkpoint so far."""
-        return str(self.best.get("folder") or folder_name(self.best["step"]))
-
-    def set_best_folder(self, previous: Checkpoint | None) -> None:
-        """Set the folder of the best checkpoint so far.
-
-        Args:
-            previous: The previous checkpoint of the run, if any.
-        """
-        is_best = self.best["step"] in (0, self.step)  # 0: no validation yet
-        if previous is None or is_best:
-            self.best["folder"] = self.folder
-        else:
-            self.best["folder"] = previous.best_folder
+        return STEP.format(self.best["step"] or self.step)
 
     def to_json(self) -> str:
         """Return the content of `config.json`."""
         return json.dumps(asdict(self), indent=2, sort_keys=True, default=str)
-
-
-class Uploads:
-    """A thread that uploads the checkpoints of a run in order during training."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1)
-        self._last = Future[None]()
-        self._last.set_result(None)
-
-    def __call__(self, upload: Callable[[], None]) -> None:
-        """Start an upload after the previous upload has ended."""
-        self.wait()
-        self._last = self._thread.submit(upload)
-
-    def wait(self) -> None:
-        """Wait for the last upload, and raise its exception if it failed."""
-        self._last.result()
-
-
-@dataclass(frozen=True)
-class Completion:
-    """How `save` completes a checkpoint after its files are written locally."""
-
-    before: Callable[[], None] = lambda: None
-    """Called right before `config.json` is written."""
-    after: Callable[[], None] = lambda: None
-    """Called when the checkpoint is complete."""
-    uploads: Uploads | None = None
-    """Thread that uploads a checkpoint to a URI, so that `save` returns at once."""
 
 
 def save(
@@ -155,8 +105,6 @@ def save(
     model: nn.Module,
     metadata: Checkpoint,
     state: dict[str, Any] | None = None,
-    extra: Mapping[str, bytes] | None = None,
-    completion: Completion | None = None,
 ) -> None:
     """Create or replace the checkpoint at a path or URI.
 
@@ -166,32 +114,18 @@ def save(
         metadata: Content of `config.json`, which is written last.
         state: State to resume from. The state of a sharded model contains the full
             weights under `weights`.
-        extra: Content of further files, by name.
-        completion: Callbacks and upload thread; None completes the checkpoint at once.
     """
-    completion = completion or Completion()
     filesystem, path = open_uri(str(uri))
-    is_local = isinstance(filesystem, fs.LocalFileSystem)
-    if is_local:
-        _make_empty_folder(filesystem, path)
-    staging = None if is_local else TemporaryDirectory()
-    folder = Path(staging.name if staging else path)
-    _write_files(folder, model, metadata, state, extra or {})
-    config = metadata.to_json().encode()
-
-    def upload() -> None:
-        if staging:
-            with staging:
-                _make_empty_folder(filesystem, path)
-                _copy(str(folder), path, fs.LocalFileSystem(), filesystem)
-        completion.before()
-        write_file(join(str(uri), CONFIG), config)
-        completion.after()
-
-    if staging and completion.uploads:
-        completion.uploads(upload)
+    if filesystem.get_file_info(path).type != fs.FileType.NotFound:
+        filesystem.delete_dir(path)
+    filesystem.create_dir(path, recursive=True)
+    if isinstance(filesystem, fs.LocalFileSystem):
+        _write_files(Path(path), model, metadata, state)
     else:
-        upload()
+        with TemporaryDirectory() as folder:
+            _write_files(Path(folder), model, metadata, state)
+            _copy(folder, path, fs.LocalFileSystem(), filesystem)
+    write_file(join(str(uri), CONFIG), metadata.to_json().encode())
 
 
 def _write_files(
@@ -199,7 +133,6 @@ def _write_files(
     model: nn.Module,
     metadata: Checkpoint,
     state: dict[str, Any] | None,
-    extra: Mapping[str, bytes],
 ) -> None:
     """Write the files of a checkpoint, except `config.json`, into a local folder."""
     if state is not None and "weights" in state:
@@ -210,9 +143,7 @@ def _write_files(
         safetensors.torch.save_model(model, str(folder / WEIGHTS))
     if state is not None:
         torch.save(state, folder / STATE)
-    for name, content in extra.items():
-        (folder / name).write_bytes(content)
-    names = [WEIGHTS, *([STATE] if state is not None else []), *extra]
+    names = [WEIGHTS, *([STATE] if state is not None else [])]
     metadata.files = {name: (folder / name).stat().st_size for name in names}
     metadata.sha256 = {name: _hash(folder / name) for name in names}
 
@@ -229,125 +160,41 @@ def _copy(
     )
 
 
-def _make_empty_folder(filesystem: fs.FileSystem, path: str) -> None:
-    """Create an empty folder, and delete a folder with its name first."""
-    if filesystem.get_file_info(path).type != fs.FileType.NotFound:
-        filesystem.delete_dir(path)
-    filesystem.create_dir(path, recursive=True)
-
-
 def _hash(path: Path) -> str:
     """Return the SHA-256 of a local file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def keep(
-    folder: str,
-    model: nn.Module,
-    metadata: Checkpoint,
-    state: dict[str, Any] | None,
-    uploads: Uploads | None = None,
-    extra: Mapping[str, bytes] | None = None,
-) -> None:
-    """Save a checkpoint of a run and remove older ones, except the best checkpoint.
+STEP = "step-{:08d}"
+"""Name of the folder of a checkpoint, by its number of completed optimizer steps."""
 
-    Args:
-        folder: Folder of the run.
-        model: Model whose weights are saved.
-        metadata: Content of `config.json`.
-        state: State to resume from.
-        uploads: Thread that uploads checkpoints to a URI.
-        extra: Content of further files, by name.
-
-    Raises:
-        SupersededError: If a newer attempt trains the run; no checkpoint is removed
-            then.
-    """
-    attempt = Attempt.parse(metadata.attempt)
-    check_attempt = partial(require_current, folder, attempt)
-    current_folders = (metadata.folder, metadata.best_folder)
-
-    def remove_older() -> None:
-        check_attempt()
-        filesystem, path = open_uri(folder)
-        for name in _steps(folder):
-            other_attempt, _ = _attempt_and_step(name)
-            if name not in current_folders and other_attempt <= attempt:
-                filesystem.delete_dir(f"{path}/{name}")
-
-    completion = Completion(check_attempt, remove_older, uploads)
-    uri = join(folder, metadata.folder)
-    save(uri, model, metadata, state, extra, completion)
-
-
-STEP = re.compile(r"step-(\d+)(?:-a(\d+\.\d+))?")
-"""Pattern of the name of a checkpoint's folder: the step, and the attempt, which is
-missing in early versions of Trieline 0.1."""
-
-FOLDER = re.compile(rf"{BEST}|{STEP.pattern}")
+FOLDER = re.compile(rf"{BEST}|step-\d+")
 """Pattern of the names of all folders of a run."""
 
 
-def folder_name(step: int, attempt: Attempt = UNNUMBERED) -> str:
-    """Return the name of the folder of a checkpoint.
-
-    Args:
-        step: Number of completed optimizer steps.
-        attempt: Attempt that writes the checkpoint.
-    """
-    return f"step-{step:08d}" + (f"-a{attempt}" if attempt > UNNUMBERED else "")
-
-
-def _attempt_and_step(name: str) -> tuple[Attempt, int]:
-    """Parse the name of a checkpoint's folder into a key that sorts by age."""
-    match = STEP.fullmatch(name)
-    assert match
-    return Attempt.parse(match[2] or str(UNNUMBERED)), int(match[1])
-
-
-def _steps(folder: str) -> list[str]:
+def list_steps(folder: str) -> list[str]:
     """Return the folder names of a run's checkpoints, newest first."""
     filesystem, path = open_uri(folder)
     infos = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    names = [info.base_name for info in infos if STEP.fullmatch(info.base_name)]
-    return sorted(names, key=_attempt_and_step, reverse=True)
+    names = [info.base_name for info in infos if FOLDER.fullmatch(info.base_name)]
+    return sorted((name for name in names if name != BEST), reverse=True)
 
 
 def last(folder: str) -> Checkpoint | None:
-    """Return the newest complete checkpoint of a run, or None.
-
-    Checkpoints are ordered by attempt, then by step. An older attempt may still
-    complete a checkpoint of a later step, although a newer attempt has removed the best
-    checkpoint that it refers to.
-    """
-    for name in _steps(folder):
+    """Return the newest complete checkpoint of a run, or None."""
+    for name in list_steps(folder):
         with suppress(UserError):  # incomplete: the job was killed while writing
             return read(join(folder, name))
     return None
 
 
-def publish(folder: str, metadata: Checkpoint) -> str:
-    """Copy the best checkpoint of a run to `best`, without the state to resume from.
-
-    Args:
-        folder: Folder of the run.
-        metadata: Last checkpoint of the run.
-
-    Returns:
-        The URI of the copy.
-    """
-    source = join(folder, metadata.best_folder)
-    target = join(folder, BEST)
-    best = read(source)
-    best.files = {WEIGHTS: best.files[WEIGHTS]}
-    best.sha256 = {WEIGHTS: best.sha256[WEIGHTS]}
-    filesystem, source_path = open_uri(source)
-    _, target_path = open_uri(target)
-    filesystem.create_dir(target_path, recursive=True)
-    filesystem.copy_file(f"{source_path}/{WEIGHTS}", f"{target_path}/{WEIGHTS}")
-    write_file(join(target, CONFIG), best.to_json().encode())
-    return target
+def remove_steps(folder: str, last: Checkpoint) -> None:
+    """Remove the checkpoints of a run but the last one and the best one."""
+    filesystem, path = open_uri(folder)
+    for name in list_steps(folder):
+        if name not in (last.folder, last.best_folder):
+            filesystem.delete_dir(f"{path}/{name}")
 
 
 @contextmanager

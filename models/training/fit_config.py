@@ -80,8 +80,11 @@ class FitConfig:
     log_every_steps: PositiveInt = 50
     """Steps between logged training losses."""
     checkpoint_every_steps: NonNegativeInt = 0
-    """Steps between checkpoints within an epoch, for long epochs; 0 saves checkpoints
-    only at the end of epochs."""
+    """Steps between checkpoints within an epoch; 0 saves them at the end of epochs, and
+    every `checkpoint_every_minutes`."""
+    checkpoint_every_minutes: NonNegativeFloat = 5
+    """Minutes after which the next logged step is also saved in a checkpoint, so that a
+    lost process costs no more; 0 saves none."""
 
 
 def check_replay(fit: FitConfig, init: str | None) -> None:

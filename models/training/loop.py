@@ -2,10 +2,10 @@
 
 `pipelines/training` turns its reports into checkpoints, metrics and lines of progress.
 
-A run can be stopped at any step and resumed. The random numbers of a step depend on
-(seed, rank, step) alone, and the batches of an epoch on (seed, epoch) alone. So the
-weights, the optimizer and the position in `Report.state` are the whole state of a run,
-and a resumed run ends with the same weights as an uninterrupted one.
+The random numbers of a step depend on (seed, rank, step) alone, and the batches of an
+epoch on (seed, epoch) alone. So the weights, the optimizer and the position in
+`Report.state` are the whole state of a run, and a resumed run ends with the same
+weights as an uninterrupted one.
 
 Under DDP every rank calls `fit` with its share of each batch. Each step averages the
 ranks' gradients. Losses are means over the global batch
@@ -22,9 +22,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol, Self
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,10 +51,6 @@ ones."""
 PACE_STEPS = 3
 """Number of timed steps from which the remaining time is estimated."""
 
-CONTINUE, ASK, SAVE, STOP = 0, 1, 2, 3
-"""Values of `next_action` after a step: continue; let all ranks call `has_notice`;
-save a state within the epoch and continue; save a state and end."""
-
 State = dict[str, Any]
 Sums = dict[str, Any]
 """Sums from which metrics are computed: numbers, tensors or histograms, which can be
@@ -78,7 +75,7 @@ Means = Callable[[Sums], dict[str, float]]
 
 
 class ValidationStopped(Exception):
-    """Raised by `Validate` between two batches when the run is to stop."""
+    """Raised by `Validate` between two batches when a single worker is to stop."""
 
 
 @dataclass
@@ -103,9 +100,6 @@ class Position:
     """Number of validations since the best one."""
     stopped: bool = False
     """Whether the run has ended."""
-    window: dict[str, float] = field(default_factory=dict)
-    """Number of steps and sums of outputs since the last point of the curves, averaged
-    over ranks. A run that was stopped between two points adds its next steps."""
 
     def record_metric(self, value: float) -> bool:
         """Record a validation metric and return whether it is the best so far."""
@@ -115,6 +109,23 @@ class Position:
         self.best, self.best_epoch, self.best_step = value, self.epoch + 1, self.step
         self.waiting = 0
         return True
+
+
+class Work(NamedTuple):
+    """Work of some steps, of which the speed is reported."""
+
+    steps: int = 0
+    """Number of steps."""
+    examples: float = 0.0
+    """Number of examples, all ranks together."""
+    waited: float = 0.0
+    """Seconds spent waiting for data, averaged over ranks."""
+    seconds: float = 0.0
+    """Duration of the steps."""
+
+    def plus(self, other: Work) -> Work:
+        """Return the work of both."""
+        return Work(*map(sum, zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +138,8 @@ class Report:
     """Number of the epoch, from 1."""
     loss: float
     """Mean training loss over ranks, since the last point or over the epoch."""
-    examples_per_s: float
-    """Training examples per second, all ranks together."""
-    data_wait: float
-    """Share of the time spent waiting for data."""
+    work: Work
+    """Work since the last point or in the epoch."""
     steps_in_epoch: int
     seconds_left: float | None = None
     """Estimated time until the last planned step, including validations once one was
@@ -138,8 +147,6 @@ class Report:
     points: dict[str, float] = field(default_factory=dict)
     """Points of the curves at `step`, by name."""
     ends_epoch: bool = False
-    seconds: float = 0.0
-    """Duration of the epoch's steps, without validation."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Validation metrics; empty without a validation."""
     eval_seconds: float = 0.0
@@ -150,29 +157,23 @@ class Report:
     stop_reason: str = ""
     """Why the run ends before its last epoch; empty otherwise."""
     interrupted: bool = False
-    """Whether the generator ends because `next_action` returned STOP; the run resumes
-    from `state`."""
+    """Whether the generator ends because the run is to stop; it resumes from
+    `state`."""
     state: State = field(default_factory=dict)
     """State to save in a checkpoint beside the weights; empty if no checkpoint is due.
     It holds live tensors, so save it before the next report is requested. For a sharded
     model it also has the full `weights`; only rank 0 has them and the optimizer state.
     """
 
-    @classmethod
-    def at(
-        cls, at: Position, steps: int, loss: float, work: Work, **fields: Any
-    ) -> Self:
-        """Return a report at a position, with the speed of some steps."""
-        return cls(
-            step=at.step,
-            epoch=at.epoch + (not fields.get("ends_epoch")),
-            steps_in_epoch=steps,
-            loss=loss,
-            seconds=work.seconds,
-            examples_per_s=work.examples_per_s,
-            data_wait=work.data_wait,
-            **fields,
-        )
+    @property
+    def examples_per_s(self) -> float:
+        """Training examples per second, all ranks together."""
+        return self.work.examples / (self.work.seconds or math.inf)
+
+    @property
+    def data_wait(self) -> float:
+        """Share of the time spent waiting for data."""
+        return self.work.waited / (self.work.seconds or math.inf)
 
 
 def learning_rate(config: FitConfig, step: int, total_steps: int) -> float:
@@ -277,108 +278,10 @@ def all_reduce(
     return tensor.tolist()
 
 
-class Work(NamedTuple):
-    """Work of some steps, of which the speed is reported."""
+class Interval:
+    """Outputs, examples and waiting time of the steps since the last point."""
 
-    examples: float = 0.0
-    """Number of examples, all ranks together."""
-    waited: float = 0.0
-    """Seconds spent waiting for data, averaged over ranks."""
-    seconds: float = 0.0
-    """Duration of the steps."""
-
-    def plus(self, other: Work) -> Work:
-        """Return the work of both."""
-        return Work(*map(sum, zip(self, other, strict=True)))
-
-    @property
-    def examples_per_s(self) -> float:
-        """Examples per second, all ranks together."""
-        return self.examples / (self.seconds or math.inf)
-
-    @property
-    def data_wait(self) -> float:
-        """Share of the time spent waiting for data."""
-        return self.waited / (self.seconds or math.inf)
-
-
-class Pace:
-    """Seconds per step and per validation, to estimate the remaining time of a run."""
-
-    def __init__(self, config: FitConfig, total_steps: int) -> None:
-        self.config, self.total_steps = config, total_steps
-        self.steps, self.seconds, self.eval_seconds = 0, 0.0, 0.0
-
-    def add(self, steps: int, seconds: float) -> None:
-        """Add timed steps."""
-        self.steps += steps
-        self.seconds += seconds
-
-    def seconds_left(
-        self, at: Position, unread: float = 0.0, unread_steps: int = 0
-    ) -> float | None:
-        """Estimate the seconds that the remaining steps and validations take.
-
-        Args:
-            at: Position of the run.
-            unread: Seconds of the latest steps, which are not added yet.
-            unread_steps: Number of these steps.
-
-        Returns:
-            The seconds, or None if fewer than `PACE_STEPS` steps were timed.
-        """
-        steps = self.steps + unread_steps
-        if steps < PACE_STEPS:
-            return None
-        config = self.config
-        validations = math.ceil(config.max_epochs / config.eval_every_epochs)
-        validations -= at.epoch // config.eval_every_epochs
-        per_step = (self.seconds + unread) / steps
-        steps_left = self.total_steps - at.step
-        return steps_left * per_step + validations * self.eval_seconds
-
-
-class Agreement:
-    """The largest action over all ranks, once per step.
-
-    With several ranks the actions of one step are exchanged in the background and read
-    after the next step. So no step waits for the exchange, and nothing is copied from a
-    GPU.
-    """
-
-    def __init__(self, world: int) -> None:
-        self._group = dist.new_group(backend="gloo") if world > 1 else None
-        self._action = torch.zeros(1, dtype=torch.int32)
-        self._exchange: Any = None
-
-    def max_action(self, action: int) -> int:
-        """Submit this rank's action and return the maximum that was exchanged last.
-
-        All ranks get the same maximum. With several ranks it is the maximum of the
-        actions that were submitted in the previous call.
-        """
-        if self._group is None:
-            return action
-        maximum = CONTINUE
-        if self._exchange:
-            self._exchange.wait()
-            maximum = int(self._action)
-        self._action = torch.tensor([action], dtype=torch.int32)
-        self._exchange = dist.all_reduce(
-            self._action, dist.ReduceOp.MAX, group=self._group, async_op=True
-        )
-        return maximum
-
-
-class Meter:
-    """Outputs, examples and waiting time of the steps since the last reading."""
-
-    def __init__(self, device: torch.device, world: int) -> None:
-        self.device, self.world = device, world
-        self.clear()
-
-    def clear(self) -> None:
-        """Start a new measurement."""
+    def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.steps = self.examples = 0
         self.waited = 0.0
@@ -401,21 +304,30 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the measurement began."""
+        """Seconds since the interval began."""
         return max(1e-9, time.perf_counter() - self.began)
 
-    def read(self, world: int) -> tuple[dict[str, float], Work]:
-        """Return the sums of outputs, and the work, averaged over `world` ranks.
+    def read(
+        self, world: int, device: torch.device, saves: bool = False
+    ) -> tuple[dict[str, float], Work, bool]:
+        """Return sums of outputs averaged over ranks, the work, and who wants to save.
 
-        With several ranks a collective call; with 1 the values of this rank. It waits
-        for the device.
+        With several ranks a collective call, which waits for the device.
+
+        Args:
+            world: Number of ranks; 1 returns the values of this rank.
+            device: Device that the process group communicates on.
+            saves: Whether this rank wants a checkpoint.
         """
         names = sorted(self.sums)
         values = [self.sums[name].item() for name in names]
-        totals = all_reduce([*values, self.examples, self.waited], world, self.device)
-        *outputs, examples, waited = [total / world for total in totals]
-        work = Work(examples * self.world, waited, self.seconds)
-        return dict(zip(names, outputs, strict=True)), work
+        reduced = all_reduce(
+            [*values, self.examples, self.waited, float(saves)], world, device
+        )
+        *outputs, examples, waited, num_saving = reduced
+        averages = [value / world for value in outputs]
+        work = Work(self.steps, examples, waited / world, self.seconds)
+        return dict(zip(names, averages, strict=True)), work, num_saving > 0
 
 
 TrainStep = Callable[[Batch], tuple[dict[str, Tensor], Tensor]]
@@ -488,8 +400,8 @@ def fit(
     rank: int = 0,
     world: int = 1,
     clock: Callable[[], float] = time.monotonic,
-    next_action: Callable[[], int] = lambda: CONTINUE,
-    has_notice: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
+    should_save: Callable[[], bool] = lambda: False,
 ) -> Iterator[Report]:
     """Train a model and yield reports.
 
@@ -512,11 +424,10 @@ def fit(
         rank: Rank of this worker.
         world: Number of workers.
         clock: Returns the time in seconds, for reports of progress.
-        next_action: Called after every step; returns CONTINUE, ASK, SAVE or STOP. Ranks
-            may return different actions. The largest action of all ranks counts.
-        has_notice: Called by all ranks after the same step if the largest action is
-            ASK, so it may be a collective. It returns the same on all ranks, and a
-            state is saved if it returns true.
+        should_stop: Called after every step of a single worker; if it returns true, a
+            state is saved and the generator ends.
+        should_save: Called by all ranks at every point of the curves, so it may be a
+            collective. If it returns true on any rank, a state is saved.
     """
     device = torch.device(device)
     shards = fsdp.shard(model, device, rank, world) if shard and world > 1 else None
@@ -539,10 +450,17 @@ def fit(
             return position | shards.full_state(optimizer)
         return position | {"optimizer": optimizer_state(optimizer)}
 
+    def time_left(timed: Work) -> float | None:
+        if timed.steps < PACE_STEPS:
+            return None
+        validations = math.ceil(config.max_epochs / config.eval_every_epochs)
+        validations -= at.epoch // config.eval_every_epochs
+        per_step = timed.seconds / timed.steps
+        return (total_steps - at.step) * per_step + validations * eval_seconds
+
     module, take_step = make_step(model, optimizer, config, device, world, shards)
-    agreement, meter = Agreement(world), Meter(device, world)
     total_steps = count_steps(train_batches, 0, world, device) * config.max_epochs
-    pace = Pace(config, total_steps)
+    timed, eval_seconds = Work(), 0.0
     reported_s, silence_s = clock(), FIRST_PROGRESS_S
     for epoch in range(at.epoch, config.max_epochs):
         steps = count_steps(train_batches, epoch, world, device)
@@ -550,44 +468,39 @@ def fit(
         if device.type == "cuda":
             batches = prefetch(batches)
         module.train()
-        meter.clear()
-        epoch_work = Work()
+        interval, epoch_work = Interval(), Work()
+        report = partial(Report, epoch=epoch + 1, steps_in_epoch=steps)
         points: dict[str, float] = {}
         while at.step_in_epoch < steps:
-            batch = meter.next_batch(batches)
+            batch = interval.next_batch(batches)
             torch.manual_seed(step_seed(config.seed, rank, at.step))
             lr = learning_rate(config, at.step, total_steps)
             set_learning_rate(optimizer, factors, lr)
             outputs, norm = take_step(batch)
-            meter.add_step(outputs)
+            interval.add_step(outputs)
             at.step += 1
             at.step_in_epoch += 1
-            action = agreement.max_action(next_action())
-            if action == ASK:
-                action = SAVE if has_notice() else CONTINUE
             ends = at.step_in_epoch == steps
+            stops = world == 1 and should_stop()
             is_planned = is_due(config.checkpoint_every_steps, at.step)
             is_point = ends or is_planned or is_due(config.log_every_steps, at.step)
-            saves = action == STOP or (not ends and (is_planned or action == SAVE))
-            if not (is_point or saves):
-                silent_s = clock() - reported_s
-                left = pace.seconds_left(at, meter.seconds, meter.steps)
-                if silent_s >= silence_s and (
-                    left is not None or silent_s > PROGRESS_S
-                ):
-                    sums, work = meter.read(1)
-                    loss = sums["loss"] / meter.steps
-                    yield Report.at(at, steps, loss, work, seconds_left=left)
+            if not (is_point or stops):
+                if clock() - reported_s >= silence_s:
+                    sums, work, _ = interval.read(1, device)
+                    yield report(
+                        step=at.step,
+                        loss=sums["loss"] / work.steps,
+                        work=work._replace(examples=work.examples * world),
+                        seconds_left=time_left(timed.plus(work)),
+                    )
                     reported_s, silence_s = clock(), PROGRESS_S
                 continue
-            sums, work = meter.read(world)
+            wants_state = stops or is_planned or should_save()
+            sums, work, wants_state = interval.read(world, device, wants_state)
             at.loss += sums["loss"]
-            for name, value in {"steps": meter.steps, **sums}.items():
-                at.window[name] = at.window.get(name, 0.0) + value
-            pace.add(meter.steps, work.seconds)
-            epoch_work = epoch_work.plus(work)
-            meter.clear()
-            averages = {name: at.window[name] / at.window["steps"] for name in sums}
+            timed, epoch_work = timed.plus(work), epoch_work.plus(work)
+            interval = Interval()
+            averages = {name: value / work.steps for name, value in sums.items()}
             loss = averages["loss"]
             if not math.isfinite(loss):
                 raise UserError(f"the loss is {loss} at step {at.step}")
@@ -595,68 +508,65 @@ def fit(
             points |= {
                 "train/lr": lr,
                 "train/grad_norm": float(norm),
-                "train/examples_per_s": work.examples_per_s,
-                "train/data_wait": work.data_wait,
+                "train/examples_per_s": work.examples / work.seconds,
+                "train/data_wait": work.waited / work.seconds,
             }
-            if is_point:
-                at.window = {}
-            if saves or not ends:
-                yield Report.at(
-                    at,
-                    steps,
-                    loss,
-                    work,
+            if stops or not ends:
+                yield report(
+                    step=at.step,
+                    loss=loss,
+                    work=work,
                     points=points if is_point else {},
-                    interrupted=action == STOP,
-                    seconds_left=pace.seconds_left(at),
-                    state=save() if saves else {},
+                    interrupted=stops,
+                    seconds_left=time_left(timed),
+                    state=save() if wants_state else {},
                 )
-            if action == STOP:
+            if stops:
                 return
         is_last = epoch + 1 == config.max_epochs
         loss = at.loss / steps
         validation: dict[str, Any] = {}
         if is_last or is_due(config.eval_every_epochs, epoch + 1):
             began = time.perf_counter()
-            with shards.gather_weights() if shards else nullcontext():
-                result = run_validation(model, validate, means, config, world)
-            if result is None:
-                yield Report.at(
-                    at,
-                    steps,
-                    loss,
-                    epoch_work,
+            try:
+                with shards.gather_weights() if shards else nullcontext():
+                    metrics, count = run_validation(
+                        model, validate, means, config, world
+                    )
+            except ValidationStopped:
+                yield report(
+                    step=at.step,
+                    loss=loss,
+                    work=epoch_work,
                     points=points,
                     interrupted=True,
                     state=save(),
                 )
                 return
-            metrics, count = result
-            pace.eval_seconds = time.perf_counter() - began
+            eval_seconds = time.perf_counter() - began
             is_best = at.record_metric(metrics[config.metric])
             reason = "" if is_last else early_stop_reason(at, config)
             validation = {
                 "metrics": metrics,
-                "eval_seconds": pace.eval_seconds,
+                "eval_seconds": eval_seconds,
                 "is_best": is_best,
                 "stop_reason": reason,
             }
             points |= {f"val/{name}": value for name, value in metrics.items()}
-            points |= {"val/examples": count, "val/seconds": pace.eval_seconds}
+            points |= {"val/examples": count, "val/seconds": eval_seconds}
         points |= {"epoch": epoch + 1, "train/epoch_loss": loss}
         points["train/epoch_seconds"] = epoch_work.seconds
         at.epoch, at.step_in_epoch, at.loss = epoch + 1, 0, 0.0
         at.stopped = is_last or bool(validation.get("stop_reason"))
-        yield Report.at(
-            at,
-            steps,
-            loss,
-            epoch_work,
+        yield report(
+            step=at.step,
+            loss=loss,
+            work=epoch_work,
             points=points,
             ends_epoch=True,
             **validation,
             stop=at.stopped,
-            seconds_left=pace.seconds_left(at),
+            seconds_left=time_left(timed),
             state=save(),
         )
         reported_s, silence_s = clock(), PROGRESS_S
@@ -698,7 +608,7 @@ def run_validation(
     means: Means | None,
     config: FitConfig,
     world: int,
-) -> tuple[dict[str, float], int] | None:
+) -> tuple[dict[str, float], int]:
     """Validate on all ranks; a collective call with the same result on every rank.
 
     Args:
@@ -710,20 +620,17 @@ def run_validation(
         world: Number of ranks.
 
     Returns:
-        The metrics and the number of rows, or None if ValidationStopped was raised on a
-        rank.
+        The metrics and the number of rows.
     """
-    rank_result: tuple[Sums, int] | None = None
     model.eval()
-    with torch.no_grad(), suppress(ValidationStopped):
-        rank_result = validate(model)
-    model.train()
-    results: list[Any] = [rank_result]
+    try:
+        with torch.no_grad():
+            results: list[Any] = [validate(model)]
+    finally:
+        model.train()
     if world > 1:
-        results = [None] * world
+        rank_result, results = results[0], [None] * world
         dist.all_gather_object(results, rank_result)
-    if any(result is None for result in results):
-        return None
     count = sum(rows for _, rows in results)
     if count == 0:
         raise UserError("the validation split has no request")
@@ -796,7 +703,7 @@ def describe(report: Report, config: FitConfig, unit: ProgressUnit = REQUESTS) -
     rate = report.examples_per_s * unit.per_example
     line += f"  {rate:,.0f} {unit.name}/s  data wait {report.data_wait:.0%}"
     if report.ends_epoch:
-        line += f"  {report.seconds:.0f} s + {report.eval_seconds:.0f} s"
+        line += f"  {report.work.seconds:.0f} s + {report.eval_seconds:.0f} s"
     elif report.steps_in_epoch:
         line += f"  {report.steps_in_epoch:,} steps per epoch"
     if report.stop:

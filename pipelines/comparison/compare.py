@@ -38,6 +38,7 @@ PARAMS_WITHOUT_EFFECT = (
     "fit.log_every_steps",
     "fit.eval_batch_size",
     "fit.checkpoint_every_steps",
+    "fit.checkpoint_every_minutes",
 )
 """Params in which the runs of one row may differ. Teachers differ if their hashes do,
 whatever their folders."""

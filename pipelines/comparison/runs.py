@@ -55,7 +55,7 @@ EXPECTED = (
     tracking.RANKS_BY_TAG,
     tracking.POINT_TAG,
     tracking.BEST_TAG,
-    tracking.INCOMPLETE_TAG,
+    tracking.COMPLETE_TAG,
     tracking.SMOKE_TAG,
     tracking.FORMAT_TAG,
 )
@@ -257,8 +257,8 @@ def filter_trainings(store: Store) -> pl.DataFrame:
 
 def describe_incomplete(sweep: dict[str, Any]) -> list[str]:
     """Return a note on the trials of a sweep that have no result, or []."""
-    incomplete = sweep[tracking.INCOMPLETE_TAG]
-    if not incomplete:
+    incomplete = sweep[tracking.COMPLETE_TAG]
+    if incomplete in ("", "true"):
         return []
     return [f"{sweep['name']}: {incomplete}, so its best is of an incomplete grid"]
 

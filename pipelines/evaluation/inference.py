@@ -53,6 +53,7 @@ from models.metrics.scores import check_finite
 from models.retrieval.data import RetrievalDataset
 from models.retrieval.recommend import required_history
 from models.training import checkpoint
+from pipelines import cluster
 from pipelines.data.engine import quiet_ray_data
 from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.checks import (
@@ -61,7 +62,6 @@ from pipelines.evaluation.checks import (
     check_evaluation,
     resolve_device,
 )
-from pipelines.ray_inside import silence_cpp_log
 
 USERS_PER_PART = 50_000
 """Largest number of users per file of the table."""
@@ -589,7 +589,7 @@ def write_units(
     pool = ray.data.ActorPoolStrategy(
         min_size=1, max_size=num_actors, initial_size=num_actors
     )
-    with silence_cpp_log():
+    with cluster.silence_cpp_log():
         written = (
             ray.data.from_items(units, override_num_blocks=len(units))
             .map_batches(

@@ -7,8 +7,7 @@
 
 The driver opens the run of a training and sends its id and URI to rank 0, the only
 process that logs metrics. A continued training continues its run, and a killed training
-logs no point twice: a key that is stored before a run is opened identifies runs whose
-opening was interrupted, and a logger first reads the points that the run has.
+logs no point twice.
 """
 
 import os
@@ -18,22 +17,15 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 # the jobs print the addresses of their runs
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
-from pipelines.tracking.curves import (
-    CURVES,
-    Curves,
-    curves_to_bytes,
-    read_curves,
-)
-from pipelines.tracking.logger import STOP_PATIENCE_S, Logger, log_system_metrics
+from pipelines.tracking.logger import Logger, log_system_metrics
 from pipelines.tracking.names import (
     BEST_TAG,
     CODE_TAG,
     COMMIT_TAG,
+    COMPLETE_TAG,
     EVALUATION,
     FOLDER_TAG,
     FORMAT_TAG,
-    INCOMPLETE_TAG,
-    KEY_TAG,
     KIND_TAG,
     PARENT_TAG,
     POINT_TAG,
@@ -52,15 +44,12 @@ from pipelines.tracking.runs import (
     MAX_METRICS,
     delete,
     describe_hardware,
-    discard_opening,
     end_dead_runs,
-    end_stopped,
-    end_trials,
+    end_run,
     lock_path,
     log_json,
     log_text,
     log_yaml,
-    make_opening,
     open_child,
     open_run,
     reopen,
@@ -70,24 +59,20 @@ from pipelines.tracking.store import (
     check_store,
     connect,
     find_store,
-    mark_reachable,
     resolve_uri,
     sqlite_file,
     sqlite_uri,
     view_command,
-    warn_if_slow,
 )
 
 __all__ = [
     "BEST_TAG",
     "CODE_TAG",
     "COMMIT_TAG",
-    "CURVES",
+    "COMPLETE_TAG",
     "EVALUATION",
     "FOLDER_TAG",
     "FORMAT_TAG",
-    "INCOMPLETE_TAG",
-    "KEY_TAG",
     "KIND_TAG",
     "MAX_METRICS",
     "PARENT_TAG",
@@ -95,23 +80,18 @@ __all__ = [
     "RANKS_BY_TAG",
     "SIMULATED_TAG",
     "SMOKE_TAG",
-    "STOP_PATIENCE_S",
     "SUBMISSION_TAG",
     "TRIAL_TAG",
     "WEIGHTS_TAG",
-    "Curves",
     "Logger",
     "check_nodes",
     "check_store",
     "connect",
-    "curves_to_bytes",
     "delete",
     "describe_hardware",
     "describe_unknown",
-    "discard_opening",
     "end_dead_runs",
-    "end_stopped",
-    "end_trials",
+    "end_run",
     "find_store",
     "from_mlflow_name",
     "lock_path",
@@ -119,11 +99,8 @@ __all__ = [
     "log_system_metrics",
     "log_text",
     "log_yaml",
-    "make_opening",
-    "mark_reachable",
     "open_child",
     "open_run",
-    "read_curves",
     "reopen",
     "resolve_uri",
     "settings_key",
@@ -131,5 +108,4 @@ __all__ = [
     "sqlite_uri",
     "to_mlflow_name",
     "view_command",
-    "warn_if_slow",
 ]

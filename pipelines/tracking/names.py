@@ -48,18 +48,15 @@ POINT_TAG = "sweep.point"
 BEST_TAG = "sweep.best"
 """Tag of a sweep with the run id of its best trial."""
 
-INCOMPLETE_TAG = "sweep.incomplete"
-"""Tag of a sweep with the number of trials without a result, as text; empty if all have
-one."""
+COMPLETE_TAG = "sweep.complete"
+"""Tag of a sweep: `true` if each of its trials has a result, else how many have
+none."""
 
 SMOKE_TAG = "sweep.smoke"
 """Tag of a sweep that is a smoke test."""
 
 FOLDER_TAG = "trieline.folder"
 """Tag with the folder of a training or a sweep; the lock file is beside the folder."""
-
-KEY_TAG = "trieline.key"
-"""Tag with a key that is stored before the run is opened."""
 
 FORMAT_TAG = "trieline.format"
 """Tag of a training with the version of its `run.json`."""

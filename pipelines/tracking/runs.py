@@ -10,8 +10,7 @@ import os
 import platform
 import re
 import sys
-import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,10 +29,8 @@ from pipelines.tracking.names import (
     COMMIT_TAG,
     FOLDER_TAG,
     FORMAT_TAG,
-    KEY_TAG,
     PARENT_TAG,
     SUBMISSION_TAG,
-    TRIAL_TAG,
 )
 from pipelines.tracking.store import connect
 from pipelines.version import code_version, run_git, submission_id
@@ -67,8 +64,9 @@ def open_run(
 ) -> RunRef:
     """Open a run with its params and tags, and its config as an artifact.
 
-    If an earlier process opened the run of the same trial and was killed before it
-    wrote `run.json`, that run is opened again.
+    The caller holds the lock of the folder in the tag `FOLDER_TAG`. So a running run
+    with this tag is of a process that was killed before it wrote `run.json`, and is
+    deleted.
 
     Args:
         uri: Tracking URI.
@@ -86,9 +84,13 @@ def open_run(
     if parent:
         all_tags[PARENT_TAG] = parent
     experiment_id = get_or_create_experiment(client, uri, experiment, storage)
-    run = find_trial_run(client, experiment_id, all_tags)
-    if run is None:
-        run = client.create_run(experiment_id, run_name=name, tags=all_tags)
+    if folder := all_tags.get(FOLDER_TAG):
+        quote = '"' if "'" in folder else "'"
+        query = f"tags.`{FOLDER_TAG}` = {quote}{folder}{quote}"
+        query += " and attributes.status = 'RUNNING'"
+        for orphan in client.search_runs([experiment_id], query):
+            client.delete_run(orphan.info.run_id)
+    run = client.create_run(experiment_id, run_name=name, tags=all_tags)
     log_params(client, run.info.run_id, config)
     try:
         client.log_dict(run.info.run_id, config, "config.yaml")
@@ -202,56 +204,6 @@ def artifact_location(storage: str) -> str:
     return folder.as_uri()  # MLflow decodes a % in paths too, as in URIs
 
 
-def find_trial_run(
-    client: MlflowClient, experiment_id: str, tags: dict[str, str]
-) -> Any:
-    """Return the run that a sweep's trial has in an experiment.
-
-    Args:
-        client: MLflow client of the store.
-        experiment_id: Id of the experiment.
-        tags: Tags of the run that is to be opened.
-
-    Returns:
-        The MLflow run, or None if there is none or `tags` do not belong to a trial.
-    """
-    if PARENT_TAG not in tags or TRIAL_TAG not in tags:
-        return None
-    runs = client.search_runs(
-        [experiment_id], f"tags.`{TRIAL_TAG}` = '{tags[TRIAL_TAG]}'"
-    )
-    for run in runs:
-        if run.data.tags.get(PARENT_TAG) == tags[PARENT_TAG]:
-            return run
-    return None
-
-
-def make_opening(uri: str, experiment: str) -> dict[str, str]:
-    """Return a record that identifies a run even if its opening is interrupted.
-
-    The record is stored before the run is opened; its `key` becomes the run's
-    `KEY_TAG`.
-    """
-    connect(uri)
-    return {"uri": uri, "experiment": experiment, "key": uuid.uuid4().hex}
-
-
-def discard_opening(opening: dict[str, str]) -> None:
-    """Delete the run of an interrupted opening, if it exists.
-
-    Args:
-        opening: Record of `make_opening`.
-    """
-    client = connect(opening["uri"])
-    experiment = client.get_experiment_by_name(opening["experiment"])
-    if experiment is None:
-        return
-    for run in client.search_runs(
-        [experiment.experiment_id], f"tags.`{KEY_TAG}` = '{opening['key']}'"
-    ):
-        client.delete_run(run.info.run_id)
-
-
 def reopen(run: RunRef) -> None:
     """Mark a run as running again."""
     client = connect(run.uri)
@@ -280,29 +232,11 @@ def lock_path(folder: str) -> str:
     return f"{storage}/.{name}.lock"
 
 
-def end_trials(run: RunRef, failed: Collection[str | None]) -> None:
-    """End the trials of a sweep that are still marked as running.
-
-    Args:
-        run: Run of the sweep.
-        failed: Run ids of failed trials, which end as FAILED; the others end as KILLED.
-    """
+def end_run(run: RunRef, status: str) -> None:
+    """End a run as FAILED or KILLED, unless it has ended."""
     client = connect(run.uri)
-    is_running = (
-        f"tags.`{PARENT_TAG}` = '{run.run_id}' and attributes.status = 'RUNNING'"
-    )
-    experiment_id = client.get_run(run.run_id).info.experiment_id
-    for trial in client.search_runs([experiment_id], is_running):
-        status = "FAILED" if trial.info.run_id in failed else "KILLED"
-        client.set_terminated(trial.info.run_id, status)
-
-
-def end_stopped(run: RunRef) -> None:
-    """End the run of a stopped job as KILLED, with a single request.
-
-    Ray kills a stopped job after 25 s, and a slow server may need 10 s per request.
-    """
-    connect(run.uri).set_terminated(run.run_id, "KILLED")
+    if client.get_run(run.run_id).info.status == "RUNNING":
+        client.set_terminated(run.run_id, status)
 
 
 def end_dead_runs(client: MlflowClient, runs: Iterable[Any]) -> None:

@@ -11,17 +11,13 @@ import logging
 import math
 import os
 import shlex
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
-from mlflow.utils.credentials import get_default_host_creds
-from mlflow.utils.rest_utils import http_request, verify_rest_response
 from sqlalchemy.exc import SQLAlchemyError
 
 from core.errors import UserError, one_line
@@ -35,17 +31,6 @@ logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 SQLITE = "sqlite:///"
 """Beginning of the URI of a SQLite store; the path of its file follows."""
-
-SERVER_ERROR = "error responses"
-"""Part of MLflow's message about a server that answers with a status of 500 or
-above."""
-
-SLOW_S = 5.0
-"""Seconds after which a message reports that MLflow is slow."""
-
-_reachable: set[str] = set()
-"""URIs of servers that were reached before. If one of them fails, requests are retried
-for minutes instead of seconds."""
 
 
 def resolve_uri(option: str | None, storage: str) -> str:
@@ -156,8 +141,6 @@ def connect(uri: str) -> MlflowClient:
     file = sqlite_file(uri)
     for name in ("USERNAME", "PASSWORD", "TOKEN") if file else ():
         os.environ.pop(f"MLFLOW_TRACKING_{name}", None)
-    if not file and uri in _reachable:
-        return MlflowClient(uri)
     try:
         # our own lock: under MLflow's, two processes could each create some of the
         # tables
@@ -165,14 +148,11 @@ def connect(uri: str) -> MlflowClient:
             if file and not Path(file).exists():
                 create_store(file)
             client = MlflowClient(uri)
-            contact_store(client, uri)
-        mark_reachable(uri)
+            with few_retries():
+                client.search_experiments(max_results=1)
         return client
     except (MlflowException, OSError, ImportError, SQLAlchemyError) as error:
-        problem = "cannot reach MLflow"
-        if SERVER_ERROR in str(error):
-            problem = "MLflow answers with errors"
-        raise UserError(f"{problem} at {uri} ({one_line(error)})") from error
+        raise UserError(f"cannot reach MLflow at {uri} ({one_line(error)})") from error
 
 
 def create_store(file: str) -> None:
@@ -187,63 +167,16 @@ def create_store(file: str) -> None:
     os.replace(temporary, file)
 
 
-def contact_store(client: MlflowClient, uri: str) -> None:
-    """Request an experiment from a store.
-
-    If a server answers with an error, the request is repeated with MLflow's retries. If
-    it does not answer, the request fails in seconds.
-
-    Raises:
-        MlflowException: If the store does not answer, or keeps answering with errors.
-    """
-    try:
-        if uri.startswith(("http://", "https://")):
-            contact_server(uri)
-        else:
-            client.search_experiments(max_results=1)
-    except MlflowException as error:
-        if SERVER_ERROR not in str(error):
-            raise
-        client.search_experiments(max_results=1)
-
-
-def contact_server(uri: str) -> None:
-    """Request an experiment from a server with few retries.
-
-    With a wrong address the request fails in seconds.
-
-    Raises:
-        MlflowException: If the server does not answer, or answers with an error.
-    """
-    endpoint = "/api/2.0/mlflow/experiments/search"
-    response = http_request(
-        get_default_host_creds(uri),
-        endpoint,
-        "POST",
-        max_retries=int(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")),
-        timeout=int(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")),
-        json={"max_results": 1},
-    )
-    verify_rest_response(response, endpoint)
-
-
-def mark_reachable(uri: str) -> None:
-    """Record that a server was reached, so that later requests are retried longer."""
-    _reachable.add(uri)
-
-
 @contextmanager
-def warn_if_slow(uri: str, say: Callable[[str], Any]) -> Iterator[None]:
-    """Report that MLflow is slow if the block takes longer than `SLOW_S`.
-
-    Args:
-        uri: Tracking URI, for the message.
-        say: Called with the message.
-    """
-    timer = threading.Timer(SLOW_S, say, [f"waiting for MLflow at {uri}"])
-    timer.daemon = True
-    timer.start()
+def few_retries() -> Iterator[None]:
+    """Let requests to a server fail within seconds while the block runs."""
+    names = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+    before = {name: os.environ.get(name) for name in names}
+    for name, few in zip(names, ("1", "10"), strict=True):
+        os.environ.setdefault(name, few)
     try:
         yield
     finally:
-        timer.cancel()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)

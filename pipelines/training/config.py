@@ -57,11 +57,9 @@ class RayOptions:
     """Labels of the nodes that workers run on, such as {ray.io/node-group: trainer}."""
     threads: NonNegativeInt = 0
     """PyTorch threads per worker; 0 divides the machine's cores among its workers."""
-    max_failures: NonNegativeInt = 2
-    """Number of times that lost workers are started again without a new checkpoint in
-    between. Each new checkpoint resets the count, so that nodes may be lost any number
-    of times in a training of days. In a sweep, the trials of one worker count every
-    lost process."""
+    max_failures: NonNegativeInt = 10
+    """Number of times that Ray starts lost workers again, in one job; losses by
+    preemption do not count. In a sweep, the number for each trial."""
     hang_minutes: PositiveFloat = 10
     """Minutes after which an unresponsive worker, or one that the others wait for in a
     gradient exchange, is considered lost: all workers start again from the last

@@ -19,6 +19,7 @@ MAY_CHANGE = {
     "log_every_steps",
     "eval_batch_size",
     "checkpoint_every_steps",
+    "checkpoint_every_minutes",
     "ray.num_workers",
 }
 """Options that a continued run may change without changing its results; names without
@@ -43,7 +44,6 @@ def read_record(folder: str, tracking_uri: str = "") -> RunRecord | None:
     record = parse_record(RunRecord, content, uri)
     if tracking_uri:
         record.run = replace(record.run, uri=tracking_uri)
-        record.opening["uri"] = tracking_uri
     return record
 
 
@@ -83,12 +83,20 @@ def check_same(
 
     Args:
         record: The run's `run.json`.
-        identity: Settings of the training (`CheckedTraining.identity`).
+        identity: Settings of the training (`run.identify`).
         hashes: Hashes of its tables, by table name.
     """
-    before, now = flatten(record.config), flatten(identity)
+    before = flatten(record.config)
     if is_longer(record, identity["fit"]["max_epochs"]):
-        before["fit.max_epochs"] = now["fit.max_epochs"]
+        before["fit.max_epochs"] = str(identity["fit"]["max_epochs"])
+    check_equal(before, flatten(identity))
+    for table, value in hashes.items():
+        if record.hashes.get(table) != value:
+            raise UserError(f"the run was started with another table '{table}'", "name")
+
+
+def check_equal(before: dict[str, str], now: dict[str, str]) -> None:
+    """Raise UserError if a setting differs, unless it may change."""
     for key in sorted(before.keys() | now.keys(), key=lambda k: (k != "model.name", k)):
         may_change = key.removeprefix("fit.") in MAY_CHANGE
         if not may_change and before.get(key) != now.get(key):
@@ -96,6 +104,3 @@ def check_same(
                 f"the run was started with {key} {before.get(key)}, not {now.get(key)}",
                 "name",
             )
-    for table, value in hashes.items():
-        if record.hashes.get(table) != value:
-            raise UserError(f"the run was started with another table '{table}'", "name")

@@ -1,13 +1,9 @@
-"""Check a training before Ray starts, and resolve the values of its configuration.
-
-training = check_training(config)
-run_training(training)
-"""
+"""Check a training before Ray starts, and resolve the values of its configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from core.errors import UserError
@@ -15,7 +11,6 @@ from core.options import path_fields
 from core.schemas import Inputs, RunRecord
 from models import registry
 from models.loaded_model import load_catalogue
-from models.model import Model
 from models.text.pretrained import resolve_encoder_path
 from models.training import checkpoint
 from models.training_run import check_fit, check_init
@@ -24,48 +19,20 @@ from pipelines.training.config import TrainConfig
 from pipelines.training.record import read_record
 
 
-@dataclass(frozen=True)
-class CheckedTraining:
-    """A training whose configuration is checked and resolved."""
-
-    config: TrainConfig
-    """The resolved configuration: with sizes taken from the teacher, paths of
-    checkpoints, the tracking URI, the number of workers, and only those input folders
-    that the model reads."""
-    given_model: Any
-    """Config of the model before it was resolved."""
-    hashes: dict[str, str]
-    """Hashes of the tables that the model reads, by table name."""
-    init_weights: str | None = None
-    """SHA-256 of the weights that the training starts from; None for random weights."""
-
-    @property
-    def model_class(self) -> type[Model]:
-        """Class of the model."""
-        return registry.find(self.config.model.name)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Settings in `run.json` that a continued run must share."""
-        identity: dict[str, Any] = {
-            "model": self.model_class.config_to_dict(self.config.model),
-            "fit": asdict(self.config.fit),
-            "ray": {"num_workers": self.config.ray.num_workers},
-        }
-        if self.init_weights:
-            identity["init"] = self.init_weights
-        return identity
-
-
-def check_training(
+def resolve_training(
     config: TrainConfig,
     load: Callable[[str, Inputs], Any] = load_catalogue,
-) -> CheckedTraining:
+) -> tuple[TrainConfig, dict[str, str]]:
     """Check a training against its tables and checkpoints, without writing anything.
 
     Args:
         config: Configuration as the user gave it.
         load: Load the catalogue of a model, by model name and inputs.
+
+    Returns:
+        The resolved configuration: with sizes taken from the teacher, paths of
+        checkpoints, the tracking URI, the number of workers, and only those input
+        folders that the model reads. And the hashes of the tables, by name.
     """
     model_class = registry.find(config.model.name)
     name = model_class.name
@@ -80,25 +47,20 @@ def check_training(
     check_fit(config.fit, model_class, catalogue)
     for workers in range(ray.fewest_workers, ray.num_workers + 1):
         check_batch(config.fit.batch_size, workers)
-    init, init_weights = config.init, None
+    init = config.init
     if init:
         init = checkpoint.locate(init)
-        init_checkpoint = checkpoint.read(init)
-        check_init(init_checkpoint, init, catalogue.versions, model_class, config.fit)
-        init_weights = init_checkpoint.sha256[checkpoint.WEIGHTS]
-    return CheckedTraining(
-        config=replace(
-            config,
-            model=resolved,
-            ray=ray,
-            **vars(config.inputs.select(name, model_class.extra_inputs)),
-            init=init,
-            tracking_uri=tracking_uri,
-        ),
-        given_model=model,
-        hashes=catalogue.hashes,
-        init_weights=init_weights,
+        content = checkpoint.read(init)
+        check_init(content, init, catalogue.versions, model_class, config.fit)
+    resolved_config = replace(
+        config,
+        model=resolved,
+        ray=ray,
+        **vars(config.inputs.select(name, model_class.extra_inputs)),
+        init=init,
+        tracking_uri=tracking_uri,
     )
+    return resolved_config, catalogue.hashes
 
 
 def check_batch(batch_size: int, workers: int) -> None:

@@ -7,7 +7,7 @@ KeyboardInterrupt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -17,26 +17,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self._is_deferred = False
-        self._callback: Callable[[], None] | None = None
 
     def request(self) -> bool:
         """Record the request, and return whether a training loop will read it."""
         self.requested = True
-        if self._callback:
-            self._callback()
         return self._is_deferred
-
-    @contextmanager
-    def call_on_request(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call a function at once if a stop is requested while the block runs.
-
-        A signal handler calls the function, so it must not wait.
-        """
-        self._callback = callback
-        try:
-            yield
-        finally:
-            self._callback = None
 
     @contextmanager
     def defer_to_loop(self) -> Iterator[None]:

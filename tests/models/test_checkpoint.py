@@ -16,16 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from pyarrow import fs
 from torch import nn
 
 from core.errors import UserError
-from core.files import open_uri
 from core.schemas import Inputs
 from models.build import build_model, load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
+from pipelines.training.backends import LocalBackend
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -251,8 +250,10 @@ def kill_at_file_event(number: int, work: Callable[[], None]) -> bool:
 
 
 def test_a_run_killed_while_saving_has_a_complete_checkpoint(tmp_path: Path) -> None:
+    backend = LocalBackend(str(tmp_path), torch.device("cpu"), print)
+
     def keep(epoch: int) -> None:
-        checkpoint.keep(str(tmp_path), *build_linear(epoch))
+        backend.keep(*build_linear(epoch))
 
     num_events = 0
     loaded_epochs = set()
@@ -278,9 +279,6 @@ def test_a_run_killed_while_saving_has_a_complete_checkpoint(tmp_path: Path) -> 
             "step-00000001",
             "step-00000005",
         ]
-        best = checkpoint.read(checkpoint.publish(str(tmp_path), build_linear(5)[1]))
-        assert best.epoch == 1
-        assert sorted(best.files) == ["model.safetensors"]
         num_events += 1
     # new folder, config.json, its rename, deleted files of the old checkpoint
     assert num_events > 4
@@ -301,38 +299,15 @@ def test_weights_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
         checkpoint.load_weights(torch.nn.Linear(3, 2), tmp_path / "best")
 
 
-class DeferredUploads(checkpoint.Uploads):
-    """Uploads that start only when the test calls them."""
+def test_a_checkpoint_on_s3_is_loaded_as_it_was_saved(s3: str) -> None:
+    backend = LocalBackend(f"{s3}/kept", torch.device("cpu"), print)
+    for step in (1, 2, 3):
+        backend.keep(*build_linear(step))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pending: list[Callable[[], None]] = []
-
-    def __call__(self, upload: Callable[[], None]) -> None:
-        self.pending.append(upload)
-
-
-def test_a_checkpoint_exists_only_after_its_upload_to_the_storage(s3: str) -> None:
-    run = f"{s3}/uploads"
-    first_upload = checkpoint.Uploads()
-    checkpoint.keep(run, *build_linear(1), first_upload)
-    first_upload.wait()
-    # an upload sends the weights at the time of `keep`, whatever the model does later
-    deferred = DeferredUploads()
-    checkpoint.keep(run, *build_linear(2), deferred)
-    checkpoint.keep(run, *build_linear(3), deferred)
-
-    steps = []
-    for upload in [lambda: None, *deferred.pending]:
-        upload()
-        last = checkpoint.last(run)
-        assert last is not None
-        with checkpoint.local(f"{run}/step-{last.step:08d}") as folder:
-            _, weights, _ = load_linear(folder)
-        assert weights == [last.epoch] * 6
-        steps.append(last.step)
-
-    assert steps == [1, 2, 3]
-    filesystem, path = open_uri(run)
-    names = [info.base_name for info in filesystem.get_file_info(fs.FileSelector(path))]
-    assert names == ["step-00000001", "step-00000003"]  # the best and the last
+    last = backend.find_last()
+    assert last is not None
+    with checkpoint.local(f"{s3}/kept/{last.folder}") as folder:
+        _, weights, _ = load_linear(folder)
+    assert weights == [3.0] * 6
+    # the best and the last
+    assert checkpoint.list_steps(f"{s3}/kept") == ["step-00000003", "step-00000001"]

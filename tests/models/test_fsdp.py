@@ -64,9 +64,7 @@ def train_to(
             saved = run.checkpoint(
                 epoch=event.epoch, step=event.step, best=best_fields(event.state)
             )
-            saved.set_best_folder(last)
-            last = saved
-            checkpoint.keep(str(folder), run.model, saved, event.state)
+            checkpoint.save(folder / saved.folder, run.model, saved, event.state)
 
 
 def train_as_one_of_two(rank: int, epochs: int, folder: Path, inputs: Inputs) -> None:

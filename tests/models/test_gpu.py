@@ -32,7 +32,7 @@ from models.search.data import SearchDataset
 from models.training import loop
 from models.training.cuda_graphs import CudaGraphs
 from models.training.fit_config import FitConfig
-from models.training.loop import Meter, fit
+from models.training.loop import Interval, fit
 from models.training.optimizers import CapturableAdagrad
 from tests.fixtures import small_retrieval
 from tests.fixtures.actions_tables import write_actions
@@ -375,11 +375,11 @@ def test_padding_rows_are_not_counted_as_examples(feed):
     _, examples = build_actions_model("attn_lfa", feed)
     counts = []
     for pad_to_buckets in (False, True):
-        meter = Meter(torch.device("cpu"), 1)
+        interval = Interval()
         batches = examples.epoch(5, seed=1, epoch=0, pad_to_buckets=pad_to_buckets)
         for _ in range(3):
-            meter.next_batch(batches)
-        counts.append(meter.examples)
+            interval.next_batch(batches)
+        counts.append(interval.examples)
     assert counts[0] == counts[1] > 0
 
 

@@ -15,7 +15,7 @@ from models.build import build_model, load_model
 from models.retrieval.sasrec import SASRec
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
-from pipelines.training.settings import check_training
+from pipelines.training.settings import resolve_training
 from tests.fixtures.small_retrieval import build_catalogue
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training, make_config
@@ -72,7 +72,7 @@ def test_models_may_share_a_config_class(monkeypatch, tmp_path):
     options = {"name": "twin", "dim": 8, "num_layers": 1}
     fit, inputs = FitConfig(batch_size=8), Inputs(tables)
     config = make_config(options, fit, inputs, str(tmp_path / "runs"), "one")
-    assert check_training(config).identity["model"]["name"] == "twin"
+    assert resolve_training(config)[0].model.name == "twin"
 
     run = build_training(options, fit, inputs)
     checkpoint.save(str(tmp_path / "one"), run.model, run.checkpoint())

@@ -165,7 +165,6 @@ def test_trials_stopped_early_keep_their_best_checkpoint(halved: HalvedSweep) ->
         saved = checkpoint.read(str(trial.checkpoint))
         assert saved.epoch == trial.epochs
         assert saved.metrics["ndcg@10"] == trial.value
-    assert not (halved.sweep_folder / "tune").exists()
 
 
 def test_mlflow_has_the_sweep(halved: HalvedSweep) -> None:
@@ -251,7 +250,7 @@ def test_a_checkpoint_is_evaluated_at_every_point(halved: HalvedSweep) -> None:
         axes={"evaluate.batch_size": [8]},
         fixed={"evaluate.unseen": True},
     )
-    with pytest.raises(UserError, match="with other options"):
+    with pytest.raises(UserError, match=r"evaluate\.batch_size 32, not None"):
         halved.run(other_options, name="measured")
 
 

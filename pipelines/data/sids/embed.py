@@ -47,7 +47,6 @@ from pipelines import cluster
 from pipelines.data.engine import quiet_ray_data
 from pipelines.data.sids.config import EmbedConfig
 from pipelines.data.sids.precomputed import PrecomputedEmbeddings
-from pipelines.ray_inside import has_autoscaler, silence_cpp_log
 
 Say = Callable[[str], None]
 
@@ -170,13 +169,13 @@ def run_in_actors(
         resources["memory"] = config.memory_gb * 2**30
     cluster.check_room(1, resources)
     num_actors = cluster.count_room(resources)
-    if has_autoscaler():
+    if cluster.may_grow():
         num_useful = math.ceil(len(blocks) / BLOCKS_PER_ACTOR)
         num_actors = max(num_actors, min(num_useful, MAX_DEFAULT_ACTORS))
     num_actors = min(len(blocks), config.workers or num_actors)
     device = "GPU" if "GPU" in resources else "CPU"
     say(f"{pluralize(num_actors, 'encoder actor')} on {device}")
-    with warnings.catch_warnings(), silence_cpp_log():
+    with warnings.catch_warnings(), cluster.silence_cpp_log():
         # `map_batches` has no parameter for restarts, and Ray deprecates other keywords
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
         dataset = ray.data.from_arrow(blocks).map_batches(
@@ -202,7 +201,7 @@ BLOCKS_PER_ACTOR = 4
 """Blocks that justify one more encoder actor on a cluster with an autoscaler."""
 
 MAX_DEFAULT_ACTORS = 32
-"""Maximum number of encoder actors requested from an autoscaler by default."""
+"""Maximum number of encoder actors requested from a growing cluster by default."""
 
 
 def _encode_distributed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +15,7 @@ from core.errors import UserError
 from core.schemas import RunRef
 from pipelines import tracking
 from pipelines.tracking import from_mlflow_name, resolve_uri, to_mlflow_name
-from pipelines.training import run as runs
-from pipelines.training.run import collect_numbers, end_failed_run
-from pipelines.training.stop import StopRequest
+from pipelines.training.run import collect_numbers
 
 ROOT = Path(__file__).parents[3]
 
@@ -108,27 +105,21 @@ def test_a_database_without_its_driver_is_one_line() -> None:
         tracking.connect("postgresql+pg8000://host/db")
 
 
-def test_a_repeated_trial_continues_its_mlflow_run(tmp_path: Path, uri: str) -> None:
-    def open_run(name: str, trial: str = "", parent: str | None = None) -> str:
-        tags = {tracking.TRIAL_TAG: trial} if parent else {}
-        run = tracking.open_run(
-            uri,
-            "retrieval/x",
-            name,
-            str(tmp_path),
-            config={"fit": {"lr": 1}},
-            hashes={},
-            parent=parent,
-            tags=tags,
-        )
-        return run.run_id
+def test_a_run_whose_opening_was_killed_is_deleted(tmp_path: Path, uri: str) -> None:
+    def open_run(folder: str) -> str:
+        tags = {tracking.FOLDER_TAG: folder}
+        return tracking.open_run(
+            uri, "retrieval/x", "a", str(tmp_path), config={}, hashes={}, tags=tags
+        ).run_id
 
-    sweep, other_sweep = open_run("one"), open_run("other")
-    trial = open_run("t", "id", sweep)
+    killed, other = open_run("/runs/a's"), open_run("/runs/b")
+    opened = open_run("/runs/a's")
 
-    assert open_run("t", "id", sweep) == trial
-    assert open_run("t", "other id", sweep) != trial
-    assert open_run("t", "id", other_sweep) != trial
+    client = tracking.connect(uri)
+    stages = [
+        client.get_run(run).info.lifecycle_stage for run in (killed, other, opened)
+    ]
+    assert stages == ["deleted", "active", "active"]
 
 
 def test_points_lost_by_a_kill_are_logged_from_the_last_checkpoint(
@@ -140,14 +131,13 @@ def test_points_lost_by_a_kill_are_logged_from_the_last_checkpoint(
     killed = tracking.Logger(run)
     killed.log({"train/loss": 1.0}, 1)
     killed.flush()
-    curves = {
-        "train/loss": [(1, 1.0, 10), (2, 2.0, 20)],
-        "val/ndcg@10": [(2, 0.5, 20)],
-    }
-    (tmp_path / tracking.CURVES).write_bytes(tracking.curves_to_bytes(curves))
-    assert tracking.read_curves(str(tmp_path)) == curves
+    unsent = [
+        ("train/loss", 1.0, 10, 1),
+        ("train/loss", 2.0, 20, 2),
+        ("val/ndcg_at_10", 0.5, 20, 2),
+    ]
 
-    continued = tracking.Logger(run, tracking.read_curves(str(tmp_path)))
+    continued = tracking.Logger(run, unsent)
     continued.log({"train/loss": 3.5}, 3)
     continued.flush()
 
@@ -211,36 +201,3 @@ def test_the_numbers_of_a_manifest_become_metrics() -> None:
         "sids/conflict_level": 1.0,
     }
     assert collect_numbers(info, "sids") == expected
-
-
-def test_a_stopped_run_is_killed_in_mlflow_while_its_checkpoint_is_saved(
-    tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tracking.open_run(
-        uri, "retrieval/x", "one", str(tmp_path), config={}, hashes={}
-    )
-    client = tracking.connect(uri)
-    stop_request = StopRequest()
-    monkeypatch.setattr(runs, "STOP_REQUEST", stop_request)
-
-    def read_status() -> str:
-        return str(client.get_run(run.run_id).info.status)
-
-    def save_checkpoint() -> None:
-        deadline_s = time.monotonic() + 120
-        while read_status() == "RUNNING" and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-
-    statuses = []
-
-    def train() -> None:
-        with end_failed_run(run):
-            stop_request.request()
-            save_checkpoint()
-            statuses.append(read_status())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train()
-
-    assert statuses == ["KILLED"]
