@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -147,8 +147,9 @@ def run_trial(config: dict[str, Any], spec: SweepSpec) -> None:
     except Exception as error:
         record = read_record(folder, spec.uri)
         if record and not is_lost(error):
-            failure = {"error": one_line(error), "failed_in": spec.call}
-            write_record(folder, replace(record, status="failed", **failure))
+            record.status, record.error = "failed", one_line(error)
+            record.failed_in = spec.call
+            write_record(folder, record)
         raise
 
 

@@ -114,7 +114,7 @@ class Position:
 class Work(NamedTuple):
     """Work of some steps, of which the speed is reported."""
 
-    steps: int = 0
+    steps: float = 0
     """Number of steps."""
     examples: float = 0.0
     """Number of examples, all ranks together."""
@@ -125,7 +125,8 @@ class Work(NamedTuple):
 
     def plus(self, other: Work) -> Work:
         """Return the work of both."""
-        return Work(*map(sum, zip(self, other, strict=True)))
+        sums = [a + b for a, b in zip(self, other, strict=True)]
+        return Work(*sums)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -455,7 +455,7 @@ def run_workers(
     with print_lines(say) as lines:
         watches = os.environ[WATCH_PREEMPTION] != "0"
         trainer = TorchTrainer(
-            partial(run_worker, config, hashes, run, lines, watches),
+            partial(run_worker, config, hashes, run, lines, watches),  # type: ignore[arg-type]
             torch_config=TorchConfig(
                 "nccl" if use_gpu else "gloo",
                 timeout_s=round(options.hang_minutes * 60),

@@ -189,3 +189,33 @@ def test_a_sweep_stopped_by_ctrl_c_continues_to_its_end(
     assert continued.returncode == 0, continued.stderr
     assert "Swept 2 trials of rates" in continued.stdout
     assert set(read_run_statuses(store).values()) == {"FINISHED"}
+
+
+def test_a_killed_sweep_continues_to_the_results_of_an_undisturbed_one(
+    small: tuple[str, str],
+    new_store: Callable[[Path], str],
+    in_ray: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    store = new_store(tmp_path)
+    (tmp_path / "grid.json").write_text(json.dumps(GRID))
+    words = ["jobs.sweep", "--grid", f"{tmp_path}/grid.json", "--tables", small[0]]
+    words += ["--storage", str(tmp_path), "--options.concurrency", "1"]
+    words += ["--fit.max_epochs", "4", "--name"]
+    undisturbed = run_command([*words, "quiet"], in_ray)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+
+    _, code = stop_command([*words, "killed"], signal.SIGKILL, "[1/2] ", in_ray)
+    continued = run_command([*words, "killed"], in_ray)
+
+    assert code == -signal.SIGKILL
+    assert continued.returncode == 0, continued.stderr
+    assert "1 done before" in continued.stdout
+    assert set(read_run_statuses(store).values()) == {"FINISHED"}
+    for trial in (tmp_path / "quiet").glob("lr-*"):
+        expected = (trial / "best/model.safetensors").read_bytes()
+        same = tmp_path / "killed" / trial.name / "best/model.safetensors"
+        assert same.read_bytes() == expected
+    other_grid = run_command([*words, "killed", "--axes.fit.lr", "[0.5]"], in_ray)
+    assert other_grid.returncode == 1
+    assert "fit.lr" in last_line(other_grid.stderr)
