@@ -687,24 +687,19 @@ def finish_sweep(
     record.status = "failed" if without or not best else "finished"
     write_record(spec.folder, record)
     tracking.log_yaml(run, asdict(spec.grid), "grid.yaml")
-    tracking.log_json(run, [asdict(result) for result in results], "trials.json")
     logger = tracking.Logger(run)
     if best and best.run_id and best.value is not None:
         values = load_best_metrics(run, best.run_id)
         logger.update(values | {spec.grid.metric: best.value}, len(results))
         logger.tag(**{tracking.BEST_TAG: best.run_id})
     logger.tag(**{tracking.COMPLETE_TAG: complete})
-    # zeros too, as they replace the counts of an earlier call
-    statuses = ("finished", "stopped", "failed", "unfinished")
-    logger.update(
-        {f"trials/{status}": counts[status] for status in statuses}, len(results)
-    )
     client = logger.client
     experiment_id = client.get_run(run.run_id).info.experiment_id
     query = f"tags.`{tracking.PARENT_TAG}` = '{run.run_id}'"
     running = f"{query} and attributes.status = 'RUNNING'"
     tracking.end_dead_runs(client, client.search_runs([experiment_id], running))
-    client.set_terminated(run.run_id, run_status(counts, best))
+    status = "FAILED" if counts["failed"] or best is None else "FINISHED"
+    client.set_terminated(run.run_id, "KILLED" if counts["unfinished"] else status)
     return best
 
 
@@ -723,17 +718,3 @@ def load_best_metrics(run: RunRef, best_id: str) -> dict[str, float]:
         f"best/{tracking.from_mlflow_name(name).removeprefix('best/')}": metrics[name]
         for name in names
     }
-
-
-def run_status(counts: Counter[str], best: TrialResult | None) -> str:
-    """Return MLflow's status of a sweep that ended.
-
-    Args:
-        counts: Number of trials by status.
-        best: The best trial, or None if no trial has a value.
-    """
-    if counts["unfinished"]:
-        return "KILLED"
-    if counts["failed"] or best is None:
-        return "FAILED"
-    return "FINISHED"
