@@ -50,16 +50,14 @@ from models.training.checkpoint import BEST
 from pipelines import cluster, faults, tracking
 from pipelines.evaluation.checks import check_evaluation
 from pipelines.evaluation.record import load_test_metrics
+from pipelines.training.ray_train import check_cluster, wants_gpu, worker_resources
 from pipelines.training.record import check_equal, read_record, write_record
 from pipelines.training.run import (
-    check_cluster,
     check_continues,
     dataset_name,
     lock_run,
-    wants_gpu,
-    worker_resources,
+    resolve_training,
 )
-from pipelines.training.settings import resolve_training
 from tuning.grid import Grid, Trial
 from tuning.halving import make_scheduler
 from tuning.options import SweepConfig

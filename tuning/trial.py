@@ -35,14 +35,9 @@ from pipelines.evaluation.record import (
     to_json,
 )
 from pipelines.training.config import RayOptions, TrainConfig
+from pipelines.training.ray_train import is_lost, wants_gpu
 from pipelines.training.record import read_record, write_record
-from pipelines.training.run import (
-    TrialContext,
-    finish_run,
-    is_lost,
-    run_training,
-    wants_gpu,
-)
+from pipelines.training.run import TrialContext, finish_run, run_training
 from tuning.grid import Grid, Trial
 
 EPOCH, VALUE = "epoch", "value"

@@ -5,7 +5,6 @@ run = open_run(uri, "retrieval/x", "sasrec", storage, config=config, hashes=hash
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -287,11 +286,6 @@ def describe_hardware(gpu: str = "") -> str:
 def log_text(run: RunRef, text: str, name: str) -> None:
     """Log text as an artifact."""
     connect(run.uri).log_text(run.run_id, text, name)
-
-
-def log_json(run: RunRef, content: Any, name: str) -> None:
-    """Log content as a JSON artifact."""
-    log_text(run, json.dumps(content, indent=2, sort_keys=True), name)
 
 
 def log_yaml(run: RunRef, content: dict[str, Any], name: str) -> None:

@@ -11,40 +11,35 @@ weights in `best/`.
 from __future__ import annotations
 
 import os
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
-from queue import Empty
 from typing import Any
 
 import ray
 import torch
 from mlflow.exceptions import MlflowException
 from pyarrow import fs
-from ray import train
-from ray.exceptions import RayError
-from ray.train import TrainingFailedError, UserCallback
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.queue import Queue
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.train import UserCallback
 
-from core.errors import UserError, one_line, pluralize
+from core.errors import UserError
 from core.files import hold_lock, join, open_uri, write_file
+from core.options import path_fields
 from core.schemas import EventsInfo, Inputs, JobRef, RunRecord, RunRef, SidsInfo
 from core.tables import find_table, open_table
 from models import registry
+from models.loaded_model import load_catalogue
+from models.text.pretrained import resolve_encoder_path
 from models.training import checkpoint
 from models.training.checkpoint import BEST, CONFIG, WEIGHTS, Checkpoint
-from pipelines import cluster, faults, tracking
+from models.training_run import check_fit, check_init
+from pipelines import tracking
 from pipelines.serving import package
-from pipelines.training.backends import LocalBackend, RayBackend
-from pipelines.training.config import RayOptions, TrainConfig
+from pipelines.training.backends import LocalBackend
+from pipelines.training.config import TrainConfig
+from pipelines.training.ray_train import check_cluster, run_workers, wants_gpu
 from pipelines.training.record import (
     RUN,
     check_same,
@@ -52,29 +47,12 @@ from pipelines.training.record import (
     read_record,
     write_record,
 )
-from pipelines.training.settings import locate_encoders, resolve_training
 from pipelines.training.stop import STOP_REQUEST
 from pipelines.training.worker import train_worker
 from pipelines.version import code_version, submission_id
 
-# How often Ray Train's controller polls its workers. A worker that reports waits for
-# the next poll: by default up to 2 s, which is longer than many epochs.
-os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-
-WATCH_PREEMPTION = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-"""Environment variable that starts Ray Train's process for notices of preemption."""
-# The node of a local Ray is never preempted, so the process would be useless.
-os.environ.setdefault(WATCH_PREEMPTION, "1" if os.environ.get("RAY_ADDRESS") else "0")
-
-UNRESPONSIVE_S = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
-"""Environment variable with the seconds after which Ray Train ends an unresponsive
-worker."""
-
 RAY_TRAIN_FILES = (".validate_storage_marker", "checkpoint_manager_snapshot.json")
 """Files that Ray Train writes into the folder of a run."""
-
-WAIT_S = 30.0
-"""Seconds without any line of the workers until a message says so."""
 
 
 @dataclass
@@ -423,161 +401,86 @@ def copy_weights(source: str, target: str) -> Checkpoint:
     return copied
 
 
-def run_workers(
+def resolve_training(
     config: TrainConfig,
-    hashes: dict[str, str],
-    run: RunRef,
-    use_gpu: bool,
-    say: Callable[[str], None],
-    callbacks: Sequence[UserCallback] = (),
-) -> None:
-    """Train with workers of Ray Train, which starts them again when workers are lost.
+    load: Callable[[str, Inputs], Any] = load_catalogue,
+) -> tuple[TrainConfig, dict[str, str]]:
+    """Check a training against its tables and checkpoints, without writing anything.
 
     Args:
-        config: Options of the training, resolved.
-        hashes: Hashes of the tables.
-        run: The MLflow run.
-        use_gpu: Whether each worker has a GPU.
-        say: Called with lines of progress.
-        callbacks: Callbacks for Ray Train.
-
-    Raises:
-        TrainingFailedError: If workers were lost more than `ray.max_failures` times.
-    """
-    options = config.ray
-    workers, fewest = options.num_workers, options.fewest_workers
-    os.environ[UNRESPONSIVE_S] = str(options.hang_minutes * 60)
-    filesystem, path = open_uri(config.folder)
-    snapshot = f"{path}/checkpoint_manager_snapshot.json"
-    if filesystem.get_file_info(snapshot).type == fs.FileType.File:
-        filesystem.delete_file(snapshot)  # workers look for the last checkpoint
-    say(f"starting {pluralize(workers, 'worker')}")
-    with print_lines(say) as lines:
-        watches = os.environ[WATCH_PREEMPTION] != "0"
-        trainer = TorchTrainer(
-            partial(run_worker, config, hashes, run, lines, watches),  # type: ignore[arg-type]
-            torch_config=TorchConfig(
-                "nccl" if use_gpu else "gloo",
-                timeout_s=round(options.hang_minutes * 60),
-            ),
-            # mypy reads the classes of Train V1
-            scaling_config=train.ScalingConfig(  # type: ignore[call-arg]
-                num_workers=(fewest, workers) if fewest < workers else workers,  # type: ignore[arg-type]
-                use_gpu=use_gpu,
-                resources_per_worker=worker_resources(options, use_gpu),
-                placement_strategy=options.placement_strategy,
-                accelerator_type=options.accelerator_type or None,
-                label_selector=options.label_selector or None,
-            ),
-            run_config=train.RunConfig(
-                name=config.name,
-                storage_path=config.storage,
-                checkpoint_config=train.CheckpointConfig(
-                    num_to_keep=1, checkpoint_score_attribute="score"
-                ),
-                failure_config=train.FailureConfig(max_failures=options.max_failures),
-                callbacks=[*callbacks, LossReporter(lines)],  # type: ignore[list-item]
-            ),
-        )
-        # in the main thread, Ray Train would replace the handler of SIGINT
-        thread = ThreadPoolExecutor(1)
-        try:
-            error = thread.submit(trainer.fit).result().return_value  # type: ignore[attr-defined]
-        except TrainingFailedError as failure:
-            raise faults.find_user_error(failure) or failure from failure
-        finally:
-            thread.shutdown(wait=False)
-    if error:
-        raise error
-
-
-def run_worker(
-    config: TrainConfig,
-    hashes: dict[str, str],
-    run: RunRef,
-    lines: Queue,
-    watches: bool,
-) -> Exception | None:
-    """Run a worker of Ray Train.
-
-    Args:
-        config: Options of the training, resolved.
-        hashes: Hashes of the tables.
-        run: The MLflow run.
-        lines: Queue of lines that the driver prints.
-        watches: Whether nodes may be preempted.
+        config: Configuration as the user gave it.
+        load: Load the catalogue of a model, by model name and inputs.
 
     Returns:
-        An error that another try would raise again. Ray Train retries raised errors.
+        The resolved configuration: with sizes taken from the teacher, paths of
+        checkpoints, the tracking URI, the number of workers, and only those input
+        folders that the model reads. And the hashes of the tables, by name.
     """
-    try:
-        backend = RayBackend(config.folder, lines, watches)
-        train_worker(config, hashes, run, backend)
-    except UserError as error:
-        return error
-    except Exception as error:
-        if is_lost(error):
-            raise
-        # the traceback does not travel with a returned error
-        return RuntimeError("".join(traceback.format_exception(error)))
-    return None
+    model_class = registry.find(config.model.name)
+    name = model_class.name
+    tracking_uri = tracking.resolve_uri(config.tracking_uri, config.storage)
+    model = locate_encoders(config.model)
+    catalogue = load(name, config.inputs)
+    record = None if config.overwrite else read_record(config.folder)
+    resolved = resolve_model(model, catalogue, record)
+    ray = config.ray
+    if not model_class.trains_by_gradient:
+        ray = replace(ray, num_workers=1, min_workers=0)
+    check_fit(config.fit, model_class, catalogue)
+    for workers in range(ray.fewest_workers, ray.num_workers + 1):
+        check_batch(config.fit.batch_size, workers)
+    init = config.init
+    if init:
+        init = checkpoint.locate(init)
+        content = checkpoint.read(init)
+        check_init(content, init, catalogue.versions, model_class, config.fit)
+    resolved_config = replace(
+        config,
+        model=resolved,
+        ray=ray,
+        **vars(config.inputs.select(name, model_class.extra_inputs)),
+        init=init,
+        tracking_uri=tracking_uri,
+    )
+    return resolved_config, catalogue.hashes
 
 
-def is_lost(error: Exception) -> bool:
-    """Return whether an error of a worker comes from a process, node or storage."""
-    kinds = (OSError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
-    return isinstance(error, kinds) or "gloo" in str(error)
+def check_batch(batch_size: int, workers: int) -> None:
+    """Raise UserError if a batch cannot be divided equally among the workers."""
+    if batch_size % workers:
+        raise UserError(
+            f"fit.batch_size {batch_size} does not divide by {workers} workers"
+        )
 
 
-class LossReporter(UserCallback):
-    """Callback of Ray Train that reports lost workers to the user.
+def locate_encoders(model: Any) -> Any:
+    """Return a model's config with the paths of its text encoders made absolute."""
+    encoders = path_fields(type(model), "encoder")
+    return replace(
+        model, **{name: resolve_encoder_path(getattr(model, name)) for name in encoders}
+    )
+
+
+def resolve_model(model: Any, catalogue: Any, record: RunRecord | None) -> Any:
+    """Return a model's config with the values that it takes from checkpoints.
+
+    If a finished run has the same config, its resolved config replaces checkpoints that
+    no longer exist.
 
     Args:
-        lines: Queue of lines that the driver prints.
+        model: Config as the user gave it.
+        catalogue: The model's catalogue.
+        record: `run.json` of the run, or None for a new run.
     """
-
-    def __init__(self, lines: Queue) -> None:
-        self.lines = lines
-
-    def after_exception(
-        self, run_context: Any, worker_exceptions: dict[int, Exception]
-    ) -> None:
-        """Report the first error; Ray Train continues or ends the training."""
-        error = next(iter(worker_exceptions.values()))
-        reason = one_line(list(faults.iter_causes(error))[-1])
-        self.lines.put(f"note: a worker is lost ({reason})")
-
-
-@contextmanager
-def print_lines(say: Callable[[str], None]) -> Iterator[Queue]:
-    """Start a queue for lines of the workers, and a thread that prints them.
-
-    The queue lives on the driver's node, whose loss ends the training anyway.
-    """
-    node = ray.get_runtime_context().get_node_id()
-    here = NodeAffinitySchedulingStrategy(node, soft=False)
-    lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-
-    def forward() -> None:
-        with suppress(RayError):
-            try:
-                line = lines.get(timeout=WAIT_S)
-            except Empty:
-                say("the workers have not started yet; the cluster may be full")
-                line = lines.get()
-            while line is not None:
-                say(line)
-                line = lines.get()
-
-    thread = threading.Thread(target=forward, daemon=True, name="lines")
-    thread.start()
+    model_class = registry.find(model.name)
     try:
-        yield lines
-    finally:
-        with suppress(RayError):
-            lines.put(None)
-            thread.join(timeout=10)
-            lines.shutdown(force=True)
+        return model_class.resolve_config(model, catalogue)
+    except UserError:
+        given_model = model_class.config_to_dict(model)
+        is_finished = record is not None and record.status == "finished"
+        if not record or not is_finished or record.given != given_model:
+            raise
+        return registry.build_model_config(record.config["model"])
 
 
 def lock_run(
@@ -592,36 +495,6 @@ def lock_run(
     """
     busy = f"the run '{name}' in {storage} is being trained by another process"
     return hold_lock(tracking.lock_path(join(storage, name)), busy, timeout_s)
-
-
-def wants_gpu(options: RayOptions) -> bool:
-    """Return whether workers take GPUs.
-
-    With `use_gpu: auto` they do if the cluster has GPUs, or without Ray this machine.
-    """
-    if options.use_gpu != "auto":
-        return options.use_gpu
-    if ray.is_initialized():
-        return bool(ray.cluster_resources().get("GPU", 0))
-    return torch.cuda.is_available()
-
-
-def worker_resources(options: RayOptions, use_gpu: bool) -> dict[str, float]:
-    """Return the resources that Ray reserves for each worker."""
-    needs: dict[str, float] = {"CPU": options.cpus_per_worker}
-    if use_gpu:
-        needs["GPU"] = 1
-    if options.memory_gb:
-        needs["memory"] = options.memory_gb * 2**30
-    if options.accelerator_type:  # as ScalingConfig does for `accelerator_type`
-        needs[f"{cluster.ACCELERATOR}{options.accelerator_type}"] = 0.001
-    return needs
-
-
-def check_cluster(options: RayOptions, workers: int, use_gpu: bool) -> None:
-    """Raise UserError if the cluster can never hold the workers."""
-    fewest = min(options.min_workers or workers, workers)
-    cluster.check_room(fewest, worker_resources(options, use_gpu))
 
 
 def is_simulated(tables: str) -> bool:

@@ -15,7 +15,7 @@ from models.build import build_model, load_model
 from models.retrieval.sasrec import SASRec
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
-from pipelines.training.settings import resolve_training
+from pipelines.training.run import resolve_training
 from tests.fixtures.small_retrieval import build_catalogue
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training, make_config
