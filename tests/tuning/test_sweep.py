@@ -251,7 +251,7 @@ def test_a_checkpoint_is_evaluated_at_every_point(halved: HalvedSweep) -> None:
         axes={"evaluate.batch_size": [8]},
         fixed={"evaluate.unseen": True},
     )
-    with pytest.raises(UserError, match=r"evaluate\.batch_size 32, not None"):
+    with pytest.raises(UserError, match="was started with trials"):
         halved.run(other_options, name="measured")
 
 

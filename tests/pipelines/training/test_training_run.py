@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from core.errors import UserError
-from core.schemas import Inputs, RunRecord
+from core.schemas import Inputs, RunRecord, RunRef
 from models.build import load_model
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.training import checkpoint
@@ -219,7 +219,8 @@ def test_a_finished_run_is_not_trained_again(training: Training) -> None:
 
 
 def test_a_run_is_only_longer_with_more_epochs() -> None:
-    record = RunRecord(status="finished", config={"fit": {"max_epochs": 4}})
+    run = RunRef("", "", "")
+    record = RunRecord(status="finished", run=run, config={"fit": {"max_epochs": 4}})
     assert [is_longer(record, epochs) for epochs in (3, 4, 5)] == [False, False, True]
 
 
