@@ -392,21 +392,15 @@ def _read_rows(exchange: Exchange, reads: pa.Table) -> Iterator[pa.Table]:
         for block in exchange.read(index):
             if isinstance(block, ReadSummary):
                 assert schema is not None, "a summary follows the rows of its read"
-                yield _build_summary_row(block, schema, exchange.num_partitions)
+                values = {KEY: exchange.num_partitions, SUMMARY: pickle.dumps(block)}
+                columns = [pa.array([values.get(f.name)], f.type) for f in schema]
+                yield pa.table(columns, schema=schema)
                 continue
             if exchange.summaries:
                 no_summaries = pa.nulls(block.num_rows, pa.binary())
                 block = block.append_column(SUMMARY, no_summaries)
             schema = block.schema
             yield block
-
-
-def _build_summary_row(
-    summary: ReadSummary, schema: pa.Schema, partition: int
-) -> pa.Table:
-    values = {KEY: partition, SUMMARY: pickle.dumps(summary)}
-    columns = [pa.array([values.get(field.name)], field.type) for field in schema]
-    return pa.table(columns, schema=schema)
 
 
 def _run_first_kernel(exchange: Exchange, rows: pa.Table) -> pa.Table:

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from core.errors import UserError, pluralize, raise_first
-from core.schemas import ActionsInfo, Split, actions_schema
+from core.schemas import ActionsInfo, actions_schema
 from core.tables import Table
 from pipelines.data.actions.config import ITEM, ActionsConfig
 from pipelines.data.actions.features import (
@@ -248,8 +248,27 @@ def compute_label_stats(step: ActionsStep, builder: ActionsBuilder) -> LabelStat
     results = run.engine.map_unordered(_part_label_stats, calls, shared)
     parts = [part for _, part in results]
     events = np.sum([part.events for part in parts], axis=0).tolist()
-    _check_splits(dict(zip(SPLITS, events, strict=True)), builder.split)
-    constant = _find_constants(builder.actions, parts, num_train=events[0])
+    num_events = dict(zip(SPLITS, events, strict=True))
+    empty = [name for name in SPLITS if not num_events[name]]
+    if empty:
+        counts = ", ".join(f"{name} {count:,}" for name, count in num_events.items())
+        raise UserError(
+            f"the cuts at {format_moment(builder.split.val_start_ms)} and "
+            f"{format_moment(builder.split.test_start_ms)} leave no event in "
+            f"{' and '.join(empty)} ({counts})"
+        )
+    num_train = events[0]
+    everywhere = f"for all {num_train:,} training events"
+    constant = {}
+    for name in builder.actions.tasks:
+        positives = sum(part.positives[name] for part in parts)
+        if positives in (0, num_train):
+            constant[f"task {name}"] = f"{1 if positives else 0} {everywhere}"
+    for name in builder.actions.inputs:
+        ranges = [part.input_ranges[name] for part in parts if part.input_ranges]
+        low = min(minimum for minimum, _ in ranges)
+        if low == max(maximum for _, maximum in ranges):
+            constant[f"action {name}"] = f"{low:g} {everywhere}"
     for kind, names in (
         ("task", builder.actions.tasks),
         ("action", builder.actions.inputs),
@@ -267,39 +286,6 @@ def compute_label_stats(step: ActionsStep, builder: ActionsBuilder) -> LabelStat
         else:
             viewers[plain_name(category.name)] = list(category.values)
     return LabelStats(constant, viewers, tuple(hashed))
-
-
-def _check_splits(num_events: dict[str, int], split: Split) -> None:
-    """Check that every split has an event."""
-    empty = [name for name in SPLITS if not num_events[name]]
-    if not empty:
-        return
-    counts = ", ".join(f"{name} {count:,}" for name, count in num_events.items())
-    raise UserError(
-        f"the cuts at {format_moment(split.val_start_ms)} and "
-        f"{format_moment(split.test_start_ms)} leave no event in "
-        f"{' and '.join(empty)} ({counts})"
-    )
-
-
-def _find_constants(
-    actions: ActionsConfig, parts: list[PartLabelStats], num_train: int
-) -> dict[str, str]:
-    """Describe the tasks and inputs that are constant in training."""
-    constant = {}
-    for name in actions.tasks:
-        positives = sum(part.positives[name] for part in parts)
-        if positives in (0, num_train):
-            value = 1 if positives else 0
-            constant[f"task {name}"] = f"{value} for all {num_train:,} training events"
-    for name in actions.inputs:
-        ranges = [part.input_ranges[name] for part in parts if part.input_ranges]
-        low = min(minimum for minimum, _ in ranges)
-        if low == max(maximum for _, maximum in ranges):
-            constant[f"action {name}"] = (
-                f"{low:g} for all {num_train:,} training events"
-            )
-    return constant
 
 
 def drop_constants(

@@ -149,7 +149,12 @@ def _check_append(
     if mapped != mapped_before:
         differing.insert(0, "source")
     gone = sorted(file for file in old_files if not source.is_event_file(file))
-    changed = _changed_files(run, earlier, files)
+    changed = [
+        file
+        for file, stamp in files.stamps.items()
+        if old.get(file, stamp) != stamp
+        and (file in files.users or _hash_file(run, file) != earlier.inputs[file])
+    ]
     changed += sorted({*files.users} ^ old_user_files)
     log_order = run.config.ties == "log_order"
     too_early = [file for file in new_files if file < max(old_files)]
@@ -182,18 +187,6 @@ def _check_append(
         cause="settings",
     )
     return LogFiles(new_files, files.users, {**old, **files.stamps})
-
-
-def _changed_files(run: Run, earlier: Table[EventsInfo], files: LogFiles) -> list[str]:
-    """Return the files of the earlier version whose stamp and content have changed."""
-    old = earlier.info.stamps
-    changed = []
-    for file, stamp in files.stamps.items():
-        if old.get(file, stamp) == stamp:
-            continue
-        if file in files.users or _hash_file(run, file) != earlier.inputs[file]:
-            changed.append(file)
-    return changed
 
 
 def _hash_file(run: Run, file: str) -> str:
@@ -229,8 +222,13 @@ def _read_files(
     )
     begin = time.perf_counter()
     with run.tables.clean_up_on_error("events", "rejects"):
-        users, user_hashes = _read_users(run, files)
-        result = read_partitions(run, files.events, partitions, users, earlier)
+        digests = {file: hashlib.sha256() for file in files.users}
+        users = run.source.read_users(run.input, digests)
+        check_missing(users.missing if users else {}, "user", run.input)
+        rejected = RejectCounts.from_block(users) if users else RejectCounts()
+        run.check_rejects(rejected, " of the user files")
+        user_rows = users.rows if users else None
+        result = read_partitions(run, files.events, partitions, user_rows, earlier)
         if not result.rejected.rows_read and not earlier:
             first = ", ".join(files.events[:3])
             raise UserError(f"{run.input} has no rows in {first}")
@@ -240,8 +238,29 @@ def _read_files(
         check_matched(result.matched, "user", run.config.min_matched, run.report)
         read_end = time.perf_counter()
         stats = result.stats.result()
-        inputs = {**(earlier.inputs if earlier else {}), **result.hashes, **user_hashes}
-        info = _events_info(run, files, result, stats, earlier)
+        inputs = {**(earlier.inputs if earlier else {}), **result.hashes}
+        inputs |= {file: digest.hexdigest() for file, digest in digests.items()}
+        keep = run.config.duplicates == "keep"
+        rows_read, reasons = result.rejected.rows_read, result.rejected.reasons
+        if earlier:
+            rows_read += earlier.info.rows_read
+            reasons = Counter(earlier.info.reject_reasons) + reasons
+        info = EventsInfo(
+            log=run.source.info,
+            parts=[written.info for written in result.partitions],
+            ties=run.config.ties,
+            rows_read=rows_read,
+            rejects=reasons.total(),
+            reject_reasons=dict(sorted(reasons.items())),
+            duplicates=0 if keep else result.duplicates,
+            duplicates_kept=result.duplicates if keep else None,
+            users=stats.users,
+            first_ms=stats.first_ms,
+            last_ms=stats.last_ms,
+            grain_ms=stats.grain_ms,
+            stamps=files.stamps,
+            user_files=files.users,
+        )
         events = run.tables.commit(
             "events",
             run.source.schema,
@@ -271,48 +290,6 @@ def _read_files(
         f"{time.perf_counter() - begin:.1f} s"
     )
     return events, stats
-
-
-def _read_users(run: Run, files: LogFiles) -> tuple[pa.Table | None, dict[str, str]]:
-    """Read the user files."""
-    digests = {file: hashlib.sha256() for file in files.users}
-    users = run.source.read_users(run.input, digests)
-    check_missing(users.missing if users else {}, "user", run.input)
-    rejected = RejectCounts.from_block(users) if users else RejectCounts()
-    run.check_rejects(rejected, " of the user files")
-    hashes = {file: digest.hexdigest() for file, digest in digests.items()}
-    return users.rows if users else None, hashes
-
-
-def _events_info(
-    run: Run,
-    files: LogFiles,
-    result: ReadResult,
-    stats: EventStats,
-    earlier: Table[EventsInfo] | None,
-) -> EventsInfo:
-    """Return the info of the manifest of `events`."""
-    keep = run.config.duplicates == "keep"
-    rows_read, reasons = result.rejected.rows_read, result.rejected.reasons
-    if earlier:
-        rows_read += earlier.info.rows_read
-        reasons = Counter(earlier.info.reject_reasons) + reasons
-    return EventsInfo(
-        log=run.source.info,
-        parts=[written.info for written in result.partitions],
-        ties=run.config.ties,
-        rows_read=rows_read,
-        rejects=reasons.total(),
-        reject_reasons=dict(sorted(reasons.items())),
-        duplicates=0 if keep else result.duplicates,
-        duplicates_kept=result.duplicates if keep else None,
-        users=stats.users,
-        first_ms=stats.first_ms,
-        last_ms=stats.last_ms,
-        grain_ms=stats.grain_ms,
-        stamps=files.stamps,
-        user_files=files.users,
-    )
 
 
 # The rows: read by file, shuffled by user, written by partition.
@@ -582,7 +559,16 @@ def read_partitions(
     result.partitions = sorted(all_partitions, key=lambda part: part.info.first_user)
     _add_summaries(run, result, reader, summaries, is_first=earlier is None)
     new_events = sum(summary.events for summary in summaries.values())
-    _check_num_events(run, result, existing, new_events)
+    rows = sum(partition.part.rows for partition in result.partitions)
+    expected = new_events + sum(old.part.rows for old in existing.values())
+    if run.config.duplicates == "drop":
+        rows += result.duplicates
+        expected += sum(old.info.duplicates for old in existing.values())
+    if rows != expected:
+        raise RuntimeError(
+            f"{expected:,} events were read, but the shuffle returned {rows:,}; "
+            f"nothing was committed"
+        )
     for partition in result.partitions:
         result.matched.add(partition.info.matched)
     if users is not None and matched_share(result.matched) < WARN_BELOW:
@@ -638,22 +624,3 @@ def _add_summaries(
     result.hashes = {
         file: _combine_digests(file_digests) for file, file_digests in digests.items()
     }
-
-
-def _check_num_events(
-    run: Run,
-    result: ReadResult,
-    existing: dict[int, WrittenPartition],
-    new_events: int,
-) -> None:
-    """Raise RuntimeError unless the parts have the rows of old and new events."""
-    rows = sum(written.part.rows for written in result.partitions)
-    expected = new_events + sum(old.part.rows for old in existing.values())
-    if run.config.duplicates == "drop":
-        rows += result.duplicates
-        expected += sum(old.info.duplicates for old in existing.values())
-    if rows != expected:
-        raise RuntimeError(
-            f"{expected:,} events were read, but the shuffle returned {rows:,}; "
-            f"nothing was committed"
-        )

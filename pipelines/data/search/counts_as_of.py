@@ -66,7 +66,8 @@ def make_counts(run: Run, events: Table, items: Table, as_of_ms: int) -> None:
     """
     config, click = run.config.kind_config, run.config.behaviour
     assert click is not None, "a search log has a label that makes behaviours"
-    as_of_text = _to_iso(as_of_ms)
+    as_of_time = datetime.fromtimestamp(as_of_ms / 1000, UTC)
+    as_of_text = as_of_time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     if as_of_ms <= events.info.first_ms:
         raise UserError(
             f"counts_as_of is {as_of_text}, and the log has no event before it"
@@ -86,12 +87,32 @@ def make_counts(run: Run, events: Table, items: Table, as_of_ms: int) -> None:
     is_late = f"known_{click}" in run.source.schema.names
     counter = SearchCounter(config, click, is_late, as_of_ms)
     with run.tables.clean_up_on_error("counts"):
-        parts, num_keys = _write_buckets(run, events, counter)
+        queries = run.tables.read_vocabulary("queries", "query")
+        vocabularies = run.tables.read_catalogue(), queries
+        results = export_counts(
+            run.engine,
+            events.part_uris(),
+            events.rows,
+            counter,
+            vocabularies,
+            _write_bucket,
+            (uri, counter, *vocabularies),
+        )
+        buckets = [bucket for _, bucket in sorted(results, key=itemgetter(0))]
+        num_keys: Counter[str] = Counter()
+        for bucket in buckets:
+            num_keys.update(bucket.num_keys)
+        parts = [bucket.part for bucket in buckets if bucket.part]
         names = features_by_key(config)
+        # counted features of a key without events
+        never = compute_features({"gap": np.full(1, NO_GAP)}, config)
         info = CountsInfo(
             as_of_ms=as_of_ms,
             features={key: list(features) for key, features in names.items()},
-            never=_default_features(config),
+            never={
+                name: float(never[name][0])
+                for name in itertools.chain.from_iterable(names.values())
+            },
             search=asdict(config),
             behaviour=click,
         )
@@ -106,20 +127,6 @@ def make_counts(run: Run, events: Table, items: Table, as_of_ms: int) -> None:
         f"{pluralize(num_keys['pair'], 'pair')} as of {as_of_text} in "
         f"{time.perf_counter() - started:.1f} s: {uri}"
     )
-
-
-def _default_features(config: SearchConfig) -> dict[str, float]:
-    """Return the counted features of a key without events, by name."""
-    values = compute_features({"gap": np.full(1, NO_GAP)}, config)
-    names = list(itertools.chain.from_iterable(features_by_key(config).values()))
-    return {name: float(values[name][0]) for name in names}
-
-
-def _to_iso(time_ms: int) -> str:
-    """Format a time in epoch ms as ISO 8601 in UTC."""
-    time_utc = datetime.fromtimestamp(time_ms / 1000, UTC)
-    text = time_utc.isoformat(timespec="milliseconds")
-    return text.replace("+00:00", "Z")
 
 
 def features_by_key(config: SearchConfig) -> dict[str, list[str]]:
@@ -161,28 +168,6 @@ class WrittenBucket:
     """The part, or None if the bucket has no keys."""
     num_keys: Counter[str]
     """Number of keys, which have a row each, by kind."""
-
-
-def _write_buckets(
-    run: Run, events: Table, counter: SearchCounter
-) -> tuple[list[Part], Counter[str]]:
-    """Count the events of all buckets of keys, and write each's part of `counts`."""
-    queries = run.tables.read_vocabulary("queries", "query")
-    vocabularies = run.tables.read_catalogue(), queries
-    results = export_counts(
-        run.engine,
-        events.part_uris(),
-        events.rows,
-        counter,
-        vocabularies,
-        _write_bucket,
-        (run.tables.table_uri("counts"), counter, *vocabularies),
-    )
-    buckets = [bucket for _, bucket in sorted(results, key=itemgetter(0))]
-    num_keys: Counter[str] = Counter()
-    for bucket in buckets:
-        num_keys.update(bucket.num_keys)
-    return [bucket.part for bucket in buckets if bucket.part], num_keys
 
 
 def _write_bucket(

@@ -408,6 +408,15 @@ RUNTIME_SETTINGS = ("batch_size", "workers", "use_gpu", "memory_gb")
 """Settings of the execution, which do not change the embeddings."""
 
 
+def text_settings(encoder: str, config: EmbedConfig) -> dict[str, Any]:
+    """Return the encoder and the options that embeddings of texts depend on."""
+    options = asdict(config)
+    names = options.keys() - {*RUNTIME_SETTINGS, "svd"}
+    if encoder == "tfidf":
+        names = {"template", "empty", "svd"}
+    return {"encoder": encoder} | {name: options[name] for name in sorted(names)}
+
+
 def embed_origin(
     items: Table[ItemsInfo], source: EmbeddingSource
 ) -> tuple[dict[str, Any], dict[str, str]]:
@@ -416,15 +425,9 @@ def embed_origin(
     if source.precomputed:
         settings = {"pca": source.pca_width}
         return settings, {**inputs, "own": source.precomputed.sha256}
-    options = asdict(source.config)
-    for name in RUNTIME_SETTINGS:
-        del options[name]
-    if source.encoder == "tfidf":
-        options = {name: options[name] for name in ("template", "empty", "svd")}
-    else:
-        del options["svd"]
-    options |= {"encoder": source.encoder, "pca": source.pca_width}
-    return options, {**inputs, "encoder": encoder_version(source.encoder)}
+    settings = text_settings(source.encoder, source.config)
+    settings["pca"] = source.pca_width
+    return settings, {**inputs, "encoder": encoder_version(source.encoder)}
 
 
 def find_finished(

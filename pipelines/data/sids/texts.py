@@ -59,7 +59,6 @@ from pipelines.data.kinds import KINDS
 from pipelines.data.sids.config import TextConfig
 from pipelines.data.sids.embed import (
     ROWS_PER_PART,
-    RUNTIME_SETTINGS,
     encode_texts,
     encoder_version,
     find_finished,
@@ -67,6 +66,7 @@ from pipelines.data.sids.embed import (
     item_texts,
     read_embeddings,
     run_in_actors,
+    text_settings,
     to_list_column,
     write_vectors,
 )
@@ -215,20 +215,12 @@ class _LogEncoder:
 
     def settings_and_inputs(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the settings and the input hashes that a table depends on."""
-        options = asdict(self.config)
-        for option in RUNTIME_SETTINGS:
-            del options[option]
-        if self.encoder == "tfidf":
-            options = {
-                option: options[option] for option in ("template", "empty", "svd")
-            }
-        else:
-            del options["svd"]
-            if name != "pairs":
-                del options["query_condition"]
+        settings = text_settings(self.encoder, self.config)
+        if name != "pairs":
+            settings.pop("query_condition", None)
         inputs = {table: self.tables[table].hash for table in INPUT_TABLES[name]}
         inputs["encoder"] = encoder_version(self.encoder)
-        return {"encoder": self.encoder, **options}, inputs
+        return settings, inputs
 
     def find_finished(self, name: str) -> Table | None:
         """Return a table that is up to date, otherwise None."""
