@@ -94,11 +94,10 @@ class Kind(ABC):
             The users that sequences must contain.
         """
 
-    def warn(self, events: Table, info: Any) -> Iterator[str]:
+    def warn(self, info: Any) -> Iterator[str]:
         """Yield warnings about valid tables that only this kind has.
 
         Args:
-            events: Table of the events.
             info: Info of the sequences.
         """
         yield from ()

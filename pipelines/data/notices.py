@@ -41,7 +41,7 @@ def collect_warnings(
             f"{info.truncated_users:,} users, over max_events "
             f"{info.max_events:,}, were dropped"
         )
-    lines += KINDS[info.kind].warn(events, info)
+    lines += KINDS[info.kind].warn(info)
     # no model is trained on a log with the catalogue of other tables
     if not items.info.catalogue_of:
         requests = info.requests

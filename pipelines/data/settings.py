@@ -25,29 +25,10 @@ def resolve_config(source: Log, input_uri: str, config: PrepareConfig) -> Prepar
         The settings with `temporal` or `leave_last_out` as `split.by`.
     """
     check_known([config.kind], KINDS, "kind")
-    kind = KINDS[config.kind]
-    kind.check_settings(source, config)
-    split: Any = config.split.resolve(source.info.clock)
-    _check_combinations(source, config, split)
-    _check_files_exist(source, input_uri, config.catalogue)
-    return replace(config, split=replace(config.split, by=split))
-
-
-def _check_files_exist(source: Log, input_uri: str, catalogue: str | None) -> None:
-    """Raise UserError if the log's files are missing."""
-    # each listing raises if it is empty
-    source.event_files(input_uri)
-    source.user_files(input_uri)
-    for section in source.as_of.values():
-        section.list_files(input_uri, "feature")
-    if catalogue is None:
-        source.item_files(input_uri)
-
-
-def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
-    """Raise UserError if settings conflict with each other, the log or the kind."""
     info, name = source.info, config.kind
     kind, moment = KINDS[name], config.counts_as_of
+    kind.check_settings(source, config)
+    split: Any = config.split.resolve(info.clock)
     late_label = ""
     if config.behaviour in info.known:
         late_label = f"label '{config.behaviour}', known later than its event,"
@@ -103,3 +84,11 @@ def _check_combinations(source: Log, config: PrepareConfig, split: str) -> None:
             f"models of kind {name} do not read",
         ),
     )
+    # each listing raises if it is empty
+    source.event_files(input_uri)
+    source.user_files(input_uri)
+    for section in source.as_of.values():
+        section.list_files(input_uri, "feature")
+    if config.catalogue is None:
+        source.item_files(input_uri)
+    return replace(config, split=replace(config.split, by=split))

@@ -165,11 +165,18 @@ def _choose_items(
     if described is not None:
         ids = pc.unique(pa.chunked_array([in_core.cast(pa.large_string()), described]))
         ids = ids.take(pc.sort_indices(ids))
-    extends = run.tables.appended_version(ItemsInfo) is not None
-    if extends:
-        old = run.tables.current("items").read(["item_id"])["item_id"].combine_chunks()
-        ids = extend_catalogue(old.cast(ids.type), ids)
-    return Catalogue(ids, in_core, rounds, hashes, extends)
+    earlier = run.tables.appended_version(ItemsInfo)
+    if earlier:  # its items come first and keep their `item_index`
+        old = earlier.read(["item_id"])["item_id"].combine_chunks().cast(ids.type)
+        gone = old.filter(pc.invert(pc.is_in(old, ids)))
+        if len(gone):
+            raise UserError(
+                f"{len(gone):,} items, such as '{gone[0]}', are no longer in the "
+                "catalogue",
+                "settings",
+            )
+        ids = pa.concat_arrays([old, ids.filter(pc.invert(pc.is_in(ids, old)))])
+    return Catalogue(ids, in_core, rounds, hashes, earlier is not None)
 
 
 def read_item_ids(run: Run, files: list[str]) -> tuple[pa.Array, dict[str, str]]:
@@ -193,23 +200,6 @@ def _read_file_ids(source: Log, input_uri: str, file: str) -> tuple[pa.Array, st
 
 def _unique(arrays: list[pa.Array]) -> pa.Array:
     return pc.unique(pa.chunked_array(arrays, pa.large_string()))
-
-
-def extend_catalogue(old: pa.Array, ids: pa.Array) -> pa.Array:
-    """Return the ids with old items first, so that they keep their `item_index`.
-
-    Args:
-        old: Ids of the earlier version, in its order.
-        ids: Ids of the catalogue, including all old ones.
-    """
-    gone = old.filter(pc.invert(pc.is_in(old, ids)))
-    if len(gone):
-        raise UserError(
-            f"{len(gone):,} items, such as '{gone[0]}', are no longer in the catalogue",
-            "settings",
-        )
-    new = ids.filter(pc.invert(pc.is_in(ids, old)))
-    return pa.concat_arrays([old, new])
 
 
 # The metadata: read by file, shuffled by range of item_index, written by range.

@@ -7,7 +7,6 @@ from typing import Any
 
 import polars as pl
 
-from core.tables import Table
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.kind import Kind
 from pipelines.data.prepare_config import PrepareConfig
@@ -47,7 +46,7 @@ class Retrieval(Kind):
         """Draw a log in which items follow from the user's last item and clusters."""
         return draw_interactions(settings)
 
-    def warn(self, events: Table, info: Any) -> Iterator[str]:
+    def warn(self, info: Any) -> Iterator[str]:
         """Yield a line if many training requests have no history."""
         num_train = info.requests["train"]
         num_skipped = info.requests_without_history["train"]

@@ -77,7 +77,7 @@ class Search(Kind):
         """Check `queries` and `sequences`; users with shown results must be in it."""
         return check_search_tables(tables, rules)
 
-    def warn(self, events: Table, info: Any) -> Iterator[str]:
+    def warn(self, info: Any) -> Iterator[str]:
         """Yield a line for each split whose requests have one class only."""
         for name in SPLITS:
             requests = info.requests[name]

@@ -42,7 +42,7 @@ from pipelines.data.search.features import (
     features,
     features_unknown_when_ranking,
 )
-from pipelines.data.search.requests import EventRequests, find_requests
+from pipelines.data.search.requests import find_requests
 from pipelines.data.sequences.as_of import (
     share_items,
 )
@@ -146,7 +146,9 @@ class SearchBuilder(SequenceBuilder):
         count["candidates_outside"] = int((~in_catalogue).sum())
         count["requests_truncated"] = int(is_truncated.sum())
         count["requests_without_query"] = int((query[row] < 0).sum())
-        _count_spread(searches, part.time, count)
+        spread = searches.spread(part.time)
+        count["requests_spread"] = len(sorted_unique(searches.first[spread > 0]))
+        count["max_spread_ms"] = int(spread.max())
         return Requests(row, request_time[row], candidate, start, request_time)
 
     def compute_features(
@@ -199,15 +201,6 @@ class SearchBuilder(SequenceBuilder):
             name: pc.struct_field(train, name).flatten() for name in self.custom_columns
         }
         return TrainingStats(TrainingValues.from_columns(columns))
-
-
-def _count_spread(
-    searches: EventRequests, time: np.ndarray, count: Counter[str]
-) -> None:
-    """Count requests whose results have different times, and find the longest one."""
-    spread = searches.spread(time)
-    count["requests_spread"] = len(sorted_unique(searches.first[spread > 0]))
-    count["max_spread_ms"] = int(spread.max())
 
 
 def _count_candidates(

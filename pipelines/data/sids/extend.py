@@ -280,7 +280,12 @@ def extend(
     is_in_place = paths.output == old_paths.output
     with writing(paths.output):
         old = open_table(old_paths.sids, SidsInfo)
-        _check_extensible(old, paths.items, tokenizer)
+        if tokenizer.reads_file:
+            raise UserError(f"{tokenizer.name} has no trained codebooks to extend")
+        if old.config != settings_of_codes(tokenizer):
+            raise UserError(f"{old.uri} was made with other options of the tokenizer")
+        if old.info.items_hash not in paths.items.ancestry:
+            raise UserError(f"{paths.items.uri} does not extend the items of {old.uri}")
         sids = old if is_in_place else find_table(paths.sids, SidsInfo)
         is_current = (
             sids is not None
@@ -298,18 +303,6 @@ def extend(
         elif trie and trie.inputs == {"sids": sids.hash}:
             return sids, trie, False
         return sids, write_trie(paths.trie, sids, old_trie.ancestry), True
-
-
-def _check_extensible(
-    old: Table[SidsInfo], items: Table[ItemsInfo], tokenizer: Tokenizer
-) -> None:
-    """Check that existing SIDs can be extended with these items and this tokenizer."""
-    if tokenizer.reads_file:
-        raise UserError(f"{tokenizer.name} has no trained codebooks to extend")
-    if old.config != settings_of_codes(tokenizer):
-        raise UserError(f"{old.uri} was made with other options of the tokenizer")
-    if old.info.items_hash not in items.ancestry:
-        raise UserError(f"{items.uri} does not extend the items of {old.uri}")
 
 
 def _write_extended(
