@@ -238,11 +238,8 @@ class _LogEncoder:
     ) -> dict[str, Table]:
         """Write the tables of single texts that are not up to date."""
         started = time.monotonic()
-        written: dict[str, Table] = {}
-        for name in texts:
-            committed = self.find_finished(name)
-            if committed:
-                written[name] = committed
+        finished = {name: self.find_finished(name) for name in texts}
+        written = {name: table for name, table in finished.items() if table}
         missing = [name for name in texts if name not in written]
         all_texts: list[str] = []
         for name in missing:
@@ -272,6 +269,15 @@ class _LogEncoder:
         parts = write_vectors(uri, vectors, key)
         schema = embeddings_schema(vectors.shape[1], [key])
         settings, inputs = self.settings_and_inputs(name)
+        earlier, extends = read_manifest(uri), list[str]()
+        if (
+            self.encoder != "tfidf"
+            and earlier
+            and earlier.config == settings
+            and earlier.inputs["encoder"] == inputs["encoder"]
+            and earlier.inputs["items"] in self.tables["items"].extends
+        ):
+            extends = earlier.ancestry  # old texts keep their embeddings
         num_unknown = int((~vectors.any(axis=1)).sum())
         info = EmbeddingsInfo(
             width=vectors.shape[1],
@@ -286,7 +292,7 @@ class _LogEncoder:
             config=settings,
             inputs=inputs,
             info=info,
-            extends=self.extended_versions(name, settings, inputs),
+            extends=extends,
             timings={"encode_s": round(time.monotonic() - started, 2)},
         )
         note = f", {num_unknown:,} without a known word (zeros)" if num_unknown else ""
@@ -296,25 +302,8 @@ class _LogEncoder:
         )
         return committed
 
-    def extended_versions(
-        self, name: str, settings: dict[str, Any], inputs: dict[str, str]
-    ) -> list[str]:
-        """Return the hashes of earlier versions whose texts keep their embeddings."""
-        uri = join(self.output, name)
-        earlier = read_manifest(uri)
-        if self.encoder == "tfidf" or earlier is None or earlier.config != settings:
-            return []
-        has_same_encoder = earlier.inputs["encoder"] == inputs["encoder"]
-        extends_items = earlier.inputs["items"] in self.tables["items"].extends
-        if has_same_encoder and extends_items:
-            return earlier.ancestry
-        return []
-
     def write_tokens(self, documents: list[str]) -> Table:
         """Write the table of the documents' tokens, with one row per document."""
-        finished = self.find_finished("tokens")
-        if finished:
-            return finished
         started = time.monotonic()
         uri = join(self.output, "tokens")
         encoder = TextEncoder(self.encoder, *self.config.encoder_options())
@@ -351,9 +340,6 @@ class _LogEncoder:
         self, items: list[str], queries: list[str], tfidf: TfidfEncoder | None
     ) -> Table:
         """Write the pairs, sorted by item, then query; -1 is the empty query."""
-        finished = self.find_finished("pairs")
-        if finished:
-            return finished
         started = time.monotonic()
         uri = join(self.output, "pairs")
         keys = np.zeros(0, dtype=np.int64)  # of the distinct pairs, ascending
@@ -473,11 +459,13 @@ def encode_log(
     with writing(output_uri):
         written = log_encoder.write_texts(texts, tfidf)
         if "tokens" in kind.text_tables and tfidf is None:
-            written["tokens"] = log_encoder.write_tokens(texts["items"])
+            finished = log_encoder.find_finished("tokens")
+            written["tokens"] = finished or log_encoder.write_tokens(texts["items"])
         elif has_manifest(tokens_uri):
             clear(tokens_uri)  # tokens of an earlier encoder
         if "pairs" in kind.text_tables:
-            written["pairs"] = log_encoder.write_pairs(
+            finished = log_encoder.find_finished("pairs")
+            written["pairs"] = finished or log_encoder.write_pairs(
                 texts["items"], texts["queries"], tfidf
             )
         return written
