@@ -1,7 +1,7 @@
 """Examples and batches of a log of actions: users' contexts and candidates.
 
     dataset = ActionsDataset.load(
-        "tables/sequences", "train", unit="user", max_history=1024
+        sequences, "train", unit="user", max_history=1024
     )
     for batch in dataset.epoch(64, seed=1, epoch=0): ...
 

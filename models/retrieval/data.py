@@ -2,7 +2,7 @@
 
     catalogue = Catalogue.load("tables", "sids")
     dataset = RetrievalDataset.load(
-        "tables/sequences", "train", unit="request", max_history=20
+        sequences, "train", unit="request", max_history=20
     )
     for batch in dataset.epoch(256, seed=1, epoch=0): ...
 

@@ -2,7 +2,7 @@
 
     catalogue = SearchCatalogue.load("tables", "text")
     dataset = SearchDataset.load(
-        "tables/sequences", "train", unit="user", max_history=100, text=catalogue.text
+        sequences, "train", unit="user", max_history=100, text=catalogue.text
     )
     for batch in dataset.epoch(100, seed=1, epoch=0): ...
 

@@ -14,9 +14,7 @@ from typing import Any
 import polars as pl
 
 from core.errors import UserError
-from core.files import join
-from core.schemas import INFO_CLASSES, ItemsInfo, SequencesInfo
-from core.tables import Table, TableInfo, open_table, read_parquet
+from core.tables import Table, read_parquet
 
 MAX_EXAMPLES = 3
 """Maximum number of violations that are described per rule."""
@@ -82,22 +80,6 @@ class Tables:
     all_shown: bool
     """Whether the catalogue has the items of all events, not only of behaviours."""
 
-    @classmethod
-    def open(cls, uri: str, sequences: Table[SequencesInfo], all_shown: bool) -> Tables:
-        """Open the tables from which `sequences` was made.
-
-        Args:
-            uri: Output folder of jobs.prepare.
-            sequences: Table of the sequences.
-            all_shown: Whether the catalogue contains the items of all events.
-        """
-        names = dict.fromkeys(("events", "items", *sequences.inputs))
-        opened: dict[str, Table] = {
-            name: open_table(join(uri, name), INFO_CLASSES.get(name, TableInfo))
-            for name in names
-        }
-        return cls({**opened, "sequences": sequences}, all_shown)
-
     def read(self, table: str) -> pl.DataFrame:
         """Read all rows of a table, with the index of their `part`."""
         frames = []
@@ -143,12 +125,6 @@ class Tables:
     def info(self) -> Any:
         """`info` of the manifest of `sequences`, of the class of its kind."""
         return self.opened["sequences"].info
-
-    @property
-    def items_info(self) -> ItemsInfo:
-        """`info` of the manifest of `items`."""
-        info: ItemsInfo = self.opened["items"].info
-        return info
 
     @property
     def event_columns(self) -> set[str]:

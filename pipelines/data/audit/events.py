@@ -120,7 +120,7 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     Returns:
         The users (`user_id`) in the k-core.
     """
-    items, info = tables.catalogue, tables.items_info
+    items, info = tables.catalogue, tables.opened["items"].info
     rule.rows = items.height
     _check_item_order(tables, rule)
     core, split = info.core, info.split
@@ -166,7 +166,7 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
 
 def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     """Return the events that count for the k-core: all or the training events."""
-    info = tables.items_info
+    info = tables.opened["items"].info
     if info.core_window != "train" or info.split.by != "temporal":
         return events
     known = "timestamp_ms" if tables.all_shown else tables.known_time_column

@@ -14,8 +14,8 @@ import polars as pl
 
 from core.errors import UserError
 from core.files import join
-from core.schemas import SequencesInfo
-from core.tables import open_table
+from core.schemas import INFO_CLASSES, SequencesInfo
+from core.tables import Table, TableInfo, open_table
 from pipelines.data.audit.base import Rule, Tables
 from pipelines.data.audit.events import (
     check_catalogue,
@@ -67,7 +67,11 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
             f"{', '.join(KINDS)}"
         )
     kind = KINDS[name]
-    tables = Tables.open(uri, sequences, kind.uses_all_events)
+    opened: dict[str, Table] = {
+        table: open_table(join(uri, table), INFO_CLASSES.get(table, TableInfo))
+        for table in dict.fromkeys(("events", "items", *sequences.inputs))
+    }
+    tables = Tables({**opened, "sequences": sequences}, kind.uses_all_events)
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
     progress("files")
     check_files(tables, rules["files"])
