@@ -337,7 +337,12 @@ class Log(Files):
             raise ValueError(f"'{missing}' is missing")
         self._check_sections()
         if self.history:
-            self._check_history(self.history)
+            flags = [name for name, kind in self.labels.items() if kind.type == "bool"]
+            if not self.has_clock_times:
+                raise ValueError("'history' needs a log with clock times")
+            if self.history.labels is None and flags:
+                raise ValueError("'history.labels' is missing")
+            check_known(self.history.labels or [], flags, "history.labels")
         check_sql([*self._expressions.values(), *self._list_expressions])
 
     def _check_sections(self) -> None:
@@ -354,26 +359,24 @@ class Log(Files):
             *(f"cat_{name}" for name in self.info.categories),
         ]
         for name, section in self.as_of.items():
-            self._check_as_of(name, section)
+            key = "item" if section.item else "user"
+            feature_keys = ("numbers", "categories", "time")
+            _check_section(f"as_of.{name}", section, key, feature_keys)
+            time = section.time
+            if time is None or time.has_clock_times != self.has_clock_times:
+                raise ValueError(
+                    f"as_of.{name} needs a 'time' like that of events (both clock "
+                    f"times or both order); add it, for example "
+                    f"'time: {{column: at, unit: ms}}'"
+                )
+            if not section.features.names:
+                raise ValueError(f"as_of.{name} has no features")
             features += section.features.names
         repeated = [name for name, count in Counter(features).items() if count > 1]
         if repeated:
             raise ValueError(
                 f"'{repeated[0][4:]}' is the name of two features; rename one of them"
             )
-
-    def _check_as_of(self, name: str, section: Section) -> None:
-        """Raise a ValueError for an invalid section of `as_of`."""
-        key = "item" if section.item else "user"
-        feature_keys = ("numbers", "categories", "time")
-        _check_section(f"as_of.{name}", section, key, feature_keys)
-        if section.time is None or section.time.has_clock_times != self.has_clock_times:
-            raise ValueError(
-                f"as_of.{name} needs a 'time' like that of events (both clock times or "
-                f"both order); add it, for example 'time: {{column: at, unit: ms}}'"
-            )
-        if not section.features.names:
-            raise ValueError(f"as_of.{name} has no features")
 
     def _build_label_time(self, name: str, label: Label) -> Label:
         """Return the label with its `time` as an instance of `Time`."""
@@ -400,15 +403,6 @@ class Log(Files):
                 f"{self.event_time.notation}"
             )
         return replace(label, time=built)
-
-    def _check_history(self, history: History) -> None:
-        """Raise a ValueError if `history` does not fit the times and labels."""
-        flags = [name for name, label in self.labels.items() if label.type == "bool"]
-        if not self.has_clock_times:
-            raise ValueError("'history' needs a log with clock times")
-        if history.labels is None and flags:
-            raise ValueError("'history.labels' is missing")
-        check_known(history.labels or [], flags, "history.labels")
 
     @property
     def event_time(self) -> Time:
@@ -655,7 +649,9 @@ class Log(Files):
             digest: Hash that is updated with the parsed bytes, or None.
         """
         uri, schema = join(input_uri, file), self.schema.append(LOG_ROW)
-        folders = _parse_folders(file)
+        # values of columns in the names of folders, such as `country=se`
+        named = [folder.partition("=") for folder in file.split("/")[:-1]]
+        folders = {key: value for key, _, value in named if value}
         file_expressions = self._file_expressions(folders)
         first_row = 0
         frames = read_frames(uri, self, file_expressions, digest, piece)
@@ -666,13 +662,20 @@ class Log(Files):
                 if name not in folders
             }
             if index == 0:
-                self._check_required(missing, folders, uri)
+                derived = [*self.explode, *folders]
+                expressions = [self.user, self.item, self.sequence]
+                expressions += [self.event_time.column, *self.explode.values()]
+                for text in filter(None, expressions):
+                    for name in root_columns(text, derived):
+                        if name in missing and name not in derived:
+                            hint = missing[name]
+                            raise UserError(f"{uri} has no column '{name}'; {hint}")
             rows = frame.with_missing
-            rows = rows.with_columns(
-                _parse_folder_value(value).alias(key)
-                for key, value in folders.items()
-                if key not in rows.columns
-            )
+            for key, value in folders.items():
+                if key not in frame.with_missing.columns:
+                    is_null = value == "__HIVE_DEFAULT_PARTITION__"
+                    literal = pl.lit(None if is_null else unquote(value), pl.String)
+                    rows = rows.with_columns(literal.alias(key))
             broken = frame.broken
             events = self._frame_events(rows, uri, users, piece_index)
             history_events = self._history_events(rows, uri, users)
@@ -682,14 +685,6 @@ class Log(Files):
                 yield part.block(broken, missing, file, piece, schema, MISSING_VALUES)
                 first_row = end_row
                 broken = []  # reported with the first block of the frame
-
-    def _check_required(
-        self, missing: dict[str, str], folders: Iterable[str], uri: str
-    ) -> None:
-        """Raise a UserError if a column that every event needs is missing."""
-        for name in self._required_columns(folders):
-            if name in missing:
-                raise UserError(f"{uri} has no column '{name}'; {missing[name]}")
 
     def _file_expressions(self, folders: Iterable[str]) -> list[str]:
         """Return expressions whose columns are all columns of the file."""
@@ -705,17 +700,6 @@ class Log(Files):
             in_file = [f'"{name}"' for name in names if name not in derived_columns]
             expressions += in_file if len(in_file) < len(names) else [text]
         return expressions
-
-    def _required_columns(self, folders: Iterable[str]) -> list[str]:
-        """Return the columns of the file that every event needs."""
-        derived_columns = [*self.explode, *folders]
-        expressions = [self.user, self.item, self.sequence, self.event_time.column]
-        expressions += self.explode.values()
-        columns = []
-        for text in expressions:
-            if text:
-                columns += root_columns(text, derived_columns)
-        return [name for name in columns if name not in derived_columns]
 
     def _frame_events(
         self, rows: pl.DataFrame, uri: str, users: pa.Table | None, piece_index: int
@@ -856,22 +840,6 @@ class Log(Files):
             events.values["timestamp_ms"] = piece[ELEMENT].fill_null(0) + begin
             events.join(users)
             yield events
-
-
-def _parse_folders(file: str) -> dict[str, str]:
-    """Return the values of columns in the names of folders, such as `country=se`."""
-    folders = {}
-    for folder in file.split("/")[:-1]:
-        key, _, value = folder.partition("=")
-        if value:
-            folders[key] = value
-    return folders
-
-
-def _parse_folder_value(value: str) -> pl.Expr:
-    """Return the literal of a column's value in the name of a folder."""
-    is_null = value == "__HIVE_DEFAULT_PARTITION__"
-    return pl.lit(None if is_null else unquote(value), pl.String)
 
 
 def check_names(names: Iterable[Any], key: str) -> None:
