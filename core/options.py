@@ -112,6 +112,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 def read_yaml(uri: str) -> dict[str, Any]:
     """Read the mapping in a YAML file, given its path or URI."""
+    refuse_secrets(uri, "the name of a file")
     filesystem, path = open_uri(uri)
     try:
         with filesystem.open_input_stream(path) as stream:
