@@ -57,7 +57,7 @@ class RayOptions:
     """Labels of the nodes that workers run on, such as {ray.io/node-group: trainer}."""
     threads: NonNegativeInt = 0
     """PyTorch threads per worker; 0 divides the machine's cores among its workers."""
-    max_failures: NonNegativeInt = 10
+    max_failures: NonNegativeInt = 3
     """Number of times that Ray starts lost workers again, in one job; losses by
     preemption do not count. In a sweep, the number for each trial."""
     hang_minutes: PositiveFloat = 10

@@ -176,7 +176,7 @@ def run_workers(
         try:
             error = thread.submit(trainer.fit).result().return_value  # type: ignore[attr-defined]
         except TrainingFailedError as failure:
-            raise faults.find_user_error(failure) or failure from failure
+            raise faults.find_user_error(failure) or failure from None
         finally:
             thread.shutdown(wait=False)
     if error:
