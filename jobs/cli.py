@@ -423,10 +423,21 @@ def main(run: Callable[[Any], Any]) -> NoReturn:
 
 
 def mask_controls(stream: TextIO | None) -> None:
-    """Make a stream print `?` for characters by which data could steer a terminal."""
-    if stream is not None:
-        write = stream.write
-        stream.write = lambda text: write(text.translate(CONTROLS))  # type: ignore[method-assign]
+    """Make a stream print `?` for characters by which data could steer a terminal.
+
+    Of Ray's reports on a lost node, which end in 20 lines of its log, the first line is
+    printed.
+    """
+    if stream is None:
+        return
+    write = stream.write
+
+    def write_safely(text: str) -> int:
+        if "(raylet)" in text:
+            text = text.partition("\n")[0].partition(" Last 20 lines")[0]
+        return write(text.translate(CONTROLS))
+
+    stream.write = write_safely  # type: ignore[method-assign]
 
 
 def exit_with_error(error: Exception) -> NoReturn:

@@ -258,7 +258,7 @@ def filter_trainings(store: Store) -> pl.DataFrame:
 def describe_incomplete(sweep: dict[str, Any]) -> list[str]:
     """Return a note on the trials of a sweep that have no result, or []."""
     incomplete = sweep[tracking.COMPLETE_TAG]
-    if incomplete in ("", "true"):
+    if incomplete in (None, "", "true"):
         return []
     return [f"{sweep['name']}: {incomplete}, so its best is of an incomplete grid"]
 
