@@ -153,15 +153,16 @@ class Table(Generic[Info]):
         """Raise UserError if the table has other settings or inputs."""
         if self.fingerprint == fingerprint(config, inputs):
             return
-        now = flatten(json.loads(json.dumps({**config, **inputs}, default=str)))
-        made = flatten({**self.config, **self.inputs})
-        for name in {**now, **made}:
-            before, after = made.get(name, "none"), now.get(name, "none")
-            if before != after:
-                raise UserError(
-                    f"{self.uri} was made with {name} {before:.60}, not {after:.60}",
-                    "settings",
-                )
+        for old, new in ((self.config, config), (self.inputs, inputs)):
+            made = flatten(old)
+            asked = flatten(json.loads(json.dumps(new, default=str)))
+            for name in {**asked, **made}:
+                values = f"{made.get(name)!s:.60}, not {asked.get(name)!s:.60}"
+                if made.get(name) != asked.get(name):
+                    raise UserError(
+                        f"{self.uri} was made with {name} {values}", "settings"
+                    )
+        raise UserError(f"{self.uri} was made by another version", "settings")
 
     def part_uris(self) -> list[str]:
         """Return the URIs of the files, whose sizes are checked."""
