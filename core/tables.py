@@ -157,10 +157,11 @@ class Table(Generic[Info]):
             made = flatten(old)
             asked = flatten(json.loads(json.dumps(new, default=str)))
             for name in {**asked, **made}:
-                values = f"{made.get(name)!s:.60}, not {asked.get(name)!s:.60}"
                 if made.get(name) != asked.get(name):
                     raise UserError(
-                        f"{self.uri} was made with {name} {values}", "settings"
+                        f"{self.uri} was made with {name} {made.get(name)!s:.60}, "
+                        f"not {asked.get(name)!s:.60}",
+                        "settings",
                     )
         raise UserError(f"{self.uri} was made by another version", "settings")
 
@@ -204,7 +205,7 @@ def check_file_names(names: Iterable[str]) -> None:
 
 def has_manifest(uri: str) -> bool:
     """Return whether the folder holds a finished table."""
-    return bool(file_info(join(uri, MANIFEST)).type == fs.FileType.File)
+    return file_info(join(uri, MANIFEST)).type == fs.FileType.File
 
 
 def read_manifest(uri: str) -> Table[Any] | None:
