@@ -860,16 +860,8 @@ class RunRecord:
     """Number of trained epochs of a finished run."""
     stopped: bool = False
     """Whether the scheduler of a sweep stopped the run early."""
-    evaluate: dict[str, Any] = field(default_factory=dict)
-    """Options of a trial that evaluates."""
     values: dict[str, float] = field(default_factory=dict)
     """Metrics of a trial that evaluates."""
-    best: str = ""
-    """Name of the best trial of a sweep."""
-    error: str = ""
-    """Why a trial failed, or what a sweep lacks."""
-    failed_in: str = ""
-    """Call of the sweep in which a trial failed, which does not try it again."""
 
 
 @dataclass(config=CHECKED, kw_only=True)

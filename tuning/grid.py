@@ -1,11 +1,10 @@
 """Read a grid file: the settings that a sweep tries, and the published results.
 
-    grid = load_grid("tuning/grids/sid_mlp_alpha.yaml")
-    trials = grid.trials({"model.teacher": "runs/tiger"})
+    sweep = load_sweep(SweepConfig(grid="tuning/grids/sid_mlp_alpha.yaml", ...))
 
 The file names the base config, the axes, the metric, the scheduler, the source of the
 values and the published results. An axis is a dotted key of jobs.train's config
-(`model.alpha`, `fit.lr`, `fit.seed`), `sids` or `text`, or, in grids of job evaluate,
+(`model.alpha`, `fit.lr`, `fit.seed`, `sids`), or, in grids of job evaluate,
 `checkpoint` or an option of jobs.evaluate (`evaluate.beam`). `points` lists settings
 that are not a product of axes. The user gives values to an axis that has none
 (`--axes.sids '[A, B]'`).
@@ -18,40 +17,26 @@ import itertools
 import json
 import random
 import re
-from dataclasses import field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
-from core.files import absolute
-from core.options import (
-    STRICT,
-    build,
-    check_known,
-    path_fields,
-    read_configs,
-    read_yaml,
-)
-from core.schemas import Inputs
-from models import registry
-from models.text.pretrained import resolve_encoder_path
-from models.training.fit_config import FitConfig
+from core.files import absolute, join
+from core.options import STRICT, build, merge, path_fields, read_configs, read_yaml
+from core.schemas import RunRef
+from pipelines import tracking
+from pipelines.tracking.runs import command_line
+from pipelines.training.config import TrainConfig, check_run_name
+from pipelines.training.ray_train import wants_gpu
+from pipelines.training.run import locate_encoders
+from tuning.options import SweepConfig
 
 Point = dict[str, Any]
 """Values of the axes, by dotted key."""
-
-SEED = "fit.seed"
-"""Key of the seed, which every grid of trainings can have as an axis. Runs that differ
-only in the seed are one row of a comparison."""
-
-INPUTS = ("sids", "text")
-"""Input folders that a point can replace."""
-
-SMOKE = ("fixed", "axes", "points", "samples", "seeds")
-"""Keys that the `smoke` section of a grid file can replace."""
 
 
 @dataclass(config=STRICT)
@@ -68,31 +53,6 @@ class Scheduler:
     1 / reduction of the trials continue."""
 
 
-@dataclass(config=STRICT, frozen=True)
-class Trial:
-    """A point of the grid with the resolved configuration of its run."""
-
-    id: str
-    """Hash of the point, the same in every call."""
-    name: str
-    """Name of the folder and the MLflow run: the point in short, and the id."""
-    point: Point
-    """Values of the axes."""
-    model: Any
-    """Config of the model; None in a grid of job evaluate."""
-    fit: FitConfig
-    """Options of the training loop."""
-    folders: dict[str, str]
-    """Folders named `sids`, `text` or `checkpoint`, if the settings have them."""
-    evaluate: dict[str, Any]
-    """Options of the evaluation."""
-
-    def inputs(self, shared: Inputs) -> Inputs:
-        """Return the sweep's inputs, with `sids` and `text` of the trial, if any."""
-        folders = {name: self.folders[name] for name in INPUTS if name in self.folders}
-        return replace(shared, **folders)
-
-
 @dataclass(config=STRICT)
 class Grid:
     """The content of a grid file."""
@@ -101,7 +61,7 @@ class Grid:
     """Name of the grid; by default the name of the file."""
     source: str
     """Paper and the section, table or figure that documents the values."""
-    config: str | list[str] | None = None
+    config: str | list[str] = field(default_factory=list)
     """Base configs of jobs.train, relative to the grid file; later files win."""
     job: Literal["train", "evaluate"] = "train"
     """Whether a trial trains a model or evaluates a trained checkpoint."""
@@ -113,10 +73,9 @@ class Grid:
     with the first value of the others, and so on."""
     points: list[Point] = field(default_factory=list)
     """Settings listed one by one, each combined with all values of the axes."""
-    fixed: Point = field(default_factory=dict)
-    """Settings of all trials, which replace settings of the base config."""
-    seeds: list[int] = field(default_factory=list)
-    """Values of fit.seed; two or more become an axis."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Settings of all trials, which replace settings of the base config. By dotted key
+    in the file; `load_sweep` adds the base config and the command line, nested."""
     metric: str = "val/ndcg@10"
     """Metric that ranks the trials, larger is better. It begins with `val/`, in grids
     of job evaluate with `test/`."""
@@ -131,195 +90,161 @@ class Grid:
     notes: str = ""
     """Differences from the paper, and details that the paper does not give."""
     smoke: dict[str, Any] = field(default_factory=dict)
-    """`fixed`, `axes`, `points`, `samples` and `seeds` of a smoke test that takes about
-    a minute on 2 cores."""
-
-    def __post_init__(self) -> None:
-        prefix = "val/" if self.job == "train" else "test/"
-        if not self.metric.startswith(prefix):
-            raise ValueError(
-                f"metric is {self.metric!r}, in a grid of job {self.job} it starts "
-                f"with {prefix}"
-            )
-        unknown = self.smoke.keys() - set(SMOKE)
-        if unknown:
-            raise ValueError(
-                f"smoke has the key '{unknown.pop()}'; it takes {', '.join(SMOKE)}"
-            )
+    """Other values of the keys above for a smoke test that takes about a minute on 2
+    cores."""
 
     @property
     def keys(self) -> list[str]:
         """Keys of `points` and `axes`."""
-        keys = dict.fromkeys(key for point in self.points for key in point)
-        return list(keys | dict.fromkeys(self.axes))
-
-    def vary(self, smoke: bool, axes: dict[str, list[Any]] | None = None) -> Grid:
-        """Return the grid with other values of its axes.
-
-        Args:
-            smoke: Whether to apply the `smoke` section of the grid file.
-            axes: Values that the user gives, by key. Every grid accepts `fit.seed`.
-        """
-        grid = self
-        if smoke:
-            nested = {
-                key: {**getattr(self, key), **self.smoke.get(key, {})}
-                for key in ("fixed", "axes")
-            }
-            grid = replace(grid, scheduler=Scheduler(), **{**self.smoke, **nested})
-        check_known(axes or {}, [*grid.axes, SEED], f"axes of the grid {self.name}")
-        return replace(grid, axes={**grid.axes, **(axes or {})}).expand_seeds()
-
-    def expand_seeds(self) -> Grid:
-        """Return the grid with `seeds` turned into a fixed setting and an axis."""
-        if not self.seeds:
-            return self
-        axes = self.axes
-        if len(self.seeds) > 1 and SEED not in axes:
-            axes = {**axes, SEED: list(self.seeds)}
-        fixed = {**self.fixed, SEED: self.seeds[0]}
-        return replace(self, axes=axes, fixed=fixed, seeds=[])
+        return list(merge({}, *self.points, self.axes))
 
     def list_points(self) -> list[Point]:
         """Return the points of the whole grid, the last axis varying fastest."""
+        grouped = set(itertools.chain(*self.together))
+        single = [[key] for key in self.axes if key not in grouped]
         factors = [self.points] if self.points else []
-        listed: set[str] = set()
-        for key in self.axes:
-            if key in listed:
-                continue
-            group = next((keys for keys in self.together if key in keys), [key])
-            listed |= set(group)
-            factors.append(self._zip_axes(group))
-        if not factors:
-            raise UserError(
-                f"the grid {self.name} is empty: it has neither axes nor points"
-            )
-        points = []
-        for parts in itertools.product(*factors):
-            point: Point = {}
-            for part in parts:
-                point |= part
-            points.append(point)
-        return points
-
-    def _zip_axes(self, keys: list[str]) -> list[Point]:
-        """Return the points of axes that go together: i-th values with i-th values."""
-        for key in keys:
-            if not self.axes.get(key):
+        for keys in [*self.together, *single]:
+            axes = [self.axes.get(key) or [] for key in keys]
+            if not axes[0] or len({len(values) for values in axes}) > 1:
                 raise UserError(
-                    f"the axis '{key}' of the grid {self.name} has no values", "axes"
+                    f"{' and '.join(keys)} of the grid {self.name} need equally many "
+                    f"values; there are {[len(values) for values in axes]}",
+                    "axes",
                 )
-        axes = {key: self.axes[key] or [] for key in keys}
-        if len({len(values) for values in axes.values()}) > 1:
-            counts = ", ".join(f"{key} has {len(axes[key])}" for key in keys)
-            raise UserError(
-                f"axes that go together in {self.name} need equally many values, but "
-                f"{counts}"
-            )
-        rows = zip(*axes.values(), strict=True)
-        return [dict(zip(keys, row, strict=True)) for row in rows]
-
-    def trials(self, settings: Point | None = None) -> list[Trial]:
-        """Return the trials, in the grid's order.
-
-        Args:
-            settings: Settings of all trials, which replace settings of the grid file.
-        """
-        settings = settings or {}
-        for key in settings:
-            if key in self.keys:
-                raise UserError(f"'{key}' is an axis of the grid {self.name}", "axes")
-        files = [self.config] if isinstance(self.config, str) else self.config or []
-        base = flatten_sections(read_configs(files))
-        base = {**base, **self.fixed, **settings}
-        points = self.list_points()
-        if self.samples is not None and self.samples < len(points):
-            drawn = random.Random(0).sample(range(len(points)), self.samples)
-            points = [points[index] for index in sorted(drawn)]
-        trials = [self._build_trial({**base, **point}, point) for point in points]
-        if len({trial.id for trial in trials}) < len(trials):
-            raise UserError(f"the grid {self.name} has a point twice")
-        return trials
-
-    def _build_trial(self, settings: Point, point: Point) -> Trial:
-        """Build the trial of a point."""
-        is_training = self.job == "train"
-        sections: dict[str, dict[str, Any]] = {"model": {}, "fit": {}, "evaluate": {}}
-        section_names = ("model", "fit") if is_training else ("evaluate",)
-        folder_names = INPUTS if is_training else (*INPUTS, "checkpoint")
-        folders: dict[str, str] = {}
-        for key, value in settings.items():
-            section, _, option = key.partition(".")
-            if option and section in section_names:
-                sections[section][option] = value
-            elif key in folder_names:
-                folders[key] = absolute(value)  # as trials run in other folders
-            else:
-                patterns = [f"{name}.…" for name in section_names]
-                raise UserError(
-                    f"the grid {self.name} of job {self.job} has no use for '{key}'; "
-                    f"it takes {', '.join([*patterns, *folder_names])}"
-                )
-        if not is_training and "checkpoint" not in folders:
-            raise UserError("a grid of job evaluate needs checkpoints", "axes")
-        hash_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()
-        return Trial(
-            id=hash_[:8],
-            name=f"{format_point(point)}-{hash_[:8]}",
-            point=point,
-            model=self._build_model(sections["model"]) if is_training else None,
-            fit=self._build_fit(sections["fit"]) if is_training else FitConfig(),
-            folders=folders,
-            evaluate=sections["evaluate"],
-        )
-
-    def _build_model(self, options: dict[str, Any]) -> Any:
-        """Build a model's config, with its paths made absolute."""
-        if "name" not in options:
-            raise UserError(f"the grid {self.name} names no model")
-        config_class = registry.find(str(options["name"])).config_class
-        folders = path_fields(config_class, "checkpoint", "folder")
-        encoders = path_fields(config_class, "encoder")
-        for key, value in options.items():
-            if key in folders and isinstance(value, str) and value:
-                options[key] = absolute(value)
-            elif key in encoders and isinstance(value, str) and value:
-                options[key] = resolve_encoder_path(value)
-        return build(config_class, options, "model.")
-
-    def _build_fit(self, options: dict[str, Any]) -> FitConfig:
-        """Build the options of the training loop, with the grid's metric."""
-        metric = self.metric.removeprefix("val/")
-        if options.setdefault("metric", metric) != metric:
-            raise UserError(
-                f"fit.metric is {options['metric']}, the grid {self.name} ranks by "
-                f"{self.metric}"
-            )
-        return build(FitConfig, options, "fit.")
+            rows = zip(*axes, strict=True)
+            factors.append([dict(zip(keys, row, strict=True)) for row in rows])
+        return [merge({}, *parts) for parts in itertools.product(*factors)]
 
 
-def load_grid(path: str) -> Grid:
-    """Load the grid in a YAML file."""
-    content = {"name": Path(path).stem, **read_yaml(path)}
-    files = content.get("config") or []
-    if isinstance(files, str):
-        files = [files]
-    content["config"] = [str(Path(path).parent / file) for file in files]
-    return build(Grid, content)
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class Evaluation:
+    """Configuration of a trial that evaluates a trained checkpoint."""
+
+    tables: str
+    sids: str | None
+    text: str | None
+    checkpoint: Annotated[str, AfterValidator(absolute)]
+    evaluate: dict[str, Any] = field(default_factory=dict)
+    """Options of jobs.evaluate."""
 
 
-def flatten_sections(content: dict[str, Any]) -> Point:
-    """Return a config's settings by dotted key: {"fit": {"lr": 1}} gives {"fit.lr": 1}.
+class Trial(NamedTuple):
+    """A point of a grid, and what it runs."""
 
-    Only the first level is flattened.
-    """
+    name: str
+    """Name of the folder and the MLflow run: the point in short, and its hash."""
+    point: Point
+    """Values of the axes."""
+    config: TrainConfig | Evaluation
+
+
+class Sweep(NamedTuple):
+    """A sweep, as every trial receives it."""
+
+    config: SweepConfig
+    """Options of the command line, with the sweep's name."""
+    grid: Grid
+    """The grid, with the options of the command line."""
+    trials: dict[str, Trial]
+    """All trials, by name."""
+    run: RunRef
+    """MLflow run of the sweep; without its id and experiment until it is open."""
+    command: str
+    """Command line of the sweep."""
+
+    @property
+    def folder(self) -> str:
+        """Folder of the sweep."""
+        return join(self.config.storage, self.config.name)
+
+    @property
+    def metric(self) -> str:
+        """Metric that ranks the trials, without the prefix `val/`."""
+        return self.grid.metric.removeprefix("val/")
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers of a trial."""
+        return 1 if self.grid.job == "evaluate" else self.config.ray.num_workers
+
+    @property
+    def device(self) -> str:
+        """Device type of a trial's model."""
+        return "cuda" if wants_gpu(self.config.ray) else "cpu"
+
+
+def load_sweep(config: SweepConfig) -> Sweep:
+    """Load the grid of a sweep, and build the configuration of each trial."""
+    grid = build(Grid, {"name": Path(config.grid).stem, **read_yaml(config.grid)})
+    content = asdict(grid)
+    if config.smoke:
+        content = merge({**content, "scheduler": {}}, grid.smoke)
+    samples = config.samples or content["samples"]
+    grid = build(Grid, merge(content, {"axes": config.axes, "samples": samples}))
     settings: Point = {}
-    for section, value in content.items():
-        if isinstance(value, dict):
-            settings |= {f"{section}.{key}": nested for key, nested in value.items()}
-        else:
-            settings[section] = value
-    return settings
+    for section in ("model", "fit", "evaluate"):
+        for key, value in getattr(config, section).items():
+            settings[f"{section}.{key}"] = value
+    for key in settings:
+        if key in [*grid.keys, "fit.metric"]:
+            raise UserError(f"'{key}' is set by the grid {grid.name}", "axes")
+    files = [grid.config] if isinstance(grid.config, str) else grid.config
+    base = read_configs(str(Path(config.grid).parent / file) for file in files)
+    grid.fixed = merge(base, nest(grid.fixed), nest(settings))
+
+    name = config.name or grid.name
+    check_run_name(name)
+    config = replace(config, name=name)
+    uri = tracking.resolve_uri(config.tracking_uri, config.storage)
+    sweep = Sweep(config, grid, {}, RunRef(uri, "", ""), command_line())
+    points = grid.list_points()
+    if grid.samples and grid.samples < len(points):
+        drawn = random.Random(0).sample(range(len(points)), grid.samples)
+        points = [points[index] for index in sorted(drawn)]
+    for point in points:
+        trial = build_trial(point, sweep)
+        sweep.trials[trial.name] = trial
+    return sweep
+
+
+def build_trial(point: Point, sweep: Sweep) -> Trial:
+    """Build the trial of a point of the grid."""
+    hash_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()
+    name = f"{format_point(point)}-{hash_[:8]}"
+    config, ray = sweep.config, sweep.config.ray
+    content = {"tables": config.tables, "sids": config.sids, "text": config.text}
+    content = merge(content, sweep.grid.fixed, nest(point))
+    if sweep.grid.job == "evaluate":
+        return Trial(name, point, build(Evaluation, content))
+    threads = ray.threads or max(1, int(ray.cpus_per_worker))
+    options = {
+        "storage": sweep.folder,
+        "name": name,
+        "fit": {"metric": sweep.metric},
+        "ray": replace(ray, threads=threads),
+        "tracking_uri": sweep.run.uri,
+        "experiment": config.experiment,
+        "log_model": False,
+    }
+    training = build(TrainConfig, merge(content, options))
+    # trials run in other folders
+    model = locate_encoders(training.model)
+    names = path_fields(type(model), "checkpoint", "folder")
+    paths = {key: absolute(path) for key in names if (path := getattr(model, key))}
+    is_end_to_end = getattr(model, "end_to_end", False)
+    if "teacher_cache" in names and model.has_fixed_outputs and not is_end_to_end:
+        paths.setdefault("teacher_cache", join(config.storage, "teacher_cache"))
+    return Trial(name, point, replace(training, model=replace(model, **paths)))
+
+
+def nest(settings: Point) -> dict[str, Any]:
+    """Return settings by section: {"fit.lr": 1} gives {"fit": {"lr": 1}}."""
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        nested = merge(nested, value)
+    return nested
 
 
 def format_point(point: Point) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler
 
-from tuning.grid import Scheduler
-from tuning.trial import EPOCH, VALUE
+from tuning.trial import EPOCH
 
 
 class Halving(AsyncHyperBandScheduler):
@@ -23,23 +22,3 @@ class Halving(AsyncHyperBandScheduler):
         with filesystem.open_input_stream(f"{trial.path}/result.json") as stream:
             for line in stream.read().splitlines():
                 super().on_trial_result(tune_controller, trial, json.loads(line))
-
-
-def make_scheduler(config: Scheduler, max_epochs: int) -> TrialScheduler:
-    """Return Ray's scheduler for a grid.
-
-    Args:
-        config: Scheduler section of the grid file.
-        max_epochs: Epochs of a trial that is not stopped.
-    """
-    if config.name == "none":
-        return FIFOScheduler()
-    return Halving(
-        time_attr=EPOCH,
-        metric=VALUE,
-        mode="max",
-        max_t=max(max_epochs, config.grace),
-        grace_period=config.grace,
-        reduction_factor=config.reduction,
-        stop_last_trials=False,
-    )

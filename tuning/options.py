@@ -7,19 +7,47 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from core.files import absolute, join
-from core.options import STRICT
-from core.schemas import Inputs
-from pipelines.training.config import RayOptions, TrackingOptions, check_run_name
+from core.files import absolute
+from core.options import STRICT, Free
+from pipelines.training.config import RayOptions
 
 
-@dataclass(config=STRICT)
-class Options:
-    """Number of concurrent trials of a sweep, and whether to evaluate them on test."""
+@dataclass(config=STRICT, frozen=True, kw_only=True)
+class SweepConfig:
+    """Options of jobs.sweep."""
 
+    grid: str
+    """Grid file, such as tuning/grids/sid_mlp_alpha.yaml."""
+    tables: str = ""
+    """TABLES: the folder that jobs.prepare made."""
+    storage: str = ""
+    """Folder for all runs: checkpoints, and MLflow's SQLite store unless tracking_uri
+    names another store."""
+    name: str = ""
+    """Name of this sweep; by default the name of the grid."""
+    sids: str | None = None
+    """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
+    text: str | None = None
+    """TEXT: the folder that jobs.encode made, for search models; optional for models of
+    actions."""
+    smoke: bool = False
+    """Run the grid's small variant. Comparisons of the experiment exclude its
+    trials."""
+    dry_run: bool = False
+    """Print the trials without running them."""
+    samples: PositiveInt | None = None
+    """Number of points drawn from the grid; by default the grid's setting."""
+    model: dict[str, Free] = field(default_factory=dict)
+    """Model options of all trials, such as --model.teacher."""
+    fit: dict[str, Free] = field(default_factory=dict)
+    """Training options of all trials, such as --fit.max_epochs."""
+    evaluate: dict[str, Free] = field(default_factory=dict)
+    """Options of jobs.evaluate of all trials, for a grid of evaluations."""
+    axes: dict[str, list[Free]] = field(default_factory=dict)
+    """Values of an axis, such as --axes.fit.seed '[42, 43, 44]'; may add an axis."""
     concurrency: NonNegativeInt = 0
     """Largest number of trials that run at once; 0: as many as the cluster holds. For
     trials of several workers that number is taken from the nodes at the start, and is
@@ -27,34 +55,18 @@ class Options:
     test: bool = True
     """Evaluate each finished trial on the test split too. The best trial is chosen on
     the validation split in any case."""
-
-
-@dataclass(config=STRICT, frozen=True, kw_only=True)
-class SweepConfig:
-    """Tables, storage and resources of a sweep."""
-
-    inputs: Inputs
-    """Tables of the trials; a trial's point can replace `sids` and `text`."""
-    storage: str
-    """Folder for all runs."""
-    name: str
-    """Name of the sweep."""
     ray: RayOptions = field(default_factory=RayOptions)
-    """Workers of each trial."""
-    options: Options = field(default_factory=Options)
-    """Concurrency and test measurements."""
-    tracking: TrackingOptions = field(default_factory=TrackingOptions)
-    """Options of MLflow."""
-    command: str = ""
-    """Command line of the sweep, which MLflow shows."""
-    smoke: bool = False
-    """Whether this is a smoke test, which comparisons of the experiment leave out."""
+    """Workers and resources of each trial."""
+    tracking_uri: str | None = None
+    """MLflow tracking URI; by default MLFLOW_TRACKING_URI, else a SQLite file in the
+    storage folder."""
+    experiment: str | None = None
+    """MLflow experiment; by default KIND/DATASET."""
 
     def __post_init__(self) -> None:
-        check_run_name(self.name)
+        for name in ("tables", "storage"):
+            if not (self.dry_run or getattr(self, name)):
+                raise ValueError(
+                    f"--{name} is missing; it is required without --dry_run"
+                )
         object.__setattr__(self, "storage", absolute(self.storage))
-
-    @property
-    def folder(self) -> str:
-        """Folder of the sweep."""
-        return join(self.storage, self.name)

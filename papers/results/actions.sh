@@ -15,4 +15,4 @@ cd "$(dirname "$0")/../.."
 [ -e "$out/tables/statistics.json" ] || "$python" -m jobs.prepare --source jobs/configs/sources/kuairand_pure_actions.yaml \
   --input "$log" --output "$out/tables"
 "$python" -m jobs.sweep --grid tuning/grids/actions_models.yaml --tables "$out/tables" --storage "$out/runs" --name models \
-  --experiment actions/kuairand --axes.fit.seed '[42, 43, 44]' --options.concurrency 1 --ray.threads 1
+  --experiment actions/kuairand --axes.fit.seed '[42, 43, 44]' --concurrency 1 --ray.threads 1

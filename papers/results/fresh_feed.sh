@@ -19,6 +19,6 @@ mkdir -p "$out"
   --input "$out/raw" --output "$out/tables"
 "$python" -m jobs.audit --tables "$out/tables"
 "$python" -m jobs.sweep --grid tuning/grids/fresh_feed.yaml --tables "$out/tables" --storage "$out/runs" --name fresh_feed \
-  --experiment actions/fresh_feed --options.concurrency 1 --ray.threads 1
+  --experiment actions/fresh_feed --concurrency 1 --ray.threads 1
 "$python" -m papers.pages --keep actions/fresh_feed --tracking_uri "sqlite:///$out/runs/mlflow.db" \
   --output papers/results/fresh_feed.jsonl

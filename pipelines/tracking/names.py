@@ -39,9 +39,6 @@ EVALUATION = "evaluation"
 RANKS_BY_TAG = "model.ranks_by"
 """Tag with the column by which a baseline ranks, and the direction."""
 
-TRIAL_TAG = "sweep.trial"
-"""Tag of a trial with its id, the same in every call of the sweep."""
-
 POINT_TAG = "sweep.point"
 """Tag of a trial with its values of the sweep's axes, as JSON."""
 

@@ -86,7 +86,7 @@ def test_trials_of_a_sweep_log_at_once_to_a_server(
     )
 
     def log_trial(i: int) -> str:
-        tags = {tracking.KIND_TAG: "trial", tracking.TRIAL_TAG: f"id{i}"}
+        tags = {tracking.KIND_TAG: "trial"}
         run = tracking.open_run(
             uri,
             "retrieval/x",

@@ -18,26 +18,24 @@ from pathlib import Path
 import pytest
 
 from pipelines import tracking
-from tuning.grid import flatten_sections
 
 pytestmark = [pytest.mark.long, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 STOPPED = "stopped; the same command again keeps the finished work and continues\n"
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-MODEL = {
-    "name": "sasrec",
-    "dim": 16,
-    "num_layers": 1,
-    "dropout": 0.0,
-    "max_history": 12,
-}
 GRID = {
     "name": "rates",
     "source": "a test",
-    "fixed": flatten_sections(
-        {"model": MODEL, "fit": {"batch_size": 8, "patience": 0}}
-    ),
+    "fixed": {
+        "model.name": "sasrec",
+        "model.dim": 16,
+        "model.num_layers": 1,
+        "model.dropout": 0.0,
+        "model.max_history": 12,
+        "fit.batch_size": 8,
+        "fit.patience": 0,
+    },
     "axes": {"fit.lr": [0.01, 0.001]},
 }
 
@@ -200,7 +198,7 @@ def test_a_killed_sweep_continues_to_the_results_of_an_undisturbed_one(
     store = new_store(tmp_path)
     (tmp_path / "grid.json").write_text(json.dumps(GRID))
     words = ["jobs.sweep", "--grid", f"{tmp_path}/grid.json", "--tables", small[0]]
-    words += ["--storage", str(tmp_path), "--options.concurrency", "1"]
+    words += ["--storage", str(tmp_path), "--concurrency", "1"]
     words += ["--fit.max_epochs", "4", "--name"]
     undisturbed = run_command([*words, "quiet"], in_ray)
     assert undisturbed.returncode == 0, undisturbed.stderr

@@ -1,8 +1,10 @@
-"""Test grids: the trials of axes, points and seeds, refused files, documented grids."""
+"""Test grids: the trials of axes and points, refused files, documented grids."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +13,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import UserError
+from core.options import build
 from models.retrieval.sasrec import SASRecConfig
 from models.training.fit_config import FitConfig
-from tuning.grid import Grid, Point, load_grid
+from tuning.grid import Grid, Sweep, load_sweep
+from tuning.options import SweepConfig
 
 GRIDS = sorted((Path(__file__).parents[2] / "tuning/grids").glob("*.yaml"))
-SASREC: Point = {"model.name": "sasrec", "model.dim": 16, "fit.lr": 0.01}
+SASREC = {"model.name": "sasrec", "model.dim": 16, "fit.lr": 0.01}
+
+Load = Callable[..., Sweep]
 
 
-def build_grid(base: Point = SASREC, fixed: Point | None = None, **fields: Any) -> Grid:
-    """Build a grid over two learning rates, unless fields say otherwise."""
-    defaults = {
-        "name": "g",
-        "source": "a test",
-        "fixed": {**base, **(fixed or {})},
-        "axes": {"fit.lr": [0.1, 0.2]},
-    }
-    return Grid(**{**defaults, **fields})
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Return a function that loads a sweep over the axes, or over other keys."""
+
+    def load(
+        axes: dict[str, Any], options: dict[str, Any] | None = None, **keys: Any
+    ) -> Sweep:
+        content = {"source": "a test", "axes": axes, "fixed": SASREC, **keys}
+        (tmp_path / "g.yaml").write_text(json.dumps(content))
+        file = str(tmp_path / "g.yaml")
+        given = {"grid": file, "dry_run": True, **(options or {})}
+        return load_sweep(build(SweepConfig, given))
+
+    return load
+
+
+def list_points(sweep: Sweep) -> list[dict[str, Any]]:
+    return [trial.point for trial in sweep.trials.values()]
 
 
 @given(
@@ -35,147 +50,146 @@ def build_grid(base: Point = SASREC, fixed: Point | None = None, **fields: Any) 
         st.lists(st.integers(0), min_size=1, max_size=4, unique=True),
         min_size=1,
         max_size=3,
-    ),
-    st.integers(1, 70),
+    )
 )
-def test_points_are_the_product_or_a_sample_of_it(
-    values: list[list[int]], samples: int
-) -> None:
+def test_points_are_the_product(values: list[list[int]]) -> None:
     keys = ["fit.warmup_steps", "fit.seed", "fit.patience"][: len(values)]
-    axes: dict[str, list[Any] | None] = dict(zip(keys, values, strict=True))
+    grid = Grid(name="g", source="a test", axes=dict(zip(keys, values, strict=True)))
     combinations = itertools.product(*values)
     product = [dict(zip(keys, chosen, strict=True)) for chosen in combinations]
-
-    def draw_points() -> list[Point]:
-        trials = build_grid(axes=axes, samples=samples).trials()
-        return [trial.point for trial in trials]
-
-    assert build_grid(axes=axes).list_points() == product
-    drawn = draw_points()
-    assert len(drawn) == min(samples, len(product))
-    in_order = [point for point in product if point in drawn]
-    assert in_order == drawn  # and no point twice
-    assert draw_points() == drawn
+    assert grid.list_points() == product
 
 
-def test_settings_override_each_other(tmp_path: Path) -> None:
+def test_a_sample_has_no_point_twice_and_is_always_the_same(load: Load) -> None:
+    axes = {"fit.seed": list(range(10)), "fit.lr": [0.1, 0.2]}
+    points = load(axes).grid.list_points()
+
+    drawn = list_points(load(axes, samples=7))
+
+    assert len(drawn) == 7
+    assert [point for point in points if point in drawn] == drawn
+    assert list_points(load(axes, {"samples": 7}, samples=3)) == drawn
+
+
+def test_settings_override_each_other(load: Load, tmp_path: Path) -> None:
     """An axis overrides the command line, that `fixed`, and that the config file."""
-    config = tmp_path / "sasrec.yaml"
-    config.write_text(
+    (tmp_path / "sasrec.yaml").write_text(
         "{model: {name: sasrec, dim: 16, num_layers: 1}, fit: {lr: 1.0, eval_options: {k: 5}}}"
     )
-    grid = build_grid(
-        {},
-        {"model.num_layers": 2, "model.dropout": 0.1},
-        config=str(config),
-        seeds=[7],
-        axes={"model.dim": [32, 64]},
+    sweep = load(
+        {"model.dim": [32, 64]},
+        {"model": {"dropout": 0.3}},
+        config="sasrec.yaml",
+        fixed={"model.num_layers": 2, "model.dropout": 0.1, "fit.seed": 7},
     )
 
-    trials = grid.vary(False).trials({"model.dropout": 0.3})
-
-    assert [trial.model.dim for trial in trials] == [32, 64]
-    assert trials[0].model == SASRecConfig(
+    trial, other = sweep.trials.values()
+    assert other.config.model.dim == 64
+    assert trial.config.model == SASRecConfig(
         name="sasrec", dim=32, num_layers=2, dropout=0.3
     )
-    assert trials[0].fit == FitConfig(
+    assert trial.config.fit == FitConfig(
         lr=1.0, eval_options={"k": 5}, seed=7, metric="ndcg@10"
     )
-    assert trials[0].point == {"model.dim": 32}
+    assert trial.point == {"model.dim": 32}
 
 
-def test_trials_have_absolute_paths_and_points_the_given_ones() -> None:
-    student = {
-        "model.name": "sid_mlp",
-        "model.teacher": "runs/tiger",
-        "model.teacher_cache": "",
-    }
-    (trial,) = build_grid(base={}, fixed=student, axes={"fit.lr": [0.1]}).trials()
-    assert trial.model.teacher == str(Path("runs/tiger").absolute())
-    assert trial.model.teacher_cache == ""
+def test_trials_have_absolute_paths_and_points_the_given_ones(load: Load) -> None:
+    student = {"model.name": "sid_mlp", "model.teacher": "runs/tiger"}
+    (trial,) = load(
+        {"sids": ["here/sids"]}, {"storage": "runs"}, fixed=student
+    ).trials.values()
 
-    (trial,) = build_grid(axes={"sids": ["here/sids"]}).trials()
-    assert trial.folders == {"sids": str(Path("here/sids").absolute())}
+    assert trial.config.model.teacher == str(Path("runs/tiger").absolute())
+    cache = str(Path("runs/teacher_cache").absolute())
+    assert trial.config.model.teacher_cache == cache
+    assert trial.config.sids == str(Path("here/sids").absolute())
     assert trial.point == {"sids": "here/sids"}
 
 
-def test_names_of_trials_depend_only_on_the_points() -> None:
-    def names_by_lr(grid: Grid) -> dict[float, str]:
-        return {trial.point["fit.lr"]: trial.name for trial in grid.trials()}
+def test_names_of_trials_depend_only_on_the_points(load: Load) -> None:
+    names = set(load({"fit.lr": [0.1, 0.2]}).trials)
 
-    names = names_by_lr(build_grid())
-    reordered = build_grid(axes={"fit.lr": [0.2, 0.1]}, fixed={"model.dim": 8})
-    assert names_by_lr(reordered) == names
-    assert len(set(names.values())) == 2
-    assert names[0.1].startswith("lr-0.1-")
+    assert set(load({"fit.lr": [0.2, 0.1]}, {"model": {"dim": 8}}).trials) == names
+    assert sum(name.startswith("lr-0.1-") for name in names) == 1
 
 
-def test_several_seeds_are_an_axis() -> None:
-    seeds = build_grid(axes={}, seeds=[1, 2]).vary(False)
-    assert seeds.keys == ["fit.seed"]
-    assert [trial.fit.seed for trial in seeds.trials()] == [1, 2]
-
-    other_seeds = build_grid(axes={"model.dim": [8]}, seeds=[1, 2])
-    trials = other_seeds.vary(False, {"fit.seed": [3, 4]}).trials()
-    assert [trial.point for trial in trials] == [
-        {"model.dim": 8, "fit.seed": seed} for seed in (3, 4)
-    ]
-    assert build_grid().vary(True, {"fit.seed": [3]}).trials()[0].fit.seed == 3
-
-
-def test_axes_in_together_vary_in_parallel() -> None:
-    grid = build_grid(
-        axes={"fit.lr": [0.1, 0.2], "fit.seed": [5, 6], "model.dim": [8, 4]},
-        together=[["fit.lr", "fit.seed"]],
-    )
-    values = [
-        (trial.fit.lr, trial.fit.seed, trial.model.dim) for trial in grid.trials()
-    ]
+def test_axes_in_together_vary_in_parallel(load: Load) -> None:
+    axes = {"fit.lr": [0.1, 0.2], "fit.seed": [5, 6], "model.dim": [8, 4]}
+    sweep = load(axes, together=[["fit.lr", "fit.seed"]])
+    values = [tuple(point.values()) for point in list_points(sweep)]
     assert values == [(0.1, 5, 8), (0.1, 5, 4), (0.2, 6, 8), (0.2, 6, 4)]
 
 
-def test_points_are_crossed_with_axes() -> None:
-    grid = build_grid(
-        points=[{"model.dim": 8}, {"model.num_layers": 1}], axes={"fit.seed": [1, 2]}
+def test_points_are_crossed_with_axes(load: Load) -> None:
+    sweep = load(
+        {"fit.seed": [1, 2]}, points=[{"model.dim": 8}, {"model.num_layers": 1}]
     )
-    third = grid.trials()[2]
-    assert third.point == {"model.num_layers": 1, "fit.seed": 1}
+    third = list_points(sweep)[2]
+    assert third == {"model.num_layers": 1, "fit.seed": 1}
 
 
-def test_axes_get_values_only_by_axes_options() -> None:
-    with pytest.raises(UserError, match=r"'fit.lr' is an axis of the grid g"):
-        build_grid().trials({"fit.lr": 1})
-    with pytest.raises(UserError, match=r"unknown 'fit.l' in axes"):
-        build_grid().vary(False, {"fit.l": [1]})
-
-    (trial,) = build_grid().vary(False, {"fit.lr": [3]}).trials()
-    assert trial.fit.lr == 3
+def test_axes_options_replace_and_add_axes(load: Load) -> None:
+    options = {"axes": {"fit.lr": [3], "fit.seed": [1, 2]}}
+    points = list_points(load({"fit.lr": [0.1, 0.2]}, options))
+    assert points == [{"fit.lr": 3, "fit.seed": seed} for seed in (1, 2)]
 
 
+@pytest.mark.parametrize(
+    ("message", "axes", "options", "keys"),
+    [
+        ("'fit.lr' is set by the grid", {"fit.lr": [1]}, {"fit": {"lr": 1}}, {}),
+        ("'fit.metric' is set", {}, {"fit": {"metric": "mrr"}}, {}),
+        ("unknown key 'fit.l'", {"fit.l": [1]}, {}, {}),
+        ("sids of the grid g need equally many", {"sids": None}, {}, {}),
+        (
+            r"there are \[1, 2\]",
+            {"fit.lr": [1], "fit.seed": [1, 2]},
+            {},
+            {"together": [["fit.lr", "fit.seed"]]},
+        ),
+        ("unknown key 'axis'", {}, {"smoke": True}, {"smoke": {"axis": {}}}),
+        ("missing: checkpoint", {}, {}, {"job": "evaluate", "fixed": {}}),
+    ],
+)
+def test_wrong_grids_are_refused(
+    message: str,
+    axes: dict[str, Any],
+    options: dict[str, Any],
+    keys: dict[str, Any],
+    load: Load,
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load(axes, options, **keys)
+
+
+@pytest.mark.parametrize("is_smoke", [False, True])
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
-def test_documented_grids_have_trials_and_valid_published_values(path: Path) -> None:
-    for smoke in (False, True):
-        grid = load_grid(str(path))
-        open_axes = [key for key, values in grid.axes.items() if values is None]
-        grid = grid.vary(smoke, {key: [f"{key}-a", f"{key}-b"] for key in open_axes})
-        trials = grid.trials()
-        assert 1 <= len(trials) <= (8 if smoke else 100)
-        assert grid.name == path.stem
-        assert grid.source
-        if smoke and grid.job == "train":
-            assert max(trial.fit.max_epochs for trial in trials) <= 3
+def test_documented_grids_have_trials_and_valid_published_values(
+    path: Path, is_smoke: bool
+) -> None:
+    values = {
+        key: [f"{key}-a", f"{key}-b"] for key in ("sids", "model.teacher", "checkpoint")
+    }
+    content = path.read_text()
+    axes = {key: paths for key, paths in values.items() if f"\n  {key}:  " in content}
+    sweep = load_sweep(
+        SweepConfig(grid=str(path), axes=axes, smoke=is_smoke, dry_run=True)
+    )
 
-        keys_of_points = {key for point in grid.points for key in point}
-        keys = keys_of_points | set(grid.axes) | set(load_grid(str(path)).keys)
-        for entry in load_grid(str(path)).published:
-            assert set(entry) <= {
-                "point",
-                "dataset",
-                "metrics",
-                "source",
-                "relative_to",
-            }
-            assert entry["source"]
-            values = entry["metrics"].values()
-            assert all(isinstance(value, float) for value in values)
-            assert set(entry["point"]) <= keys | {"model.name", "fit.seed"}, entry
+    grid, trials = sweep.grid, list(sweep.trials.values())
+    assert grid.name == path.stem
+    assert grid.source
+    assert 1 <= len(trials) <= (8 if is_smoke else 100)
+    if grid.job == "train":
+        assert not is_smoke or max(t.config.fit.max_epochs for t in trials) <= 3
+        for model in (trial.config.model for trial in trials):
+            if model.name in ("earn", "nezha", "lc_rec_nezha"):
+                assert not model.teacher_cache
+            if model.name in ("sid_mlp", "gdn", "atspeed_s", "lc_rec_sid_mlp"):
+                assert model.teacher_cache
+    for entry in grid.published:
+        optional = {"relative_to"}
+        assert set(entry) - optional == {"point", "dataset", "metrics", "source"}
+        assert all(isinstance(value, float) for value in entry["metrics"].values())
+        assert set(entry["point"]) <= {*grid.keys, "model.name", "fit.seed"} or is_smoke

@@ -1,4 +1,4 @@
-"""Test the decisions of successive halving, also in a continued sweep."""
+"""Test that successive halving in a continued sweep knows the earlier results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from pyarrow import fs
 from ray.tune.schedulers import TrialScheduler
 
-from tuning.grid import Scheduler
-from tuning.halving import make_scheduler
-from tuning.trial import EPOCH, VALUE
+from tuning.halving import Halving
+from tuning.trial import EPOCH
 
-ASHA = Scheduler(name="asha", grace=1, reduction=2)
+VALUE = "ndcg@10"
 
 Reports = list[tuple[str, int, float]]
 """Trial, epoch and value."""
@@ -47,34 +46,17 @@ def add_trials(scheduler: TrialScheduler, trials: dict[str, Any]) -> None:
         scheduler.on_trial_add(None, trial)  # type: ignore[arg-type]
 
 
-def decide_anew(scheduler: TrialScheduler, reports: Reports) -> list[str]:
-    """Return the decisions of a new sweep."""
-    trials = {name: build_trial(name) for name, _, _ in reports}
-    add_trials(scheduler, trials)
-    return decide(scheduler, trials, reports)
-
-
-def test_the_lower_half_stops_at_each_rung() -> None:
-    reports = [
-        ("a", 1, 0.5),
-        ("b", 1, 0.4),
-        ("c", 1, 0.6),
-        ("a", 2, 0.5),
-        ("c", 2, 0.4),
-        ("a", 3, 0.1),
-        ("a", 8, 0.1),
-    ]
-
-    stops = ["CONTINUE"] * len(reports)
-    stops[1] = stops[4] = "STOP"
-    assert decide_anew(make_scheduler(ASHA, 8), reports) == stops
-
-
-def test_no_trial_is_stopped_in_its_grace_period_or_after_its_last_epoch() -> None:
-    scheduler = make_scheduler(Scheduler(name="asha", grace=3, reduction=2), 4)
-    reports = [("a", 1, 0.9), ("b", 1, 0.1), ("b", 2, 0.1), ("a", 4, 0.9)]
-
-    assert decide_anew(scheduler, reports) == ["CONTINUE"] * 4
+def make_scheduler() -> Halving:
+    """Return a scheduler that stops the lower half of trials at epochs 1, 2 and 4."""
+    return Halving(
+        time_attr=EPOCH,
+        metric=VALUE,
+        mode="max",
+        max_t=6,
+        grace_period=1,
+        reduction_factor=2,
+        stop_last_trials=False,
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -83,7 +65,7 @@ def test_a_continued_sweep_decides_as_an_undisturbed_one(
     tmp_path_factory: Any, data: st.DataObject
 ) -> None:
     turns = data.draw(st.permutations(["a", "b", "c", "d"] * 6))
-    scheduler = make_scheduler(ASHA, 6)
+    scheduler = make_scheduler()
     trials = {name: build_trial(name) for name in "abcd"}
     add_trials(scheduler, trials)
     reports: Reports = []
@@ -100,7 +82,7 @@ def test_a_continued_sweep_decides_as_an_undisturbed_one(
     folder = tmp_path_factory.mktemp("tune")
     write_results(folder, reports[:cut])
 
-    continued = make_scheduler(ASHA, 6)
+    continued = make_scheduler()
     last = {name: {EPOCH: epoch} for name, epoch, _ in reports[:cut]}
     trials = {name: build_trial(name, str(folder), last.get(name)) for name in "abcd"}
     add_trials(continued, trials)
