@@ -235,16 +235,16 @@ def test_a_trial_whose_process_is_lost_continues_within_the_call(
     halved: HalvedSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def kill_trial() -> None:
-        while True:
-            for process in psutil.process_iter():
-                with suppress(psutil.Error):
-                    if "ImplicitFunc.train" in process.cmdline()[0]:
-                        return process.kill()
+        while not list(halved.folder.glob("runs/lost/*/step-*")):
             time.sleep(0.01)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if "ImplicitFunc.train" in " ".join(process.cmdline()):
+                    process.kill()
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(kill_trial)
-        _, results = halved.run({"fit.max_epochs": [300]}, "lost")
+        _, results = halved.run({"fit.max_epochs": [100]}, "lost")
 
     assert results["status"].to_list() == ["finished"]
     assert "continues from its last checkpoint" in capsys.readouterr().out
