@@ -263,11 +263,11 @@ def run_pending(sweep: Sweep) -> dict[str, str]:
     options = sweep.config.ray
     has_workers = sweep.num_workers > 1
     needs = worker_resources(options, wants_gpu(options))
-    labels = {}
+    labels: dict[str, Any] = {}
     if options.label_selector and not has_workers:
         labels["bundle_label_selector"] = [options.label_selector]
     # Ray Train reserves several workers' resources separately
-    bundle = {"memory": DRIVER_TRIAL_BYTES} if has_workers else needs
+    bundle: dict[str, float] = {"memory": DRIVER_TRIAL_BYTES} if has_workers else needs
     trainable = tune.with_resources(
         tune.with_parameters(run_trial, sweep=sweep),
         tune.PlacementGroupFactory([bundle], **labels),
@@ -288,12 +288,16 @@ def run_pending(sweep: Sweep) -> dict[str, str]:
             concurrency = max(cluster.count_room(needs) // sweep.num_workers, fewest)
         rule, scheduler = sweep.grid.scheduler, None
         if rule.name == "asha":
-            configs = [trial.config for trial in sweep.trials.values()]
+            epochs = [
+                trial.config.fit.max_epochs
+                for trial in sweep.trials.values()
+                if isinstance(trial.config, TrainConfig)
+            ]
             scheduler = Halving(
                 time_attr=EPOCH,
                 metric=sweep.metric,
                 mode="max",
-                max_t=max(rule.grace, *(config.fit.max_epochs for config in configs)),
+                max_t=max(rule.grace, *epochs),
                 grace_period=rule.grace,
                 reduction_factor=rule.reduction,
                 stop_last_trials=False,
@@ -320,7 +324,7 @@ def run_pending(sweep: Sweep) -> dict[str, str]:
         )
     return {
         str(result.config[TRIAL]): (result.metrics or {}).get(ERROR, LOST)
-        for result in tuner.fit()
+        for result in tuner.fit()  # type: ignore[attr-defined]
         if result.error
     }
 
