@@ -40,11 +40,21 @@ GRID = {
 }
 
 
-def start_command(
-    words: list[str], environment: dict[str, str]
-) -> subprocess.Popen[str]:
-    """Start `python -m` with these words in its own process group."""
-    return subprocess.Popen(
+def stop_command(
+    words: list[str], number: signal.Signals, until: str, environment: dict[str, str]
+) -> tuple[str, int]:
+    """Start a command and send it a signal.
+
+    Args:
+        words: Arguments of `python -m`.
+        number: The signal; SIGINT goes to all of its processes, as from a terminal.
+        until: Text after whose output the signal is sent.
+        environment: Environment variables of the command.
+
+    Returns:
+        All output, including errors, and the exit code.
+    """
+    process = subprocess.Popen(
         [sys.executable, "-m", *words],
         cwd=ROOT,
         env=environment,
@@ -53,38 +63,16 @@ def start_command(
         text=True,
         start_new_session=True,
     )
-
-
-def send_signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """Send SIGTERM to a process, or SIGINT to its group, as a terminal does."""
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-
-
-def stop_command(
-    words: list[str], number: signal.Signals, until: str, environment: dict[str, str]
-) -> tuple[str, int]:
-    """Start a command and send it a signal.
-
-    Args:
-        words: Arguments of `python -m`.
-        number: The signal.
-        until: Text after whose output the signal is sent.
-        environment: Environment variables of the command.
-
-    Returns:
-        All output, including errors, and the exit code.
-    """
-    process = start_command(words, environment)
     assert process.stdout
     output = ""
     while until not in output:
         line = process.stdout.readline()
         output += line
         assert line, output
-    send_signal(process, number)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     rest, _ = process.communicate()
     return output + rest, process.returncode
 
@@ -105,11 +93,6 @@ def run_command(
 def last_line(output: str) -> str:
     """Return the last line of the output, with its line break."""
     return output.splitlines(keepends=True)[-1]
-
-
-def environment_without_ray() -> dict[str, str]:
-    """Return this process's environment without the address of a running Ray."""
-    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
 
 def read_run_statuses(store: str) -> dict[str, str]:
@@ -135,7 +118,8 @@ def test_a_training_stopped_within_an_epoch_continues_to_the_same_weights(
     tmp_path: Path,
 ) -> None:
     new_store(tmp_path)
-    environment = environment_without_ray()
+    environment = {**os.environ}
+    environment.pop("RAY_ADDRESS", None)
     words = ["jobs.train", "--tables", small[0], "--storage", str(tmp_path)]
     words += [*LONG_STEPS, "--name"]
     undisturbed = run_command([*words, "whole"], environment)

@@ -21,14 +21,13 @@ from torch import nn
 from core.errors import UserError
 from core.schemas import Inputs
 from models.build import build_model, load_model
-from models.retrieval.data import Catalogue, HistoryBatch
+from models.retrieval.data import Catalogue
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from pipelines.training.backends import LocalBackend
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
-SASREC = {"name": "sasrec", "dim": 16, "num_layers": 1, "max_history": 12}
 TIGER = {
     "name": "tiger",
     "d_model": 16,
@@ -41,113 +40,66 @@ TIGER = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of the tables of two logs and of a checkpoint of each model, by name."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tables, sids = write_tables(folder / "small")
-    other, other_sids = write_tables(folder / "other", items=20)
-    for name, model in {"sasrec": SASREC, "tiger": TIGER}.items():
-        setup = build_training(model, FitConfig(batch_size=8), Inputs(tables, sids))
-        checkpoint.save(
-            folder / name,
-            setup.model,
-            setup.checkpoint(epoch=3),
-            {"position": {"epoch": 3}},
-        )
-    return {
-        "tables": tables,
-        "sids": sids,
-        "other": other,
-        "other_sids": other_sids,
-        "sasrec": str(folder / "sasrec"),
-        "tiger": str(folder / "tiger"),
-    }
+@pytest.fixture
+def saved(small: tuple[str, str], tmp_path: Path) -> Path:
+    """Folder of a checkpoint of TIGER."""
+    setup = build_training(TIGER, FitConfig(batch_size=8), Inputs(*small))
+    state = {"position": {"epoch": 3}}
+    checkpoint.save(tmp_path / "tiger", setup.model, setup.checkpoint(epoch=3), state)
+    return tmp_path / "tiger"
 
 
-@pytest.mark.parametrize("name", ["sasrec", "tiger"])
-def test_a_saved_model_is_loaded_with_its_state_and_table_hashes(
-    saved: dict[str, str], name: str
+def test_a_checkpoint_belongs_to_its_model_and_tables(
+    saved: Path, small: tuple[str, str], tmp_path: Path
 ) -> None:
-    catalogue = Catalogue.load(saved["tables"], saved["sids"])
-    batch = HistoryBatch(
-        history=torch.tensor([[1, 2, 3]]),
-        history_length=torch.tensor([3]),
-        user=torch.tensor([7]),
-    )
-
-    model, metadata = load_model(saved[name], catalogue)
-    model_by_name, _ = load_model(saved[name], catalogue, name=name)
-
+    catalogue = Catalogue.load(*small)
+    _, metadata = load_model(saved, catalogue, name="tiger")
     assert metadata.epoch == 3
-    tables = {"sequences", "items"}
-    if name == "tiger":
-        tables |= {"sids", "trie"}
-    assert set(metadata.hashes) == tables
-    items, scores = model.recommend(batch, 10)
-    same_items, same_scores = model_by_name.recommend(batch, 10)
-    assert torch.equal(items, same_items)
-    assert torch.equal(scores, same_scores)
-    assert checkpoint.load_state(saved[name]) == {"position": {"epoch": 3}}
+    assert set(metadata.hashes) == {"sequences", "items", "sids", "trie"}
+    assert checkpoint.load_state(saved) == {"position": {"epoch": 3}}
 
-
-def test_a_checkpoint_is_rejected_with_other_tables_than_in_training(
-    saved: dict[str, str],
-) -> None:
-    catalogue = Catalogue.load(saved["tables"], saved["sids"])
+    other, other_sids = write_tables(tmp_path / "other", items=20)
     versions = dict(catalogue.versions)
     versions["trie"] = replace(versions["trie"], hash="0" * 64)
-    other_trie = replace(catalogue, versions=versions)
-    with pytest.raises(UserError, match="another table 'items'"):
-        load_model(saved["sasrec"], Catalogue.load(saved["other"]))
-    with pytest.raises(UserError, match="table 'sids' that is not given"):
-        load_model(saved["tiger"], Catalogue.load(saved["tables"]))
-    with pytest.raises(UserError, match="another table 'trie'"):
-        load_model(saved["tiger"], other_trie)
-    with pytest.raises(UserError, match="of the model 'sasrec', not of 'tiger'"):
-        load_model(saved["sasrec"], catalogue, name="tiger")
-    wider = build_model({**SASREC, "dim": 32}, catalogue)
+    for tables, message in (
+        (Catalogue.load(other, other_sids), "another table 'items'"),
+        (Catalogue.load(small[0]), "table 'sids' that is not given"),
+        (replace(catalogue, versions=versions), "another table 'trie'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_model(saved, tables)
+    with pytest.raises(UserError, match="'tiger', not of 'sasrec'"):
+        load_model(saved, catalogue, name="sasrec")
+    wider = build_model({**TIGER, "d_model": 32}, catalogue)
     with pytest.raises(UserError, match="size mismatch"):
-        checkpoint.load_weights(wider, saved["sasrec"])
-    with pytest.raises(UserError, match="sids was made from other items"):
-        Catalogue.load(saved["tables"], saved["other_sids"])
+        checkpoint.load_weights(wider, saved)
+    with pytest.raises(UserError, match="from other items"):
+        Catalogue.load(small[0], other_sids)
 
 
-def test_a_damaged_file_is_named(saved: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not a checkpoint: it holds no config\.json"):
-        checkpoint.read(tmp_path)
-    broken = Path(shutil.copytree(saved["sasrec"], tmp_path / "broken"))
-    weights = broken / "model.safetensors"
+def test_a_damaged_file_is_named(saved: Path) -> None:
+    weights, config = saved / "model.safetensors", saved / "config.json"
+    content = json.loads(config.read_text())
 
-    (broken / "state.pt").unlink()
+    def read_damaged(message: str) -> None:
+        with pytest.raises(UserError, match=message) as error:
+            checkpoint.read(saved)
+        assert "\n" not in str(error.value)
+
+    (saved / "state.pt").unlink()
     with pytest.raises(UserError, match=r"holds no state\.pt"):
-        checkpoint.load_state(broken)
-
+        checkpoint.load_state(saved)
+    read_damaged(r"state\.pt is missing")
     weights.write_bytes(weights.read_bytes()[:-50])
-    with pytest.raises(UserError, match=r"has \d+ bytes|truncated"):
-        checkpoint.read(broken)
-
-    weights.unlink()
-    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
-        checkpoint.read(broken)
-
-    (broken / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is damaged"):
-        checkpoint.read(broken)
-
-
-@pytest.mark.parametrize(
-    "tracking", ["http://host", {"uri": 5}, {"experiment": "x"}, 7]
-)
-def test_a_damaged_mlflow_run_is_refused_when_a_checkpoint_is_read(
-    tracking: Any, saved: dict[str, str], tmp_path: Path
-) -> None:
-    broken = Path(shutil.copytree(saved["sasrec"], tmp_path / "broken"))
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "tracking": tracking}))
-    with pytest.raises(UserError, match="is damaged") as error:
-        checkpoint.read(broken)
-    assert "\n" not in str(error.value)
+    read_damaged(r"safetensors has \d+ bytes")
+    tracking: list[Any] = ["http://host", {"uri": 5}, {"experiment": "x"}, 7]
+    for damaged in tracking:
+        config.write_text(json.dumps({**content, "tracking": damaged}))
+        read_damaged(r"config\.json is damaged")
+    config.write_text("{")
+    read_damaged(r"config\.json is damaged")
+    config.unlink()
+    read_damaged("not a checkpoint")
 
 
 def build_linear(epoch: int) -> tuple[nn.Module, checkpoint.Checkpoint, dict]:
@@ -159,69 +111,37 @@ def build_linear(epoch: int) -> tuple[nn.Module, checkpoint.Checkpoint, dict]:
     metadata = checkpoint.Checkpoint(
         {"name": "linear"}, epoch=epoch, step=epoch, best={"step": 1}
     )
-    return model, metadata, {"epoch": epoch, "moments": torch.full((5,), float(epoch))}
+    return model, metadata, {"epoch": epoch}
 
 
-def load_linear(folder: Path) -> tuple[checkpoint.Checkpoint, list[float], dict]:
-    """Return the metadata, weights and state of a saved `build_linear`."""
+def load_linear(folder: Path) -> tuple[list[float], dict]:
+    """Return the weights and the state of a saved `build_linear`."""
     model = nn.Linear(3, 2)
     checkpoint.load_weights(model, folder)
-    state = checkpoint.load_state(folder)
-    return (
-        checkpoint.read(folder),
-        model.weight.flatten().tolist(),
-        {**state, "moments": state["moments"].tolist()},
-    )
-
-
-def flip_bit(content: bytes, position: int) -> bytes:
-    """Return the content with one bit of the byte at `position` flipped."""
-    flipped = content[position] ^ (1 << position % 8)
-    return content[:position] + bytes([flipped]) + content[position + 1 :]
+    return model.weight.flatten().tolist(), checkpoint.load_state(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
-def test_a_flipped_bit_is_detected_when_the_checkpoint_is_loaded(
-    tmp_path: Path, name: str
-) -> None:
-    checkpoint.save(tmp_path / "best", *build_linear(1))
-    expected = load_linear(tmp_path / "best")
-    file = tmp_path / "best" / name
-    content = file.read_bytes()
-    positions = range(0, len(content), 1 if len(content) < 300 else 7)
+def test_a_flipped_bit_is_detected(tmp_path: Path, name: str) -> None:
+    checkpoint.save(tmp_path, *build_linear(1))
+    content = bytearray((tmp_path / name).read_bytes())
+    for position in range(0, len(content), 7):
+        content[position] ^= 1 << position % 8
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=name):
+            load_linear(tmp_path)
 
-    messages = []
-    for position in positions:
-        file.write_bytes(flip_bit(content, position))
-        try:
-            assert load_linear(tmp_path / "best") == expected
-        except UserError as error:
-            messages.append(str(error))
 
-    for message in messages:
-        assert name in message
-        assert "\n" not in message
-    assert len(messages) == len(positions)
+def test_weights_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
+    model, *others = build_linear(1)
+    nn.init.constant_(model.bias, torch.nan)
+    checkpoint.save(tmp_path, model, *others)
+    with pytest.raises(UserError, match=r"not all finite \(bias\)"):
+        load_linear(tmp_path)
 
 
 FILE_EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "open"}
 """Changes of files that Python reports to its audit hooks beforehand."""
-
-
-def fork(work: Callable[[], None]) -> int:
-    """Start a child process that calls `work` and exits with 0, or with 1 if it fails.
-
-    Returns:
-        The child's process ID.
-    """
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return child
 
 
 def kill_at_file_event(number: int, work: Callable[[], None]) -> bool:
@@ -240,11 +160,15 @@ def kill_at_file_event(number: int, work: Callable[[], None]) -> bool:
         if remaining < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def work_with_hook() -> None:
-        sys.addaudithook(kill_process)
-        work()
-
-    _, status = os.waitpid(fork(work_with_hook), 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.addaudithook(kill_process)
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
 
@@ -264,50 +188,19 @@ def test_a_run_killed_while_saving_has_a_complete_checkpoint(tmp_path: Path) -> 
         keep(3)
         killed = kill_at_file_event(num_events, lambda: keep(4))
 
-        last = checkpoint.last(str(tmp_path))
+        last = backend.find_last()
         assert last is not None
-        metadata, weights, state = load_linear(tmp_path / f"step-{last.step:08d}")
-        assert weights == [metadata.epoch] * 6
-        assert state == {"epoch": metadata.epoch, "moments": [metadata.epoch] * 5}
-        loaded_epochs.add(metadata.epoch)
-        # the best step is never deleted
-        assert checkpoint.read(tmp_path / "step-00000001").epoch == 1
+        weights, state = load_linear(tmp_path / last.folder)
+        assert weights == [last.epoch] * 6
+        assert state == {"epoch": last.epoch}
+        loaded_epochs.add(last.epoch)
 
         keep(4)  # overwrites the partial checkpoint
         keep(5)
-        assert sorted(entry.name for entry in tmp_path.iterdir()) == [
-            "step-00000001",
-            "step-00000005",
-        ]
+        # the best and the last
+        steps = checkpoint.list_steps(str(tmp_path))
+        assert steps == ["step-00000005", "step-00000001"]
         num_events += 1
     # new folder, config.json, its rename, deleted files of the old checkpoint
     assert num_events > 4
     assert loaded_epochs == {3, 4}
-
-
-def test_weights_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    with torch.no_grad():
-        model.bias[1] = float("nan")
-    metadata = checkpoint.Checkpoint(model={"name": "any"})
-    checkpoint.save(tmp_path / "best", model, metadata)
-
-    with pytest.raises(
-        UserError,
-        match=r"not all finite \(bias\)",
-    ):
-        checkpoint.load_weights(torch.nn.Linear(3, 2), tmp_path / "best")
-
-
-def test_a_checkpoint_on_s3_is_loaded_as_it_was_saved(s3: str) -> None:
-    backend = LocalBackend(f"{s3}/kept", torch.device("cpu"), print)
-    for step in (1, 2, 3):
-        backend.keep(*build_linear(step))
-
-    last = backend.find_last()
-    assert last is not None
-    with checkpoint.local(f"{s3}/kept/{last.folder}") as folder:
-        _, weights, _ = load_linear(folder)
-    assert weights == [3.0] * 6
-    # the best and the last
-    assert checkpoint.list_steps(f"{s3}/kept") == ["step-00000003", "step-00000001"]
