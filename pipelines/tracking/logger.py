@@ -64,6 +64,7 @@ class Logger:
         self.unsent = [
             point for point in unsent if point[3] > self._last.get(point[0], (-1,))[0]
         ]
+        self._last |= {key: (step, value) for key, value, _, step in self.unsent}
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Log metrics at a step, in a request every few seconds.

@@ -1,10 +1,17 @@
-"""Test logging to MLflow: concurrent runs, interruptions and names."""
+"""Test logging to MLflow: concurrent runs, interruptions, a lost server and names."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,10 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import UserError
-from core.schemas import RunRef
 from pipelines import tracking
-from pipelines.tracking import from_mlflow_name, resolve_uri, to_mlflow_name
-from pipelines.training.run import collect_numbers
+from pipelines.tracking import from_mlflow_name, to_mlflow_name
+from pipelines.tracking import logger as logger_module
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +34,6 @@ def uri(tmp_path: Path, new_store: Callable[[Path], str]) -> str:
 
 NAMES = st.one_of(
     st.from_regex(r"[a-z_]{0,5}(_at_){0,2}_{0,3}@?[0-9]{1,3}", fullmatch=True),
-    st.from_regex(r"(val/)?(looked_at_it/)?[a-z_]{1,5}(@[0-9]{1,2})?", fullmatch=True),
     st.text("a_t/019-", min_size=1, max_size=12),
 )
 
@@ -40,17 +45,10 @@ def test_metric_names_survive_the_way_to_mlflow_and_back(name: str) -> None:
     assert from_mlflow_name(logged) == name
 
 
-@given(NAMES, NAMES)
-def test_different_metrics_have_different_names_in_mlflow(
-    first: str, second: str
-) -> None:
-    is_same = to_mlflow_name(first) == to_mlflow_name(second)
-    assert is_same == (first == second)
-
-
 WRITERS = """
 import os, sys
 from pipelines import tracking
+from pipelines.tracking import logger as logger_module
 uri, storage = sys.argv[1:]
 
 def write(name):
@@ -92,19 +90,6 @@ def test_runs_that_start_together_share_one_new_store(tmp_path: Path) -> None:
         assert len(client.get_metric_history(run.info.run_id, "val/ndcg_at_10")) == 10
 
 
-def test_a_storage_whose_name_mlflow_would_decode_is_refused(
-    tmp_path: Path, uri: str
-) -> None:
-    storage = str(tmp_path / "100%41")
-    with pytest.raises(UserError, match="decodes"):
-        tracking.open_run(uri, "retrieval/y", "a", storage, config={}, hashes={})
-
-
-def test_a_database_without_its_driver_is_one_line() -> None:
-    with pytest.raises(UserError, match="No module named 'pg8000'"):
-        tracking.connect("postgresql+pg8000://host/db")
-
-
 def test_a_run_whose_opening_was_killed_is_deleted(tmp_path: Path, uri: str) -> None:
     def open_run(folder: str) -> str:
         tags = {tracking.FOLDER_TAG: folder}
@@ -122,82 +107,79 @@ def test_a_run_whose_opening_was_killed_is_deleted(tmp_path: Path, uri: str) -> 
     assert stages == ["deleted", "active", "active"]
 
 
-def test_points_lost_by_a_kill_are_logged_from_the_last_checkpoint(
-    tmp_path: Path, uri: str
+@dataclass
+class Server:
+    """An MLflow server that can be stopped and started again."""
+
+    store: str
+    address: str
+    folder: Path
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+        command += ["--port", self.address.rpartition(":")[2], "--workers", "1"]
+        command += ["--backend-store-uri", self.store]
+        command += ["--artifacts-destination", f"{self.folder}/artifacts"]
+        # MLflow's job execution would start seven more processes.
+        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        # In its own process group, so that its workers end with it.
+        self.process = subprocess.Popen(
+            command, env=environment, start_new_session=True
+        )
+        while True:
+            assert self.process.poll() is None
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"{self.address}/health", timeout=60),
+            ):
+                break
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def server(new_store: Callable[[Path], str], tmp_path: Path) -> Iterator[Server]:
+    """Start an MLflow server on an empty store."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    server = Server(new_store(tmp_path), f"http://127.0.0.1:{port}", tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.long
+def test_points_wait_while_mlflow_is_away_and_arrive_once(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("SEND_EVERY_S", "PAUSE_S"):  # send at once
+        monkeypatch.setattr(logger_module, name, 0.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     run = tracking.open_run(
-        uri, "retrieval/x", "a", str(tmp_path), config={}, hashes={}
+        server.address, "retrieval/x", "away", str(tmp_path), config={}, hashes={}
     )
-    killed = tracking.Logger(run)
-    killed.log({"train/loss": 1.0}, 1)
-    killed.flush()
-    unsent = [
-        ("train/loss", 1.0, 10, 1),
-        ("train/loss", 2.0, 20, 2),
-        ("val/ndcg_at_10", 0.5, 20, 2),
-    ]
+    lines: list[str] = []
+    logger = tracking.Logger(run, say=lines.append)
+    logger.log({"train/loss": 1.0}, 1)
+    server.stop()
+    logger.log({"train/loss": 2.0, "val/ndcg@10": 0.5}, 2)
+    assert "2 points wait" in lines[-1]
+    with pytest.raises(UserError, match="takes no metrics"):
+        logger.end()
+    saved = list(logger.unsent)  # as a checkpoint has them
 
-    continued = tracking.Logger(run, unsent)
-    continued.log({"train/loss": 3.5}, 3)
-    continued.flush()
-
-    losses = continued.client.get_metric_history(run.run_id, "train/loss")
-    points = sorted((point.step, point.value) for point in losses)
-    assert points == [(1, 1.0), (2, 2.0), (3, 3.5)]
-    validation = continued.client.get_metric_history(run.run_id, "val/ndcg_at_10")
-    assert [point.timestamp for point in validation] == [20]
-
-
-def test_a_continued_run_logs_each_step_once(tmp_path: Path, uri: str) -> None:
-    run = tracking.open_run(
-        uri,
-        "retrieval/x",
-        "a",
-        str(tmp_path),
-        config={"fit": {"lr": 1}},
-        hashes={"items": "h"},
-    )
-    interrupted = tracking.Logger(run)
-    for step in (1, 2, 3):
-        interrupted.log({"train/loss": float(step)}, step)
-    interrupted.flush()
-
-    continued = tracking.Logger(run)
-    for step in (2, 3, 4, 5):
+    server.start()
+    continued = tracking.Logger(run, [("train/loss", 9.0, 10, 1), *saved])
+    for step in (1, 2, 3):  # the first ones are repeated
         continued.log({"train/loss": float(step), "train/nan": float("nan")}, step)
-    continued.flush()
+    continued.end()
 
-    history = tracking.connect(uri).get_metric_history(run.run_id, "train/loss")
-    points = [(point.step, point.value) for point in history]
-    assert points == [(i, float(i)) for i in range(1, 6)]
-
-
-def test_a_missing_run_is_reported_by_its_id(tmp_path: Path, uri: str) -> None:
-    with pytest.raises(UserError, match="0123"):
-        tracking.reopen(RunRef(uri, "retrieval/x", "0123"))
-
-
-def test_the_tracking_uri_is_the_option_the_environments_or_in_the_storage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert resolve_uri(None, str(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
-    assert resolve_uri(None, str(tmp_path)) == "http://server:5000"
-    assert resolve_uri("sqlite:////a/b.db", str(tmp_path)) == "sqlite:////a/b.db"
-
-
-def test_the_numbers_of_a_manifest_become_metrics() -> None:
-    info = {
-        "collision_rate": 0.25,
-        "levels": [{"use": 1.0}, {"use": 0.5}],
-        "tokenizer": "rqvae",
-        "conflict_level": True,
-    }
-    expected = {
-        "sids/collision_rate": 0.25,
-        "sids/levels/0/use": 1.0,
-        "sids/levels/1/use": 0.5,
-        "sids/conflict_level": 1.0,
-    }
-    assert collect_numbers(info, "sids") == expected
+    client = tracking.connect(server.address)
+    points = client.get_metric_history(run.run_id, "train/loss")
+    assert [(point.step, point.value) for point in points] == [(1, 1), (2, 2), (3, 3)]
+    assert len(client.get_metric_history(run.run_id, "val/ndcg_at_10")) == 1
+    assert client.get_run(run.run_id).info.status == "FINISHED"
