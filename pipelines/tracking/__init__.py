@@ -40,7 +40,6 @@ from pipelines.tracking.names import (
     to_mlflow_name,
 )
 from pipelines.tracking.runs import (
-    MAX_METRICS,
     delete,
     describe_hardware,
     end_dead_runs,
@@ -72,7 +71,6 @@ __all__ = [
     "FOLDER_TAG",
     "FORMAT_TAG",
     "KIND_TAG",
-    "MAX_METRICS",
     "PARENT_TAG",
     "POINT_TAG",
     "RANKS_BY_TAG",

@@ -57,7 +57,7 @@ class Logger:
         logged = self.client.get_run(run.run_id).data
         self.tags = logged.tags
         # step and value of each metric's last point
-        self._last: dict[str, tuple[int, float]] = {
+        self._last = {
             point.key: (point.step, point.value) for point in logged.to_proto().metrics
         }
         self._send_at = 0.0
