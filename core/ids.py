@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
 from decimal import Decimal
 from numbers import Integral
 from typing import Any
-
-from core.errors import UserError
 
 BLANKS = (
     " \t\r\n\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004"
@@ -72,34 +69,23 @@ def clean_id(text: str) -> str | None:
     return text
 
 
-def parse_item_ids(column: str, values: Iterable[Any]) -> list[str]:
-    """Normalise the item ids of a served request like the ids of the catalogue.
+def parse_item_id(value: Any) -> str:
+    """Normalise the item id of a served request like the ids of the catalogue.
 
     Args:
-        column: Name of the request's column or parameter, for messages.
-        values: List of ids.
-    """
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise UserError(f"{column} is {values!r:.200}, not a list of item ids")
-    return [parse_item_id(column, value) for value in values]
-
-
-def parse_item_id(column: str, value: Any) -> str:
-    """Normalise one item id like the ids of the catalogue.
-
-    Args:
-        column: Name of the request's column or parameter, for messages.
         value: A string or an integer.
+
+    Raises:
+        ValueError: If the value is of another type or too long.
     """
     if isinstance(value, bool) or not isinstance(value, str | Integral):
-        raise UserError(
-            f"{column} has {value!r:.200}; an item id is a string, as in the log, or "
-            "an integer"
+        raise ValueError(
+            f"{value!r:.200} is no item id, which is a string, as in the log, or an "
+            "integer"
         )
     text = value if isinstance(value, str) else str(int(value))
     if len(text) > MAX_SERVED_ID:
-        raise UserError(
-            f"{column} has an id of {len(text):,} characters, the limit is "
-            f"{MAX_SERVED_ID:,}"
+        raise ValueError(
+            f"an id has {len(text):,} characters, the limit is {MAX_SERVED_ID:,}"
         )
     return clean_id(text) or text

@@ -1,193 +1,181 @@
-"""Parsing of served requests: rows become arrays, and requests become a batch.
+"""Served requests: a pydantic model per kind, whose requests become a batch.
 
-    requests = RetrievalRequests(bundle, model, catalogue, {"device": "cpu"})
-    batch = requests.collate([requests.parse(Row(row)) for row in rows])
+    requests = RetrievalRequests(bundle, model, catalogue, Settings())
+    request = requests.request_class.model_validate({"history": ["B01", "B02"]})
+    batch = requests.collate([request])
 
-`models/<kind>/requests.py` declares the columns of a kind's requests. Most columns
-are optional. The MLflow models in `pipelines/serving` use this module. A bundle is the
-folder of a served model, with the checkpoint and copies of tables.
+A request becomes a row of `sequences`, which the dataset of the training decodes and
+collates (`models/<kind>/requests.py`). The MLflow models in `pipelines/serving` use
+this module. A bundle is the folder of a served model, with the checkpoint and copies of
+tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
+from typing_extensions import TypedDict
 
 from core.errors import UserError
-from core.ids import parse_item_ids
+from core.ids import parse_item_id
 from core.schemas import CustomFeatures, Inputs
 from core.tables import LARGEST_NUMBER
-from models.custom_features import CATEGORY, NUMBER, read_features
+from models.custom_features import CATEGORY, NUMBER
 from models.dataset.batch import Batch
 from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
 
+MAX_ROWS = 10_000
+"""Largest number of requests of a call."""
+
 MAX_TEXT = 10_000
 """Longest text of a request in characters, such as a query, which may be cached."""
 
-Columns = dict[str, Any]
-"""Type of each column: `id` and `ids` of items, `string`, `strings`, `long`, `longs`,
-`numbers` and `vectors`; `own_numbers`, `own_categories` and `labels` are mappings by
-name. The type of a list of objects is a mapping with the types of their fields."""
+KINDS = {"numbers": NUMBER, "categories": CATEGORY}
+"""Prefix of the columns of custom features, by the name of their field."""
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+"""Settings of all models: unknown keys are refused, docstrings are in the schema."""
 
 
-class Row(dict[str, Any]):
-    """The columns of one request.
+def refuse_large(values: Any) -> Any:
+    """Return a number or numbers, of which NaN and None are missing."""
+    if (np.abs(np.array(values, np.float64)) > LARGEST_NUMBER).any():
+        raise ValueError(f"a number is infinite or over {LARGEST_NUMBER:g}")
+    return values
 
-    The methods raise UserError for invalid values.
-    """
 
-    def value(self, name: str) -> Any:
-        """Return the value of a column, or None if it is missing."""
-        (value,) = check_entries(name, [self.get(name)], 1)
-        return None if isinstance(value, float) and np.isnan(value) else value
+ItemId = Annotated[str, BeforeValidator(parse_item_id)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Time = Annotated[int, Field(gt=-(2**62), lt=2**62)]
+Number = Annotated[float | None, AfterValidator(refuse_large)]
+Ids = Annotated[list[ItemId], Field(fail_fast=True)]
+Texts = Annotated[list[Text | None], Field(fail_fast=True)]
+Times = Annotated[list[Time | None], Field(fail_fast=True)]
+Numbers = Annotated[
+    list[float | None], Field(fail_fast=True), AfterValidator(refuse_large)
+]
+Vectors = Annotated[list[Numbers], Field(fail_fast=True)]
 
-    def text(self, name: str) -> str | None:
-        """Return a column of text, or None if it is missing."""
-        value = self.value(name)
-        if not isinstance(value, str | None):
-            raise UserError(f"{name} is {value!r:.200}, which is not a text")
-        return value
 
-    def item_ids(self, name: str) -> list[str]:
-        """Return a column of item ids, normalised like the ids of the catalogue."""
-        return parse_item_ids(name, self[name])
+class ServedRequest(BaseModel):
+    """A request to a served model."""
 
-    def entries(self, name: str, count: int, default: Any = None) -> list[Any]:
-        """Return a list column.
+    model_config = STRICT
 
-        Args:
-            name: Name of the column.
-            count: Required number of entries.
-            default: Value of all entries if the request does not have the column.
-        """
-        return check_entries(name, self.value(name), count, default)
+    history: Ids
+    """Item ids of the user's behaviours, oldest first."""
 
-    def entries_by_name(
-        self, name: str, keys: Collection[str], count: int
-    ) -> dict[str, list[Any]]:
-        """Return a column of named lists.
-
-        Args:
-            name: Name of the column.
-            keys: Names of the lists that the model reads.
-            count: Required number of entries of each list.
-        """
-        lists = self.value(name) or {}
-        for key in lists:
-            if key not in keys:
-                raise UserError(
-                    f"{name} has '{key!s:.200}', which the model does not read"
-                )
+    @model_validator(mode="before")
+    @classmethod
+    def drop_missing(cls, content: Any) -> Any:
+        """Leave out fields without a value, for which a frame has NaN."""
+        if not isinstance(content, dict):
+            return content
         return {
-            key: check_entries(f"'{key}' of {name}", values, count)
-            for key, values in lists.items()
+            name: value
+            for name, value in content.items()
+            if value is not None and not (isinstance(value, float) and np.isnan(value))
         }
 
-    def vectors(self, name: str, default: Floats) -> Floats:
-        """Return a column of vectors.
 
-        Args:
-            name: Name of the column.
-            default: (count, width) values for NaN, and for a missing column.
+class CandidateRequest(ServedRequest):
+    """A request to rank candidates.
 
-        Returns:
-            (count, width) values.
-        """
-        count, width = default.shape
-        vectors = self.value(name)
-        if vectors is None:
-            return default
-        if any(vector is None for vector in vectors):
-            raise UserError(f"{name} has an entry without numbers")
-        widths = {len(vector) for vector in vectors} or {width}
-        if len(vectors) != count or widths != {width}:
-            given_widths = ", ".join(map(str, sorted(widths)))
-            raise UserError(
-                f"{name} has {len(vectors)} vectors of {given_widths} numbers, {count} "
-                f"of {width} are expected"
-            )
-        values = np.array([list(vector) for vector in vectors], np.float32)
-        values = values.reshape(count, width)
-        return _check_finite(name, np.where(np.isnan(values), default, values))
+    Lists have a value for each candidate, and lists whose names start with `history_`
+    for each behaviour.
+    """
 
-    def custom_features(
+    candidates: Ids
+    """Item ids."""
+    timestamp_ms: Time | None = None
+    """Time of the request."""
+    features: Vectors | None = None
+    """Features in the order of the model's metadata; missing ones have the mean."""
+    history_time_ms: Times | None = None
+
+    @model_validator(mode="after")
+    def check_lengths(self) -> Self:
+        """Raise ValueError for a list of another length."""
+        for name, value in self:
+            if name in ("history", "candidates", "new_items"):
+                continue
+            expected = self.history if name.startswith("history") else self.candidates
+            lists = value if isinstance(value, dict) else {name: value}
+            for key, values in lists.items():
+                if isinstance(values, list) and len(values) != len(expected):
+                    raise ValueError(
+                        f"{key} has {len(values)} entries where {len(expected)} are "
+                        "expected"
+                    )
+        return self
+
+    def custom_columns(
         self,
         features: CustomFeatures,
         prefix: str,
-        count: int,
-        defaults: Mapping[str, pa.Array] | None = None,
-    ) -> Floats:
-        """Return the log's custom features.
+        index: Sequence[int],
+        defaults: Mapping[str, list[Any]] | None = None,
+    ) -> dict[str, list[Any]]:
+        """Return the custom features of some candidates or behaviours, by column.
 
         Args:
             features: Custom features of the log.
-            prefix: Prefix of the names of the columns, `{prefix}numbers` and
-                `{prefix}categories`.
-            count: Number of candidates or behaviours.
-            defaults: (count,) values of features that the request does not have, by
-                name of the feature.
-
-        Returns:
-            (count, X + G) values, as from `CustomFeatures.matrix`.
+            prefix: "history_" for behaviours.
+            index: Indices of the candidates or behaviours.
+            defaults: Values of columns that the request leaves out.
         """
-        columns, names = dict(defaults or {}), _list_custom_names(features)
-        numbers = self.entries_by_name(
-            f"{prefix}numbers", names.get("numbers", ()), count
-        )
-        for name, values in numbers.items():
-            _check_finite(f"'{name}' of {prefix}numbers", np.array(values, np.float32))
-            columns[NUMBER + name] = pa.array(values, pa.float32(), from_pandas=True)
-        categories = self.entries_by_name(
-            f"{prefix}categories", names.get("categories", ()), count
-        )
-        for name, values in categories.items():
-            columns[CATEGORY + name] = pa.array(values, pa.string(), from_pandas=True)
-        return read_features(features, columns, count)
+        columns = dict.fromkeys(features.names, [None] * len(index)) | (defaults or {})
+        for kind, mark in KINDS.items():
+            given = getattr(self, f"{prefix}{kind}", None) or {}
+            for name, values in given.items():
+                columns[mark + name] = [values[i] for i in index]
+        return columns
 
 
-@dataclass(frozen=True)
-class Request:
-    """A parsed request to rank candidates."""
+class CandidateOptions(BaseModel):
+    """Options of all requests of a call to a model that ranks candidates."""
 
-    candidates: list[str]
-    """Item ids in the order of the request."""
-    scored: list[int]
-    """Indices of the scored candidates, which are items of the catalogue or new items
-    that the request describes."""
-    events: int
-    """Number of behaviours of the history that the model reads."""
-    parts: dict[str, NDArray]
-    """Arrays by name, with an entry per behaviour or per scored candidate. `collate`
-    concatenates the arrays of all requests."""
-    new: Sequence[dict[str, Any]] = ()
-    """Items of the request that are not in the catalogue."""
+    model_config = STRICT
+
+    label: Text = ""
+    """Label whose probability is the score; by default the model's first one."""
+
+
+class Settings(BaseModel):
+    """Options for loading a served model."""
+
+    model_config = STRICT
+
+    device: str = "cpu"
+    """Device of the model, such as `cuda`."""
 
 
 class Requests:
-    """Parser of the requests of one kind.
+    """Reader of the requests of one kind."""
 
-    The defaults are for a kind that ranks candidates.
-    """
-
-    required_columns: ClassVar[Columns] = {"candidates": "ids", "history": "ids"}
-    """Columns that every request must have; the history is oldest first."""
-    optional_columns: ClassVar[Columns] = {}
-    """Columns that a request may have for any log; `columns` adds the log's columns."""
-    answer_columns: ClassVar[Columns] = {"item_id": "strings", "score": "numbers"}
-    """Columns of a response, best item first."""
-    settings: ClassVar[Mapping[str, Any]] = {"device": "cpu"}  # or cuda
-    """Options for loading a served model, with their defaults."""
+    base_class: ClassVar[type[ServedRequest]]
+    """Requests with the fields that all logs have."""
+    options_class: ClassVar[type[BaseModel]] = CandidateOptions
+    settings_class: ClassVar[type[Settings]] = Settings
 
     def __init__(
-        self, folder: str, model: Any, catalogue: Any, settings: Mapping[str, Any]
+        self, folder: str, model: Any, catalogue: Any, settings: Settings
     ) -> None:
         """Load the items, and the text encoder if the bundle has one.
 
@@ -195,37 +183,38 @@ class Requests:
             folder: Folder of the bundle.
             model: Model that answers the requests.
             catalogue: Catalogue of the model.
-            settings: Options for loading, as declared in `settings`.
+            settings: Options for loading, of `settings_class`.
         """
         items = catalogue.versions["items"].read(["item_id"])
         self.items: list[str] = items["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(self.items)}
+        self.info = catalogue.versions["sequences"].info
+        self.max_history = model.config.max_history
         self.encoder = None
         """Encoder of texts that are not in the tables; None if the bundle has none."""
         if Path(folder, "encoder").exists():
             self.encoder = load_saved(f"{folder}/encoder")
+        self.request_class = create_model(
+            self.base_class.__name__, __base__=self.base_class, **self.log_fields()
+        )
+        """Requests with the fields of the model's log."""
 
-    def parse(self, row: Row) -> Any:
-        """Parse one row."""
-        raise NotImplementedError
+    def log_fields(self) -> dict[str, Any]:
+        """Return the fields that this log adds, such as custom features."""
+        fields: dict[str, Any] = {}
+        for kind, names in list_custom_names(self.info.custom).items():
+            values = Numbers if kind == "numbers" else Texts
+            lists = make_dict(kind, dict.fromkeys(names, values | None))
+            fields[kind] = fields[f"history_{kind}"] = (lists | None, None)
+        return fields
+
+    def find_candidates(self, request: Any) -> list[int]:
+        """Return the indices of the candidates that the model can score."""
+        return [i for i, item in enumerate(request.candidates) if item in self.index]
 
     def collate(self, requests: Sequence[Any]) -> Batch:
-        """Return the batch of parsed requests."""
+        """Return the batch of requests, from rows of `sequences`."""
         raise NotImplementedError
-
-    @classmethod
-    def columns(cls, info: Any, inputs: Inputs) -> Columns:
-        """Return all optional columns, including columns of the log's custom features.
-
-        Args:
-            info: Info of the sequences.
-            inputs: Folders of the tables.
-        """
-        columns = dict(cls.optional_columns)
-        for kind in _list_custom_names(info.custom):
-            columns[kind] = f"own_{kind}"
-            columns[f"history_{kind}"] = f"own_{kind}"
-        return columns
 
     @classmethod
     def list_names(cls, info: Any) -> dict[str, Any]:
@@ -234,38 +223,48 @@ class Requests:
         Args:
             info: Info of the sequences.
         """
-        return {"labels": list(info.log.labels)} | _list_custom_names(info.custom)
+        return {"labels": list(info.log.labels)} | list_custom_names(info.custom)
 
 
-def check_entries(
-    name: str, values: Iterable[Any] | None, count: int, default: Any = None
-) -> list[Any]:
-    """Return the values as a list of `count` entries without too long texts."""
-    entries = [default] * count if values is None else list(values)
-    if len(entries) != count:
-        raise UserError(f"{name} has {len(entries)} entries where {count} are expected")
-    if any(isinstance(entry, str) and len(entry) > MAX_TEXT for entry in entries):
-        raise UserError(f"{name} has a text of over {MAX_TEXT} characters")
-    return entries
+def make_dict(name: str, fields: dict[str, Any]) -> Any:
+    """Return the type of a dict with some or all of these fields, and no others."""
+    made: Any = TypedDict(name, fields, total=False)  # type: ignore[operator]
+    made.__pydantic_config__ = STRICT
+    return made
 
 
-def _check_finite(name: str, values: Floats) -> Floats:
-    """Return the values unchanged if they are not too large."""
-    if (np.abs(values) > LARGEST_NUMBER).any():
+def fill_missing(name: str, vectors: Sequence[Any] | None, default: Floats) -> Floats:
+    """Return vectors with the default (n, F) in place of NaN, None or all of them."""
+    if vectors is None:
+        return default
+    count, width = default.shape
+    widths = {len(vector) for vector in vectors} - {width}
+    if widths:
         raise UserError(
-            f"{name} has an infinite number, or one over {LARGEST_NUMBER:g}"
+            f"{name} has a vector of {min(widths)} numbers, {width} are expected"
         )
-    return values
+    values = np.array(vectors, np.float32).reshape(count, width)
+    return np.where(np.isnan(values), default, values)
 
 
-def _list_custom_names(features: CustomFeatures) -> dict[str, list[str]]:
+def custom_schema(names: Iterable[str]) -> pa.Schema:
+    """Return the schema of columns `num_*` and `cat_*`."""
+    is_number = {name: name.startswith(NUMBER) for name in names}
+    return pa.schema(
+        [
+            (n, pa.float32() if number else pa.string())
+            for n, number in is_number.items()
+        ]
+    )
+
+
+def list_custom_names(features: CustomFeatures) -> dict[str, list[str]]:
     """Return the names of the log's custom features, by kind."""
     if not features.names:
         return {}
-    prefixes = {"numbers": NUMBER, "categories": CATEGORY}
     return {
         kind: [name.removeprefix(p) for name in features.names if name.startswith(p)]
-        for kind, p in prefixes.items()
+        for kind, p in KINDS.items()
     }
 
 

@@ -1,78 +1,98 @@
-"""Parsing of the requests that a served retrieval model gets: histories of item ids."""
+"""Requests to a served retrieval model: histories of item ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from pydantic import BaseModel, BeforeValidator, Field
 from torch import Tensor
 
 from core.errors import UserError
-from core.ids import clean_id, parse_item_ids
+from core.ids import MAX_SERVED_ID, clean_id
+from core.schemas import sequences_schema
 from models.dataset.batch import Batch
-from models.dataset.encoding import hash_strings
-from models.requests import Columns, Requests, Row
+from models.requests import STRICT, Ids, Requests, ServedRequest
 from models.retrieval.data import RetrievalDataset
+
+MAX_K = 10_000
+"""Largest number of items of a ranking."""
 
 EVERY = ["*"]
 """Default of a call's `allowed`: all items. A client's empty list, or [""], is an empty
 set of items."""
 
+SCHEMA = sequences_schema(pa.schema([]))
 
-class History(NamedTuple):
-    """The history of one request."""
+UserId = Annotated[
+    str,
+    BeforeValidator(lambda value: clean_id(str(value)) or ""),
+    Field(max_length=MAX_SERVED_ID),
+]
 
-    items: list[int]
-    """`item_index` of the behaviours, oldest first."""
-    user: str
-    """Id of the user, or an empty string."""
-    unknown: int
-    """Entries that are not in the catalogue."""
+
+class RetrievalRequest(ServedRequest):
+    """A request for a ranking of the catalogue after a history."""
+
+    user_id: UserId = ""
+
+    def to_row(self, items: Sequence[int]) -> dict[str, Any]:
+        """Return a row of `sequences`, with the history as `item_index`."""
+        return {"user_id": self.user_id, "item_index": items, "requests": []}
+
+
+class CatalogueOptions(BaseModel):
+    """Options of all requests of a call to a model that ranks the catalogue."""
+
+    model_config = STRICT
+
+    k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
+    """Number of items of a ranking."""
+    unseen: bool = False
+    """Whether to leave out the items of the history."""
+    allowed: Ids = EVERY
+    """Ids of the items that may be ranked; ["*"] for all."""
 
 
 class RetrievalRequests(Requests):
-    """Requests for a ranking of the catalogue."""
+    """Reader of requests for a ranking of the catalogue."""
 
-    required_columns: ClassVar[Columns] = {"history": "ids"}  # oldest first
-    optional_columns: ClassVar[Columns] = {"user_id": "id"}
-    # unknown_items: number of history entries that are not in the catalogue; note:
-    # reason for an answer with fewer than k items
-    answer_columns: ClassVar[Columns] = {
-        **Requests.answer_columns,
-        "unknown_items": "long",
-        "note": "string",
-    }
+    base_class = RetrievalRequest
+    options_class = CatalogueOptions
 
-    def parse(self, row: Row) -> History:
-        """Return the history of a request, without items outside of the catalogue."""
-        ids = row.item_ids("history")
-        items = [self.index[item] for item in ids if item in self.index]
-        user_id = row.value("user_id")
-        user = "" if user_id is None else clean_id(str(user_id)) or ""
-        return History(items, user, len(ids) - len(items))
+    def find_history(self, request: RetrievalRequest) -> list[int]:
+        """Return the history as `item_index`, without items outside the catalogue."""
+        return [self.index[item] for item in request.history if item in self.index]
 
-    def collate(self, requests: Sequence[History]) -> Batch:
-        """Return a batch of requests; each history has at least one item."""
-        users = pa.array([request.user for request in requests], pa.string())
-        items: list[int] = []
-        for request in requests:
-            items.extend(request.items)
-        lengths = [len(request.items) for request in requests]
-        dataset = RetrievalDataset.from_histories(
-            np.array(items, np.int64), np.array(lengths, np.int64), hash_strings(users)
+    def collate(
+        self, requests: Sequence[RetrievalRequest], max_history: int = 0
+    ) -> Batch:
+        """Return the batch of requests, each with an item of the catalogue.
+
+        Args:
+            requests: The requests.
+            max_history: Maximum number of behaviours; 0 for the model's.
+        """
+        histories = [self.find_history(request) for request in requests]
+        rows = [
+            request.to_row(items)
+            for request, items in zip(requests, histories, strict=True)
+        ]
+        columns = RetrievalDataset.decode(pa.Table.from_pylist(rows, SCHEMA), self.info)
+        dataset = RetrievalDataset(
+            columns, "next", "request", max_history or self.max_history
         )
         return dataset.collate(np.arange(len(requests)))
 
-    def parse_allowed(self, ids: Sequence[Any]) -> Tensor:
+    def parse_allowed(self, ids: Sequence[str]) -> Tensor:
         """Return a mask (I,) of the catalogue's items with these ids.
 
         Other ids are ignored.
         """
-        allowed = parse_item_ids("allowed", ids)
-        index = [self.index[item] for item in allowed if item in self.index]
+        index = [self.index[item] for item in ids if item in self.index]
         if not index:
             raise UserError(
                 f"allowed has {len(ids)} ids, and none of an item of the catalogue"

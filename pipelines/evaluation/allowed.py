@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.errors import UserError, one_line
 from core.files import open_uri, storage_errors
-from core.ids import parse_item_ids
+from core.ids import parse_item_id
 from core.schemas import ItemsInfo
 from core.tables import Table, check_plain_types
 
@@ -38,7 +38,10 @@ def read_allowed(uri: str, items: Table[ItemsInfo]) -> tuple[Tensor, str]:
     with storage_errors(uri), filesystem.open_input_stream(path) as stream:
         content = stream.read()
     read = read_parquet_ids if content[:4] == b"PAR1" else read_text_ids
-    ids = parse_item_ids(uri, read(content, uri))
+    try:
+        ids = [parse_item_id(value) for value in read(content, uri)]
+    except ValueError as error:
+        raise UserError(f"{uri}: {error}") from error
     if not ids:
         raise UserError(f"{uri} has no item id, so nothing could be recommended")
     catalogue = items.read([COLUMN])[COLUMN].to_pylist()

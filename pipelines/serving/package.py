@@ -3,7 +3,7 @@
     model_uri = log_model(run, "runs/sasrec/best", Inputs(tables))
 
 The logged model contains the code of `models/`, the checkpoint, the tables that the
-model needs and a signature, but no pickle.
+model needs and a signature of its params, but no pickle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
@@ -25,8 +24,7 @@ import mlflow
 from mlflow.entities import LoggedModelOutput
 from mlflow.models import Model as MlflowModel
 from mlflow.models import ModelSignature
-from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-from mlflow.types.schema import AnyType, Array, Map, Object, Property
+from mlflow.types import DataType, ParamSchema, ParamSpec
 from pyarrow import fs
 
 import core
@@ -37,28 +35,10 @@ from core.schemas import Inputs, RunRef, SequencesInfo
 from core.tables import MANIFEST, TableInfo, has_manifest, open_table
 from models import registry
 from models.model import Model
-from models.requests import Columns
 from models.retrieval.requests import EVERY
 from models.text.text_encoder import MODEL
 from models.training import checkpoint
 from pipelines.tracking import connect
-
-STRINGS, NUMBERS, ANY = Array(DataType.string), Array(DataType.double), AnyType()
-COLUMN_TYPES: dict[str, Any] = {
-    # strings, or integers for strings of digits, see core/ids.py
-    "ids": Array(ANY),
-    "string": DataType.string,
-    "strings": STRINGS,
-    "long": DataType.long,
-    "longs": Array(DataType.long),
-    "id": ANY,
-    "number": ANY,
-    "numbers": NUMBERS,
-    "vectors": Array(NUMBERS),  # MLflow accepts 3.0 but not 3 as a double
-    "own_numbers": Map(NUMBERS),
-    "own_categories": Map(STRINGS),
-}
-"""MLflow's types of the columns of requests and answers."""
 
 CATALOGUE_OPTIONS = [
     ParamSpec("k", DataType.long, 10),
@@ -77,59 +57,11 @@ REQUIREMENTS = [
     "pandas",
     "cachetools",
     "pyarrow",
+    "pydantic",
     "safetensors",
     "transformers",
 ]
 """Packages that every served model needs."""
-
-
-def make_schema(columns: Columns, required: Columns) -> Schema:
-    """Return MLflow's schema for columns of requests or answers.
-
-    Args:
-        columns: Kind of each column (see `COLUMN_TYPES`), by name.
-        required: Columns that must be present.
-    """
-    return Schema(
-        [
-            ColSpec(column_type(kind), name, required=name in required)
-            for name, kind in columns.items()
-        ]
-    )
-
-
-def column_type(kind: Any) -> Any:
-    """Return MLflow's type for a kind of column.
-
-    Args:
-        kind: Key of `COLUMN_TYPES`, or for a list of objects the kinds of their fields.
-    """
-    if isinstance(kind, str):
-        return COLUMN_TYPES[kind]
-    properties = [
-        Property(key, COLUMN_TYPES[field_kind], required=key == "item_id")
-        for key, field_kind in kind.items()
-    ]
-    return Array(Object(properties))
-
-
-def make_signature(model_class: type[Model], optional: Columns) -> ModelSignature:
-    """Return the signature of a served model.
-
-    Args:
-        model_class: Class of the model.
-        optional: Columns that a request can have, by name.
-    """
-    requests = model_class.requests_class
-    required, answer = requests.required_columns, requests.answer_columns
-    options = CANDIDATE_OPTIONS
-    if model_class.ranks == "catalogue":
-        options = CATALOGUE_OPTIONS
-    return ModelSignature(
-        make_schema({**required, **optional}, required),
-        make_schema(answer, answer),
-        ParamSchema(options),
-    )
 
 
 def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
@@ -144,7 +76,8 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
         The model's URI in MLflow.
     """
     model_class = registry.find(checkpoint.read(uri).name)
-    requests = model_class.requests_class
+    is_catalogue = model_class.ranks == "catalogue"
+    options = CATALOGUE_OPTIONS if is_catalogue else CANDIDATE_OPTIONS
     info = open_table(inputs.sequences, SequencesInfo).info
     client = connect(run.uri)
     training = client.get_run(run.run_id)
@@ -173,9 +106,9 @@ def log_model(run: RunRef, uri: str, inputs: Inputs) -> str:
                 python_model=str(Path(__file__).with_name("served_model.py")),
                 code_paths=[str(write_code(Path(folder)))],
                 artifacts={"data": str(bundle)},
-                signature=make_signature(model_class, requests.columns(info, inputs)),
+                signature=ModelSignature(params=ParamSchema(options)),
                 metadata=model_class.describe_requests(info),
-                model_config=dict(requests.settings),
+                model_config=dict(model_class.requests_class.settings_class()),
                 pip_requirements=pin_requirements(model_class, bundle),
             )
         client.log_outputs(run.run_id, [LoggedModelOutput(logged.model_id, 0)])

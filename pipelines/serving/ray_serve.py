@@ -7,10 +7,10 @@ In a config file, `build` is the `import_path` and the fields of `Options` are i
 it uses the values that MLFLOW_TRACKING_URI and SERVING_MODEL_CONFIG have when `build`
 is called.
 
-POST /invocations accepts JSON with `dataframe_records` or `dataframe_split`, and
-`params`. A request that the model rejects gets status 400 and a
-one-line message, a failure of the server status 500, with details in its log. Waiting
-requests with the same columns and params are answered by one call of the model.
+POST /invocations accepts JSON with `dataframe_records` and `params`; /docs has its
+schema. A request that the model rejects gets status 400 and a one-line message, a
+failure of the server status 500, with details in its log. Waiting requests with the
+same params are answered by one call of the model.
 
 If `model` is an alias or models:/NAME/latest, a replica checks the registry for a new
 version, loads it while the old version answers, and then switches to it. GET /ping
@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from io import StringIO
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any, Literal
@@ -37,11 +37,9 @@ from typing import Any, Literal
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
-import pandas as pd
 import ray
 from fastapi import FastAPI, HTTPException, Request, Response
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import BAD_REQUEST
 from mlflow.pyfunc.scoring_server import predictions_to_json
 from mlflow.store.artifact.utils.models import get_model_name_and_version
 from pydantic import BaseModel, Field
@@ -59,6 +57,13 @@ MAX_ONGOING_REQUESTS = 1000
 
 MAX_QUEUED_REQUESTS = 1000
 """Requests that wait for a replica; further requests get the status 503."""
+
+
+SCHEMA_REFERENCE = (
+    "#/paths/~1invocations/post/requestBody/content/application~1json/schema/$defs/"
+    "{model}"
+)
+"""References to the parts of a request's schema."""
 
 
 class Options(BaseModel, extra="forbid"):
@@ -83,17 +88,16 @@ class Options(BaseModel, extra="forbid"):
 
 @dataclass
 class ParsedRequest:
-    """Rows and params of a request."""
+    """A request, and the version of the model that has parsed it."""
 
-    data: Any
-    """Rows: a frame, or another input that the model accepts."""
-    params: dict[str, Any]
-    """Params of the request."""
+    served: Any
+    """The model, a `ServedModel`."""
+    body: Any
+    """Rows and params, of the model's `body_class`."""
 
     def batch_key(self) -> Hashable:
         """Return a key that is equal for requests that one model call can answer."""
-        columns = tuple(self.data) if isinstance(self.data, pd.DataFrame) else id(self)
-        return columns, json.dumps(self.params, sort_keys=True)
+        return id(self.served), self.body.params.model_dump_json()
 
 
 def to_json(predictions: Any) -> str:
@@ -137,12 +141,11 @@ def join_lines(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-app = FastAPI()
 log = logging.getLogger("ray.serve")
 
 
 @serve.deployment(name="model")
-@serve.ingress(app)
+@serve.ingress()
 class Replica:
     """Process that answers requests with the model.
 
@@ -162,10 +165,6 @@ class Replica:
         self.version = self.last_seen = resolve_version(options.model)
         self.model = mlflow.pyfunc.load_model(self.version, model_config=settings)
         self.note = f"{self.version} answers"
-        # imported from the version's code, which MLflow has put on the path by now
-        from core.errors import UserError
-
-        self.refusals = (UserError, MlflowException)
         self.answer_batched.set_max_batch_size(options.max_batch_size)  # type: ignore[attr-defined]
         self.answer_batched.set_batch_wait_timeout_s(options.batch_wait_timeout_s)  # type: ignore[attr-defined]
         Thread(target=self.follow, args=[options], daemon=True).start()
@@ -204,33 +203,37 @@ class Replica:
         self.model, self.version = model, version
         return f"{version} answers"
 
-    @app.get("/ping")
-    @app.get("/health")
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Return the app, whose /docs shows the model's requests."""
+        app = FastAPI()
+        app.get("/ping")(self.ping)
+        app.get("/health")(self.ping)
+        body_class = self.model.unwrap_python_model().body_class
+        schema = body_class.model_json_schema(ref_template=SCHEMA_REFERENCE)
+        body = {"content": {"application/json": {"schema": schema}}}
+        app.post("/invocations", openapi_extra={"requestBody": body})(self.invocations)
+        return app
+
     async def ping(self) -> dict[str, str]:
         """Return the current version, and the result of the last change."""
         return {"version": self.version, "note": self.note}
 
-    @app.post("/invocations")
     async def invocations(self, request: Request) -> Response:
         """Return the predictions for the rows of a request."""
+        served = self.model.unwrap_python_model()
+        data = await read_body(request)
         try:
-            served = self.model.unwrap_python_model()
-            content_type = request.headers.get("content-type")
-            body = await read_body(request)
-            rows, params = served.read_body(body, content_type, self.model)
-            answer = await self.answer_batched(ParsedRequest(rows, params))
+            body = served.read_body(data, request.headers.get("content-type"))
+            answer = await self.answer_batched(ParsedRequest(served, body))
             if isinstance(answer, Exception):
                 raise answer
-            return Response(answer, media_type="application/json")
-        except self.refusals as error:
-            if not isinstance(error, MlflowException):
-                error = MlflowException(str(error), BAD_REQUEST)
-            error.message = " ".join(error.message.split())
+        except MlflowException as error:
             return Response(
                 error.serialize_as_json(),
                 error.get_http_status_code(),
                 media_type="application/json",
             )
+        return Response(answer, media_type="application/json")
 
     @serve.batch
     async def answer_batched(
@@ -264,19 +267,19 @@ class Replica:
         If the call fails, the model is called for each request separately, so that one
         request does not make the others fail.
         """
-        rows = [request.data for request in requests]
-        params = requests[0].params
+        served = requests[0].served
+        rows = [request.body.dataframe_records for request in requests]
+        body = requests[0].body.model_copy(
+            update={"dataframe_records": list(chain.from_iterable(rows))}
+        )
         try:
-            if len(rows) == 1:
-                return [to_json(self.model.predict(rows[0], params=params))]
-            all_rows = pd.concat(rows, ignore_index=True)
-            predictions = self.model.predict(all_rows, params=params)
+            answers = served.answer(body)
         except Exception as error:
             if len(rows) == 1:
                 return [error]
             return [self.answer_group([request])[0] for request in requests]
         ends = accumulate(map(len, rows), initial=0)
-        return [to_json(predictions[begin:end]) for begin, end in pairwise(ends)]
+        return [to_json(answers[begin:end]) for begin, end in pairwise(ends)]
 
 
 def build(options: Options) -> serve.Application:

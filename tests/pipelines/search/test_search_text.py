@@ -489,7 +489,7 @@ def test_a_served_model_encodes_new_queries_and_pairs_as_training_did(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = model.predict(None, rows)
-        served_text = model.ranker.requests.text
+        served_text = model.requests.text
         assert not len(served_text.cache._vectors)
         # first without the query's embedding, then without any stored embedding
         del served_text.query_index[rows["query"][0]]

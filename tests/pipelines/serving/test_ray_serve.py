@@ -210,7 +210,7 @@ def test_requests_of_a_batch_are_answered_independently(service: Service) -> Non
         *valid_answers, error = request_all([*HISTORIES[:-1], invalid], k_is_3)
         assert valid_answers == [(200, rows) for rows in expected[:-1]]
         assert error[0] == 400
-        assert "history has 1.5" in error[1]
+        assert "history.1 is 1.5" in error[1]
 
         allowed_sets = [
             ["item-001"],

@@ -63,7 +63,7 @@ def test_a_search_model_warns_of_inputs_without_training_data(tmp_path: Path) ->
     assert np.isnan(unseen["score"][0][1])
 
     # Only one pair of query and item still has a text vector.
-    text_requests = model.ranker.requests.text
+    text_requests = model.requests.text
     text_requests.text = replace(
         text_requests.text,
         pair_keys=text_requests.text.pair_keys[:1],
@@ -82,7 +82,7 @@ def test_a_search_model_warns_of_inputs_without_training_data(tmp_path: Path) ->
     no_rows = model.predict(None, pd.DataFrame([row])[:0])
     assert no_rows.columns.tolist() == ["item_id", "score"]
 
-    for parameter in model.ranker.model.parameters():
+    for parameter in model.model.parameters():
         parameter.detach().fill_(torch.nan)
     with (
         pytest.raises(UserError, match="scores that are not finite"),
@@ -117,7 +117,7 @@ def test_every_column_of_a_model_of_actions_changes_a_score(tmp_path: Path) -> N
         "viewer_device": "tablet",
         "history_viewer_device": ["", "", "tablet"],
     }
-    columns = model.metadata.get_input_schema().input_names()
+    columns = model.unwrap_python_model().requests.request_class.model_fields
     assert set(columns) == {*changes, "new_items"}
 
     scores = sorted(model.predict(pd.DataFrame([FEED]))["score"][0])
