@@ -1,18 +1,15 @@
 """Gradient-boosted trees (LightGBM) with early stopping on validation.
 
-    trees = grow_trees(columns, labels, val_columns, val_labels, TreeConfig())
-    log_odds = predict_raw(trees, columns)
+A model with trees saves LightGBM's model text in its checkpoint, without pickle.
 
-A model with trees saves `trees.model_to_string()` in its checkpoint.
-
-Shapes: `N` examples, `X` columns.
+Shapes: `N` examples, `X` columns, `K` labels.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +20,7 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.options import STRICT, NamedConfig
+from models.model import Model
 
 if TYPE_CHECKING:
     from lightgbm import Booster
@@ -75,7 +73,7 @@ def grow_trees(
     config: TreeConfig,
     num_categories: int = 0,
     sizes: tuple[NDArray, NDArray] | None = None,
-) -> Booster:
+) -> Booster | None:
     """Train trees that predict a binary label, or that rank lists by lambdarank.
 
     The number of trees is the best on the validation examples, by log loss, or by
@@ -89,8 +87,14 @@ def grow_trees(
         config: Options of the trees.
         num_categories: Number of categorical columns, which come first.
         sizes: Sizes of the lists in training and in validation, to rank.
+
+    Returns:
+        The trees; None if all training examples have the same binary label.
     """
     import lightgbm
+
+    if sizes is None and labels.min() == labels.max():
+        return None
 
     train_sizes, val_sizes = sizes or (None, None)
     data = lightgbm.Dataset(
@@ -139,11 +143,57 @@ def predict_raw(booster: Booster, columns: Tensor) -> Tensor:
     return torch.from_numpy(scores).to(columns.device)
 
 
-def to_state(content: Any) -> Tensor:
-    """Return the content of a checkpoint as bytes of JSON."""
-    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+class BoostedTrees(Model):
+    """A model of an ensemble of trees for each label."""
 
+    trains_by_gradient: ClassVar[bool] = False
+    stops_early: ClassVar[bool] = True
+    requirements = ("lightgbm",)
+    boosters: Sequence[Booster | None] = ()
+    """(K,) ensembles; None for a label that was the same in all training examples."""
 
-def from_state(state: Any) -> Any:
-    """Return the content that `to_state` encoded."""
-    return json.loads(bytes(state.numpy()))
+    def columns(self, batch: Any) -> Tensor:
+        """Return the columns (N, X) float32 that the trees read."""
+        raise NotImplementedError
+
+    def score(self, batch: Any) -> Tensor:
+        """Return (N, K) float64 log-odds: sums of leaf values, or of a label's rate."""
+        assert self.boosters, "fit or load the trees first"
+        columns = self.columns(batch)
+        scores = []
+        for number, booster in enumerate(self.boosters):
+            if booster is None:
+                rate = torch.tensor(self.train_rates[number], dtype=torch.float64)
+                logit = rate.logit(eps=1e-6).to(columns.device)
+                scores.append(logit.expand(len(columns)))
+            else:
+                scores.append(predict_raw(booster, columns))
+        return torch.stack(scores, 1)
+
+    def trees_to_content(self, trees: list[str | None]) -> Any:
+        """Return what a checkpoint stores as JSON, given LightGBM's model texts."""
+        return trees
+
+    def trees_from_content(self, content: Any) -> list[str | None]:
+        """Return the texts from which `trees_to_content` made the content."""
+        return list(content)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the trees as bytes of JSON, none before training."""
+        if not self.boosters:
+            return torch.zeros(0, dtype=torch.uint8)
+        trees = [
+            None if booster is None else booster.model_to_string()
+            for booster in self.boosters
+        ]
+        text = json.dumps(self.trees_to_content(trees))
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Load the trees from the result of `get_extra_state`."""
+        from lightgbm import Booster
+
+        trees = self.trees_from_content(json.loads(bytes(state.numpy())))
+        self.boosters = [
+            None if text is None else Booster(model_str=text) for text in trees
+        ]

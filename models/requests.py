@@ -140,7 +140,8 @@ class CandidateRequest(ServedRequest):
             index: Indices of the candidates or behaviours.
             defaults: Values of columns that the request leaves out.
         """
-        columns = dict.fromkeys(features.names, [None] * len(index)) | (defaults or {})
+        missing: list[Any] = [None] * len(index)
+        columns = {**dict.fromkeys(features.names, missing), **(defaults or {})}
         for kind, mark in KINDS.items():
             given = getattr(self, f"{prefix}{kind}", None) or {}
             for name, values in given.items():
@@ -169,6 +170,10 @@ class Settings(BaseModel):
 class Requests:
     """Reader of the requests of one kind."""
 
+    split: ClassVar[str] = "test"
+    """Split of the rows of requests."""
+    schema: pa.Schema
+    """Columns of the rows of requests."""
     base_class: ClassVar[type[ServedRequest]]
     """Requests with the fields that all logs have."""
     options_class: ClassVar[type[BaseModel]] = CandidateOptions
@@ -189,7 +194,8 @@ class Requests:
         self.items: list[str] = items["item_id"].to_pylist()
         self.index = {item: index for index, item in enumerate(self.items)}
         self.info = catalogue.versions["sequences"].info
-        self.max_history = model.config.max_history
+        self.model, self.catalogue = model, catalogue
+        self.max_history: int = model.config.max_history
         self.encoder = None
         """Encoder of texts that are not in the tables; None if the bundle has none."""
         if Path(folder, "encoder").exists():
@@ -212,9 +218,30 @@ class Requests:
         """Return the indices of the candidates that the model can score."""
         return [i for i, item in enumerate(request.candidates) if item in self.index]
 
-    def collate(self, requests: Sequence[Any]) -> Batch:
-        """Return the batch of requests, from rows of `sequences`."""
+    def collate(self, requests: Sequence[Any], max_history: int) -> Batch:
+        """Return the batch of requests, each with at most `max_history` behaviours."""
         raise NotImplementedError
+
+    def collate_rows(
+        self, rows: list[dict[str, Any]], max_history: int, **options: Any
+    ) -> Any:
+        """Return the batch of rows of `sequences`.
+
+        Args:
+            rows: The rows, one per request.
+            max_history: Maximum number of behaviours of a request.
+            options: Options of the dataset that differ from those of the training.
+        """
+        dataset_class = self.model.dataset_class
+        trained = dataset_class.dataset_options(self.model.config, self.catalogue)
+        dataset = dataset_class(
+            dataset_class.decode(pa.Table.from_pylist(rows, self.schema), self.info),
+            self.split,
+            self.model.eval_unit,
+            max_history,
+            **{**trained, **options},
+        )
+        return dataset.collate(np.arange(len(rows)))
 
     @classmethod
     def list_names(cls, info: Any) -> dict[str, Any]:
@@ -228,8 +255,8 @@ class Requests:
 
 def make_dict(name: str, fields: dict[str, Any]) -> Any:
     """Return the type of a dict with some or all of these fields, and no others."""
-    made: Any = TypedDict(name, fields, total=False)  # type: ignore[operator]
-    made.__pydantic_config__ = STRICT
+    made: Any = TypedDict(name, fields, total=False)  # type: ignore[misc, operator]
+    made.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
     return made
 
 

@@ -17,7 +17,7 @@ of action, `K` tasks, `G` categories of items, viewers and the log, `J` keys of 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,18 +29,8 @@ from core.options import STRICT
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.model import ActionsModel
-from models.boosting import (
-    TreeConfig,
-    concat_batches,
-    from_state,
-    grow_trees,
-    predict_raw,
-    to_state,
-)
+from models.boosting import BoostedTrees, TreeConfig, concat_batches, grow_trees
 from models.layers.standardised import Standardised
-
-if TYPE_CHECKING:
-    from lightgbm import Booster
 
 
 @dataclass(config=STRICT)
@@ -53,15 +43,12 @@ class BoostedActionsConfig(TreeConfig):
     window_overlap: ClassVar[float] = 0.5
 
 
-class BoostedActions(ActionsModel):
+class BoostedActions(BoostedTrees, ActionsModel):
     """LightGBM boosters that score candidates by the log-odds of each task."""
 
     name = "boosted_actions"
     config_class = BoostedActionsConfig
     example_unit = "split_sequence"
-    trains_by_gradient = False
-    stops_early = True
-    requirements = ("lightgbm",)
     config: BoostedActionsConfig
     categories: Tensor
     """(items, categories) int64 codes of the catalogue's items."""
@@ -83,8 +70,6 @@ class BoostedActions(ActionsModel):
             table = getattr(catalogue, name)
             width = table.numel() // num_items
             self.register_buffer(name, table.view(num_items, width), persistent=False)
-        self.boosters: list[Booster | None] = []
-        """The trees of each task; None for a task with one label in training."""
 
     def columns(self, batch: ActionsBatch) -> Tensor:
         """Return the columns (N, X) float32 that the trees read, row by row.
@@ -140,19 +125,6 @@ class BoostedActions(ActionsModel):
             table = torch.cat([table, new_rows])
         return table[item]
 
-    def score(self, batch: ActionsBatch) -> Tensor:
-        """Return (N, K) float64 log-odds of the valid candidates of all users."""
-        assert self.boosters, "fit or load the trees first"
-        columns = self.columns(batch)
-        scores = []
-        for rate, booster in zip(self.train_rates, self.boosters, strict=True):
-            if booster is None:
-                logit = torch.tensor(rate, dtype=torch.float64).logit(eps=1e-6)
-                scores.append(logit.to(columns.device).expand(len(columns)))
-            else:
-                scores.append(predict_raw(booster, columns))
-        return torch.stack(scores, 1)
-
     def fit_in_one_pass(
         self, train: Iterable[ActionsBatch], val: Iterable[ActionsBatch]
     ) -> None:
@@ -165,30 +137,13 @@ class BoostedActions(ActionsModel):
 
         columns, labels = concat_batches(train, read)
         val_columns, val_labels = concat_batches(val, read)
-        self.boosters = []
-        for task in range(len(self.labels)):
-            label = np.ascontiguousarray(labels[:, task])
-            val_label = np.ascontiguousarray(val_labels[:, task])
-            booster = None
-            if label.min() != label.max():
-                booster = grow_trees(
-                    columns, label, val_columns, val_label, self.config
-                )
-            self.boosters.append(booster)
-
-    def get_extra_state(self) -> Tensor:
-        """Return LightGBM's model text of each task as bytes of JSON."""
-        texts = [
-            None if booster is None else booster.model_to_string()
-            for booster in self.boosters
-        ]
-        return to_state(texts)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Load the trees from the result of `get_extra_state`."""
-        from lightgbm import Booster
-
         self.boosters = [
-            None if text is None else Booster(model_str=text)
-            for text in from_state(state)
+            grow_trees(
+                columns,
+                np.ascontiguousarray(labels[:, task]),
+                val_columns,
+                np.ascontiguousarray(val_labels[:, task]),
+                self.config,
+            )
+            for task in range(len(self.labels))
         ]

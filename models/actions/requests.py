@@ -7,7 +7,7 @@ items can be candidates or part of the history; the model reads them by their co
 missing value of an item counts as unknown, as does a category that is not in the
 training data. A late feature that is left out is replaced by its mean over training.
 
-Shapes: `n` new items, `W` width of text, `A` kinds of action, `F` late features.
+Shapes: `A` kinds of action, `F` late features.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from itertools import pairwise
 from typing import Annotated, Any, Required, Self
 
 import numpy as np
-import pyarrow as pa
-import torch
 from pydantic import AfterValidator, Field, model_validator
 
 from core.schemas import ActionsInfo, actions_schema
 from models.actions.batch import ActionsBatch
 from models.actions.catalogue import ActionsCatalogue
-from models.actions.data import ActionsDataset
+from models.actions.new_items import NewItems, field_name
 from models.custom_features import CATEGORY, NUMBER
 from models.requests import (
     CandidateRequest,
@@ -43,7 +41,6 @@ from models.requests import (
     fill_missing,
     make_dict,
 )
-from models.text.text_encoder import TextCache, format_item_texts, text_columns
 
 LATEST_MS = 1 << 62
 """A time later than all times of logs."""
@@ -69,7 +66,7 @@ class ActionsRequest(CandidateRequest):
     history_actions: Annotated[Vectors, AfterValidator(check_actions)]
     """Actions of each behaviour, in the order of the model's metadata."""
 
-    history_time_ms: Annotated[list[Time], Field(fail_fast=True)] | None = None
+    history_time_ms: Annotated[list[Time], Field(fail_fast=True)] | None = None  # type: ignore[assignment]
 
     @model_validator(mode="after")
     def check_times(self) -> Self:
@@ -92,19 +89,9 @@ class ActionsRequests(Requests):
         catalogue: ActionsCatalogue,
         settings: Settings,
     ) -> None:
-        text = catalogue.versions.get("text_items")
-        self.template = str(text.config.get("template", "")) if text else ""
-        names = [column["name"] for column in catalogue.versions["items"].schema]
-        columns = [name for name in names if name.startswith((NUMBER, CATEGORY))]
-        if text:
-            columns += text_columns(names, self.template).values()
-        self.columns = list(dict.fromkeys(columns))
-        """Columns of items that the model reads: attributes and parts of the text."""
+        self.content = NewItems(catalogue)
         super().__init__(folder, model, catalogue, settings)
-        self.attributes = catalogue.attributes
-        self.text_width = catalogue.text.shape[1] if catalogue.text.numel() else 0
-        self.cache: TextCache[str] = TextCache()
-        self.needs_ids = model.needs_ids
+        self.content.encoder = self.encoder
         self.feature_mean = model.features.mean.numpy()
         info: ActionsInfo = self.info
         viewers = [CATEGORY + name for name in info.viewers]
@@ -122,11 +109,11 @@ class ActionsRequests(Requests):
             fields[f"viewer_{name}"] = (Text | None, None)
             fields[f"history_viewer_{name}"] = (Texts | None, None)
         content = {
-            name.partition("_")[2]: Number if name.startswith(NUMBER) else Text | None
-            for name in self.columns
+            field_name(name): Number if name.startswith(NUMBER) else Text | None
+            for name in self.content.columns
         }
-        item = make_dict("NewItem", {"item_id": Required[ItemId], **content})
-        return {**fields, "new_items": (list[item], [])}
+        item: Any = make_dict("NewItem", {"item_id": Required[ItemId], **content})
+        return {**fields, "new_items": (list.__class_getitem__(item), [])}
 
     @classmethod
     def list_names(cls, info: ActionsInfo) -> dict[str, Any]:
@@ -187,9 +174,10 @@ class ActionsRequests(Requests):
             row[name] = custom[name] + values
         return row
 
-    def collate(self, requests: Sequence[Any]) -> ActionsBatch:
+    def collate(self, requests: Sequence[Any], max_history: int) -> ActionsBatch:
         """Return the batch of requests, with the new items of all requests."""
-        rows, new_items = [], []
+        rows: list[dict[str, Any]] = []
+        new_items: list[dict[str, Any]] = []
         for request in requests:
             new: dict[str, int] = {}
             for item in request.new_items:
@@ -197,40 +185,13 @@ class ActionsRequests(Requests):
                     new[item["item_id"]] = len(self.items) + len(new_items)
                     new_items.append(item)
             rows.append(self.to_row(request, new))
-        if new_items and self.needs_ids:
+        batch = self.collate_rows(rows, max_history, keep_empty=True)
+        if not new_items:
+            return batch
+        if self.model.needs_ids:
             warnings.warn(
                 f"{len(new_items)} new items are scored without an id, but the model "
                 "was always trained with ids: item_ids is not none, id_dropout is 0",
                 stacklevel=2,
             )
-        table = pa.Table.from_pylist(rows, self.schema)
-        columns = ActionsDataset.decode(table, self.info)
-        dataset = ActionsDataset(
-            columns, "test", "user", self.max_history, keep_empty=True
-        )
-        batch = dataset.collate(np.arange(len(requests)))
-        return replace(batch, **self.read_items(new_items)) if new_items else batch
-
-    def read_items(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the fields `new_*` of `ActionsBatch`, each a tensor (n, ...)."""
-        content = [
-            {column: item.get(column.partition("_")[2]) for column in self.columns}
-            for item in items
-        ]
-        table = pa.Table.from_pylist(content, custom_schema(self.columns))
-        numbers, categories = self.attributes.read(table)
-        text = np.zeros((len(items), self.text_width), np.float32)
-        if self.text_width and self.encoder:
-            texts = format_item_texts(table, self.template)[0]
-            text = self.cache.encode(texts, self.encoder.encode).astype(np.float32)
-        elif self.text_width:
-            warnings.warn(
-                f"the model was saved without its text encoder; {len(items)} new items "
-                "are scored without their text",
-                stacklevel=2,
-            )
-        return {
-            "new_numbers": numbers,
-            "new_categories": categories,
-            "new_text": torch.from_numpy(text),
-        }
+        return replace(batch, **self.content.read(new_items))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 from pydantic import BaseModel, BeforeValidator, Field
@@ -16,7 +15,6 @@ from core.ids import MAX_SERVED_ID, clean_id
 from core.schemas import sequences_schema
 from models.dataset.batch import Batch
 from models.requests import STRICT, Ids, Requests, ServedRequest
-from models.retrieval.data import RetrievalDataset
 
 MAX_K = 10_000
 """Largest number of items of a ranking."""
@@ -24,8 +22,6 @@ MAX_K = 10_000
 EVERY = ["*"]
 """Default of a call's `allowed`: all items. A client's empty list, or [""], is an empty
 set of items."""
-
-SCHEMA = sequences_schema(pa.schema([]))
 
 UserId = Annotated[
     str,
@@ -60,6 +56,8 @@ class CatalogueOptions(BaseModel):
 class RetrievalRequests(Requests):
     """Reader of requests for a ranking of the catalogue."""
 
+    split = "next"
+    schema = sequences_schema(pa.schema([]))
     base_class = RetrievalRequest
     options_class = CatalogueOptions
 
@@ -67,25 +65,10 @@ class RetrievalRequests(Requests):
         """Return the history as `item_index`, without items outside the catalogue."""
         return [self.index[item] for item in request.history if item in self.index]
 
-    def collate(
-        self, requests: Sequence[RetrievalRequest], max_history: int = 0
-    ) -> Batch:
-        """Return the batch of requests, each with an item of the catalogue.
-
-        Args:
-            requests: The requests.
-            max_history: Maximum number of behaviours; 0 for the model's.
-        """
-        histories = [self.find_history(request) for request in requests]
-        rows = [
-            request.to_row(items)
-            for request, items in zip(requests, histories, strict=True)
-        ]
-        columns = RetrievalDataset.decode(pa.Table.from_pylist(rows, SCHEMA), self.info)
-        dataset = RetrievalDataset(
-            columns, "next", "request", max_history or self.max_history
-        )
-        return dataset.collate(np.arange(len(requests)))
+    def collate(self, requests: Sequence[RetrievalRequest], max_history: int) -> Batch:
+        """Return the batch of requests, each with an item of the catalogue."""
+        rows = [request.to_row(self.find_history(request)) for request in requests]
+        return self.collate_rows(rows, max_history)
 
     def parse_allowed(self, ids: Sequence[str]) -> Tensor:
         """Return a mask (I,) of the catalogue's items with these ids.

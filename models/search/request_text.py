@@ -5,8 +5,11 @@ Shapes: `q` queries, `n` and `p` pairs, `W` width of text.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +49,70 @@ class RequestText:
     def has_query(self, query: str) -> bool:
         """Return whether the query has a vector or can be encoded."""
         return self.encoder is not None or query in self.query_index
+
+    def index_queries(
+        self, rows: list[dict[str, Any]], reads_history: bool
+    ) -> SearchText:
+        """Replace the texts of queries in rows of `sequences` by their index.
+
+        Args:
+            rows: Rows with one request each and texts as `query_index`.
+            reads_history: Whether the model reads the queries of behaviours.
+
+        Returns:
+            The vectors of the queries, and of the pairs that the model reads.
+        """
+        searches = [row["requests"][0] for row in rows]
+        texts = [row["query_index"] for row in rows]
+        texts.append([search["query_index"] for search in searches])
+        for queries in texts:
+            self._warn_about_queries(queries)
+        distinct = dict.fromkeys(chain.from_iterable(texts))
+        queries = [query for query in distinct if query and self.has_query(query)]
+        index_of = {query: index for index, query in enumerate(queries)}
+        pairs: dict[str, list[tuple[int, int]]] = {"candidates": [], "behaviours": []}
+        for row, search in zip(rows, searches, strict=True):
+            query = index_of.get(search["query_index"], NO_QUERY)
+            search["query_index"] = query
+            past = [index_of.get(text, NO_QUERY) for text in row["query_index"]]
+            row["query_index"] = past
+            pairs["candidates"] += [(item, query) for item in search["candidates"]]
+            if reads_history:
+                pairs["behaviours"] += zip(row["item_index"], past, strict=True)
+        all_pairs = np.array(list(chain.from_iterable(pairs.values())), np.int64)
+        selected = self.select(queries, *all_pairs.reshape(-1, 2).T)
+        for name, pairs_of_name in pairs.items():
+            self._warn_about_pairs(name, pairs_of_name, selected)
+        return selected
+
+    def _warn_about_queries(self, queries: Sequence[str | None]) -> None:
+        """Warn about queries that have no vector and cannot be encoded."""
+        unknown = sum(not self.has_query(query) for query in queries if query)
+        if unknown:
+            warnings.warn(
+                f"{unknown} of {len(queries)} queries are not in the training tables "
+                "and are treated as no query",
+                stacklevel=2,
+            )
+
+    def _warn_about_pairs(
+        self, name: str, pairs: Sequence[tuple[int, int]], text: SearchText
+    ) -> None:
+        """Warn about pairs that have no vector and cannot be encoded."""
+        if self.encoder or not text.width:
+            return
+        keys = [
+            pair_key(item, query, text.num_queries)
+            for item, query in pairs
+            if query != NO_QUERY
+        ]
+        missing = int((~np.isin(keys, text.pair_keys)).sum())
+        if missing:
+            warnings.warn(
+                f"{missing} of {len(pairs)} {name} have no text vector for the pair of "
+                "document and query; the vector of the document alone is used",
+                stacklevel=2,
+            )
 
     def select(
         self, queries: list[str], item: NDArray[np.int64], query: NDArray[np.int64]

@@ -13,9 +13,7 @@ Shapes: `F` features.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,9 +33,9 @@ from models.requests import (
     custom_schema,
     fill_missing,
 )
-from models.search.catalogue import NO_QUERY, SearchCatalogue, SearchText, pair_key
+from models.search.catalogue import SearchCatalogue
 from models.search.counts import HOURS, Counts, time_features
-from models.search.data import SearchBatch, SearchDataset
+from models.search.data import SearchBatch
 from models.search.request_text import RequestText
 
 
@@ -160,68 +158,10 @@ class SearchRequests(Requests):
         defaults = rows.to_pydict()
         return request.custom_columns(self.info.custom, prefix, index, defaults)
 
-    def collate(self, requests: Sequence[SearchRequest]) -> SearchBatch:
+    def collate(
+        self, requests: Sequence[SearchRequest], max_history: int
+    ) -> SearchBatch:
         """Return the batch of requests; each distinct query is encoded once."""
         rows = [self.to_row(request) for request in requests]
-        searches = [row["requests"][0] for row in rows]
-        texts = [[search["query_index"] for search in searches]]
-        texts += [row["query_index"] for row in rows]
-        for queries_of_row in [*texts[1:], texts[0]]:
-            self._warn_about_queries(queries_of_row)
-        distinct = dict.fromkeys(chain.from_iterable(texts))
-        queries = [query for query in distinct if query and self.text.has_query(query)]
-        index_of = {query: index for index, query in enumerate(queries)}
-        # the items and queries of the pairs whose text the model reads
-        pairs: dict[str, list[tuple[int, int]]] = {"candidates": [], "behaviours": []}
-        for row, search in zip(rows, searches, strict=True):
-            query = index_of.get(search["query_index"], NO_QUERY)
-            search["query_index"] = query
-            past = [index_of.get(text, NO_QUERY) for text in row["query_index"]]
-            row["query_index"] = past
-            pairs["candidates"] += [(item, query) for item in search["candidates"]]
-            if self.config.reads_history_queries:
-                pairs["behaviours"] += zip(row["item_index"], past, strict=True)
-        keys = np.array([*pairs["candidates"], *pairs["behaviours"]], np.int64)
-        item, query = keys.reshape(-1, 2).T
-        text = self.text.select(queries, item, query)
-        for name, pairs_of_name in pairs.items():
-            self._warn_about_pairs(name, pairs_of_name, text)
-        table = pa.Table.from_pylist(rows, self.schema)
-        dataset = SearchDataset(
-            SearchDataset.decode(table, self.info),
-            "test",
-            "request",
-            self.max_history,
-            text=text,
-            reads_history_queries=self.config.reads_history_queries,
-        )
-        return dataset.collate(np.arange(len(requests)))
-
-    def _warn_about_queries(self, queries: Sequence[str | None]) -> None:
-        """Warn about queries that have no vector and cannot be encoded."""
-        unknown = sum(bool(q) and not self.text.has_query(q) for q in queries)
-        if unknown:
-            warnings.warn(
-                f"{unknown} of {len(queries)} queries are not in the training tables "
-                "and are treated as no query",
-                stacklevel=2,
-            )
-
-    def _warn_about_pairs(
-        self, name: str, pairs: Sequence[tuple[int, int]], text: SearchText
-    ) -> None:
-        """Warn about pairs that have no vector and cannot be encoded."""
-        if self.text.encoder or not text.width:
-            return
-        keys = [
-            pair_key(item, query, text.num_queries)
-            for item, query in pairs
-            if query != NO_QUERY
-        ]
-        missing = int((~np.isin(keys, text.pair_keys)).sum())
-        if missing:
-            warnings.warn(
-                f"{missing} of {len(pairs)} {name} have no text vector for the pair of "
-                "document and query; the vector of the document alone is used",
-                stacklevel=2,
-            )
+        text = self.text.index_queries(rows, self.config.reads_history_queries)
+        return self.collate_rows(rows, max_history, text=text)

@@ -305,9 +305,11 @@ class ServedModel(PythonModel):
                 f"{', '.join(labels)}"
             )
 
+        max_history = self.model.config.max_history
+
         @torch.no_grad()
         def rank(requests: list[Any]) -> list[Ranking]:
-            batch = self.requests.collate(requests).to(self.device)
+            batch = self.requests.collate(requests, max_history).to(self.device)
             scored = [self.requests.find_candidates(request) for request in requests]
             probabilities = torch.zeros(0)
             if any(scored):
@@ -321,7 +323,6 @@ class ServedModel(PythonModel):
                 )
             ]
 
-        max_history = self.model.config.max_history
         lengths = [
             1 + len(request.candidates) + min(len(request.history), max_history)
             for request in requests

@@ -20,7 +20,7 @@ Shapes: `N` candidates, `B` rows, `T` behaviours, `C` split categories, `X` colu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,21 +32,17 @@ from core.errors import UserError
 from core.options import STRICT
 from core.schemas import Category
 from models.boosting import (
+    BoostedTrees,
     TreeConfig,
     concat_batches,
-    from_state,
     grow_trees,
     predict_raw,
-    to_state,
 )
 from models.layers.standardised import Standardised
 from models.metrics.ranking_metrics import rank_in_request, request_auc
 from models.search.catalogue import NO_QUERY, SearchCatalogue
 from models.search.data import SearchBatch
 from models.search.model import SearchModel
-
-if TYPE_CHECKING:
-    from lightgbm import Booster
 
 MAX_SPLIT_VALUES = 255
 """Number of values up to which a category is a split column of the trees."""
@@ -66,17 +62,14 @@ class BoostedConfig(TreeConfig):
     reads_times: ClassVar[bool] = False
 
 
-class Boosted(SearchModel):
+class Boosted(BoostedTrees, SearchModel):
     """A LightGBM booster that scores candidates by the log-odds of the first label."""
 
     name = "boosted"
     config_class = BoostedConfig
     example_unit = "request"
     extra_inputs: ClassVar[Mapping[str, bool]] = {}
-    trains_by_gradient = False
-    stops_early = True
     reads_first_label = True
-    requirements = ("lightgbm",)
 
     def __init__(self, config: BoostedConfig, catalogue: SearchCatalogue) -> None:
         super().__init__(config, catalogue)
@@ -96,7 +89,6 @@ class Boosted(SearchModel):
         self.number_index = [index[name] for name in number_names]
         self.counted_index = [index[name] for name in category_names]
         """Features whose equal values are counted in the history: all categories."""
-        self.booster: Booster | None = None
         self.slope, self.intercept = 1.0, 0.0
         """Line from a sum of leaf values to log-odds of a click."""
         # one (rows,) tensor per split category: code of the catalogue -> code in
@@ -143,9 +135,7 @@ class Boosted(SearchModel):
 
     def score(self, batch: SearchBatch) -> Tensor:
         """Return (N, 1) float64 log-odds of a click."""
-        assert self.booster is not None, "fit or load the trees first"
-        raw = predict_raw(self.booster, self.columns(batch))
-        return (self.slope * raw + self.intercept)[:, None]
+        return self.slope * super().score(batch) + self.intercept
 
     def fit_in_one_pass(
         self, train: Iterable[SearchBatch], val: Iterable[SearchBatch]
@@ -162,15 +152,16 @@ class Boosted(SearchModel):
         columns, labels, sizes = concat_batches(train, read)
         val_columns, val_labels, val_sizes = concat_batches(val, read)
         click, val_click = labels[:, 0].copy(), val_labels[:, 0].copy()
-        if click.min() == click.max():
+        num_categories = len(self.split_categories)
+        pointwise = grow_trees(
+            columns, click, val_columns, val_click, self.config, num_categories
+        )
+        if pointwise is None:
             raise UserError(
                 f"all {len(click):,} training candidates have the same "
                 f"'{self.labels[0]}'"
             )
-        num_categories = len(self.split_categories)
-        self.booster = grow_trees(
-            columns, click, val_columns, val_click, self.config, num_categories
-        )
+        self.boosters = [pointwise]
         grade, val_grade = labels.sum(1), val_labels.sum(1)
         used, used_sizes = select_ranked(grade, sizes)
         val_used, val_used_sizes = select_ranked(val_grade, val_sizes)
@@ -185,9 +176,10 @@ class Boosted(SearchModel):
             num_categories,
             (used_sizes, val_used_sizes),
         )
+        assert ranker is not None
         gaucs = []  # of both; `scores` are those of lambdarank afterwards
         request = torch.from_numpy(np.repeat(np.arange(len(val_sizes)), val_sizes))
-        for booster in (self.booster, ranker):
+        for booster in (pointwise, ranker):
             scores = predict_raw(booster, torch.from_numpy(val_columns))
             auc, valid = request_auc(scores, torch.from_numpy(val_click), request)
             gaucs.append(float(auc[valid].mean()))
@@ -195,31 +187,25 @@ class Boosted(SearchModel):
         if gaucs[1] > gaucs[0]:
             from sklearn.linear_model import LogisticRegression
 
-            self.booster = ranker
+            self.boosters = [ranker]
             line = LogisticRegression().fit(scores[:, None].numpy(), val_click)
             self.slope = max(float(line.coef_[0, 0]), 1e-3)
             self.intercept = float(line.intercept_[0])
 
-    def get_extra_state(self) -> Tensor:
-        """Return LightGBM's model text and the categories' values as bytes of JSON."""
-        if self.booster is None:
-            return torch.zeros(0, dtype=torch.uint8)
-        state = {
-            "trees": self.booster.model_to_string(),
+    def trees_to_content(self, trees: list[str | None]) -> dict[str, Any]:
+        """Return the trees with the categories' values and the line to log-odds."""
+        return {
+            "trees": trees[0],
             "values": {c.name: list(c.values) for c in self.split_categories},
             "log_odds": [self.slope, self.intercept],
         }
-        return to_state(state)
 
-    def set_extra_state(self, state: Any) -> None:
-        """Load the trees from the result of `get_extra_state`.
+    def trees_from_content(self, content: dict[str, Any]) -> list[str | None]:
+        """Return the trees, and load the categories' values and the line.
 
         Tables that extend the tables of training may have more values per category.
         Values are matched by name; a value that was not in training counts as unknown.
         """
-        from lightgbm import Booster
-
-        content = from_state(state)
         names = [category.name for category in self.split_categories]
         if names != list(content["values"]):
             raise UserError(
@@ -227,12 +213,12 @@ class Boosted(SearchModel):
                 f"tables have {names} as the categories with at most "
                 f"{MAX_SPLIT_VALUES} values"
             )
-        self.booster = Booster(model_str=content["trees"])
         self.slope, self.intercept = content["log_odds"]
         self.training_codes = [
             map_codes(category, content["values"][category.name])
             for category in self.split_categories
         ]
+        return [content["trees"]]
 
 
 def select_columns(features: Tensor, index: list[int]) -> Tensor:
