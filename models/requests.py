@@ -23,7 +23,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     create_model,
     model_validator,
@@ -32,10 +31,10 @@ from typing_extensions import TypedDict
 
 from core.errors import UserError
 from core.ids import parse_item_id
-from core.schemas import CustomFeatures, Inputs
+from core.options import STRICT
+from core.schemas import CustomFeatures
 from core.tables import LARGEST_NUMBER
 from models.custom_features import CATEGORY, NUMBER
-from models.dataset.batch import Batch
 from models.text.text_encoder import load_saved
 
 Floats = NDArray[np.float32]
@@ -49,9 +48,6 @@ MAX_TEXT = 10_000
 KINDS = {"numbers": NUMBER, "categories": CATEGORY}
 """Prefix of the columns of custom features, by the name of their field."""
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-"""Settings of all models: unknown keys are refused, docstrings are in the schema."""
-
 
 def refuse_large(values: Any) -> Any:
     """Return a number or numbers, of which NaN and None are missing."""
@@ -63,7 +59,6 @@ def refuse_large(values: Any) -> Any:
 ItemId = Annotated[str, BeforeValidator(parse_item_id)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Time = Annotated[int, Field(gt=-(2**62), lt=2**62)]
-Number = Annotated[float | None, AfterValidator(refuse_large)]
 Ids = Annotated[list[ItemId], Field(fail_fast=True)]
 Texts = Annotated[list[Text | None], Field(fail_fast=True)]
 Times = Annotated[list[Time | None], Field(fail_fast=True)]
@@ -90,7 +85,7 @@ class ServedRequest(BaseModel):
         return {
             name: value
             for name, value in content.items()
-            if value is not None and not (isinstance(value, float) and np.isnan(value))
+            if value is not None and not (isinstance(value, float) and value != value)
         }
 
 
@@ -218,10 +213,6 @@ class Requests:
         """Return the indices of the candidates that the model can score."""
         return [i for i, item in enumerate(request.candidates) if item in self.index]
 
-    def collate(self, requests: Sequence[Any], max_history: int) -> Batch:
-        """Return the batch of requests, each with at most `max_history` behaviours."""
-        raise NotImplementedError
-
     def collate_rows(
         self, rows: list[dict[str, Any]], max_history: int, **options: Any
     ) -> Any:
@@ -275,14 +266,9 @@ def fill_missing(name: str, vectors: Sequence[Any] | None, default: Floats) -> F
 
 
 def custom_schema(names: Iterable[str]) -> pa.Schema:
-    """Return the schema of columns `num_*` and `cat_*`."""
-    is_number = {name: name.startswith(NUMBER) for name in names}
-    return pa.schema(
-        [
-            (n, pa.float32() if number else pa.string())
-            for n, number in is_number.items()
-        ]
-    )
+    """Return the schema of columns: `num_*` are numbers, others text."""
+    number, text = pa.float32(), pa.string()
+    return pa.schema([(n, number if n.startswith(NUMBER) else text) for n in names])
 
 
 def list_custom_names(features: CustomFeatures) -> dict[str, list[str]]:
@@ -293,13 +279,3 @@ def list_custom_names(features: CustomFeatures) -> dict[str, list[str]]:
         kind: [name.removeprefix(p) for name in features.names if name.startswith(p)]
         for kind, p in KINDS.items()
     }
-
-
-def find_bundled_inputs(folder: str) -> Inputs:
-    """Return the input folders that a bundle contains."""
-    optional = {
-        name: f"{folder}/{name}"
-        for name in ("sids", "text")
-        if Path(folder, name).exists()
-    }
-    return Inputs(f"{folder}/tables", **optional)

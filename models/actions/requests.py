@@ -30,7 +30,6 @@ from models.custom_features import CATEGORY, NUMBER
 from models.requests import (
     CandidateRequest,
     ItemId,
-    Number,
     Requests,
     Settings,
     Text,
@@ -40,12 +39,16 @@ from models.requests import (
     custom_schema,
     fill_missing,
     make_dict,
+    refuse_large,
 )
 
 LATEST_MS = 1 << 62
 """A time later than all times of logs."""
 EARLIEST_MS = -(1 << 62)
 """A time earlier than all times of logs."""
+
+
+Number = Annotated[float | None, AfterValidator(refuse_large)]
 
 
 def check_actions(vectors: list[list[float | None]]) -> list[list[float | None]]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.ids import MAX_SERVED_ID, clean_id
+from core.options import STRICT
 from core.schemas import sequences_schema
 from models.dataset.batch import Batch
-from models.requests import STRICT, Ids, Requests, ServedRequest
+from models.requests import Ids, Requests, ServedRequest
 
 MAX_K = 10_000
 """Largest number of items of a ranking."""

@@ -37,16 +37,16 @@ def read_allowed(uri: str, items: Table[ItemsInfo]) -> tuple[Tensor, str]:
     filesystem, path = open_uri(uri)
     with storage_errors(uri), filesystem.open_input_stream(path) as stream:
         content = stream.read()
-    read = read_parquet_ids if content[:4] == b"PAR1" else read_text_ids
+    read = read_parquet_ids if content.startswith(b"PAR1") else read_text_ids
     try:
         ids = [parse_item_id(value) for value in read(content, uri)]
     except ValueError as error:
         raise UserError(f"{uri}: {error}") from error
     if not ids:
         raise UserError(f"{uri} has no item id, so nothing could be recommended")
-    catalogue = items.read([COLUMN])[COLUMN].to_pylist()
-    item_index = {item: index for index, item in enumerate(catalogue)}
-    unknown = [item for item in dict.fromkeys(ids) if item not in item_index]
+    catalogue = enumerate(items.read([COLUMN])[COLUMN].to_pylist())
+    item_index = {item: index for index, item in catalogue}
+    unknown = [item for item in ids if item not in item_index]
     if unknown:
         raise UserError(
             f"{uri} has {len(unknown):,} ids that are not among the {items.rows:,} of "

@@ -61,10 +61,12 @@ if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
                 )
 
 from core.errors import UserError, pluralize
+from core.options import STRICT
+from core.schemas import Inputs
 from models import registry
 from models.build import load_model
 from models.metrics.scores import check_finite
-from models.requests import MAX_ROWS, STRICT, find_bundled_inputs
+from models.requests import MAX_ROWS
 from models.retrieval.recommend import required_history
 from models.retrieval.requests import EVERY
 from models.training import checkpoint
@@ -139,9 +141,14 @@ class ServedModel(PythonModel):
         server_config = os.environ.get("SERVING_MODEL_CONFIG") or "{}"
         validate(settings_class, server_config.encode())
         settings = validate(settings_class, context.model_config or {})
+        inputs = {
+            name: f"{folder}/{name}"
+            for name in ("tables", "sids", "text")
+            if Path(folder, name).exists()
+        }
         scales = saved.learned.get("scales")
         catalogue = model_class.load_catalogue(
-            find_bundled_inputs(folder), scales=scales, manifest_only=True
+            Inputs(**inputs), scales=scales, manifest_only=True
         )
         model, _ = load_model(f"{folder}/checkpoint", catalogue)
         self.device = torch.device(settings.device)
