@@ -44,8 +44,10 @@ def read_allowed(uri: str, items: Table[ItemsInfo]) -> tuple[Tensor, str]:
         raise UserError(f"{uri}: {error}") from error
     if not ids:
         raise UserError(f"{uri} has no item id, so nothing could be recommended")
-    catalogue = enumerate(items.read([COLUMN])[COLUMN].to_pylist())
-    item_index = {item: index for index, item in catalogue}
+    item_index = {
+        item: index
+        for index, item in enumerate(items.read([COLUMN])[COLUMN].to_pylist())
+    }
     unknown = [item for item in ids if item not in item_index]
     if unknown:
         raise UserError(
