@@ -67,11 +67,7 @@ class ServedModel:
     def request(self, rows: Sequence[dict[str, Any]], **params: Any) -> tuple[int, Any]:
         """Send rows; return the status, and the predictions or the error message."""
         body = json.dumps({"dataframe_records": rows, "params": params}).encode()
-        return self.send(body, "application/json")
-
-    def send(self, body: bytes, content_type: str) -> tuple[int, Any]:
-        """Send a body; return the status, and the predictions or the error message."""
-        headers = {"Content-Type": content_type}
+        headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url, body, headers)
         try:
             with urllib.request.urlopen(request, timeout=100) as answer:
@@ -172,13 +168,6 @@ def test_a_client_that_leaves_is_no_error_of_the_server() -> None:
 
     with pytest.raises(HTTPException, match="incomplete"):
         asyncio.run(read_body(Request({"type": "http"}, receive)))
-
-
-def test_a_body_that_is_not_declared_as_json_is_refused(service: Service) -> None:
-    body = json.dumps({"dataframe_records": service.requests}).encode()
-    status, message = service.qgs.send(body, "text/plain")
-    assert status == 400
-    assert "not application/json" in message
 
 
 def test_requests_of_a_batch_are_answered_independently(service: Service) -> None:
