@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from core.schemas import Inputs
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
-from models.training.loop import best_fields, fit
+from models.training.loop import fit
 from tests.fixtures.training_tables import write_tables
 from tests.fixtures.trainings import build_training
 
@@ -57,9 +57,7 @@ def train_to(
             num_local = sum(p.to_local().numel() for p in parameters)
             assert num_local <= 0.55 * sum(p.numel() for p in parameters)
         if event.state and rank == 0:
-            saved = run.checkpoint(
-                epoch=event.epoch, step=event.step, best=best_fields(event.state)
-            )
+            saved = run.checkpoint(epoch=event.epoch, step=event.step)
             checkpoint.save(folder / saved.folder, run.model, saved, event.state)
 
 

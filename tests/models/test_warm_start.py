@@ -50,9 +50,12 @@ CONFIG = {
 }
 
 
-def write_day(folder: Path, day: int, items: int, places: tuple[str, ...]) -> None:
-    """Write a day of 12 users on some items; prices rise, and the authors of later items
-    are earlier in alphabetical order.
+def write_day(
+    folder: Path, day: int, items: int, places: tuple[str, ...], varies: bool = True
+) -> None:
+    """Write a day of 12 users on some items, without prices and likes unless it varies.
+
+    Prices rise, and the authors of later items are earlier in alphabetical order.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(day)
@@ -61,6 +64,8 @@ def write_day(folder: Path, day: int, items: int, places: tuple[str, ...]) -> No
         for time in sorted(rng.sample(range(DAY_MS), 8)):
             price = "" if rng.random() < 0.2 else str(rng.random() * (day + 1))
             item, like = rng.randrange(items), rng.randrange(2)
+            if not varies:
+                price, like = "", 0
             place = rng.choice(places)
             ms = FIRST_DAY_MS + day * DAY_MS + time
             rows.append(f"u{user},i{item},{ms},{like},{place},{price}")
@@ -79,7 +84,7 @@ def append_days(folder: Path, kind: str) -> Inputs:
         "user": "user",
         "item": "item",
         "time": {"column": "ms", "unit": "ms"},
-        "labels": {"like": "like"},
+        "labels": {"like": "like", "rome": "place = 'rome'"},
         "numbers": {"price": "price"},
         "categories": {"place": "place"},
         "items": {
@@ -280,3 +285,37 @@ def test_a_checkpoint_that_cannot_be_continued_is_rejected(
     inputs = days.prepare_first(KINDS.get(changed["name"], "retrieval"))
     with pytest.raises(UserError, match=message):
         build_training(changed, make_fit_config("sasrec", **options), inputs, init=uri)
+
+
+def test_a_number_and_a_task_are_learned_from_the_first_day_on_which_they_vary(
+    tmp_path: Path,
+) -> None:
+    def start(name: str, init: str | None, varies: bool, *days: int) -> TrainingRun:
+        """Add days to the log, and save a model before its first step."""
+        for day in days:
+            write_day(tmp_path / "raw", day, 20, PLACES, varies)
+        inputs = append_days(tmp_path, "actions")
+        config = make_fit_config("attn_lfa")
+        run = build_training(MODELS["attn_lfa"], config, inputs, init=init)
+        checkpoint.save(tmp_path / name, run.model, run.checkpoint(epoch=1))
+        return run
+
+    first = start("first", None, False, 0, 1, 2, 3)
+    assert first.model.items.own.std.isinf().all()
+
+    second = start("second", str(tmp_path / "first"), True, 4, 5, 6)
+    info = read_manifest(str(tmp_path / "tables/sequences")).info
+    (number,) = info["custom"]["numbers"]
+    own = second.model.items.own
+    assert own.mean.tolist() == pytest.approx([number["mean"]])
+    assert own.std.tolist() == pytest.approx([number["std"]])
+    bias = second.model.head.bias[0] + second.model.correction
+    rate = info["base_rates"]["like"]
+    assert bias.sigmoid().item() == pytest.approx(rate, abs=1e-6)
+    messages = "\n".join(second.messages)
+    assert "num_price had no values" in messages
+    assert "task like was 0" in messages
+
+    third = start("third", str(tmp_path / "second"), True, 7)
+    assert torch.equal(third.model.items.own.std, own.std)  # fixed from then on
+    assert "num_price" not in "\n".join(third.messages)

@@ -10,8 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -107,78 +106,59 @@ def test_a_run_whose_opening_was_killed_is_deleted(tmp_path: Path, uri: str) -> 
     assert stages == ["deleted", "active", "active"]
 
 
-@dataclass
-class Server:
-    """An MLflow server that can be stopped and started again."""
-
-    store: str
-    address: str
-    folder: Path
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
-        command += ["--port", self.address.rpartition(":")[2], "--workers", "1"]
-        command += ["--backend-store-uri", self.store]
-        command += ["--artifacts-destination", f"{self.folder}/artifacts"]
-        # MLflow's job execution would start seven more processes.
-        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        # In its own process group, so that its workers end with it.
-        self.process = subprocess.Popen(
-            command, env=environment, start_new_session=True
-        )
+@contextmanager
+def run_server(store: str, port: int, folder: Path) -> Iterator[str]:
+    """Run an MLflow server while the block runs; provide its address."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--workers", "1", "--backend-store-uri", store]
+    command += ["--artifacts-destination", f"{folder}/artifacts"]
+    # MLflow's job execution would start seven more processes.
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    # In its own process group, so that its workers end with it.
+    server = subprocess.Popen(command, env=environment, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+    try:
         while True:
-            assert self.process.poll() is None
-            with (
-                suppress(OSError),
-                urllib.request.urlopen(f"{self.address}/health", timeout=60),
-            ):
+            assert server.poll() is None
+            with suppress(OSError), urllib.request.urlopen(f"{address}/health"):
                 break
             time.sleep(0.2)
-
-    def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture
-def server(new_store: Callable[[Path], str], tmp_path: Path) -> Iterator[Server]:
-    """Start an MLflow server on an empty store."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    server = Server(new_store(tmp_path), f"http://127.0.0.1:{port}", tmp_path)
-    server.start()
-    yield server
-    server.stop()
+        yield address
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 @pytest.mark.long
 def test_points_wait_while_mlflow_is_away_and_arrive_once(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SEND_EVERY_S", "PAUSE_S"):  # send at once
         monkeypatch.setattr(logger_module, name, 0.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    run = tracking.open_run(
-        server.address, "retrieval/x", "away", str(tmp_path), config={}, hashes={}
-    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     lines: list[str] = []
-    logger = tracking.Logger(run, say=lines.append)
-    logger.log({"train/loss": 1.0}, 1)
-    server.stop()
+    with run_server(uri, port, tmp_path) as address:
+        run = tracking.open_run(
+            address, "retrieval/x", "away", str(tmp_path), config={}, hashes={}
+        )
+        logger = tracking.Logger(run, say=lines.append)
+        logger.log({"train/loss": 1.0}, 1)
+
     logger.log({"train/loss": 2.0, "val/ndcg@10": 0.5}, 2)
     assert "2 points wait" in lines[-1]
     with pytest.raises(UserError, match="takes no metrics"):
         logger.end()
     saved = list(logger.unsent)  # as a checkpoint has them
 
-    server.start()
-    continued = tracking.Logger(run, [("train/loss", 9.0, 10, 1), *saved])
-    for step in (1, 2, 3):  # the first ones are repeated
-        continued.log({"train/loss": float(step), "train/nan": float("nan")}, step)
-    continued.end()
-
-    client = tracking.connect(server.address)
+    with run_server(uri, port, tmp_path):
+        continued = tracking.Logger(run, [("train/loss", 9.0, 10, 1), *saved])
+        for step in (1, 2, 3):  # the first ones are repeated
+            continued.log({"train/loss": float(step), "train/nan": float("nan")}, step)
+        continued.end()
+    client = tracking.connect(uri)
     points = client.get_metric_history(run.run_id, "train/loss")
     assert [(point.step, point.value) for point in points] == [(1, 1), (2, 2), (3, 3)]
     assert len(client.get_metric_history(run.run_id, "val/ndcg_at_10")) == 1
