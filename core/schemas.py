@@ -861,7 +861,8 @@ class RunRecord:
     stopped: bool = False
     """Whether the scheduler of a sweep stopped the run early."""
     values: dict[str, float] = field(default_factory=dict)
-    """Metrics of a trial that evaluates."""
+    """Validation metrics of the best checkpoint of a finished training, or metrics of a
+    trial that evaluates."""
 
 
 @dataclass(config=CHECKED, kw_only=True)

@@ -106,9 +106,9 @@ def print_trials(sweep: Sweep) -> None:
         notes.append(f"note: {grid.notes}")
     for note in notes:
         print(f"  {' '.join(note.split())}")
-    for trial in sweep.trials.values():
+    for name, trial in sweep.trials.items():
         values = [f"{key} {value}" for key, value in trial.point.items()]
-        print(f"  {trial.name}  {'  '.join(values)}")
+        print(f"  {name}  {'  '.join(values)}")
     size = pluralize(len(grid.list_points()), "point")
     print(
         f"{len(sweep.trials)} of {size}; metric {grid.metric}; scheduler "

@@ -131,8 +131,6 @@ class Evaluation:
 class Trial(NamedTuple):
     """A point of a grid, and what it runs."""
 
-    name: str
-    """Name of the folder and the MLflow run: the point in short, and its hash."""
     point: Point
     """Values of the axes."""
     config: TrainConfig | Evaluation
@@ -146,7 +144,7 @@ class Sweep(NamedTuple):
     grid: Grid
     """The grid, with the options of the command line."""
     trials: dict[str, Trial]
-    """All trials, by name."""
+    """All trials, by name of the folder and the MLflow run."""
     run: RunRef
     """MLflow run of the sweep; without its id and experiment until it is open."""
     command: str
@@ -181,16 +179,16 @@ def load_sweep(config: SweepConfig) -> Sweep:
         content = merge({**content, "scheduler": {}}, grid.smoke)
     samples = config.samples or content["samples"]
     grid = build(Grid, merge(content, {"axes": config.axes, "samples": samples}))
-    settings: Point = {}
-    for section in ("model", "fit", "evaluate"):
-        for key, value in getattr(config, section).items():
-            settings[f"{section}.{key}"] = value
-    for key in settings:
-        if key in [*grid.keys, "fit.metric"]:
-            raise UserError(f"'{key}' is set by the grid {grid.name}", "axes")
+    for key in [*grid.keys, "fit.metric"]:
+        section, _, option = key.partition(".")
+        if option and option in getattr(config, section, ()):
+            cause = "axes" if key in grid.keys else ""
+            raise UserError(f"'{key}' is set by the grid {grid.name}", cause)
+    sections = ("model", "fit", "evaluate")
+    given = {name: getattr(config, name) for name in sections if getattr(config, name)}
     files = [grid.config] if isinstance(grid.config, str) else grid.config
     base = read_configs(str(Path(config.grid).parent / file) for file in files)
-    grid.fixed = merge(base, nest(grid.fixed), nest(settings))
+    grid.fixed = merge(base, nest(grid.fixed), given)
 
     name = config.name or grid.name
     check_run_name(name)
@@ -202,20 +200,24 @@ def load_sweep(config: SweepConfig) -> Sweep:
         drawn = random.Random(0).sample(range(len(points)), grid.samples)
         points = [points[index] for index in sorted(drawn)]
     for point in points:
-        trial = build_trial(point, sweep)
-        sweep.trials[trial.name] = trial
+        hash_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()
+        values = [
+            f"{key.rpartition('.')[2]}-{Path(str(value)).name}"
+            for key, value in point.items()
+        ]
+        short = re.sub(r"[^A-Za-z0-9._+=-]", "_", "-".join(values))[:60] or "base"
+        name = f"{short}-{hash_[:8]}"
+        sweep.trials[name] = Trial(point, build_config(name, point, sweep))
     return sweep
 
 
-def build_trial(point: Point, sweep: Sweep) -> Trial:
-    """Build the trial of a point of the grid."""
-    hash_ = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()
-    name = f"{format_point(point)}-{hash_[:8]}"
+def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluation:
+    """Build the configuration of the trial of a point."""
     config, ray = sweep.config, sweep.config.ray
     content = {"tables": config.tables, "sids": config.sids, "text": config.text}
     content = merge(content, sweep.grid.fixed, nest(point))
     if sweep.grid.job == "evaluate":
-        return Trial(name, point, build(Evaluation, content))
+        return build(Evaluation, content)
     threads = ray.threads or max(1, int(ray.cpus_per_worker))
     options = {
         "storage": sweep.folder,
@@ -234,7 +236,7 @@ def build_trial(point: Point, sweep: Sweep) -> Trial:
     is_end_to_end = getattr(model, "end_to_end", False)
     if "teacher_cache" in names and model.has_fixed_outputs and not is_end_to_end:
         paths.setdefault("teacher_cache", join(config.storage, "teacher_cache"))
-    return Trial(name, point, replace(training, model=replace(model, **paths)))
+    return replace(training, model=replace(model, **paths))
 
 
 def nest(settings: Point) -> dict[str, Any]:
@@ -245,16 +247,3 @@ def nest(settings: Point) -> dict[str, Any]:
             value = {part: value}
         nested = merge(nested, value)
     return nested
-
-
-def format_point(point: Point) -> str:
-    """Format a point as a short file name: {"model.alpha": 0.7} gives `alpha-0.7`.
-
-    The name of an empty point is `base`.
-    """
-    parts = []
-    for key, value in point.items():
-        is_path = isinstance(value, str) and "/" in value
-        text = Path(value).name if is_path else str(value)
-        parts.append(f"{key.rpartition('.')[2]}-{text}")
-    return re.sub(r"[^A-Za-z0-9._+=-]", "_", "-".join(parts))[:60] or "base"

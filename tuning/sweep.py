@@ -2,10 +2,11 @@
 
     python -m jobs.sweep --grid tuning/grids/sid_mlp.yaml --name alpha ...
 
-`STORAGE/NAME/` holds `run.json`, Tune's folder, a folder per trial (`tuning/trial.py`),
-named by its values, and `best/`, a copy of the best trial's weights if no trial lacks a
-result. A repeated command restores Tune, which runs the trials that are unfinished or
-failed.
+`STORAGE/NAME/` holds `run.json`, Tune's folder, a folder per trial, named by its
+values, and `best/`, a copy of the best trial's weights if every trial has a result.
+
+A trial is an ordinary run. A repeated command restores Tune, which runs the trials that
+are unfinished or failed; they continue from their last checkpoints.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -32,11 +33,14 @@ os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
 
 import polars as pl
 import ray
+import torch
 from ray import tune
 from ray.tune import Callback
+from ray.tune.integration.ray_train import TuneReportCallback
 from ray.tune.logger import JsonLoggerCallback
+from ray.tune.schedulers import AsyncHyperBandScheduler
 
-from core.errors import UserError, pluralize
+from core.errors import UserError, one_line, pluralize
 from core.files import join, open_uri
 from core.options import as_base, check_known, flatten
 from core.schemas import Inputs, RunRecord, RunRef
@@ -45,34 +49,53 @@ from models.loaded_model import load_catalogue
 from models.metrics.ranking_metrics import format_metric
 from models.training import checkpoint
 from models.training.checkpoint import BEST
+from models.training.loop import drop_undefined
+from models.training.memory import resident_peak_mb
 from pipelines import cluster, tracking
-from pipelines.evaluation.checks import check_evaluation
-from pipelines.evaluation.record import load_test_metrics
+from pipelines.evaluation.checks import Workers, check_evaluation
+from pipelines.evaluation.ranking import evaluate
+from pipelines.evaluation.record import (
+    artifact_name,
+    load_test_metrics,
+    record_result,
+    to_json,
+)
 from pipelines.training.config import TrainConfig
-from pipelines.training.ray_train import check_cluster, wants_gpu, worker_resources
+from pipelines.training.ray_train import (
+    check_cluster,
+    is_lost,
+    wants_gpu,
+    worker_resources,
+)
 from pipelines.training.record import check_equal, read_record, write_record
 from pipelines.training.run import (
+    TrialContext,
     check_continues,
     copy_weights,
     dataset_name,
+    end_failed_run,
+    finish_run,
     lock_run,
     resolve_training,
+    run_training,
 )
-from tuning.grid import Sweep
-from tuning.halving import Halving
-from tuning.trial import (
-    EPOCH,
-    ERROR,
-    IS_LOST,
-    LOCK_TIMEOUT_S,
-    TRIAL,
-    is_done,
-    run_trial,
-    stop_trial,
-)
+from tuning.grid import Evaluation, Sweep
 
 # `TrialReporter` prints the failures of trials in a line each, without tracebacks.
 logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+
+EPOCH = "epoch"
+"""Key of the epoch in the results that trials report to Tune, beside metrics."""
+
+ERROR, IS_LOST = "error", "is_lost"
+"""Keys of a failure: its message, and whether another try may succeed."""
+
+TRIAL = "trial"
+"""Key of the trial's name in Tune's config."""
+
+LOCK_TIMEOUT_S = 60.0
+"""Seconds that a trial waits until a process of an interrupted sweep releases the lock
+of the trial's folder."""
 
 LOST = "the process of the trial was lost"
 
@@ -166,7 +189,7 @@ def run_sweep(
     record = read_record(sweep.folder, sweep.run.uri)
     if record:
         check_equal(flatten(record.config), flatten(identity))
-    kind, hashes = check_trials(sweep)
+    kind = check_trials(sweep)
     pending = [name for name in sweep.trials if not is_done(name, sweep)]
     with lock_run(config.storage, config.name, LOCK_TIMEOUT_S):
         if pending:
@@ -191,52 +214,42 @@ def run_sweep(
                 config.experiment or f"{kind}/{dataset_name(config.tables)}",
                 config.name,
                 config.storage,
-                config={
-                    "sweep": {"grid": grid.name, "source": grid.source},
-                    "tables": config.tables,
-                    "ray": asdict(config.ray),
-                },
-                hashes=hashes,
+                config=asdict(config),
+                hashes={},  # the trials have them
                 tags=tags,
             )
             record = RunRecord(status="running", run=run, config=identity)
             write_record(sweep.folder, record)
         TrialReporter.sweep = sweep = sweep._replace(run=record.run)
         errors: dict[str, str] = {}
-        try:
+        with end_failed_run(record.run):
             print(
                 f"{pluralize(len(sweep.trials), 'trial')} of {grid.name}, "
                 f"{len(sweep.trials) - len(pending)} done before; metric {grid.metric}"
             )
-            if pending:
-                errors = run_pending(sweep)
-            for name in pending:
-                if name not in errors:
-                    stop_trial(name, sweep)
-        except KeyboardInterrupt:
-            ray.shutdown()  # ends the trials
-            print(
-                "trials that were running continue from their last checkpoint: the end "
-                "of an epoch, or fit.checkpoint_every_minutes"
-            )
-            finish_sweep(sweep, record, errors)
-            raise
-        except BaseException:
-            tracking.end_run(record.run, "FAILED")
-            raise
-        return record.run, finish_sweep(sweep, record, errors)
+            try:
+                if pending:
+                    errors = run_pending(sweep)
+                for name in pending:
+                    if name not in errors:
+                        stop_trial(name, sweep)
+            except KeyboardInterrupt:
+                ray.shutdown()  # ends the trials
+                print(
+                    "trials that were running continue from their last checkpoint: the "
+                    "end of an epoch, or fit.checkpoint_every_minutes"
+                )
+                finish_sweep(sweep, record, errors)
+                raise
+            return record.run, finish_sweep(sweep, record, errors)
 
 
-def check_trials(sweep: Sweep) -> tuple[str, dict[str, str]]:
-    """Check the trials of a sweep, without writing anything.
+def check_trials(sweep: Sweep) -> str:
+    """Check the trials of a sweep without writing anything, and return their kind.
 
     The catalogue of a model is loaded once for all trials.
-
-    Returns:
-        The kind of the models, and the hashes of the tables that all trials read.
     """
     load = cache(load_catalogue)
-    kind, shared = "", None
     for trial in sweep.trials.values():
         if isinstance(trial.config, TrainConfig):
             config, hashes = resolve_training(trial.config, load)
@@ -248,14 +261,11 @@ def check_trials(sweep: Sweep) -> tuple[str, dict[str, str]]:
             options = {**trial.config.evaluate, "batch_size": None}
             inputs = as_base(trial.config, Inputs)
             evaluated = check_evaluation(trial.config.checkpoint, inputs, options)
-            saved = evaluated.checkpoint
-            name, hashes = saved.name, saved.hashes
-            known = [*saved.metrics, "users_per_s", "peak_memory_mb"]
+            name = evaluated.checkpoint.name
+            known = [*evaluated.checkpoint.metrics, "users_per_s", "peak_memory_mb"]
             metric = sweep.metric.removeprefix("test/")
             check_known([metric], known, f"metric of the grid {sweep.grid.name}")
-        kind = registry.find(name).kind
-        shared = set(hashes.items()) & (shared or set(hashes.items()))
-    return kind, dict(sorted(shared or ()))
+    return registry.find(name).kind
 
 
 def run_pending(sweep: Sweep) -> dict[str, str]:
@@ -263,14 +273,12 @@ def run_pending(sweep: Sweep) -> dict[str, str]:
     options = sweep.config.ray
     has_workers = sweep.num_workers > 1
     needs = worker_resources(options, wants_gpu(options))
-    labels: dict[str, Any] = {}
-    if options.label_selector and not has_workers:
-        labels["bundle_label_selector"] = [options.label_selector]
-    # Ray Train reserves several workers' resources separately
-    bundle: dict[str, float] = {"memory": DRIVER_TRIAL_BYTES} if has_workers else needs
+    labels = [options.label_selector] if options.label_selector else None
+    if has_workers:  # Ray Train reserves their resources separately
+        needs, labels = {"memory": DRIVER_TRIAL_BYTES}, None
     trainable = tune.with_resources(
         tune.with_parameters(run_trial, sweep=sweep),
-        tune.PlacementGroupFactory([bundle], **labels),
+        tune.PlacementGroupFactory([needs], bundle_label_selector=labels),  # type: ignore[arg-type]
     )
     filesystem, path = open_uri(join(sweep.folder, "tune"))
     if tune.Tuner.can_restore(path, storage_filesystem=filesystem):
@@ -285,7 +293,8 @@ def run_pending(sweep: Sweep) -> dict[str, str]:
             concurrency = 1  # as their speed is measured
         elif has_workers and not concurrency:
             fewest = MIN_QUEUED_TRIALS if cluster.may_grow() else 1
-            concurrency = max(cluster.count_room(needs) // sweep.num_workers, fewest)
+            room = cluster.count_room(worker_resources(options, wants_gpu(options)))
+            concurrency = max(room // sweep.num_workers, fewest)
         rule, scheduler = sweep.grid.scheduler, None
         if rule.name == "asha":
             epochs = [
@@ -339,22 +348,19 @@ def collect_results(sweep: Sweep, errors: dict[str, str]) -> pl.DataFrame:
     Returns:
         Columns `name`; `settings`, equal for trials that differ only in their `seed`;
         `status` (finished, stopped early, failed or unfinished); `value` of the sweep's
-        metric: of the best epoch, or of the evaluation; `epochs`; `run_id` in MLflow;
-        `checkpoint` and `error`. Null where there is none.
+        metric: of the best epoch, or of the evaluation, or null; `run_id` in MLflow;
+        `checkpoint` and `error`.
     """
     rows = []
     for name, trial in sweep.trials.items():
-        folder = join(sweep.folder, name)
-        record, error = read_record(folder), errors.get(name)
-        status, value, saved = "failed" if error else "unfinished", None, None
+        record, error = read_record(join(sweep.folder, name)), errors.get(name)
+        status, value = "failed" if error else "unfinished", None
         if record and record.status == "finished" and not error:
             status = "stopped" if record.stopped else "finished"
-            if isinstance(trial.config, TrainConfig):
-                saved = join(folder, BEST)
-                value = checkpoint.read(saved).metrics.get(sweep.metric)
-            else:
-                saved = trial.config.checkpoint
-                value = record.values.get(sweep.metric)
+            value = record.values.get(sweep.metric)
+        saved = join(sweep.folder, f"{name}/{BEST}")
+        if isinstance(trial.config, Evaluation):
+            saved = trial.config.checkpoint
         rows.append(
             {
                 "name": name,
@@ -362,8 +368,7 @@ def collect_results(sweep: Sweep, errors: dict[str, str]) -> pl.DataFrame:
                 "seed": str(trial.point.get("fit.seed")),
                 "status": status,
                 "value": value,
-                "epochs": record.epochs if record else 0,
-                "run_id": record.run.run_id if record else None,
+                "run_id": record and record.run.run_id,
                 "checkpoint": saved,
                 "error": error,
             }
@@ -410,15 +415,7 @@ def finish_sweep(
     write_record(sweep.folder, record)
     tracking.log_yaml(record.run, asdict(sweep.grid), "grid.yaml")
     if best:
-        metrics = client.get_run(best["run_id"]).data.metrics
-        best_run = RunRef(record.run.uri, record.run.experiment, best["run_id"])
-        metrics |= load_test_metrics(best_run)
-        values = {
-            tracking.from_mlflow_name(name): value
-            for name, value in metrics.items()
-            if name.startswith(("best/", "test/"))
-        }
-        logger.update(values, len(results))
+        logger.update({f"best/{sweep.metric}": best["value"]}, len(results))
         logger.tag(**{tracking.BEST_TAG: best["run_id"]})
     logger.tag(**{tracking.COMPLETE_TAG: complete})
     experiment_id = client.get_run(run_id).info.experiment_id
@@ -426,3 +423,138 @@ def finish_sweep(
     tracking.end_dead_runs(client, client.search_runs([experiment_id], query))
     client.set_terminated(run_id, status)
     return results
+
+
+def run_trial(config: dict[str, Any], sweep: Sweep) -> None:
+    """Run a trial in Tune's process.
+
+    Args:
+        config: Tune's config, with the name of the trial under `TRIAL`.
+        sweep: The sweep.
+    """
+    name = config[TRIAL]
+    trial = sweep.trials[name]
+    tags = {
+        tracking.FOLDER_TAG: join(sweep.folder, name),
+        tracking.KIND_TAG: "trial",
+        tracking.POINT_TAG: json.dumps(trial.point),
+        "command": sweep.command,
+        "mlflow.source.name": "jobs.sweep",
+    }
+    try:
+        if isinstance(trial.config, TrainConfig):
+            train(trial.config, sweep, tags)
+        else:
+            measure(name, trial.config, sweep, tags)
+    except Exception as error:
+        # before Tune decides whether to start the trial again
+        tune.report({ERROR: one_line(error), IS_LOST: is_lost(error)})
+        raise
+
+
+def train(config: TrainConfig, sweep: Sweep, tags: dict[str, str]) -> None:
+    """Train a model, and evaluate it on the test split if the sweep requests that.
+
+    If the trial has several workers, a Ray task evaluates, as the trial's own process
+    has no GPU and no CPU.
+    """
+    has_workers = sweep.num_workers > 1
+    context = TrialContext(
+        parent_run=sweep.run.run_id,
+        tags=tags,
+        on_checkpoint=lambda saved: tune.report({EPOCH: saved.epoch, **saved.metrics}),
+        callbacks=[TuneReportCallback()] if has_workers else (),
+        lock_timeout_s=LOCK_TIMEOUT_S,
+    )
+    config = replace(config, experiment=sweep.run.experiment)
+    # lines of concurrent trials would mix
+    trained = run_training(config, say=lambda line: None, trial=context)
+    if is_done(config.name, sweep):
+        return
+    name = config.model.name
+    result, best = evaluate(
+        trained.checkpoint,
+        config.inputs.select(name, registry.find(name).extra_inputs),
+        batch_size=config.fit.eval_batch_size,
+        workers=Workers(device=sweep.device, remote=has_workers),
+    )
+    record_result(result, best, sweep.run.uri)
+
+
+def measure(name: str, config: Evaluation, sweep: Sweep, tags: dict[str, str]) -> None:
+    """Evaluate a checkpoint on the test split, as an MLflow run of the sweep."""
+    options = dict(config.evaluate)
+    batch_size = int(options.pop("batch_size", 256))
+    torch.set_num_threads(sweep.config.ray.threads or len(os.sched_getaffinity(0)))
+    result, evaluated = evaluate(
+        config.checkpoint,
+        as_base(config, Inputs),
+        batch_size=batch_size,
+        options=options,
+        workers=Workers(device=sweep.device),
+    )
+    run = tracking.open_run(
+        sweep.run.uri,
+        sweep.run.experiment,
+        name,
+        sweep.folder,
+        config={
+            "model": evaluated.model,
+            "fit": evaluated.fit,
+            "evaluate": result.options,
+            "checkpoint": result.checkpoint,
+        },
+        hashes=evaluated.hashes,
+        parent=sweep.run.run_id,
+        tags=tags,
+    )
+    peak_mb = resident_peak_mb()
+    if sweep.device == "cuda":
+        peak_mb = torch.cuda.max_memory_allocated() / 2**20
+    values = drop_undefined(result.to_metrics()) | {"test/peak_memory_mb": peak_mb}
+    logger = tracking.Logger(run)
+    logger.update(values, evaluated.step)
+    # comparisons find the run of a student's teacher by its weights
+    logger.tag(**{tracking.WEIGHTS_TAG: checkpoint.weights_hash(result.checkpoint)})
+    tracking.log_text(run, to_json(result), artifact_name("test"))
+    logger.end()
+    record = RunRecord(status="finished", run=run, values=values)
+    write_record(join(sweep.folder, name), record)
+    tune.report({EPOCH: 1, **values})
+
+
+def stop_trial(name: str, sweep: Sweep) -> None:
+    """Finish the run of a trial that the scheduler stopped, at its last checkpoint."""
+    folder = join(sweep.folder, name)
+    record = read_record(folder, sweep.run.uri)
+    last = checkpoint.last(folder)
+    if record and record.status == "running" and last:
+        finish_run(folder, record, last, stopped=True)
+
+
+def is_done(name: str, sweep: Sweep) -> bool:
+    """Return whether a trial needs no further work.
+
+    It was stopped early, or it is finished and evaluated on the test split if the sweep
+    requests that.
+    """
+    record = read_record(join(sweep.folder, name), sweep.run.uri)
+    if record is None or record.status != "finished":
+        return False
+    if record.stopped or sweep.grid.job == "evaluate" or not sweep.config.test:
+        return True
+    return bool(load_test_metrics(record.run))
+
+
+class Halving(AsyncHyperBandScheduler):
+    """Ray's ASHA scheduler, which in a continued sweep knows the earlier results."""
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        """Add a trial, with the results that Tune has stored of it."""
+        super().on_trial_add(tune_controller, trial)
+        if EPOCH not in trial.last_result:  # it is new
+            return
+        filesystem = trial.storage.storage_filesystem
+        with filesystem.open_input_stream(f"{trial.path}/result.json") as stream:
+            for line in stream.read().splitlines():
+                super().on_trial_result(tune_controller, trial, json.loads(line))

@@ -383,7 +383,13 @@ def finish_run(
         inputs = Inputs(**record.inputs)
         logger.tag(model=package.log_model(run, best_folder, inputs))
     logger.end()
-    finished = replace(record, status="finished", epochs=last.epoch, stopped=stopped)
+    finished = replace(
+        record,
+        status="finished",
+        epochs=last.epoch,
+        stopped=stopped,
+        values=best.metrics,
+    )
     write_record(folder, finished)
     return best
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pyarrow import fs
 from ray.tune.schedulers import TrialScheduler
 
-from tuning.halving import Halving
-from tuning.trial import EPOCH
+from tuning.sweep import EPOCH, Halving
 
 VALUE = "ndcg@10"
 
