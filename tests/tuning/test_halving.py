@@ -1,4 +1,4 @@
-"""Test that successive halving in a continued sweep knows the earlier results."""
+"""Test that early stopping in a continued sweep knows the earlier results."""
 
 from __future__ import annotations
 
@@ -10,52 +10,43 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import fs
-from ray.tune.schedulers import TrialScheduler
 
 from tuning.sweep import EPOCH, Halving
 
-VALUE = "ndcg@10"
+TRIALS = "abcd"
 
-Reports = list[tuple[str, int, float]]
-"""Trial, epoch and value."""
-
-
-def build_trial(name: str, folder: str = "", last: dict | None = None) -> Any:
-    """Build a trial with the attributes that a scheduler reads."""
-    storage = SimpleNamespace(storage_filesystem=fs.LocalFileSystem())
-    path = f"{folder}/{name}"
-    return SimpleNamespace(
-        trial_id=name, path=path, storage=storage, last_result=last or {}
-    )
+Report = tuple[str, dict[str, float]]
+"""Trial and result."""
 
 
-def decide(
-    scheduler: TrialScheduler, trials: dict[str, Any], reports: Reports
-) -> list[str]:
-    """Return the scheduler's decision on each report."""
-    decisions = []
-    for name, epoch, value in reports:
-        result = {EPOCH: epoch, VALUE: value}
-        decisions.append(scheduler.on_trial_result(None, trials[name], result))  # type: ignore[arg-type]
-    return decisions
+def start_halving(folder: Path, earlier: list[Report]) -> tuple[Halving, dict]:
+    """Return a scheduler of the best half at epochs 1, 2 and 4, and its trials.
 
-
-def add_trials(scheduler: TrialScheduler, trials: dict[str, Any]) -> None:
-    for trial in trials.values():
-        scheduler.on_trial_add(None, trial)  # type: ignore[arg-type]
-
-
-def make_scheduler() -> Halving:
-    """Return a scheduler that stops the lower half of trials at epochs 1, 2 and 4."""
-    return Halving(
+    Earlier results are written as Tune does, a line each.
+    """
+    halving = Halving(
         time_attr=EPOCH,
-        metric=VALUE,
+        metric="ndcg@10",
         mode="max",
         max_t=6,
         grace_period=1,
         reduction_factor=2,
         stop_last_trials=False,
     )
+    storage = SimpleNamespace(storage_filesystem=fs.LocalFileSystem())
+    trials: dict[str, Any] = {}
+    for name in TRIALS:
+        results = [result for trial, result in earlier if trial == name]
+        path = folder / name
+        path.mkdir(exist_ok=True)
+        lines = [json.dumps(result) + "\n" for result in results]
+        (path / "result.json").write_text("".join(lines))
+        last = {} if not results else results[-1]
+        trials[name] = SimpleNamespace(
+            trial_id=name, path=str(path), storage=storage, last_result=last
+        )
+        halving.on_trial_add(None, trials[name])
+    return halving, trials
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,35 +54,17 @@ def make_scheduler() -> Halving:
 def test_a_continued_sweep_decides_as_an_undisturbed_one(
     tmp_path_factory: Any, data: st.DataObject
 ) -> None:
-    turns = data.draw(st.permutations(["a", "b", "c", "d"] * 6))
-    scheduler = make_scheduler()
-    trials = {name: build_trial(name) for name in "abcd"}
-    add_trials(scheduler, trials)
-    reports: Reports = []
-    decisions: list[str] = []
-    epochs, stopped = dict.fromkeys(turns, 0), set()
-    for name in turns:
-        if name not in stopped:
-            epochs[name] += 1
-            reports.append((name, epochs[name], data.draw(st.floats(0, 1))))
-            decisions += decide(scheduler, trials, reports[-1:])
-            if decisions[-1] == "STOP":
-                stopped.add(name)
+    epochs = dict.fromkeys(TRIALS, 0)
+    reports: list[Report] = []
+    for name in data.draw(st.permutations(TRIALS * 6)):
+        epochs[name] += 1
+        value = data.draw(st.floats(0, 1))
+        reports.append((name, {EPOCH: epochs[name], "ndcg@10": value}))
     cut = data.draw(st.integers(0, len(reports)))
     folder = tmp_path_factory.mktemp("tune")
-    write_results(folder, reports[:cut])
 
-    continued = make_scheduler()
-    last = {name: {EPOCH: epoch} for name, epoch, _ in reports[:cut]}
-    trials = {name: build_trial(name, str(folder), last.get(name)) for name in "abcd"}
-    add_trials(continued, trials)
+    def decide(earlier: list[Report], later: list[Report]) -> list[str]:
+        halving, trials = start_halving(folder, earlier)
+        return [halving.on_trial_result(None, trials[n], result) for n, result in later]  # type: ignore[arg-type]
 
-    assert decide(continued, trials, reports[cut:]) == decisions[cut:]
-
-
-def write_results(folder: Path, reports: Reports) -> None:
-    """Write results as Tune does, a line each."""
-    for name, epoch, value in reports:
-        (folder / name).mkdir(exist_ok=True)
-        with (folder / name / "result.json").open("a") as file:
-            file.write(json.dumps({EPOCH: epoch, VALUE: value}) + "\n")
+    assert decide(reports[:cut], reports[cut:]) == decide([], reports)[cut:]
