@@ -223,11 +223,12 @@ def run_sweep(
         TrialReporter.sweep = sweep = sweep._replace(run=record.run)
         errors: dict[str, str] = {}
         with end_failed_run(record.run):
-            print(
-                f"{pluralize(len(sweep.trials), 'trial')} of {grid.name}, "
-                f"{len(sweep.trials) - len(pending)} done before; metric {grid.metric}"
-            )
             try:
+                print(
+                    f"{pluralize(len(sweep.trials), 'trial')} of {grid.name}, "
+                    f"{len(sweep.trials) - len(pending)} done before; metric "
+                    f"{grid.metric}"
+                )
                 if pending:
                     errors = run_pending(sweep)
                 for name in pending:

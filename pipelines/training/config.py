@@ -81,19 +81,6 @@ class RayOptions:
         return self.min_workers or self.num_workers
 
 
-@dataclass(config=STRICT, frozen=True)
-class TrackingOptions:
-    """Options of MLflow."""
-
-    tracking_uri: str | None = None
-    """URI of the MLflow store; by default MLFLOW_TRACKING_URI, else a SQLite file in
-    the storage folder."""
-    experiment: str | None = None
-    """MLflow experiment; by default KIND/DATASET."""
-    log_model: bool = True
-    """Store the best model in MLflow, with the tables that it needs to be served."""
-
-
 def check_run_name(name: str) -> None:
     """Raise UserError if a run's folder cannot have this name."""
     if name in ("", ".", "..", "mlartifacts") or "/" in name:
@@ -101,7 +88,7 @@ def check_run_name(name: str) -> None:
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
-class TrainConfig(TrackingOptions):
+class TrainConfig:
     """Configuration of a training: model, input tables, training loop and storage."""
 
     tables: str
@@ -126,6 +113,13 @@ class TrainConfig(TrackingOptions):
     """A run, or one of its checkpoints, whose weights the training starts from. The
     tables may be extended ones with newer days; `fit.replay_fraction` is then the
     fraction of older examples that are trained on again."""
+    tracking_uri: str | None = None
+    """URI of the MLflow store; by default MLFLOW_TRACKING_URI, else a SQLite file in
+    the storage folder."""
+    experiment: str | None = None
+    """MLflow experiment; by default KIND/DATASET."""
+    log_model: bool = True
+    """Store the best model in MLflow, with the tables that it needs to be served."""
     overwrite: bool = False
     """Delete the results of an earlier run of this name, and start again."""
 
