@@ -22,6 +22,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -418,6 +419,8 @@ class Checkout:
                 1,
             ]
             self.python("-m", "jobs.sweep", *words)
+            # a copy of the best trial, which older versions do not make
+            shutil.rmtree(storage / "swept/best", ignore_errors=True)
             return read_training(storage)
 
         def serve(name: str) -> dict[str, Any]:

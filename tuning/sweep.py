@@ -274,12 +274,13 @@ def run_pending(sweep: Sweep) -> dict[str, str]:
     options = sweep.config.ray
     has_workers = sweep.num_workers > 1
     needs = worker_resources(options, wants_gpu(options))
+    bundle = needs
     labels = [options.label_selector] if options.label_selector else None
     if has_workers:  # Ray Train reserves their resources separately
-        needs, labels = {"memory": DRIVER_TRIAL_BYTES}, None
+        bundle, labels = {"memory": DRIVER_TRIAL_BYTES}, None
     trainable = tune.with_resources(
         tune.with_parameters(run_trial, sweep=sweep),
-        tune.PlacementGroupFactory([needs], bundle_label_selector=labels),  # type: ignore[arg-type]
+        tune.PlacementGroupFactory([bundle], bundle_label_selector=labels),  # type: ignore[arg-type]
     )
     filesystem, path = open_uri(join(sweep.folder, "tune"))
     if tune.Tuner.can_restore(path, storage_filesystem=filesystem):
@@ -294,8 +295,7 @@ def run_pending(sweep: Sweep) -> dict[str, str]:
             concurrency = 1  # as their speed is measured
         elif has_workers and not concurrency:
             fewest = MIN_QUEUED_TRIALS if cluster.may_grow() else 1
-            room = cluster.count_room(worker_resources(options, wants_gpu(options)))
-            concurrency = max(room // sweep.num_workers, fewest)
+            concurrency = max(cluster.count_room(needs) // sweep.num_workers, fewest)
         rule, scheduler = sweep.grid.scheduler, None
         if rule.name == "asha":
             epochs = [
@@ -388,8 +388,9 @@ def find_best(results: pl.DataFrame) -> dict[str, Any] | None:
     measured = results.drop_nulls("value")
     settings = pl.col("settings").n_unique()
     shared = measured.filter(settings.over("seed") == settings)
-    means = (measured if shared.is_empty() else shared).group_by("settings")
-    ranked = measured.join(means.agg(mean=pl.col("value").mean()), on="settings")
+    groups = (measured if shared.is_empty() else shared).group_by("settings")
+    means = groups.agg(mean=pl.col("value").mean())
+    ranked = measured.join(means, on="settings", maintain_order="left")
     ranked = ranked.sort("mean", "value", descending=True, maintain_order=True)
     return next(ranked.iter_rows(named=True), None)
 

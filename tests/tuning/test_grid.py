@@ -178,8 +178,6 @@ def test_documented_grids_have_trials_and_valid_published_values(
     )
 
     grid, trials = sweep.grid, list(sweep.trials.values())
-    assert grid.name == path.stem
-    assert grid.source
     assert 1 <= len(trials) <= (8 if is_smoke else 100)
     if grid.job == "train":
         assert not is_smoke or max(t.config.fit.max_epochs for t in trials) <= 3
@@ -189,7 +187,6 @@ def test_documented_grids_have_trials_and_valid_published_values(
             if model.name in ("sid_mlp", "gdn", "atspeed_s", "lc_rec_sid_mlp"):
                 assert model.teacher_cache
     for entry in grid.published:
-        optional = {"relative_to"}
-        assert set(entry) - optional == {"point", "dataset", "metrics", "source"}
+        assert set(entry) - {"relative_to"} == {"point", "dataset", "metrics", "source"}
         assert all(isinstance(value, float) for value in entry["metrics"].values())
         assert set(entry["point"]) <= {*grid.keys, "model.name", "fit.seed"} or is_smoke
