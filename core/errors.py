@@ -44,8 +44,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = list(known)
     last = word.rsplit(".", 1)[-1]
     names = [name for name in names if name.rsplit(".", 1)[-1] == last] or names
-    nearest = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
-    return f"the nearest is '{nearest[0]}'" if nearest else "there is none"
+    nearest = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
+    if nearest:
+        return f"the nearest is '{nearest[0]}'"
+    return f"it takes {', '.join(names[:8]) or 'none'}"
 
 
 def pluralize(count: int, noun: str) -> str:

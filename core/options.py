@@ -36,14 +36,17 @@ from pydantic.dataclasses import dataclass
 from core.errors import UserError, did_you_mean, one_line
 from core.files import open_uri
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-"""Settings of all configs: unknown keys are refused, and docstrings are help."""
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+"""Settings of all configs: unknown keys, infinity and NaN are refused, and docstrings
+are help."""
 
 Config = TypeVar("Config")
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Folder = Annotated[str, Field(min_length=1)]
 
 SECRET = re.compile(
     r"(^\w+:(?!/)\S*|://(?!anonymous@)([^/\s@]*:\S*|[^/\s]*))@|"
@@ -195,7 +198,10 @@ def nest(words: Sequence[str], config_class: Any) -> dict[str, Any]:
     mappings = [
         key
         for key, option in options.items()
-        if any(get_origin(kind) is dict for kind in option.types)
+        if any(
+            get_origin(kind) is dict and get_args(kind)[1] is not Any
+            for kind in option.types
+        )
     ]
     content: dict[str, Any] = {}
     rest = list(words)
@@ -282,6 +288,12 @@ def check_keys(config_class: Any, content: Mapping[str, Any], prefix: str = "") 
     names = {field.name for field in fields(config_class)}
     for key, value in content.items():
         if key not in names:
+            if "." in key:
+                section, _, name = key.partition(".")
+                raise UserError(
+                    f"unknown key '{prefix}{key}'; in a file it is {section}: "
+                    f"{{{name}: ...}}"
+                )
             known = [option.key for option in list_options(config_class, prefix)]
             nearest = did_you_mean(f"{prefix}{key}", known)
             raise UserError(f"unknown key '{prefix}{key}'; {nearest}")

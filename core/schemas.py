@@ -841,7 +841,7 @@ class JobRef:
 class RunRecord:
     """Content of `run.json`: a training, a sweep, or a trial that evaluates."""
 
-    version: Literal[3] = 3
+    version: Literal[4] = 4
     status: Literal["running", "finished", "failed"]
     run: RunRef
     config: dict[str, Any] = field(default_factory=dict)

@@ -14,7 +14,7 @@ import time
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, pluralize
-from core.options import STRICT
+from core.options import STRICT, Folder
 from jobs import cli
 
 
@@ -22,7 +22,7 @@ from jobs import cli
 class Config:
     """Options of the audit."""
 
-    tables: str
+    tables: Folder
     """TABLES: folder or URI with the tables `events`, `items` and `sequences`."""
 
 

@@ -296,8 +296,13 @@ def config_from_options(name: str, options: Mapping[str, Any]) -> Any:
     others = dict(options)
     config = others.pop("config", [])
     files = [config] if isinstance(config, str) else config
+    if not isinstance(files, list):
+        raise UserError(f"{name}.config is {config!r}; it must be a file or a list")
     job = importlib.import_module(f"jobs.{name}")
-    return build_config(job, merge(read_configs(files), others))
+    try:
+        return build_config(job, merge(read_configs(files), others))
+    except UserError as error:
+        raise UserError(f"jobs.{name}: {error}", error.cause) from error
 
 
 def build_config(job: ModuleType, content: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import absolute, hold_lock, join, read_json, write_file
-from core.options import STRICT, Fraction, check_known, merge
+from core.options import STRICT, Folder, Fraction, check_known, merge
 from core.schemas import (
     DayRecord,
     EmbeddingsInfo,
@@ -50,7 +50,7 @@ DAYS = "days.json"
 class Config:
     """Options of jobs.daily."""
 
-    output: str
+    output: Folder
     """Folder for tables, sids or text, runs, and `days.json`."""
     prepare: dict[str, Any]
     """Options of jobs.prepare. The split must be temporal, such as `split: {val_days:

@@ -16,7 +16,7 @@ from dataclasses import field
 from pydantic.dataclasses import dataclass
 
 from core.files import join
-from core.options import STRICT
+from core.options import STRICT, Folder
 from core.schemas import SequencesInfo
 from core.tables import open_table
 from jobs import cli
@@ -28,9 +28,9 @@ from pipelines.data.sids.config import TextConfig
 class Config:
     """Options of jobs.encode."""
 
-    tables: str
+    tables: Folder
     """TABLES: the folder that jobs.prepare made, of a search or actions log."""
-    output: str
+    output: Folder
     """TEXT: folder for the table items and, for a search log, queries, pairs and tokens
     (no tokens with tfidf)."""
     encoder: str = "minilm"

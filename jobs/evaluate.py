@@ -21,7 +21,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.errors import pluralize
-from core.options import STRICT
+from core.options import STRICT, Folder
 from core.schemas import Inputs, PredictionsInfo
 from jobs import cli
 from models.retrieval.options import (
@@ -45,9 +45,9 @@ RECOMMEND_NAMES = tuple(
 class Config(StudentOptions, AtSpeedOptions):
     """Options of jobs.evaluate."""
 
-    checkpoint: str
+    checkpoint: Folder
     """Folder of a checkpoint, or of a finished run, whose best checkpoint is loaded."""
-    tables: str
+    tables: Folder
     """TABLES: the folder that jobs.prepare made."""
     sids: str | None = None
     """SIDS: the folder that jobs.tokenize made, for models that use semantic IDs."""
@@ -66,7 +66,7 @@ class Config(StudentOptions, AtSpeedOptions):
     allowed: str | None = None
     """File with the ids of the items that --batch_inference may recommend: text with an
     id per line, or CSV or Parquet with a column item_id."""
-    nearest: str | None = None
+    nearest: Folder | None = None
     """Write the K nearest items of each item to this Parquet file: by cosine similarity
     of SASRec's item embeddings or of the embeddings of TIGER's codes, or the neighbours
     of item_knn."""

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, pluralize
 from core.files import open_uri, write_file
-from core.options import STRICT, as_base, build, merge
+from core.options import STRICT, Folder, as_base, build, merge
 from jobs import cli
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare import Existing, prepare
@@ -40,9 +40,9 @@ class Config(PrepareConfig):
 
     source: str
     """YAML file that describes the raw log, such as jobs/configs/sources/NAME.yaml."""
-    input: str
+    input: Folder
     """Folder of the raw log: a local path, s3:// or gs://."""
-    output: str
+    output: Folder
     """Folder for the tables."""
     overwrite: bool = False
     """Replace existing tables."""
@@ -161,7 +161,7 @@ def _join_counts(counts: dict[str, int]) -> str:
 class Suggestion:
     """Options of jobs.prepare --suggest."""
 
-    suggest: str
+    suggest: Folder
     """Folder of a raw log that no source file describes yet: a local path, s3:// or
     gs://."""
     kind: Literal["retrieval", "search", "actions"] | None = None

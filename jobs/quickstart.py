@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, format_duration
 from core.files import join
-from core.options import STRICT, build, merge, read_yaml
+from core.options import STRICT, Seed, build, merge, read_yaml
 from core.schemas import ItemsInfo, SequencesInfo
 from core.tables import open_table
 from jobs import cli
@@ -109,7 +109,7 @@ class Config:
     commands take about ten minutes on two cores."""
     simulate: dict[str, Any] = field(default_factory=dict)
     """Options of jobs.simulate, such as `--simulate.users 500`."""
-    seed: int = SEED
+    seed: Seed = SEED
     """Seed of the trainings. Names of runs contain a seed other than 42, and the
     comparison averages over seeds."""
 

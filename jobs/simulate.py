@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from core.options import STRICT, as_base
+from core.options import STRICT, Folder, as_base
 from jobs import cli
 from pipelines.data.kinds import KINDS
 from pipelines.data.simulation import Settings, write_log
@@ -25,7 +25,7 @@ from pipelines.data.simulation import Settings, write_log
 class Config(Settings):
     """Options of jobs.simulate: where to write the log, its size, seed and causes."""
 
-    output: str
+    output: Folder
     """Folder for the log: new, empty, or with an earlier simulated log, which is
     replaced."""
     kind: Literal[tuple(KINDS)] = "retrieval"  # type: ignore[valid-type]

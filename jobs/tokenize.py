@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import pluralize
 from core.files import join
-from core.options import STRICT
+from core.options import STRICT, Folder
 from core.schemas import ItemsInfo, SidsInfo, TrieInfo
 from core.tables import Table, open_table
 from jobs import cli
@@ -50,9 +50,9 @@ ERROR_LABELS = {
 class Config:
     """Options of jobs.tokenize."""
 
-    tables: str
+    tables: Folder
     """TABLES: the folder that jobs.prepare made."""
-    output: str
+    output: Folder
     """SIDS: folder for the tables embeddings, sids and trie."""
     tokenizer: registry.TokenizerSection
     """Tokenizer, and its options such as `--tokenizer.levels 4`: trained codebooks with

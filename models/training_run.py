@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from core.errors import UserError
 from core.files import join
-from core.options import check_known
+from core.options import build, check_known
 from core.schemas import Inputs, SequencesInfo
 from core.tables import Table, open_table
 from models import registry
@@ -442,4 +442,7 @@ def check_fit(fit: FitConfig, model_class: type[Model], catalogue: Any) -> None:
         catalogue: Catalogue of the model, whose labels are part of the metrics' names.
     """
     check_known([fit.metric], model_class.metric_names(catalogue), "fit.metric")
-    check_known(fit.eval_options, model_class.recommend_options(), "fit.eval_options")
+    if model_class.options_class:
+        build(model_class.options_class, fit.eval_options, "fit.eval_options.")
+    else:
+        check_known(fit.eval_options, [], "fit.eval_options")

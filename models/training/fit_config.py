@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from core.options import STRICT, Fraction, Free
+from core.options import STRICT, Fraction, Free, Seed
 
 
 @dataclass(config=STRICT)
@@ -75,7 +75,7 @@ class FitConfig:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of training: bf16 autocast or fp32. Auto is bf16 on GPUs that support
     it, and fp32 elsewhere. Validation always runs in fp32."""
-    seed: int = 0
+    seed: Seed = 0
     """Random seed of the initial weights, the order of batches and dropout."""
     log_every_steps: PositiveInt = 50
     """Steps between logged training losses."""

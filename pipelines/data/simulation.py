@@ -23,12 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.random import Generator, default_rng
 from pyarrow import fs
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import join, open_uri, read_json, write_file
-from core.options import STRICT, Fraction
+from core.options import STRICT, Fraction, Seed
 from core.ragged import lengths_to_starts
 
 RECORD = "simulation.json"
@@ -83,7 +83,7 @@ class Settings:
     """Number of items in the catalogue; rare items may have no event."""
     events: PositiveInt = 15_000
     """Exact number of events or searches."""
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     """Seed; the same settings give the same log, byte for byte."""
     files: PositiveInt = 1
     """Minimum number of files with equally many events, in the order of time; a large

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
 from core.files import absolute, join
-from core.options import STRICT
+from core.options import STRICT, Folder
 from core.schemas import Inputs
 from models.registry import ModelSection
 from models.training.fit_config import FitConfig, check_replay
@@ -91,14 +91,14 @@ def check_run_name(name: str) -> None:
 class TrainConfig:
     """Configuration of a training: model, input tables, training loop and storage."""
 
-    tables: str
+    tables: Folder
     """Output folder of jobs.prepare."""
     sids: str | None = None
     """Output folder of jobs.tokenize, for models that use semantic IDs."""
     text: str | None = None
     """Output folder of jobs.encode, required by search models and optional for actions
     models."""
-    storage: str
+    storage: Folder
     """Folder for all runs: their checkpoints, and MLflow's SQLite store unless
     tracking_uri is given."""
     name: str

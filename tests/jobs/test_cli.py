@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from core import options
 from core.errors import UserError
-from jobs import cli
+from jobs import cli, daily
 
 
 @dataclass(config=options.STRICT)
@@ -61,6 +61,13 @@ def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
     assert parsed == Options("b", split=Split(val_share=0.3))
 
 
+def test_words_below_options_of_another_job_are_nested() -> None:
+    words = ["--output", "o", "--prepare.split.val_days", "3", "--train.fit.lr", "0.1"]
+    content = options.read_words(words, daily.Config)
+    assert content["prepare"] == {"split": {"val_days": "3"}}
+    assert content["train"] == {"fit": {"lr": "0.1"}}
+
+
 def test_a_flag_needs_no_value() -> None:
     assert parse("--source", "a", "--overwrite", "--split.kind", "temporal").overwrite
     assert parse("--overwrite", "--source", "a").overwrite
@@ -82,7 +89,7 @@ def test_a_flag_needs_no_value() -> None:
         ("--source a --count 1.5", "count is '1.5'; input should be a valid integer"),
         ("--source a --sizes [1,x]", "sizes.1 is 'x'"),
         ("--source a --gpu some", "or Input should be 'auto'"),
-        ("--source a --split.val_share nan", "outside (0, 1)"),
+        ("--source a --split.val_share nan", "finite"),
         ("--source a --split.val_share=", "split.val_share is ''"),
         ("--source a --split.val_share null", "split.val_share is None"),
         ("--sorce a", "'source'"),

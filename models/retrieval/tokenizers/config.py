@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from core.options import STRICT, NamedConfig
+from core.options import STRICT, NamedConfig, Seed
 
 Levels = Annotated[int, Field(ge=1, le=16)]
 CodebookSize = Annotated[int, Field(ge=2, le=65536)]
@@ -26,7 +26,7 @@ class RqkmeansConfig(NamedConfig):
     iterations: PositiveInt = 100
     """Most k-means iterations per level; a level stops early if no item changes its
     cluster."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the k-means++ draws."""
     train_items: bool = False
     """Whether to fit codebooks on the items of training requests only; other items get
@@ -61,5 +61,5 @@ class RqvaeConfig(NamedConfig):
     the last level, so that items rarely share all codes: LC-Rec's uniform semantic
     mapping (Sec. 3.1.2 of LC-Rec; published 0.003). 0 for nearest codes, as in
     TIGER."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of weights, batches and restarts."""

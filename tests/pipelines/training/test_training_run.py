@@ -233,7 +233,7 @@ def test_impossible_options_are_refused_before_training(
     refused: list[tuple[str, dict[str, Any]]] = [
         ("16 does not divide by 3", {"ray": RayOptions(num_workers=3)}),
         ("do not fit", {"ray": RayOptions(num_workers=2, cpus_per_worker=100)}),
-        ("'beem'", {"fit": replace(FIT, eval_options={"beem": 3})}),
+        ("beem", {"fit": replace(FIT, eval_options={"beem": 3})}),
         ("is relative", {"tracking_uri": "sqlite:///mlflow.db"}),
     ]
     for message, changes in refused:
