@@ -137,10 +137,10 @@ class CandidateRequest(ServedRequest):
         """
         missing: list[Any] = [None] * len(index)
         columns = {**dict.fromkeys(features.names, missing), **(defaults or {})}
-        for kind, mark in KINDS.items():
-            given = getattr(self, f"{prefix}{kind}", None) or {}
+        for kind in list_custom_names(features):
+            given = getattr(self, prefix + kind) or {}
             for name, values in given.items():
-                columns[mark + name] = [values[i] for i in index]
+                columns[KINDS[kind] + name] = [values[i] for i in index]
         return columns
 
 

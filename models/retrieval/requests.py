@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import pyarrow as pa
-import torch
 from pydantic import BaseModel, BeforeValidator, Field
-from torch import Tensor
 
-from core.errors import UserError
 from core.ids import MAX_SERVED_ID, clean_id
 from core.options import STRICT
 from core.schemas import sequences_schema
@@ -62,24 +59,13 @@ class RetrievalRequests(Requests):
     base_class = RetrievalRequest
     options_class = CatalogueOptions
 
-    def find_history(self, request: RetrievalRequest) -> list[int]:
-        """Return the history as `item_index`, without items outside the catalogue."""
-        return [self.index[item] for item in request.history if item in self.index]
+    def find_items(self, ids: Iterable[str]) -> list[int]:
+        """Return the `item_index` of ids, without ids outside the catalogue."""
+        return [self.index[item] for item in ids if item in self.index]
 
     def collate(self, requests: Sequence[RetrievalRequest], max_history: int) -> Batch:
         """Return the batch of requests, each with an item of the catalogue."""
-        rows = [request.to_row(self.find_history(request)) for request in requests]
+        rows = [
+            request.to_row(self.find_items(request.history)) for request in requests
+        ]
         return self.collate_rows(rows, max_history)
-
-    def parse_allowed(self, ids: Sequence[str]) -> Tensor:
-        """Return a mask (I,) of the catalogue's items with these ids.
-
-        Other ids are ignored.
-        """
-        index = [self.index[item] for item in ids if item in self.index]
-        if not index:
-            raise UserError(
-                f"allowed has {len(ids)} ids, and none of an item of the catalogue"
-            )
-        mask = torch.zeros(len(self.items), dtype=torch.bool)
-        return mask.index_fill(0, torch.tensor(index), True)

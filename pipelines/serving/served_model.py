@@ -230,7 +230,7 @@ class ServedModel(PythonModel):
             )
         allowed, num_allowed = self.encode_allowed(options.allowed)
         ids = self.requests.items
-        known = [len(self.requests.find_history(request)) for request in requests]
+        known = [len(self.requests.find_items(request.history)) for request in requests]
         latest = required_history(self.model.config.max_history, {"unseen": unseen})
 
         def rank(requests: list[Any]) -> list[Ranking]:
@@ -291,11 +291,15 @@ class ServedModel(PythonModel):
         key = hashlib.sha256(json.dumps(ids).encode()).digest()
         with self.lock:
             if key not in self.allowed_sets:
-                items = self.requests.parse_allowed(ids).to(self.device)
-                self.allowed_sets[key] = (
-                    self.model.encode_allowed(items),
-                    int(items.sum()),
-                )
+                items = torch.zeros(len(self.requests.items), dtype=torch.bool)
+                items[self.requests.find_items(ids)] = True
+                if not items.any():
+                    raise UserError(
+                        f"allowed has {len(ids)} ids, and none of an item of the "
+                        "catalogue"
+                    )
+                encoded = self.model.encode_allowed(items.to(self.device))
+                self.allowed_sets[key] = encoded, int(items.sum())
             return self.allowed_sets[key]
 
     def rank_candidates(self, requests: Sequence[Any], options: Any) -> pd.DataFrame:

@@ -260,5 +260,5 @@ def test_a_served_model_reads_custom_features_by_name(
         )
 
     misspelt = {"numbers": {"scoer": [1.0] * len(candidates)}}
-    with pytest.raises(UserError, match="numbers has 'scoer'"):
+    with pytest.raises(UserError, match=r"numbers\.scoer"):
         served_model.predict(pd.DataFrame([request | misspelt]))
