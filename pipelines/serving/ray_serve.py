@@ -28,7 +28,6 @@ import time
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from io import StringIO
 from itertools import accumulate, chain, pairwise
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -40,7 +39,6 @@ import mlflow
 import ray
 from fastapi import FastAPI, HTTPException, Request, Response
 from mlflow.exceptions import MlflowException
-from mlflow.pyfunc.scoring_server import predictions_to_json
 from mlflow.store.artifact.utils.models import get_model_name_and_version
 from pydantic import BaseModel, Field
 from ray import serve
@@ -98,13 +96,6 @@ class ParsedRequest:
     def batch_key(self) -> Hashable:
         """Return a key that is equal for requests that one model call can answer."""
         return id(self.served), self.body.params.model_dump_json()
-
-
-def to_json(predictions: Any) -> str:
-    """Return predictions as the JSON body of an answer."""
-    body = StringIO()
-    predictions_to_json(predictions, body)
-    return body.getvalue()
 
 
 def resolve_version(model: str) -> str:
@@ -279,7 +270,10 @@ class Replica:
                 return [error]
             return [self.answer_group([request])[0] for request in requests]
         ends = accumulate(map(len, rows), initial=0)
-        return [to_json(answers[begin:end]) for begin, end in pairwise(ends)]
+        return [
+            json.dumps({"predictions": answers[begin:end]})
+            for begin, end in pairwise(ends)
+        ]
 
 
 def build(options: Options) -> serve.Application:

@@ -84,6 +84,9 @@ MAX_BATCH_REQUESTS = 256
 MAX_BATCH_ENTRIES = 2**17
 """Largest number of entries of a padded batch with several requests."""
 
+ANSWER_FIELDS = ["item_id", "score", "unknown_items", "note"]
+"""Fields of an answer; models that rank candidates give the first two."""
+
 Ranking = tuple[list[str], list[float]]
 """Item ids, best first, and their scores."""
 
@@ -155,6 +158,7 @@ class ServedModel(PythonModel):
         self.model: Any = model.to(self.device)
         self.requests: Any = requests_class(folder, model, catalogue, settings)
         self.ranks_catalogue = model_class.ranks == "catalogue"
+        self.fields = ANSWER_FIELDS if self.ranks_catalogue else ANSWER_FIELDS[:2]
         self.warned = False
         # encoded set and its number of items, by hash of the ids
         self.allowed_sets: LRUCache[bytes, tuple[torch.Tensor, int]] = LRUCache(
@@ -183,7 +187,8 @@ class ServedModel(PythonModel):
         if isinstance(model_input, pd.DataFrame):
             rows = model_input.to_dict("records")
         body = {"dataframe_records": rows, "params": params or {}}
-        return self.answer(validate(self.body_class, body))
+        answers = self.answer(validate(self.body_class, body))
+        return pd.DataFrame(answers, columns=self.fields)
 
     def read_body(self, data: bytes | bytearray, content_type: str | None) -> Any:
         """Return the `body_class` of the JSON of an HTTP request.
@@ -200,21 +205,22 @@ class ServedModel(PythonModel):
             )
         return validate(self.body_class, data)
 
-    def answer(self, body: Any) -> pd.DataFrame:
-        """Return a row for each request: lists `item_id` and `score`, best first.
+    def answer(self, body: Any) -> list[dict[str, Any]]:
+        """Return the answer to each request: lists `item_id` and `score`, best first.
 
         Raises:
             RefusedRequest: If the model has no answer.
         """
         rank = self.rank_catalogue if self.ranks_catalogue else self.rank_candidates
         try:
-            return rank(body.dataframe_records, body.params)
-        except RefusedRequest:
-            raise
+            answers = rank(body.dataframe_records, body.params)
+            return [dict(zip(self.fields, answer, strict=True)) for answer in answers]
         except UserError as error:
             raise RefusedRequest(str(error)) from error
 
-    def rank_catalogue(self, requests: Sequence[Any], options: Any) -> pd.DataFrame:
+    def rank_catalogue(
+        self, requests: Sequence[Any], options: Any
+    ) -> list[tuple[Any, ...]]:
         """Rank the catalogue for each request.
 
         Returns:
@@ -247,7 +253,7 @@ class ServedModel(PythonModel):
             return rankings
 
         rankings = rank_by_length(requests, [min(n, latest) for n in known], rank)
-        answers = []
+        answers: list[tuple[Any, ...]] = []
         for (items, scores), request, count in zip(
             rankings, requests, known, strict=True
         ):
@@ -265,9 +271,7 @@ class ServedModel(PythonModel):
                     "unknown_items counts them by row",
                     stacklevel=2,
                 )
-        return pd.DataFrame(
-            answers, columns=["item_id", "score", "unknown_items", "note"]
-        )
+        return answers
 
     def explain_short(self, k: int, num_allowed: int, unseen: bool) -> str:
         """Return why a ranking has fewer than `k` items."""
@@ -302,7 +306,7 @@ class ServedModel(PythonModel):
                 self.allowed_sets[key] = encoded, int(items.sum())
             return self.allowed_sets[key]
 
-    def rank_candidates(self, requests: Sequence[Any], options: Any) -> pd.DataFrame:
+    def rank_candidates(self, requests: Sequence[Any], options: Any) -> list[Ranking]:
         """Rank the candidates of each request.
 
         Candidates that the model does not know come last, in the order of the request,
@@ -338,8 +342,7 @@ class ServedModel(PythonModel):
             1 + len(request.candidates) + min(len(request.history), max_history)
             for request in requests
         ]
-        ranked = rank_by_length(requests, lengths, rank)
-        return pd.DataFrame(ranked, columns=["item_id", "score"])
+        return rank_by_length(requests, lengths, rank)
 
 
 def rank_by_length(
