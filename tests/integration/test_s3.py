@@ -122,7 +122,7 @@ def test_tables_on_s3_equal_those_on_disk(storages: Storages) -> None:
         assert [part.sha256 for part in on_s3.files] == hashes_on_disk
 
 
-def test_a_training_killed_in_an_upload_to_s3_has_the_weights_of_one_on_disk(
+def test_a_killed_training_on_s3_continues_to_the_weights_of_one_on_disk(
     storages: Storages,
 ) -> None:
     (storages.disk / "one.yaml").write_text(json.dumps({"model": MODEL, "fit": FIT}))
@@ -139,8 +139,9 @@ def test_a_training_killed_in_an_upload_to_s3_has_the_weights_of_one_on_disk(
     killed.kill()
     killed.communicate()
     assert file_info(lock).type == fs.FileType.File  # a killed process releases no lock
-    # as a kill within the next upload leaves it, without config.json
-    write_file(f"{run}/step-{last.step + 1:08}/{checkpoint.WEIGHTS}", b"begun")
+    # as a kill within the next upload, whose files are sent at once, may leave it
+    config = last.to_json().encode()
+    write_file(f"{run}/step-{last.step + 1:08}/{checkpoint.CONFIG}", config)
 
     output = storages.run(
         command.replace("{s3}", "{disk}"),

@@ -142,7 +142,6 @@ def test_days_whose_jobs_are_killed_have_the_undisturbed_results(
     last_best = killed / "out/runs" / days[-1]["name"] / "best"
     logged = client.get_run(checkpoint.read(str(last_best)).tracking["run_id"])
     assert logged.data.tags["accepted"] == "true"
-    assert tracking.to_mlflow_name("running/recall@10") in logged.data.metrics
 
 
 def test_a_worse_model_does_not_replace_the_running_one(

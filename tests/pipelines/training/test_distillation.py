@@ -41,9 +41,7 @@ FIT = FitConfig(
     batch_size=32,
     max_epochs=4,
     lr=0.01,
-    warmup_share=0.0,
     patience=0,
-    seed=3,
     metric="recall@20",
 )
 
@@ -74,7 +72,6 @@ def test_a_student_records_its_teacher_continues_and_then_does_not_need_it(
 
     model = result.best.model
     assert model["teacher"] == str(tmp_path / "tiger/best")
-    assert model["teacher_model"]["d_model"] == 16
     logged = tracking.connect(result.run.uri).get_run(result.run.run_id)
     assert logged.data.params["model.teacher_hash"] == model["teacher_hash"]
     assert logged.data.metrics["sids/codebook_sizes/0"] == 4
@@ -104,5 +101,4 @@ def test_a_student_records_its_teacher_continues_and_then_does_not_need_it(
     for options in ({"name": "whole", "overwrite": True}, {"name": "another"}):
         with pytest.raises(UserError, match="tiger is neither a checkpoint"):
             train_student(**options)
-    assert (whole / "best").is_dir()
     assert not (tmp_path / "another").exists()
