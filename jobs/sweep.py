@@ -16,13 +16,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import polars as pl
-
 from core.errors import UserError, pluralize
 from jobs import cli
 from tuning.options import SweepConfig
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from core.schemas import RunRef
     from tuning.grid import Sweep
 
@@ -58,7 +58,7 @@ def run(config: SweepConfig) -> pl.DataFrame | None:
         f"Swept {pluralize(len(results), 'trial')} of {sweep.grid.name} in "
         f"{time.monotonic() - began:.0f} s."
     )
-    missing = results.filter(pl.col("value").is_null())
+    missing = results.filter(results["value"].is_null())
     if len(missing):
         raise UserError(
             f"{len(missing)} of {pluralize(len(results), 'trial')} failed "
