@@ -21,6 +21,7 @@ PROBES = {
     "models/text/text_encoder.py": "modules of Hugging Face",
     "models/search/hllm.py": "configs of Hugging Face",
     "pipelines/serving/served_model.py": "messages of refusals, which MLflow assigns too",
+    "tuning/grid.py": "configs of students, of which some train all parts",
     "core/files.py": "named tuples, which share no base class",
     "jobs/cli.py": "jobs whose command line is more than their dataclass",
     "core/options.py": "dataclasses that pydantic has not made",
