@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from core.errors import UserError, pluralize
 from core.files import open_uri, write_file
-from core.options import STRICT, Folder, as_base, build, merge
+from core.options import STRICT, Folder, as_base, build, check_keys, merge
 from jobs import cli
 from pipelines.data.kinds import KINDS
 from pipelines.data.prepare import Existing, prepare
@@ -72,6 +72,7 @@ def build_config(content: dict[str, Any]) -> Config | Suggestion:
         return build(Suggestion, content)
     source = content.get("source")
     defaults = load_source(source)[1] if source else {}
+    check_keys(PrepareConfig, defaults, "prepare.")
     return build(Config, merge(defaults, content))
 
 

@@ -92,6 +92,8 @@ WRONG_LINES = [
     (f"{PREPARE} --source /nowhere.yaml", "/nowhere.yaml"),
     (f"{PREPARE} --core -3", "core is '-3'"),
     (f"{PREPARE} --split.by random", "random"),
+    (f"{PREPARE} --split.val_fraction 0.9 --split.test_fraction 0.2", "nothing for"),
+    (f"{PREPARE} --split.val_days 0 --split.test_days 1", "split.val_days is '0'"),
     ("simulate --output {runs}/out --users 0", "users is '0'"),
 ]
 """Command lines that end with exit code 1, and a fragment of their one line."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from core.errors import UserError
@@ -50,10 +51,10 @@ class SplitConfig:
     fractions, together with `test_start`."""
     test_start: Free = None
     """Start of the test window."""
-    val_days: float | None = None
+    val_days: PositiveFloat | None = None
     """Days of the validation window; replaces the fractions, together with `test_days`.
     The cuts move with the end of the log."""
-    test_days: float | None = None
+    test_days: PositiveFloat | None = None
     """Days of the test window, which ends with the last behaviour."""
 
     def __post_init__(self) -> None:
@@ -69,6 +70,13 @@ class SplitConfig:
         if self.val_start is not None:
             self.val_start = epoch_ms(self.val_start, "split.val_start")
             self.test_start = epoch_ms(self.test_start, "split.test_start")
+            if self.val_start >= self.test_start:
+                raise ValueError("split.val_start is not before split.test_start")
+        if self.val_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"split.val_fraction is {self.val_fraction:g} and split.test_fraction "
+                f"{self.test_fraction:g}, which leaves nothing for training"
+            )
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that are set, as plain values."""
