@@ -47,7 +47,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(word, names, n=1, cutoff=0.4)
     if nearest:
         return f"the nearest is '{nearest[0]}'"
-    return f"it takes {', '.join(names[:8]) or 'none'}"
+    return f"it takes {', '.join(map(repr, names[:8])) or 'none'}"
 
 
 def pluralize(count: int, noun: str) -> str:

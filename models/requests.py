@@ -23,6 +23,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     create_model,
     model_validator,
@@ -31,7 +32,6 @@ from typing_extensions import TypedDict
 
 from core.errors import UserError
 from core.ids import parse_item_id
-from core.options import STRICT
 from core.schemas import CustomFeatures
 from core.tables import LARGEST_NUMBER
 from models.custom_features import CATEGORY, NUMBER
@@ -68,10 +68,14 @@ Numbers = Annotated[
 Vectors = Annotated[list[Numbers], Field(fail_fast=True)]
 
 
+CONTRACT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+"""Settings of requests: unknown keys are refused; NaN is a missing value."""
+
+
 class ServedRequest(BaseModel):
     """A request to a served model."""
 
-    model_config = STRICT
+    model_config = CONTRACT
 
     history: Ids
     """Item ids of the user's behaviours, oldest first."""
@@ -147,7 +151,7 @@ class CandidateRequest(ServedRequest):
 class CandidateOptions(BaseModel):
     """Options of all requests of a call to a model that ranks candidates."""
 
-    model_config = STRICT
+    model_config = CONTRACT
 
     label: Text = ""
     """Label whose probability is the score; by default the model's first one."""
@@ -156,7 +160,7 @@ class CandidateOptions(BaseModel):
 class Settings(BaseModel):
     """Options for loading a served model."""
 
-    model_config = STRICT
+    model_config = CONTRACT
 
     device: str = "cpu"
     """Device of the model, such as `cuda`."""
@@ -247,7 +251,7 @@ class Requests:
 def make_dict(name: str, fields: dict[str, Any]) -> Any:
     """Return the type of a dict with some or all of these fields, and no others."""
     made: Any = TypedDict(name, fields, total=False)  # type: ignore[misc, operator]
-    made.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
+    made.__pydantic_config__ = CONTRACT  # type: ignore[attr-defined]
     return made
 
 

@@ -214,7 +214,8 @@ def load_sweep(config: SweepConfig) -> Sweep:
 def build_config(name: str, point: Point, sweep: Sweep) -> TrainConfig | Evaluation:
     """Build the configuration of the trial of a point."""
     config, ray = sweep.config, sweep.config.ray
-    content = {"tables": config.tables, "sids": config.sids, "text": config.text}
+    tables = config.tables or "TABLES"  # a dry run may name none
+    content = {"tables": tables, "sids": config.sids, "text": config.text}
     content = merge(content, sweep.grid.fixed, nest(point))
     if sweep.grid.job == "evaluate":
         return build(Evaluation, content)

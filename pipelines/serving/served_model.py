@@ -61,12 +61,11 @@ if Path(__file__).with_name("code").joinpath("trieline.zip").is_file():
                 )
 
 from core.errors import UserError, pluralize
-from core.options import STRICT
 from core.schemas import Inputs
 from models import registry
 from models.build import load_model
 from models.metrics.scores import check_finite
-from models.requests import MAX_ROWS
+from models.requests import CONTRACT, MAX_ROWS
 from models.retrieval.recommend import required_history
 from models.retrieval.requests import EVERY
 from models.training import checkpoint
@@ -170,7 +169,7 @@ class ServedModel(PythonModel):
         options_class = requests_class.options_class
         self.body_class = create_model(
             "Body",
-            __config__=STRICT,
+            __config__=CONTRACT,
             dataframe_records=(Annotated[rows, bounds], ...),
             params=(options_class, options_class()),
         )

@@ -29,6 +29,7 @@ from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
 from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.commands import load_split
 from tests.fixtures.golden import check_golden
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.training_tables import change_sequences
@@ -124,7 +125,8 @@ def test_labels_and_later_events_change_no_score(
     other = str(shutil.copytree(tables, tmp_path / "tables"))
     change_sequences(other, change_future)
     dataset = run.model.dataset_class
-    examples = dataset.load(
+    examples = load_split(
+        dataset,
         f"{other}/sequences",
         "val",
         unit=run.model.eval_unit,

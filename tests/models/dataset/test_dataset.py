@@ -18,6 +18,7 @@ from models.dataset.order import WINDOW_STEPS, count_steps, order_epoch
 from models.retrieval.data import RetrievalDataset
 from models.search.data import SearchDataset
 from tests.fixtures.actions_tables import write_actions
+from tests.fixtures.commands import load_split
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.training_tables import write_tables
 
@@ -48,7 +49,8 @@ def load_ranks(
     """Load the dataset of each of `world` workers."""
     dataset, units, max_history = UNITS[name]
     return [
-        dataset.load(
+        load_split(
+            dataset,
             sequences[name.partition("_")[0]],
             split,
             unit=units[split],
