@@ -5,8 +5,6 @@ Row `i` of `values` is `values[offsets[i]:offsets[i + 1]]`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -160,15 +158,3 @@ def split_evenly(weights: NDArray, num_parts: int) -> NDArray[np.int64]:
     # At least one row per part: edges rise by 1 or more and leave rows for later parts.
     edges = np.maximum.accumulate(edges - part) + part
     return np.minimum(edges, len(weights) - num_parts + part)
-
-
-def concat_columns(parts: list[dict[str, Any]]) -> dict[str, NDArray]:
-    """Concatenate the arrays of all parts by name.
-
-    Arrays are removed from the parts once they are copied, which halves peak memory.
-
-    Args:
-        parts: Arrays by name, with the same names in all parts.
-    """
-    names = list(parts[0])
-    return {name: np.concatenate([part.pop(name) for part in parts]) for name in names}

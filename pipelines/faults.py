@@ -5,13 +5,9 @@ Exception classes are compared by name, so this module imports neither Ray nor M
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 
 from core.errors import UserError, one_line
-
-PERMANENT = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
-"""Numbers of OSErrors with which a retry fails too."""
 
 LIBRARIES = {"ray", "mlflow", "torch", "sqlite3", "botocore", "boto3"}
 """Libraries whose errors report a lost process, storage or service."""
@@ -68,14 +64,3 @@ def explain(error: BaseException) -> str | None:
     if isinstance(cause, OSError | MemoryError) or library in LIBRARIES:
         return one_line(cause)
     return None
-
-
-def is_permanent(error: BaseException) -> bool:
-    """Return whether a retry would fail with the same error."""
-    return find_user_error(error) is not None or any(
-        isinstance(cause, MemoryError)
-        or getattr(cause, "errno", None) in PERMANENT
-        or str(type(cause)) == "<class 'torch.OutOfMemoryError'>"
-        or "No space left on device" in str(cause)
-        for cause in iter_causes(error)
-    )

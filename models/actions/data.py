@@ -143,28 +143,6 @@ class ActionsDataset(RequestDataset):
         custom = asdict(info.custom)
         return [info.actions, info.tasks, info.features, info.viewers, custom]
 
-    @classmethod
-    def from_requests(
-        cls, events: Columns, context: NDArray, candidates: NDArray
-    ) -> ActionsDataset:
-        """Return a dataset of R served requests, with one example per request.
-
-        Args:
-            events: Columns by event. The context of a request is followed by its
-                candidates, then the next request begins.
-            context: (R,) number of context events of each request.
-            candidates: (R,) number of candidates of each request.
-        """
-        lengths = context + candidates
-        columns = {
-            **events,
-            "behaviours_per_user": lengths,
-            "train_end": np.zeros(len(lengths), np.int64),
-            "val_end": context,
-        }
-        longest = max(1, int(context.max(initial=1)))
-        return cls(columns, "test", "user", longest, keep_empty=True)
-
     def _plan(self) -> None:
         """Cut the events of the split into examples."""
         is_train = self.split == "train"

@@ -339,24 +339,6 @@ class RetrievalDataset(RequestDataset):
             target_position=to_tensor(position),
         )
 
-    @classmethod
-    def from_histories(
-        cls, items: NDArray[np.int64], lengths: NDArray[np.int64], user: NDArray
-    ) -> RetrievalDataset:
-        """Return a dataset of served requests, each with its whole history.
-
-        Args:
-            items: (E,) items of all histories, end to end.
-            lengths: (B,) length of each history, at least 1.
-            user: (B,) hash of each request's user.
-        """
-        columns = {
-            "behaviours_per_user": lengths,
-            "item": items,
-            "user_hash": user,
-        }
-        return cls(columns, "next", "request", max(1, int(lengths.max(initial=1))))
-
 
 def max_per_run(values: NDArray, starts: NDArray[np.int64]) -> NDArray:
     """Return the maximum (k,) of each run of `values` (n,).

@@ -201,51 +201,6 @@ class SearchDataset(RequestDataset):
         """Return the entries of the info that `decode` depends on."""
         return [info.labels, info.features, asdict(info.custom)]
 
-    @classmethod
-    def from_requests(
-        cls,
-        columns: Columns,
-        lengths: NDArray,
-        counts: NDArray,
-        text: SearchText,
-        reads_history_queries: bool,
-    ) -> SearchDataset:
-        """Return a dataset of served requests, with one user and example per request.
-
-        The dataset has no labels.
-
-        Args:
-            columns: `item`, `time`, `query` and `history_features` by behaviour;
-                `request_query` by request; `candidate` and `features` by candidate.
-                Each column holds the values of all requests, end to end.
-            lengths: (R,) number of behaviours of each request.
-            counts: (R,) number of candidates of each request.
-            text: Text vectors; `columns` refers to queries by their row in `text`.
-            reads_history_queries: Whether batches have the text of behaviours' queries.
-        """
-        num_requests = len(lengths)
-        num_candidates = len(columns["candidate"])
-        all_columns = {
-            **columns,
-            "behaviours_per_user": lengths,
-            "requests_per_user": np.ones(num_requests, np.int64),
-            "user_hash": np.zeros(num_requests, np.int64),
-            "history_end": lengths,
-            "split": np.full(num_requests, SPLITS.index("test"), np.int8),
-            "request_time": np.zeros(num_requests, np.int64),
-            "candidates_per_request": counts,
-            "position": np.zeros(num_candidates, np.int64),
-            "labels": np.zeros((num_candidates, 0), bool),
-        }
-        return cls(
-            all_columns,
-            "test",
-            "request",
-            max(1, int(lengths.max(initial=1))),
-            text=text,
-            reads_history_queries=reads_history_queries,
-        )
-
     def _plan(self) -> None:
         """Group the requests of the split into examples."""
         columns = self.columns

@@ -43,12 +43,14 @@ REFUSED_ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("attn_mvp", FEED | {"features": [[1e30, 0]]}, "over 1.8e+19"),
     ("attn_mvp", FEED | {"features": [[1.0]]}, "a vector of 1 numbers, 2"),
     ("attn_mvp", FEED | {"features": []}, "0 entries where 1"),
+    ("attn_mvp", FEED | {"timestamp": 5}, "timestamp is 5"),
 ]
 
 RECORDS = {"dataframe_records": [HISTORY]}
 REFUSED_BODIES: list[tuple[dict[str, Any], str]] = [
     (RECORDS | {"params": {"alowed": ["item-002"]}}, "params.alowed"),
     ({"inputs": [HISTORY]}, "dataframe_records"),
+    ({"params": {"k": 3}}, "dataframe_records"),
     (RECORDS | {"param": {}}, "param is {}"),
     (RECORDS | {"params": [["k", 3]]}, "params is [['k', 3]]"),
     (RECORDS | {"params": {"unseen": None}}, "unseen is None"),
