@@ -53,7 +53,7 @@ test-ray:
 	@case $$RAY in ''|*[!0-9a-z.]*) echo "error: RAY is a version, such as 2.60.0"; exit 1; esac
 	@sed "s/^ray==.*/ray==$$RAY/" constraints.txt > .venv-ray-$$RAY.txt
 	@$(MAKE) --no-print-directory setup VENV=.venv-ray-$$RAY CONSTRAINTS=.venv-ray-$$RAY.txt
-	@.venv-ray-$$RAY/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/pipelines/data tests/pipelines/training
+	@.venv-ray-$$RAY/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/pipelines/prepare tests/pipelines/training
 
 docs-check: $(DONE)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/docs tests/papers/test_result_pages.py

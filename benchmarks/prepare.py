@@ -27,7 +27,7 @@ import polars as pl
 import psutil
 
 from benchmarks.harness import Line, to_line
-from pipelines.data.simulation import Settings, draw_interactions, write_log
+from pipelines.prepare.kinds.simulation import Settings, draw_interactions, write_log
 
 SOURCE = "jobs/configs/sources/simulated.yaml"
 

@@ -28,7 +28,7 @@ class Config:
 
 def run(config: Config) -> None:
     """Run the audit and print its report."""
-    from pipelines.data.audit.rules import audit, report
+    from pipelines.prepare.audit.rules import audit, report
 
     start = time.monotonic()
     rules = audit(

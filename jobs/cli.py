@@ -106,7 +106,7 @@ def _start_ray(num_cpus: int | None) -> None:
         return
     import ray
 
-    from pipelines.data.engine import SHUFFLE_ENV
+    from pipelines.prepare.executor import SHUFFLE_ENV
 
     for attempt in range(1, MAX_START_ATTEMPTS + 1):
         try:

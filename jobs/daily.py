@@ -206,7 +206,7 @@ class Day:
         The name of a day is the date of its last event, in the time zone of the
         mapping, and the start of the tables' hash.
         """
-        from pipelines.data.reading.log import load_source
+        from pipelines.prepare.reading.log import load_source
 
         sequences = open_table(join(self.tables, "sequences"), SequencesInfo)
         split = sequences.info.split
@@ -267,8 +267,8 @@ class Day:
         Args:
             name: Name of the day that is finished.
         """
-        from pipelines.data.reading.log import load_source
-        from pipelines.data.reading.unread import describe_unread
+        from pipelines.prepare.reading.log import load_source
+        from pipelines.prepare.reading.unread import describe_unread
 
         source, _ = load_source(self.config.prepare["source"])
         print(

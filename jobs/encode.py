@@ -20,8 +20,8 @@ from core.options import STRICT, Folder
 from core.schemas import SequencesInfo
 from core.tables import open_table
 from jobs import cli
-from pipelines.data.kinds import KINDS
-from pipelines.data.sids.config import TextConfig
+from pipelines.encode.config import TextConfig
+from pipelines.prepare.kinds.registry import KINDS
 
 
 @dataclass(config=STRICT)
@@ -45,7 +45,7 @@ def run(config: Config) -> None:
     """Encode the texts, and print the sizes of the tables and the next command."""
     start_s = time.monotonic()
     cli.say_loading("ray")
-    from pipelines.data.sids.texts import encode_log
+    from pipelines.encode.texts import encode_log
 
     def say(message: str) -> None:
         print(f"[{time.monotonic() - start_s:6.1f}s] {message}", flush=True)

@@ -24,14 +24,14 @@ from core.errors import UserError, pluralize
 from core.files import open_uri, write_file
 from core.options import STRICT, Folder, as_base, build, check_keys, merge
 from jobs import cli
-from pipelines.data.kinds import KINDS
-from pipelines.data.prepare import Existing, prepare
-from pipelines.data.prepare_config import PrepareConfig
-from pipelines.data.reading.log import load_source
-from pipelines.data.reading.unread import describe_unread
-from pipelines.data.settings import resolve_config
-from pipelines.data.suggestion.preview import lines, preview, warnings
-from pipelines.data.suggestion.suggest import suggest
+from pipelines.prepare.kinds.registry import KINDS
+from pipelines.prepare.prepare import Existing, prepare
+from pipelines.prepare.prepare_config import PrepareConfig
+from pipelines.prepare.reading.log import load_source
+from pipelines.prepare.reading.unread import describe_unread
+from pipelines.prepare.settings import resolve_config
+from pipelines.prepare.suggest.preview import lines, preview, warnings
+from pipelines.prepare.suggest.suggest import suggest
 
 
 @dataclass(config=STRICT, kw_only=True)

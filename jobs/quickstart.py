@@ -32,9 +32,9 @@ from core.options import STRICT, Seed, build, merge, read_yaml
 from core.schemas import ItemsInfo, SequencesInfo
 from core.tables import open_table
 from jobs import cli
-from pipelines.data.kinds import KINDS
-from pipelines.data.reading.log import load_source
-from pipelines.data.suggestion.suggest import suggest
+from pipelines.prepare.kinds.registry import KINDS
+from pipelines.prepare.reading.log import load_source
+from pipelines.prepare.suggest.suggest import suggest
 
 CONFIGS = Path(__file__).parent / "configs"
 FLOWS = CONFIGS / "quickstart.yaml"

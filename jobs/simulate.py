@@ -17,8 +17,8 @@ from pydantic.dataclasses import dataclass
 
 from core.options import STRICT, Folder, as_base
 from jobs import cli
-from pipelines.data.kinds import KINDS
-from pipelines.data.simulation import Settings, write_log
+from pipelines.prepare.kinds.registry import KINDS
+from pipelines.prepare.kinds.simulation import Settings, write_log
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)

@@ -29,12 +29,12 @@ from core.schemas import ItemsInfo, SidsInfo, TrieInfo
 from core.tables import Table, open_table
 from jobs import cli
 from models import registry
-from pipelines.data.sids.config import EmbedConfig
-from pipelines.data.sids.precomputed import SUFFIXES, read_precomputed
+from pipelines.encode.config import EmbedConfig
+from pipelines.encode.precomputed import SUFFIXES, read_precomputed
 
 if TYPE_CHECKING:
     from models.retrieval.tokenizers.tokenizer import Tokenizer
-    from pipelines.data.sids.embed import EmbeddingSource
+    from pipelines.encode.embed import EmbeddingSource
 
 SMALL_CATALOGUE = 1000
 """Number of items below which the small TIGER is the suggested model."""
@@ -142,8 +142,8 @@ def run(config: Config) -> None:
     """Make semantic IDs, and print their quality and the next command."""
     start_s = time.monotonic()
     cli.say_loading("torch", "ray")
-    from pipelines.data.sids.extend import extend
-    from pipelines.data.sids.tokenize import TokenizerPaths, tokenize
+    from pipelines.encode.extend import extend
+    from pipelines.encode.tokenize import TokenizerPaths, tokenize
 
     def say(message: str) -> None:
         print(f"[{time.monotonic() - start_s:6.1f}s] {message}", flush=True)
@@ -213,8 +213,8 @@ def resolve_source(
         items: Table of the items.
         shared: Folder of shared embeddings, or an empty string.
     """
-    from pipelines.data.sids.embed import EmbeddingSource, embed_origin
-    from pipelines.data.sids.tokenize import check_items
+    from pipelines.encode.embed import EmbeddingSource, embed_origin
+    from pipelines.encode.tokenize import check_items
 
     cli.preflight(
         tables=config.tables,
@@ -234,7 +234,7 @@ def resolve_source(
 
 def print_result(config: Config, sids: Table[SidsInfo], trie: Table[TrieInfo]) -> None:
     """Print the quality of the SIDs, and the drift of extended SIDs."""
-    from pipelines.data.sids.extend import describe_drift
+    from pipelines.encode.extend import describe_drift
 
     lines = describe_quality(sids, trie)
     if sids.info.drift:

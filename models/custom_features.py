@@ -5,8 +5,8 @@
 
 The features describe candidates and behaviours. jobs.prepare computes their statistics
 and vocabularies from the training window only
-(`pipelines/data/sequences/custom_features.py`). Tables store values as they are in the
-log; training, evaluation and serving read the values through this module.
+(`pipelines/prepare/sequences/custom_features.py`). Tables store values as they are in
+the log; training, evaluation and serving read the values through this module.
 
 Shapes: `n` values, `X` numbers, `G` categories, `O` columns that a layer reads.
 """

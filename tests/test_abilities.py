@@ -15,8 +15,8 @@ from models import registry
 ROOT = Path(__file__).parents[1]
 PROBES = {
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
-    "pipelines/data/sids/tokenize.py": "options of tokenizers, which may have a codebook",
-    "pipelines/data/sids/embed.py": "configs of Hugging Face",
+    "pipelines/encode/tokenize.py": "options of tokenizers, which may have a codebook",
+    "pipelines/encode/embed.py": "configs of Hugging Face",
     "models/text/pretrained.py": "modules of Hugging Face",
     "models/text/text_encoder.py": "modules of Hugging Face",
     "models/search/hllm.py": "configs of Hugging Face",
@@ -26,8 +26,8 @@ PROBES = {
     "jobs/cli.py": "jobs whose command line is more than their dataclass",
     "core/options.py": "dataclasses that pydantic has not made",
     "core/tables.py": "infos, which may have no version of their own",
-    "pipelines/data/notices.py": "infos of sequences, of which two layouts count ties",
-    "pipelines/data/run.py": "infos of tables, of which some have stamps of files",
+    "pipelines/prepare/notices.py": "infos of sequences, of which two layouts count ties",
+    "pipelines/prepare/run.py": "infos of tables, of which some have stamps of files",
 }
 """Modules that probe objects for attributes, and the objects."""
 

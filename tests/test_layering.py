@@ -12,7 +12,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("core", "models", "pipelines", "tuning", "jobs", "benchmarks", "papers")
 """Packages from the ground floor up; each imports only itself and lower ones."""
-ROOMS = ("data", "tracking", "serving", "training", "evaluation", "comparison")
+ROOMS = (
+    "prepare",
+    "encode",
+    "tracking",
+    "serving",
+    "training",
+    "evaluation",
+    "comparison",
+)
 """Rooms of `pipelines` from the lowest up; they share the modules beside them."""
 NAMED = re.compile(r"\bjobs\.[a-z]|(?<!\w)--[a-z]\w*(?![\w:)])")
 """A command or an option of one, but not a variable of CSS."""

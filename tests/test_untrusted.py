@@ -32,8 +32,8 @@ from models.dataset.columns import cache_folder, open_columns
 from models.retrieval.sasrec import SASRec
 from models.training.checkpoint import Checkpoint
 from pipelines.comparison.tables import to_markdown
-from pipelines.data.reading.read import parse_sql
 from pipelines.evaluation.record import choose_store
+from pipelines.prepare.reading.read import parse_sql
 from pipelines.serving import package
 from pipelines.tracking import connect
 from pipelines.training.config import TrainConfig

@@ -54,7 +54,6 @@ from models.retrieval.data import RetrievalDataset
 from models.retrieval.recommend import required_history
 from models.training import checkpoint
 from pipelines import cluster
-from pipelines.data.engine import quiet_ray_data
 from pipelines.evaluation.allowed import read_allowed
 from pipelines.evaluation.checks import (
     CheckedEvaluation,
@@ -62,6 +61,7 @@ from pipelines.evaluation.checks import (
     check_evaluation,
     resolve_device,
 )
+from pipelines.prepare.executor import quiet_ray_data
 
 USERS_PER_PART = 50_000
 """Largest number of users per file of the table."""

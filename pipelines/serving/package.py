@@ -196,7 +196,7 @@ def write_encoder(inputs: Inputs, bundle: Path) -> None:
 
     A warning is issued if the tables have no encoder.
     """
-    from pipelines.data.sids.texts import save_encoder  # imports Ray
+    from pipelines.encode.texts import save_encoder  # imports Ray
 
     try:
         save_encoder(inputs.tables, str(inputs.text), bundle / "encoder")

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import decode, prepare
 from benchmarks.__main__ import main
-from pipelines.data.simulation import Settings, draw_interactions, write_log
+from pipelines.prepare.kinds.simulation import Settings, draw_interactions, write_log
 from tests.fixtures.commands import read_table
 from tests.fixtures.training_tables import write_tables
 

@@ -23,7 +23,7 @@ from core.tables import (
     write_part,
     writing,
 )
-from pipelines.data.events.columns import read_part
+from pipelines.prepare.events.columns import read_part
 
 
 def build_sids(*codes: list[int]) -> pa.Table:

@@ -91,7 +91,7 @@ def test_the_uploaded_working_dir_has_all_code_and_hardly_anything_else(
     # An entry of the archive stores its name twice, and about 150 bytes.
     code_size = sum((ROOT / name).stat().st_size + 2 * len(name) + 150 for name in code)
     assert package.stat().st_size < code_size + (16 << 10)
-    assert "pipelines/data/prepare.py" in names
+    assert "pipelines/prepare/prepare.py" in names
     top_folders = {Path(name).parts[0] for name in names}
     assert not top_folders & {".git", ".venv", "data", "runs", "tests", "stores"}
 

@@ -100,11 +100,11 @@ KIND = '''
 import numpy as np
 import polars as pl
 
-from pipelines.data.audit.base import REQUEST
-from pipelines.data.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
-from pipelines.data.retrieval.kind import Retrieval
-from pipelines.data.retrieval.sequences import RetrievalBuilder, RetrievalStep
-from pipelines.data.sequences.builder import make_sequences
+from pipelines.prepare.audit.base import REQUEST
+from pipelines.prepare.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
+from pipelines.prepare.kinds.retrieval.kind import Retrieval
+from pipelines.prepare.kinds.retrieval.sequences import RetrievalBuilder, RetrievalStep
+from pipelines.prepare.sequences.builder import make_sequences
 
 
 class ChangesBuilder(RetrievalBuilder):
@@ -177,13 +177,13 @@ def add_model(copy: Path, file: str, content: str, registry_line: str) -> None:
 
 def add_kind(copy: Path) -> None:
     """Add a kind of request and a model of the kind to a copy of the project."""
-    (copy / "pipelines/data/changes.py").write_text(KIND.lstrip())
-    kinds = copy / "pipelines/data/kinds.py"
+    (copy / "pipelines/prepare/changes.py").write_text(KIND.lstrip())
+    kinds = copy / "pipelines/prepare/kinds/registry.py"
     insert_after(kinds, "for kind in (Retrieval(), Search(), Actions()", ", Changes()")
     insert_after(
         kinds,
-        "from pipelines.data.kind import Kind\n",
-        "from pipelines.data.changes import Changes\n",
+        "from pipelines.prepare.kinds.kind import Kind\n",
+        "from pipelines.prepare.changes import Changes\n",
     )
     registry_line = '"changes_sasrec": "models.changes:ChangesSASRec",'
     add_model(copy, "models/changes.py", KIND_MODEL, registry_line)

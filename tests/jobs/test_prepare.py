@@ -18,8 +18,8 @@ from jobs import cli
 from jobs import prepare as job
 from jobs.prepare import run
 from models.retrieval.data import RetrievalDataset
-from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import load_source
+from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.log import load_source
 from tests.fixtures.commands import load_split, read_config
 
 SOURCE = {
@@ -59,7 +59,7 @@ def build_words(raw: Path, output: Path, *more: str) -> list[str]:
 PREPARE_WITH_KILLS = """
 import json, os, random, signal, sys, time
 
-import pipelines.data.prepare, ray.data
+import pipelines.prepare.prepare, ray.data
 from jobs import cli, prepare
 from tests.fixtures.commands import load_split, read_config
 

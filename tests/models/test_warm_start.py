@@ -24,8 +24,8 @@ from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
 from models.warm_start import assign_by_hash
-from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import parse_log
+from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.log import parse_log
 from tests.fixtures.commands import read_config, read_rows
 from tests.fixtures.trainings import build_training
 

@@ -14,9 +14,9 @@ import yaml
 
 from core.tables import read_manifest
 from models.actions.data import ActionsDataset
-from pipelines.data.audit.rules import audit
-from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import load_source
+from pipelines.prepare.audit.rules import audit
+from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.log import load_source
 from tests.fixtures.commands import load_split, read_config, read_rows
 
 START = 1_600_000_000_000

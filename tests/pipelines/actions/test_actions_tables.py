@@ -11,11 +11,11 @@ import pyarrow as pa
 
 from core.options import build
 from core.schemas import LogInfo, Split, events_schema
-from pipelines.data.actions.config import ActionsConfig, Input, Task
-from pipelines.data.actions.features import IDS
-from pipelines.data.actions.sequences import ActionsBuilder
-from pipelines.data.events.columns import Vocabulary
-from pipelines.data.sequences.builder import Lookups
+from pipelines.prepare.events.columns import Vocabulary
+from pipelines.prepare.kinds.actions.config import ActionsConfig, Input, Task
+from pipelines.prepare.kinds.actions.features import IDS
+from pipelines.prepare.kinds.actions.sequences import ActionsBuilder
+from pipelines.prepare.sequences.builder import Lookups
 
 LABELS = {"click": "bool", "like": "bool", "dwell": "float32"}
 SCHEMA = events_schema(LABELS, ["price"], ["city"])

@@ -13,8 +13,8 @@ from core.errors import UserError
 from core.files import join
 from core.tables import read_manifest
 from models.actions.catalogue import ActionsCatalogue
-from pipelines.data.sids.config import TextConfig
-from pipelines.data.sids.texts import encode_log, fit_tfidf_encoder
+from pipelines.encode.config import TextConfig
+from pipelines.encode.texts import encode_log, fit_tfidf_encoder
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.commands import read_rows
 

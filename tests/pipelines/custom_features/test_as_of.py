@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from core.tables import read_manifest
 from models.search.catalogue import SearchCatalogue
-from pipelines.data.sequences.as_of import AsOfTable, join_as_of
+from pipelines.prepare.sequences.as_of import AsOfTable, join_as_of
 from tests.fixtures.audited_tables import Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_column
 from tests.fixtures.custom_features_log import (

@@ -24,7 +24,7 @@ from models.training.fit_config import FitConfig
 from models.training.loop import fit
 from models.training_run import TrainingRun
 from pipelines import tracking
-from pipelines.data.sequences import custom_features
+from pipelines.prepare.sequences import custom_features
 from pipelines.serving import package
 from pipelines.serving.registered_model import register
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations

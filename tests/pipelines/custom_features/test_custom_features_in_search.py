@@ -11,10 +11,10 @@ import pytest
 
 from core.schemas import Category, Number
 from core.tables import read_manifest
-from pipelines.data.search.config import SearchConfig
-from pipelines.data.search.features import feature_groups
-from pipelines.data.sequences import custom_features
-from pipelines.data.sequences.custom_features import (
+from pipelines.prepare.kinds.search.config import SearchConfig
+from pipelines.prepare.kinds.search.features import feature_groups
+from pipelines.prepare.sequences import custom_features
+from pipelines.prepare.sequences.custom_features import (
     Moments,
     TrainingValues,
     describe_features,

@@ -18,10 +18,10 @@ from core.errors import UserError
 from core.schemas import SequencesInfo
 from core.tables import commit, open_table, read_manifest, write_part
 from jobs import audit as job
-from pipelines.data.audit.rules import RULES, audit
-from pipelines.data.kinds import KINDS
-from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import parse_log
+from pipelines.prepare.audit.rules import RULES, audit
+from pipelines.prepare.kinds.registry import KINDS
+from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.log import parse_log
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
 from tests.fixtures.commands import read_column, read_config, read_rows, read_table
 

@@ -17,8 +17,8 @@ from core.files import join
 from core.schemas import SearchInfo
 from core.tables import open_table, read_manifest
 from models.search.counts import Counts
-from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import load_source
+from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.log import load_source
 from tests.fixtures.commands import read_column, read_config, read_rows, read_table
 from tests.fixtures.search_log import DAY_MS, draw_searches, write_log
 

@@ -13,10 +13,10 @@ from core.errors import UserError
 from core.schemas import Inputs
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
-from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import parse_log
 from pipelines.evaluation.inference import infer_all
 from pipelines.evaluation.ranking import evaluate
+from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.log import parse_log
 from tests.fixtures.commands import read_config, read_table
 from tests.fixtures.trainings import build_training
 

@@ -14,13 +14,13 @@ import pytest
 from core.files import join
 from core.schemas import Split, events_schema
 from core.tables import read_manifest, write_part
-from pipelines.data.events.columns import Vocabulary, read_part
-from pipelines.data.prepare import prepare
-from pipelines.data.reading.times import Time
-from pipelines.data.search.config import SearchConfig
-from pipelines.data.search.features import IDS
-from pipelines.data.search.sequences import SearchBuilder
-from pipelines.data.sequences.builder import Lookups
+from pipelines.prepare.events.columns import Vocabulary, read_part
+from pipelines.prepare.kinds.search.config import SearchConfig
+from pipelines.prepare.kinds.search.features import IDS
+from pipelines.prepare.kinds.search.sequences import SearchBuilder
+from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.times import Time
+from pipelines.prepare.sequences.builder import Lookups
 from tests.fixtures.audited_tables import find_violations
 from tests.fixtures.commands import read_column, read_config
 from tests.fixtures.search_log import DAY_MS, SEARCH_SOURCE, draw_searches, write_log

@@ -37,12 +37,10 @@ from models.text.pretrained import MINILM_PACKAGE, load_pretrained
 from models.text.text_encoder import TextEncoder
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
-from pipelines.data.prepare import prepare
-from pipelines.data.reading.log import load_source
-from pipelines.data.sids import texts as log_texts
-from pipelines.data.sids.config import TextConfig
-from pipelines.data.sids.texts import encode_log, fit_tfidf_encoder
-from pipelines.data.simulation import (
+from pipelines.encode import texts as log_texts
+from pipelines.encode.config import TextConfig
+from pipelines.encode.texts import encode_log, fit_tfidf_encoder
+from pipelines.prepare.kinds.simulation import (
     MAKERS,
     NOUNS,
     STYLES,
@@ -51,6 +49,8 @@ from pipelines.data.simulation import (
     draw_searches,
     write_log,
 )
+from pipelines.prepare.prepare import prepare
+from pipelines.prepare.reading.log import load_source
 from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 from tests.fixtures.commands import read_column, read_config, read_rows, read_table

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.data.search.config import SearchConfig
-from pipelines.data.search.features import feature_names, features
-from pipelines.data.sequences.counts import NO_GAP, window_counts
+from pipelines.prepare.kinds.search.config import SearchConfig
+from pipelines.prepare.kinds.search.features import feature_names, features
+from pipelines.prepare.sequences.counts import NO_GAP, window_counts
 
 
 @settings(max_examples=150)

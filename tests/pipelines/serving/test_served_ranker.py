@@ -16,8 +16,8 @@ import torch
 from core.errors import UserError
 from core.files import join
 from core.tables import read_manifest
-from pipelines.data.sids.config import TextConfig
-from pipelines.data.sids.texts import encode_log
+from pipelines.encode.config import TextConfig
+from pipelines.encode.texts import encode_log
 from pipelines.serving import package
 from tests.fixtures.actions_tables import write_actions
 from tests.fixtures.commands import read_rows

@@ -1,1 +1,0 @@
-"""Turn raw logs into tables, and items into embeddings and semantic IDs, on Ray."""

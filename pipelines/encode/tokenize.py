@@ -1,0 +1,515 @@
+"""SIDs of items and their trie: embeddings, a tokenizer, unique codes, measures.
+
+`tokenize` writes the tables `embeddings`, `sids` and `trie` to one folder, except those
+that are up to date. Codebooks are trained in this process, or on a cluster in one Ray
+task. Both use a GPU if there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import torch
+
+from core.errors import UserError
+from core.files import join
+from core.schemas import (
+    QUANTIZER,
+    SIDS,
+    TRIE,
+    EmbeddingsInfo,
+    ItemsInfo,
+    QuantizerInfo,
+    RetrievalInfo,
+    SidsInfo,
+    TrieInfo,
+)
+from core.tables import (
+    Table,
+    check_replaceable,
+    clear,
+    commit,
+    find_table,
+    fingerprint,
+    has_manifest,
+    open_table,
+    write_part,
+    writing,
+)
+from models.cpu.matmul import matmul_precision
+from models.retrieval.data import RetrievalDataset
+from models.retrieval.search.trie import Trie
+from models.retrieval.tokenizers.codes import (
+    MAX_CONFLICT_CODES,
+    add_conflict_levels,
+    branching,
+    measure_collisions,
+    measure_levels,
+)
+from models.retrieval.tokenizers.published import catalogue_codes, read_published
+from models.retrieval.tokenizers.rqkmeans import limit_progress, quantization_error
+from models.retrieval.tokenizers.tokenizer import Progress, Tokenizer, Training
+from pipelines import cluster
+from pipelines.encode.config import EmbedConfig
+from pipelines.encode.embed import (
+    EmbeddingSource,
+    Say,
+    embed_items,
+    embed_origin,
+    find_finished,
+    item_texts,
+    read_embeddings,
+)
+
+
+@dataclass(frozen=True)
+class TokenizerPaths:
+    """The items to tokenize, and folders that tokenization reads and writes."""
+
+    items: Table[ItemsInfo]
+    """The `items` table."""
+    output: str
+    """Folder of the tables `embeddings`, `sids`, `trie` and `quantizer`."""
+    shared_embeddings: str = ""
+    """The `embeddings` table if tokenizers share it; by default below `output`."""
+    sequences: str = ""
+    """The `sequences` table, needed only to fit codebooks on its training items."""
+
+    @property
+    def embeddings(self) -> str:
+        """The `embeddings` table that is read and written."""
+        return self.shared_embeddings or join(self.output, "embeddings")
+
+    @property
+    def sids(self) -> str:
+        """The `sids` table."""
+        return join(self.output, "sids")
+
+    @property
+    def trie(self) -> str:
+        """The `trie` table."""
+        return join(self.output, "trie")
+
+    @property
+    def quantizer(self) -> str:
+        """The `quantizer` table: arrays of the tokenizer."""
+        return join(self.output, "quantizer")
+
+
+def find_train_items(sequences: Table[RetrievalInfo]) -> np.ndarray:
+    """Return the items (n,) of training requests and their histories, ascending."""
+    return RetrievalDataset.load(sequences, "train").visited_items()
+
+
+@dataclass(frozen=True)
+class TrainedCodes:
+    """Codes of all items, with the arrays that give codes to later items."""
+
+    codes: np.ndarray
+    """(N, C) codes. Items may have equal codes, as conflict codes are added later."""
+    arrays: dict[str, np.ndarray]
+    """Arrays of the tokenizer by name, such as `codebooks` (C, K, D)."""
+    measures: dict[str, Any]
+    """Quality of the codes, for the manifest."""
+
+
+def _train_task(
+    embeddings: np.ndarray,
+    tokenizer: Tokenizer,
+    fit_items: np.ndarray | None,
+    num_threads: int,
+) -> Iterator[Progress | TrainedCodes]:
+    """Train a tokenizer and assign codes to all items."""
+    with _num_threads(num_threads), matmul_precision("highest"):
+        vectors = torch.tensor(
+            embeddings, device="cuda" if torch.cuda.is_available() else "cpu"
+        )
+        items = None if fit_items is None else torch.tensor(fit_items)
+        quantized = yield from tokenizer.fit(vectors, items)
+        measures = {
+            "reconstruction_error": quantized.reconstruction_error,
+            "quantization_error": quantization_error(quantized),
+            **quantized.measures,
+        }
+    stored = {**tokenizer.arrays, "codebooks": quantized.codebooks}
+    arrays = {name: array.numpy() for name, array in stored.items()}
+    yield TrainedCodes(quantized.codes.numpy(), arrays, measures)
+
+
+@contextmanager
+def _num_threads(count: int) -> Iterator[None]:
+    """Set the number of PyTorch threads within the context."""
+    previous_count = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous_count)
+
+
+def _forward_progress(
+    stream: Iterator[Progress | TrainedCodes],
+) -> Training[TrainedCodes]:
+    """Yield the progress in the stream of `_train_task`, and return the codes."""
+    for element in stream:
+        if isinstance(element, TrainedCodes):
+            return element
+        yield element
+    raise RuntimeError("the training task ended without codes")
+
+
+MAX_STARTS = 3
+"""Maximum number of starts of the training task if its worker is lost. A restarted task
+ends with the same codes."""
+
+
+def _start_task(
+    embeddings: np.ndarray, tokenizer: Tokenizer, fit_items: np.ndarray | None
+) -> Iterator[Progress | TrainedCodes]:
+    """Start `_train_task` on the cluster, and return an iterator over its stream."""
+    has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
+    cpus_of_nodes = [
+        node["Resources"].get("CPU", 0)
+        for node in ray.nodes()
+        if node["Alive"] and (not has_gpu or node["Resources"].get("GPU", 0) >= 1)
+    ]
+    # 1 if an autoscaler has no node yet
+    num_cpus = min(4, max([1, *cpus_of_nodes]))
+    needs = {"CPU": num_cpus, "GPU": 1 if has_gpu else 0}
+    cluster.check_room(1, needs)
+    task: Any = ray.remote(
+        num_cpus=num_cpus,
+        num_gpus=1 if has_gpu else 0,
+        num_returns="streaming",
+        max_retries=MAX_STARTS - 1,
+    )(_train_task)
+    num_threads = max(1, int(num_cpus))
+    references = task.remote(embeddings, tokenizer, fit_items, num_threads)
+    return (ray.get(reference) for reference in references)
+
+
+def train_codes(
+    embeddings: np.ndarray,
+    tokenizer: Tokenizer,
+    say: Say = print,
+    fit_items: np.ndarray | None = None,
+) -> TrainedCodes:
+    """Train codebooks in this process, or as a Ray task if RAY_ADDRESS is set.
+
+    Args:
+        embeddings: Embeddings (N, width) of all items.
+        tokenizer: The tokenizer, which is trained.
+        say: Prints progress.
+        fit_items: Indices of the items to fit codebooks on, or None for all.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        stream = _start_task(embeddings, tokenizer, fit_items)
+    else:
+        num_threads = min(4, len(os.sched_getaffinity(0)))
+        stream = _train_task(embeddings, tokenizer, fit_items, num_threads)
+    training = limit_progress(_forward_progress(stream))
+    while True:
+        try:
+            progress = next(training)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        say(f"{tokenizer.name} {progress.step}/{progress.steps}: {progress.message}")
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """Unique codes of all items, with the statistics that the manifest records."""
+
+    codes: np.ndarray
+    """(N, C), including conflict levels."""
+    sizes: list[int]
+    """Number of codes per level."""
+    conflict_level: bool
+    """Whether the last levels are conflict codes."""
+    measures: dict[str, Any]
+    """Quality of the codes, for the manifest."""
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    """Arrays of the tokenizer, which give codes to later items."""
+
+
+def _make_unique(
+    codes: np.ndarray,
+    sizes: list[int],
+    conflict: bool,
+    measures: dict[str, Any],
+    say: Say,
+) -> _Codes:
+    """Measure codes, and append conflict levels if needed."""
+    measures = {
+        **measures,
+        **measure_collisions(codes),
+        "levels": measure_levels(codes, sizes),
+    }
+    if conflict:
+        codes = add_conflict_levels(codes)
+        sizes = [*sizes, *(codes[:, len(sizes) :].max(0) + 1).tolist()]
+        if measures["largest_group"] > MAX_CONFLICT_CODES:
+            say(
+                f"note: {measures['largest_group']} items share their codes, so the "
+                f"conflict code takes two levels of {MAX_CONFLICT_CODES} codes"
+            )
+    measures["branching"] = branching(codes)
+    return _Codes(codes, sizes, conflict, measures)
+
+
+def _trained_codes(
+    embeddings: Table[EmbeddingsInfo],
+    tokenizer: Tokenizer,
+    say: Say,
+    sequences: Table[RetrievalInfo] | None,
+) -> _Codes:
+    """Train the tokenizer on the embeddings, and make the codes unique."""
+    fit_items = find_train_items(sequences) if sequences else None
+    trained = train_codes(read_embeddings(embeddings), tokenizer, say, fit_items)
+    num_levels, codebook_size, _ = trained.arrays["codebooks"].shape
+    has_duplicates = bool(measure_collisions(trained.codes)["duplicates"])
+    unique_codes = _make_unique(
+        trained.codes,
+        [codebook_size] * num_levels,
+        has_duplicates or not tokenizer.separates_items,
+        trained.measures,
+        say,
+    )
+    return replace(unique_codes, arrays=trained.arrays)
+
+
+def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
+    """Write the `quantizer` table, from which new items get their codes.
+
+    Args:
+        uri: Folder of the table.
+        arrays: Arrays of the tokenizer by name.
+        **manifest: Arguments of `commit`.
+    """
+    rows = [
+        {"name": name, "shape": values.shape, "values": values.ravel()}
+        for name, values in sorted(arrays.items())
+    ]
+    table = pa.Table.from_pylist(rows, schema=QUANTIZER)
+    commit(
+        uri,
+        "quantizer",
+        QUANTIZER,
+        [write_part(uri, table, use_dictionary=False)],
+        info=QuantizerInfo(),
+        **manifest,
+    )
+
+
+def read_quantizer(uri: str) -> dict[str, np.ndarray]:
+    """Read the arrays of the `quantizer` table, by name."""
+    table = open_table(uri, QuantizerInfo).read()
+    columns = (table["name"].to_pylist(), table["shape"].to_pylist(), table["values"])
+    return {
+        name: values.values.to_numpy().reshape(shape).copy()
+        for name, shape, values in zip(*columns, strict=True)
+    }
+
+
+def write_sids(uri: str, codes: np.ndarray, **manifest: Any) -> Table[SidsInfo]:
+    """Write the `sids` table of codes (N, C).
+
+    Args:
+        uri: Folder of the table.
+        codes: Codes of all items, ordered by item_index.
+        **manifest: Arguments of `commit`.
+    """
+    num_items, num_levels = codes.shape
+    offsets = pa.array(np.arange(0, codes.size + 1, num_levels), pa.int32())
+    lists = pa.ListArray.from_arrays(offsets, pa.array(codes.reshape(-1), pa.uint16()))
+    item_index = pa.array(np.arange(num_items), pa.int32())
+    table = pa.Table.from_arrays([item_index, lists], schema=SIDS)
+    return commit(uri, "sids", SIDS, [write_part(uri, table)], **manifest)
+
+
+def read_codes(sids: Table[SidsInfo]) -> np.ndarray:
+    """Read the codes of the `sids` table as (N, C) int64, ordered by item_index."""
+    table = sids.read()
+    codes = table["codes"].combine_chunks()
+    matrix = codes.flatten().to_numpy().reshape(len(codes), -1).astype(np.int64)
+    return matrix[np.argsort(table["item_index"].to_numpy())]
+
+
+def write_trie(
+    uri: str, sids: Table[SidsInfo], extends: Iterable[str] = ()
+) -> Table[TrieInfo]:
+    """Write the `trie` table of the `sids` table, replacing a trie of other SIDs.
+
+    Args:
+        uri: Folder of the `trie` table.
+        sids: The `sids` table.
+        extends: Hashes of the tries whose items this trie extends, oldest first.
+    """
+    codes = read_codes(sids)
+    sizes = sids.info.codebook_sizes
+    trie = Trie(torch.from_numpy(codes), tuple(sizes))
+    edges = {name: column.numpy() for name, column in trie.edge_columns().items()}
+    leaf = edges["item_index"] >= 0
+    columns = [pa.array(edges[f.name], f.type) for f in TRIE if f.name != "item_index"]
+    columns.append(pa.array(edges["item_index"], pa.int32(), mask=~leaf))
+    part = write_part(uri, pa.Table.from_arrays(columns, schema=TRIE))
+    info = TrieInfo(sizes, trie.levels, trie.num_items, trie.branching())
+    return commit(
+        uri,
+        "trie",
+        TRIE,
+        [part],
+        config={},
+        inputs={"sids": sids.hash},
+        info=info,
+        extends=extends,
+    )
+
+
+def _write_embeddings(
+    paths: TokenizerPaths,
+    source: EmbeddingSource,
+    overwrite: bool,
+    say: Say,
+    start_ray: Callable[[], None],
+) -> Table[EmbeddingsInfo]:
+    """Write the embeddings unless they are up to date."""
+    uri, shared = paths.embeddings, paths.shared_embeddings
+    if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
+        raise UserError(f"{paths.sids} was made from other embeddings", "settings")
+    earlier = find_table(shared, EmbeddingsInfo) if shared else None
+    origin = embed_origin(paths.items, source)
+    if earlier and earlier.fingerprint == fingerprint(*origin):
+        say(f"{uri}: up to date")
+        return earlier
+    lock: AbstractContextManager[object] = nullcontext()
+    if shared not in ("", paths.output):
+        lock = writing(uri)
+    with lock:
+        return embed_items(paths.items, uri, source, overwrite, say, start_ray)
+
+
+def check_items(
+    items: Table[ItemsInfo], tokenizer: Tokenizer, embed: EmbedConfig | None
+) -> None:
+    """Check that the catalogue has enough items and texts.
+
+    Args:
+        items: The `items` table.
+        tokenizer: The tokenizer.
+        embed: Options of text embeddings; None if no texts are embedded.
+    """
+    codebook_size = getattr(tokenizer.config, "codebook_size", 0)
+    if items.rows < codebook_size:
+        raise UserError(
+            f"{tokenizer.name}.codebook_size is {codebook_size}, more than the "
+            f"{items.rows} items of {items.uri}"
+        )
+    if embed:
+        item_texts(items.read(), embed)
+
+
+def settings_of_codes(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the options that the codes depend on, for the manifest."""
+    options = asdict(tokenizer.config)
+    del options["name"]
+    settings = {"tokenizer": tokenizer.name}
+    return settings | {tokenizer.name: options} if options else settings
+
+
+def tokenize(
+    paths: TokenizerPaths,
+    tokenizer: Tokenizer,
+    source: EmbeddingSource | None = None,
+    published: str = "",
+    overwrite: bool = False,
+    say: Say = print,
+    start_ray: Callable[[], None] = lambda: None,
+) -> tuple[Table[SidsInfo], Table[TrieInfo], bool]:
+    """Write `embeddings` (unless SIDs are published), `sids` and `trie`.
+
+    Args:
+        paths: Folders to read and write.
+        tokenizer: The tokenizer.
+        source: Origin of the embeddings; by default the encoder `minilm`.
+        published: File of published SIDs, for a tokenizer that reads a file.
+        overwrite: Whether to replace existing tables.
+        say: Prints a message.
+        start_ray: Called before the first use of Ray, if Ray is used.
+
+    Returns:
+        The tables `sids` and `trie`, and whether anything was written.
+    """
+    started = time.monotonic()
+    inputs = {"items": paths.items.hash}
+    embeddings = sequences = None
+    with writing(paths.output):
+        if overwrite:
+            check_replaceable(paths.embeddings, "embeddings")
+        if tokenizer.reads_file:
+            published_sids, inputs["published"] = read_published(published)
+        else:
+            source = source or EmbeddingSource()
+            embeddings = _write_embeddings(paths, source, overwrite, say, start_ray)
+            inputs["embeddings"] = embeddings.hash
+        if tokenizer.on_train_items:
+            sequences = open_table(paths.sequences, RetrievalInfo)
+            inputs["sequences"] = sequences.hash
+        settings = settings_of_codes(tokenizer)
+        sids = trie = None
+        if not overwrite:
+            sids = find_finished(paths.sids, SidsInfo, settings, inputs)
+            trie = find_table(paths.trie, TrieInfo) if sids else None
+            if trie and sids and trie.inputs != {"sids": sids.hash}:
+                trie = None
+        if sids is None:
+            if embeddings is None:
+                item_ids = paths.items.read(["item_id"])["item_id"].to_pylist()
+                codes = catalogue_codes(published_sids, item_ids, published)
+                # over all SIDs of the file, so that sizes do not depend on the k-core
+                sizes = (np.array(list(published_sids.values())).max(0) + 1).tolist()
+                unique = _make_unique(
+                    codes,
+                    sizes,
+                    bool(measure_collisions(codes)["duplicates"]),
+                    {"unused_published": len(published_sids) - len(codes)},
+                    say,
+                )
+            else:
+                if os.environ.get("RAY_ADDRESS"):
+                    start_ray()
+                unique = _trained_codes(embeddings, tokenizer, say, sequences)
+                write_quantizer(
+                    paths.quantizer, unique.arrays, config=settings, inputs=inputs
+                )
+            info = SidsInfo(
+                codebook_sizes=unique.sizes,
+                tokenizer=tokenizer.name,
+                items_hash=paths.items.hash,
+                conflict_level=unique.conflict_level,
+                measures=unique.measures,
+            )
+            sids = write_sids(
+                paths.sids,
+                unique.codes,
+                config=settings,
+                inputs=inputs,
+                info=info,
+                timings={"tokenize_s": round(time.monotonic() - started, 2)},
+            )
+        is_complete = trie is not None
+        trie = trie or write_trie(paths.trie, sids)
+        if tokenizer.reads_file:
+            # published SIDs may replace trained ones, whose tables have no use then
+            for unused in (join(paths.output, "embeddings"), paths.quantizer):
+                if has_manifest(unused):
+                    clear(unused)
+        return sids, trie, not is_complete

@@ -1,0 +1,1 @@
+"""Turn raw logs into tables, in one process or on Ray Data."""

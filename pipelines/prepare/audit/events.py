@@ -1,0 +1,229 @@
+"""Audit rules for files, events, the catalogue, and users across tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+
+from core.errors import UserError
+from core.schemas import EventsInfo
+from pipelines.prepare.audit.base import EVENT, MINUTE_MS, Rule, Tables
+
+
+def check_files(tables: Tables, rule: Rule) -> None:
+    """Check that every listed file is complete and has the listed rows and columns."""
+    for name, table in tables.opened.items():
+        columns = [column["name"] for column in table.schema]
+        for part in table.files:
+            rule.rows += 1
+            try:
+                rows = replace(table, files=[part]).read()
+            except UserError as error:
+                rule.add_violation(str(error))
+                continue
+            if rows.num_rows != part.rows:
+                rule.add_violation(
+                    f"{name}/{part.path}: {rows.num_rows} rows, the manifest says "
+                    f"{part.rows}"
+                )
+            for column in columns:
+                if column not in rows.column_names:
+                    rule.add_violation(f"{name}/{part.path}: no column {column}")
+
+
+def check_inputs(tables: Tables, rule: Rule) -> None:
+    """Check that recorded input hashes equal the hashes of the tables in the folder."""
+    for made, table in tables.opened.items():
+        for name, recorded in table.inputs.items():
+            if name not in tables.opened:
+                continue
+            rule.rows += 1
+            actual = tables.opened[name].hash
+            if recorded != actual:
+                rule.add_violation(
+                    f"{made} were made from {name} {recorded[:12]}, this folder has "
+                    f"{actual[:12]}"
+                )
+
+
+def check_events(tables: Tables, rules: dict[str, Rule]) -> None:
+    """Check the rows of `events`: keys, times, order, duplicates and known times."""
+    events, info = tables.events, tables.opened["events"].info
+    rule = rules["events"]
+    rule.rows = events.height
+    keys = ["user_id", *tables.event_order]
+    is_null = pl.any_horizontal(pl.col(keys).is_null())
+    rule.add_rows(
+        events.filter(is_null | (pl.col("timestamp_ms") < 0)),
+        EVENT + ": a key that is null or a negative time",
+    )
+    # lexicographic comparison with the previous row, from the last key to the first
+    is_less = pl.lit(False)
+    for name in reversed(keys):
+        previous = pl.col(name).shift(1)
+        is_equal = pl.col(name) == previous
+        is_less = (pl.col(name) < previous) | (is_equal & is_less)
+    is_same_part = pl.col("part") == pl.col("part").shift(1)
+    rule.add_rows(
+        events.filter((is_less & is_same_part).fill_null(False)),
+        EVENT + ": sorts before the previous row",
+    )
+    _check_duplicates(events.drop("part"), info, rules["duplicates"])
+    _check_known_times(events, info, rules["known"])
+
+
+def _check_duplicates(events: pl.DataFrame, info: EventsInfo, rule: Rule) -> None:
+    """Check that events are distinct or, if kept, their recorded number."""
+    rule.rows = events.height
+    num_duplicates = events.height - events.n_unique()
+    recorded = info.duplicates_kept
+    if recorded is None:
+        if num_duplicates:
+            first = events.filter(events.is_duplicated()).row(0, named=True)
+            rule.add_violation(EVENT.format(**first), num_duplicates)
+        return
+    # with `ties: log_order`, equal events have different positions
+    if recorded != num_duplicates and info.ties == "strict":
+        rule.add_violation(
+            f"{num_duplicates:,} events repeat another, the manifest says {recorded:,}"
+        )
+
+
+def _check_known_times(events: pl.DataFrame, info: EventsInfo, rule: Rule) -> None:
+    """Check the times at which late labels become known."""
+    for name, delay in info.log.known.items():
+        rule.rows += events.height
+        time, known = pl.col("timestamp_ms"), pl.col(f"known_{name}")
+        label = pl.col(f"label_{name}")
+        is_set = label.is_not_null()
+        if events.schema[f"label_{name}"] == pl.Boolean:
+            is_set = label.fill_null(False)
+        is_valid = known >= time
+        if delay is not None:
+            is_valid = known == time + round(delay * MINUTE_MS)
+        is_wrong = is_set & ~is_valid.fill_null(False)
+        is_unexpected = ~is_set & known.is_not_null()
+        rule.add_rows(
+            events.filter(is_wrong | is_unexpected).with_columns(at=known),
+            EVENT + ": label {label} is known from {at} on",
+            label=name,
+        )
+
+
+def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
+    """Check the `items` table against the k-core of the events.
+
+    A fresh log has the catalogue of other tables (`catalogue_of`). A catalogue
+    of described items (`items_without_behaviours`) also has items without behaviours.
+
+    Returns:
+        The users (`user_id`) in the k-core.
+    """
+    items, info = tables.catalogue, tables.opened["items"].info
+    rule.rows = items.height
+    _check_item_order(tables, rule)
+    core, split = info.core, info.split
+    is_frozen = info.catalogue_of is not None
+    num_described = info.items_without_behaviours
+    events = tables.events
+    if not tables.all_shown:
+        events = tables.filter_behaviours(events)
+    num_unused = items.join(events, on="item_id", how="anti").height
+    protected = items["item_id"]
+    if not is_frozen and num_described is None:
+        protected = protected.clear()
+    core_events = _filter_core(
+        _filter_core_window(tables, events), max(core, 1), protected, is_frozen
+    )
+    core_items = core_events.select("item_id").unique()
+    if is_frozen:
+        core_items = items.select("item_id")
+    elif num_described is None:
+        rule.add_rows(
+            items.join(core_items, on="item_id", how="anti"),
+            "item {item_id}: in the catalogue, but not in the {core}-core of events",
+            core=core,
+        )
+    elif num_unused != num_described:
+        rule.add_violation(
+            f"{num_unused:,} items of the catalogue have no behaviour, the manifest "
+            f"says {num_described:,}"
+        )
+    rule.add_rows(
+        core_items.join(items, on="item_id", how="anti").sort("item_id"),
+        "item {item_id}: in the {core}-core of events, but not in the catalogue",
+        core=core,
+    )
+    if core > 1 and info.core_window == "all" and split.by == "temporal":
+        rule.note = (
+            f"the {core}-core was computed on the whole log including validation and "
+            f"test (core_window: all), as in papers; core_window: train uses only the "
+            f"training window"
+        )
+    return core_events.select("user_id").unique()
+
+
+def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
+    """Return the events that count for the k-core: all or the training events."""
+    info = tables.opened["items"].info
+    if info.core_window != "train" or info.split.by != "temporal":
+        return events
+    known = "timestamp_ms" if tables.all_shown else tables.known_time_column
+    return events.filter(pl.col(known) < info.split.val_start_ms)
+
+
+def _check_item_order(tables: Tables, rule: Rule) -> None:
+    """Check that `item_index` is dense, and items distinct and sorted by id."""
+    table = tables.opened["items"]
+    row = pl.int_range(pl.len(), dtype=pl.Int32)
+    previous = pl.col("item_id").shift(1)
+    is_wrong = (pl.col("item_id") <= previous).fill_null(False)
+    if table.extends or table.info.catalogue_of:
+        is_wrong = ~pl.col("item_id").is_first_distinct()
+    is_wrong |= pl.col("item_index").ne_missing(row) | pl.col("item_id").is_null()
+    rows = tables.catalogue.with_columns(row=row, previous=previous, is_wrong=is_wrong)
+    rule.add_rows(
+        rows.filter("is_wrong"),
+        "item {item_id}: index {item_index} in row {row}, after {previous}",
+    )
+
+
+def _filter_core(
+    events: pl.DataFrame, core: int, protected: pl.Series, is_frozen: bool
+) -> pl.DataFrame:
+    """Return the events of the k-core, by the naive algorithm."""
+    is_protected = pl.col("item_id").is_in(protected.implode())
+    if is_frozen:
+        return events.filter(is_protected).filter(pl.len().over("user_id") >= core)
+    while True:
+        remaining = events.filter(pl.len().over("user_id") >= core)
+        has_events = pl.len().over("item_id") >= core
+        remaining = remaining.filter(has_events | is_protected)
+        if remaining.height == events.height:
+            return remaining
+        events = remaining
+
+
+def check_users(tables: Tables, expected: pl.DataFrame, rule: Rule) -> None:
+    """Check the users of `events` and `sequences`.
+
+    A user's events must be in one part. `sequences` must have the `expected` users
+    (`user_id`), and each once.
+    """
+    events = tables.events.select("user_id", "part").unique()
+    sequences = tables.sequences.select("user_id")
+    rule.rows = events["user_id"].n_unique()
+    for noun, frame in (("parts of events", events), ("rows of sequences", sequences)):
+        repeated = frame.group_by("user_id").len().filter(pl.col("len") > 1)
+        rule.add_rows(
+            repeated.sort("user_id"), "user {user_id}: in {len} {noun}", noun=noun
+        )
+    rule.add_rows(
+        expected.join(sequences, on="user_id", how="anti").sort("user_id"),
+        "user {user_id}: expected from events, but is not in sequences",
+    )
+    rule.add_rows(
+        sequences.unique().join(expected, on="user_id", how="anti").sort("user_id"),
+        "user {user_id}: in sequences, but not expected from events",
+    )

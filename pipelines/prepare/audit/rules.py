@@ -1,0 +1,112 @@
+"""Audit of prepared tables for errors and leakage, computed from `events` alone.
+
+    python -m jobs.audit --tables TABLES
+
+The rules recompute the tables in plain polars and share no code with the steps that
+made them, so that both cannot have the same bug. All tables are read into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import polars as pl
+
+from core.errors import UserError
+from core.files import join
+from core.schemas import INFO_CLASSES, SequencesInfo
+from core.tables import Table, TableInfo, open_table
+from pipelines.prepare.audit.base import Rule, Tables
+from pipelines.prepare.audit.events import (
+    check_catalogue,
+    check_events,
+    check_files,
+    check_inputs,
+    check_users,
+)
+from pipelines.prepare.kinds.registry import KINDS
+
+RULES = {
+    "files": "files have the sizes, hashes, rows and columns that manifests list",
+    "inputs": "items and sequences were made from these events and items",
+    "events": "times are int64 and not negative; keys are set; each part is sorted",
+    "duplicates": "no event is in the table twice",
+    "users": "events of a user are in one part; sequences has each expected user once",
+    "catalogue": "item_index is dense, in the order of item_id; items are the k-core",
+    "behaviours": "lists have equal lengths and the behaviours of events, in order",
+    "known": "a label is known at its time, or its delay after the event",
+    "history": "history_end counts behaviours known strictly before the request",
+    "targets": "request i is for behaviour i; a search has the results of its id",
+    "splits": "requests are in the split of their rank or time; the cuts are right",
+    "tasks": "in a log of actions, tasks and actions are computed from the labels",
+    "counts": "counts in the manifest of sequences equal those of the table",
+    "queries": "in a search log, query_index is dense, in the order of the queries",
+    "features": "custom features are from the log, strictly before the request",
+    "windows": "a windowed count at time t covers [t - window, t - delay)",
+}
+"""Condition of each rule, as the report shows it."""
+
+
+def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list[Rule]:
+    """Check the tables under `uri` against the rules of their kind.
+
+    If a file differs from its manifest, only the rule `files` is checked.
+
+    Args:
+        uri: Folder of the tables.
+        progress: Called with the name of each step.
+
+    Returns:
+        The checked rules with their violations, in the order of `RULES`.
+    """
+    sequences = open_table(join(uri, "sequences"), SequencesInfo)
+    name = sequences.info.kind
+    if name not in KINDS:
+        raise UserError(
+            f"{uri} has sequences of kind '{name}'; the audit supports "
+            f"{', '.join(KINDS)}"
+        )
+    kind = KINDS[name]
+    opened: dict[str, Table] = {
+        table: open_table(join(uri, table), INFO_CLASSES.get(table, TableInfo))
+        for table in dict.fromkeys(("events", "items", *sequences.inputs))
+    }
+    tables = Tables({**opened, "sequences": sequences}, kind.uses_all_events)
+    rules = {name: Rule(name, holds) for name, holds in RULES.items()}
+    progress("files")
+    check_files(tables, rules["files"])
+    if rules["files"].violations:
+        return [rules["files"]]
+    try:
+        check_inputs(tables, rules["inputs"])
+        progress("events")
+        check_events(tables, rules)
+        core_users = check_catalogue(tables, rules["catalogue"])
+        progress("sequences")
+        users = kind.audit_sequences(tables, rules, core_users)
+        check_users(tables, users, rules["users"])
+    except pl.exceptions.ColumnNotFoundError as error:
+        raise UserError(
+            f"{uri} lacks a column: {str(error).partition(';')[0]}", "format"
+        ) from error
+    skipped = {*kind.skipped_rules}
+    if not any(name.startswith("known_") for name in tables.event_columns):
+        skipped.add("known")
+    return [rule for name, rule in rules.items() if name not in skipped]
+
+
+def report(rules: list[Rule]) -> str:
+    """Format the rules as a table for the terminal, then examples and notes."""
+    width = max(len(rule.name) for rule in rules)
+    lines = [f"{'rule':<{width}}  {'rows':>13}  {'violations':>10}  what must hold"]
+    for rule in rules:
+        counts = f"{rule.rows:>13,}  {rule.violations:>10,}"
+        lines.append(f"{rule.name:<{width}}  {counts}  {rule.holds}")
+    for rule in rules:
+        lines += [f"  {rule.name}: {example}" for example in rule.examples]
+        if rule.violations > len(rule.examples):
+            more = rule.violations - len(rule.examples)
+            lines.append(f"  {rule.name}: and {more:,} more")
+        if rule.note:
+            lines.append(f"  note, {rule.name}: {rule.note}")
+    return "\n".join(lines)

@@ -1,0 +1,117 @@
+"""The iterative k-core of users and items with at least k behaviours each.
+
+No process holds a table of users. The driver holds one id and one count per item.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from core.errors import UserError
+from core.ragged import run_starts
+from pipelines.prepare.events.columns import (
+    Vocabulary,
+    bool_column,
+    dictionary_column,
+    encode_ids,
+    known_columns,
+    known_times,
+    label_columns,
+    read_part,
+)
+from pipelines.prepare.events.event_stats import EventStats
+from pipelines.prepare.executor import Executor
+
+
+def core_items(
+    stats: EventStats,
+    core: int,
+    before_ms: int | None,
+    executor: Executor,
+    always_kept: pa.Array | None = None,
+) -> tuple[pa.Array, int]:
+    """Compute the items in the k-core.
+
+    Each round drops users with fewer than `core` behaviours on the remaining items, and
+    then items with fewer than `core` behaviours by the remaining users. The rounds end
+    when no item is dropped. Between rounds, 8 bytes per behaviour stay in Ray's object
+    store.
+
+    Args:
+        stats: Statistics of the events.
+        core: Minimum number of behaviours; 0 and 1 keep all items that have one.
+        before_ms: Epoch ms; only behaviours known earlier are counted. None counts all.
+        executor: Runs one task per part and round.
+        always_kept: Ids of items that are kept even with fewer behaviours.
+
+    Returns:
+        Sorted ids of the items, and the number of rounds.
+    """
+    core = max(core, 1)
+    if core == 1 and before_ms is None:
+        return stats.items, 0
+    vocabulary = executor.put(Vocabulary.from_ids(stats.items))
+    shared = (stats.behaviour, stats.is_late, before_ms, vocabulary)
+    parts = list(executor.submit(_read_pairs, [(uri,) for uri in stats.parts], shared))
+    is_in_core = np.ones(len(stats.items), dtype=bool)
+    is_always_kept = np.zeros(len(stats.items), dtype=bool)
+    if always_kept is not None:
+        is_always_kept = pc.is_in(
+            stats.items.cast(pa.large_string()), always_kept
+        ).to_numpy(zero_copy_only=False)
+    rounds = 0
+    while True:
+        counts = np.zeros(len(is_in_core), dtype=np.int64)
+        calls = [(core, part) for part in parts]
+        for _, table in executor.map_unordered(
+            _count_items, calls, (executor.put(is_in_core),)
+        ):
+            counts[table["item"].to_numpy()] += table["count"].to_numpy()
+        rounds += 1
+        is_still_in_core = (counts >= core) | is_always_kept
+        if not counts[is_still_in_core].any():
+            raise UserError(
+                f"no item remains in the {core}-core of {stats.behaviours:,} behaviours"
+            )
+        if (is_still_in_core == is_in_core).all():
+            return stats.items.filter(pa.array(is_in_core)), rounds
+        is_in_core = is_still_in_core
+
+
+def _read_pairs(
+    behaviour: str | None,
+    is_late: bool,
+    before_ms: int | None,
+    items: Vocabulary,
+    uri: str,
+) -> pa.Table:
+    """Read the user and the item of each counted behaviour of a part."""
+    columns = ["user_id", "item_id", *label_columns(behaviour)]
+    if before_ms is not None:
+        columns += ["timestamp_ms", *known_columns(behaviour, is_late)]
+    table = read_part(uri, columns)
+    is_counted = np.ones(table.num_rows, dtype=bool)
+    if behaviour:
+        is_counted = bool_column(table, f"label_{behaviour}")
+    if before_ms is not None:
+        is_counted = is_counted & (known_times(table, behaviour) < before_ms)
+    user = dictionary_column(table, "user_id").indices.to_numpy()[is_counted]
+    item = encode_ids(dictionary_column(table, "item_id"), items)[is_counted]
+    return pa.table({"user": pa.array(user, pa.int32()), "item": item})
+
+
+def _count_items(is_in_core: np.ndarray, core: int, pairs: pa.Table) -> pa.Table:
+    """Count the behaviours per item of a part, without users below the core."""
+    user, item = pairs["user"].to_numpy(), pairs["item"].to_numpy()
+    is_counted = is_in_core[item]
+    if len(item):
+        starts = run_starts(user)
+        lengths = np.diff(np.append(starts, len(item)))
+        behaviours_per_user = np.add.reduceat(is_counted, starts, dtype=np.int64)
+        is_counted &= np.repeat(behaviours_per_user >= core, lengths)
+    per_item = pl.DataFrame({"item": item[is_counted]}).group_by("item").len("count")
+    schema = pa.schema([("item", pa.int32()), ("count", pa.int64())])
+    return per_item.to_arrow().cast(schema)

@@ -1,0 +1,496 @@
+"""Run the tasks and shuffles of `jobs.prepare` on Ray, or in threads of this process.
+
+    executor.map_unordered(function, calls)   # one Ray task per call
+    executor.exchange(Exchange(...))
+    # from_items -> map_batches(read) -> repartition(keys) -> map_batches(kernel)
+
+Kernels process whole partitions with polars, numpy and Arrow and write their own parts.
+Ray Data provides statistics, progress, backpressure, spilling and retries of lost
+tasks. `Executor._build_context` sets its options (measured on 20 million events, see
+docs/scale.md). Kernels set no `concurrency`, so Ray Data fuses them into the tasks that
+gather the shards of a partition.
+
+Ray is imported inside functions, so parsing a command line and previewing a log do not
+load it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import field
+from functools import partial
+from itertools import islice
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from pydantic import NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from core.errors import UserError
+from core.options import STRICT
+from pipelines.faults import find_user_error
+
+if TYPE_CHECKING:
+    from ray.data import DataContext
+
+SHUFFLE_ENV = {
+    "env_vars": {
+        "RAY_DATA_SHUFFLE_MAP_WORKER": "1",
+        "RAY_DATA_SHUFFLE_REDUCE_WORKER": "1",
+    }
+}
+"""Runtime environment with the variables that Ray Data sets for the tasks of its
+shuffle.
+
+Ray starts separate processes for each environment. If all tasks have this environment,
+they share processes, which saves 5 s of process starts for a small log. With a version
+of Ray that sets other variables, only this saving is lost.
+"""
+
+
+@dataclass(config=STRICT)
+class ResourceLimits:
+    """Part of a shared cluster that one job may use at once."""
+
+    cpu: NonNegativeFloat = 0
+    """CPUs of all tasks together; 0: all CPUs of the cluster."""
+    memory_gb: NonNegativeFloat = 0
+    """GiB of memory that all tasks together reserve (`ray_data.memory_gb` each); 0: all
+    memory of the cluster."""
+
+
+@dataclass(config=STRICT)
+class RayDataConfig:
+    """Settings of Ray Data. They do not change the contents of the tables."""
+
+    shuffle_batch_mb: PositiveInt = 64
+    """MiB of rows that one shuffle task splits by partition."""
+    compression: Literal["auto", "none", "lz4", "zstd"] = "auto"
+    """Compression of rows between tasks; auto: none on one node, lz4 between nodes."""
+    read_mb: PositiveInt = 128
+    """MiB of a plain file that one task reads; a compressed file is read by one
+    task."""
+    memory_gb: NonNegativeFloat = 0
+    """GiB of memory that Ray reserves for each task, which limits the tasks per node;
+    0: only CPUs limit the tasks per node."""
+    resource_limits: ResourceLimits = field(default_factory=ResourceLimits)
+    """Part of a shared cluster that prepare may use at once."""
+
+    def __post_init__(self) -> None:
+        limits = self.resource_limits
+        if 0 < limits.memory_gb < self.memory_gb:
+            raise ValueError(
+                f"ray_data.resource_limits.memory_gb is {limits.memory_gb:g}, less "
+                f"than the {self.memory_gb:g} that one task reserves "
+                f"(ray_data.memory_gb)"
+            )
+
+
+MIN_SHARD_BYTES = 128 << 10
+"""Minimum bytes of a map task per partition. Ray would keep objects below 100 KiB in
+the driver's memory."""
+
+MAX_PENDING_TASKS = 256
+"""Maximum number of unfinished tasks, as each call of `ray.wait` scans all of them."""
+
+KEY = "__partition"
+"""Column of exchanged rows: the number of the row's partition."""
+
+SUMMARY = "__summary"
+"""Column of exchanged rows: the pickled summary of a read; null in rows of the log."""
+
+RESULT = "__result"
+"""Column of an exchange's output: a pickled result of the kernel, or a summary."""
+
+MAX_THREADS = min(4, len(os.sched_getaffinity(0)))
+"""Threads of an executor without Ray. Each thread holds one partition in memory."""
+
+RAY_DATA_SUFFIX = "\nFailed to apply"
+"""Start of the text that Ray Data appends to the message of an error."""
+
+Call = tuple[Any, ...]
+"""Positional arguments of one call of a function."""
+Shared = Any
+"""Result of `Executor.put`: an object reference, or the value itself in an executor
+without Ray. `fetch` returns the value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadSummary:
+    """A value that a read sends to the driver, for example counts of rejected rows."""
+
+    index: int
+    """Index of the read."""
+    value: Any
+    """Picklable value."""
+
+
+Read = Callable[[int], Iterator[pa.Table | ReadSummary]]
+"""Yields the rows, and optionally a summary, of the read with the given index."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A shuffle: rows of many reads are grouped by partition and passed to a kernel."""
+
+    read: Read
+    """Yields tables of one schema that contain the column KEY."""
+    num_reads: int
+    kernel: Callable[..., Any]
+    """Called as `kernel(*shared, partition, rows)` for each partition that has rows;
+    returns a picklable result."""
+    num_partitions: int
+    shared: Call = ()
+    """First arguments of the kernel; references are replaced by their values."""
+    summaries: bool = False
+    """Whether each read ends with a `ReadSummary`, which the exchange yields among the
+    results."""
+    first_kernel: Callable[[pa.Table], pa.Table] | None = None
+    """Kernel of a preceding shuffle into `num_first_partitions`, if any. Returns rows
+    with the KEY of the second shuffle."""
+    num_first_partitions: int = 0
+
+
+def quiet_ray_data() -> None:
+    """Silence Ray Data's log, and its progress bars outside of a terminal.
+
+    Errors are still raised.
+    """
+    from ray.data import DataContext
+
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
+
+
+class Executor:
+    """Runs the tasks and exchanges of one run of `prepare`.
+
+    Args:
+        settings: Settings of Ray Data.
+        in_process: Run everything in threads of this process, without Ray. Small logs
+            take less time than Ray needs to start.
+        share_workers: Run all tasks in the same worker processes. By default Ray Data
+            starts separate processes for its shuffle.
+        start: Starts Ray; called once, before Ray is first used.
+    """
+
+    def __init__(
+        self,
+        settings: RayDataConfig | None = None,
+        in_process: bool = False,
+        share_workers: bool = True,
+        start: Callable[[], None] | None = None,
+    ) -> None:
+        self.settings = settings or RayDataConfig()
+        self.in_process = in_process
+        self.share_workers = share_workers
+        self.start = start
+        self.stats: list[str] = []
+        """`Dataset.stats()` of the exchanges since the last call of `take_stats`."""
+
+    def put(self, value: Any) -> Shared:
+        """Store `value` in Ray's object store, where all tasks can read it."""
+        if self.in_process:
+            return value
+        self._start_ray()
+        import ray
+
+        return ray.put(value)
+
+    def take_stats(self) -> str:
+        """Return and clear Ray Data's statistics, for the timings of a manifest."""
+        stats = "\n".join(self.stats)
+        self.stats = []
+        return "made by the driver alone" if self.in_process else stats
+
+    def submit(
+        self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
+    ) -> Iterator[Any]:
+        """Yield a reference to the result of `function(*shared, *call)` for each call.
+
+        References come in the order of `calls`, and a task is submitted when its
+        reference is requested. Arguments that are references are replaced by their
+        values.
+
+        Args:
+            function: Function to run in a task.
+            calls: Arguments of each call, after the shared ones.
+            shared: First arguments of every call.
+        """
+        if self.in_process:
+            yield from _map_in_threads(
+                lambda call: function(*map(fetch, shared), *call), calls
+            )
+            return
+        self._start_ray()
+        import ray
+
+        options = {"num_cpus": 1, "name": _function_name(function)}
+        task = ray.remote(function).options(**options, **self._task_options())
+        for call in calls:
+            yield task.remote(*shared, *call)
+
+    def map_unordered(
+        self, function: Callable[..., Any], calls: Iterable[Call], shared: Call = ()
+    ) -> Iterator[tuple[int, Any]]:
+        """Run `function(*shared, *call)` for each call; yield results as tasks finish.
+
+        Args:
+            function: Function to run in a task.
+            calls: Arguments of each call, after the shared ones.
+            shared: First arguments of every call.
+
+        Yields:
+            The index of a call and its result.
+        """
+        references = enumerate(self.submit(function, calls, shared))
+        if self.in_process:
+            yield from references
+            return
+        self._start_ray()
+        import ray
+
+        pending: dict[Any, int] = {}
+        while True:
+            free = self.max_pending_tasks - len(pending)
+            for index, reference in islice(references, free):
+                pending[reference] = index
+            if not pending:
+                return
+            [done], _ = ray.wait(list(pending), num_returns=1)
+            with _unwrap_user_errors():
+                yield pending.pop(done), ray.get(done)
+
+    @property
+    def max_pending_tasks(self) -> int:
+        """Maximum number of unfinished tasks of `map_unordered`."""
+        limits = self.settings.resource_limits
+        max_tasks = MAX_PENDING_TASKS
+        if limits.cpu:
+            max_tasks = min(max_tasks, int(limits.cpu))
+        if limits.memory_gb and self.settings.memory_gb:
+            by_memory = int(limits.memory_gb / self.settings.memory_gb)
+            max_tasks = min(max_tasks, by_memory)
+        return max(1, max_tasks)
+
+    def exchange(self, exchange: Exchange, in_process: bool = False) -> Iterator[Any]:
+        """Shuffle rows into partitions, and run a kernel on each partition.
+
+        Args:
+            exchange: Reads, partitions and kernel.
+            in_process: Run this exchange in threads of this process, without Ray.
+
+        Yields:
+            The results of the kernel and the summaries of the reads, in any order.
+        """
+        if self.in_process or in_process:
+            yield from _exchange_in_process(exchange)
+            return
+        self._start_ray()
+        import ray
+        from ray.data import DataContext
+
+        max_partitions = max(exchange.num_partitions, exchange.num_first_partitions)
+        blocks: dict[str, Any] = {"batch_size": None, "batch_format": "pyarrow"}
+        with DataContext.current(self._build_context(max_partitions)):
+            reads = [{"read": index} for index in range(exchange.num_reads)]
+            rows: Any = ray.data.from_items(
+                reads, override_num_blocks=exchange.num_reads
+            )
+            read = _rename(partial(_read_rows, exchange), exchange.read)
+            rows = rows.map_batches(read, **self._task_options(), **blocks)
+            if exchange.first_kernel:
+                rows = rows.repartition(exchange.num_first_partitions, keys=[KEY])
+                first = partial(_run_first_kernel, exchange)
+                rows = rows.map_batches(_rename(first, exchange.first_kernel), **blocks)
+            partitions = exchange.num_partitions + exchange.summaries
+            rows = rows.repartition(partitions, keys=[KEY])
+            run = _rename(partial(_run_kernel, exchange), exchange.kernel)
+            rows = rows.map_batches(run, **blocks)
+        with _unwrap_user_errors():
+            for block in rows.iter_batches(prefetch_batches=0, **blocks):
+                yield from map(pickle.loads, block[RESULT].to_pylist())
+        self.stats.append(rows.stats())
+
+    def _start_ray(self) -> None:
+        if self.start is None:
+            return
+        from pipelines import cluster
+
+        self.start()
+        self.start = None
+        needs = {"CPU": 1, "memory": self.settings.memory_gb * 2**30}
+        cluster.check_room(1, needs)
+
+    def _task_options(self) -> dict[str, Any]:
+        """Return the Ray options of every task."""
+        options: dict[str, Any] = (
+            {"runtime_env": SHUFFLE_ENV} if self.share_workers else {}
+        )
+        if self.settings.memory_gb:
+            options["memory"] = self.settings.memory_gb * 2**30
+        return options
+
+    def _build_context(self, num_partitions: int) -> DataContext:
+        """Return the Ray Data context for an exchange."""
+        import ray
+        from ray.data import DataContext, ExecutionResources
+
+        quiet_ray_data()
+        context = DataContext.get_current().copy()
+        context.shuffle_strategy = "shuffle_v2"
+        compression: str = self.settings.compression
+        if compression == "auto":
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            compression = "lz4" if len(nodes) > 1 else "none"
+        context.shuffle_compression = compression
+        # With Ray's default of 1 GiB, one task would shuffle 20 million events.
+        batch_bytes = max(
+            self.settings.shuffle_batch_mb << 20, num_partitions * MIN_SHARD_BYTES
+        )
+        context.shuffle_input_batch_bytes = batch_bytes
+        context.target_max_block_size = batch_bytes
+        limits = self.settings.resource_limits
+        context.execution_options.resource_limits = ExecutionResources.for_limits(
+            cpu=limits.cpu or None, memory=limits.memory_gb * 2**30 or None
+        )
+        return context
+
+
+def fetch(shared: Shared) -> Any:
+    """Return the value that `Executor.put` stored."""
+    import ray
+
+    return ray.get(shared) if isinstance(shared, ray.ObjectRef) else shared
+
+
+@contextmanager
+def _unwrap_user_errors() -> Iterator[None]:
+    """Re-raise a UserError of a task without Ray's wrapper and traceback."""
+    try:
+        yield
+    except Exception as error:
+        if user_error := find_user_error(error):
+            message = str(user_error).partition(RAY_DATA_SUFFIX)[0]
+            raise UserError(message, user_error.cause) from None
+        raise
+
+
+def _read_rows(exchange: Exchange, reads: pa.Table) -> Iterator[pa.Table]:
+    """Yield the rows of reads. A summary becomes a row of one additional partition."""
+    for index in reads["read"].to_pylist():
+        schema = None
+        for block in exchange.read(index):
+            if isinstance(block, ReadSummary):
+                assert schema is not None, "a summary follows the rows of its read"
+                values = {KEY: exchange.num_partitions, SUMMARY: pickle.dumps(block)}
+                columns = [pa.array([values.get(f.name)], f.type) for f in schema]
+                yield pa.table(columns, schema=schema)
+                continue
+            if exchange.summaries:
+                no_summaries = pa.nulls(block.num_rows, pa.binary())
+                block = block.append_column(SUMMARY, no_summaries)
+            schema = block.schema
+            yield block
+
+
+def _run_first_kernel(exchange: Exchange, rows: pa.Table) -> pa.Table:
+    assert exchange.first_kernel is not None
+    return exchange.first_kernel(rows)
+
+
+def _run_kernel(exchange: Exchange, rows: pa.Table) -> Iterator[pa.Table]:
+    """Yield the pickled kernel result of each partition in the rows of one task."""
+    for partition, part in _split_by_partition(rows):
+        if exchange.summaries:
+            pickled = part[SUMMARY].drop_null()
+            if partition == exchange.num_partitions:
+                yield _build_result_table(pickled.to_pylist())
+                continue
+            part = part.drop_columns([SUMMARY])
+        result = exchange.kernel(*map(fetch, exchange.shared), partition, part)
+        yield _build_result_table([pickle.dumps(result)])
+
+
+def _build_result_table(pickled: list[bytes]) -> pa.Table:
+    return pa.table({RESULT: pa.array(pickled, pa.large_binary())})
+
+
+def _exchange_in_process(exchange: Exchange) -> Iterator[Any]:
+    """Run an exchange in threads of this process; yield results and summaries."""
+
+    def read(index: int) -> list[pa.Table | ReadSummary]:
+        return list(exchange.read(index))
+
+    def run_kernel(partition_rows: tuple[int, pa.Table]) -> Any:
+        partition, rows = partition_rows
+        return exchange.kernel(*map(fetch, exchange.shared), partition, rows)
+
+    tables: list[pa.Table] = []
+    for blocks in _map_in_threads(read, range(exchange.num_reads)):
+        for block in blocks:
+            if isinstance(block, ReadSummary):
+                yield block
+            else:
+                tables.append(block)
+    rows = _concat(tables)
+    del tables
+    if exchange.first_kernel:
+        threads = rows[KEY].to_numpy() % MAX_THREADS  # thread of each row
+        rows_by_thread = [
+            rows.filter(pa.array(threads == thread)) for thread in np.unique(threads)
+        ]
+        rows = _concat(_map_in_threads(exchange.first_kernel, rows_by_thread))
+    yield from _map_in_threads(run_kernel, _split_by_partition(rows))
+
+
+def _split_by_partition(rows: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+    """Yield each partition that has rows, with its rows without the column KEY."""
+    key = rows[KEY].to_numpy()
+    partitions = np.flatnonzero(np.bincount(key)).tolist()
+    values = rows.drop_columns([KEY])
+    for partition in partitions:
+        if len(partitions) == 1:
+            yield partition, values
+        else:
+            yield partition, values.filter(pa.array(key == partition))
+
+
+def _concat(tables: Iterable[pa.Table]) -> pa.Table:
+    return pa.concat_tables(list(tables)).combine_chunks()
+
+
+def _map_in_threads(
+    function: Callable[[Any], Any], values: Iterable[Any]
+) -> Iterator[Any]:
+    """Yield `function(value)` for each value, in order."""
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
+        yield from pool.map(function, values)
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    named = function if isinstance(function, FunctionType) else type(function)
+    return named.__name__.strip("_")
+
+
+def _rename(
+    function: Callable[..., Any], like: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap `function` under the name of `like`, which Ray's dashboard shows."""
+
+    def run(rows: pa.Table) -> Any:
+        return function(rows)
+
+    run.__name__ = _function_name(like)
+    return run

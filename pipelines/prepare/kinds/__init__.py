@@ -1,0 +1,1 @@
+"""Kinds of request: settings, requests in tables, audit rules and simulated logs."""

@@ -1,0 +1,266 @@
+"""Audit rules for the tables of a log of actions: splits, tasks, actions and counts.
+
+Expected values are computed from `events` with plain polars, by the definitions in the
+manifest of `sequences`. The counts of a training event cover the events of all users
+before its time; the counts of a candidate of validation or test cover the events before
+the start of its split.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from pipelines.prepare.audit.base import Rule, Tables, window_sums
+from pipelines.prepare.audit.sequences import (
+    behaviour_rows,
+    check_as_of,
+    check_behaviours,
+    check_category,
+    check_counts,
+    check_custom_scales,
+    check_lengths,
+    check_number,
+    check_values,
+    count_per_split,
+    expected_behaviours,
+    join_as_of,
+)
+
+VECTORS = ["tasks", "actions", "features"]
+"""List columns with several numbers per event."""
+
+
+def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
+    """Check behaviours, splits, tasks, actions and features of `sequences`.
+
+    Returns:
+        The users (`user_id`) that `sequences` must contain.
+    """
+    info = tables.info
+    users = check_lengths(tables.sequences, rules["behaviours"])
+    names = {name: getattr(info, name) for name in VECTORS}
+    values = {name: read_vectors(users, name, len(names[name])) for name in VECTORS}
+    rows = add_count_times(tables, behaviour_rows(users.drop(VECTORS)))
+    expected = expected_behaviours(tables, tables.users_events)
+    expected = join_as_of(tables, add_count_times(tables, expected), "at")
+    check_behaviours(users.drop(VECTORS), rows, expected, rules["behaviours"])
+    check_ends(tables, users, rows, rules["splits"])
+    for name, expected_columns in expected_values(tables, rows).items():
+        rule = rules["windows" if name == "features" else "tasks"]
+        rule.rows = rows.height
+        noun = name.removesuffix("s")
+        check_values(rows, values[name], names[name], expected_columns, noun, rule)
+    check_as_of(tables, rules["features"])
+    rows = add_splits(users, rows)
+    counts: dict[str, int | dict[str, int]] = {
+        "requests": count_per_split(rows),
+        "users_with_candidates": count_per_split(rows.unique(["row", "split"])),
+        "users_without_context": count_per_split(rows.filter(pl.col("index") == 0)),
+    }
+    check_counts(tables, counts, rules["counts"])
+    check_statistics(tables, rows, values, rules)
+    catalogue_events = tables.events.join(tables.catalogue, on="item_id", how="semi")
+    return catalogue_events.select("user_id").unique()
+
+
+def read_vectors(users: pl.DataFrame, name: str, width: int) -> np.ndarray:
+    """Return a list column of vectors as an (events, width) float64 array."""
+    num_events = int(users["item_index"].list.len().sum())
+    if not width:
+        return np.zeros((num_events, 0))
+    vectors = users[name].cast(pl.List(pl.List(pl.Float64))).explode().drop_nulls()
+    return vectors.explode().to_numpy().reshape(num_events, width)
+
+
+def add_count_times(tables: Tables, rows: pl.DataFrame) -> pl.DataFrame:
+    """Add the column `at`: the time as of which the counts of an event are taken.
+
+    It is the event's time in training, and the start of its split for candidates.
+    """
+    time = pl.col("timestamp_ms")
+    val, test = tables.info.split.val_start_ms, tables.info.split.test_start_ms
+    at = pl.when(time >= test).then(test).when(time >= val).then(val).otherwise(time)
+    return rows.with_columns(at=at)
+
+
+def check_ends(
+    tables: Tables, users: pl.DataFrame, rows: pl.DataFrame, rule: Rule
+) -> None:
+    """Check that `train_end` and `val_end` count a user's events before the two cuts.
+
+    Args:
+        tables: Tables under audit, which are read into memory.
+        users: Rows of `sequences`.
+        rows: Events of all users, with the `row` of their user.
+        rule: Rule that rows and violations are added to.
+    """
+    rule.rows += users.height
+    time = pl.col("timestamp_ms")
+    expected = rows.group_by("row").agg(
+        train=(time < tables.info.split.val_start_ms).sum(),
+        val=(time < tables.info.split.test_start_ms).sum(),
+    )
+    ends = users.select("row", "user_id", "train_end", "val_end")
+    ends = ends.join(expected, on="row", how="left")
+    is_wrong = pl.any_horizontal(
+        pl.col(f"{name}_end").ne_missing(pl.col(name)) for name in ("train", "val")
+    )
+    rule.add_rows(
+        ends.filter(is_wrong).sort("row"),
+        "user {user_id}: train_end, val_end are {train_end}, {val_end}; before the "
+        "cuts are {train}, {val} events",
+    )
+
+
+def add_splits(users: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+    """Add the column `split` of each event, by its index within its user's events.
+
+    Args:
+        users: Rows of `sequences`, with the indices `train_end` and `val_end`.
+        rows: Events of all users, with the `row` of their user.
+    """
+    ends = users.select("row", "train_end", "val_end")
+    rows = rows.join(ends, on="row", how="left", maintain_order="left")
+    is_train = pl.col("index") < pl.col("train_end")
+    is_val = pl.col("index") < pl.col("val_end")
+    split = pl.when(is_train).then(pl.lit("train")).when(is_val).then(pl.lit("val"))
+    return rows.with_columns(split=split.otherwise(pl.lit("test")))
+
+
+def check_statistics(
+    tables: Tables,
+    rows: pl.DataFrame,
+    values: dict[str, np.ndarray],
+    rules: dict[str, Rule],
+) -> None:
+    """Check the manifest's statistics of training events.
+
+    Args:
+        tables: Tables under audit, which are read into memory.
+        rows: Events with their `split`.
+        values: The arrays `tasks`, `actions` and `features`, (events, width) each.
+        rules: Rules by name; they take the violations.
+    """
+    info = tables.info
+    rule = rules["counts"]
+    train = rows.filter(split="train")
+    custom = train.select(info.custom.names)
+    check_custom_scales(info.custom, custom, rules["features"])
+    is_train = (rows["split"] == "train").to_numpy()
+    rates = values["tasks"][is_train].mean(0)
+    features = values["features"][is_train]
+    rule.rows += len(rates) + 2 * len(info.features)
+    for name, rate in zip(info.tasks, rates, strict=True):
+        recorded = info.base_rates[name]
+        check_number(f"base rate of {name}", recorded, rate, 1.0, rule)
+    for column, name in enumerate(info.features):
+        mean, std = features[:, column].mean(), features[:, column].std()
+        std = std if std > 1e-6 else 0.0
+        recorded = info.feature_mean[column]
+        check_number(f"feature_mean of {name}", recorded, mean, 1.0, rule)
+        recorded = info.feature_std[column]
+        check_number(f"feature_std of {name}", recorded, std, 1.0, rule)
+    for name, listed in info.viewers.items():
+        check_category(f"cat_{name}", listed, train, rule)
+
+
+# Tasks, actions and counts by the definitions of the manifest.
+
+
+def expected_values(
+    tables: Tables, rows: pl.DataFrame
+) -> dict[str, dict[str, np.ndarray]]:
+    """Recompute `tasks`, `actions` and `features`.
+
+    Returns:
+        For each of the three, the values (events,) by name.
+    """
+    definitions = tables.info.definitions
+    tasks = {
+        name: task_values(task).cast(pl.Float64)
+        for name, task in definitions["tasks"].items()
+    }
+    actions = {
+        name: action_values(action) for name, action in definitions["inputs"].items()
+    }
+    columns = {"tasks": rows.select(**tasks), "actions": rows.select(**actions)}
+    values = {
+        kind: {column.name: column.to_numpy() for column in frame}
+        for kind, frame in columns.items()
+    }
+    return values | {"features": expected_features(tables, rows)}
+
+
+def task_values(task: dict[str, Any]) -> pl.Expr:
+    """Return whether a task holds; a missing label means that no action was taken."""
+    if task["any"]:
+        labels = [pl.col(f"label_{label}").fill_null(False) for label in task["any"]]
+        return pl.any_horizontal(labels)
+    label = pl.col(f"label_{task['label']}")
+    if task["above"] is not None:
+        return (label > task["above"]).fill_null(False)
+    if task["at_least"] is not None:
+        return (label >= task["at_least"]).fill_null(False)
+    return label.fill_null(False)
+
+
+def action_values(action: dict[str, Any]) -> pl.Expr:
+    """Return an action as models read it, from 0 to 1.
+
+    A bool label becomes 0 or 1. A number is scaled by its range, linearly or, with
+    `log_unit`, logarithmically.
+    """
+    label = pl.col(f"label_{action['label']}")
+    if action["range"] is None:
+        return label.fill_null(False).cast(pl.Float64)
+    low, high = action["range"]
+    distance = label.cast(pl.Float64).fill_null(low).clip(low, high) - low
+    length, unit = float(high - low), action["log_unit"]
+    if unit is None:
+        return distance / length
+    return (distance / unit).log1p() / float(np.log1p(length / unit))
+
+
+def expected_features(tables: Tables, rows: pl.DataFrame) -> dict[str, np.ndarray]:
+    """Recompute the windowed counts and rates.
+
+    They count exposures and tasks of the user, of the item or of one of its attributes,
+    up to a delay before the time `at`.
+
+    Returns:
+        The features (events,) by name.
+    """
+    definitions = tables.info.definitions
+    tasks, settings = definitions["tasks"], definitions["counts"]
+    labels = settings["counted_labels"]
+    prior, strength = settings["prior"], settings["strength"]
+    key_columns = {
+        key: {"user": "user_id", "item": "item_id"}.get(key, f"cat_{key}")
+        for key in settings["keys"]
+    }
+    attributes = [name for name in key_columns.values() if name.startswith("cat_")]
+    items = tables.items.select("item_index", "item_id", *attributes)
+    counted = {
+        f"task_{name}": task_values(tasks[name]).cast(pl.Int64) for name in labels
+    }
+    keys = ["user_id", "item_id", "timestamp_ms"]
+    log = tables.events.select(*keys, shown=pl.lit(1, pl.Int64), **counted)
+    log = log.join(items, on="item_id", how="left")
+    points = rows.select("user_id", "item_index", "at")
+    points = points.join(items, on="item_index", how="left", maintain_order="left")
+    features = {}
+    for key, column in key_columns.items():
+        key_log = log.select(column, "timestamp_ms", "shown", *counted)
+        windows, delay = settings["windows_days"], settings["delay_minutes"]
+        for window, sums in window_sums(points, key_log, [column], windows, delay):
+            exposures = sums["shown"].to_numpy()
+            features[f"{key}_exposures_{window}"] = np.log1p(exposures)
+            for label in labels:
+                count = sums[f"task_{label}"].to_numpy()
+                rate = (count + prior * strength) / (exposures + strength)
+                features[f"{key}_{label}_{window}"] = np.log1p(count)
+                features[f"{key}_{label}_rate_{window}"] = rate
+    return features

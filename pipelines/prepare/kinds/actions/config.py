@@ -1,0 +1,310 @@
+"""Settings of a log of actions in a source file: tasks, inputs of models, counts.
+
+    prepare:
+      kind: actions
+      actions:
+        tasks:
+          long_dwell: {label: dwell_ms, above: 10000}          # 1(dwell > tau)
+          contribution: {any: [like, comment, share, follow]}
+        inputs:
+          dwell: {label: dwell_ms, range: [0, 60000], log_unit: 1000}
+        counts: {keys: [item, author, user], windows_days: [1, 7]}
+
+A bool label that no entry names becomes a task and an input. A missing label means that
+the action was not taken: 0.
+
+Shapes: E events, K tasks, A actions that models read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from typing import Annotated
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from core.options import STRICT, Fraction, check_known
+from core.schemas import LogInfo
+from pipelines.prepare.events.columns import bool_column
+from pipelines.prepare.reading.durations import WindowSettings
+from pipelines.prepare.reading.log import check_names, check_range
+
+USER, ITEM = "user", "item"
+
+
+@dataclass(config=STRICT, frozen=True)
+class Task:
+    """A binary task, computed from labels."""
+
+    label: str | None = None
+    """Label of the task; alternatively give `any`. A bool label is the task itself, a
+    number needs `above` or `at_least`."""
+    above: FiniteFloat | None = None
+    """For a number label: the task is 1 if the label is above this threshold, like
+    1(dwell > tau) in Sec. 3 of AttnMVP."""
+    at_least: FiniteFloat | None = None
+    """For a number label: the task is 1 if the label is at least this threshold."""
+    any: list[str] | None = None
+    """Bool labels: the task is 1 if one of them is true, like `contribution` in Sec. 3
+    of AttnMVP."""
+
+    def __post_init__(self) -> None:
+        if (self.label is None) == (self.any is None):
+            raise ValueError(
+                "a task needs either 'label' or 'any'; give exactly one of them"
+            )
+        if self.above is not None and self.at_least is not None:
+            raise ValueError("a task has both 'above' and 'at_least'")
+        if self.any is not None and self.threshold is not None:
+            raise ValueError("'any' takes bool labels, which have no threshold")
+
+    @property
+    def threshold(self) -> float | None:
+        """The threshold of a number label, or None."""
+        return self.at_least if self.above is None else self.above
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels that the task is computed from."""
+        return [self.label] if self.label is not None else list(self.any or ())
+
+    def check(self, name: str, labels: dict[str, str]) -> None:
+        """Check that the log has the task's labels, with types that fit.
+
+        Args:
+            name: Name of the task, for messages.
+            labels: Type of each label of the log.
+
+        Raises:
+            ValueError: If a label does not exist, a bool label has a threshold, or a
+                number label has none.
+        """
+        for label in self.labels:
+            kind = label_type(label, labels, f"tasks.{name}")
+            if kind == "bool" and self.threshold is not None:
+                raise ValueError(
+                    f"tasks.{name}: label '{label}' is bool, which has no threshold"
+                )
+            if kind != "bool" and self.threshold is None:
+                raise ValueError(
+                    f"tasks.{name}: label '{label}' is a number, so give 'above' "
+                    f"or 'at_least'"
+                )
+
+    def values(self, events: pa.Table) -> np.ndarray:
+        """Return the task (E,) bool of each event; a missing label counts as false."""
+        if self.label is None or self.threshold is None:
+            flags = [bool_column(events, f"label_{label}") for label in self.labels]
+            return np.logical_or.reduce(flags)
+        compare = pc.greater if self.above is not None else pc.greater_equal
+        # in float32 like the labels, so a label of 3.3 is at least 3.3
+        threshold = pa.scalar(self.threshold, pa.float32())
+        label_values = events[f"label_{self.label}"].combine_chunks()
+        is_over = compare(label_values, threshold)
+        return pc.fill_null(is_over, False).to_numpy(zero_copy_only=False)
+
+
+@dataclass(config=STRICT, frozen=True)
+class Input:
+    """An action as models read it: a number from 0 to 1, computed from a label."""
+
+    label: str
+    """Label of the input."""
+    range: list[float] | None = None
+    """For a number label: the values that become 0 and 1; others are clipped to them.
+    By default the range that the label declares."""
+    log_unit: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    """For a number label with a long tail, such as a time: log(1 + value / log_unit) is
+    scaled instead of the value."""
+
+    def __post_init__(self) -> None:
+        if self.range is not None:
+            check_range(self.range)
+
+    def check(
+        self, name: str, labels: dict[str, str], ranges: dict[str, list[float]]
+    ) -> Input:
+        """Return the input with its range, checked against the log's labels.
+
+        Args:
+            name: Name of the input, for messages.
+            labels: Type of each label of the log.
+            ranges: Range of each number label that declares one.
+
+        Raises:
+            ValueError: If the label does not exist, is a bool with a range or a
+                `log_unit`, or is a number without a range.
+        """
+        kind = label_type(self.label, labels, f"inputs.{name}")
+        if kind == "bool":
+            if self.range is not None or self.log_unit is not None:
+                raise ValueError(f"inputs.{name}: label '{self.label}' is bool")
+            return self
+        bounds = self.range or ranges.get(self.label)
+        if bounds is None:
+            raise ValueError(
+                f"inputs.{name}: label '{self.label}' is a number; give its 'range', "
+                f"such as [0, 5]"
+            )
+        return Input(self.label, [float(bound) for bound in bounds], self.log_unit)
+
+    def values(self, events: pa.Table) -> np.ndarray:
+        """Return the input (E,) float32 of each event, from 0 to 1.
+
+        A missing label becomes 0.
+        """
+        if self.range is None:
+            return bool_column(events, f"label_{self.label}").astype(np.float32)
+        low, high = self.range
+        label = pc.fill_null(events[f"label_{self.label}"].combine_chunks(), low)
+        value = label.to_numpy(zero_copy_only=False).astype(np.float64)
+        unit = self.log_unit or 1.0
+        distance = (value.clip(low, high) - low) / unit
+        length = (high - low) / unit
+        if self.log_unit:
+            return (np.log1p(distance) / np.log1p(length)).astype(np.float32)
+        return (distance / length).astype(np.float32)
+
+
+@dataclass(config=STRICT, frozen=True)
+class Counts(WindowSettings):
+    """Settings of the counting statistics that late fusion reads (AttnMVP, Sec. 2).
+
+    Each statistic counts the events of a key within a window.
+    """
+
+    keys: list[str] = field(default_factory=lambda: [ITEM, USER])
+    """Keys to count by: `item`, `user`, or the name of an attribute of items such as
+    `author`."""
+    counted_labels: list[str] | None = None
+    """Tasks to count besides exposures; by default all."""
+    windows_days: Annotated[list[float], Field(min_length=1)] = field(
+        default_factory=lambda: [1.0, 7.0]
+    )
+    """Lengths of the windows, in days, ascending."""
+    delay_minutes: NonNegativeFloat = 60.0
+    """Minutes until a logged event is available: counts at time t end at t - delay.
+    Events at the same time never count each other."""
+    prior: Fraction = 0.1
+    """Rate of a key without exposures. Rates are smoothed: (count + prior * strength) /
+    (exposures + strength)."""
+    strength: PositiveFloat = 10.0
+    """Weight of the prior, in exposures."""
+
+    def __post_init__(self) -> None:
+        if not self.keys or len(set(self.keys)) < len(self.keys):
+            raise ValueError(f"counts.keys is {self.keys}, not different keys")
+        self.check_windows("counts")
+
+
+@dataclass(config=STRICT, frozen=True)
+class ActionsConfig:
+    """Tasks, inputs and counts of a log of actions."""
+
+    tasks: dict[str, Task] = field(default_factory=dict)
+    """Tasks by name, in order: {name: {label, above | at_least}} or {name: {any:
+    [labels]}}. Each bool label that is not the `label` of a task is added as a task."""
+    inputs: dict[str, Input] = field(default_factory=dict)
+    """Inputs of models, by name: {name: {label, range, log_unit}}. Each bool label that
+    no input reads is added as 0 or 1."""
+    counts: Counts = field(default_factory=Counts)
+    """Kinds of key, windows and smoothing of the counted features."""
+
+    def resolve(self, info: LogInfo, attributes: list[str]) -> ActionsConfig:
+        """Return the configuration with all defaults filled in from the log.
+
+        Args:
+            info: Labels of the log.
+            attributes: Attributes of the log's items.
+
+        Raises:
+            ValueError: If the log does not have a label, key or task.
+        """
+        tasks, inputs = self._resolve_tasks(info), self._resolve_inputs(info)
+        check_names(tasks, "tasks")
+        check_names(inputs, "inputs")
+        counts = self.counts
+        keys = (USER, ITEM, *attributes)
+        check_known(counts.keys, keys, "actions.counts.keys")
+        labels = counts.counted_labels
+        if labels is None:
+            labels = list(tasks)
+        check_known(labels, tasks, "actions.counts.counted_labels")
+        return ActionsConfig(tasks, inputs, replace(counts, counted_labels=labels))
+
+    def _resolve_tasks(self, info: LogInfo) -> dict[str, Task]:
+        """Return the tasks, and one for each bool label other than a task's `label`."""
+        tasks = dict(self.tasks)
+        for name, task in tasks.items():
+            task.check(name, info.labels)
+        used_labels = {task.label for task in tasks.values()}
+        for name in info.bool_labels:
+            if name not in used_labels and name not in tasks:
+                tasks[name] = Task(name)
+        if not tasks:
+            raise ValueError(
+                "the log has no bool label and actions.tasks is empty; define at least "
+                "one task"
+            )
+        return tasks
+
+    def _resolve_inputs(self, info: LogInfo) -> dict[str, Input]:
+        """Return the inputs with their ranges, and one for each bool label not read."""
+        labels, ranges = info.labels, info.ranges
+        inputs = {
+            name: value.check(name, labels, ranges)
+            for name, value in self.inputs.items()
+        }
+        used_labels = {value.label for value in inputs.values()}
+        for name in info.bool_labels:
+            if name not in used_labels and name not in inputs:
+                inputs[name] = Input(name)
+        if not inputs:
+            raise ValueError(
+                "the log has no bool label and actions.inputs is empty; define at "
+                "least one input"
+            )
+        return inputs
+
+    @property
+    def counted_labels(self) -> list[str]:
+        """Tasks that are counted besides exposures."""
+        return self.counts.counted_labels or []
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the labels that tasks and inputs are computed from, each once."""
+        labels: list[str] = []
+        for task in self.tasks.values():
+            labels += task.labels
+        labels += [value.label for value in self.inputs.values()]
+        return list(dict.fromkeys(labels))
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the features, in the order of `features.features`."""
+        names: list[str] = []
+        for key in self.counts.keys:
+            for days in self.counts.windows_days:
+                names.append(f"{key}_exposures_{days:g}d")
+                names += [f"{key}_{label}_{days:g}d" for label in self.counted_labels]
+                names += [
+                    f"{key}_{label}_rate_{days:g}d" for label in self.counted_labels
+                ]
+        return names
+
+
+def label_type(label: str, labels: dict[str, str], key: str) -> str:
+    """Return the type of a label.
+
+    Args:
+        label: Name of the label.
+        labels: Type of each label of the log.
+        key: Setting that names the label, for the message.
+    """
+    check_known([label], labels, f"actions.{key}")
+    return labels[label]

@@ -1,0 +1,45 @@
+"""Audit rules for the tables of a retrieval log, whose behaviours are the requests."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from pipelines.prepare.audit.base import Rule, Tables
+from pipelines.prepare.audit.sequences import (
+    INDEX,
+    check_behaviours,
+    check_counts,
+    check_history,
+    compare_rows,
+    expected_behaviours,
+    unfold,
+)
+
+
+def check_retrieval_tables(tables: Tables, rules: dict[str, Rule]) -> None:
+    """Check behaviours, histories, targets, splits and counts of `sequences`."""
+    rows = unfold(tables, rules)
+    expected = expected_behaviours(tables, tables.users_events)
+    check_behaviours(rows.users, rows.behaviours, expected, rules["behaviours"])
+    behaviours = rows.behaviours
+    if tables.known_time_column != "timestamp_ms":
+        # behaviours are sorted by the time at which they are known, requests by time
+        behaviours = expected.sort("row", *tables.event_order).with_columns(INDEX)
+    check_history(tables, behaviours, rows.requests, rules["history"])
+    targets = behaviours.with_columns(candidates=pl.concat_list("item_index"))
+    columns = ["timestamp_ms", "query", "candidates"]
+    compare_rows(rows.requests, targets, columns, "request", rules["targets"])
+    counts: dict[str, int | dict[str, int]] = {"requests": rows.per_split}
+    check_counts(tables, counts | _count_truncated(tables), rules["counts"])
+
+
+def _count_truncated(tables: Tables) -> dict[str, int | dict[str, int]]:
+    """Count users with more than `max_events` behaviours, and dropped behaviours."""
+    behaviours = tables.filter_behaviours(tables.users_events)
+    behaviours = behaviours.join(tables.catalogue, on="item_id", how="semi")
+    lengths = behaviours.group_by("row").len()["len"].cast(pl.Int64)
+    excess = lengths - tables.info.max_events
+    return {
+        "truncated_users": int((excess > 0).sum()),
+        "truncated_events": int(excess.clip(0).sum()),
+    }

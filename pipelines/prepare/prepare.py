@@ -1,0 +1,191 @@
+"""Turn a raw log into the tables `events`, `rejects`, `items` and `sequences`.
+
+    python -m jobs.prepare --source YAML --input RAW_DIR --output TABLES
+
+Each step commits its tables when they are complete, and skips tables whose manifest has
+the fingerprint of its configuration and inputs. So a run that was interrupted continues
+with the missing tables, and a finished run does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Literal
+
+from pyarrow import fs
+
+from core.errors import UserError
+from core.files import file_info, join, write_file
+from core.schemas import INFO_CLASSES, AsOfInfo, EventsInfo, ItemsInfo, Split
+from core.tables import Table, check_replaceable, find_table, open_table, writing
+from pipelines.prepare.events.build_events import (
+    LoadStats,
+    count_partitions,
+    make_events,
+)
+from pipelines.prepare.events.catalogue import make_items
+from pipelines.prepare.events.frozen_catalogue import copy_items
+from pipelines.prepare.executor import Executor
+from pipelines.prepare.kinds.registry import KINDS
+from pipelines.prepare.notices import collect_warnings
+from pipelines.prepare.prepare_config import PrepareConfig
+from pipelines.prepare.reading.log import Log
+from pipelines.prepare.reading.unread import describe_unread
+from pipelines.prepare.run import OutputTables, Report, Run
+from pipelines.prepare.sequences.as_of import PREFIX
+from pipelines.prepare.sequences.splits import cut_times
+from pipelines.prepare.settings import resolve_config
+from pipelines.prepare.statistics import summarise
+
+STATISTICS = "statistics.json"
+"""Name of the file that a run writes last."""
+
+TABLES = ("events", "rejects", "items", "queries", "sequences", "counts")
+"""Names of the tables of any log."""
+
+MAX_SHARED_PARTITIONS = 64
+"""Number of partitions (2 GiB of text) up to which all tasks share worker processes."""
+
+MAX_APPENDED_PARTITIONS = 4
+"""Number of partitions up to which this process appends without Ray: a partition takes
+about a second, less than Ray needs to start."""
+
+
+Existing = Literal["continue", "overwrite", "append"]
+"""What to do with existing tables: `continue` writes missing tables, `overwrite`
+replaces all tables, `append` adds files that the tables do not contain yet."""
+
+
+def prepare(
+    source: Log,
+    input_uri: str,
+    output_uri: str,
+    config: PrepareConfig,
+    existing: Existing = "continue",
+    report: Report = print,
+    start: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Write the tables of a raw log to `output_uri`.
+
+    A small log is processed in this process. A larger log needs a running Ray.
+
+    Args:
+        source: Mapping of the raw log.
+        input_uri: Folder of the raw files.
+        output_uri: Folder of the tables.
+        config: Settings of the tables.
+        existing: What to do with existing tables.
+        report: Prints a line.
+        start: Starts Ray; called before Ray is first used.
+
+    Returns:
+        The content of statistics.json.
+    """
+    input_uri, output_uri = str(input_uri), str(output_uri)
+    config = resolve_config(source, input_uri, config)
+    kind = KINDS[config.kind]
+    behaviour = None if kind.uses_all_events else config.behaviour
+    catalogue = None
+    if config.catalogue is not None:
+        catalogue = open_table(join(config.catalogue, "items"), ItemsInfo)
+    with ExitStack() as stack:
+        stack.enter_context(writing(output_uri))
+        found = _find_tables(source, output_uri, overwrite=existing == "overwrite")
+        extends = existing == "append" and {"events", "rejects"} <= found.keys()
+        partitions = config.partitions or 0
+        if not partitions and extends:
+            partitions = found["events"].config["partitions"]
+        elif not partitions:
+            files = [*source.event_files(input_uri), *source.user_files(input_uri)]
+            if catalogue is None:
+                files += source.item_files(input_uri)
+            partitions = count_partitions([join(input_uri, file) for file in files])
+        # a small log is processed in this process
+        max_in_process = MAX_APPENDED_PARTITIONS if extends else 1
+        executor = Executor(
+            config.ray_data,
+            in_process=not config.partitions and partitions <= max_in_process,
+            share_workers=partitions <= MAX_SHARED_PARTITIONS,
+            start=start,
+        )
+        # a finished run has written its statistics, and its tables fit each other
+        statistics_file = file_info(join(output_uri, STATISTICS))
+        made_from = found["sequences"].inputs if "sequences" in found else {}
+        is_complete = statistics_file.type == fs.FileType.File and all(
+            name in found and found[name].hash == made_from.get(name)
+            for name in ("events", "items")
+        )
+        tables = OutputTables(
+            output_uri, report, executor, extends, is_complete, existing=found
+        )
+        grows = existing == "append"
+        run = Run(source, input_uri, config, behaviour, report, executor, tables, grows)
+        for line in describe_unread(source, input_uri):
+            report(line)
+        if extends:
+            stack.enter_context(tables.clean_up_on_error(*TABLES))
+        events, load_stats = make_events(run, partitions)
+        split = _choose_split(run, events, load_stats, catalogue)
+        if catalogue is None:
+            items = make_items(run, events, load_stats, split)
+        else:
+            items = copy_items(run, events, load_stats, catalogue, split)
+        sequences = kind.make_sequences(run, events, items, split)
+        tables.put_in_place()
+        statistics = summarise(events, items, sequences)
+        content = json.dumps(statistics, indent=2) + "\n"
+        write_file(join(output_uri, STATISTICS), content.encode())
+        if config.counts_as_of is not None:
+            kind.make_counts(run, events, items, config.counts_as_of)
+            tables.put_in_place()
+    for line in collect_warnings(events, items, sequences):
+        report(line)
+    return statistics
+
+
+def _find_tables(source: Log, output_uri: str, *, overwrite: bool) -> dict[str, Table]:
+    """Open the tables of the output folder; none if they are overwritten."""
+    found: dict[str, Table] = {}
+    for name in (*TABLES, *(f"{PREFIX}{name}" for name in source.as_of)):
+        uri = join(output_uri, name)
+        if overwrite:
+            check_replaceable(uri, name)
+        elif table := find_table(uri, INFO_CLASSES.get(name, AsOfInfo)):
+            found[name] = table
+    return found
+
+
+def _choose_split(
+    run: Run,
+    events: Table[EventsInfo],
+    load_stats: LoadStats,
+    catalogue: Table[ItemsInfo] | None,
+) -> Split:
+    """Return the split of other or earlier tables, or compute one."""
+    config, has_clock_times = run.config, events.info.log.clock
+    if catalogue is not None:
+        split = catalogue.info.split
+        if split.by == "temporal" and not has_clock_times:
+            raise UserError(
+                f"{config.catalogue} is split by time, but this log has no clock times"
+            )
+        return split
+    if config.split.by == "leave_last_out":
+        if has_clock_times:
+            run.report(
+                "warning: split.by is leave_last_out, which trains on behaviours of "
+                "other users that are later than a test request"
+            )
+        return Split(by="leave_last_out")
+    if config.core_window == "all" and config.core > 1:
+        run.report(
+            "note: core_window is all: the k-core counts the test window too, as in "
+            "the papers"
+        )
+    inputs = run.split_inputs(events)
+    earlier = run.tables.existing.get("items")
+    if earlier and earlier.info.split_made_from == inputs:
+        return earlier.info.split  # type: ignore[no-any-return]
+    return cut_times(load_stats(), config.split, run.executor)

@@ -1,0 +1,684 @@
+"""Convert raw rows to rows of a table: evaluate SQL expressions, and check each column.
+
+All steps are vectorised over a frame. A row that breaks the schema becomes a reject
+with its first reason, which names the column of the log.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from core.errors import MAX_REASON_CHARS, UserError, one_line, pluralize
+from core.ids import UNCLEAN_ID, clean_id
+from core.schemas import REJECTS
+from core.tables import LARGEST_NUMBER
+from pipelines.prepare.reading.read import (
+    MAX_QUOTED_CHARS,
+    ROW,
+    Broken,
+    FilePart,
+    parse_sql,
+    root_columns,
+)
+from pipelines.prepare.reading.times import Time, parse_times, reject_future
+
+MAX_EXPLODED_ROWS = 1 << 18
+"""Approximate maximum number of rows per block after lists are exploded."""
+MAX_INT32 = 2**31 - 1
+MAX_EVALUATIONS = 2000
+"""Maximum number of evaluations of an expression to locate unreadable values."""
+VALUE, READ = "__value", "__read"
+WORD = r"[^{}\[\]\":,\s\\]+"
+"""Regex of text without blanks, backslashes or structural characters of JSON."""
+PLAIN_LIST = rf'^\{{"x":\[(?:"{WORD}"(?:,"{WORD}")*|[-+.\deE]+(?:,[-+.\deE]+)*)?\]\}}$'
+"""Regex of the JSON of a list of words, or of a list of numbers."""
+TEXT_WITH_POINT = r'"[^"]*\d\.0'
+"""Regex of JSON with a text such as v1.0, which is not a whole number."""
+Evaluated = tuple[pl.DataFrame, list[tuple[pl.Series, str]]]
+"""Values by name, and pairs of a mask of unreadable rows and a reason."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A bounded number of rows of a raw log, or of the files of a section."""
+
+    rows: pa.Table
+    """Valid rows."""
+    rejects: pa.Table
+    """Rejected rows and unparsable lines, in the schema `REJECTS`."""
+    rows_read: int
+    """Number of valid and rejected rows, after lists are exploded."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Columns that do not exist, each with a hint at a similar name. A column that is
+    missing in all blocks of the log is an error."""
+
+
+@dataclass
+class RejectCounts:
+    """Number of rows that were read, and of rejected rows by reason."""
+
+    rows_read: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    """Location and content of the first rejected row, by reason."""
+
+    @classmethod
+    def from_block(cls, block: Block) -> RejectCounts:
+        """Count the rejects of a block."""
+        counts = cls(block.rows_read, Counter(block.rejects["reason"].to_pylist()))
+        if not counts.reasons:
+            return counts
+        rejects = pl.DataFrame(block.rejects)
+        first = rejects.unique("reason", keep="first", maintain_order=True)
+        for row in first.to_dicts():
+            piece = f" of the piece at {row['piece']:,}" if row["piece"] else ""
+            counts.examples[row["reason"]] = (
+                f"{row['file']} row {row['row']:,}{piece} "
+                f"(from 0, without header and blank lines): {row['source'][:200]}"
+            )
+        return counts
+
+    def add(self, other: RejectCounts) -> None:
+        """Add other counts; the sum does not depend on the order of additions."""
+        self.rows_read += other.rows_read
+        self.reasons.update(other.reasons)
+        for reason, example in other.examples.items():
+            self.examples[reason] = min(example, self.examples.get(reason, example))
+
+    @property
+    def rejects(self) -> int:
+        """Number of rejected rows."""
+        return self.reasons.total()
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for users per reason, the most frequent first."""
+        for reason, rows in self.reasons.most_common():
+            yield f"{pluralize(rows, 'row')}, {reason}; such as {self.examples[reason]}"
+
+    def check(
+        self, max_rejects: float, rows: str = "", always_allowed: float = 0.0
+    ) -> None:
+        """Raise a UserError if too many rows are rejected.
+
+        Args:
+            max_rejects: Maximum share of rejected rows.
+            rows: Description of the rows that follows the word "rows" in the message.
+            always_allowed: Share of rejected rows that is allowed if `max_rejects` is
+                lower.
+        """
+        if self.rejects > max(max_rejects, always_allowed) * self.rows_read:
+            [(reason, _)] = self.reasons.most_common(1)
+            example = ""
+            if reason in self.examples:
+                example = f", such as {self.examples[reason]}"
+            share = self.rejects / self.rows_read
+            raise UserError(
+                f"{self.rejects:,} of {self.rows_read:,} rows{rows} ({share:.2%}) "
+                f"break the schema, over the limit max_rejects {max_rejects:.2%}; most "
+                f"often {reason}{example}"
+            )
+
+
+def common_missing(missing: Iterable[dict[str, str]]) -> dict[str, str]:
+    """Return the columns that all blocks lack, with hints.
+
+    Args:
+        missing: Hints by missing column of each block.
+    """
+    blocks = list(missing)
+    if not blocks:
+        return {}
+    return {
+        name: hint
+        for name, hint in blocks[0].items()
+        if all(name in block for block in blocks)
+    }
+
+
+def check_missing(missing: dict[str, str], what: str, input_uri: str) -> None:
+    """Raise a UserError if there is a column that no file has.
+
+    Args:
+        missing: Hints by missing column.
+        what: Kind of the files, for the message.
+        input_uri: Input folder, for the message.
+    """
+    for name, hint in missing.items():
+        raise UserError(f"no {what} file of {input_uri} has a column '{name}'; {hint}")
+
+
+class Rows:
+    """Rows of a frame that are converted column by column.
+
+    Each method stores one column of the table in `values`, and appends a series of
+    reasons to `reasons` if it rejects rows.
+    """
+
+    def __init__(
+        self, raw: pl.DataFrame, expressions: dict[str, str], uri: str
+    ) -> None:
+        """Evaluate the expressions.
+
+        Args:
+            raw: Rows of the file.
+            expressions: Columns or SQL expressions, by column of the table.
+            uri: File, for messages.
+        """
+        self.raw, self.expressions, self.uri = raw, expressions, uri
+        self.evaluated, unreadable = evaluate(raw, expressions, uri)
+        self.values: dict[str, pl.Series] = {}
+        self.reasons: list[pl.Series] = []
+        for mask, reason in unreadable:
+            self.reject(mask, reason)
+
+    def reject(self, mask: pl.Series, reason: str) -> None:
+        """Reject the rows at which the mask is true."""
+        if mask.any():
+            reasons = pl.select(pl.when(mask).then(pl.lit(reason)))
+            self.reasons.append(reasons.to_series())
+
+    def _type_error(self, target: str, expected: str) -> UserError:
+        text, kind = self.expressions[target], self.evaluated[target].dtype
+        return UserError(f"{self.uri}: '{text}' is {kind}, not {expected}")
+
+    def parse_ids(self, target: str, missing: str = "missing") -> None:
+        """Store a column as ids; texts such as nan and null count as missing.
+
+        Args:
+            target: Column to store.
+            missing: Reason for rejecting rows without an id.
+        """
+        values, what = self.evaluated[target], self.expressions[target]
+        if values.dtype.is_nested() or values.dtype.is_temporal():
+            raise UserError(
+                f"{self.uri}: '{what}' is {values.dtype}, not text or integers"
+            )
+        ids = clean_ids(values)
+        self.values[target] = ids
+        if ids.null_count():
+            blank = values.is_null()
+            if values.dtype == pl.String:
+                blank = blank | (values.str.strip_chars() == "")
+            self.reject(ids.is_null() & blank.fill_null(True), f"{what}: {missing}")
+            self.reject(
+                ids.is_null(),
+                f"{what}: missing, written as text such as nan or null, infinite, or "
+                f"no text",
+            )
+
+    def parse_text(self, target: str) -> None:
+        """Store a column as text; empty text becomes null.
+
+        Lists are joined by blanks. In a column `cat_*`, a list with a blank in an
+        element becomes JSON, so that different lists remain different. Columns
+        `text_*` are stripped.
+
+        Args:
+            target: Column to store.
+        """
+        values = self.evaluated[target]
+        if isinstance(values.dtype, pl.List):
+            lists = values.cast(pl.List(pl.String))
+            values = lists.list.join(" ", ignore_nulls=True)
+            if target.startswith("cat_"):
+                has_blank = lists.list.eval(pl.element().str.contains(r"\s")).list.any()
+                text = pl.when(has_blank).then(as_text(lists)).otherwise(values)
+                values = pl.select(text).to_series()
+        elif values.dtype.is_nested() or values.dtype == pl.Binary:
+            raise self._type_error(target, "text")
+        if values.dtype.is_float():
+            values = _format_floats(values)
+        values = values.cast(pl.String)
+        if target.startswith("text_"):
+            values = values.str.strip_chars()
+        self.values[target] = pl.select(pl.when(values != "").then(values)).to_series()
+
+    def parse_time(
+        self, target: str, time: Time, piece_index: int = 0, *, past: bool = False
+    ) -> None:
+        """Store a column as epoch ms, or ordinals.
+
+        Args:
+            target: Column to store.
+            time: Column and notation. Without a column, the time is the index of the
+                row.
+            piece_index: Index of the piece in the log, for times that are indices
+                of rows.
+            past: Whether to reject times in the future.
+        """
+        if time.column is None:
+            self.values[target] = self.raw[ROW] + (piece_index << 40)
+            return
+        try:
+            self.values[target], reason = parse_times(
+                self.evaluated[target], time, time.column
+            )
+        except TypeError:
+            raise self._type_error(target, f"times as {time.notation}") from None
+        if past:
+            reason = reject_future(self.values[target], reason, time, time.column)
+        if reason.null_count() < len(reason):
+            self.reasons.append(reason)
+
+    def store_known_time(
+        self, name: str, time: Time | None, delay_minutes: float | None
+    ) -> None:
+        """Store the time from which a label is known; null if the label is not set.
+
+        Args:
+            name: Name of the label.
+            time: Column and notation of the time, or None.
+            delay_minutes: Delay after the event if `time` is None.
+        """
+        value, event_time = self.values[f"label_{name}"], self.values["timestamp_ms"]
+        target = f"known_{name}"
+        is_set = value if value.dtype == pl.Boolean else value.is_not_null()
+        if time is None:
+            known_ms = event_time + round((delay_minutes or 0) * 60_000)
+        else:
+            known_ms, reason = parse_times(
+                self.evaluated[target], time, str(time.column)
+            )
+            reason = reject_future(known_ms, reason, time, str(time.column))
+            named_reason = pl.when(is_set.fill_null(False)).then(
+                reason + f" (time of the label {name})"
+            )
+            self.reasons.append(pl.select(named_reason).to_series())
+            is_early = (is_set & (known_ms < event_time)).fill_null(False)
+            self.reject(
+                is_early, f"{time.column}: before its event, check labels.{name}.time"
+            )
+        self.values[target] = pl.select(pl.when(is_set).then(known_ms)).to_series()
+
+    def parse_integer(self, target: str) -> None:
+        """Store a column as int32; rows without a non-negative integer are rejected."""
+        values, what = self.evaluated[target], self.expressions[target]
+        if values.dtype == pl.String:
+            values = values.str.strip_chars()
+        number = values.cast(pl.Int64, strict=False)
+        self.reject(number.is_null(), f"{what}: missing or not an integer")
+        self.reject(
+            ((number < 0) | (number > MAX_INT32)).fill_null(False),
+            f"{what}: negative, or more than int32 holds",
+        )
+        self.values[target] = number.cast(pl.Int32, strict=False)
+
+    def parse_number(self, target: str, span: list[float] | None = None) -> None:
+        """Store a column as float32; missing values are null.
+
+        Rows are rejected if their number is not finite, above LARGEST_NUMBER in
+        absolute value, or outside of `span`.
+
+        Args:
+            target: Column to store.
+            span: Smallest and largest allowed value, or None.
+        """
+        values, what = self.evaluated[target], self.expressions[target]
+        if not _may_be_numbers(values):
+            raise self._type_error(target, "numbers")
+        if values.dtype == pl.String:
+            values = values.str.strip_chars()
+            values = pl.select(pl.when(values != "").then(values)).to_series()
+        number = values.cast(pl.Float32, strict=False)
+        self.values[target] = number
+        self.reject(
+            values.is_not_null() & number.is_null(),
+            f"{what}: not a number, which try_cast({what} as double) makes missing",
+        )
+        self.reject(~number.is_finite().fill_null(True), f"{what}: not finite")
+        self.reject(
+            (number.abs() > LARGEST_NUMBER).fill_null(False),
+            f"{what}: over {LARGEST_NUMBER:g}",
+        )
+        if span is not None:
+            is_outside = (number < span[0]) | (number > span[1])
+            self.reject(
+                is_outside.fill_null(False),
+                f"{what}: outside {span[0]:g} to {span[1]:g}",
+            )
+
+    def parse_flag(self, target: str) -> None:
+        """Store a column of 0, 1, true or false as bools; missing values are null."""
+        values, what = self.evaluated[target], self.expressions[target]
+        if not _may_be_numbers(values):
+            raise self._type_error(target, "0, 1, true or false")
+        if values.dtype in (pl.Boolean, pl.Null):
+            self.values[target] = values.cast(pl.Boolean)
+            return
+        text = values.cast(pl.String).str.to_lowercase()
+        is_true = text.is_in(["1", "true", "1.0"])
+        is_bool = is_true | text.is_in(["0", "false", "0.0"])
+        self.reject(
+            ~is_bool & text.is_not_null() & (text != ""),
+            f"{what}: not a bool, compare it, such as cast({what} as double) > 0",
+        )
+        self.values[target] = pl.select(pl.when(is_bool).then(is_true)).to_series()
+
+    def join(self, users: pa.Table | None) -> None:
+        """Store the attributes of each row's user.
+
+        Args:
+            users: Rows of the user files, or None.
+        """
+        if users is None:
+            return
+        attributes = pl.DataFrame(users)
+        ids = self.values["user_id"].to_frame("user_id")
+        joined = ids.join(attributes, on="user_id", how="left", maintain_order="left")
+        self.values |= {
+            name: joined[name] for name in attributes.columns if name != "user_id"
+        }
+
+    def block(
+        self,
+        broken: Broken,
+        missing: dict[str, str],
+        file: str,
+        piece: FilePart | None,
+        schema: pa.Schema,
+        unset: dict[str, Any] | None = None,
+    ) -> Block:
+        """Return the valid rows as a table, and the rejects.
+
+        Args:
+            broken: Lines that could not be parsed.
+            missing: Missing columns, with hints.
+            file: File, for the rejects.
+            piece: Part of the file, or None.
+            schema: Schema of the table.
+            unset: Values of columns that the log does not have, by default null.
+        """
+        start = piece.start if piece else 0
+        rejects = [_broken_rejects(broken, file, start)]
+        defaults = {name: pl.lit(value) for name, value in (unset or {}).items()}
+        values = {
+            f.name: self.values.get(f.name, defaults.get(f.name, pl.lit(None)))
+            for f in schema
+        }
+        table = self.raw.select(ROW).with_columns(**values).select(schema.names)
+        if self.reasons:
+            no_reason = pl.lit(None, pl.String)
+            reason = pl.select(pl.coalesce(*self.reasons, no_reason)).to_series()
+            is_rejected = reason.is_not_null()
+            if is_rejected.any():
+                rejects.append(self._row_rejects(is_rejected, reason, file, start))
+                table = table.filter(~is_rejected)
+        return Block(
+            table.to_arrow().cast(schema),
+            pa.concat_tables(rejects),
+            len(self.raw) + len(broken),
+            missing,
+        )
+
+    def _row_rejects(
+        self, is_rejected: pl.Series, reason: pl.Series, file: str, start: int
+    ) -> pa.Table:
+        """Return the rejected rows in the schema `REJECTS`."""
+        names = [name for name in self.raw.columns if not name.startswith("__")]
+        source = pl.struct(names).struct.json_encode().str.slice(0, MAX_QUOTED_CHARS)
+        rejects = self.raw.filter(is_rejected).select(
+            pl.lit(file).alias("file"),
+            pl.lit(start, pl.Int64).alias("piece"),
+            pl.col(ROW).alias("row"),
+            reason.filter(is_rejected).alias("reason"),
+            source.alias("source"),
+        )
+        return rejects.to_arrow().cast(REJECTS)
+
+
+def _may_be_numbers(values: pl.Series) -> bool:
+    """Return whether the type of values is text, bool, null or numeric."""
+    kind = values.dtype
+    return kind in (pl.String, pl.Boolean, pl.Null) or kind.is_numeric()
+
+
+def _broken_rejects(broken: Broken, file: str, start: int) -> pa.Table:
+    """Return lines that could not be parsed in the schema `REJECTS`."""
+    rejects = [
+        {
+            "file": file,
+            "piece": start,
+            "row": number,
+            "reason": reason,
+            "source": json.dumps({"line": text}),
+        }
+        for number, reason, text in broken
+    ]
+    return pa.Table.from_pylist(rejects, schema=REJECTS)
+
+
+def split_rows(rows: pl.DataFrame, name: str | None) -> Iterator[pl.DataFrame]:
+    """Yield slices of rows that explode to about MAX_EXPLODED_ROWS rows at most.
+
+    Args:
+        rows: Rows of a file.
+        name: List column that will be exploded, or None.
+    """
+    elements = int(rows[name].list.len().sum() or 0) if name else 0
+    size = max(1, len(rows) * MAX_EXPLODED_ROWS // max(elements, MAX_EXPLODED_ROWS))
+    if len(rows):
+        yield from rows.iter_slices(size)
+    else:
+        yield rows
+
+
+def _format_floats(values: pl.Series) -> pl.Series:
+    """Format floats as text, integers without a point; not finite becomes null."""
+    whole = values.cast(pl.Int64, strict=False)
+    is_whole = (whole.cast(values.dtype) == values) & (values.abs() < 2**53)
+    text = (
+        pl.when(is_whole)
+        .then(whole.cast(pl.String))
+        .when(values.is_finite())
+        .then(values.cast(pl.String))
+    )
+    return pl.select(text).to_series()
+
+
+def clean_ids(values: pl.Series) -> pl.Series:
+    """Convert values to ids with `clean_id`; null for values that are no ids."""
+    if values.dtype.is_integer():
+        return values.cast(pl.String)
+    if values.dtype.is_float():
+        text = _format_floats(values)
+    else:
+        text = values.cast(pl.String, strict=False)
+    is_unclean = text.str.contains(UNCLEAN_ID).fill_null(False)
+    if not is_unclean.any():
+        return text
+    unclean = text.filter(is_unclean)
+    cleaned = {value: clean_id(value) for value in unclean.unique().to_list()}
+    replaced = unclean.replace_strict(cleaned, return_dtype=pl.String)
+    return text.scatter(is_unclean.arg_true(), replaced)
+
+
+def as_text(values: pl.Series) -> pl.Series:
+    """Convert values of any type to text, so that only equal values have equal texts.
+
+    1, 1.0 and, within a list, "1" are equal values. A null field of a struct is equal
+    to a missing field. Nested values become JSON, except lists of numbers or of words
+    without blanks and characters of JSON, whose elements are joined by blanks.
+    """
+    if values.dtype.is_temporal():
+        return values.cast(pl.String).fill_null("")
+    if not values.dtype.is_nested():
+        return clean_ids(values).fill_null("")
+    encoded = pl.DataFrame({"x": values}).select(pl.struct("x").struct.json_encode())
+    text = encoded.to_series()
+    plain = text.str.contains(PLAIN_LIST) & ~text.str.contains(TEXT_WITH_POINT)
+    words = text.str.replace_all(r"(\d)\.0+\b", "$1").str.replace_all(
+        r'[{}\[\]":,]+', " "
+    )
+    canonical = {
+        value: _canonical_text(value) for value in text.filter(~plain).unique()
+    }
+    nested = text.replace_strict(canonical, default=None, return_dtype=pl.String)
+    return pl.select(pl.when(plain).then(words).otherwise(nested)).to_series()
+
+
+def _canonical_text(encoded: str) -> str:
+    """Return the canonical text of a value that is encoded as JSON of {"x": value}."""
+    value = _stringify_leaves(json.loads(encoded).get("x"))
+    if value is None:
+        return " "
+    words = all(isinstance(word, str) and re.fullmatch(WORD, word) for word in value)
+    if isinstance(value, list) and words:
+        return " ".join([" x", *value, ""])
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _stringify_leaves(value: Any) -> Any:
+    """Convert the leaves of a nested value to text, and drop fields that are null."""
+    if isinstance(value, dict):
+        return {
+            key: _stringify_leaves(inner)
+            for key, inner in value.items()
+            if inner is not None
+        }
+    if isinstance(value, list):
+        return [_stringify_leaves(inner) for inner in value]
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value)
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
+
+
+def evaluate_list(rows: pl.DataFrame, text: str, key: str, uri: str) -> pl.Series:
+    """Evaluate an expression whose values must be lists.
+
+    Args:
+        rows: Rows of the file.
+        text: Column or SQL expression.
+        key: Key of the mapping, for the message.
+        uri: File, for the message.
+    """
+    evaluated, _ = evaluate(rows, {"list": text}, uri)
+    values = evaluated["list"]
+    if not isinstance(values.dtype, pl.List | pl.Null):
+        raise UserError(
+            f"{uri}: {key} is {values.dtype}, not a list, such as "
+            f"string_to_array({text}, ' ')"
+        )
+    return values.cast(pl.List(pl.String)) if values.dtype == pl.Null else values
+
+
+def evaluate(rows: pl.DataFrame, expressions: dict[str, str], uri: str) -> Evaluated:
+    """Evaluate SQL expressions.
+
+    Args:
+        rows: Rows of the file.
+        expressions: Columns or SQL expressions, by name.
+        uri: File, for messages.
+
+    Returns:
+        Values by name, null for values that an expression (such as a `cast`) cannot
+        read, and pairs of a mask of these values and a reason.
+    """
+    polars_expressions = {
+        name: _to_expression(text, rows.columns).alias(name)
+        for name, text in expressions.items()
+    }
+    try:
+        return rows.with_columns(**polars_expressions).select(expressions.keys()), []
+    except pl.exceptions.PolarsError as error:
+        if len(expressions) == 1:
+            [(name, text)] = expressions.items()
+            return _evaluate_readable(rows, name, text, uri, error)
+    results = [evaluate(rows, {name: text}, uri) for name, text in expressions.items()]
+    frame = pl.concat([values for values, _ in results], how="horizontal")
+    unreadable = []
+    for _, masks in results:
+        unreadable += masks
+    return frame, unreadable
+
+
+def _evaluate_readable(
+    rows: pl.DataFrame, name: str, text: str, uri: str, error: Exception
+) -> Evaluated:
+    """Evaluate an expression that polars cannot evaluate on all rows."""
+    expression = _to_expression(text, rows.columns).alias(VALUE)
+    roots = dict.fromkeys(root_columns(text, rows.columns))
+    names = [root for root in roots if root in rows.columns]
+    lacks_field = isinstance(error, pl.exceptions.StructFieldNotFoundError)
+    if lacks_field or pl.Null in rows.select(names).dtypes:
+        nulls = pl.repeat(None, len(rows), dtype=pl.Null, eager=True)
+        return pl.DataFrame({name: nulls}), []
+    reason = re.split("This error occurred|You might want", str(error))[0]
+    reason = " ".join(reason.split())[:MAX_REASON_CHARS]
+    user_error = UserError(f"{uri}: '{text}' cannot be evaluated ({reason})")
+    try:
+        rows.clear().select(expression)  # raises if the types do not fit
+        distinct = rows.select(names).unique()
+    except pl.exceptions.PolarsError:
+        raise user_error from None
+    unreadable = _locate_unreadable(distinct, expression)
+    if unreadable is None:
+        raise user_error from None
+    readable = distinct.with_row_index(READ).filter(~pl.col(READ).is_in(unreadable))
+    values = rows.select(names).join(
+        readable.with_columns(expression),
+        on=names,
+        how="left",
+        nulls_equal=True,
+        maintain_order="left",
+    )
+    reason = (
+        f"{text}: a value that it cannot read; write try_cast where it may be empty"
+    )
+    return values.select(pl.col(VALUE).alias(name)), [(values[READ].is_null(), reason)]
+
+
+def _locate_unreadable(rows: pl.DataFrame, expression: pl.Expr) -> list[int] | None:
+    """Locate by bisection the rows that an expression cannot evaluate."""
+    ranges = [(0, len(rows))]
+    unreadable: list[int] = []
+    evaluations = 0
+    while ranges:
+        start, size = ranges.pop()
+        evaluations += 1
+        try:
+            rows.slice(start, size).select(expression)
+        except pl.exceptions.PolarsError:
+            if evaluations > MAX_EVALUATIONS:
+                return None
+            half = size // 2
+            if half:
+                ranges += [(start, half), (start + half, size - half)]
+            else:
+                unreadable.append(start)
+    return unreadable
+
+
+def _to_expression(text: str, columns: list[str]) -> pl.Expr:
+    """Return the column with this name, or else the SQL expression."""
+    return pl.col(text) if text in columns else parse_sql(text)
+
+
+def check_sql(expressions: Iterable[str]) -> None:
+    """Raise a ValueError for text that is neither a column nor a SQL row expression.
+
+    A row expression has one value per row, unlike aggregates and window functions.
+    """
+    for text in expressions:
+        try:
+            meta = parse_sql(text).meta
+        except pl.exceptions.PolarsError as error:
+            if re.fullmatch(r"[^()'\"|]+", text):  # a column named like an SQL keyword
+                continue
+            raise ValueError(
+                f"'{text}' is not a SQL expression ({one_line(error)})"
+            ) from error
+        try:
+            is_per_row = meta.is_length_preserving() or meta.is_literal()
+        except pl.exceptions.PolarsError:  # `in` needs columns
+            is_per_row = True
+        if not is_per_row or re.search(r"(?i)\bover\s*\(", text):
+            raise ValueError(f"'{text}' is not an expression of one row")

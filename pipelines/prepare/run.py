@@ -1,0 +1,256 @@
+"""One run of `jobs.prepare`: its settings and its output tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+from core.errors import pluralize
+from core.files import file_info, join
+from core.schemas import Split
+from core.tables import (
+    MANIFEST,
+    Info,
+    Part,
+    Table,
+    clear,
+    fingerprint,
+    make_table,
+    read_manifest,
+    replace_tables,
+)
+from pipelines.prepare.events.columns import Vocabulary
+from pipelines.prepare.executor import Executor, Shared
+from pipelines.prepare.prepare_config import PrepareConfig
+from pipelines.prepare.reading.log import Log
+from pipelines.prepare.reading.rows import RejectCounts
+
+Report = Callable[[str], None]
+"""Prints a line that a user reads."""
+
+EXTENSIBLE = ("events", "items", "sequences")
+"""Tables whose manifests list the hashes of the versions that they extend. Users and
+items keep their row numbers in an extended version."""
+
+
+@dataclass
+class OutputTables:
+    """The tables in the output folder of a run."""
+
+    uri: str
+    """Folder that the tables are written to."""
+    report: Report
+    executor: Executor
+    append: bool = False
+    """Extend existing tables. All new versions are put in place together, at the end of
+    the run."""
+    is_complete: bool = False
+    """Whether the folder holds the tables of a finished run, which must not be replaced
+    by tables of other inputs or settings."""
+    existing: dict[str, Table] = field(default_factory=dict)
+    """The tables in place, by name; with `overwrite` those of this run alone."""
+    pending: dict[str, Table] = field(default_factory=dict)
+    """Tables that are written but not yet in place."""
+
+    def table_uri(self, name: str) -> str:
+        """Return the folder of a table."""
+        return join(self.uri, name)
+
+    def find_finished(
+        self,
+        info_class: type[Info],
+        config: dict[str, Any],
+        inputs: dict[str, str],
+        stamps: dict[str, list[int]] | None = None,
+        table: str = "",
+    ) -> Table[Info] | None:
+        """Return a table that is up to date, or None.
+
+        Args:
+            info_class: Type of the table's info.
+            config: Settings of the table.
+            inputs: Hashes of the inputs of the table, by name.
+            stamps: Size and modification time of the raw files that the table is made
+                from. A file whose stamp has changed counts as a changed input.
+            table: Name of the table, if the type does not name it.
+        """
+        name = table or info_class.table
+        earlier: Table[Info] | None = self.existing.get(name)
+        if earlier is None:
+            return None
+        old_stamps = getattr(earlier.info, "stamps", {})
+        for file, stamp in (stamps or {}).items():
+            unchanged = old_stamps.get(file) == stamp
+            file_hash = earlier.inputs.get(file, "") if unchanged else "changed"
+            inputs = {**inputs, file: file_hash}
+        if earlier.fingerprint == fingerprint(config, inputs):
+            earlier.part_uris()  # raises for a missing or truncated part
+            self.report(f"{name}: up to date, {pluralize(earlier.rows, 'row')}")
+            return earlier
+        if self.append:
+            return None
+        if self.is_complete:
+            earlier.check_made_with(config, inputs)
+        self.report(
+            f"{name}: replaced, because it was made from other inputs or settings by a "
+            f"run that did not finish"
+        )
+        return None
+
+    def appended_version(self, info_class: type[Info]) -> Table[Info] | None:
+        """Return the version that this run extends, or None."""
+        return self.existing.get(info_class.table) if self.append else None
+
+    def current(self, name: str) -> Table:
+        """Return a pending or committed table."""
+        return self.pending.get(name) or self.existing[name]
+
+    def read_vocabulary(self, name: str, column: str) -> Shared:
+        """Store the vocabulary of a column in Ray's object store.
+
+        Args:
+            name: Name of the table.
+            column: Column of unique ids. The index of an id is its row number.
+
+        Returns:
+            A `Vocabulary`, or a reference to it.
+        """
+        ids = pa.array([], pa.large_string())
+        if self.current(name).files:
+            ids = self.current(name).read([column])[column].cast("large_string")
+            ids = ids.combine_chunks()
+        return self.executor.put(Vocabulary.from_ids(ids))
+
+    def read_catalogue(self) -> Shared:
+        """Store the vocabulary from item ids to `item_index` in Ray's object store."""
+        return self.read_vocabulary("items", "item_id")
+
+    def commit(
+        self,
+        name: str,
+        schema: pa.Schema,
+        parts: list[Part],
+        settings: dict[str, Any],
+        inputs: dict[str, str],
+        info: Any = None,
+        **timings: Any,
+    ) -> Table:
+        """Commit a table whose parts are written.
+
+        With `append`, the table stays pending until `put_in_place`.
+
+        Args:
+            name: Name of the table.
+            schema: Schema of the table.
+            parts: Written parts, in the order of the table.
+            settings: Settings of the table.
+            inputs: Hashes of the inputs of the table, by name.
+            info: Entries of the manifest's `info`.
+            **timings: Entries of the manifest's `timings`, in seconds.
+        """
+        timings["ray_data"] = self.executor.take_stats()
+        table = make_table(
+            self.table_uri(name),
+            name,
+            schema,
+            parts,
+            config=settings,
+            inputs=inputs,
+            info=info,
+            timings=timings,
+        )
+        earlier = self.existing.get(name)
+        if self.append and name in EXTENSIBLE and earlier:
+            table.extends.extend(earlier.extends)
+            if earlier.hash != table.hash:
+                table.extends.append(earlier.hash)
+        self.pending[name] = table
+        if not self.append:
+            self.put_in_place()
+        return table
+
+    def put_in_place(self) -> None:
+        """Put the pending tables in place.
+
+        Rejects come before events, because a later append takes the list of processed
+        files from the manifest of events.
+        """
+        order = sorted(self.pending, key=lambda name: name != "rejects")
+        replace_tables([self.pending[name] for name in order])
+        self.existing |= self.pending
+        self.pending = {}
+
+    @contextmanager
+    def clean_up_on_error(self, *names: str) -> Iterator[None]:
+        """Remove the parts of uncommitted tables if the body of the context fails."""
+        try:
+            yield
+        except BaseException:
+            for name in names:
+                uri = self.table_uri(name)
+                if file_info(uri).type == fs.FileType.Directory:
+                    table = read_manifest(uri)
+                    listed = {part.path for part in table.files} if table else set()
+                    clear(uri, listed | {MANIFEST})
+            raise
+
+
+@dataclass(frozen=True)
+class Run:
+    """Log, settings and tables of a call of `prepare`, shared by its steps."""
+
+    source: Log
+    """Mapping from the columns of the raw files to events, items and users."""
+    input: str
+    """Folder of the raw files."""
+    config: PrepareConfig
+    """Settings as returned by `resolve_config`."""
+    behaviour: str | None
+    """Label of the events that the catalogue and the split count; None if they count
+    all events."""
+    report: Report
+    executor: Executor
+    tables: OutputTables
+    grows: bool = False
+    """Whether files may be appended later: `--append` was given, possibly for the first
+    files."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the behaviour label becomes known later than its event."""
+        return self.behaviour in self.source.info.known
+
+    def stamps(self, files: Iterable[str]) -> dict[str, list[int]]:
+        """Return [size, modification time in ns] of raw files, to detect changes."""
+        infos = {file: file_info(join(self.input, file)) for file in files}
+        return {file: [info.size, info.mtime_ns or 0] for file, info in infos.items()}
+
+    def check_rejects(self, rejected: RejectCounts, rows: str = "") -> None:
+        """Report rejected rows.
+
+        Args:
+            rejected: Counts of read and rejected rows.
+            rows: Description of the rows that follows the word "rejects", for example
+                " of the item files".
+        """
+        for line in rejected.lines():
+            self.report(f"rejects{rows}: {line}")
+        rejected.check(self.config.max_rejects, rows)
+
+    def split_inputs(self, events: Table) -> list[Any]:
+        """Return the inputs of the split's cut times, as manifests record them."""
+        return [events.hash, self.config.split.settings(), self.behaviour]
+
+    def core_before_ms(self, split: Split) -> int | None:
+        """Return the epoch ms before which the k-core counts behaviours, or None.
+
+        None stands for the whole log, which also counts with the catalogue of other
+        tables.
+        """
+        whole_log = self.config.core_window == "all" or self.config.catalogue
+        return None if whole_log else split.val_start_ms

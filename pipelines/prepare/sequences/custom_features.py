@@ -1,0 +1,213 @@
+"""Custom features of a log: their columns, and their statistics in training.
+
+The manifest of `sequences` has the mean and standard deviation of each number, and the
+values of each category, over training rows. `models/custom_features.py` reads features
+by these statistics. A category with more than MAX_VALUES values is hashed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import polars as pl
+import pyarrow as pa
+
+from core.errors import UserError
+from core.options import check_known
+from core.schemas import Category, CustomFeatures, Number
+from pipelines.prepare.reading.log import Log
+
+NUMBER = "num_"
+"""Prefix of the columns of numbers."""
+
+CATEGORY = "cat_"
+"""Prefix of the columns of categories, as long as NUMBER."""
+
+EVENT_GROUP = "own"
+"""Group of the features of events."""
+
+ITEM_GROUP = "items"
+"""Group of the features of the item files."""
+
+MAX_VALUES = 10_000
+"""Maximum number of values of a category that the manifest lists."""
+
+BUCKETS = 20_000
+"""Hash buckets of a category with more than MAX_VALUES values."""
+
+
+def feature_columns(schema: pa.Schema) -> list[str]:
+    """Return the columns of custom features in a schema: numbers, then categories."""
+    numbers = [name for name in schema.names if name.startswith(NUMBER)]
+    categories = [name for name in schema.names if name.startswith(CATEGORY)]
+    return numbers + categories
+
+
+def plain_name(column: str) -> str:
+    """Return the name of a feature in the source file, given its column."""
+    return column[len(NUMBER) :]
+
+
+def item_columns(source: Log, names: list[str]) -> pa.Schema:
+    """Return the schema of the item features with these names.
+
+    Args:
+        source: Mapping of the raw log.
+        names: Names of attributes or numbers of items.
+    """
+    numbers, categories = source.items_numbers, source.items_columns[1]
+    available = [*numbers, *categories]
+
+    check_known(names, available, "item_features")
+    fields = [
+        pa.field(NUMBER + name, pa.float32()) for name in names if name in numbers
+    ]
+    fields += [
+        pa.field(CATEGORY + name, pa.string()) for name in names if name in categories
+    ]
+    other_features = default_groups(source, [])
+    for field in fields:
+        if field.name in other_features:
+            raise UserError(
+                f"item_features has '{plain_name(field.name)}', which is also the name "
+                f"of another feature; rename one of them"
+            )
+    return pa.schema(fields)
+
+
+def default_groups(source: Log, item_features: list[str]) -> dict[str, str]:
+    """Return the default group of each custom feature.
+
+    It is EVENT_GROUP for features of events, ITEM_GROUP for features of items, and the
+    name of the table for a feature with times of its own.
+
+    Args:
+        source: Mapping of the raw log.
+        item_features: Names of the features of items.
+
+    Returns:
+        The group by column, in the order of `feature_columns`.
+    """
+    groups = {}
+    for name in source.schema.names:
+        if name.startswith((NUMBER, CATEGORY)):
+            groups[name] = EVENT_GROUP
+    for table, section in source.as_of.items():
+        groups |= dict.fromkeys(section.features.names, table)
+    if item_features:
+        columns = item_columns(source, item_features).names
+        groups |= dict.fromkeys(columns, ITEM_GROUP)
+    order = feature_columns(pa.schema([(name, pa.null()) for name in groups]))
+    return {name: groups[name] for name in order}
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and variance of a number, which can be added up over parts."""
+
+    count: int = 0
+    """Number of values."""
+    missing: int = 0
+    """Number of nulls."""
+    mean: float = 0.0
+    """Mean of the values."""
+    squares: float = 0.0
+    """Sum of the squared distances to the mean."""
+
+    @classmethod
+    def from_values(cls, values: pl.Series) -> Moments:
+        """Compute the moments of a column; nulls only count as missing."""
+        present = values.drop_nulls().cast(pl.Float64)
+        if not len(present):
+            return cls(missing=len(values))
+        mean = float(present.mean())  # type: ignore[arg-type]
+        squares = float(((present - mean) ** 2).sum())
+        return cls(len(present), len(values) - len(present), mean, squares)
+
+    def __add__(self, other: Moments) -> Moments:
+        count, missing = self.count + other.count, self.missing + other.missing
+        if not count:
+            return Moments(missing=missing)
+        difference = other.mean - self.mean
+        share = other.count / count
+        squares = self.squares + other.squares
+        squares += difference**2 * self.count * share
+        return Moments(count, missing, self.mean + difference * share, squares)
+
+    def describe(self, name: str) -> Number:
+        """Return the number with the column `name`."""
+        std = math.sqrt(self.squares / self.count) if self.count else 0.0
+        # rounding may give a constant a small deviation
+        is_constant = std <= 1e-9 * max(1.0, abs(self.mean))
+        return Number(
+            name=name,
+            mean=self.mean,
+            std=0.0 if is_constant else std,
+            missing=self.missing > 0,
+        )
+
+
+@dataclass(frozen=True)
+class TrainingValues:
+    """Statistics of custom features over some training rows."""
+
+    numbers: dict[str, Moments]
+    """Moments of each number."""
+    categories: dict[str, list[str] | None]
+    """Sorted values of each category; None for more than MAX_VALUES."""
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, pa.Array]) -> TrainingValues:
+        """Compute the statistics of columns of training rows, given by name."""
+        numbers: dict[str, Moments] = {}
+        categories: dict[str, list[str] | None] = {}
+        for name, column in columns.items():
+            values = pl.Series(pl.from_arrow(column))
+            if name.startswith(NUMBER):
+                numbers[name] = Moments.from_values(values)
+            else:
+                distinct = values.drop_nulls().cast(pl.String).unique().to_list()
+                categories[name] = _sort_few(distinct)
+        return cls(numbers, categories)
+
+
+def _sort_few(values: Iterable[str]) -> list[str] | None:
+    """Return the distinct values, sorted, or None for more than MAX_VALUES."""
+    distinct = sorted(set(values))
+    return distinct if len(distinct) <= MAX_VALUES else None
+
+
+def describe_features(
+    parts: Iterable[TrainingValues], names: list[str]
+) -> CustomFeatures:
+    """Merge the statistics of parts.
+
+    Args:
+        parts: Statistics of the training rows of all parts.
+        names: Columns of the features.
+
+    Returns:
+        The features, in the order of `names`.
+    """
+    numbers = {name: Moments() for name in names if name.startswith(NUMBER)}
+    categories: dict[str, list[str] | None] = {
+        name: [] for name in names if name.startswith(CATEGORY)
+    }
+    for part in parts:
+        for name, moments in part.numbers.items():
+            numbers[name] += moments
+        for name, values in part.categories.items():
+            merged = categories[name]
+            if merged is None or values is None:
+                categories[name] = None
+            else:
+                categories[name] = _sort_few([*merged, *values])
+    return CustomFeatures(
+        tuple(moments.describe(name) for name, moments in numbers.items()),
+        tuple(
+            Category(name, tuple(values or ()), BUCKETS if values is None else 0)
+            for name, values in categories.items()
+        ),
+    )

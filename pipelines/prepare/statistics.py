@@ -1,0 +1,69 @@
+"""The content of statistics.json: sizes of a dataset, and counts of dropped rows.
+
+`users`, `items`, `interactions`, `sparsity` (the share of (user, item) pairs without an
+interaction) and `mean_length` are the columns of Tables 10 and 13 of the SID-MLP paper.
+The branching per digit of its Table 7 is in the manifest of `trie`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from core.schemas import EventsInfo, ItemsInfo, SequencesInfo
+from core.splits import SPLITS
+from core.tables import Table
+from pipelines.prepare.kinds.registry import KINDS
+
+
+def summarise(
+    events: Table[EventsInfo],
+    items: Table[ItemsInfo],
+    sequences: Table[SequencesInfo],
+) -> dict[str, Any]:
+    """Return the statistics of a dataset from the manifests of its tables."""
+    info = sequences.info
+    users, interactions = info.users, info.interactions
+    statistics = {
+        "users": users,
+        "items": items.rows,
+        "interactions": interactions,
+        "sparsity": round(1 - info.pairs / (users * items.rows), 6),
+        "mean_length": round(interactions / users, 4),
+        "max_length": info.max_length,
+        "split": {k: value for k, value in asdict(items.info.split).items() if value},
+    }
+    for name in ("requests", *KINDS[info.kind].statistics):
+        value = getattr(info, name)
+        if isinstance(value, dict) and value.keys() == {*SPLITS}:
+            # the same bytes for computed and reloaded counts
+            value = {split: value[split] for split in SPLITS}
+        statistics[name] = value
+    return {
+        **statistics,
+        "tied_behaviours": info.tied_behaviours,
+        "truncated_users": info.truncated_users,
+        "truncated_events": info.truncated_events,
+        "core": items.info.core,
+        "core_window": items.info.core_window,
+        "behaviour": info.behaviour,
+        "ties": info.ties,
+        "clock": info.log.clock,
+        "raw": {
+            "rows_read": events.info.rows_read,
+            "rejects": events.info.rejects,
+            "reject_reasons": events.info.reject_reasons,
+            "duplicates": events.info.duplicates,
+            "events": events.rows,
+            "users": events.info.users,
+            "items": items.info.items_before_core,
+            "items_dropped": items.info.dropped_items,
+            "items_without_metadata": items.info.items_without_metadata,
+            "metadata_outside_catalogue": items.info.metadata_outside_catalogue,
+        },
+        "hashes": {
+            "events": events.hash,
+            "items": items.hash,
+            "sequences": sequences.hash,
+        },
+    }

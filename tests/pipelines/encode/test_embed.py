@@ -1,0 +1,259 @@
+"""Test embeddings of items: encoders on Ray, TF-IDF and PCA, and refused inputs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
+)
+
+from core.errors import UserError
+from models.text import pretrained
+from models.text.text_encoder import TextEncoder
+from pipelines.encode import embed
+from pipelines.encode.config import EmbedConfig
+from pipelines.encode.embed import (
+    encode_texts,
+    encoder_version,
+    fit_pca,
+    fit_tfidf,
+    item_texts,
+    tfidf_embeddings,
+)
+
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "big",
+    "small",
+    "drill",
+    "hose",
+    "tape",
+    "lamp",
+    "glove",
+]
+TEXTS = [
+    " ".join(WORDS[(i * j) % 10] for j in range(1, 2 + i % 9)) for i in range(1, 40)
+] + ["", "red", "red"]
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Save a random BERT of width 16 with the vocabulary WORDS."""
+    folder = tmp_path_factory.mktemp("bert")
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(tokens))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokens),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=12,
+        initializer_range=0.5,
+    )
+    BertModel(config).eval().save_pretrained(folder)
+    BertTokenizerFast(
+        vocab={token: i for i, token in enumerate(tokens)}, model_max_length=12
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def encode_alone(
+    folder: str, text: str, pooling: str, max_tokens: int = 12
+) -> np.ndarray:
+    """Encode a single text with the model, so without padding."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
+    tokens = tokenizer(
+        text, truncation=True, max_length=max_tokens, return_tensors="pt"
+    )
+    with torch.inference_mode():
+        states = model(**tokens)[0][0]  # (tokens, width)
+    vector = states[0] if pooling == "cls" else states.mean(0)
+    return (vector / vector.norm()).numpy()
+
+
+def test_actors_encode_as_the_model_does_for_single_texts(
+    ray_local: None, tiny_bert: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed, "TEXTS_PER_BLOCK", 8)  # several blocks for two actors
+    lines: list[str] = []
+
+    vectors = encode_texts(
+        TEXTS,
+        tiny_bert,
+        EmbedConfig(batch_size=4, workers=2, pooling="mean"),
+        lines.append,
+    )
+
+    expected = np.stack([encode_alone(tiny_bert, text, "mean") for text in TEXTS])
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+    distinct = len(set(TEXTS))
+    assert f"{len(TEXTS)} texts, {distinct} distinct" in lines[0]
+    assert lines[-1] == f"encoded {distinct} of {distinct} texts"
+
+
+def test_bf16_gives_nearly_the_same_vectors(tiny_bert: str) -> None:
+    full, half = (
+        TextEncoder(tiny_bert, "mean", 12, 5, bits).encode(TEXTS)
+        for bits in ("fp32", "bf16")
+    )
+    assert half.dtype == np.float32
+    # The vectors have length 1, and bf16 has 8 bits of mantissa.
+    assert 0 < abs(half - full).max() < 0.03
+
+
+def test_the_version_of_an_encoder_depends_on_its_weights(
+    tiny_bert: str, tmp_path: Path
+) -> None:
+    version = encoder_version(tiny_bert)
+    assert version == encoder_version(tiny_bert)
+    for file in Path(tiny_bert).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert encoder_version(str(tmp_path)) == version
+    weights = bytearray((tmp_path / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert encoder_version(str(tmp_path)) != version
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec(pretrained.MINILM_PACKAGE) is None,
+    reason="the extra 'encoder' is not installed",
+)
+def test_minilm_gives_similar_texts_similar_vectors() -> None:
+    encoder = TextEncoder("minilm", "folder", 256, 8)
+    vectors = encoder.encode(
+        [
+            "a cordless power drill",
+            "battery driven electric screwdriver",
+            "a bowl of fruit salad",
+        ]
+    )
+    assert vectors.shape == (3, 384)
+    similarity = vectors @ vectors.T
+    np.testing.assert_allclose(np.diag(similarity), 1, atol=1e-5)
+    assert similarity[0, 1] > similarity[0, 2] + 0.2
+
+
+def build_items(**columns: Any) -> pa.Table:
+    """Build a table of items with these columns."""
+    count = len(next(iter(columns.values())))
+    return pa.table(
+        {
+            "item_index": pa.array(range(count), pa.int32()),
+            "item_id": [str(i) for i in range(count)],
+            **columns,
+        }
+    )
+
+
+def test_texts_are_joined_in_the_order_of_columns_or_template() -> None:
+    table = build_items(
+        text_title=["Drill", "Hose"], text_brand=[None, "Acme"], cat_color=["red", None]
+    )
+    assert item_texts(table, EmbedConfig()) == ["Drill", "Hose Acme"]
+    assert item_texts(table, EmbedConfig(template="{brand}: {title} ({color})")) == [
+        ": Drill (red)",
+        "Acme: Hose ()",
+    ]
+
+
+def test_items_without_text_are_empty_strings_and_reported_or_refused() -> None:
+    table = build_items(text_title=["Drill", " ", None], text_brand=["x", "", None])
+    lines: list[str] = []
+
+    assert item_texts(table, EmbedConfig(), lines.append) == ["Drill x", "", ""]
+
+    assert lines == [
+        "note: 2 of 3 items have no text in title, brand; their embeddings carry no information about them"
+    ]
+    with pytest.raises(UserError, match=r"2 of 3 items have no text in title, brand"):
+        item_texts(table, EmbedConfig(empty="error"))
+    with pytest.raises(UserError, match=r"2 of 2 items have no text in title, brand"):
+        item_texts(table[1:], EmbedConfig())
+
+
+def test_texts_of_only_punctuation_count_as_no_text() -> None:
+    table = build_items(text_title=["Drill", "...", "!?", "_", "茶", "7"])
+    lines: list[str] = []
+
+    item_texts(table, EmbedConfig(), lines.append)
+
+    assert [line[:40] for line in lines] == ["note: 3 of 6 items have no text in title"]
+
+
+def test_equal_texts_are_reported_without_a_warning_of_numpy(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    table = build_items(text_title=["the same text"] * 9)
+    lines: list[str] = []
+
+    texts = item_texts(table, EmbedConfig(), lines.append)
+    fit_tfidf(texts, 4)
+
+    (line,) = lines
+    assert "all 9 items have the same text" in line
+    assert not recwarn.list
+
+
+def test_tfidf_gives_texts_with_shared_words_similar_vectors() -> None:
+    texts = ["red drill big", "red drill small", "garden hose", "garden hose long"]
+    (vectors,) = tfidf_embeddings(texts, 3)
+    similarity = vectors @ vectors.T
+    assert similarity[0, 1] > similarity[0, 2] + 0.3
+    assert similarity[2, 3] > similarity[1, 3] + 0.3
+    with pytest.raises(UserError, match="be fitted to 2 texts"):
+        next(tfidf_embeddings(["", "!"], 3))
+
+
+def test_tfidf_of_many_texts_is_fitted_on_a_sample_and_yielded_in_ranges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = TEXTS * 3
+    (unsampled,) = tfidf_embeddings(texts, 9)
+    monkeypatch.setattr(embed, "MAX_FIT_TEXTS", 100)
+    monkeypatch.setattr(embed, "ITEMS_PER_RANGE", 50)
+
+    ranges = list(tfidf_embeddings(texts, 9))
+
+    assert [len(vectors) for vectors in ranges] == [50, 50, 26]
+    sampled = np.concatenate(ranges)
+    repeated = np.concatenate(list(tfidf_embeddings(texts, 9)))
+    np.testing.assert_array_equal(sampled, repeated)
+    cosine_change = sampled @ sampled.T - unsampled @ unsampled.T
+    assert abs(cosine_change).max() < 0.1
+    # Equal texts of two ranges get equal vectors.
+    assert sampled[0] @ sampled[len(TEXTS)] == pytest.approx(1)
+
+
+def test_pca_equals_scikit_learns_up_to_signs() -> None:
+    generator = np.random.default_rng(0)
+    mixing = generator.normal(size=(200, 10)) @ generator.normal(size=(10, 10))
+    vectors = (mixing + 3).astype(np.float32)
+
+    projected = fit_pca(vectors, 4).project(vectors)
+
+    reference = PCA(4, whiten=True, svd_solver="full")
+    expected = reference.fit_transform(vectors.astype(np.float64))
+    signs = np.sign((projected * expected).sum(0))
+    np.testing.assert_allclose(projected, expected * signs, atol=1e-3)
+    np.testing.assert_allclose(np.cov(projected.T), np.eye(4), atol=1e-3)
+    repeated = fit_pca(vectors.copy(), 4).project(vectors)
+    np.testing.assert_array_equal(projected, repeated)

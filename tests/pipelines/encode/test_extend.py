@@ -1,0 +1,243 @@
+"""Test semantic IDs of new items.
+
+Codes of old items do not change, and new items get the nearest free codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.errors import UserError
+from core.options import NamedConfig
+from models.retrieval.tokenizers.config import RqkmeansConfig, RqvaeConfig
+from models.retrieval.tokenizers.psid import Psid, extend_codes
+from models.retrieval.tokenizers.rqkmeans import Rqkmeans
+from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
+from models.retrieval.tokenizers.tokenizer import Published
+from pipelines.encode.config import EmbedConfig
+from pipelines.encode.embed import EmbeddingSource
+from pipelines.encode.extend import describe_drift, extend
+from pipelines.encode.precomputed import read_precomputed
+from pipelines.encode.tokenize import TokenizerPaths, read_codes, tokenize
+from tests.fixtures.commands import read_table
+from tests.fixtures.item_tables import append_items, read_vectors, write_items
+
+COUNT = 60
+KINDS = ["drill", "hose", "lamp"]
+COLOURS = ["red", "green", "blue", "black", "white"]
+KMEANS = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=4))
+TOKENIZERS = {
+    "rqkmeans": KMEANS,
+    "psid": Psid(RqkmeansConfig(levels=2, codebook_size=16)),
+    "rqvae": RqvaeTokenizer(
+        RqvaeConfig(levels=2, codebook_size=8, latent=4, hidden=[8], epochs=5)
+    ),
+}
+SOURCE = EmbeddingSource("tfidf", 6, EmbedConfig())
+
+
+def build_titles(count: int) -> list[str]:
+    """Return the titles of the first items."""
+    return [
+        f"{COLOURS[i % 5]} {KINDS[i % 3]} with {i % 7} parts, model {i % 11}"
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_old_codes_stay_and_new_items_get_free_ones(
+    ray_local: None, tmp_path: Path, name: str
+) -> None:
+    config, sids = TOKENIZERS[name], str(tmp_path / "sids")
+    items = write_items(tmp_path / "items", build_titles(COUNT))
+    paths = TokenizerPaths(items, sids)
+    old_sids, old_trie, _ = tokenize(paths, config, SOURCE)
+    old_codes = read_codes(old_sids)
+    old_vectors = read_vectors(f"{sids}/embeddings")
+    items = append_items(items, build_titles(COUNT + 20))
+
+    other_paths = TokenizerPaths(items, str(tmp_path / "other"))
+    elsewhere, *_ = extend(other_paths, sids, config, SOURCE)
+    paths = replace(paths, items=items)
+    extended, trie, was_written = extend(paths, sids, config, SOURCE)
+
+    assert was_written
+    assert extended.hash == elsewhere.hash
+    codes = read_codes(extended)
+    np.testing.assert_array_equal(codes[:COUNT], old_codes)
+    assert len(np.unique(codes, axis=0)) == len(codes) == COUNT + 20
+    assert extended.info.codebook_sizes == old_sids.info.codebook_sizes
+    assert (codes < np.array(extended.info.codebook_sizes)).all()
+    vectors = read_vectors(f"{sids}/embeddings")
+    np.testing.assert_array_equal(vectors[:COUNT], old_vectors)
+    assert extended.extends == [old_sids.hash]
+    assert trie.extends == [old_trie.hash]
+    assert trie.info.items == COUNT + 20
+    assert extend(paths, sids, config, SOURCE)[2] is False
+    assert tokenize(paths, config, SOURCE)[2] is False
+
+    # A new item with the text of an old one gets its vector.
+    items = append_items(items, [*build_titles(COUNT + 20), build_titles(1)[0]])
+    paths = replace(paths, items=items)
+    extended, *_ = extend(paths, sids, config, SOURCE)
+    last_vector = read_vectors(f"{sids}/embeddings")[-1]
+    np.testing.assert_allclose(last_vector, old_vectors[0], atol=1e-4)
+    assert len(extended.extends) == 2
+    drift = extended.info.drift
+    assert drift
+    assert drift.new_items == 21
+    if name != "rqvae":
+        error = old_sids.info.measures["quantization_error"]
+        assert drift.error_old == pytest.approx(error, abs=1e-4)
+
+
+def test_a_large_drift_is_reported(ray_local: None, tmp_path: Path) -> None:
+    sids, titles = str(tmp_path / "sids"), build_titles(COUNT)
+    items = write_items(tmp_path / "items", titles)
+    tokenize(TokenizerPaths(items, sids), KMEANS, SOURCE)
+    items = append_items(items, titles + build_titles(5))
+    paths = TokenizerPaths(items, str(tmp_path / "same"))
+
+    extended, *_ = extend(paths, sids, KMEANS, SOURCE)
+
+    assert "5 items since" in describe_drift(extended.info.drift)
+
+
+@pytest.mark.parametrize(("width", "scale"), [(0, 1.0), (3, 1.0), (0, 1e-5)])
+def test_precomputed_embeddings_of_new_items_are_added(
+    tmp_path: Path, width: int, scale: float
+) -> None:
+    sids = str(tmp_path / "sids")
+    draw = np.random.default_rng(0)
+    vectors = scale * draw.standard_normal((COUNT + 20, 8)).astype(np.float32)
+
+    def build_source(rows: list[int], vectors: np.ndarray = vectors) -> EmbeddingSource:
+        """Write the vectors of some items to a file, and read them from there."""
+        file = str(tmp_path / "own.parquet")
+        item_ids = [f"i{row:04d}" for row in rows]
+        pq.write_table(
+            pa.table({"id": item_ids, "vector": vectors[rows].tolist()}), file
+        )
+        precomputed = read_precomputed(file, "id")
+        return EmbeddingSource("minilm", width, EmbedConfig(), precomputed)
+
+    every_row = [*range(COUNT + 20)]
+    items = write_items(tmp_path / "items", build_titles(COUNT))
+    paths = TokenizerPaths(items, sids)
+    # the last item has no vector
+    old_sids, _, _ = tokenize(paths, KMEANS, build_source([*range(COUNT - 1)]))
+    old_codes = read_codes(old_sids)
+    old_vectors = read_vectors(f"{sids}/embeddings")
+    items = append_items(items, build_titles(COUNT + 20))
+    paths = replace(paths, items=items)
+
+    changed_vectors = build_source(every_row, vectors[::-1])
+    with pytest.raises(
+        UserError,
+        match=r"own.parquet of items of .* have changed",
+    ):
+        extend(paths, sids, KMEANS, changed_vectors)
+    missing_vector = build_source(every_row[1:])
+    with pytest.raises(UserError, match=r"own.parquet of items of .* have changed"):
+        extend(paths, sids, KMEANS, missing_vector)
+    with pytest.raises(UserError, match="with another encoder"):
+        extend(paths, sids, KMEANS, EmbeddingSource("tfidf", width, EmbedConfig()))
+
+    lines: list[str] = []
+    source = build_source(every_row[::-1])
+    extended, _, was_written = extend(
+        TokenizerPaths(items, f"{sids}/"), sids, KMEANS, source, say=lines.append
+    )
+    assert was_written
+    assert lines[-1] == "note: 1 old item had no row before; codes do not change"
+    new_vectors = read_vectors(f"{sids}/embeddings")
+    np.testing.assert_array_equal(new_vectors[:COUNT], old_vectors)
+    np.testing.assert_array_equal(read_codes(extended)[:COUNT], old_codes)
+    if width == 0:
+        np.testing.assert_array_equal(new_vectors[COUNT:], vectors[COUNT:])
+    assert extend(paths, sids, KMEANS, source)[2] is False
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tokenizer": Rqkmeans(RqkmeansConfig(levels=3, codebook_size=4))},
+            "other options of the token",
+        ),
+        (
+            {"source": EmbeddingSource("tfidf", 5, EmbedConfig())},
+            "with another encoder, pca or embed",
+        ),
+        (
+            {"titles": ["another", *build_titles(COUNT)[1:]]},
+            "TF-IDF is fitted, of items of .* have changed",
+        ),
+        ({"extends": False}, "does not extend the items"),
+        (
+            {"tokenizer": Published(NamedConfig())},
+            "no trained codebooks",
+        ),
+    ],
+)
+def test_an_extension_that_does_not_fit_is_refused(
+    ray_local: None, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    sids, titles = str(tmp_path / "sids"), build_titles(COUNT)
+    items = write_items(tmp_path / "items", titles)
+    paths = TokenizerPaths(items, sids)
+    tokenize(paths, KMEANS, SOURCE)
+    extends = items.ancestry if change.get("extends", True) else ()
+    new_titles = [*change.get("titles", titles), "new"]
+    paths = replace(paths, items=write_items(items.uri, new_titles, extends=extends))
+    old_sids = read_table(f"{sids}/sids")
+
+    with pytest.raises(UserError, match=message):
+        extend(
+            paths, sids, change.get("tokenizer", KMEANS), change.get("source", SOURCE)
+        )
+
+    assert read_table(f"{sids}/sids") == old_sids
+
+
+@given(st.integers(0, 99), st.sampled_from([[], [3], [2, 4]]))
+def test_free_codes_are_distinct_and_the_nearest_ones_if_these_are_free(
+    seed: int, conflicts: list[int]
+) -> None:
+    draw = np.random.default_rng(seed)
+    codebooks = draw.standard_normal((2, 4, 3))
+    vectors = draw.standard_normal((14, 3)).round(1)
+    nearest = np.stack([draw.integers(0, 4, 14), draw.integers(0, 2, 14)], 1)
+    no_codes = np.empty((0, 2 + len(conflicts)), dtype=np.int64)
+
+    def assign(items: slice, taken: np.ndarray) -> np.ndarray:
+        return extend_codes(
+            vectors[items],
+            nearest[items],
+            taken,
+            codebooks,
+            conflicts,
+            2,
+        )
+
+    first = assign(slice(0, 7), no_codes)
+    second = assign(slice(7, 14), first)
+
+    codes = np.concatenate([first, second])
+    np.testing.assert_array_equal(codes, assign(slice(0, 14), no_codes))
+    assert len(np.unique(codes, axis=0)) == len(codes)
+    assert (codes < np.array([4, 4, *conflicts])).all()
+    capacity = int(np.prod(conflicts))  # number of items that can share two codes
+    for item in range(14):
+        num_sharing = (codes[:item, :2] == nearest[item]).all(1).sum()
+        if num_sharing < capacity:
+            np.testing.assert_array_equal(codes[item, :2], nearest[item])

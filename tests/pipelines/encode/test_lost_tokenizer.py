@@ -1,0 +1,93 @@
+"""Test that a tokenizer's training whose worker is lost restarts with the same codes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+
+from models.retrieval.tokenizers import rqkmeans
+from models.retrieval.tokenizers.config import RqvaeConfig
+from models.retrieval.tokenizers.rqvae import RqvaeTokenizer
+from pipelines import faults
+from pipelines.encode import tokenize
+from pipelines.encode.tokenize import train_codes
+
+pytestmark = pytest.mark.exhaustive
+
+EMBEDDINGS = np.random.default_rng(0).normal(size=(90, 6)).astype(np.float32)
+RQVAE = RqvaeTokenizer(RqvaeConfig(levels=2, codebook_size=8, latent=4, epochs=400))
+
+
+@contextlib.contextmanager
+def kill_workers(times: int) -> Iterator[set[int]]:
+    """Kill training workers one after the other; yield the ids of killed processes."""
+    killed: set[int] = set()
+    is_over = threading.Event()
+
+    def kill_workers_until_over() -> None:
+        while len(killed) < times and not is_over.wait(0.05):
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    is_worker = process.name().startswith("ray::_train_ta")
+                    if is_worker and process.pid not in killed:
+                        process.send_signal(signal.SIGKILL)
+                        killed.add(process.pid)
+
+    thread = threading.Thread(target=kill_workers_until_over)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_the_precision_that_a_worker_used_before_has_no_effect() -> None:
+    def train() -> np.ndarray:
+        *_, trained = tokenize._train_task(EMBEDDINGS, RQVAE, None, 2)
+        assert isinstance(trained, tokenize.TrainedCodes)
+        return trained.codes
+
+    precision = torch.get_float32_matmul_precision()
+    expected = train()
+    # Building some models leaves another precision in the process.
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert np.array_equal(train(), expected)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_a_training_that_loses_its_worker_restarts(
+    ray_local: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rqkmeans, "PROGRESS_INTERVAL_S", math.inf)
+    expected_lines: list[str] = []
+    expected = train_codes(EMBEDDINGS, RQVAE, expected_lines.append).codes
+    # On a cluster the training is a Ray task.
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+    lines: list[str] = []
+    with kill_workers(1) as killed:
+        codes = train_codes(EMBEDDINGS, RQVAE, lines.append).codes
+
+    assert len(killed) == 1
+    assert np.array_equal(codes, expected)
+    # a slow worker also prints lines within its steps
+    assert [line for line in lines if line in expected_lines] == expected_lines
+    with (
+        kill_workers(tokenize.MAX_STARTS),
+        pytest.raises(ray.exceptions.RayError) as error,
+    ):
+        train_codes(EMBEDDINGS, RQVAE, str)
+    assert "died" in str(faults.explain(error.value))

@@ -1,0 +1,139 @@
+"""Test embeddings from a user's file: all layouts, and files that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import UserError
+from core.tables import Table, read_manifest
+from jobs import cli, tokenize
+from pipelines.encode.embed import EmbeddingSource, embed_items
+from pipelines.encode.precomputed import read_precomputed
+from tests.fixtures.item_tables import read_vectors, write_items
+
+IDS = [f"i{n:04d}" for n in (3, 0, 9, 1, 2)]
+VECTORS = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+EXPECTED = np.stack(
+    [VECTORS[1], VECTORS[3], VECTORS[4], VECTORS[0], np.zeros(3, np.float32)]
+)
+
+
+def write_parquet(folder: Path, columns: dict[str, Any]) -> str:
+    """Write a Parquet file of embeddings; return its path."""
+    pq.write_table(pa.table(columns), folder / "own.parquet")
+    return str(folder / "own.parquet")
+
+
+def write_npy(folder: Path, vectors: Any, ids: str) -> tuple[str, str]:
+    """Write a NumPy file of embeddings and a text file of ids; return their paths."""
+    np.save(folder / "own.npy", vectors)
+    (folder / "ids.txt").write_text(ids)
+    return str(folder / "own.npy"), str(folder / "ids.txt")
+
+
+LISTS = pa.list_(pa.float64())
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "lists": {"sku": IDS, "vector": pa.array(VECTORS.tolist(), LISTS), "title": IDS},
+    "fixed": {
+        "sku": IDS,
+        "vector": pa.array(VECTORS.tolist(), pa.list_(pa.float32(), 3)),
+    },
+    "columns": {"a": VECTORS[:, 0], "sku": IDS, "b": VECTORS[:, 1], "c": VECTORS[:, 2]},
+}
+
+
+@pytest.fixture
+def items(tmp_path: Path) -> Table:
+    """A table of 5 items."""
+    (tmp_path / "items").mkdir()
+    return write_items(tmp_path / "items", ["thing"] * 5)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "npy"])
+def test_each_item_gets_its_row(layout: str, items: Table, tmp_path: Path) -> None:
+    if layout == "npy":
+        file = write_npy(tmp_path, VECTORS.astype(np.float64), "\n".join(IDS) + "\n")
+    else:
+        file = write_parquet(tmp_path, LAYOUTS[layout]), "sku"
+    out = str(tmp_path / "out")
+    lines: list[str] = []
+    source = EmbeddingSource(precomputed=read_precomputed(*file))
+
+    manifest = embed_items(
+        items,
+        out,
+        source,
+        say=lines.append,
+        start_ray=lambda: pytest.fail("Ray starts"),
+    )
+
+    np.testing.assert_allclose(read_vectors(out), EXPECTED)
+    assert lines == [
+        f"note: 1 of 5 items have no row in {file[0]} and get zeros",
+        f"note: 1 of 5 ids of {file[0]} are not in the items table",
+    ]
+    same_file = EmbeddingSource("tfidf", precomputed=source.precomputed)
+    repeated = embed_items(items, out, same_file, say=lines.append)
+    assert (repeated.hash, lines[-1]) == (manifest.hash, f"{out}: up to date")
+
+
+def test_another_file_needs_overwrite(items: Table, tmp_path: Path) -> None:
+    file = write_parquet(tmp_path, LAYOUTS["lists"])
+    out = str(tmp_path / "out")
+    embed_items(
+        items,
+        out,
+        EmbeddingSource(precomputed=read_precomputed(file, "sku")),
+        say=str,
+    )
+    doubled = {"vector": pa.array((2 * VECTORS).tolist(), LISTS)}
+    other_file = write_parquet(tmp_path, LAYOUTS["lists"] | doubled)
+
+    with pytest.raises(UserError, match="was made with own "):
+        embed_items(
+            items,
+            out,
+            EmbeddingSource(precomputed=read_precomputed(other_file, "sku")),
+        )
+
+
+def test_the_hash_depends_on_the_column_of_ids(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path, LAYOUTS["lists"] | {"parent": IDS[::-1]})
+    by_parent, by_sku = read_precomputed(file, "parent"), read_precomputed(file, "sku")
+    assert by_parent.sha256 != by_sku.sha256
+
+
+def test_the_job_tokenizes_precomputed_embeddings(
+    ray_local: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tables/items").mkdir(parents=True)
+    write_items(tmp_path / "tables/items", [""] * 40)  # text is not read
+    vectors = np.random.default_rng(1).standard_normal((40, 4))
+    file = write_parquet(
+        tmp_path,
+        {
+            "sku": [f"i{n:04d}" for n in range(40)],
+            "v": pa.array(vectors.tolist(), LISTS),
+        },
+    )
+    words = [
+        "--tables",
+        f"{tmp_path}/tables",
+        "--output",
+        f"{tmp_path}/sids",
+        "--embeddings",
+        file,
+    ]
+    words += ["--tokenizer", "rqkmeans", "--tokenizer.codebook_size", "8"]
+    with pytest.raises(UserError, match=r"a \.parquet or .npy file needs --id"):
+        cli.config_from_words(tokenize, words)
+    for status in ("made ", "nothing to do: "):
+        tokenize.run(cli.config_from_words(tokenize, [*words, "--id", "sku"]))
+        assert f"{status}{tmp_path}/sids" in capsys.readouterr().out
+    assert read_manifest(f"{tmp_path}/sids/sids").rows == 40

@@ -1,0 +1,350 @@
+"""Test the tables `embeddings`, `sids` and `trie`, and when they are rewritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from core.errors import UserError
+from core.options import NamedConfig
+from core.schemas import SIDS, TRIE, EmbeddingsInfo, RetrievalInfo
+from core.tables import Table, has_manifest, open_table, read_manifest, writing
+from models.retrieval.tokenizers import codes
+from models.retrieval.tokenizers.config import RqkmeansConfig
+from models.retrieval.tokenizers.psid import Psid
+from models.retrieval.tokenizers.rqkmeans import Rqkmeans
+from models.retrieval.tokenizers.tokenizer import (
+    Progress,
+    Published,
+    Quantized,
+    Tokenizer,
+    Training,
+)
+from pipelines.encode.config import EmbedConfig
+from pipelines.encode.embed import EmbeddingSource
+from pipelines.encode.tokenize import (
+    TokenizerPaths,
+    find_train_items,
+    read_codes,
+    tokenize,
+    train_codes,
+)
+from tests.fixtures.commands import read_table
+from tests.fixtures.item_tables import read_vectors, write_items
+
+COUNT = 90
+KINDS, COLOURS = ["drill", "hose", "lamp"], ["red", "green", "blue", "black", "white"]
+PUBLISHED = Published(NamedConfig())
+KMEANS = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=8))
+
+
+class Signs(Tokenizer):
+    """A tokenizer of signs of embeddings, which needs no array to assign codes."""
+
+    name = "signs"
+
+    def fit(
+        self, embeddings: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> Training[Quantized]:
+        yield Progress(1, 1, "")
+        codes = (embeddings[:, :2] > 0).long()
+        return Quantized(embeddings, torch.zeros(2, 2, 6), codes, 0.5)
+
+
+def test_the_codebooks_of_a_tokenizer_are_stored() -> None:
+    trained = train_codes(np.ones((5, 6), np.float32), Signs(None), str)
+    assert trained.arrays["codebooks"].shape == (2, 2, 6)
+
+
+@pytest.fixture
+def items(tmp_path: Path) -> Table:
+    """A table of 90 items."""
+    (tmp_path / "items").mkdir()
+    titles = [
+        f"{COLOURS[i % 5]} {KINDS[i % 3]} with {i % 7} parts, model {i % 2}"
+        for i in range(COUNT)
+    ]
+    return write_items(tmp_path / "items", titles)
+
+
+def tokenize_items(
+    items: Table, output: Path, tokenizer: Tokenizer = KMEANS, **options: Any
+) -> tuple[Any, Any, bool]:
+    """Tokenize items by TF-IDF; return the manifests of `sids` and `trie`, and whether
+    a table was written.
+    """
+    paths = TokenizerPaths(items, str(output), options.pop("embeddings", ""))
+    source = EmbeddingSource(
+        "tfidf",
+        options.pop("pca_width", 6),
+        options.pop("embed", EmbedConfig()),
+    )
+    return tokenize(paths, tokenizer, source, **options)
+
+
+def read_change_times(folder: Path) -> dict[str, int]:
+    """Return the time of change of all files below the folder."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_training_items_are_targets_of_training_requests_and_their_histories(
+    small: tuple[str, str],
+) -> None:
+    sequences = f"{small[0]}/sequences"
+    expected: set[int] = set()
+    for user in read_table(sequences).to_pylist():
+        for request in user["requests"]:
+            history_end = request["history_end"]
+            if request["split"] == "train" and history_end:
+                expected |= set(user["item_index"][:history_end])
+                expected.add(request["candidates"][0])
+    assert find_train_items(open_table(sequences, RetrievalInfo)).tolist() == sorted(
+        expected
+    )
+
+
+def check_paths(trie: str, codes: np.ndarray) -> None:
+    """Check that the paths of the trie are the items' codes."""
+    rows = read_table(trie).to_pylist()
+    edges = {(row["level"], row["child"]): row for row in rows}
+    assert [(r["level"], r["child"]) for r in rows] == sorted(edges)
+    paths = {}
+    for row in rows:
+        if row["level"] < 2:
+            assert row["item_index"] is None
+            continue
+        path = [row["token"]]
+        parent = row
+        while parent["level"]:
+            parent = edges[parent["level"] - 1, parent["node"]]
+            path.append(parent["token"])
+        paths[row["item_index"]] = path[::-1]
+    assert paths == dict(enumerate(codes.tolist()))
+
+
+def test_tables_record_their_inputs_and_describe_the_codes(
+    ray_local: None, items: Table, tmp_path: Path
+) -> None:
+    output = tmp_path / "sids"
+
+    sids, trie, was_written = tokenize_items(items, output)
+
+    assert was_written
+    embeddings = open_table(str(output / "embeddings"), EmbeddingsInfo)
+    assert embeddings.inputs["items"] == items.hash
+    assert sids.inputs == {"items": items.hash, "embeddings": embeddings.hash}
+    assert trie.inputs == {"sids": sids.hash}
+    assert (sids.info.items_hash, sids.info.tokenizer) == (items.hash, "rqkmeans")
+    assert sids.info.conflict_level
+    assert sids.info.codebook_sizes[:2] == [8, 8]
+    assert {
+        "reconstruction_error",
+        "collision_rate",
+        "levels",
+        "branching",
+        "duplicates",
+    } <= sids.info.measures.keys()
+    assert trie.info.codebook_sizes == sids.info.codebook_sizes
+    assert (trie.info.levels, trie.info.items) == (3, COUNT)
+    assert read_table(str(output / "sids")).schema.equals(SIDS)
+    assert read_table(str(output / "trie")).schema.equals(TRIE)
+    assert read_vectors(str(output / "embeddings")).shape == (COUNT, 6)
+    codes = read_codes(sids)
+    assert len(np.unique(codes, axis=0)) == COUNT
+    assert (codes < np.array(sids.info.codebook_sizes)).all()
+    check_paths(str(output / "trie"), codes)
+
+
+def test_a_second_run_writes_only_missing_tables(
+    ray_local: None, items: Table, tmp_path: Path
+) -> None:
+    output = tmp_path / "sids"
+    sids, trie, _ = tokenize_items(items, output)
+    change_times = read_change_times(output)
+
+    _, _, was_written = tokenize_items(items, output)
+    assert not was_written
+    assert read_change_times(output) == change_times
+
+    (output / "trie/manifest.json").unlink()
+    _, new_trie, was_written = tokenize_items(items, output)
+    assert was_written
+    assert new_trie.hash == trie.hash
+    other_tables = {
+        name: time for name, time in change_times.items() if name[:4] != "trie"
+    }
+    assert other_tables.items() <= read_change_times(output).items()
+
+    new_sids, _, was_written = tokenize_items(items, output, overwrite=True)
+    assert was_written
+    assert new_sids.hash == sids.hash
+
+
+def test_tokenizers_share_embeddings(
+    ray_local: None, items: Table, tmp_path: Path
+) -> None:
+    shared = str(tmp_path / "embeddings")
+    first = tokenize_items(items, tmp_path / "a", embeddings=shared)
+    change_times = read_change_times(tmp_path / "embeddings")
+
+    other = tokenize_items(
+        items, tmp_path / "b", RQ_OTHER, embeddings=shared, overwrite=True
+    )
+
+    assert read_change_times(tmp_path / "embeddings") == change_times
+    assert first[0].inputs == other[0].inputs
+    assert first[0].hash == tokenize_items(items, tmp_path / "alone")[0].hash
+    assert not (tmp_path / "a/embeddings").exists()
+    with pytest.raises(UserError, match="embeddings was made with pca 6, not 5"):
+        tokenize_items(items, tmp_path / "c", embeddings=shared, pca_width=5)
+    assert not (tmp_path / "c/sids").exists()
+    tokenize_items(
+        items, tmp_path / "c", embeddings=shared, pca_width=5, overwrite=True
+    )
+    assert read_vectors(shared).shape == (COUNT, 5)
+
+
+def test_folders_that_another_job_writes_are_refused(
+    ray_local: None, items: Table, tmp_path: Path
+) -> None:
+    output, shared = tmp_path / "sids", tmp_path / "embeddings"
+    for busy in (output, shared):
+        with (
+            writing(str(busy)),
+            pytest.raises(
+                UserError, match=f"{busy} is being written by another process"
+            ),
+        ):
+            tokenize_items(items, output, embeddings=str(shared))
+    assert not list(tmp_path.glob("[se]*/**/*.parquet"))
+    tokenize_items(items, output, embeddings=str(shared))
+    with writing(str(shared)):  # finished embeddings can be read meanwhile
+        _, _, was_written = tokenize_items(
+            items, tmp_path / "other", RQ_OTHER, embeddings=str(shared)
+        )
+        assert was_written
+
+
+def test_other_settings_need_overwrite_and_replace_all_tables(
+    ray_local: None, items: Table, tmp_path: Path
+) -> None:
+    tokenize_items(items, tmp_path / "sids")
+    change_times = read_change_times(tmp_path / "sids")
+    psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
+    message = "sids was made with rqkmeans.codebook_size 8, not 5"
+    with pytest.raises(UserError, match=message):
+        tokenize_items(items, tmp_path / "sids", RQ_OTHER)
+    with pytest.raises(UserError, match="embeddings was made with pca 6, not 5"):
+        tokenize_items(items, tmp_path / "sids", pca_width=5)
+    assert read_change_times(tmp_path / "sids") == change_times
+
+    sids, trie, was_written = tokenize_items(
+        items, tmp_path / "sids", RQ_OTHER, overwrite=True
+    )
+    assert was_written
+    assert sids.info.codebook_sizes[:2] == [5, 5]
+    assert trie.inputs == {"sids": sids.hash}
+    listed = {
+        part.path
+        for name in ("embeddings", "quantizer", "sids", "trie")
+        for part in read_manifest(str(tmp_path / "sids" / name)).files
+    }
+    assert {path.name for path in (tmp_path / "sids").rglob("*.parquet")} == listed
+
+    sids, _, _ = tokenize_items(items, tmp_path / "sids", psid, overwrite=True)
+    assert sids.info.tokenizer == "psid"
+
+
+RQ_OTHER = Rqkmeans(RqkmeansConfig(levels=2, codebook_size=5))
+
+
+def test_psid_codes_are_unique_without_a_conflict_level(
+    ray_local: None, items: Table, tmp_path: Path
+) -> None:
+    psid = Psid(RqkmeansConfig(levels=3, codebook_size=6))
+    sids, _, _ = tokenize_items(items, tmp_path / "sids", psid)
+    assert sids.info.conflict_level is False
+    assert sids.info.codebook_sizes == [6, 6, 6]
+    assert sids.info.measures["relaxed_items"] > 0
+    assert (
+        sids.info.measures["collision_rate"]
+        == 0
+        < sids.info.measures["collision_rate_before"]
+    )
+    assert len(np.unique(read_codes(sids), axis=0)) == COUNT
+
+
+def test_items_with_equal_texts_take_two_conflict_codes_or_are_refused(
+    ray_local: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "items").mkdir()
+    titles = ["one and the same"] * 280 + ["another thing"] * 2
+    items = write_items(tmp_path / "items", titles)
+    options: dict[str, Any] = {"pca_width": 0, "embed": EmbedConfig(svd=2)}
+    lines: list[str] = []
+
+    sids, trie, _ = tokenize_items(items, tmp_path / "two", **options, say=lines.append)
+
+    assert sids.info.codebook_sizes[-2:] == [2, 256]
+    assert trie.rows > 280
+    note = "note: 280 items share their codes, so the conflict code takes two"
+    assert any(line.startswith(note) for line in lines)
+
+    monkeypatch.setattr(codes, "MAX_CONFLICT_LEVELS", 1)
+    with pytest.raises(UserError, match=r"280 items share the codes.*at most 256"):
+        tokenize_items(items, tmp_path / "sids", **options)
+    assert not has_manifest(str(tmp_path / "sids/sids"))
+
+
+def test_published_sids_get_a_conflict_level_only_if_they_collide(
+    items: Table, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.index.json"
+    table = {f"i{i:04d}": [f"<a_{i % 10}>", f"<b_{i // 10}>"] for i in range(COUNT)}
+    path.write_text(json.dumps({**table, "not in the catalogue": ["<a_99>", "<b_3>"]}))
+    arguments: Any = (items, tmp_path / "sids", PUBLISHED)
+    sids, trie, was_written = tokenize_items(*arguments, published=str(path))
+    assert was_written
+    assert sids.info.conflict_level is False
+    assert sids.info.codebook_sizes == [100, 9]
+    assert read_codes(sids)[37].tolist() == [7, 3]
+    assert trie.info.branching == [10, 9]
+    _, _, was_written = tokenize_items(*arguments, published=str(path))
+    assert not was_written
+
+    path.write_text(json.dumps({**table, "i0000": table["i0001"]}))
+    with pytest.raises(UserError, match="sids was made with published "):
+        tokenize_items(*arguments, published=str(path))
+    sids, _, _ = tokenize_items(*arguments, published=str(path), overwrite=True)
+    assert sids.info.conflict_level is True
+    assert sids.info.codebook_sizes == [10, 9, 2]
+    assert sids.info.measures["collision_rate"] == pytest.approx(2 / COUNT)
+    assert read_codes(sids)[:2].tolist() == [
+        [1, 0, 0],
+        [1, 0, 1],
+    ]
+
+
+def test_published_sids_replace_the_embeddings_of_earlier_sids(
+    ray_local: None, items: Table, tmp_path: Path
+) -> None:
+    tokenize_items(items, tmp_path / "sids")
+    path = tmp_path / "x.csv"
+    path.write_text("item_id,c1\n" + "".join(f"i{i:04d},{i}\n" for i in range(COUNT)))
+    tokenize_items(
+        items,
+        tmp_path / "sids",
+        PUBLISHED,
+        published=str(path),
+        overwrite=True,
+    )
+    assert not (tmp_path / "sids/embeddings").exists()

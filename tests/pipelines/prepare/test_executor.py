@@ -1,0 +1,179 @@
+"""The exchange of rows by Ray Data: every row arrives once in its partition, in bounded
+memory, even if workers die.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+import ray
+
+from core.errors import UserError
+from pipelines.prepare.executor import KEY, Exchange, Executor, RayDataConfig
+
+# Workers cannot import a test.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SCHEMA = pa.schema([("name", pa.string()), ("row", pa.int64()), (KEY, pa.int32())])
+
+
+NUM_READS, TABLES_PER_READ, ROWS_PER_TABLE = 5, 4, 1000
+NUM_ROWS = NUM_READS * TABLES_PER_READ * ROWS_PER_TABLE
+
+
+def read_tables(
+    num_keys: int, folder: str, fault: str, number: int
+) -> Iterator[pa.Table]:
+    """Yield the tables of one read, with row numbers and keys.
+
+    Read number 1 fails at its third table by `fault`: always by a user error, or by the
+    death of its worker at the first attempt. It leaves a file in `folder` per failure.
+    """
+    for block in range(TABLES_PER_READ):
+        if number == 1 and block == 2 and fault:
+            attempt = len(list(Path(folder).iterdir()))
+            Path(folder, f"attempt-{attempt}").touch()
+            if fault == "user error":
+                raise UserError("line 3 of the log is 'x'; write a number")
+            if attempt == 0:
+                os._exit(1)
+        first_row = ROWS_PER_TABLE * (TABLES_PER_READ * number + block)
+        row = np.arange(ROWS_PER_TABLE) + first_row
+        key = (row % num_keys).astype(np.int32)
+        columns = {"name": row.astype(str), "row": row, KEY: key}
+        yield pa.table(columns, schema=SCHEMA)
+
+
+def collect_rows(key: int, rows: pa.Table) -> tuple[int, list[int]]:
+    """Return a partition's key and its sorted row numbers."""
+    return key, sorted(rows["row"].to_pylist())
+
+
+def exchange_rows(
+    partitions: int,
+    num_keys: int,
+    folder: str = "",
+    fault: str = "",
+    in_process: bool = False,
+    **options: Any,
+) -> dict[int, list[int]]:
+    """Return the rows of each partition, and check that no partition comes twice."""
+    executor = Executor(RayDataConfig(shuffle_batch_mb=1))
+    read = partial(read_tables, num_keys, folder, fault)
+    exchange = Exchange(read, NUM_READS, collect_rows, partitions, **options)
+    results = list(executor.exchange(exchange, in_process))
+    assert len(dict(results)) == len(results)
+    return dict(results)
+
+
+def expect_rows(num_keys: int) -> dict[int, list[int]]:
+    """Return the row numbers of each key."""
+    return {key: list(range(key, NUM_ROWS, num_keys)) for key in range(num_keys)}
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize(
+    ("partitions", "num_keys"),
+    [(1, 1), (3, 3), (64, 64), (2, 3)],
+    ids=[
+        "one partition",
+        "three partitions",
+        "more partitions than tasks",
+        "several keys in one partition",  # if Ray's hash puts them there
+    ],
+)
+@pytest.mark.parametrize("in_process", [False, True])
+def test_every_row_comes_out_once_in_its_partition(
+    partitions: int, num_keys: int, in_process: bool
+) -> None:
+    rows = exchange_rows(partitions, num_keys, in_process=in_process)
+
+    assert rows == expect_rows(num_keys)
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_a_user_error_in_a_read_is_one_line_and_not_retried(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        exchange_rows(3, 3, str(tmp_path), "user error")
+
+    assert str(caught.value) == "line 3 of the log is 'x'; write a number"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.exhaustive
+def test_a_read_whose_worker_dies_is_run_again_and_counted_once(
+    tmp_path: Path,
+) -> None:
+    rows = exchange_rows(3, 3, str(tmp_path), "worker")
+
+    assert rows == expect_rows(3)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# Two million rows with names of 70 letters are twice the object store.
+WIDE_READS, BLOCKS, BLOCK_ROWS, STORE_MB = 4, 5, 100_000, 80
+
+
+def read_wide_tables(number: int) -> Iterator[pa.Table]:
+    """Yield the tables of one read, with names of 70 letters."""
+    for block in range(BLOCKS):
+        row = np.arange(BLOCK_ROWS) + BLOCK_ROWS * (BLOCKS * number + block)
+        names = pl.Series(row).cast(pl.String).str.zfill(70).to_arrow()
+        yield pa.table({"name": names, "row": row, KEY: row % 8}).cast(SCHEMA)
+
+
+def measure_rows(_: int, rows: pa.Table) -> tuple[int, int]:
+    """Return the number of different rows and of bytes of a partition."""
+    return len(np.unique(rows["row"].to_numpy())), rows.nbytes
+
+
+@pytest.mark.long
+@pytest.mark.exhaustive
+def test_a_log_larger_than_the_object_store_spills_to_the_disk() -> None:
+    completed = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True
+    )
+
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    rows, megabytes = json.loads(completed.stdout.splitlines()[-1])
+    assert rows == WIDE_READS * BLOCKS * BLOCK_ROWS
+    assert megabytes > 1.5 * STORE_MB
+
+
+def exchange_in_small_store() -> None:
+    """Exchange rows in a local Ray with STORE_MB of object store, and print the number
+    of rows and of megabytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="trieline-") as folder:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=STORE_MB << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        executor = Executor(RayDataConfig(shuffle_batch_mb=16))
+        exchange = Exchange(read_wide_tables, WIDE_READS, measure_rows, 8)
+        sizes = list(executor.exchange(exchange))
+        total_rows = sum(rows for rows, _ in sizes)
+        total_mb = sum(num_bytes for _, num_bytes in sizes) >> 20
+        print(json.dumps([total_rows, total_mb]))
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    exchange_in_small_store()

@@ -1,0 +1,331 @@
+"""Tables are kept, continued, replaced or appended to, and never half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from core.errors import UserError
+from core.tables import read_manifest, writing
+from pipelines.prepare.executor import Executor
+from tests.fixtures.audited_tables import find_violations
+from tests.fixtures.commands import merge, prepare_log, read_rows, write_rows
+from tests.fixtures.random_logs import STEADY, Row, make_mapping
+from tests.pipelines.prepare.test_random_logs import draw_days, read_content, write_file
+
+MAPPING = make_mapping() | {
+    "users": {"files": "users.csv", "user": "user", "attributes": {"tier": "tier"}},
+    "prepare": {
+        "kind": "retrieval",
+        "core": 2,
+        "min_matched": 0,
+        "max_rejects": 1,
+        "split": {"by": "temporal"},
+    },
+}
+TABLES = ("events", "rejects", "items", "sequences")
+
+
+def write_log(folder: Path, num_files: int = 2) -> Path:
+    """Write a log to the folder `raw` and return it."""
+    raw = folder / "raw"
+    raw.mkdir()
+    for number, rows in enumerate(draw_days(num_files)):
+        write_file(raw, number, rows)
+    return raw
+
+
+def read_hashes(tables: Path) -> dict[str, str]:
+    """Return the hash of each table."""
+    return {name: read_manifest(f"{tables}/{name}").hash for name in TABLES}
+
+
+def read_write_times(folder: Path) -> dict[Path, int]:
+    """Return the time of the last write of each Parquet file below a folder."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*.parquet")}
+
+
+def list_parts(tables: Path) -> set[str]:
+    """Return the names of the Parquet files that the manifests list."""
+    manifests = [read_manifest(f"{tables}/{name}") for name in TABLES]
+    return {part.path for manifest in manifests for part in manifest.files}
+
+
+def test_finished_tables_are_kept_until_overwritten(tmp_path: Path) -> None:
+    raw, out = write_log(tmp_path), tmp_path / "out"
+    first = prepare_log(MAPPING, raw, out)
+    hashes, write_times = read_hashes(out), read_write_times(out)
+
+    assert prepare_log(MAPPING, raw, out) == first
+    assert read_write_times(out) == write_times
+
+    # Other settings are refused, and so are files with another content of equal size.
+    with pytest.raises(UserError, match="was made with core 2, not 3"):
+        prepare_log(MAPPING, raw, out, core=3)
+    for name in ("log_1.jsonl", "items.csv", "users.csv"):
+        content, stat = (raw / name).read_bytes(), (raw / name).stat()
+        (raw / name).write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        with pytest.raises(UserError, match=f"was made with {name} "):
+            prepare_log(MAPPING, raw, out)
+        (raw / name).write_bytes(content)
+        os.utime(raw / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert read_hashes(out) == hashes
+
+    # A missing table is written again, and unfinished parts are removed.
+    (out / "sequences/manifest.json").unlink()
+    (out / f"sequences/part-{'0' * 20}.parquet").write_bytes(b"half")
+    prepare_log(MAPPING, raw, out)
+    assert read_hashes(out) == hashes
+    assert {path.name for path in out.rglob("*.parquet")} == list_parts(out)
+
+    assert prepare_log(MAPPING, raw, out, core=3, overwrite=True)["core"] == 3
+    assert {path.name for path in out.rglob("*.parquet")} == list_parts(out)
+
+
+def test_a_run_that_failed_is_continued_with_another_mapping(tmp_path: Path) -> None:
+    raw, out = write_log(tmp_path), tmp_path / "out"
+    unmatched = merge(MAPPING, {"prepare": {"min_matched": 1}})
+    with pytest.raises(UserError, match="min_matched"):
+        prepare_log(unmatched, raw, out)
+    prepare_log(MAPPING, raw, out)
+
+    (out / "statistics.json").unlink()  # as if that run had been stopped
+    prepare_log(merge(MAPPING, {"labels": {"like": None}}), raw, out)
+
+    assert "label_like" not in read_rows(out, "events")[0]
+
+
+def test_tables_beside_their_log_are_neither_read_nor_written_over(
+    tmp_path: Path,
+) -> None:
+    """The pattern of the event files also matches the Parquet files of the tables."""
+    (tmp_path / "events").mkdir()
+    rows = [{k: row[k] for k in ("user", "item", "ms")} for row in draw_days(1)[0][1:]]
+    write_rows(tmp_path / "events/day1.parquet", rows)
+    keys = ("user", "item", "time", "prepare")
+    mapping = {key: MAPPING[key] for key in keys} | {"files": "*.parquet"}
+
+    first = prepare_log(mapping, tmp_path, tmp_path / "tables")
+
+    assert pl.read_parquet(tmp_path / "events/day1.parquet").height == len(rows)
+    assert first["raw"]["rows_read"] == len(rows)
+    assert prepare_log(mapping, tmp_path, tmp_path / "tables") == first
+
+
+def test_a_failed_overwrite_and_a_second_writer_change_nothing(tmp_path: Path) -> None:
+    raw, out = write_log(tmp_path), tmp_path / "out"
+    prepare_log(MAPPING, raw, out)
+    (out / "events/notes.txt").write_text("mine")
+    with writing(str(out)), pytest.raises(UserError, match="another process"):
+        prepare_log(MAPPING, raw, out, overwrite=True)
+    assert find_violations(str(out)) == {}
+
+    with pytest.raises(UserError, match="max_rejects"):
+        prepare_log(MAPPING, raw, out, overwrite=True, max_rejects=0)
+
+    assert (out / "events/notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda results: results[:-1], "the shuffle returned"),
+        (lambda results: [*results, results[-1]], "twice"),
+    ],
+)
+def test_a_partition_that_the_exchange_loses_or_repeats_is_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[list[Any]], list[Any]],
+    error: str,
+) -> None:
+    exchange = Executor.exchange
+    monkeypatch.setattr(
+        Executor, "exchange", lambda *words: iter(change(list(exchange(*words))))
+    )
+
+    with pytest.raises(RuntimeError, match=error):
+        prepare_log(MAPPING, write_log(tmp_path), tmp_path / "out")
+
+
+def test_leave_last_out_draws_among_requests_of_equal_time(tmp_path: Path) -> None:
+    rows = [
+        {"user": f"u{user}", "item": item, "ms": STEADY[0]["ms"] + time}
+        for user in range(300)
+        for item, time in zip("abcde", (1, 2, 9, 9, 9), strict=True)
+    ]
+    write_rows(tmp_path / "log_0.jsonl", rows)
+    mapping = {key: MAPPING[key] for key in ("files", "user", "item", "time")}
+    mapping["prepare"] = {"core": 0, "split": {"by": "leave_last_out"}}
+
+    for name in ("first", "second"):
+        prepare_log(mapping, tmp_path, tmp_path / name)
+
+    assert read_hashes(tmp_path / "first") == read_hashes(tmp_path / "second")
+    counts: Counter[tuple[str, int]] = Counter()
+    for row in read_rows(tmp_path / "first", "sequences"):
+        counts.update((r["split"], r["candidates"][0]) for r in row["requests"])
+    for split in ("val", "test"):
+        drawn = [counts[split, item] for item in range(5)]
+        assert drawn[:2] == [0, 0]
+        assert all(abs(number - 100) < 30 for number in drawn[2:])  # 3.7 sigma
+
+
+def test_files_that_were_appended_may_go_and_the_pattern_may_grow(
+    tmp_path: Path,
+) -> None:
+    raw, out = write_log(tmp_path), tmp_path / "out"
+    narrow = MAPPING | {"files": "log_0.jsonl"}
+    prepare_log(narrow, raw, out, append=True)
+    prepare_log(MAPPING, raw, out, append=True)
+    prepare_log(MAPPING, raw, tmp_path / "whole", append=True)
+    assert read_content(out) == read_content(tmp_path / "whole")
+    before = read_write_times(out)
+
+    (raw / "log_0.jsonl").unlink()
+    (raw / "log_1.jsonl").touch()  # as if copied once more
+    prepare_log(MAPPING, raw, out, append=True)
+    assert read_write_times(out) == before
+
+    # Another log takes the catalogue, whose items are not in the order of their ids.
+    options = {"catalogue": out, "core": 0}
+    prepare_log(MAPPING, raw, tmp_path / "fresh", **options)
+    ids = [row["item_id"] for row in read_rows(tmp_path / "fresh", "items")]
+    assert ids == [row["item_id"] for row in read_rows(out, "items")] != sorted(ids)
+    assert find_violations(str(tmp_path / "fresh")) == {}
+
+
+STEADY_LINE = json.dumps(STEADY[-1]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "changes", "words"),
+    [
+        ({}, {"prepare": {"duplicates": "keep"}}, "another duplicates"),
+        ({}, {"prepare": {"partitions": 2}}, "another partitions"),
+        ({}, {"user": "item"}, "another source"),
+        ({}, {"files": "log_1.jsonl"}, "does not match"),
+        ({"log_0.jsonl": STEADY_LINE}, {}, "log_0.jsonl has changed"),
+        ({"users.csv": "user,tier\nu,two\n"}, {}, "users.csv has changed"),
+        ({"log_-.jsonl": STEADY_LINE}, {"position": None}, "sorts before"),
+        ({"log_9.jsonl": STEADY_LINE}, {}, "has no positions"),
+        (
+            {"log_9.jsonl": STEADY_LINE, "items.csv": "item,author\na,x\n"},
+            {"position": None, "items": {"keep": "all"}},
+            "no longer in the catalogue",
+        ),
+    ],
+)
+def test_a_log_that_cannot_be_appended_is_refused_and_leaves_the_tables(
+    tmp_path: Path, files: dict[str, str], changes: Row, words: str
+) -> None:
+    raw, out = write_log(tmp_path), tmp_path / "out"
+    base = merge(MAPPING, {"prepare": {"core": 0, "ties": "log_order"}})
+    if not {"user", "files", "prepare"} & changes.keys():
+        base = merge(base, changes)
+    prepare_log(base | {"files": "log_0.jsonl"}, raw, out, append=True)
+    before = read_content(out)
+
+    for name, text in files.items():
+        (raw / name).write_text(text)
+    with pytest.raises(UserError, match=words):
+        prepare_log(merge(base, changes), raw, out, append=True)
+
+    assert read_content(out) == before
+
+
+def test_a_new_file_may_have_no_rows_or_lack_a_column(tmp_path: Path) -> None:
+    mapping = {
+        "files": "log_*.csv",
+        "user": "u",
+        "item": "i",
+        "time": {"column": "t", "unit": "s"},
+        "labels": {"click": "c"},
+        "prepare": {"core": 2, "split": {"by": "temporal"}},
+    }
+    rows = [f"u{k % 9},i{k * k % 7},{1_700_000_000 + 3600 * k}" for k in range(90)]
+    full = ["u,i,t,c", *(f"{row},1" for row in rows[:60])]
+    for number, lines in enumerate([full, ["u,i,t,c"], ["u,i,t", *rows[60:]]]):
+        (tmp_path / f"log_{number}.csv").write_text("\n".join(lines) + "\n")
+        prepare_log(mapping, tmp_path, tmp_path / "grown", append=True)
+
+    prepare_log(mapping, tmp_path, tmp_path / "whole", append=True)
+
+    assert read_content(tmp_path / "grown") == read_content(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_pieces_of_large_files_on_ray_keep_the_order_of_the_log(tmp_path: Path) -> None:
+    draw, padding = random.Random(0), "x" * 4000
+    for number in range(2):
+        rows = [
+            {"u": f"u{draw.randrange(20)}", "i": f"i{draw.randrange(9)}", "x": padding}
+            for _ in range(700)
+        ]
+        write_rows(tmp_path / f"log-{number}.csv", rows)
+    mapping = {
+        "files": "log-*.csv",
+        "user": "u",
+        "item": "i",
+        "time": {"unit": "order"},
+        "prepare": {"core": 0, "ties": "log_order"},
+    }
+    prepare_log(mapping, tmp_path, tmp_path / "alone")
+
+    options: Row = {"ray_data.read_mb": 1, "ray_data.resource_limits.cpu": 1}
+    prepare_log(mapping, tmp_path, tmp_path / "ray", partitions=3, **options)
+
+    assert find_violations(str(tmp_path / "ray")) == {}
+    by_ray, alone = (
+        [
+            (row["user_id"], row["item_index"])
+            for row in read_content(tmp_path / name)["rows"]["sequences"]
+        ]
+        for name in ("ray", "alone")
+    )
+    assert by_ray == alone
+
+
+APPEND_AND_KILL = """
+import builtins, itertools, os, sys
+from pathlib import Path
+lines = itertools.count(1)
+def print_or_die(*words, **options):
+    if next(lines) == int(sys.argv[2]):
+        os.kill(os.getpid(), 9)
+builtins.print = print_or_die
+from tests.fixtures.commands import prepare_log
+from tests.pipelines.prepare.test_prepare_tables import MAPPING
+folder = Path(sys.argv[1])
+prepare_log(MAPPING, folder / "raw", folder / "grown", append=True)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_killed_append_leaves_the_tables_before_or_after_it(tmp_path: Path) -> None:
+    raw, grown = write_log(tmp_path), tmp_path / "grown"
+    prepare_log(MAPPING | {"files": "log_0.jsonl"}, raw, grown, append=True)
+    before = content = read_content(grown)
+    prepare_log(MAPPING, raw, tmp_path / "whole", append=True)
+
+    for last_line in count(1):
+        command = [sys.executable, "-c", APPEND_AND_KILL, str(tmp_path), str(last_line)]
+        subprocess.run(command)
+        assert find_violations(str(grown)) == {}
+        content = read_content(grown)
+        if content != before:
+            break
+
+    assert last_line > 5  # the tables are replaced after all are written
+    assert content == read_content(tmp_path / "whole")
