@@ -98,10 +98,7 @@ KIND = '''
 
 
 import numpy as np
-import polars as pl
 
-from pipelines.prepare.audit.base import REQUEST
-from pipelines.prepare.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
 from pipelines.prepare.kinds.retrieval.kind import Retrieval
 from pipelines.prepare.kinds.retrieval.sequences import RetrievalBuilder, RetrievalStep
 from pipelines.prepare.sequences.builder import make_sequences
@@ -120,6 +117,22 @@ class ChangesStep(RetrievalStep):
     builder_class = ChangesBuilder
 
 
+class Changes(Retrieval):
+    name = "changes"
+
+    def make_sequences(self, run, events, items, split):
+        return make_sequences(ChangesStep(run, events, items, split, as_of={}))
+'''
+
+KIND_AUDIT = '''
+"""Audit rules of the smallest kind."""
+
+import polars as pl
+
+from pipelines.prepare.audit.base import REQUEST
+from pipelines.prepare.audit.sequences import behaviour_rows, check_history, check_lengths, check_splits, request_rows
+
+
 def check_changes(tables, rules, core_users):
     requests = request_rows(tables.sequences)
     check_splits(tables, requests, rules["splits"])
@@ -131,17 +144,6 @@ def check_changes(tables, rules, core_users):
     again = asked.join(before, on=["row", "history_end", "item_index"], how="semi")
     rules["targets"].add_rows(again, REQUEST + ": asks for the item before it")
     return core_users
-
-
-class Changes(Retrieval):
-    name = "changes"
-    skipped_rules = ()
-
-    def make_sequences(self, run, events, items, split):
-        return make_sequences(ChangesStep(run, events, items, split, as_of={}))
-
-    def audit_sequences(self, tables, rules, core_users):
-        return check_changes(tables, rules, core_users)
 '''
 
 KIND_MODEL = '''
@@ -184,6 +186,14 @@ def add_kind(copy: Path) -> None:
         kinds,
         "from pipelines.prepare.kinds.kind import Kind\n",
         "from pipelines.prepare.changes import Changes\n",
+    )
+    (copy / "pipelines/prepare/audit/changes.py").write_text(KIND_AUDIT.lstrip())
+    rules = copy / "pipelines/prepare/audit/rules.py"
+    insert_after(rules, "\nKINDS = {\n", '    "changes": check_changes,\n')
+    insert_after(
+        rules,
+        "from pipelines.prepare.audit.base import Rule, Tables\n",
+        "from pipelines.prepare.audit.changes import check_changes\n",
     )
     registry_line = '"changes_sasrec": "models.changes:ChangesSASRec",'
     add_model(copy, "models/changes.py", KIND_MODEL, registry_line)

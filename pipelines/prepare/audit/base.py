@@ -77,8 +77,6 @@ class Tables:
 
     opened: dict[str, Table]
     """The tables, by name."""
-    all_shown: bool
-    """Whether the catalogue has the items of all events, not only of behaviours."""
 
     def read(self, table: str) -> pl.DataFrame:
         """Read all rows of a table, with the index of their `part`."""

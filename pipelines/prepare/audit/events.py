@@ -127,7 +127,7 @@ def check_catalogue(tables: Tables, rule: Rule) -> pl.DataFrame:
     is_frozen = info.catalogue_of is not None
     num_described = info.items_without_behaviours
     events = tables.events
-    if not tables.all_shown:
+    if info.behaviour:
         events = tables.filter_behaviours(events)
     num_unused = items.join(events, on="item_id", how="anti").height
     protected = items["item_id"]
@@ -169,7 +169,7 @@ def _filter_core_window(tables: Tables, events: pl.DataFrame) -> pl.DataFrame:
     info = tables.opened["items"].info
     if info.core_window != "train" or info.split.by != "temporal":
         return events
-    known = "timestamp_ms" if tables.all_shown else tables.known_time_column
+    known = tables.known_time_column if info.behaviour else "timestamp_ms"
     return events.filter(pl.col(known) < info.split.val_start_ms)
 
 

@@ -14,8 +14,10 @@ import polars as pl
 
 from core.errors import UserError
 from core.files import join
+from core.options import check_known
 from core.schemas import INFO_CLASSES, SequencesInfo
 from core.tables import Table, TableInfo, open_table
+from pipelines.prepare.audit.actions import check_actions_tables
 from pipelines.prepare.audit.base import Rule, Tables
 from pipelines.prepare.audit.events import (
     check_catalogue,
@@ -24,7 +26,8 @@ from pipelines.prepare.audit.events import (
     check_inputs,
     check_users,
 )
-from pipelines.prepare.kinds.registry import KINDS
+from pipelines.prepare.audit.retrieval import check_retrieval_tables
+from pipelines.prepare.audit.search import check_search_tables
 
 RULES = {
     "files": "files have the sizes, hashes, rows and columns that manifests list",
@@ -47,6 +50,15 @@ RULES = {
 """Condition of each rule, as the report shows it."""
 
 
+KINDS = {
+    "retrieval": check_retrieval_tables,
+    "search": check_search_tables,
+    "actions": check_actions_tables,
+}
+"""Checks of `sequences` by kind. They return the users that the table must contain,
+given the users in the k-core."""
+
+
 def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list[Rule]:
     """Check the tables under `uri` against the rules of their kind.
 
@@ -57,21 +69,15 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         progress: Called with the name of each step.
 
     Returns:
-        The checked rules with their violations, in the order of `RULES`.
+        The rules that checked any row with their violations, in the order of `RULES`.
     """
     sequences = open_table(join(uri, "sequences"), SequencesInfo)
-    name = sequences.info.kind
-    if name not in KINDS:
-        raise UserError(
-            f"{uri} has sequences of kind '{name}'; the audit supports "
-            f"{', '.join(KINDS)}"
-        )
-    kind = KINDS[name]
+    check_known([sequences.info.kind], KINDS, "kind")
     opened: dict[str, Table] = {
         table: open_table(join(uri, table), INFO_CLASSES.get(table, TableInfo))
         for table in dict.fromkeys(("events", "items", *sequences.inputs))
     }
-    tables = Tables({**opened, "sequences": sequences}, kind.uses_all_events)
+    tables = Tables({**opened, "sequences": sequences})
     rules = {name: Rule(name, holds) for name, holds in RULES.items()}
     progress("files")
     check_files(tables, rules["files"])
@@ -83,16 +89,13 @@ def audit(uri: str, progress: Callable[[str], None] = lambda line: None) -> list
         check_events(tables, rules)
         core_users = check_catalogue(tables, rules["catalogue"])
         progress("sequences")
-        users = kind.audit_sequences(tables, rules, core_users)
+        users = KINDS[sequences.info.kind](tables, rules, core_users)
         check_users(tables, users, rules["users"])
     except pl.exceptions.ColumnNotFoundError as error:
         raise UserError(
             f"{uri} lacks a column: {str(error).partition(';')[0]}", "format"
         ) from error
-    skipped = {*kind.skipped_rules}
-    if not any(name.startswith("known_") for name in tables.event_columns):
-        skipped.add("known")
-    return [rule for name, rule in rules.items() if name not in skipped]
+    return [rule for rule in rules.values() if rule.rows or rule.violations]
 
 
 def report(rules: list[Rule]) -> str:

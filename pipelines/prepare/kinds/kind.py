@@ -6,11 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import polars as pl
-
 from core.schemas import Split
 from core.tables import Table
-from pipelines.prepare.audit.base import Rule, Tables
 from pipelines.prepare.kinds.simulation import Settings, SimulatedLog
 from pipelines.prepare.prepare_config import PrepareConfig
 from pipelines.prepare.reading.log import Log
@@ -20,7 +17,7 @@ from pipelines.prepare.sequences.builder import SequencesStep, make_sequences
 
 
 class Kind(ABC):
-    """A kind of request: its settings, sequences, audit rules and simulated logs."""
+    """A kind of request: its settings, sequences and simulated logs."""
 
     name: ClassVar[str]
     """Name of the kind in source files, which the models that read its tables have as
@@ -45,8 +42,6 @@ class Kind(ABC):
     first_model: ClassVar[str]
     """Name of the configuration in the kind's folder of jobs/configs that is
     suggested for a first training."""
-    skipped_rules: ClassVar[tuple[str, ...]] = ()
-    """Audit rules that do not apply to tables of the kind."""
     simulated_source: ClassVar[str]
     """Name of the mapping file that reads simulated logs."""
 
@@ -78,21 +73,6 @@ class Kind(ABC):
             as_of_ms: Time in epoch ms; only earlier events are counted.
         """
         raise NotImplementedError
-
-    @abstractmethod
-    def audit_sequences(
-        self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
-    ) -> pl.DataFrame:
-        """Check the rules on sequences.
-
-        Args:
-            tables: Tables under audit, which are read into memory.
-            rules: Rules by name; violations are added to them.
-            core_users: Users (`user_id`) in the k-core.
-
-        Returns:
-            The users that sequences must contain.
-        """
 
     def warn(self, info: Any) -> Iterator[str]:
         """Yield warnings about valid tables that only this kind has.

@@ -19,7 +19,6 @@ from core.schemas import SequencesInfo
 from core.tables import commit, open_table, read_manifest, write_part
 from jobs import audit as job
 from pipelines.prepare.audit.rules import RULES, audit
-from pipelines.prepare.kinds.registry import KINDS
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import parse_log
 from tests.fixtures.audited_tables import Change, Row, copy_with_change, find_violations
@@ -76,18 +75,13 @@ def test_correct_tables_pass_every_rule_of_their_kind(prepared: str) -> None:
 
     violated = {name: rule.examples for name, rule in rules.items() if rule.violations}
     assert violated == {}
-    not_checked = {*KINDS["retrieval"].skipped_rules, "known"}
-    assert list(rules) == [name for name in RULES if name not in not_checked]
+    others = {"known", "tasks", "queries", "features", "windows"}
+    assert list(rules) == [name for name in RULES if name not in others]
     assert rules["events"].rows == read_manifest(f"{prepared}/events").rows
     interactions = read_manifest(f"{prepared}/sequences").info["interactions"]
     assert interactions > 0
     for name in ("behaviours", "history", "splits"):
         assert rules[name].rows == interactions
-
-
-def test_the_rules_that_a_kind_skips_exist_and_are_not_all() -> None:
-    for kind in KINDS.values():
-        assert set(kind.skipped_rules) < set(RULES)
 
 
 # Functions that change rows of a table, and the info of its manifest.

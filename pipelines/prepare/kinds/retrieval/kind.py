@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import polars as pl
-
-from pipelines.prepare.audit.base import Rule, Tables
 from pipelines.prepare.kinds.kind import Kind
-from pipelines.prepare.kinds.retrieval.audit import check_retrieval_tables
 from pipelines.prepare.kinds.retrieval.sequences import RetrievalStep
 from pipelines.prepare.kinds.simulation import Settings, SimulatedLog, draw_interactions
 from pipelines.prepare.prepare_config import PrepareConfig
@@ -29,18 +25,10 @@ class Retrieval(Kind):
     allows_repeats = True
     statistics = ("requests_without_history",)
     first_model = "tiger"
-    skipped_rules = ("tasks", "queries", "features", "windows")
     simulated_source = "simulated"
 
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
         """Accept all settings."""
-
-    def audit_sequences(
-        self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
-    ) -> pl.DataFrame:
-        """Check the rules on `sequences`; all users in the k-core must be in it."""
-        check_retrieval_tables(tables, rules)
-        return core_users
 
     def draw_log(self, settings: Settings) -> SimulatedLog:
         """Draw a log in which items follow from the user's last item and clusters."""

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import polars as pl
-
 from core.errors import UserError
 from core.schemas import Split
 from core.tables import Table
-from pipelines.prepare.audit.base import Rule, Tables
 from pipelines.prepare.kinds.kind import Kind
-from pipelines.prepare.kinds.search.audit import check_search_tables
 from pipelines.prepare.kinds.search.counts_as_of import make_counts
 from pipelines.prepare.kinds.search.features import check_feature_names, feature_names
 from pipelines.prepare.kinds.search.sequences import SearchStep, make_queries
@@ -46,7 +42,6 @@ class Search(Kind):
     )
     text_tables = ("items", "queries", "pairs", "tokens")
     first_model = "qgs"
-    skipped_rules = ("tasks",)
     simulated_source = "simulated_search"
 
     def check_settings(self, source: Log, config: PrepareConfig) -> None:
@@ -70,12 +65,6 @@ class Search(Kind):
     def make_counts(self, run: Run, events: Table, items: Table, as_of_ms: int) -> None:
         """Make the table of counts of items, queries and pairs as of a time in ms."""
         make_counts(run, events, items, as_of_ms)
-
-    def audit_sequences(
-        self, tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
-    ) -> pl.DataFrame:
-        """Check `queries` and `sequences`; users with shown results must be in it."""
-        return check_search_tables(tables, rules)
 
     def warn(self, info: Any) -> Iterator[str]:
         """Yield a line for each split whose requests have one class only."""

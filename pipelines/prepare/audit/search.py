@@ -39,12 +39,10 @@ REQUEST_KEYS = ["user_id", "request_id", "alone"]
 """Columns that identify the search of an event; `add_request_times` adds `alone`."""
 
 
-def check_search_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
-    """Check `queries`, and the behaviours, requests and features of `sequences`.
-
-    Returns:
-        The users (`user_id`) that `sequences` must contain.
-    """
+def check_search_tables(
+    tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
+) -> pl.DataFrame:
+    """Check `queries`, and the behaviours, requests and features of `sequences`."""
     queries = read_queries(tables)
     check_queries(tables, queries, rules["queries"])
     rows = unfold(tables, rules)

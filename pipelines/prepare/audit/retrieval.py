@@ -16,7 +16,9 @@ from pipelines.prepare.audit.sequences import (
 )
 
 
-def check_retrieval_tables(tables: Tables, rules: dict[str, Rule]) -> None:
+def check_retrieval_tables(
+    tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
+) -> pl.DataFrame:
     """Check behaviours, histories, targets, splits and counts of `sequences`."""
     rows = unfold(tables, rules)
     expected = expected_behaviours(tables, tables.users_events)
@@ -31,6 +33,7 @@ def check_retrieval_tables(tables: Tables, rules: dict[str, Rule]) -> None:
     compare_rows(rows.requests, targets, columns, "request", rules["targets"])
     counts: dict[str, int | dict[str, int]] = {"requests": rows.per_split}
     check_counts(tables, counts | _count_truncated(tables), rules["counts"])
+    return core_users
 
 
 def _count_truncated(tables: Tables) -> dict[str, int | dict[str, int]]:

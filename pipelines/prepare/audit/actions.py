@@ -33,12 +33,10 @@ VECTORS = ["tasks", "actions", "features"]
 """List columns with several numbers per event."""
 
 
-def check_actions_tables(tables: Tables, rules: dict[str, Rule]) -> pl.DataFrame:
-    """Check behaviours, splits, tasks, actions and features of `sequences`.
-
-    Returns:
-        The users (`user_id`) that `sequences` must contain.
-    """
+def check_actions_tables(
+    tables: Tables, rules: dict[str, Rule], core_users: pl.DataFrame
+) -> pl.DataFrame:
+    """Check behaviours, splits, tasks, actions and features of `sequences`."""
     info = tables.info
     users = check_lengths(tables.sequences, rules["behaviours"])
     names = {name: getattr(info, name) for name in VECTORS}
