@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import os
 import select
 import shlex
 import signal
-import socket
 import sys
 import textwrap
 import threading
@@ -27,7 +25,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Literal, NoReturn, TextIO, get_args, get_origin
 
-from core.errors import UserError, one_line
+from core.errors import UserError
 from core.options import (
     Option,
     build,
@@ -36,19 +34,19 @@ from core.options import (
     merge,
     read_configs,
     read_words,
-    refuse_secrets,
     to_words,
 )
 from models import registry
 from pipelines.faults import explain, find_user_error
+from pipelines.start import (
+    TRACEBACK,
+    leave,
+    say_loading,
+    set_ray_defaults,
+    start_ray,
+)
 from pipelines.training.stop import STOP_REQUEST
 from pipelines.version import RAY_PACKAGE
-
-STOPPED = "stopped; the same command again keeps the finished work and continues\n"
-"""Message of a command that SIGINT (Ctrl-C, exit code 130) or SIGTERM (143) stops."""
-
-TRACEBACK = "TRIELINE_TRACEBACK"
-"""Environment variable that shows tracebacks and, on a cluster, the workers' output."""
 
 REMEDIES = {
     "axes": "give --axes.KEY '[A, B]'",
@@ -67,105 +65,34 @@ REMEDIES = {
 }
 """Command or option that cures an error, by its cause."""
 
-MAX_START_ATTEMPTS = 3
-"""Attempts to start a local Ray. Ray gives its processes 30 s, too little on a busy
-machine."""
+FOLDERS = (
+    "input",
+    "output",
+    "catalogue",
+    "tables",
+    "sids",
+    "text",
+    "embeddings",
+    "extend",
+    "storage",
+    "checkpoint",
+    "batch_inference",
+)
+"""Options with folders that the nodes of a cluster read or write."""
 
 
-def start_ray(num_cpus: int | None = None) -> None:
-    """Connect to the cluster at RAY_ADDRESS, or start a local Ray if it is unset.
-
-    Other Ray instances on this machine are never joined. A local Ray listens on
-    loopback only.
-
-    Args:
-        num_cpus: CPUs of a local Ray; by default all CPUs of the machine.
-    """
-    say_loading("ray")
-    import ray
-
-    if ray.is_initialized():
-        return
-    # Python drops exceptions that signal handlers raise during a fork, so while Ray's
-    # processes start, a signal ends this process at once.
-    old_handlers = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            old_handlers[number] = signal.signal(number, leave)
-    try:
-        _start_ray(num_cpus)
-    finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
-
-
-def _start_ray(num_cpus: int | None) -> None:
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        join_cluster(address)
-        return
-    import ray
-
-    from pipelines.prepare.executor import SHUFFLE_ENV
-
-    for attempt in range(1, MAX_START_ATTEMPTS + 1):
-        try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-                log_to_driver=False,
-                runtime_env=SHUFFLE_ENV,
-            )
-            break
-        except Exception as error:  # ray.init raises a bare Exception on a timeout
-            ray.shutdown()
-            reason = one_line(error)
-            if attempt == MAX_START_ATTEMPTS:
-                raise UserError(f"a local Ray did not start ({reason})") from error
-            print(
-                f"note: a local Ray did not start ({reason}); starting attempt "
-                f"{attempt + 1} of {MAX_START_ATTEMPTS}"
-            )
-
-
-def preflight(**paths: str | None) -> None:
-    """Join the cluster of a submitted job; without RAY_ADDRESS, do nothing.
-
-    Args:
-        paths: Paths by the name of the option; None for an option that is unset.
-    """
+def preflight(config: Any) -> None:
+    """Join the cluster of a submitted job; without RAY_ADDRESS, do nothing."""
     if not os.environ.get("RAY_ADDRESS"):
         return
-    for option, path in paths.items():
+    for option in FOLDERS:
+        path = getattr(config, option, None)
         parts = Path(path).absolute().parts if path and "://" not in path else ()
         if any(map(RAY_PACKAGE.fullmatch, parts)):
             raise UserError(
                 f"--{option} is {path}, in the job's working folder, which Ray removes"
             )
     start_ray()
-
-
-def join_cluster(address: str) -> None:
-    """Connect to a running cluster."""
-    import ray
-
-    refuse_secrets(address, "RAY_ADDRESS")
-    try:
-        if address not in ("auto", "local"):
-            # Ray itself waits for minutes
-            host, _, port = address.removeprefix("ray://").rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-        # The dashboard shows the workers' output. Messages for the user are reported
-        # to the driver.
-        ray.init(
-            log_to_driver=bool(os.environ.get(TRACEBACK)), logging_level=logging.WARNING
-        )
-    except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"cannot join the Ray cluster at RAY_ADDRESS={address} ({one_line(error)})"
-        ) from error
 
 
 CONTROLS = dict.fromkeys(
@@ -175,28 +102,6 @@ CONTROLS = dict.fromkeys(
 
 _signals: list[int] = []
 """Signals received by this process, in order."""
-
-
-def leave(number: int, frame: FrameType | None = None) -> NoReturn:
-    """End the process at once, with the exit code of the signal."""
-    os.write(2, STOPPED.encode())
-    os._exit(128 + number)
-
-
-def set_ray_defaults() -> None:
-    """Set the environment of a local Ray. Ray reads it when `ray` is imported."""
-    if os.environ.get("RAY_ADDRESS"):
-        return
-    # Require a token, so that other users of the machine cannot connect.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # With this value Ray takes 127.0.0.1 as the address of the node, and all of its
-    # servers listen there, the metrics server too. `_node_ip_address="127.0.0.1"` in
-    # `ray.init` does not help: Ray replaces it by the machine's external address.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # Ray's default niceness of 15 leaves its workers 1/28 of a CPU on a busy machine.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # OpenMP threads that spin while they wait slow other processes down many times.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def catch_signals() -> None:
@@ -360,15 +265,6 @@ def describe_option(option: Option) -> list[str]:
         text, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent
     )
     return [f"  --{option.key} {'|'.join(types)}", *wrapped]
-
-
-def say_loading(*packages: str) -> None:
-    """Print that packages are being loaded, unless the first one is already imported.
-
-    Imports of large packages take seconds, or a minute on a busy machine.
-    """
-    if packages[0] not in sys.modules:
-        print(f"loading {', '.join(packages)}", flush=True)
 
 
 def run_job(name: str, options: Mapping[str, Any]) -> Any:

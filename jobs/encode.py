@@ -22,6 +22,7 @@ from core.tables import open_table
 from jobs import cli
 from pipelines.encode.config import TextConfig
 from pipelines.prepare.kinds.registry import KINDS
+from pipelines.start import start_ray
 
 
 @dataclass(config=STRICT)
@@ -50,7 +51,7 @@ def run(config: Config) -> None:
     def say(message: str) -> None:
         print(f"[{time.monotonic() - start_s:6.1f}s] {message}", flush=True)
 
-    cli.preflight(tables=config.tables, output=config.output)
+    cli.preflight(config)
     written = encode_log(
         config.tables,
         config.output,
@@ -58,7 +59,7 @@ def run(config: Config) -> None:
         config.embed,
         config.overwrite,
         say,
-        cli.start_ray,
+        start_ray,
     )
     counts = ", ".join(
         f"{written[name].rows:,} {name}"

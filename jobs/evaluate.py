@@ -29,6 +29,7 @@ from models.retrieval.options import (
     AtSpeedOptions,
     StudentOptions,
 )
+from pipelines.start import start_ray
 
 if TYPE_CHECKING:
     from core.tables import Table
@@ -119,16 +120,10 @@ def run(config: Config) -> Result | None:
     from pipelines import tracking
     from pipelines.evaluation.checks import check_evaluation
 
-    folders = {
-        "checkpoint": config.checkpoint,
-        "tables": config.tables,
-        "sids": config.sids,
-        "text": config.text,
-    }
     inputs = Inputs(config.tables, config.sids, config.text)
     if config.tracking_uri:
         tracking.check_store(config.tracking_uri)
-    cli.preflight(**folders, batch_inference=config.batch_inference)
+    cli.preflight(config)
     if config.batch_inference:
         write_inference(config, inputs, config.batch_inference)
         return None
@@ -170,7 +165,7 @@ def write_inference(config: Config, inputs: Inputs, folder: str) -> None:
             overwrite=config.overwrite,
         ),
         Workers(config.shards, config.device, bool(os.environ.get("RAY_ADDRESS"))),
-        cli.start_ray,
+        start_ray,
     )
     status = "written"
     if existed:
@@ -250,7 +245,7 @@ def measure(config: Config, inputs: Inputs, checked: CheckedEvaluation) -> Resul
     is_job = bool(os.environ.get("RAY_ADDRESS"))
     workers = Workers(config.shards, config.device, is_job)
     if workers.use_ray:
-        cli.start_ray()
+        start_ray()
     result, metadata = evaluate(
         config.checkpoint,
         inputs,

@@ -32,6 +32,7 @@ from pipelines.prepare.reading.unread import describe_unread
 from pipelines.prepare.settings import resolve_config
 from pipelines.prepare.suggest.preview import lines, preview, warnings
 from pipelines.prepare.suggest.suggest import suggest
+from pipelines.start import start_ray
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -85,9 +86,7 @@ def run(config: Config) -> dict[str, Any]:
     start_s = time.perf_counter()
     source, settings = load_source(config.source)[0], config.settings
     print(f"reading {config.input}", flush=True)
-    cli.preflight(
-        input=config.input, output=config.output, catalogue=settings.catalogue
-    )
+    cli.preflight(config)
     # Reports invalid settings before Ray starts.
     resolve_config(source, config.input, settings)
     sample = preview(
@@ -113,7 +112,7 @@ def run(config: Config) -> dict[str, Any]:
         config.output,
         settings,
         existing,
-        start=cli.start_ray,
+        start=start_ray,
     )
     print()
     for line in describe_statistics(statistics, settings.kind):

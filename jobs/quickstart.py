@@ -252,7 +252,7 @@ def run(config: Config) -> None:
     source = config.source or find_source(config, home)
     kind = config.kind or load_source(source)[1].get("kind", "retrieval")
     flow = build(Flow, read_yaml(str(FLOWS))[kind], f"{kind}.")
-    cli.preflight(output=config.output)
+    cli.preflight(config)
     from pipelines.tracking import resolve_uri
 
     def run_step(step: Step, progress: str) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import UserError, pluralize
 from jobs import cli
+from pipelines.start import start_ray
 from tuning.options import SweepConfig
 
 if TYPE_CHECKING:
@@ -44,13 +45,8 @@ def run(config: SweepConfig) -> pl.DataFrame | None:
         return None
 
     def start() -> None:
-        cli.preflight(
-            tables=config.tables,
-            sids=config.sids,
-            text=config.text,
-            storage=config.storage,
-        )
-        cli.start_ray()
+        cli.preflight(config)
+        start_ray()
 
     mlflow_run, results = run_sweep(sweep, start)
     print_results(sweep, mlflow_run, results)

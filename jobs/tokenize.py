@@ -31,6 +31,7 @@ from jobs import cli
 from models import registry
 from pipelines.encode.config import EmbedConfig
 from pipelines.encode.precomputed import SUFFIXES, read_precomputed
+from pipelines.start import start_ray
 
 if TYPE_CHECKING:
     from models.retrieval.tokenizers.tokenizer import Tokenizer
@@ -165,7 +166,7 @@ def run(config: Config) -> None:
             source,
             config.overwrite,
             say,
-            cli.start_ray,
+            start_ray,
         )
     else:
         sids, trie, is_new = tokenize(
@@ -175,7 +176,7 @@ def run(config: Config) -> None:
             config.published,
             config.overwrite,
             say,
-            cli.start_ray,
+            start_ray,
         )
     print_result(config, sids, trie)
     if is_new:
@@ -216,12 +217,7 @@ def resolve_source(
     from pipelines.encode.embed import EmbeddingSource, embed_origin
     from pipelines.encode.tokenize import check_items
 
-    cli.preflight(
-        tables=config.tables,
-        embeddings=shared,
-        extend=config.extend,
-        output=config.output,
-    )
+    cli.preflight(config)
     precomputed = None
     if config.has_custom_embeddings:
         precomputed = read_precomputed(config.embeddings, config.id)

@@ -104,9 +104,9 @@ def run(config: TrainConfig) -> TrainingResult:
     cli.say_loading("torch", "ray", "mlflow")
     from pipelines.training.run import run_training
 
-    cli.preflight(**config.inputs.folders(), storage=config.storage)
+    cli.preflight(config)
     say = partial(print, flush=True)
-    result = run_training(config, say=say, start=cli.start_ray)
+    result = run_training(config, say=say)
     print_result(config, result)
     return result
 

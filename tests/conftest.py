@@ -116,9 +116,9 @@ def ray_local() -> Iterator[None]:
     """Start a local Ray for all tests of the process, as starting one takes seconds."""
     import ray
 
-    from jobs import cli
+    from pipelines.start import start_ray
 
-    cli.start_ray(num_cpus=2)
+    start_ray(num_cpus=2)
     yield
     ray.shutdown()
 

@@ -27,7 +27,7 @@ from core.ids import clean_id, parse_item_id
 from core.options import build, refuse_secrets
 from core.schemas import RunRecord, RunRef
 from core.tables import read_parquet
-from jobs.cli import join_cluster, mask_controls
+from jobs.cli import mask_controls
 from models.dataset.columns import cache_folder, open_columns
 from models.retrieval.sasrec import SASRec
 from models.training.checkpoint import Checkpoint
@@ -35,6 +35,7 @@ from pipelines.comparison.tables import to_markdown
 from pipelines.evaluation.record import choose_store
 from pipelines.prepare.reading.read import parse_sql
 from pipelines.serving import package
+from pipelines.start import join_cluster
 from pipelines.tracking import connect
 from pipelines.training.config import TrainConfig
 from pipelines.training.record import read_record

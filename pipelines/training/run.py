@@ -37,6 +37,7 @@ from models.training.checkpoint import BEST, CONFIG, WEIGHTS, Checkpoint
 from models.training_run import check_fit, check_init
 from pipelines import tracking
 from pipelines.serving import package
+from pipelines.start import start_ray
 from pipelines.training.backends import LocalBackend
 from pipelines.training.config import TrainConfig
 from pipelines.training.ray_train import check_cluster, run_workers, wants_gpu
@@ -100,7 +101,6 @@ def run_training(
     config: TrainConfig,
     *,
     say: Callable[[str], None] = print,
-    start: Callable[[], None] | None = None,
     trial: TrialContext = TrialContext(),
 ) -> TrainingResult:
     """Train a model, or continue the run of this name, or return its result.
@@ -110,7 +110,6 @@ def run_training(
     Args:
         config: Configuration as the user gave it.
         say: Called with lines of progress.
-        start: Start Ray; called only if workers need it. None if Ray runs already.
         trial: Settings that a sweep adds.
     """
     began = time.monotonic()
@@ -129,8 +128,8 @@ def run_training(
         in_process = config.ray.num_workers == 1 and bool(
             trial.on_checkpoint or not is_submitted
         )
-        if start and not in_process:
-            start()
+        if not in_process:
+            start_ray()
         trains_by_gradient = registry.find(config.model.name).trains_by_gradient
         use_gpu = wants_gpu(config.ray) and trains_by_gradient
         check_resources(config, in_process, use_gpu, trial)

@@ -10,16 +10,16 @@ import sys
 import pytest
 
 from core.errors import UserError
-from jobs import cli
+from pipelines import start
 
 PRINT_LISTENING_SOCKETS = """
 import ipaddress, json, psutil
-from jobs import cli
+from pipelines import start
 
-cli.set_ray_defaults()
+start.set_ray_defaults()
 import ray
 
-cli.start_ray(num_cpus=2)
+start.start_ray(num_cpus=2)
 where = ray.remote(lambda: ray.util.get_node_ip_address())
 ray.get([where.remote() for _ in range(4)])
 driver = psutil.Process()
@@ -58,6 +58,6 @@ def test_joining_an_address_without_a_server_is_refused() -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
     with pytest.raises(UserError, match=f"RAY_ADDRESS={address} .*refused"):
-        cli.join_cluster(address)
+        start.join_cluster(address)
     with pytest.raises(UserError, match="RAY_ADDRESS=head"):
-        cli.join_cluster("head")
+        start.join_cluster("head")
