@@ -93,7 +93,6 @@ def time_steps(content: Line, inputs: Inputs, params: Line) -> Line:
         run.train,
         lambda model: ({"none": 0.0}, 1),
         run.fit,
-        lr_multipliers=run.lr_multipliers,
         device=run.device,
     )
     for report in reports:

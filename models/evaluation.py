@@ -18,7 +18,11 @@ import torch
 from models.dataset.dataset import RequestDataset
 from models.metrics.per_user_metrics import PerUserValues
 from models.metrics.ranking_metrics import Histogram
-from models.training.loop import Sums, ValidationStopped
+from models.training.loop import ValidationStopped
+
+Sums = dict[str, Any]
+"""Sums from which metrics are computed: numbers, tensors or histograms, which can be
+added over batches and workers."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,9 @@ def measure_examples(
     return Measurement(sums, count, seconds)
 
 
-def add_sums(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+def add_sums(parts: Iterable[Sums]) -> Sums:
     """Return the total of the sums of several batches or workers, by name."""
-    total: dict[str, float] = {}
+    total: Sums = {}
     for part in parts:
         for name, value in part.items():
             total[name] = total.get(name, 0.0) + value

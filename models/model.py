@@ -79,8 +79,6 @@ class Model(nn.Module):
     is never the best model of a comparison."""
     metrics_module: ClassVar[ModuleType]
     """Module of the kind's metrics, with functions `means`, `names` and `summary`."""
-    has_own_metrics: ClassVar[bool] = False
-    """Whether the model has other metrics than its kind."""
     shown_metrics: ClassVar[tuple[str, ...]]
     """Metrics of the best epoch that are printed after a training."""
 

@@ -1,7 +1,7 @@
 """One training built from a config: model, batches and validation, in PyTorch only.
 
     run = TrainingRun.build(SASRecConfig(name="sasrec"), FitConfig(), Inputs("tables"))
-    for event in fit(run.model, run.train, run.validate, run.fit, means=run.means):
+    for event in fit(run.model, run.train, run.validate, run.fit):
         ...
 
 The workers of `pipelines/training` use this module.
@@ -9,14 +9,15 @@ The workers of `pipelines/training` use this module.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
 from core.errors import UserError
 from core.files import join
@@ -25,51 +26,15 @@ from core.schemas import Inputs, SequencesInfo
 from core.tables import Table, open_table
 from models import registry
 from models.custom_features import adopt_scales
-from models.dataset.batch import Batch
 from models.dataset.columns import cache_folder
 from models.dataset.dataset import NewExamples, RequestDataset
-from models.evaluation import measure_examples
+from models.evaluation import add_sums, measure_examples
 from models.loaded_model import load_catalogue
 from models.model import Model
 from models.training import checkpoint
 from models.training.checkpoint import Checkpoint
 from models.training.fit_config import FitConfig
-from models.training.loop import (
-    REQUESTS,
-    ProgressUnit,
-    Sums,
-    run_validation,
-    uses_cuda_graphs,
-)
 from models.warm_start import collect_row_names, load_extended_weights
-
-
-@dataclass
-class Batches:
-    """This worker's share of the training batches, as `fit` reads them."""
-
-    dataset: RequestDataset
-    """Examples of the train split."""
-    batch_size: int
-    """Weight of a global batch, such as its number of requests."""
-    seed: int
-    """Seed of the order of examples."""
-    pad_to_buckets: bool = False
-    """Whether batches are padded to few shapes, for CUDA graphs."""
-
-    def steps(self, epoch: int) -> int:
-        """Return the number of steps of an epoch."""
-        return self.dataset.num_steps(self.batch_size)
-
-    def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from step `skip` on."""
-        return self.dataset.epoch(
-            self.batch_size,
-            seed=self.seed,
-            epoch=epoch,
-            skip=skip,
-            pad_to_buckets=self.pad_to_buckets,
-        )
 
 
 @dataclass
@@ -80,8 +45,8 @@ class TrainingRun:
     """The model on its device, initialised from the seed or from a checkpoint."""
     catalogue: Any
     """Catalogue of the tables."""
-    train: Batches
-    """Training batches of this worker."""
+    train: RequestDataset
+    """Examples of the train split."""
     val: RequestDataset
     """Examples of the validation split."""
     fit: FitConfig
@@ -94,8 +59,9 @@ class TrainingRun:
     """Time in ms before which training requests lie, if the split is by time."""
     messages: list[str] = field(default_factory=list)
     """Messages to print before training, about weights and precomputed values."""
-    progress_unit: ProgressUnit = REQUESTS
-    """Unit in which throughput is printed."""
+    learned_per_example: float = 1.0
+    """Number of `train.learned_unit` of a training example, which may be a window that
+    serves many requests."""
     should_stop: Callable[[], bool] = lambda: False
     """Called before every validation batch; the validation stops if it returns true."""
 
@@ -146,7 +112,7 @@ class TrainingRun:
             )
             messages += [f"weights of {init}", *changes, *scale_messages]
         messages += module.prepare_training(catalogue, {"train": train, "val": val})
-        progress_unit = ProgressUnit(train.num_learned / len(train), train.learned_unit)
+        learned_per_example = train.num_learned / len(train)
         # After `prepare_training`: the teacher's outputs cover all examples, as other
         # runs share them.
         if fit.train_examples:
@@ -155,19 +121,17 @@ class TrainingRun:
         messages.append(
             f"decoded tables: {size:,.1f} MiB in the cache {cache_folder()}"
         )
-        device = torch.device(device)
-        pad_to_buckets = uses_cuda_graphs(fit, device, world)
         return cls(
             model=module,
             catalogue=catalogue,
-            train=Batches(train, fit.batch_size, fit.seed, pad_to_buckets),
+            train=train,
             val=val,
             fit=fit,
-            device=device,
+            device=torch.device(device),
             world=world,
             until=catalogue.versions["sequences"].info.split.val_start_ms or None,
             messages=messages,
-            progress_unit=progress_unit,
+            learned_per_example=learned_per_example,
         )
 
     @property
@@ -175,11 +139,12 @@ class TrainingRun:
         """The model's config."""
         return self.model.config
 
-    def validate(self, model: nn.Module) -> tuple[Sums, int]:
-        """Measure the model on this rank's validation examples.
+    def validate(self, model: nn.Module) -> tuple[dict[str, float], int]:
+        """Measure the model on the validation examples of all ranks.
 
         Returns:
-            The sums of the metrics, and the number of examples.
+            The metrics and the number of examples. There are no metrics without an
+            example.
         """
         result = measure_examples(
             model,
@@ -190,7 +155,21 @@ class TrainingRun:
             options=self.fit.eval_options,
             should_stop=self.should_stop,
         )
-        return result.sums, result.num_examples
+        results: list[Any] = [result]
+        if self.world > 1:
+            results = [None] * self.world
+            dist.all_gather_object(results, result)
+        count = sum(result.num_examples for result in results)
+        # by rank, so that the sum is bit-identical on every rank
+        sums = add_sums(result.sums for result in results)
+        metrics = self.model.metric_means(sums) if count else {}
+        if not math.isfinite(metrics.get(self.fit.metric, 0.0)):
+            raise UserError(
+                f"fit.metric is {self.fit.metric}, which is not defined on the "
+                f"{count:,} rows of the validation split, so no checkpoint can be the "
+                "best"
+            )
+        return metrics, count
 
     def fit_in_one_pass(self) -> None:
         """Fit a model that is not trained by gradient, in one pass over its batches.
@@ -198,40 +177,14 @@ class TrainingRun:
         A model with early stopping also reads the validation batches.
         """
         model: Any = self.model
-        if self.model.stops_early:
-            model.fit_in_one_pass(self.train(0, 0), self._validation_batches())
-        else:
-            model.fit_in_one_pass(self.train(0, 0))
-
-    def _validation_batches(self) -> Iterator[Batch]:
-        """Yield the validation batches on the model's device."""
-        batches = self.val.evaluation_batches(
-            self.fit.eval_batch_size, self.fit.eval_examples
-        )
-        for rows in batches:
-            yield self.val.collate(rows).to(self.device)
-
-    def means(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics from the sums of all ranks."""
-        return self.model.metric_means(sums)
-
-    def check_metric(self) -> None:
-        """Check that `fit.metric` is defined on the validation split.
-
-        Whether a metric is defined depends on labels alone, so constant scores are
-        measured. A collective call.
-        """
-        if self.model.has_own_metrics:  # the metric may not depend on scores
+        fit = self.fit
+        train = self.train.epoch(fit.batch_size, seed=fit.seed, epoch=0)
+        if not self.model.stops_early:
+            model.fit_in_one_pass(train)
             return
-        constant = ConstantScores(self.model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other metrics may be undefined
-            run_validation(constant, self.validate, self.means, self.fit, self.world)
-
-    @property
-    def lr_multipliers(self) -> dict[str, float]:
-        """Factors on the learning rate, by prefix of parameter names."""
-        return self.model.lr_multipliers()
+        rows = self.val.evaluation_batches(fit.eval_batch_size, fit.eval_examples)
+        val = (self.val.collate(batch).to(self.device) for batch in rows)
+        model.fit_in_one_pass(train, val)
 
     def checkpoint(self, **fields: Any) -> Checkpoint:
         """Describe a checkpoint of this run.
@@ -250,7 +203,7 @@ class TrainingRun:
     @cached_property
     def learned(self) -> dict[str, Any]:
         """Values other than weights that are learned from the tables (`Checkpoint`)."""
-        new_examples = self.train.dataset.new_examples
+        new_examples = self.train.new_examples
         return {
             "scales": self.catalogue.scales(),
             "names": collect_row_names(self.model),
@@ -276,34 +229,6 @@ class TrainingRun:
         if has_ended and metadata.epoch < self.fit.max_epochs:
             state["position"]["stopped"] = False
         return state
-
-
-class ConstantScores(nn.Module):
-    """A model that scores every candidate 0 and recommends only item 0.
-
-    Metrics are defined on the same examples as the metrics of another model.
-    """
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.model_class = type(model)
-        self.labels, self.masks = model.labels, model.masks
-        self.train_rates, self.correction = model.train_rates, model.correction
-        self.reads_position = False
-
-    def measure(self, batch: Any, **options: Any) -> dict[str, Any]:
-        """Return the sums of the other model's metrics for constant scores."""
-        return self.model_class.measure(self, batch, **options)  # type: ignore[arg-type]
-
-    def score(self, batch: Any) -> Tensor:
-        """Return (N, K) zeros."""
-        count = int(batch.candidate_valid.sum())
-        return torch.zeros(count, len(self.labels), device=batch.device)
-
-    def recommend(self, batch: Any, k: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return (B, k) items and (B, k) scores, which are all 0."""
-        items = torch.zeros(batch.num_rows, k, dtype=torch.long, device=batch.device)
-        return items, items.float()
 
 
 def choose_scales(

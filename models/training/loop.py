@@ -24,8 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core.errors import UserError, format_duration
 from models.dataset.batch import Batch
+from models.dataset.dataset import RequestDataset
 from models.training import fsdp
 from models.training.cuda_graphs import CudaGraphs, compile_per_shape
 from models.training.distributed import set_workers
@@ -52,26 +52,10 @@ PACE_STEPS = 3
 """Number of timed steps from which the remaining time is estimated."""
 
 State = dict[str, Any]
-Sums = dict[str, Any]
-"""Sums from which metrics are computed: numbers, tensors or histograms, which can be
-added over batches and workers."""
 
-
-class TrainBatches(Protocol):
-    """The training batches of one worker."""
-
-    def steps(self, epoch: int) -> int:
-        """Return the number of batches in the epoch."""
-
-    def __call__(self, epoch: int, skip: int) -> Iterator[Batch]:
-        """Yield the epoch's batches from number `skip` on, equal in every call."""
-
-
-Validate = Callable[[nn.Module], tuple[Sums, int]]
-"""Return the sums over this rank's validation rows, and the number of rows."""
-
-Means = Callable[[Sums], dict[str, float]]
-"""Return the metrics from the sums of all ranks."""
+Validate = Callable[[nn.Module], tuple[dict[str, float], int]]
+"""Return the metrics of all ranks' validation rows, and the number of rows; a
+collective call with the same result on every rank."""
 
 
 class ValidationStopped(Exception):
@@ -111,24 +95,6 @@ class Position:
         return True
 
 
-class Work(NamedTuple):
-    """Work of some steps, of which the speed is reported."""
-
-    steps: float = 0
-    """Number of steps."""
-    examples: float = 0.0
-    """Number of examples, all ranks together."""
-    waited: float = 0.0
-    """Seconds spent waiting for data, averaged over ranks."""
-    seconds: float = 0.0
-    """Duration of the steps."""
-
-    def plus(self, other: Work) -> Work:
-        """Return the work of both."""
-        sums = [a + b for a, b in zip(self, other, strict=True)]
-        return Work(*sums)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Progress of a run, a point of its curves, or a checkpoint that is due."""
@@ -139,12 +105,17 @@ class Report:
     """Number of the epoch, from 1."""
     loss: float
     """Mean training loss over ranks, since the last point or over the epoch."""
-    work: Work
-    """Work since the last point or in the epoch."""
     steps_in_epoch: int
+    examples_per_s: float
+    """Training examples per second since the last point or in the epoch, all ranks
+    together."""
+    data_wait: float
+    """Share of the time spent waiting for data."""
+    seconds: float
+    """Duration of the training since the last point or in the epoch."""
     seconds_left: float | None = None
-    """Estimated time until the last planned step, including validations once one was
-    timed; None until `PACE_STEPS` steps were timed."""
+    """Estimated time until the last planned step; None until `PACE_STEPS` steps were
+    timed."""
     points: dict[str, float] = field(default_factory=dict)
     """Points of the curves at `step`, by name."""
     ends_epoch: bool = False
@@ -165,16 +136,6 @@ class Report:
     It holds live tensors, so save it before the next report is requested. For a sharded
     model it also has the full `weights`; only rank 0 has them and the optimizer state.
     """
-
-    @property
-    def examples_per_s(self) -> float:
-        """Training examples per second, all ranks together."""
-        return self.work.examples / (self.work.seconds or math.inf)
-
-    @property
-    def data_wait(self) -> float:
-        """Share of the time spent waiting for data."""
-        return self.work.waited / (self.work.seconds or math.inf)
 
 
 def learning_rate(config: FitConfig, step: int, total_steps: int) -> float:
@@ -261,74 +222,15 @@ def prefetch(batches: Iterable[Batch]) -> Iterator[Batch]:
         closed.set()
 
 
-def all_reduce(
-    values: list[float], world: int, device: torch.device, op: Any = None
+def sum_over_ranks(
+    values: list[float], world: int, device: torch.device
 ) -> list[float]:
-    """Reduce each value over the ranks; all ranks get the same result.
-
-    Args:
-        values: Values of this rank, equally many on every rank.
-        world: Number of ranks.
-        device: Device that the process group communicates on.
-        op: `dist.ReduceOp`; None for the sum.
-    """
+    """Return the sum of each value over the ranks; a collective call."""
     if world == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op or dist.ReduceOp.SUM)
+    dist.all_reduce(tensor)
     return tensor.tolist()
-
-
-class Interval:
-    """Outputs, examples and waiting time of the steps since the last point."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.steps = self.examples = 0
-        self.waited = 0.0
-        self.began = time.perf_counter()
-
-    def next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """Return the next batch; count its examples and the time waited for it."""
-        began = time.perf_counter()
-        batch = next(batches)
-        self.waited += time.perf_counter() - began
-        if not batch.is_stand_in:
-            self.examples += batch.num_rows
-        return batch
-
-    def add_step(self, outputs: dict[str, Tensor]) -> None:
-        """Add the loss and the other outputs of one step."""
-        self.steps += 1
-        for name, value in outputs.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.double()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the interval began."""
-        return max(1e-9, time.perf_counter() - self.began)
-
-    def read(
-        self, world: int, device: torch.device, saves: bool = False
-    ) -> tuple[dict[str, float], Work, bool]:
-        """Return sums of outputs averaged over ranks, the work, and who wants to save.
-
-        With several ranks a collective call, which waits for the device.
-
-        Args:
-            world: Number of ranks; 1 returns the values of this rank.
-            device: Device that the process group communicates on.
-            saves: Whether this rank wants a checkpoint.
-        """
-        names = sorted(self.sums)
-        values = [self.sums[name].item() for name in names]
-        reduced = all_reduce(
-            [*values, self.examples, self.waited, float(saves)], world, device
-        )
-        *outputs, examples, waited, num_saving = reduced
-        averages = [value / world for value in outputs]
-        work = Work(self.steps, examples, waited / world, self.seconds)
-        return dict(zip(names, averages, strict=True)), work, num_saving > 0
 
 
 TrainStep = Callable[[Batch], tuple[dict[str, Tensor], Tensor]]
@@ -388,19 +290,16 @@ def make_step(
 
 
 def fit(
-    model: nn.Module,
-    train_batches: TrainBatches,
+    model: Any,
+    train: RequestDataset,
     validate: Validate,
     config: FitConfig,
     *,
-    means: Means | None = None,
-    lr_multipliers: Mapping[str, float] | None = None,
     shard: bool = False,
     state: State | None = None,
     device: torch.device | str = "cpu",
     rank: int = 0,
     world: int = 1,
-    clock: Callable[[], float] = time.monotonic,
     should_stop: Callable[[], bool] = lambda: False,
     should_save: Callable[[], bool] = lambda: False,
 ) -> Iterator[Report]:
@@ -411,20 +310,17 @@ def fit(
 
     Args:
         model: The model, on `device`. `model(batch)` returns a mapping with the () mean
-            `loss` of the batch, and further values to report.
-        train_batches: This rank's training batches.
-        validate: Measures this rank's validation rows.
+            `loss` of the batch, and further values to report. `model.lr_multipliers()`
+            returns factors on the learning rate, by prefix of parameter names.
+        train: Training examples, and this rank's share of them.
+        validate: Measures the model.
         config: Options of the training loop.
-        means: Computes metrics from the sums of all ranks; None divides the sums by the
-            number of rows.
-        lr_multipliers: Factors on the learning rate, by prefix of parameter names.
         shard: Whether several workers shard the model (`models/training/fsdp.py`).
         state: State of the report from which the run resumes; the caller has loaded the
             weights.
         device: Device of the model.
         rank: Rank of this worker.
         world: Number of workers.
-        clock: Returns the time in seconds, for reports of progress.
         should_stop: Called after every step of a single worker; if it returns true, a
             state is saved and the generator ends.
         should_save: Called by all ranks at every point of the curves, so it may be a
@@ -433,7 +329,7 @@ def fit(
     device = torch.device(device)
     shards = fsdp.shard(model, device, rank, world) if shard and world > 1 else None
     optimizer, factors = make_optimizer(
-        model, config.optimizer, config.weight_decay, lr_multipliers or {}
+        model, config.optimizer, config.weight_decay, model.lr_multipliers()
     )
     at = Position()
     if state is not None:
@@ -446,39 +342,66 @@ def fit(
         return
 
     def save() -> State:
-        position = {"position": asdict(at)}
-        if shards:
-            return position | shards.full_state(optimizer)
-        return position | {"optimizer": optimizer_state(optimizer)}
-
-    def time_left(timed: Work) -> float | None:
-        if timed.steps < PACE_STEPS:
-            return None
-        validations = math.ceil(config.max_epochs / config.eval_every_epochs)
-        validations -= at.epoch // config.eval_every_epochs
-        per_step = timed.seconds / timed.steps
-        return (total_steps - at.step) * per_step + validations * eval_seconds
+        state = (
+            shards.full_state(optimizer)
+            if shards
+            else {"optimizer": optimizer_state(optimizer)}
+        )
+        return {"position": asdict(at), **state}
 
     module, take_step = make_step(model, optimizer, config, device, world, shards)
-    total_steps = count_steps(train_batches, 0, world, device) * config.max_epochs
-    timed, eval_seconds = Work(), 0.0
-    reported_s, silence_s = clock(), FIRST_PROGRESS_S
+    steps = train.num_steps(config.batch_size)
+    total_steps, first_step = steps * config.max_epochs, at.step
+    began = reported = time.perf_counter()
+    silence, stops = FIRST_PROGRESS_S, False
+
+    def report(
+        loss: float, examples: float, waited: float, seconds: float, **fields: Any
+    ) -> Report:
+        num_timed = at.step - first_step
+        per_step = (time.perf_counter() - began) / max(1, num_timed)
+        left = per_step * (total_steps - at.step)
+        return Report(
+            step=at.step,
+            epoch=epoch + 1,
+            steps_in_epoch=steps,
+            loss=loss,
+            examples_per_s=examples / seconds,
+            data_wait=waited / seconds,
+            seconds=seconds,
+            seconds_left=left if num_timed >= PACE_STEPS else None,
+            **fields,
+        )
+
     for epoch in range(at.epoch, config.max_epochs):
-        steps = count_steps(train_batches, epoch, world, device)
-        batches: Iterator[Batch] = train_batches(epoch, at.step_in_epoch)
+        batches = train.epoch(
+            config.batch_size,
+            seed=config.seed,
+            epoch=epoch,
+            skip=at.step_in_epoch,
+            pad_to_buckets=uses_cuda_graphs(config, device, world),
+        )
         if device.type == "cuda":
             batches = prefetch(batches)
         module.train()
-        interval, epoch_work = Interval(), Work()
-        report = partial(Report, epoch=epoch + 1, steps_in_epoch=steps)
         points: dict[str, float] = {}
-        while at.step_in_epoch < steps:
-            batch = interval.next_batch(batches)
+        epoch_examples, epoch_waited, epoch_began = 0.0, 0.0, time.perf_counter()
+        # since the last point of the curves
+        sums: dict[str, Any] = {}
+        num_steps, examples, waited, interval_began = 0, 0.0, 0.0, epoch_began
+        while at.step_in_epoch < steps and not stops:
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - asked
+            examples += 0 if batch.is_stand_in else batch.num_rows
             torch.manual_seed(step_seed(config.seed, rank, at.step))
             lr = learning_rate(config, at.step, total_steps)
             set_learning_rate(optimizer, factors, lr)
             outputs, norm = take_step(batch)
-            interval.add_step(outputs)
+            sums |= {
+                name: sums.get(name, 0.0) + outputs[name].double() for name in outputs
+            }
+            num_steps += 1
             at.step += 1
             at.step_in_epoch += 1
             ends = at.step_in_epoch == steps
@@ -486,91 +409,83 @@ def fit(
             is_planned = is_due(config.checkpoint_every_steps, at.step)
             is_point = ends or is_planned or is_due(config.log_every_steps, at.step)
             if not (is_point or stops):
-                if clock() - reported_s >= silence_s:
-                    sums, work, _ = interval.read(1, device)
-                    yield report(
-                        step=at.step,
-                        loss=sums["loss"] / work.steps,
-                        work=work._replace(examples=work.examples * world),
-                        seconds_left=time_left(timed.plus(work)),
-                    )
-                    reported_s, silence_s = clock(), PROGRESS_S
+                if time.perf_counter() - reported >= silence:
+                    loss = sums["loss"].item() / num_steps
+                    seconds = time.perf_counter() - interval_began
+                    yield report(loss, examples * world, waited, seconds)
+                    reported, silence = time.perf_counter(), PROGRESS_S
                 continue
             wants_state = stops or is_planned or should_save()
-            sums, work, wants_state = interval.read(world, device, wants_state)
-            at.loss += sums["loss"]
-            timed, epoch_work = timed.plus(work), epoch_work.plus(work)
-            interval = Interval()
-            averages = {name: value / work.steps for name, value in sums.items()}
-            loss = averages["loss"]
+            values = [value.item() for value in sums.values()]
+            *values, examples, waited, num_saving = sum_over_ranks(
+                [*values, examples, waited, wants_state], world, device
+            )
+            waited /= world
+            seconds = time.perf_counter() - interval_began
+            means = {
+                name: value / world / num_steps
+                for name, value in zip(sums, values, strict=True)
+            }
+            loss = means["loss"]
             if not math.isfinite(loss):
                 raise UserError(f"the loss is {loss} at step {at.step}")
-            points = {f"train/{name}": value for name, value in averages.items()}
-            points |= {
-                "train/lr": lr,
-                "train/grad_norm": float(norm),
-                "train/examples_per_s": work.examples / work.seconds,
-                "train/data_wait": work.waited / work.seconds,
-            }
-            if stops or not ends:
-                yield report(
-                    step=at.step,
-                    loss=loss,
-                    work=work,
-                    points=points if is_point else {},
-                    interrupted=stops,
-                    seconds_left=time_left(timed),
-                    state=save() if wants_state else {},
-                )
-            if stops:
-                return
+            at.loss += loss * num_steps
+            if is_point:
+                points = {f"train/{name}": value for name, value in means.items()}
+                points |= {
+                    "train/lr": lr,
+                    "train/grad_norm": float(norm),
+                    "train/examples_per_s": examples / seconds,
+                    "train/data_wait": waited / seconds,
+                }
+            if not (ends or stops):
+                due = save() if num_saving else {}
+                yield report(loss, examples, waited, seconds, points=points, state=due)
+                points = {}
+            epoch_examples += examples
+            epoch_waited += waited
+            sums, num_steps, examples, waited = {}, 0, 0.0, 0.0
+            interval_began = time.perf_counter()
+        seconds = max(1e-9, time.perf_counter() - epoch_began)
+        loss = at.loss / at.step_in_epoch
+        work = loss, epoch_examples, epoch_waited, seconds
         is_last = epoch + 1 == config.max_epochs
-        loss = at.loss / steps
         validation: dict[str, Any] = {}
-        if is_last or is_due(config.eval_every_epochs, epoch + 1):
-            began = time.perf_counter()
+        if not stops and (is_last or is_due(config.eval_every_epochs, epoch + 1)):
+            eval_began = time.perf_counter()
             try:
                 with shards.gather_weights() if shards else nullcontext():
-                    metrics, count = run_validation(
-                        model, validate, means, config, world
-                    )
+                    metrics, count = validate(model)
             except ValidationStopped:
-                yield report(
-                    step=at.step,
-                    loss=loss,
-                    work=epoch_work,
-                    points=points,
-                    interrupted=True,
-                    state=save(),
-                )
-                return
-            eval_seconds = time.perf_counter() - began
-            is_best = at.record_metric(metrics[config.metric])
-            reason = "" if is_last else early_stop_reason(at, config)
-            validation = {
-                "metrics": metrics,
-                "eval_seconds": eval_seconds,
-                "is_best": is_best,
-                "stop_reason": reason,
-            }
-            points |= {f"val/{name}": value for name, value in metrics.items()}
-            points |= {"val/examples": count, "val/seconds": eval_seconds}
+                stops = True
+            else:
+                if not count:
+                    raise UserError("the validation split has no request")
+                validation = {
+                    "metrics": metrics,
+                    "eval_seconds": time.perf_counter() - eval_began,
+                    "is_best": at.record_metric(metrics[config.metric]),
+                    "stop_reason": "" if is_last else early_stop_reason(at, config),
+                }
+                points |= {f"val/{name}": value for name, value in metrics.items()}
+                points["val/examples"] = count
+                points["val/seconds"] = validation["eval_seconds"]
+        if stops:
+            yield report(*work, points=points, interrupted=True, state=save())
+            return
         points |= {"epoch": epoch + 1, "train/epoch_loss": loss}
-        points["train/epoch_seconds"] = epoch_work.seconds
+        points["train/epoch_seconds"] = seconds
         at.epoch, at.step_in_epoch, at.loss = epoch + 1, 0, 0.0
         at.stopped = is_last or bool(validation.get("stop_reason"))
         yield report(
-            step=at.step,
-            loss=loss,
-            work=epoch_work,
+            *work,
             points=points,
             ends_epoch=True,
             **validation,
             stop=at.stopped,
-            seconds_left=time_left(timed),
             state=save(),
         )
-        reported_s, silence_s = clock(), PROGRESS_S
+        reported, silence = time.perf_counter(), PROGRESS_S
         if at.stopped:
             return
 
@@ -590,67 +505,6 @@ def early_stop_reason(at: Position, config: FitConfig) -> str:
     )
 
 
-def count_steps(
-    train_batches: TrainBatches, epoch: int, world: int, device: torch.device
-) -> int:
-    """Return the number of steps of an epoch: the fewest batches of any rank."""
-    steps = train_batches.steps(epoch)
-    if world > 1:
-        (fewest,) = all_reduce([steps], world, device, dist.ReduceOp.MIN)
-        steps = int(fewest)
-    if steps == 0:
-        raise UserError("the training split gives a worker no batch")
-    return steps
-
-
-def run_validation(
-    model: nn.Module,
-    validate: Validate,
-    means: Means | None,
-    config: FitConfig,
-    world: int,
-) -> tuple[dict[str, float], int]:
-    """Validate on all ranks; a collective call with the same result on every rank.
-
-    Args:
-        model: The model; it is left in training mode.
-        validate: Measures this rank's validation rows.
-        means: Computes metrics from the sums of all ranks; None divides the sums by the
-            number of rows.
-        config: Options of the training loop.
-        world: Number of ranks.
-
-    Returns:
-        The metrics and the number of rows.
-    """
-    model.eval()
-    try:
-        with torch.no_grad():
-            results: list[Any] = [validate(model)]
-    finally:
-        model.train()
-    if world > 1:
-        rank_result, results = results[0], [None] * world
-        dist.all_gather_object(results, rank_result)
-    count = sum(rows for _, rows in results)
-    if count == 0:
-        raise UserError("the validation split has no request")
-    total: Sums = {}
-    for sums, _ in results:  # by rank, so that the sum is bit-identical on every rank
-        for name, value in sums.items():
-            total[name] = total.get(name, 0.0) + value
-    if means:
-        metrics = means(total)
-    else:
-        metrics = {name: float(value) / count for name, value in total.items()}
-    if not math.isfinite(metrics[config.metric]):
-        raise UserError(
-            f"fit.metric is {config.metric}, which is not defined on the {count:,} "
-            "rows of the validation split, so no checkpoint can be the best"
-        )
-    return metrics, count
-
-
 def drop_undefined(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics whose value is finite."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -666,29 +520,15 @@ def best_fields(state: State) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class ProgressUnit:
-    """The unit in which throughput is printed.
-
-    A training example may be a window that serves many requests.
-    """
-
-    per_example: float = 1.0
-    """Units per training example."""
-    name: str = "requests"
-    """Name of the unit."""
-
-
-REQUESTS = ProgressUnit()
-
-
-def describe(report: Report, config: FitConfig, unit: ProgressUnit = REQUESTS) -> str:
+def describe(report: Report, config: FitConfig, per_example: float, unit: str) -> str:
     """Describe a report in one line; a second line says why a run stops early.
 
     Args:
         report: An epoch, or progress within an epoch.
         config: Options of the training loop.
-        unit: Unit of the throughput.
+        per_example: Units of the throughput per example, such as the number of requests
+            of a window.
+        unit: Name of the unit.
     """
     metrics = {
         name: report.metrics[name]
@@ -701,10 +541,10 @@ def describe(report: Report, config: FitConfig, unit: ProgressUnit = REQUESTS) -
     )
     line += "".join(f"  val {name} {value:.4f}" for name, value in metrics.items())
     line += " *" if report.is_best else ""
-    rate = report.examples_per_s * unit.per_example
-    line += f"  {rate:,.0f} {unit.name}/s  data wait {report.data_wait:.0%}"
+    rate = report.examples_per_s * per_example
+    line += f"  {rate:,.0f} {unit}/s  data wait {report.data_wait:.0%}"
     if report.ends_epoch:
-        line += f"  {report.work.seconds:.0f} s + {report.eval_seconds:.0f} s"
+        line += f"  {report.seconds:.0f} s + {report.eval_seconds:.0f} s"
     elif report.steps_in_epoch:
         line += f"  {report.steps_in_epoch:,} steps per epoch"
     if report.stop:

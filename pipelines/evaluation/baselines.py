@@ -83,6 +83,8 @@ def measure_baselines(
             by_user = pop_per_user(sums)
             label = baseline.ranks_by or name
             ranking_baselines.append(
-                Baseline(label, run.means(sums), by_user, baseline.is_diagnostic)
+                Baseline(
+                    label, baseline.metric_means(sums), by_user, baseline.is_diagnostic
+                )
             )
     return baselines

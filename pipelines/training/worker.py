@@ -49,7 +49,6 @@ def train_worker(
         last=last,
         init=config.init,
     )
-    run.check_metric()
     check_hashes(run.catalogue.versions, hashes)
     run.should_stop = backend.should_stop
     state = run.resume(config.folder, last) if last else None
@@ -106,8 +105,6 @@ def train_by_gradient(
         run.train,
         run.validate,
         config.fit,
-        means=run.means,
-        lr_multipliers=run.lr_multipliers,
         shard=config.ray.shard,
         state=state,
         device=run.device,
@@ -119,14 +116,17 @@ def train_by_gradient(
         if logger:
             logger.log(report.points, report.step)
             if report.ends_epoch or not (report.points or report.state):
-                backend.say(describe(report, run.fit, run.progress_unit))
+                line = describe(
+                    report, run.fit, run.learned_per_example, run.train.learned_unit
+                )
+                backend.say(line)
             if report.interrupted:
                 backend.say(f"stopping: saving a checkpoint of step {report.step}")
         if not report.state:
             continue
         timing["eval_seconds"] += report.eval_seconds
         if report.ends_epoch:
-            timing["train_seconds"] += report.work.seconds
+            timing["train_seconds"] += report.seconds
             timing["examples_per_s"] = report.examples_per_s
         saved = run.checkpoint(
             epoch=report.epoch,
@@ -151,8 +151,7 @@ def fit_in_one_pass(
     began = time.perf_counter()
     run.fit_in_one_pass()
     seconds = time.perf_counter() - began
-    sums, count = run.validate(run.model)
-    metrics = run.means(sums) if count else {}
+    metrics, count = run.validate(run.model)
     if run.model.ranks_by:
         backend.say(f"ranks by {run.model.ranks_by}")
     value = metrics.get(run.fit.metric)
@@ -204,12 +203,12 @@ def describe_run(
     )
     num_train, num_val = (
         dataset.num_requests - dataset.num_without_history
-        for dataset in (run.train.dataset, run.val)
+        for dataset in (run.train, run.val)
     )
     yield (
         f"{num_train:,} training and {num_val:,} validation "
         f"{run.val.request_unit} here, "
-        f"{pluralize(run.train.steps(0), 'step')} per epoch"
+        f"{pluralize(run.train.num_steps(run.fit.batch_size), 'step')} per epoch"
     )
     yield from run.messages
     parts = run.model.parameter_counts()

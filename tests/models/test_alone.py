@@ -45,7 +45,7 @@ config = build_model_config({"name": "sasrec", "dim": 8, "num_layers": 1})
 options = FitConfig(max_epochs=1, batch_size=4)
 config, inputs = resolve_training(config, options, Inputs(tables))
 run = TrainingRun.build(config, options, inputs)
-for event in fit(run.model, run.train, run.validate, run.fit, means=run.means):
+for event in fit(run.model, run.train, run.validate, run.fit):
     if event.stop:
         saved = run.checkpoint(epoch=event.epoch, metrics=event.metrics)
         checkpoint.save(folder, run.model, saved, event.state)

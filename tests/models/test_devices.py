@@ -29,7 +29,7 @@ from models.training.fit_config import FitConfig
 from models.training.loop import autocast
 from models.training_run import TrainingRun
 from tests.fixtures import actions_tables, search_tables, training_tables
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import build_training, first_epoch
 
 aten = torch.ops.aten
 SIMULATED = torch.device("meta")
@@ -247,7 +247,7 @@ def test_a_step_and_a_validation_leave_no_tensor_on_the_cpu(
     run = build_small_training(name, data, FIT, SIMULATED)
 
     if run.model.trains_by_gradient:
-        batch = next(run.train(0, 0)).to(SIMULATED)
+        batch = next(first_epoch(run)).to(SIMULATED)
         run.model.train()
         run.model(batch)["loss"].backward()
         for gradient in get_gradients(run.model):
@@ -270,7 +270,7 @@ def test_a_step_and_a_validation_in_bfloat16_are_finite(
     run = build_small_training(name, data, replace(FIT, precision="bf16"), "cpu")
 
     with autocast("bf16", run.device):
-        loss = run.model.train()(next(run.train(0, 0)))["loss"]
+        loss = run.model.train()(next(first_epoch(run)))["loss"]
     loss.backward()
     sums, count = run.validate(run.model)
 
@@ -307,7 +307,7 @@ def test_equal_steps_have_equal_gradients(name: str, data: dict[str, Any]) -> No
     def step() -> list[Tensor]:
         run = build_small_training(name, data, FIT, "cpu")
         run.model.train()
-        for batch in islice(run.train(0, 0), 2):
+        for batch in islice(first_epoch(run), 2):
             run.model(batch)["loss"].backward()
         return get_gradients(run.model)
 

@@ -33,7 +33,7 @@ from tests.fixtures.commands import load_split
 from tests.fixtures.golden import check_golden
 from tests.fixtures.search_tables import write_search
 from tests.fixtures.training_tables import change_sequences
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import build_training, first_epoch
 
 CASES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("rankers.yaml").read_text()
@@ -144,7 +144,7 @@ def train(run: TrainingRun, model: Any, steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(0)
     losses = []
-    for _, batch in zip(range(steps), run.train(0, 0), strict=False):
+    for _, batch in zip(range(steps), first_epoch(run), strict=False):
         optimizer.zero_grad()
         loss = model(batch)["loss"]
         loss.backward()
@@ -187,7 +187,7 @@ def test_losses_gradients_and_scores_are_those_of_the_golden_file(
     if case in GRADIENT:
         torch.manual_seed(0)
         model: Any = copy.deepcopy(run.model).train()
-        loss = model(next(run.train(0, 0)))["loss"]
+        loss = model(next(first_epoch(run)))["loss"]
         loss.backward()
         norms = torch.stack([weight.grad.norm() for weight in model.parameters()])
         values += [loss.item(), norms.norm().item()]
@@ -227,7 +227,7 @@ def test_training_lowers_the_loss_and_reports_all_metrics(
     )
     run = build_training(CASES[case], config, inputs[kind])
 
-    events = list(fit(run.model, run.train, run.validate, run.fit, means=run.means))
+    events = list(fit(run.model, run.train, run.validate, run.fit))
 
     ends = [event for event in events if event.ends_epoch]
     assert ends[-1].loss < ends[0].loss
@@ -235,6 +235,6 @@ def test_training_lowers_the_loss_and_reports_all_metrics(
     measured = measure_examples(
         run.model, run.val, batch_size=5, device=torch.device("cpu")
     )
-    assert run.means(measured.sums) == pytest.approx(
+    assert run.model.metric_means(measured.sums) == pytest.approx(
         ends[-1].metrics, rel=1e-6, nan_ok=True
     )

@@ -46,7 +46,6 @@ def train_to(
         run.train,
         run.validate,
         options,
-        means=run.means,
         state=run.resume(str(folder), last) if last else None,
         shard=world > 1,
         rank=rank,

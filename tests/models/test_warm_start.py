@@ -27,7 +27,7 @@ from models.warm_start import assign_by_hash
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.reading.log import parse_log
 from tests.fixtures.commands import read_config, read_rows
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import build_training, first_epoch
 
 DAY_MS = 86_400_000
 FIRST_DAY_MS = 1_750_000_000_000 // DAY_MS * DAY_MS
@@ -108,7 +108,7 @@ def append_days(folder: Path, kind: str) -> Inputs:
 
 def train_and_save(run: TrainingRun, folder: Path) -> str:
     """Train to the end, save a checkpoint and return its folder."""
-    for event in fit(run.model, run.train, run.validate, run.fit, means=run.means):
+    for event in fit(run.model, run.train, run.validate, run.fit):
         last = event
     metadata = run.checkpoint(epoch=1, step=last.step, best={"step": last.step})
     checkpoint.save(folder, run.model, metadata)
@@ -213,7 +213,7 @@ def test_scores_of_old_items_do_not_change_with_new_items(
 def get_learned_times(run: TrainingRun, sequences: list[dict[str, Any]]) -> list[int]:
     """Return the sorted times of the requests or events that an epoch trains on."""
     times: list[int] = []
-    for batch in run.train(0, 0):
+    for batch in first_epoch(run):
         if run.model.name == "attn_lfa":
             times += batch.time[batch.learn].tolist()
             continue

@@ -147,7 +147,6 @@ class AtSpeed(Student):
 
     can_teach = False
     options_class = AtSpeedOptions
-    has_own_metrics = True
     shown_metrics = (*metrics.SHOWN, "acceptance")
     config: AtSpeedConfig
     decoder: T5Decoder

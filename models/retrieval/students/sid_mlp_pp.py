@@ -58,7 +58,6 @@ class SidMlpPpEncoder(TaughtModel):
     config_class = SidMlpPpEncoderConfig
     options_class = None
     ranks = "nothing"
-    has_own_metrics = True
     shown_metrics = ("mse", "neg_mse", "r2")
     config: SidMlpPpEncoderConfig
 

@@ -113,7 +113,7 @@ def test_base_rates_are_those_of_training_and_have_no_information_gain(
     batch = run.val.collate(np.arange(4))
     expected = compute_base_rates(read_training_tasks(tables))
     np.testing.assert_allclose(model.score(batch)[0].sigmoid(), expected, rtol=1e-9)
-    metrics = run.means(sums)
+    metrics = run.model.metric_means(sums)
     assert metrics["mean/gauc"] == 0.5
     assert metrics["mean/rig"] <= 0
 

@@ -146,9 +146,7 @@ class TrainedTiger:
         )
         setup = build_training(model, config, Inputs(self.tables, self.sids))
         events = []
-        for event in fit(
-            setup.model, setup.train, setup.validate, setup.fit, means=setup.means
-        ):
+        for event in fit(setup.model, setup.train, setup.validate, setup.fit):
             if not event.ends_epoch:
                 continue
             events.append(event)

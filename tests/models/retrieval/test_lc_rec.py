@@ -36,7 +36,7 @@ from tests.fixtures.small_lc_rec import (
     write_out_prompt,
 )
 from tests.fixtures.small_retrieval import make_requests
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import build_training, first_epoch
 
 
 def embed_tokens(model: LcRec, tokens: list[int]) -> Tensor:
@@ -179,7 +179,7 @@ def test_each_task_is_an_instruction_and_its_response(
     assert titles is not None
     assert (titles[0], titles[5]) == ("", "Rubber hose, long green")
     words = Words(titles, 8000)
-    batch = next(titled_setup.train(0, 0))
+    batch = next(first_epoch(titled_setup))
     items = batch.target[:4]
     if task != "next_title":
         torch.manual_seed(3)
@@ -208,7 +208,7 @@ def test_each_task_is_an_instruction_and_its_response(
 def test_training_with_titles_has_the_loss_of_each_task(
     titled_setup: TrainingRun,
 ) -> None:
-    losses = titled_setup.model.train()(next(titled_setup.train(0, 0)))
+    losses = titled_setup.model.train()(next(first_epoch(titled_setup)))
     assert titled_setup.config.tasks == list(TASKS)
     assert set(losses) == {"loss", *(f"{task}_loss" for task in TASKS)}
 
@@ -219,7 +219,7 @@ def test_training_without_titles_has_the_next_item_task_alone(
     setup = build_training(TRAINED_SIZES, FitConfig(batch_size=8), Inputs(*small))
     assert setup.config.tasks == ["next"]
     assert setup.messages[0].startswith("tasks: next; other")
-    assert set(setup.model(next(setup.train(0, 0)))) == {"loss"}
+    assert set(setup.model(next(first_epoch(setup)))) == {"loss"}
 
 
 def test_the_vocabulary_has_frequent_title_words_and_all_instruction_words() -> None:
@@ -279,7 +279,7 @@ def test_a_pretrained_model_gives_weights_and_words_and_codes_start_at_their_mea
     torch.testing.assert_close(codes.mean(0), words.mean(0), atol=0.02, rtol=0)
     assert model.config.lm_model["hidden_size"] == 24
     assert model.config.prompt["before"][0] == 1
-    model(next(setup.train(0, 0)))["loss"].backward()
+    model(next(first_epoch(setup)))["loss"].backward()
     assert all(p.grad is not None for p in model.parameters())
 
 

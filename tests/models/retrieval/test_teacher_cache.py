@@ -126,7 +126,7 @@ def cache(distillation: Distillation) -> Path:
 
 def train(setup: TrainingRun) -> list[Report]:
     """Train and return the event of each epoch."""
-    events = fit(setup.model, setup.train, setup.validate, setup.fit, means=setup.means)
+    events = fit(setup.model, setup.train, setup.validate, setup.fit)
     return [event for event in events if event.ends_epoch]
 
 
@@ -365,7 +365,7 @@ def build_as_rank(
     }
     inputs = Inputs(distillation.tables, distillation.sids)
     setup = build_training(options, FIT, inputs, rank=rank, world=2)
-    rank_requests = [*setup.train.dataset.request_numbers, *setup.val.request_numbers]
+    rank_requests = [*setup.train.request_numbers, *setup.val.request_numbers]
     cached = setup.model._teacher_outputs["encoder"].requests
     assert sorted(cached) == sorted(rank_requests)
     dist.destroy_process_group()

@@ -100,7 +100,7 @@ def test_the_shown_order_is_measured_by_the_positions(
 
     sums, _ = run.validate(run.model)
 
-    metrics = run.means(sums)
+    metrics = run.model.metric_means(sums)
     uri = join(tables, "sequences")
     examples = load_split(SearchDataset, uri, "val", unit="request")
     batch = examples.collate(np.arange(len(examples)))

@@ -132,7 +132,7 @@ def test_a_category_with_too_many_values_is_hashed(
 def train_model(tables: str) -> tuple[TrainingRun, float]:
     """Train a model; return its training and its best AUC of validation."""
     run = build_training(MVP, FIT, Inputs(tables))
-    events = fit(run.model, run.train, run.validate, run.fit, means=run.means)
+    events = fit(run.model, run.train, run.validate, run.fit)
     epochs = [event for event in events if event.ends_epoch]
     return run, max(epoch.metrics["mean/auc"] for epoch in epochs)
 

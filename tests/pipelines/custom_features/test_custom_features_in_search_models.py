@@ -48,7 +48,7 @@ FIT = FitConfig(
 def train_model(tables: str, text: str, model: dict[str, Any]) -> float:
     """Train a model and return its best GAUC of validation."""
     run = build_training(model, FIT, Inputs(tables, text=text))
-    events = fit(run.model, run.train, run.validate, run.fit, means=run.means)
+    events = fit(run.model, run.train, run.validate, run.fit)
     epochs = [event for event in events if event.ends_epoch]
     return max(epoch.metrics["gauc"] for epoch in epochs)
 

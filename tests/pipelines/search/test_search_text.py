@@ -55,7 +55,7 @@ from pipelines.serving.package import write_bundle
 from pipelines.serving.served_model import ServedModel
 from tests.fixtures.commands import read_column, read_config, read_rows, read_table
 from tests.fixtures.infos import make_info
-from tests.fixtures.trainings import build_training
+from tests.fixtures.trainings import build_training, first_epoch
 
 pytestmark = pytest.mark.exhaustive
 
@@ -273,7 +273,7 @@ def test_towers_start_at_a_published_encoder(tables: str, tmp_path: Path) -> Non
     layers = load_pretrained("minilm", AutoModel).encoder.state_dict()
     user_tower = model.encoder.bert.encoder.state_dict()
     assert all(torch.equal(user_tower[name], layers[name]) for name in layers)
-    model.train()(next(iter(run.train(0, 0))))["loss"].backward()
+    model.train()(next(iter(first_epoch(run))))["loss"].backward()
     trained = [
         *model.encoder.bert.encoder.layer,
         *model.item_tower.encoder.encoder.layer,
