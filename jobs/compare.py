@@ -13,18 +13,20 @@ against requests per second.
 from __future__ import annotations
 
 from dataclasses import field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic.dataclasses import dataclass
 
-from core.errors import UserError
+from core.files import storage_errors, write_file
 from core.options import STRICT
 from core.schemas import RunRef
 from jobs import cli
 
 if TYPE_CHECKING:
     from pipelines.comparison.tables import Table
+
+MAX_LINES = 60
+"""Largest number of printed lines of a comparison with a long table."""
 
 
 @dataclass(config=STRICT)
@@ -46,7 +48,8 @@ class Config:
     markdown: str | None = None
     """Also write the tables to this Markdown file."""
     all: bool = False
-    """Print all rows of tables with more than 30 rows, not the best 4 alone."""
+    """Print all rows of tables with more than 30 rows, not the best 4 alone, and more
+    than 60 lines."""
     html: str | None = None
     """Also write the tables and plots to this HTML file, and log it to MLflow."""
     register: str | None = None
@@ -96,16 +99,22 @@ def run(config: Config) -> None:
         tables += build_tables(*pair)
     tables += best_tables(comparisons)
     shown = tables if config.all else map(shorten, tables)
-    print("\n\n".join(map(to_text, shown)))
+    lines = "\n\n".join(map(to_text, shown)).splitlines()
+    is_long = any(len(frame) > 30 for _, frame, _ in tables)
+    if is_long and not config.all:
+        lines[MAX_LINES - 4 :] = ["more: --all true"]
+    print("\n".join(lines))
     markdown = "\n".join(map(to_markdown, tables))
     if config.markdown:
-        write(markdown, config.markdown)
+        with storage_errors(config.markdown):
+            write_file(config.markdown, markdown.encode())
         print(f"tables written to {config.markdown}")
     if config.html:
         from pipelines.comparison.page import build_page, log_page
 
         page = build_page(comparisons, differences, tables)
-        write(page, config.html)
+        with storage_errors(config.html):
+            write_file(config.html, page.encode())
         name = log_page(comparisons[0], page, markdown)
         print(
             f"page written to {config.html}, and to MLflow as compare.html of '{name}'"
@@ -127,20 +136,11 @@ def run(config: Config) -> None:
 
 def shorten(table: Table) -> Table:
     """Return the best rows of a table that has more than 30."""
-    title, frame, notes = table
+    title, frame, _ = table
     if len(frame) > 30:
         title = f"{title}: the best 4 of {len(frame)} rows (all: --all true)"
-        return title, frame.head(4), notes[:1]
+        return title, frame.head(4), []
     return table
-
-
-def write(content: str, path: str) -> None:
-    """Write a file, and create its folder if needed."""
-    try:
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror})") from error
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class Config(StudentOptions, AtSpeedOptions):
     """Split whose requests are ranked. By default test. --batch_inference of a model
     that ranks the catalogue by default predicts the next item after each user's whole
     history."""
-    batch_inference: str | None = None
+    batch_inference: Folder | None = None
     """Write the top K items of all users, or of the requests of --split with their
     targets, to this folder as the table `recommendations`. For a model that ranks
     candidates, write the probabilities and labels of all candidates of the split as the
@@ -94,8 +94,6 @@ class Config(StudentOptions, AtSpeedOptions):
             )
         if self.nearest and self.batch_inference:
             raise ValueError("--nearest is given with --batch_inference")
-        if self.batch_inference == "":
-            raise ValueError("--batch_inference is empty")
         ignored = list(self.recommend_options())
         if self.split:
             ignored.append("split")

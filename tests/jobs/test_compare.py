@@ -79,7 +79,7 @@ def test_only_the_best_rows_of_a_long_table_are_printed() -> None:
     title, best, notes = shorten(("x", frame, ["first", "second"]))
     assert best["run"].to_list() == ["0", "1", "2", "3"]
     assert "31 rows" in title
-    assert notes == ["first"]
+    assert notes == []
     table = "x", frame.head(30), ["first", "second"]
     assert shorten(table) == table
 
@@ -101,7 +101,7 @@ def test_tables_are_printed_and_written_as_markdown(
     assert "| sid_mlp | alpha-0.7-8 | 1 |" in text
     assert "<img" not in text
     assert "](" not in text
-    with pytest.raises(UserError, match="cannot write /proc/x"):
+    with pytest.raises(UserError, match="/proc/x"):
         run(parse(Config, [*words, "--markdown", "/proc/x/table.md"]))
 
 
