@@ -25,9 +25,8 @@ from pipelines.prepare.events.build_events import (
     count_partitions,
     make_events,
 )
-from pipelines.prepare.events.catalogue import make_items
-from pipelines.prepare.events.frozen_catalogue import copy_items
 from pipelines.prepare.executor import Executor
+from pipelines.prepare.items.catalogue import copy_items, make_items
 from pipelines.prepare.kinds.registry import KINDS
 from pipelines.prepare.notices import collect_warnings
 from pipelines.prepare.prepare_config import PrepareConfig

@@ -1,1 +1,1 @@
-"""Build the tables `events` and `items`."""
+"""Build the table `events` from raw files."""

@@ -3,6 +3,7 @@
 `python -m jobs.prepare` calls `make_events`. Rows are read, validated and shuffled by
 user (`executor.py`). Kernels on whole partitions sort them, drop duplicates and write
 one part each. As every user is in exactly one part, later steps run one task per part.
+An append adds its rows to the parts of their users.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from core.errors import UserError, pluralize, raise_first
+from core.errors import UserError, pluralize
 from core.files import join, open_uri
 from core.schemas import REJECTS, EventsInfo, Match, PartitionInfo, RejectsInfo
 from core.tables import Part, Table, read_parquet, write_part
@@ -28,9 +30,9 @@ from pipelines.prepare.events.columns import dictionary_column, user_keys
 from pipelines.prepare.events.event_stats import (
     EventStats,
     PartStats,
-    StatsCollector,
-    event_stats,
+    merge_stats,
     part_stats,
+    read_stats,
 )
 from pipelines.prepare.events.matching import WARN_BELOW, check_matched, matched_share
 from pipelines.prepare.events.order_events import LOG_PLACE, order_events
@@ -66,18 +68,6 @@ def count_partitions(uris: list[str]) -> int:
 # The step: which files to read, and what the manifests record.
 
 
-@dataclass(frozen=True)
-class LogFiles:
-    """Files of a log, relative to the input folder."""
-
-    events: list[str]
-    """Event files to read; when appending, only the new files."""
-    users: list[str]
-    """User files."""
-    stamps: dict[str, list[int]]
-    """[size, modification time in ns] of these files and of files in the tables."""
-
-
 def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadStats]:
     """Write the tables `events` and `rejects`, or append new files to them.
 
@@ -92,8 +82,9 @@ def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadS
     earlier = run.tables.appended_version(EventsInfo)
     if earlier:
         num_partitions = run.config.partitions or earlier.config["partitions"]
-    events, users = run.source.event_files(run.input), run.source.user_files(run.input)
-    files = LogFiles(events, users, run.stamps([*events, *users]))
+    files = run.source.event_files(run.input)
+    user_files = run.source.user_files(run.input)
+    stamps = run.stamps([*files, *user_files])
     settings: dict[str, Any] = {
         "source": run.source.events_config,
         "ties": run.config.ties,
@@ -101,96 +92,72 @@ def make_events(run: Run, num_partitions: int) -> tuple[Table[EventsInfo], LoadS
         "duplicates": run.config.duplicates,
     }
     settings = json.loads(json.dumps(settings, default=str))
+    events, fresh_stats = earlier, None
     if earlier:
-        files = _check_append(run, earlier, settings, files)
-        if not files.events:
-            run.report(
-                f"events: up to date, {pluralize(earlier.rows, 'row')}; no new files"
-            )
-            return earlier, _stats_loader(run, earlier)
+        files = _find_new_files(run, earlier, settings, stamps, user_files)
+        stamps = {**earlier.info.stamps, **stamps}
+        if not files:
+            rows = pluralize(earlier.rows, "row")
+            run.report(f"events: up to date, {rows}; no new files")
     else:
-        finished = run.tables.find_finished(EventsInfo, settings, {}, files.stamps)
-        rejects = run.tables.find_finished(RejectsInfo, settings, {}, files.stamps)
-        if finished and rejects:
-            return finished, _stats_loader(run, finished)
-    committed, stats = _read_files(run, files, settings, earlier)
-    return committed, lambda: stats
+        events = run.tables.find_finished(EventsInfo, settings, {}, stamps)
+        if not run.tables.find_finished(RejectsInfo, settings, {}, stamps):
+            events = None
+    if events is None or (earlier and files):
+        events, fresh_stats = _read_files(
+            run, files, user_files, stamps, settings, earlier
+        )
+
+    @cache
+    def load_stats() -> EventStats:
+        stats = fresh_stats
+        if stats is None:
+            uris = events.part_uris()
+            read = read_stats(uris, run.behaviour, run.executor)
+            stats = merge_stats(uris, run.behaviour, run.is_late, read)
+        if not stats.behaviours:
+            raise UserError(
+                f"no event has label '{run.behaviour}' set, so there are no behaviours"
+            )
+        return stats
+
+    return events, load_stats
 
 
-def _stats_loader(run: Run, events: Table) -> LoadStats:
-    """Return a function that reads the statistics of events on its first call."""
-    loaded: list[EventStats] = []
-
-    def load() -> EventStats:
-        if not loaded:
-            parts = events.part_uris()
-            late = run.is_late
-            loaded.append(event_stats(parts, run.behaviour, run.executor, late))
-        return loaded[0]
-
-    return load
-
-
-def _check_append(
-    run: Run, earlier: Table[EventsInfo], settings: dict[str, Any], files: LogFiles
-) -> LogFiles:
-    """Check that files can be appended to the events, and return the new files."""
-    source, old = run.source, earlier.info.stamps
-    old_user_files = {*earlier.info.user_files}
-    old_files = old.keys() - old_user_files
-    new_files = sorted(files.stamps.keys() - old.keys() - {*files.users})
-    differing = [
-        name
-        for name, value in settings.items()
-        if name != "source" and earlier.config.get(name) != value
-    ]
-    sources = (settings["source"], earlier.config["source"])
-    mapped, mapped_before = ({**source, "files": ""} for source in sources)
-    if mapped != mapped_before:
-        differing.insert(0, "source")
-    gone = sorted(file for file in old_files if not source.is_event_file(file))
-    changed = [
-        file
-        for file, stamp in files.stamps.items()
-        if old.get(file, stamp) != stamp
-        and (file in files.users or _hash_file(run, file) != earlier.inputs[file])
-    ]
-    changed += sorted({*files.users} ^ old_user_files)
-    log_order = run.config.ties == "log_order"
-    too_early = [file for file in new_files if file < max(old_files)]
-    opening = f"cannot append to {run.tables.table_uri('events')}"
-    raise_first(
-        (differing, f"{opening}: it was made with another {', '.join(differing)}"),
-        (
-            gone,
-            f"{opening}: its file {', '.join(gone[:1])} does not match files "
-            f"'{source.files}'",
-        ),
-        (
-            changed,
-            f"{opening}: {', '.join(changed[:1])} has changed since the table was made",
-        ),
-        (
-            source.event_time.column is None and not source.sequence,
-            f"{opening}: times are the order of rows, which new files do not continue",
-        ),
-        (
-            log_order and "position" not in source.absent_columns,
-            f"{opening}: ties is log_order, but the table has no positions of tied "
-            "events",
-        ),
-        (
-            log_order and too_early,
-            f"{opening}: ties is log_order, and {', '.join(too_early[:1])} sorts "
-            "before a file of the table",
-        ),
-        cause="settings",
-    )
-    return LogFiles(new_files, files.users, {**old, **files.stamps})
+def _find_new_files(
+    run: Run,
+    earlier: Table[EventsInfo],
+    settings: dict[str, Any],
+    stamps: dict[str, list[int]],
+    user_files: list[str],
+) -> list[str]:
+    """Return the files that the events lack; refuse other settings and old files."""
+    source, old, inputs = run.source, earlier.info.stamps, dict(earlier.inputs)
+    for file in old.keys() & stamps.keys():
+        if old[file] != stamps[file] and (
+            file in user_files or _hash_file(run, file) != inputs[file]
+        ):
+            inputs[file] = "changed"
+    for file in {*user_files} ^ {*earlier.info.user_files}:
+        inputs[file] = "changed"
+    mapping = {**settings["source"], "files": earlier.config["source"]["files"]}
+    earlier.check_made_with({**settings, "source": mapping}, inputs)
+    new_files = sorted(stamps.keys() - old.keys())
+    continues = source.event_time.column is not None or source.sequence
+    if run.config.ties == "log_order" and new_files:
+        continues = continues and "position" in source.absent_columns
+        continues = continues and new_files[0] > max(old.keys() - {*user_files})
+    if new_files and not continues:
+        raise UserError(
+            f"cannot append to {run.tables.table_uri('events')}: its events are in the "
+            f"order of the log, which {new_files[0]} does not continue",
+            "settings",
+        )
+    return new_files
 
 
 def _hash_file(run: Run, file: str) -> str:
-    """Return the hash that `read_partitions` would record for an event file."""
+    """Return the hash that `_read_files` would record for an event file."""
     uri = join(run.input, file)
     digests = []
     for piece in split_file(uri, run.source, run.executor.settings.read_mb << 20):
@@ -210,66 +177,82 @@ def _combine_digests(digests: list[str]) -> str:
 
 def _read_files(
     run: Run,
-    files: LogFiles,
+    files: list[str],
+    user_files: list[str],
+    stamps: dict[str, list[int]],
     settings: dict[str, Any],
     earlier: Table[EventsInfo] | None,
 ) -> tuple[Table[EventsInfo], EventStats]:
     """Read event files, and commit `events` and `rejects`."""
-    partitions = settings["partitions"]
+    partitions, keep = settings["partitions"], run.config.duplicates == "keep"
     run.report(
-        f"events: reading {pluralize(len(files.events), 'file')} into "
+        f"events: reading {pluralize(len(files), 'file')} into "
         f"{pluralize(partitions, 'partition')}"
     )
     begin = time.perf_counter()
     with run.tables.clean_up_on_error("events", "rejects"):
-        digests = {file: hashlib.sha256() for file in files.users}
+        digests = {file: hashlib.sha256() for file in user_files}
         users = run.source.read_users(run.input, digests)
-        check_missing(users.missing if users else {}, "user", run.input)
-        rejected = RejectCounts.from_block(users) if users else RejectCounts()
-        run.check_rejects(rejected, " of the user files")
+        if users:
+            check_missing(users.missing, "user", run.input)
+            run.check_rejects(RejectCounts.from_block(users), " of the user files")
         user_rows = users.rows if users else None
-        result = read_partitions(run, files.events, partitions, user_rows, earlier)
-        if not result.rejected.rows_read and not earlier:
-            first = ", ".join(files.events[:3])
-            raise UserError(f"{run.input} has no rows in {first}")
-        run.check_rejects(result.rejected)
-        if not result.partitions:
-            raise UserError(f"{run.input} has no valid event")
-        check_matched(result.matched, "user", run.config.min_matched, run.report)
-        read_end = time.perf_counter()
-        stats = result.stats.result()
-        inputs = {**(earlier.inputs if earlier else {}), **result.hashes}
+        read = exchange_events(run, files, partitions, user_rows, earlier)
+        rejected, inputs = RejectCounts(), dict(earlier.inputs if earlier else {})
+        for file in files:
+            summaries = [s for s in read.summaries if s.file == file]
+            inputs[file] = _combine_digests([s.digest for s in summaries])
         inputs |= {file: digest.hexdigest() for file, digest in digests.items()}
-        keep = run.config.duplicates == "keep"
-        rows_read, reasons = result.rejected.rows_read, result.rejected.reasons
+        for summary in read.summaries:
+            rejected.add(summary.rejected)
+        missing = common_missing(s.missing for s in read.summaries if s.blocks)
+        if not earlier:
+            check_missing(missing, "event", run.input)
+        for name, hint in missing.items():
+            run.report(
+                f"warning: no new file has a column '{name}', so its values are "
+                f"missing; {hint}"
+            )
+        if not rejected.rows_read and not earlier:
+            raise UserError(f"{run.input} has no rows in {', '.join(files[:3])}")
+        run.check_rejects(rejected)
+        if not read.partitions:
+            raise UserError(f"{run.input} has no valid event")
+        matched, duplicates = Match(), 0
+        for _, partition in read.partitions:
+            matched.add(partition.matched)
+            duplicates += partition.duplicates
+        if user_rows is not None and matched_share(matched) < WARN_BELOW:
+            matched.others = user_rows["user_id"].slice(0, 2).to_pylist()
+        check_matched(matched, "user", run.config.min_matched, run.report)
+        rows_read, reasons = rejected.rows_read, rejected.reasons
         if earlier:
             rows_read += earlier.info.rows_read
             reasons = Counter(earlier.info.reject_reasons) + reasons
         info = EventsInfo(
             log=run.source.info,
-            parts=[written.info for written in result.partitions],
+            parts=[partition for _, partition in read.partitions],
             ties=run.config.ties,
             rows_read=rows_read,
             rejects=reasons.total(),
             reject_reasons=dict(sorted(reasons.items())),
-            duplicates=0 if keep else result.duplicates,
-            duplicates_kept=result.duplicates if keep else None,
-            users=stats.users,
-            first_ms=stats.first_ms,
-            last_ms=stats.last_ms,
-            grain_ms=stats.grain_ms,
-            stamps=files.stamps,
-            user_files=files.users,
+            duplicates=0 if keep else duplicates,
+            duplicates_kept=duplicates if keep else None,
+            users=read.stats.users,
+            first_ms=read.stats.first_ms,
+            last_ms=read.stats.last_ms,
+            grain_ms=read.stats.grain_ms,
+            stamps=stamps,
+            user_files=user_files,
         )
         events = run.tables.commit(
             "events",
             run.source.schema,
-            [written.part for written in result.partitions],
+            [part for part, _ in read.partitions],
             settings,
             inputs,
             info,
-            read_shuffle_sort_write_s=read_end - begin,
-            survey_s=time.perf_counter() - read_end,
+            read_shuffle_sort_write_s=time.perf_counter() - begin,
         )
         old_rejects: list[Part] = []
         rejects = run.tables.appended_version(RejectsInfo)
@@ -279,17 +262,20 @@ def _read_files(
                 # A run that was killed after it committed rejects and before it
                 # committed events has left rejects of files that events do not contain.
                 old_rejects = old_rejects[: rejects.info.old_files]
-        rejects_info = RejectsInfo(files.stamps, len(old_rejects))
-        parts = [*old_rejects, *result.reject_parts]
+        parts = list(old_rejects)
+        for summary in read.summaries:
+            parts += summary.reject_parts
+        rejects_info = RejectsInfo(stamps, len(old_rejects))
         run.tables.commit("rejects", REJECTS, parts, settings, inputs, rejects_info)
-    duplicates = pluralize(result.duplicates, "duplicate")
     run.report(
-        f"events: {pluralize(events.rows, 'row')} of {pluralize(stats.users, 'user')}, "
-        f"each in one part ({duplicates} {DUPLICATES_WORD[run.config.duplicates]}, "
+        f"events: {pluralize(events.rows, 'row')} of "
+        f"{pluralize(info.users, 'user')}, each in one part "
+        f"({pluralize(duplicates, 'duplicate')} "
+        f"{DUPLICATES_WORD[run.config.duplicates]}, "
         f"{pluralize(info.rejects, 'reject')}) in "
         f"{time.perf_counter() - begin:.1f} s"
     )
-    return events, stats
+    return events, read.stats
 
 
 # The rows: read by file, shuffled by user, written by partition.
@@ -321,6 +307,7 @@ def shuffle_schema(source: Log, log_order: bool) -> pa.Schema:
 class PieceSummary:
     """Summary of one piece of a raw file, which its reader sends to the driver."""
 
+    file: str
     rejected: RejectCounts
     events: int
     """Number of valid events."""
@@ -334,130 +321,134 @@ class PieceSummary:
 
 
 @dataclass(frozen=True)
-class EventsReader:
-    """The read of an exchange: yields rows to shuffle, and writes rejected rows."""
-
-    pieces: list[tuple[str, FilePart | None]]
-    """File, and piece of the file, of each read."""
-    source: Log
-    input_uri: str
-    rejects_uri: str
-    schema: pa.Schema
-    """Schema of the rows, from `shuffle_schema`."""
-    partitions: int
-    users: Shared
-    """Rows of the user files, or None."""
-
-    def __call__(self, piece_index: int) -> Iterator[pa.Table | ReadSummary]:
-        """Yield the rows of one piece, followed by its `PieceSummary`."""
-        file, piece = self.pieces[piece_index]
-        digest = hashlib.sha256()
-        rejected = RejectCounts()
-        num_events = 0
-        reject_parts: list[Part] = []
-        missing: list[dict[str, str]] = []
-        blocks = self.source.read_events(
-            self.input_uri, file, fetch(self.users), piece, piece_index, digest
-        )
-        for block in blocks:
-            rejected.add(RejectCounts.from_block(block))
-            if block.rejects.num_rows:
-                reject_parts.append(write_part(self.rejects_uri, block.rejects))
-            missing.append(block.missing)
-            num_events += block.rows.num_rows
-            yield self._add_partitions(block.rows, piece_index)
-        # the row of the summary takes its schema from the block before it, and a piece
-        # may have no block
-        yield self.schema.empty_table()
-        summary = PieceSummary(
-            rejected,
-            num_events,
-            reject_parts,
-            common_missing(missing),
-            len(missing),
-            digest.hexdigest(),
-        )
-        yield ReadSummary(piece_index, summary)
-
-    def _add_partitions(self, events: pa.Table, piece_index: int) -> pa.Table:
-        """Return events with their partition, in the schema of the shuffle."""
-        columns = {
-            name: events[name]
-            for name in self.schema.names
-            if name in events.column_names
-        }
-        partition = user_keys(events["user_id"]) % self.partitions
-        columns[KEY] = pa.array(partition.astype(np.int32))
-        if LOG_PLACE in self.schema.names:
-            # Values start at 1 << 40, above the positions of events in existing parts.
-            first = pa.scalar((piece_index + 1) << 40, pa.int64())
-            columns[LOG_PLACE] = pc.add(events["log_row"], first)
-        table = pa.table({name: columns[name] for name in self.schema.names})
-        return table.cast(self.schema)
-
-
-@dataclass(frozen=True)
 class WrittenPartition:
     """A written part of the events table, with the events of one partition."""
 
     part: Part
     info: PartitionInfo
-    stats: PartStats | None = None
-    """Statistics of the behaviours; None for a part of an earlier run."""
+    received: int
+    """Number of rows that the shuffle returned."""
+    stats: PartStats
+    """Statistics of the behaviours."""
 
 
 @dataclass(frozen=True)
-class PartitionWriter:
-    """The kernel of an exchange: sorts events of a partition and writes a part."""
+class WrittenEvents:
+    """Written parts of events and rejects, not yet committed."""
 
-    events_uri: str
-    schema: pa.Schema
-    behaviour: str | None
-    keep_duplicates: bool
-    partitions: int
-    existing: dict[int, WrittenPartition]
-    """Parts of earlier runs, by partition, to merge with new events."""
+    partitions: list[tuple[Part, PartitionInfo]]
+    """Partitions with events, in the order of their first users."""
+    summaries: list[PieceSummary]
+    """Summaries of the reads, in the order of the log."""
+    stats: EventStats
 
-    def __call__(
-        self, users: pa.Table | None, partition: int, rows: pa.Table
-    ) -> WrittenPartition:
-        """Write the part of a partition.
 
-        Args:
-            users: Rows of the user files, or None.
-            partition: Index of the partition.
-            rows: Shuffled rows of the partition, in any order.
-        """
-        existing = self.existing.get(partition)
-        if existing:
-            old_rows = self._read_part(existing.part.path, rows.schema)
-            rows = pa.concat_tables([old_rows, rows])
-        events, duplicates = order_events(rows, self.schema, self.keep_duplicates)
-        if existing and not self.keep_duplicates:
-            duplicates += existing.info.duplicates
-        user = dictionary_column(events, "user_id")
-        is_misplaced = user_keys(user.dictionary) % self.partitions != partition
-        if is_misplaced.any():
-            raise RuntimeError(
-                f"the shuffle put {is_misplaced.sum()} users into the wrong partition; "
-                f"nothing was committed"
-            )
-        return WrittenPartition(
-            part=write_part(self.events_uri, events),
-            info=PartitionInfo(
-                partition=partition,
-                first_user=user[0].as_py(),
-                duplicates=duplicates,
-                matched=_match_users(user, users),
-            ),
-            stats=part_stats(events, self.behaviour),
-        )
+def read_piece(
+    pieces: list[tuple[str, FilePart | None]],
+    source: Log,
+    input_uri: str,
+    rejects_uri: str,
+    schema: pa.Schema,
+    partitions: int,
+    users: Shared,
+    piece_index: int,
+) -> Iterator[pa.Table | ReadSummary]:
+    """Yield the rows of one piece with their partition, then its `PieceSummary`.
 
-    def _read_part(self, path: str, schema: pa.Schema) -> pa.Table:
-        """Read a part of an earlier run in the schema of the shuffle."""
-        names = ["position" if name == LOG_PLACE else name for name in schema.names]
-        part = read_parquet(join(self.events_uri, path), names).select(names)
-        return part.rename_columns(schema.names).cast(schema)
+    Rejected rows are written to a part of `rejects`.
+
+    Args:
+        pieces: File, and piece of the file, of each read.
+        source: Mapping of the raw log.
+        input_uri: Input folder.
+        rejects_uri: Folder of the table `rejects`.
+        schema: Schema of the rows, from `shuffle_schema`.
+        partitions: Number of partitions.
+        users: Rows of the user files, or None.
+        piece_index: Index of the piece to read.
+    """
+    file, piece = pieces[piece_index]
+    digest = hashlib.sha256()
+    rejected = RejectCounts()
+    num_events = 0
+    reject_parts: list[Part] = []
+    missing: list[dict[str, str]] = []
+    blocks = source.read_events(
+        input_uri, file, fetch(users), piece, piece_index, digest
+    )
+    for block in blocks:
+        rejected.add(RejectCounts.from_block(block))
+        if block.rejects.num_rows:
+            reject_parts.append(write_part(rejects_uri, block.rejects))
+        missing.append(block.missing)
+        num_events += block.rows.num_rows
+        partition = user_keys(block.rows["user_id"]) % partitions
+        rows = block.rows.append_column(KEY, pa.array(partition.astype(np.int32)))
+        if LOG_PLACE in schema.names:
+            # Values start at 1 << 40, above the positions of events in existing parts.
+            first = pa.scalar((piece_index + 1) << 40, pa.int64())
+            rows = rows.append_column(LOG_PLACE, pc.add(rows["log_row"], first))
+        yield rows.select(schema.names).cast(schema)
+    # the row of the summary takes its schema from the block before it, and a piece may
+    # have no block
+    yield schema.empty_table()
+    summary = PieceSummary(
+        file,
+        rejected,
+        num_events,
+        reject_parts,
+        common_missing(missing),
+        len(missing),
+        digest.hexdigest(),
+    )
+    yield ReadSummary(piece_index, summary)
+
+
+def write_partition(
+    events_uri: str,
+    schema: pa.Schema,
+    behaviour: str | None,
+    keep_duplicates: bool,
+    existing: dict[int, tuple[Part, PartitionInfo]],
+    users: pa.Table | None,
+    partition: int,
+    rows: pa.Table,
+) -> WrittenPartition:
+    """Sort the events of a partition, and write its part.
+
+    Args:
+        events_uri: Folder of the table `events`.
+        schema: Schema of the events.
+        behaviour: Label that makes an event a behaviour; None if all events are.
+        keep_duplicates: Keep events that repeat another event in every column.
+        existing: Parts of earlier runs, by partition, to merge with new events.
+        users: Rows of the user files, or None.
+        partition: Index of the partition.
+        rows: Shuffled rows of the partition, in any order.
+    """
+    received, old_duplicates = rows.num_rows, 0
+    if partition in existing:
+        part, info = existing[partition]
+        names = [
+            "position" if name == LOG_PLACE else name for name in rows.schema.names
+        ]
+        old_rows = read_parquet(join(events_uri, part.path), names).select(names)
+        old_rows = old_rows.rename_columns(rows.schema.names).cast(rows.schema)
+        rows = pa.concat_tables([old_rows, rows])
+        old_duplicates = 0 if keep_duplicates else info.duplicates
+    events, duplicates = order_events(rows, schema, keep_duplicates)
+    user = dictionary_column(events, "user_id")
+    return WrittenPartition(
+        part=write_part(events_uri, events),
+        info=PartitionInfo(
+            partition=partition,
+            first_user=user[0].as_py(),
+            duplicates=duplicates + old_duplicates,
+            matched=_match_users(user, users),
+        ),
+        received=received,
+        stats=part_stats(events, behaviour),
+    )
 
 
 def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> Match:
@@ -476,33 +467,13 @@ def _match_users(user: pa.DictionaryArray, described: pa.Table | None) -> Match:
     )
 
 
-@dataclass
-class ReadResult:
-    """Written parts of events and rejects, not yet committed, and their counts."""
-
-    stats: StatsCollector
-    partitions: list[WrittenPartition] = field(default_factory=list)
-    """Partitions with events, in the order of their first users."""
-    reject_parts: list[Part] = field(default_factory=list)
-    rejected: RejectCounts = field(default_factory=RejectCounts)
-    hashes: dict[str, str] = field(default_factory=dict)
-    """Hash of the parsed bytes of each file."""
-    matched: Match = field(default_factory=Match)
-    """Counts of users with a row in the user files."""
-
-    @property
-    def duplicates(self) -> int:
-        """Number of duplicates, whether dropped or kept."""
-        return sum(written.info.duplicates for written in self.partitions)
-
-
-def read_partitions(
+def exchange_events(
     run: Run,
     files: list[str],
     partitions: int,
     users: pa.Table | None,
     earlier: Table[EventsInfo] | None,
-) -> ReadResult:
+) -> WrittenEvents:
     """Read raw files and write parts of events and rejects, without committing them.
 
     Args:
@@ -514,113 +485,71 @@ def read_partitions(
             Partitions without new rows keep their part.
 
     Raises:
-        RuntimeError: if the parts do not contain each event exactly once.
+        RuntimeError: If the shuffle did not return each event exactly once.
     """
-    reader = _create_reader(run, files, partitions, users)
-    existing: dict[int, WrittenPartition] = {}
+    source, executor = run.source, run.executor
+    events_uri = run.tables.table_uri("events")
+    existing: dict[int, tuple[Part, PartitionInfo]] = {}
     if earlier:
-        for part, info in zip(earlier.files, earlier.info.parts, strict=True):
-            existing[info.partition] = WrittenPartition(part, info)
-    writer = PartitionWriter(
-        run.tables.table_uri("events"),
-        run.source.schema,
-        run.behaviour,
-        run.config.duplicates == "keep",
-        partitions,
-        existing,
-    )
+        pairs = zip(earlier.files, earlier.info.parts, strict=True)
+        existing = {info.partition: (part, info) for part, info in pairs}
+    size = executor.settings.read_mb << 20
+    pieces = [
+        (file, piece)
+        for file in files
+        for piece in split_file(join(run.input, file), source, size)
+    ]
+    shared_users = executor.put(users)
+    keep_duplicates = run.config.duplicates == "keep"
     exchange = Exchange(
-        reader,
-        len(reader.pieces),
-        writer,
+        partial(
+            read_piece,
+            pieces,
+            source,
+            run.input,
+            run.tables.table_uri("rejects"),
+            shuffle_schema(source, run.config.ties == "log_order"),
+            partitions,
+            shared_users,
+        ),
+        len(pieces),
+        partial(
+            write_partition,
+            events_uri,
+            source.schema,
+            run.behaviour,
+            keep_duplicates,
+            existing,
+        ),
         partitions,
-        shared=(reader.users,),
+        shared=(shared_users,),
         summaries=True,
     )
     summaries: dict[int, PieceSummary] = {}
-    written: dict[int, WrittenPartition] = {}
-    result = ReadResult(StatsCollector(run.behaviour, run.is_late))
-    for output in run.executor.exchange(exchange):
-        if isinstance(output, ReadSummary):
-            summaries[output.index] = output.value
-        elif output.info.partition in written:
-            raise RuntimeError(
-                f"the shuffle returned partition {output.info.partition} twice; "
-                f"nothing was committed"
-            )
-        else:
-            written[output.info.partition] = output
-            uri = join(writer.events_uri, output.part.path)
-            result.stats.add(uri, output.stats)
-    unchanged = {key: old for key, old in existing.items() if key not in written}
-    uris = [join(writer.events_uri, old.part.path) for old in unchanged.values()]
-    result.stats.read(uris, run.executor)
-    all_partitions = [*written.values(), *unchanged.values()]
-    result.partitions = sorted(all_partitions, key=lambda part: part.info.first_user)
-    _add_summaries(run, result, reader, summaries, is_first=earlier is None)
-    new_events = sum(summary.events for summary in summaries.values())
-    rows = sum(partition.part.rows for partition in result.partitions)
-    expected = new_events + sum(old.part.rows for old in existing.values())
-    if run.config.duplicates == "drop":
-        rows += result.duplicates
-        expected += sum(old.info.duplicates for old in existing.values())
-    if rows != expected:
+    current, received = dict(existing), 0
+
+    def receive() -> Iterator[PartStats]:
+        """Yield the statistics of each part, after it is written or if it stays."""
+        nonlocal received
+        for output in executor.exchange(exchange):
+            if isinstance(output, ReadSummary):
+                summaries[output.index] = output.value
+                continue
+            received += output.received
+            current[output.info.partition] = output.part, output.info
+            yield output.stats
+        old_parts = [key for key, pair in existing.items() if current[key] is pair]
+        uris = [join(events_uri, existing[key][0].path) for key in old_parts]
+        yield from read_stats(uris, run.behaviour, executor)
+
+    stats = merge_stats([], run.behaviour, run.is_late, receive())
+    written = sorted(current.values(), key=lambda pair: pair[1].first_user)
+    ordered = [summaries[index] for index in range(len(pieces))]
+    expected = sum(summary.events for summary in ordered)
+    if received != expected:
         raise RuntimeError(
-            f"{expected:,} events were read, but the shuffle returned {rows:,}; "
+            f"{expected:,} events were read, but the shuffle returned {received:,}; "
             f"nothing was committed"
         )
-    for partition in result.partitions:
-        result.matched.add(partition.info.matched)
-    if users is not None and matched_share(result.matched) < WARN_BELOW:
-        result.matched.others = users["user_id"].slice(0, 2).to_pylist()
-    return result
-
-
-def _create_reader(
-    run: Run, files: list[str], num_partitions: int, users: pa.Table | None
-) -> EventsReader:
-    """Split the event files into pieces, and return their reader."""
-    size = run.executor.settings.read_mb << 20
-    pieces = []
-    for file in files:
-        for piece in split_file(join(run.input, file), run.source, size):
-            pieces.append((file, piece))
-    return EventsReader(
-        pieces,
-        run.source,
-        run.input,
-        run.tables.table_uri("rejects"),
-        shuffle_schema(run.source, run.config.ties == "log_order"),
-        num_partitions,
-        run.executor.put(users),
-    )
-
-
-def _add_summaries(
-    run: Run,
-    result: ReadResult,
-    reader: EventsReader,
-    summaries: dict[int, PieceSummary],
-    is_first: bool,
-) -> None:
-    """Add the summaries of all reads to the result, in the order of the files."""
-    missing = []
-    digests: dict[str, list[str]] = {file: [] for file, _ in reader.pieces}
-    for piece_index, (file, _) in enumerate(reader.pieces):
-        summary = summaries[piece_index]
-        result.rejected.add(summary.rejected)
-        result.reject_parts += summary.reject_parts
-        if summary.blocks:
-            missing.append(summary.missing)
-        digests[file].append(summary.digest)
-    missing_everywhere = common_missing(missing)
-    if is_first:
-        check_missing(missing_everywhere, "event", run.input)
-    for name, hint in missing_everywhere.items():
-        run.report(
-            f"warning: no new file has a column '{name}', so its values are missing; "
-            f"{hint}"
-        )
-    result.hashes = {
-        file: _combine_digests(file_digests) for file, file_digests in digests.items()
-    }
+    uris = sorted(join(events_uri, part.path) for part, _ in written)
+    return WrittenEvents(written, ordered, replace(stats, parts=uris))

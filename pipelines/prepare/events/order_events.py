@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -39,15 +37,44 @@ def order_events(
     """
     user, user_ids = _sorted_codes(table["user_id"])
     item, item_ids = _sorted_codes(table["item_id"])
-    order, same_as_previous = _sort_by_user_and_time(user, table["timestamp_ms"])
-    positions, duplicates = None, 0
-    if same_as_previous.any():
-        ties = _Ties.find(table, order, same_as_previous, schema)
-        sorted_ties = ties.sort(schema, keep_duplicates)
-        order, positions = sorted_ties.apply(order, ties.rows, keep_duplicates)
-        duplicates = int(sorted_ties.is_duplicate.sum())
-    if LOG_PLACE in table.column_names and positions is None:
-        positions = np.zeros(len(order), dtype=np.int32)
+    has_place = LOG_PLACE in table.column_names
+    order, repeats_key = _sort_by_user_and_time(user, table["timestamp_ms"])
+    is_duplicate = np.zeros(len(order), dtype=bool)
+    position = np.zeros(len(order), dtype=np.int32)
+    if repeats_key.any():
+        is_tied = np.zeros(len(order), dtype=bool)
+        is_tied[1:] |= repeats_key
+        is_tied[:-1] |= repeats_key
+        rows = order[is_tied]
+        events = add_missing_columns(table.take(pa.array(rows)), schema)
+        if has_place:
+            events = events.append_column(LOG_PLACE, table[LOG_PLACE].take(rows))
+        # (ties,) index of the user and time of each tied event
+        group = np.append(0, np.cumsum(~repeats_key))[is_tied]
+        ties = pl.DataFrame(events).with_columns(
+            pl.Series("group", group), pl.int_range(pl.len()).alias("row")
+        )
+        keys = ["request_id", "position", "item_id"]
+        keys += [name for name in schema.names if name not in keys]
+        ties = ties.sort("group", *([LOG_PLACE, "position"] if has_place else keys))
+        content = [pl.col(name) for name in ("group", *schema.names)]
+        if has_place:
+            # equal rows need not be adjacent in the log; the earliest is no duplicate
+            repeats = pl.struct(content).is_first_distinct().not_()
+        else:
+            repeats = pl.all_horizontal(
+                pl.col("row").shift(1).is_not_null(),
+                *(column.eq_missing(column.shift(1)) for column in content),
+            )
+        ties = ties.with_columns(repeats.alias("repeats"))
+        is_kept = (~pl.col("repeats") | keep_duplicates).cast(pl.Int32)
+        rank = ties.select(is_kept.cum_sum().over("group") - 1).to_series()
+        order[is_tied] = rows[ties["row"].to_numpy()]
+        is_duplicate[is_tied] = ties["repeats"].to_numpy()
+        position[is_tied] = rank.to_numpy()
+    duplicates = int(is_duplicate.sum())
+    if duplicates and not keep_duplicates:
+        order, position = order[~is_duplicate], position[~is_duplicate]
     columns = {
         field.name: _take(table[field.name], field.type, order)
         for field in schema
@@ -55,10 +82,9 @@ def order_events(
     }
     columns["user_id"] = pa.DictionaryArray.from_arrays(user[order], user_ids)
     columns["item_id"] = pa.DictionaryArray.from_arrays(item[order], item_ids)
-    if positions is not None:
-        columns["position"] = pa.array(positions)
-    events = add_missing_columns(pa.table(columns), schema)
-    return events.combine_chunks(), duplicates
+    if has_place:
+        columns["position"] = pa.array(position)
+    return add_missing_columns(pa.table(columns), schema).combine_chunks(), duplicates
 
 
 def add_missing_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -95,7 +121,7 @@ def _sorted_codes(strings: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, pa.A
 def _sort_by_user_and_time(
     user: np.ndarray, times: pa.ChunkedArray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sort events by user and time."""
+    """Return the order of events, and which are of the user and time before them."""
     time = times.to_numpy()
     first = int(time.min())
     span = int(time.max()) - first + 1
@@ -116,106 +142,3 @@ def _take(
     # A partition may hold over 2 GB of text, which needs 64-bit offsets.
     wide_dtype = pa.large_string() if dtype == pa.string() else dtype
     return column.cast(wide_dtype).take(pa.array(rows)).cast(dtype)
-
-
-@dataclass(frozen=True)
-class _Ties:
-    """The T events that share user and time with another event."""
-
-    rows: np.ndarray
-    """(E,) bool: whether a sorted row is tied."""
-    group: np.ndarray
-    """(T,) index of the (user, time) group of each tied row, ascending."""
-    events: pa.Table
-    """(T,) tied events."""
-
-    @classmethod
-    def find(
-        cls,
-        table: pa.Table,
-        order: np.ndarray,
-        same_as_previous: np.ndarray,
-        schema: pa.Schema,
-    ) -> _Ties:
-        """Collect the tied rows of a sorted partition."""
-        rows = np.zeros(len(order), dtype=bool)
-        rows[1:] |= same_as_previous
-        rows[:-1] |= same_as_previous
-        group = np.append(0, np.cumsum(~same_as_previous))[rows]
-        fields = list(schema)
-        if LOG_PLACE in table.column_names:
-            fields.append(pa.field(LOG_PLACE, pa.int64()))
-        events = table.take(pa.array(order[rows]))
-        return cls(rows, group, add_missing_columns(events, pa.schema(fields)))
-
-    def sort(self, schema: pa.Schema, keep_duplicates: bool) -> _SortedTies:
-        """Sort the tied events within their groups and mark duplicates."""
-        frame = pl.from_arrow(self.events)
-        assert isinstance(frame, pl.DataFrame)
-        frame = frame.with_columns(
-            pl.Series("group", self.group), pl.int_range(pl.len()).alias("row")
-        )
-        if LOG_PLACE in frame.columns:
-            return _sort_by_log_place(frame, schema, keep_duplicates)
-        return _sort_by_content(frame, schema)
-
-
-def _sort_by_log_place(
-    frame: pl.DataFrame, schema: pa.Schema, keep_duplicates: bool
-) -> _SortedTies:
-    """Sort tied events by their row in the log, and then by position."""
-    frame = frame.sort("group", LOG_PLACE, "position")
-    # Equal rows need not be adjacent in the log; the earliest is no duplicate.
-    content = pl.struct([*schema.names, "group"])
-    is_first = frame.select(content.is_first_distinct()).to_series()
-    is_kept = (is_first | keep_duplicates).cast(pl.Int32).alias("is_kept")
-    rank = pl.col("is_kept").cum_sum().over("group") - 1
-    position = frame.with_columns(is_kept).select(rank).to_series()
-    return _SortedTies(
-        frame["row"].to_numpy(), ~is_first.to_numpy(), position.to_numpy()
-    )
-
-
-def _sort_by_content(frame: pl.DataFrame, schema: pa.Schema) -> _SortedTies:
-    """Sort tied events by all columns, so that duplicates are adjacent."""
-    first_keys = ["request_id", "position", "item_id"]
-    other_keys = [name for name in schema.names if name not in (*first_keys, "user_id")]
-    frame = frame.sort("group", *first_keys, *other_keys)
-    equals_previous = [
-        pl.col(name).eq_missing(pl.col(name).shift(1))
-        for name in [*schema.names, "group"]
-    ]
-    is_duplicate = frame.select(pl.all_horizontal(equals_previous)).to_series()
-    flags = is_duplicate.to_numpy().copy()
-    flags[0] = False
-    return _SortedTies(frame["row"].to_numpy(), flags, None)
-
-
-@dataclass(frozen=True)
-class _SortedTies:
-    """Order and duplicates of T tied events."""
-
-    tie_order: np.ndarray
-    """(T,) index of each tied event, in sorted order."""
-    is_duplicate: np.ndarray
-    """(T,) bool, in sorted order: whether an earlier event is equal."""
-    position: np.ndarray | None
-    """(T,) rank within the group, in sorted order; None without `log_place`."""
-
-    def apply(
-        self, order: np.ndarray, tied: np.ndarray, keep_duplicates: bool
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Reorder the tied rows of a partition and drop duplicates."""
-        order = order.copy()
-        order[tied] = order[tied][self.tie_order]
-        positions = None
-        if self.position is not None:
-            positions = np.zeros(len(order), dtype=np.int32)
-            positions[tied] = self.position
-        if keep_duplicates or not self.is_duplicate.any():
-            return order, positions
-        is_kept = np.ones(len(order), dtype=bool)
-        is_kept[tied] = ~self.is_duplicate
-        if positions is not None:
-            positions = positions[is_kept]
-        return order[is_kept], positions

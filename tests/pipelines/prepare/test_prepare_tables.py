@@ -138,24 +138,20 @@ def test_a_failed_overwrite_and_a_second_writer_change_nothing(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda results: results[:-1], "the shuffle returned"),
-        (lambda results: [*results, results[-1]], "twice"),
-    ],
+    "change",
+    [lambda results: results[:-1], lambda results: [*results, results[-1]]],
 )
 def test_a_partition_that_the_exchange_loses_or_repeats_is_an_error(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[list[Any]], list[Any]],
-    error: str,
 ) -> None:
     exchange = Executor.exchange
     monkeypatch.setattr(
         Executor, "exchange", lambda *words: iter(change(list(exchange(*words))))
     )
 
-    with pytest.raises(RuntimeError, match=error):
+    with pytest.raises(RuntimeError, match="the shuffle returned"):
         prepare_log(MAPPING, write_log(tmp_path), tmp_path / "out")
 
 
@@ -212,19 +208,13 @@ STEADY_LINE = json.dumps(STEADY[-1]) + "\n"
 @pytest.mark.parametrize(
     ("files", "changes", "words"),
     [
-        ({}, {"prepare": {"duplicates": "keep"}}, "another duplicates"),
-        ({}, {"prepare": {"partitions": 2}}, "another partitions"),
-        ({}, {"user": "item"}, "another source"),
-        ({}, {"files": "log_1.jsonl"}, "does not match"),
-        ({"log_0.jsonl": STEADY_LINE}, {}, "log_0.jsonl has changed"),
-        ({"users.csv": "user,tier\nu,two\n"}, {}, "users.csv has changed"),
-        ({"log_-.jsonl": STEADY_LINE}, {"position": None}, "sorts before"),
-        ({"log_9.jsonl": STEADY_LINE}, {}, "has no positions"),
-        (
-            {"log_9.jsonl": STEADY_LINE, "items.csv": "item,author\na,x\n"},
-            {"position": None, "items": {"keep": "all"}},
-            "no longer in the catalogue",
-        ),
+        ({}, {"prepare": {"duplicates": "keep"}}, "made with duplicates drop"),
+        ({}, {"prepare": {"partitions": 2}}, "made with partitions 1"),
+        ({}, {"user": "item"}, "made with source.user"),
+        ({"log_0.jsonl": STEADY_LINE}, {}, "made with log_0.jsonl"),
+        ({"users.csv": "user,tier\nu,two\n"}, {}, "made with users.csv"),
+        ({"log_-.jsonl": STEADY_LINE}, {"position": None}, "does not continue"),
+        ({"log_9.jsonl": STEADY_LINE}, {}, "does not continue"),
     ],
 )
 def test_a_log_that_cannot_be_appended_is_refused_and_leaves_the_tables(

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -372,13 +373,11 @@ def make_queries(run: Run, events: Table) -> Table:
         distinct = IdCounts()
         for _, part_queries in run.executor.map_unordered(_read_queries, calls):
             distinct.add(part_queries)
-        queries, _ = distinct.sort()
-        parts = []
-        for start in range(0, len(queries), QUERIES_PER_PART):
-            text = queries.slice(start, QUERIES_PER_PART).cast(pa.string())
-            index = pa.array(np.arange(start, start + len(text), dtype=np.int32))
-            table = pa.Table.from_arrays([index, text], schema=QUERIES)
-            parts.append(write_part(uri, table))
+        queries = distinct.sort().select(query="id").with_row_index("query_index")
+        parts = [
+            write_part(uri, rows.to_arrow().cast(QUERIES))
+            for rows in queries.iter_slices(QUERIES_PER_PART)
+        ]
         committed = run.tables.commit(
             "queries", QUERIES, parts, {}, inputs, QueriesInfo()
         )
@@ -387,7 +386,8 @@ def make_queries(run: Run, events: Table) -> Table:
     return committed
 
 
-def _read_queries(uri: str) -> pa.Array:
-    """Return the distinct queries of an events part."""
+def _read_queries(uri: str) -> pl.DataFrame:
+    """Return the distinct queries of an events part as rows for `IdCounts`."""
     table = read_part(uri, ["query"], ("query",))
-    return dictionary_column(table, "query").dictionary.cast(pa.large_string())
+    queries = dictionary_column(table, "query").dictionary.cast(pa.large_string())
+    return pl.select(id=pl.Series(queries), count=pl.lit(0, pl.Int64))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from core.errors import UserError
 from core.ragged import run_starts
@@ -31,8 +30,8 @@ def core_items(
     core: int,
     before_ms: int | None,
     executor: Executor,
-    always_kept: pa.Array | None = None,
-) -> tuple[pa.Array, int]:
+    always_kept: pl.Series | None = None,
+) -> tuple[pl.DataFrame, int]:
     """Compute the items in the k-core.
 
     Each round drops users with fewer than `core` behaviours on the remaining items, and
@@ -48,20 +47,20 @@ def core_items(
         always_kept: Ids of items that are kept even with fewer behaviours.
 
     Returns:
-        Sorted ids of the items, and the number of rounds.
+        Ids of the items, sorted, with their numbers of behaviours, as in `stats.items`,
+        and the number of rounds.
     """
     core = max(core, 1)
     if core == 1 and before_ms is None:
         return stats.items, 0
-    vocabulary = executor.put(Vocabulary.from_ids(stats.items))
+    ids = stats.items["id"]
+    vocabulary = executor.put(Vocabulary.from_ids(ids.to_arrow()))
     shared = (stats.behaviour, stats.is_late, before_ms, vocabulary)
     parts = list(executor.submit(_read_pairs, [(uri,) for uri in stats.parts], shared))
-    is_in_core = np.ones(len(stats.items), dtype=bool)
-    is_always_kept = np.zeros(len(stats.items), dtype=bool)
+    is_in_core = np.ones(len(ids), dtype=bool)
+    is_always_kept = np.zeros(len(ids), dtype=bool)
     if always_kept is not None:
-        is_always_kept = pc.is_in(
-            stats.items.cast(pa.large_string()), always_kept
-        ).to_numpy(zero_copy_only=False)
+        is_always_kept = ids.is_in(always_kept).to_numpy()
     rounds = 0
     while True:
         counts = np.zeros(len(is_in_core), dtype=np.int64)
@@ -77,7 +76,7 @@ def core_items(
                 f"no item remains in the {core}-core of {stats.behaviours:,} behaviours"
             )
         if (is_still_in_core == is_in_core).all():
-            return stats.items.filter(pa.array(is_in_core)), rounds
+            return stats.items.filter(is_in_core), rounds
         is_in_core = is_still_in_core
 
 

@@ -1,0 +1,1 @@
+"""Build the table `items`: the catalogue of a log."""

@@ -1,0 +1,234 @@
+"""Build the table `items`: the catalogue of a log, with metadata from item files.
+
+`python -m jobs.prepare` calls `make_items`, or `copy_items` for a log with the
+catalogue of other tables. One process holds all items and all rows of the item files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import Any
+
+import polars as pl
+
+from core.errors import UserError
+from core.files import join, open_uri, write_file
+from core.schemas import ItemsInfo, Match, Split, items_schema
+from core.tables import Table, write_part
+from pipelines.prepare.events.build_events import LoadStats
+from pipelines.prepare.events.matching import check_matched
+from pipelines.prepare.items.k_core import core_items
+from pipelines.prepare.reading.rows import RejectCounts, check_missing, common_missing
+from pipelines.prepare.run import Run
+
+ITEMS_PER_PART = 1_000_000
+
+
+def make_items(
+    run: Run, events: Table, load_stats: LoadStats, split: Split
+) -> Table[ItemsInfo]:
+    """Write the table `items`, unless it is up to date.
+
+    Items without metadata have null texts. Of several rows of an item, the first one is
+    used. Items of an earlier version come first and keep their `item_index`.
+
+    Args:
+        run: Log, settings and tables of this call of `prepare`.
+        events: Table of the events.
+        load_stats: Returns statistics of the events.
+        split: The split.
+    """
+    source, config = run.source, run.config
+    files = source.item_files(run.input)
+    settings: dict[str, Any] = {
+        "source": source.config,
+        "core": config.core,
+        "core_window": config.core_window,
+        "behaviour": run.behaviour,
+    }
+    if config.core_window == "train":
+        settings["split"] = config.split.settings()
+    settings = json.loads(json.dumps(settings, default=str))
+    inputs = {"events": events.hash}
+    stamps = run.stamps(files)
+    if finished := run.tables.find_finished(ItemsInfo, settings, inputs, stamps):
+        return finished
+    begin = time.perf_counter()
+    stats = load_stats()
+    earlier = run.tables.appended_version(ItemsInfo)
+    missing = sorted(earlier.info.stamps.keys() - {*files}) if earlier else []
+    if missing:
+        raise UserError(
+            f"{run.input} has no file {missing[0]}, from which the items were made",
+            "settings",
+        )
+    metadata, hashes = read_metadata(run, files)
+    described = metadata["item_id"] if source.keeps_all_items else None
+    in_core, core_rounds = core_items(
+        stats, config.core, run.core_before_ms(split), run.executor, described
+    )
+    ids = in_core["id"]
+    if described is not None:
+        ids = pl.concat([ids, described]).unique().sort()
+    if earlier:
+        old = pl.Series(earlier.read(["item_id"])["item_id"])
+        ids = pl.concat([old, ids.filter(~ids.is_in(old))])
+    core_end = time.perf_counter()
+    inside = metadata.filter(metadata["item_id"].is_in(ids))
+    first = inside.unique("item_id", keep="first", maintain_order=True)
+    differing = inside.join(first, on=first.columns, how="anti", nulls_equal=True)
+    items = pl.DataFrame({"item_id": ids}).with_row_index("item_index")
+    items = items.join(first, on="item_id", how="left", maintain_order="left")
+    schema = source.items_schema
+    info = ItemsInfo(
+        texts=source.items_columns[0],
+        attributes=source.items_columns[1],
+        numbers=source.items_numbers,
+        core=config.core,
+        core_window=config.core_window,
+        core_rounds=core_rounds,
+        behaviour=run.behaviour,
+        split=split,
+        split_made_from=run.split_inputs(events),
+        stamps=stamps,
+        items_before_core=stats.items.height,
+        dropped_items=stats.items.height - in_core.height,
+        items_without_metadata=items.height - first.height,
+        metadata_outside_catalogue=metadata.height - inside.height,
+        metadata_differ=differing.height,
+    )
+    if source.keeps_all_items:
+        info.items_without_behaviours = items.height - in_core.height
+    if files:
+        _check_metadata(run, in_core, metadata["item_id"])
+    with run.tables.clean_up_on_error("items"):
+        parts = []
+        for rows in items.select(schema.names).iter_slices(ITEMS_PER_PART):
+            table = rows.to_arrow().cast(schema)
+            parts.append(write_part(run.tables.table_uri("items"), table))
+        committed = run.tables.commit(
+            "items",
+            schema,
+            parts,
+            settings,
+            {**inputs, **hashes},
+            info,
+            core_s=core_end - begin,
+            write_s=time.perf_counter() - core_end,
+        )
+    without_behaviours = ""
+    if info.items_without_behaviours is not None:
+        without_behaviours = (
+            f", {info.items_without_behaviours:,} of them without behaviours"
+        )
+    run.report(
+        f"items: {items.height:,} in the catalogue{without_behaviours}, "
+        f"{info.dropped_items:,} dropped by the {config.core}-core "
+        f"({info.core_rounds} rounds), {info.items_without_metadata:,} without "
+        f"metadata, {info.metadata_outside_catalogue:,} metadata rows of other "
+        f"items dropped"
+    )
+    return committed
+
+
+def read_metadata(run: Run, files: list[str]) -> tuple[pl.DataFrame, dict[str, str]]:
+    """Read the valid rows of item files in order, and the hash of each file."""
+    section = run.source.items
+    schema = section.schema if section else items_schema().remove(0)
+    blocks = [pl.DataFrame(schema.empty_table())]
+    hashes: dict[str, str] = {}
+    missing: list[dict[str, str]] = []
+    rejected = RejectCounts()
+    for file in files:
+        assert section is not None
+        digest = hashlib.sha256()
+        for block in section.read(run.input, file, digest):
+            rejected.add(RejectCounts.from_block(block))
+            blocks.append(pl.DataFrame(block.rows))
+            missing.append(block.missing)
+        hashes[file] = digest.hexdigest()
+    check_missing(common_missing(missing), "item", run.input)
+    run.check_rejects(rejected, " of the item files")
+    return pl.concat(blocks), hashes
+
+
+def _check_metadata(run: Run, in_core: pl.DataFrame, described: pl.Series) -> None:
+    """Warn or raise if few items of the k-core, or few behaviours, have metadata."""
+    is_described = in_core["id"].is_in(described)
+    matched = in_core.filter(is_described)
+    match = Match(
+        ids=in_core.height,
+        ids_matched=matched.height,
+        events=int(in_core["count"].sum()),
+        events_matched=int(matched["count"].sum()),
+        unmatched=in_core["id"].filter(~is_described).head(2).to_list(),
+        others=described.head(2).to_list(),
+    )
+    check_matched(match, "item", run.config.min_matched, run.report)
+
+
+def copy_items(
+    run: Run,
+    events: Table,
+    load_stats: LoadStats,
+    original: Table[ItemsInfo],
+    split: Split,
+) -> Table[ItemsInfo]:
+    """Write the items of other tables as the items of this log (`--catalogue TABLES`).
+
+    The parts are copied, so semantic IDs and checkpoints of the other tables fit.
+    Events are split at the times of the other tables, so that the test split has no
+    request from their training window.
+    """
+    config, catalogue = run.config, run.config.catalogue
+    settings = {"catalogue": original.hash, "behaviour": run.behaviour}
+    inputs = {"events": events.hash, "catalogue": original.hash}
+    if finished := run.tables.find_finished(ItemsInfo, settings, inputs):
+        return finished
+    begin = time.perf_counter()
+    seen = load_stats().items
+    is_inside = seen["id"].is_in(pl.Series(original.read(["item_id"])["item_id"]))
+    share = seen.filter(is_inside)["count"].sum() / seen["count"].sum()
+    if not share or share < config.min_matched:
+        others = seen["id"].filter(~is_inside).head(2).to_list()
+        raise UserError(
+            f"{share:.1%} of the behaviours are on items of the catalogue of "
+            f"{catalogue}, below min_matched {config.min_matched:g}: it does not "
+            f"have {', '.join(map(repr, others))}"
+        )
+    info = ItemsInfo(
+        texts=original.info.texts,
+        attributes=original.info.attributes,
+        numbers=original.info.numbers,
+        catalogue_of=catalogue,
+        core=config.core,
+        core_window="all",
+        behaviour=run.behaviour,
+        split=split,
+        split_made_from=run.split_inputs(events),
+        items_before_core=seen.height,
+        dropped_items=int((~is_inside).sum()),
+        items_without_metadata=original.info.items_without_metadata,
+        metadata_outside_catalogue=0,
+    )
+    with run.tables.clean_up_on_error("items"):
+        for part, uri in zip(original.files, original.part_uris(), strict=True):
+            filesystem, path = open_uri(uri)
+            with filesystem.open_input_file(path) as file:
+                write_file(join(run.tables.table_uri("items"), part.path), file.read())
+        items = run.tables.commit(
+            "items",
+            items_schema(info.texts, info.attributes, info.numbers),
+            original.files,
+            settings,
+            inputs,
+            info,
+            write_s=time.perf_counter() - begin,
+        )
+    run.report(
+        f"items: the {items.rows:,} of {catalogue}; {share:.1%} of the behaviours are "
+        f"on them, {info.dropped_items:,} other items dropped"
+    )
+    return items
