@@ -143,7 +143,7 @@ def _find_new_files(
     mapping = {**settings["source"], "files": earlier.config["source"]["files"]}
     earlier.check_made_with({**settings, "source": mapping}, inputs)
     new_files = sorted(stamps.keys() - old.keys())
-    continues = source.event_time.column is not None or source.sequence
+    continues = bool(source.event_time.column or source.sequence)
     if run.config.ties == "log_order" and new_files:
         continues = continues and "position" in source.absent_columns
         continues = continues and new_files[0] > max(old.keys() - {*user_files})

@@ -190,7 +190,7 @@ def copy_items(
     begin = time.perf_counter()
     seen = load_stats().items
     is_inside = seen["id"].is_in(pl.Series(original.read(["item_id"])["item_id"]))
-    share = seen.filter(is_inside)["count"].sum() / seen["count"].sum()
+    share = int(seen.filter(is_inside)["count"].sum()) / int(seen["count"].sum())
     if not share or share < config.min_matched:
         others = seen["id"].filter(~is_inside).head(2).to_list()
         raise UserError(
