@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import field
-from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
@@ -32,10 +31,6 @@ from models import registry
 from pipelines.encode.config import EmbedConfig
 from pipelines.encode.precomputed import SUFFIXES, read_precomputed
 from pipelines.start import start_ray
-
-if TYPE_CHECKING:
-    from models.retrieval.tokenizers.tokenizer import Tokenizer
-    from pipelines.encode.embed import EmbeddingSource
 
 SMALL_CATALOGUE = 1000
 """Number of items below which the small TIGER is the suggested model."""
@@ -143,7 +138,8 @@ def run(config: Config) -> None:
     """Make semantic IDs, and print their quality and the next command."""
     start_s = time.monotonic()
     cli.say_loading("torch", "ray")
-    from pipelines.encode.extend import extend
+    from pipelines.encode.embed import EmbeddingSource
+    from pipelines.encode.extend import describe_drift, extend
     from pipelines.encode.tokenize import TokenizerPaths, tokenize
 
     def say(message: str) -> None:
@@ -157,7 +153,11 @@ def run(config: Config) -> None:
         join(config.tables, "sequences"),
     )
     tokenizer = registry.find_tokenizer(config.tokenizer.name)(config.tokenizer)
-    source = resolve_source(config, tokenizer, paths.items, shared)
+    cli.preflight(config)
+    precomputed = None
+    if config.has_custom_embeddings:
+        precomputed = read_precomputed(config.embeddings, config.id)
+    source = EmbeddingSource(config.encoder, config.pca, config.embed, precomputed)
     if config.extend:
         sids, trie, is_new = extend(
             paths,
@@ -178,7 +178,10 @@ def run(config: Config) -> None:
             say,
             start_ray,
         )
-    print_result(config, sids, trie)
+    lines = describe_quality(sids, trie)
+    if sids.info.drift:
+        lines.append(describe_drift(sids.info.drift))
+    print("\n".join(lines))
     if is_new:
         seconds = time.monotonic() - start_s
         print(
@@ -199,44 +202,6 @@ def run(config: Config) -> None:
         name="tiger",
     )
     print(f"next: {train}")
-
-
-def resolve_source(
-    config: Config, tokenizer: Tokenizer, items: Table[ItemsInfo], shared: str
-) -> EmbeddingSource:
-    """Return the source of the item embeddings, before Ray starts.
-
-    Folders and inputs are checked.
-
-    Args:
-        config: Options of the job.
-        tokenizer: The tokenizer.
-        items: Table of the items.
-        shared: Folder of shared embeddings, or an empty string.
-    """
-    from pipelines.encode.embed import EmbeddingSource, embed_origin
-    from pipelines.encode.tokenize import check_items
-
-    cli.preflight(config)
-    precomputed = None
-    if config.has_custom_embeddings:
-        precomputed = read_precomputed(config.embeddings, config.id)
-    source = EmbeddingSource(config.encoder, config.pca, config.embed, precomputed)
-    if not tokenizer.reads_file:
-        check_items(items, tokenizer, None if precomputed else config.embed)
-        embed_origin(items, source)
-    return source
-
-
-def print_result(config: Config, sids: Table[SidsInfo], trie: Table[TrieInfo]) -> None:
-    """Print the quality of the SIDs, and the drift of extended SIDs."""
-    from pipelines.encode.extend import describe_drift
-
-    lines = describe_quality(sids, trie)
-    if sids.info.drift:
-        lines.append(describe_drift(sids.info.drift))
-    for line in lines:
-        print(line)
 
 
 if __name__ == "__main__":

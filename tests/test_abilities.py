@@ -15,7 +15,6 @@ from models import registry
 ROOT = Path(__file__).parents[1]
 PROBES = {
     "pipelines/faults.py": "exceptions of Ray and MLflow, whose causes have several names",
-    "pipelines/encode/tokenize.py": "options of tokenizers, which may have a codebook",
     "pipelines/encode/embed.py": "configs of Hugging Face",
     "models/text/pretrained.py": "modules of Hugging Face",
     "models/text/text_encoder.py": "modules of Hugging Face",

@@ -204,27 +204,6 @@ MAX_DEFAULT_ACTORS = 32
 """Maximum number of encoder actors requested from a growing cluster by default."""
 
 
-def _encode_distributed(
-    texts: list[str], name: str, config: EmbedConfig, say: Say
-) -> Iterator[pa.Table]:
-    """Yield tables of `text_index` and `embedding` as actors finish them."""
-    # longest first: batches have texts of similar length, and the last blocks are short
-    order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i]))
-    table = pa.table(
-        {
-            "text_index": pa.array(order, pa.int64()),
-            "text": pa.array([texts[i] for i in order]),
-        }
-    )
-    per_block = max(1, TEXTS_PER_BLOCK // config.batch_size) * config.batch_size
-    blocks = [
-        table.slice(start, per_block) for start in range(0, len(texts), per_block)
-    ]
-    return run_in_actors(
-        blocks, EncoderActor, (name, *config.encoder_options()), config, say
-    )
-
-
 def encode_texts(
     texts: list[str], name: str, config: EmbedConfig, say: Say = print
 ) -> np.ndarray:
@@ -241,26 +220,33 @@ def encode_texts(
     Returns:
         The embeddings (texts, width) float32.
     """
-    distinct: dict[str, int] = {}
-    distinct_row = np.array(
-        [distinct.setdefault(text, len(distinct)) for text in texts]
-    )
+    row_of_text: dict[str, int] = {}
+    rows = [row_of_text.setdefault(text, len(row_of_text)) for text in texts]
+    distinct = list(row_of_text)
     say(f"{len(texts)} texts, {len(distinct)} distinct; loading {name}")
-    vectors: np.ndarray | None = None
+    # longest first: batches have texts of similar length, and the last blocks are short
+    order = sorted(range(len(distinct)), key=lambda i: (-len(distinct[i]), distinct[i]))
+    table = pa.table({"text_index": order, "text": [distinct[i] for i in order]})
+    per_block = max(1, TEXTS_PER_BLOCK // config.batch_size) * config.batch_size
+    blocks = [
+        table.slice(start, per_block) for start in range(0, len(order), per_block)
+    ]
+    results = run_in_actors(
+        blocks, EncoderActor, (name, *config.encoder_options()), config, say
+    )
+    vectors = np.empty((0, 0), np.float32)
     num_encoded = 0
     reported_at = time.monotonic()
-    for block in _encode_distributed(list(distinct), name, config, say):
+    for block in results:
         matrix = _to_matrix(block["embedding"])
-        if vectors is None:
-            vectors = np.empty((len(distinct), matrix.shape[1]), dtype=np.float32)
+        if not num_encoded:
+            vectors = np.empty((len(distinct), matrix.shape[1]), np.float32)
         vectors[block["text_index"].to_numpy()] = matrix
         num_encoded += len(matrix)
         if time.monotonic() - reported_at > 2 or num_encoded == len(distinct):
             say(f"encoded {num_encoded} of {len(distinct)} texts")
             reported_at = time.monotonic()
-    assert vectors is not None
-    assert num_encoded == len(distinct)
-    return vectors if len(distinct) == len(texts) else vectors[distinct_row]
+    return vectors if len(distinct) == len(texts) else vectors[rows]
 
 
 def fit_tfidf(texts: list[str], width: int) -> tuple[Any, Any, np.ndarray]:
@@ -404,17 +390,15 @@ def fit_pca(vectors: np.ndarray, width: int) -> Projection:
     return Projection(mean, np.ascontiguousarray(components * signs), scale)
 
 
-RUNTIME_SETTINGS = ("batch_size", "workers", "use_gpu", "memory_gb")
-"""Settings of the execution, which do not change the embeddings."""
-
-
 def text_settings(encoder: str, config: EmbedConfig) -> dict[str, Any]:
     """Return the encoder and the options that embeddings of texts depend on."""
-    options = asdict(config)
-    names = options.keys() - {*RUNTIME_SETTINGS, "svd"}
+    unused = {"batch_size", "workers", "use_gpu", "memory_gb", "svd"}
     if encoder == "tfidf":
-        names = {"template", "empty", "svd"}
-    return {"encoder": encoder} | {name: options[name] for name in sorted(names)}
+        unused = config.__dict__.keys() - {"template", "empty", "svd"}
+    options = asdict(config)
+    return {"encoder": encoder} | {
+        name: options[name] for name in options.keys() - unused
+    }
 
 
 def embed_origin(
@@ -469,15 +453,14 @@ def embed_items(
     rows = items.read()
     info = EmbeddingsInfo(width=0)
     if source.precomputed:
-        vectors = source.precomputed.align(rows["item_id"].to_pylist(), say)
-        blocks = iter([vectors])
+        blocks = iter([source.precomputed.align(rows["item_id"].to_pylist(), say)])
     else:
+        texts = item_texts(rows, config, say)
+        info.distinct_texts = len(set(texts))
         if source.encoder != "tfidf":
             check_encoder(source.encoder, *config.encoder_options())
             start_ray()
-        texts = item_texts(rows, config, say)
         blocks = embed_ranges(texts, source.encoder, config, say)
-        info.distinct_texts = len(set(texts))
     if source.pca_width:
         vectors = np.concatenate(list(blocks))
         projection = fit_pca(vectors, source.pca_width)
@@ -485,17 +468,16 @@ def embed_items(
         info.pca = projection.to_record()
         blocks = iter([projection.project(vectors)])
     parts: list[Part] = []
-    width = num_items = 0
+    num_items = 0
     for block in blocks:
-        width = block.shape[1]
+        info.width = block.shape[1]
         parts += write_vectors(output_uri, block, first=num_items)
         num_items += len(block)
-    info.width = width
-    info.encoder_width = info.encoder_width or width
+    info.encoder_width = info.encoder_width or info.width
     return commit(
         output_uri,
         "embeddings",
-        embeddings_schema(width),
+        embeddings_schema(info.width),
         parts,
         config=settings,
         inputs=inputs,

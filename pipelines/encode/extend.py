@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ from core.tables import (
 )
 from models.retrieval.tokenizers import psid
 from models.retrieval.tokenizers.codes import (
-    branching,
     collision_groups,
     measure_collisions,
     measure_levels,
@@ -55,7 +54,6 @@ from pipelines.encode.embed import (
     read_embeddings,
     write_vectors,
 )
-from pipelines.encode.precomputed import PrecomputedEmbeddings
 from pipelines.encode.tokenize import (
     TokenizerPaths,
     read_codes,
@@ -69,28 +67,6 @@ from pipelines.encode.tokenize import (
 MAX_ROUNDING = 1e-3
 """Differences of embeddings up to this share of their root mean square count as
 rounding: encoding equal texts again gives slightly different embeddings."""
-
-
-@dataclass(frozen=True)
-class _OldEmbeddings:
-    """Embeddings of the items that have codes, and the PCA they went through."""
-
-    uri: str
-    """The `embeddings` table, for messages."""
-    vectors: np.ndarray
-    """(num_old, width) float32, after the PCA."""
-    encoder_width: int
-    """Width before the PCA."""
-    projection: Projection | None
-    """The PCA, or None."""
-
-    @classmethod
-    def read(cls, table: Table[EmbeddingsInfo], num_old: int) -> _OldEmbeddings:
-        """Read the embeddings of the first `num_old` items."""
-        info = table.info
-        projection = Projection.from_record(info.pca) if info.pca else None
-        vectors = read_embeddings(table)[:num_old]
-        return cls(table.uri, vectors, info.encoder_width, projection)
 
 
 def extend_embeddings(
@@ -123,17 +99,19 @@ def extend_embeddings(
     ):
         raise UserError(f"{old_uri} was made with another encoder, pca or embed")
     started = time.monotonic()
-    old = _OldEmbeddings.read(earlier, num_old)
+    old_info = earlier.info
+    old = read_embeddings(earlier)[:num_old]
+    projection = Projection.from_record(old_info.pca) if old_info.pca else None
     rows = items.read()
     item_ids = rows["item_id"].to_pylist()
-    num_fit = earlier.info.fitted_items or earlier.rows
+    num_fit = old_info.fitted_items or earlier.rows
     say(f"{pluralize(items.rows - num_old, 'new item')} in addition to {num_old:,}")
-    info = replace(earlier.info, fitted_items=num_fit)
-    is_compared = bool(source.precomputed) or source.encoder == "tfidf"
-    new_vectors = old.vectors[:0]
-    encoded: np.ndarray | None = None
-    if source.precomputed:
-        encoded = source.precomputed.align(item_ids, say)
+    info = replace(old_info, fitted_items=num_fit)
+    precomputed = source.precomputed
+    is_compared = bool(precomputed) or source.encoder == "tfidf"
+    encoded = np.zeros((0, old_info.encoder_width), np.float32)
+    if precomputed:
+        encoded = precomputed.align(item_ids, say)
     else:
         texts = item_texts(rows, source.config)
         info.distinct_texts = len(set(texts))
@@ -145,63 +123,43 @@ def extend_embeddings(
                 new_texts, source.encoder, source.config, say, num_fit
             )
             encoded = np.concatenate(list(ranges))
-    if encoded is not None:
-        has_old_width = encoded.shape[1] == old.encoder_width
-        new_vectors = encoded
-        if old.projection and has_old_width:
-            new_vectors = old.projection.project(encoded)
-        if is_compared:
-            recomputed = new_vectors[:num_old] if has_old_width else None
-            _check_unchanged(old, recomputed, item_ids, source.precomputed, say)
-            new_vectors = new_vectors[num_old:]
-    parts = write_vectors(uri, np.concatenate([old.vectors, new_vectors]))
+    has_old_width = encoded.shape[1] == old_info.encoder_width
+    vectors = projection.project(encoded) if projection and has_old_width else encoded
+    if is_compared and len(encoded):
+        has_changed = np.ones(num_old, bool)
+        if has_old_width:
+            tolerance = MAX_ROUNDING * np.sqrt(np.square(old, dtype=np.float64).mean())
+            has_changed = np.abs(vectors[:num_old] - old).max(1) > tolerance
+        if precomputed and has_old_width:
+            zeros = np.zeros((1, old_info.encoder_width), np.float32)
+            missing = projection.project(zeros) if projection else zeros
+            was_missing = np.abs(old - missing).max(1) <= tolerance
+            num_filled = int((has_changed & was_missing).sum())
+            if num_filled:
+                count = pluralize(num_filled, "old item")
+                say(f"note: {count} had no row before; codes do not change")
+            has_changed &= ~was_missing
+        if has_changed.any():
+            subject = "texts, on which TF-IDF is fitted,"
+            if precomputed:
+                subject = f"embeddings of {precomputed.uri}"
+            raise UserError(
+                f"the {subject} of items of {old_uri}, such as "
+                f"{item_ids[int(np.argmax(has_changed))]!r}, have changed, so new "
+                f"embeddings would not be comparable with the old ones"
+            )
+        vectors = vectors[num_old:]
+    parts = write_vectors(uri, np.concatenate([old, vectors]))
     return commit(
         uri,
         "embeddings",
-        embeddings_schema(old.vectors.shape[1]),
+        embeddings_schema(old_info.width),
         parts,
         config=settings,
         inputs=inputs,
         info=info,
         timings={"embed_s": round(time.monotonic() - started, 2)},
         extends=earlier.ancestry,
-    )
-
-
-def _check_unchanged(
-    old: _OldEmbeddings,
-    recomputed: np.ndarray | None,
-    item_ids: list[str],
-    precomputed: PrecomputedEmbeddings | None,
-    say: Say,
-) -> None:
-    """Check that the embeddings of the old items have not changed."""
-    example = ""
-    if recomputed is not None:
-        root_mean_square = np.sqrt(np.square(old.vectors, dtype=np.float64).mean())
-        tolerance = MAX_ROUNDING * root_mean_square
-        # (num_old,): whether the embedding of each old item has changed
-        has_changed = np.abs(recomputed - old.vectors).max(1) > tolerance
-        if precomputed:
-            zeros = np.zeros((1, old.encoder_width), np.float32)
-            if old.projection:
-                zeros = old.projection.project(zeros)
-            was_missing = np.abs(old.vectors - zeros).max(1) <= tolerance
-            is_filled = has_changed & was_missing
-            has_changed &= ~was_missing
-            if is_filled.any():
-                count = pluralize(int(is_filled.sum()), "old item")
-                say(f"note: {count} had no row before; codes do not change")
-        if not has_changed.any():
-            return
-        example = f", such as {item_ids[int(np.argmax(has_changed))]!r},"
-    if precomputed:
-        subject = f"embeddings of {precomputed.uri}"
-    else:
-        subject = "texts, on which TF-IDF is fitted,"
-    raise UserError(
-        f"the {subject} of items of {old.uri}{example} have changed, so new embeddings "
-        f"would not be comparable with the old ones"
     )
 
 
@@ -328,35 +286,16 @@ def _write_extended(
     arrays = read_quantizer(old_paths.quantizer)
     if paths.output != old_paths.output:
         write_quantizer(paths.quantizer, arrays, config=old.config, inputs=old.inputs)
-    vectors = read_embeddings(embeddings)
-    codes, info = _extend_codes(vectors, read_codes(old), arrays, old.info, tokenizer)
-    items_hash = embeddings.inputs["items"]
-    return write_sids(
-        paths.sids,
-        codes,
-        config=old.config,
-        inputs={"items": items_hash, "embeddings": embeddings.hash},
-        info=replace(info, items_hash=items_hash),
-        timings={"tokenize_s": round(time.monotonic() - started, 2)},
-        extends=old.ancestry,
-    )
-
-
-def _extend_codes(
-    embeddings: np.ndarray,
-    old_codes: np.ndarray,
-    arrays: dict[str, np.ndarray],
-    old_info: SidsInfo,
-    tokenizer: Tokenizer,
-) -> tuple[np.ndarray, SidsInfo]:
-    """Assign codes to the new items, which follow the old items, and measure them."""
     codebooks = arrays["codebooks"]
-    sizes = old_info.codebook_sizes
+    sizes = old.info.codebook_sizes
     num_levels = len(codebooks)
-    num_old = len(old_codes)
+    num_old = old.rows
     tokenizer.arrays = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    latents, nearest_codes = tokenizer.assign(torch.from_numpy(embeddings))
+    latents, nearest_codes = tokenizer.assign(
+        torch.from_numpy(read_embeddings(embeddings))
+    )
     vectors, nearest = latents.numpy(), nearest_codes.numpy()
+    old_codes = read_codes(old)
     new_codes = psid.extend_codes(
         vectors[num_old:].astype(np.float64),
         nearest[num_old:],
@@ -366,13 +305,26 @@ def _extend_codes(
     )
     codes = np.concatenate([old_codes, new_codes])
     quantized = codes[:, :num_levels]  # without conflict levels
-    num_fit = old_info.fitted_items or num_old
+    num_fit = old.info.fitted_items or num_old
     measures = {
-        **old_info.measures,
+        **old.info.measures,
         **measure_collisions(quantized),
         "levels": measure_levels(quantized, sizes[:num_levels]),
-        "branching": branching(codes),
     }
     drift = measure_drift(vectors, quantized, nearest, codebooks, num_fit)
-    info = replace(old_info, measures=measures, fitted_items=num_fit, drift=drift)
-    return codes, info
+    items_hash = embeddings.inputs["items"]
+    return write_sids(
+        paths.sids,
+        codes,
+        config=old.config,
+        inputs={"items": items_hash, "embeddings": embeddings.hash},
+        info=replace(
+            old.info,
+            items_hash=items_hash,
+            measures=measures,
+            fitted_items=num_fit,
+            drift=drift,
+        ),
+        timings={"tokenize_s": round(time.monotonic() - started, 2)},
+        extends=old.ancestry,
+    )

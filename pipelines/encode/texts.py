@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -201,197 +201,6 @@ INPUT_TABLES = {
 """Tables that each table of text embeddings is made from."""
 
 
-@dataclass
-class _LogEncoder:
-    """Arguments and steps of one call of `encode_log`."""
-
-    tables: dict[str, Table]
-    output: str
-    encoder: str
-    config: TextConfig
-    overwrite: bool
-    say: Say
-    start_ray: Callable[[], None]
-
-    def settings_and_inputs(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the settings and the input hashes that a table depends on."""
-        settings = text_settings(self.encoder, self.config)
-        if name != "pairs":
-            settings.pop("query_condition", None)
-        inputs = {table: self.tables[table].hash for table in INPUT_TABLES[name]}
-        inputs["encoder"] = encoder_version(self.encoder)
-        return settings, inputs
-
-    def find_finished(self, name: str) -> Table | None:
-        """Return a table that is up to date, otherwise None."""
-        if self.overwrite:
-            return None
-        info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
-        uri = join(self.output, name)
-        committed = find_finished(uri, info_class, *self.settings_and_inputs(name))
-        if committed:
-            self.say(f"{name}: up to date")
-        return committed
-
-    def write_texts(
-        self, texts: dict[str, list[str]], tfidf: TfidfEncoder | None
-    ) -> dict[str, Table]:
-        """Write the tables of single texts that are not up to date."""
-        started = time.monotonic()
-        finished = {name: self.find_finished(name) for name in texts}
-        written = {name: table for name, table in finished.items() if table}
-        missing = [name for name in texts if name not in written]
-        all_texts: list[str] = []
-        for name in missing:
-            all_texts += texts[name]
-        if not all_texts:
-            width = written["items"].info.width if written else 0
-            vectors = np.zeros((0, width), np.float32)
-        elif tfidf is not None:
-            vectors = tfidf.encode(all_texts)
-        else:
-            check_encoder(self.encoder, *self.config.encoder_options())
-            self.start_ray()
-            vectors = encode_texts(all_texts, self.encoder, self.config, self.say)
-        for name in missing:
-            table_vectors, vectors = np.split(vectors, [len(texts[name])])
-            written[name] = self.commit_embeddings(
-                name, texts[name], table_vectors, started
-            )
-        return written
-
-    def commit_embeddings(
-        self, name: str, texts: list[str], vectors: np.ndarray, started: float
-    ) -> Table:
-        """Write a table of embeddings with one row per text."""
-        uri = join(self.output, name)
-        key = "item_index" if name == "items" else "query_index"
-        parts = write_vectors(uri, vectors, key)
-        schema = embeddings_schema(vectors.shape[1], [key])
-        settings, inputs = self.settings_and_inputs(name)
-        earlier, extends = read_manifest(uri), list[str]()
-        if (
-            self.encoder != "tfidf"
-            and earlier
-            and earlier.config == settings
-            and earlier.inputs["encoder"] == inputs["encoder"]
-            and earlier.inputs["items"] in self.tables["items"].extends
-        ):
-            extends = earlier.ancestry  # old texts keep their embeddings
-        num_unknown = int((~vectors.any(axis=1)).sum())
-        info = EmbeddingsInfo(
-            width=vectors.shape[1],
-            distinct_texts=len(set(texts)),
-            texts_without_known_word=num_unknown,
-        )
-        committed = commit(
-            uri,
-            "embeddings",
-            schema,
-            parts,
-            config=settings,
-            inputs=inputs,
-            info=info,
-            extends=extends,
-            timings={"encode_s": round(time.monotonic() - started, 2)},
-        )
-        note = f", {num_unknown:,} without a known word (zeros)" if num_unknown else ""
-        self.say(
-            f"{name}: {len(texts):,} texts, {info.distinct_texts:,} distinct, width "
-            f"{vectors.shape[1]}{note}"
-        )
-        return committed
-
-    def write_tokens(self, documents: list[str]) -> Table:
-        """Write the table of the documents' tokens, with one row per document."""
-        started = time.monotonic()
-        uri = join(self.output, "tokens")
-        encoder = TextEncoder(self.encoder, *self.config.encoder_options())
-        parts: list[Part] = []
-        num_tokens = 0
-        for start in range(0, len(documents), ROWS_PER_PART):
-            rows = documents[start : start + ROWS_PER_PART]
-            encoded = encoder.tokenizer(
-                rows, truncation=True, max_length=encoder.max_tokens
-            )
-            tokens = pa.array(encoded["input_ids"], TOKENS.field(1).type)
-            index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
-            table = pa.Table.from_arrays([index, tokens], schema=TOKENS)
-            parts.append(write_part(uri, table))
-            num_tokens += len(tokens.flatten())
-        settings, inputs = self.settings_and_inputs("tokens")
-        committed = commit(
-            uri,
-            "tokens",
-            TOKENS,
-            parts,
-            config=settings,
-            inputs=inputs,
-            info=TokensInfo(self.config.pooling),
-            timings={"tokens_s": round(time.monotonic() - started, 2)},
-        )
-        self.say(
-            f"tokens: {num_tokens:,} in {len(documents):,} documents, "
-            f"{num_tokens / max(1, len(documents)):.1f} per document"
-        )
-        return committed
-
-    def write_pairs(
-        self, items: list[str], queries: list[str], tfidf: TfidfEncoder | None
-    ) -> Table:
-        """Write the pairs, sorted by item, then query; -1 is the empty query."""
-        started = time.monotonic()
-        uri = join(self.output, "pairs")
-        keys = np.zeros(0, dtype=np.int64)  # of the distinct pairs, ascending
-        executor = Executor(start=self.start_ray)
-        calls = [(uri,) for uri in self.tables["sequences"].part_uris()]
-        for _, pairs in executor.map_unordered(_part_pairs, calls):
-            keys = sorted_unique(np.concatenate([keys, pairs]))
-        size = min(max(len(keys) // TARGET_PARTS, MIN_PART_PAIRS), MAX_PART_PAIRS)
-        items_of_keys = (keys >> 32).astype(np.int32)
-        queries_of_keys = ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
-        all_pairs = pa.table([items_of_keys, queries_of_keys], names=PAIR)
-        blocks = [all_pairs.slice(first, size) for first in range(0, len(keys), size)]
-        self.say(f"pairs: {len(keys):,} distinct in {pluralize(len(blocks), 'part')}")
-        shared = {
-            "items": ray.put(items),
-            "queries": ray.put(queries),
-            "encoder": ray.put(tfidf or self.encoder),
-        }
-        results = run_in_actors(
-            blocks,
-            PairEncoder,
-            (shared, self.config, uri),
-            self.config,
-            self.say,
-            gpus=tfidf is None,
-        )
-        parts_by_key: list[tuple[int, Part]] = []
-        width = num_encoded = 0
-        for block in results:
-            for record in block.to_pylist():
-                part = Part(**json.loads(record["part"]))
-                width = record["width"]
-                parts_by_key.append((record["first"], part))
-                num_encoded += part.rows
-            rate = num_encoded / (time.monotonic() - started)
-            self.say(
-                f"pairs: {num_encoded:,} of {len(keys):,} encoded, {rate:,.0f} pairs/s"
-            )
-        settings, inputs = self.settings_and_inputs("pairs")
-        columns = _vector_columns(self.config.query_condition == "joint")
-        return commit(
-            uri,
-            "embeddings",
-            embeddings_schema(width, PAIR, columns),
-            [part for _, part in sorted(parts_by_key)],
-            config=settings,
-            inputs=inputs,
-            info=EmbeddingsInfo(width=width),
-            timings={"encode_s": round(time.monotonic() - started, 2)},
-        )
-
-
 def encode_log(
     tables_uri: str,
     output_uri: str,
@@ -423,52 +232,231 @@ def encode_log(
     tables_uri, output_uri = absolute(tables_uri), absolute(output_uri)
     sequences = open_table(join(tables_uri, "sequences"), SequencesInfo)
     kind = KINDS[sequences.info.kind]
-    if not kind.text_tables:
+    names = [
+        name for name in kind.text_tables if (name, encoder) != ("tokens", "tfidf")
+    ]
+    is_joint = config.query_condition == "joint"
+    if not names:
         raise UserError(
             f"{sequences.uri} is of kind {kind.name}, whose models read no texts"
+        )
+    if is_joint and (encoder == "tfidf" or "pairs" not in names):
+        raise UserError(
+            f"query_condition is joint, but kind {kind.name} has no queries"
+            if "pairs" not in names
+            else "query_condition is joint, but tfidf has no [SEP] token"
         )
     for name in kind.text_tables:
         table = "tokens" if name == "tokens" else "embeddings"
         check_replaceable(join(output_uri, name), table)
-    if config.query_condition == "joint":
-        if "pairs" not in kind.text_tables:
-            raise UserError(
-                f"query_condition is joint, but {sequences.uri} is of kind "
-                f"{kind.name}, and only kind search has queries"
-            )
-        if encoder == "tfidf":
-            raise UserError("query_condition is joint, but tfidf has no [SEP] token")
-    tables: dict[str, Table] = {"sequences": sequences}
-    tables["items"] = open_table(join(tables_uri, "items"), ItemsInfo)
-    log_encoder = _LogEncoder(
-        tables, output_uri, encoder, config, overwrite, say, start_ray
-    )
-    texts = {"items": item_texts(tables["items"].read(), config, say)}
-    encoder_version(encoder)  # raises for an unknown encoder before Ray starts
-    if config.query_condition == "joint":
+    version = encoder_version(encoder)  # raises for an unknown encoder
+    items = open_table(join(tables_uri, "items"), ItemsInfo)
+    documents = item_texts(items.read(), config, say)
+    texts = {"items": documents}
+    hashes = {"items": items.hash, "sequences": sequences.hash}
+    if is_joint:
         say(JOINT_WARNING)
-    if "queries" in kind.text_tables:
-        tables["queries"] = open_table(join(tables_uri, "queries"), QueriesInfo)
+    if "queries" in names:
+        queries = open_table(join(tables_uri, "queries"), QueriesInfo)
+        hashes["queries"] = queries.hash
         texts["queries"] = []
-        if tables["queries"].rows:  # an empty table has no files
-            texts["queries"] = tables["queries"].read()["query"].to_pylist()
-    tfidf = None
-    if encoder == "tfidf":
-        tfidf = fit_tfidf_encoder(texts["items"], config.svd)
-    tokens_uri = join(output_uri, "tokens")
+        if queries.rows:  # an empty table has no files
+            texts["queries"] = queries.read()["query"].to_pylist()
+    origins: dict[str, Any] = {}
+    for name in names:
+        settings = text_settings(encoder, config)
+        if name != "pairs":
+            settings.pop("query_condition", None)
+        inputs = {table: hashes[table] for table in INPUT_TABLES[name]}
+        origins[name] = {"config": settings, "inputs": {**inputs, "encoder": version}}
+    tfidf = fit_tfidf_encoder(documents, config.svd) if encoder == "tfidf" else None
+    written: dict[str, Table] = {}
     with writing(output_uri):
-        written = log_encoder.write_texts(texts, tfidf)
-        if "tokens" in kind.text_tables and tfidf is None:
-            finished = log_encoder.find_finished("tokens")
-            written["tokens"] = finished or log_encoder.write_tokens(texts["items"])
-        elif has_manifest(tokens_uri):
-            clear(tokens_uri)  # tokens of an earlier encoder
-        if "pairs" in kind.text_tables:
-            finished = log_encoder.find_finished("pairs")
-            written["pairs"] = finished or log_encoder.write_pairs(
-                texts["items"], texts["queries"], tfidf
-            )
+        if tfidf and has_manifest(join(output_uri, "tokens")):
+            clear(join(output_uri, "tokens"))  # tokens of an earlier encoder
+        for name in [] if overwrite else names:
+            info_class: Any = TokensInfo if name == "tokens" else EmbeddingsInfo
+            uri = join(output_uri, name)
+            finished = find_finished(uri, info_class, **origins[name])
+            if finished:
+                say(f"{name}: up to date")
+                written[name] = finished
+        started = time.monotonic()
+        missing = [name for name in names if name not in written]
+        missing_texts = [text for name in missing for text in texts.get(name, [])]
+        if not missing_texts:
+            width = written["items"].info.width
+            vectors = np.zeros((0, width), np.float32)
+        elif tfidf:
+            vectors = tfidf.encode(missing_texts)
+        else:
+            check_encoder(encoder, *config.encoder_options())
+            start_ray()
+            vectors = encode_texts(missing_texts, encoder, config, say)
+        for name in missing:
+            uri, origin = join(output_uri, name), origins[name]
+            if name == "tokens":
+                written[name] = _write_tokens(
+                    uri, documents, encoder, config, say, origin
+                )
+            elif name == "pairs":
+                shared = {"items": documents, "queries": texts["queries"]}
+                written[name] = _write_pairs(
+                    uri,
+                    sequences,
+                    shared,
+                    tfidf or encoder,
+                    config,
+                    say,
+                    start_ray,
+                    origin,
+                )
+            else:
+                own_vectors, vectors = np.split(vectors, [len(texts[name])])
+                earlier = read_manifest(uri)
+                # old texts keep their embeddings
+                extends = (
+                    earlier is not None
+                    and encoder != "tfidf"
+                    and earlier.config == origin["config"]
+                    and earlier.inputs["encoder"] == version
+                    and earlier.inputs["items"] in items.extends
+                )
+                written[name] = _write_texts(
+                    uri,
+                    texts[name],
+                    own_vectors,
+                    say,
+                    started,
+                    extends=earlier.ancestry if earlier and extends else [],
+                    **origin,
+                )
         return written
+
+
+def _write_texts(
+    uri: str,
+    texts: list[str],
+    vectors: np.ndarray,
+    say: Say,
+    started: float,
+    **manifest: Any,
+) -> Table:
+    """Write a table of embeddings with one row per text."""
+    name = uri.rsplit("/", 1)[-1]
+    key = "item_index" if name == "items" else "query_index"
+    width = vectors.shape[1]
+    num_unknown = int((~vectors.any(axis=1)).sum())
+    info = EmbeddingsInfo(
+        width, distinct_texts=len(set(texts)), texts_without_known_word=num_unknown
+    )
+    note = f", {num_unknown:,} without a known word (zeros)" if num_unknown else ""
+    say(
+        f"{name}: {len(texts):,} texts, {info.distinct_texts:,} distinct, width "
+        f"{width}{note}"
+    )
+    return commit(
+        uri,
+        "embeddings",
+        embeddings_schema(width, [key]),
+        write_vectors(uri, vectors, key),
+        info=info,
+        timings={"encode_s": round(time.monotonic() - started, 2)},
+        **manifest,
+    )
+
+
+def _write_tokens(
+    uri: str,
+    documents: list[str],
+    name: str,
+    config: TextConfig,
+    say: Say,
+    manifest: dict[str, Any],
+) -> Table:
+    """Write the table of the documents' tokens, with one row per document."""
+    started = time.monotonic()
+    encoder = TextEncoder(name, *config.encoder_options())
+    parts: list[Part] = []
+    num_tokens = 0
+    for start in range(0, len(documents), ROWS_PER_PART):
+        rows = documents[start : start + ROWS_PER_PART]
+        encoded = encoder.tokenizer(
+            rows, truncation=True, max_length=encoder.max_tokens
+        )
+        tokens = pa.array(encoded["input_ids"], TOKENS.field(1).type)
+        index = pa.array(np.arange(start, start + len(rows), dtype=np.int32))
+        table = pa.Table.from_arrays([index, tokens], schema=TOKENS)
+        parts.append(write_part(uri, table))
+        num_tokens += len(tokens.flatten())
+    say(
+        f"tokens: {num_tokens:,} in {len(documents):,} documents, "
+        f"{num_tokens / max(1, len(documents)):.1f} per document"
+    )
+    return commit(
+        uri,
+        "tokens",
+        TOKENS,
+        parts,
+        info=TokensInfo(config.pooling),
+        timings={"tokens_s": round(time.monotonic() - started, 2)},
+        **manifest,
+    )
+
+
+def _write_pairs(
+    uri: str,
+    sequences: Table,
+    texts: dict[str, list[str]],
+    encoder: str | TfidfEncoder,
+    config: TextConfig,
+    say: Say,
+    start_ray: Callable[[], None],
+    manifest: dict[str, Any],
+) -> Table:
+    """Write the pairs, sorted by item, then query; -1 is the empty query."""
+    started = time.monotonic()
+    keys = np.zeros(0, dtype=np.int64)  # of the distinct pairs, ascending
+    executor = Executor(start=start_ray)
+    calls = [(part_uri,) for part_uri in sequences.part_uris()]
+    for _, pairs in executor.map_unordered(_part_pairs, calls):
+        keys = sorted_unique(np.concatenate([keys, pairs]))
+    size = min(max(len(keys) // TARGET_PARTS, MIN_PART_PAIRS), MAX_PART_PAIRS)
+    items_of_keys = (keys >> 32).astype(np.int32)
+    queries_of_keys = ((keys & 0xFFFFFFFF) - 1).astype(np.int32)
+    all_pairs = pa.table([items_of_keys, queries_of_keys], names=PAIR)
+    blocks = [all_pairs.slice(first, size) for first in range(0, len(keys), size)]
+    say(f"pairs: {len(keys):,} distinct in {pluralize(len(blocks), 'part')}")
+    shared = {name: ray.put(value) for name, value in texts.items()}
+    shared["encoder"] = ray.put(encoder)
+    results = run_in_actors(
+        blocks,
+        PairEncoder,
+        (shared, config, uri),
+        config,
+        say,
+        gpus=isinstance(encoder, str),
+    )
+    parts_by_key: list[tuple[int, Part]] = []
+    width = num_encoded = 0
+    for block in results:
+        for record in block.to_pylist():
+            part = Part(**json.loads(record["part"]))
+            width = record["width"]
+            parts_by_key.append((record["first"], part))
+            num_encoded += part.rows
+        rate = num_encoded / (time.monotonic() - started)
+        say(f"pairs: {num_encoded:,} of {len(keys):,} encoded, {rate:,.0f} pairs/s")
+    columns = _vector_columns(config.query_condition == "joint")
+    return commit(
+        uri,
+        "embeddings",
+        embeddings_schema(width, PAIR, columns),
+        [part for _, part in sorted(parts_by_key)],
+        info=EmbeddingsInfo(width=width),
+        timings={"encode_s": round(time.monotonic() - started, 2)},
+        **manifest,
+    )
 
 
 def save_encoder(tables_uri: str, text_uri: str, folder: Path) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,22 +50,19 @@ from models.retrieval.search.trie import Trie
 from models.retrieval.tokenizers.codes import (
     MAX_CONFLICT_CODES,
     add_conflict_levels,
-    branching,
     measure_collisions,
     measure_levels,
 )
 from models.retrieval.tokenizers.published import catalogue_codes, read_published
-from models.retrieval.tokenizers.rqkmeans import limit_progress, quantization_error
-from models.retrieval.tokenizers.tokenizer import Progress, Tokenizer, Training
+from models.retrieval.tokenizers.rqkmeans import quantization_error
+from models.retrieval.tokenizers.tokenizer import Tokenizer
 from pipelines import cluster
-from pipelines.encode.config import EmbedConfig
 from pipelines.encode.embed import (
     EmbeddingSource,
     Say,
     embed_items,
     embed_origin,
     find_finished,
-    item_texts,
     read_embeddings,
 )
 
@@ -126,8 +123,8 @@ def _train_task(
     tokenizer: Tokenizer,
     fit_items: np.ndarray | None,
     num_threads: int,
-) -> Iterator[Progress | TrainedCodes]:
-    """Train a tokenizer and assign codes to all items."""
+) -> Iterator[str | TrainedCodes]:
+    """Train a tokenizer: yield messages, then the codes of all items."""
     with _num_threads(num_threads), matmul_precision("highest"):
         vectors = torch.tensor(
             embeddings, device="cuda" if torch.cuda.is_available() else "cpu"
@@ -155,45 +152,9 @@ def _num_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(previous_count)
 
 
-def _forward_progress(
-    stream: Iterator[Progress | TrainedCodes],
-) -> Training[TrainedCodes]:
-    """Yield the progress in the stream of `_train_task`, and return the codes."""
-    for element in stream:
-        if isinstance(element, TrainedCodes):
-            return element
-        yield element
-    raise RuntimeError("the training task ended without codes")
-
-
 MAX_STARTS = 3
 """Maximum number of starts of the training task if its worker is lost. A restarted task
 ends with the same codes."""
-
-
-def _start_task(
-    embeddings: np.ndarray, tokenizer: Tokenizer, fit_items: np.ndarray | None
-) -> Iterator[Progress | TrainedCodes]:
-    """Start `_train_task` on the cluster, and return an iterator over its stream."""
-    has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
-    cpus_of_nodes = [
-        node["Resources"].get("CPU", 0)
-        for node in ray.nodes()
-        if node["Alive"] and (not has_gpu or node["Resources"].get("GPU", 0) >= 1)
-    ]
-    # 1 if an autoscaler has no node yet
-    num_cpus = min(4, max([1, *cpus_of_nodes]))
-    needs = {"CPU": num_cpus, "GPU": 1 if has_gpu else 0}
-    cluster.check_room(1, needs)
-    task: Any = ray.remote(
-        num_cpus=num_cpus,
-        num_gpus=1 if has_gpu else 0,
-        num_returns="streaming",
-        max_retries=MAX_STARTS - 1,
-    )(_train_task)
-    num_threads = max(1, int(num_cpus))
-    references = task.remote(embeddings, tokenizer, fit_items, num_threads)
-    return (ray.get(reference) for reference in references)
 
 
 def train_codes(
@@ -210,50 +171,48 @@ def train_codes(
         say: Prints progress.
         fit_items: Indices of the items to fit codebooks on, or None for all.
     """
+    stream: Iterable[str | TrainedCodes]
     if os.environ.get("RAY_ADDRESS"):
-        stream = _start_task(embeddings, tokenizer, fit_items)
+        has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
+        cpus_of_nodes = [
+            node["Resources"].get("CPU", 0)
+            for node in ray.nodes()
+            if node["Alive"] and (not has_gpu or node["Resources"].get("GPU", 0) >= 1)
+        ]
+        # 1 if an autoscaler has no node yet
+        num_cpus = min(4, max([1, *cpus_of_nodes]))
+        num_gpus = 1 if has_gpu else 0
+        cluster.check_room(1, {"CPU": num_cpus, "GPU": num_gpus})
+        task: Any = ray.remote(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            num_returns="streaming",
+            max_retries=MAX_STARTS - 1,
+        )(_train_task)
+        num_threads = max(1, int(num_cpus))
+        references = task.remote(embeddings, tokenizer, fit_items, num_threads)
+        stream = (ray.get(reference) for reference in references)
     else:
         num_threads = min(4, len(os.sched_getaffinity(0)))
         stream = _train_task(embeddings, tokenizer, fit_items, num_threads)
-    training = limit_progress(_forward_progress(stream))
-    while True:
-        try:
-            progress = next(training)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        say(f"{tokenizer.name} {progress.step}/{progress.steps}: {progress.message}")
-
-
-@dataclass(frozen=True)
-class _Codes:
-    """Unique codes of all items, with the statistics that the manifest records."""
-
-    codes: np.ndarray
-    """(N, C), including conflict levels."""
-    sizes: list[int]
-    """Number of codes per level."""
-    conflict_level: bool
-    """Whether the last levels are conflict codes."""
-    measures: dict[str, Any]
-    """Quality of the codes, for the manifest."""
-    arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    """Arrays of the tokenizer, which give codes to later items."""
+    for element in stream:
+        if isinstance(element, TrainedCodes):
+            return element
+        say(f"{tokenizer.name} {element}")
+    raise RuntimeError("the training task ended without codes")
 
 
 def _make_unique(
-    codes: np.ndarray,
-    sizes: list[int],
-    conflict: bool,
-    measures: dict[str, Any],
-    say: Say,
-) -> _Codes:
-    """Measure codes, and append conflict levels if needed."""
+    codes: np.ndarray, info: SidsInfo, say: Say
+) -> tuple[np.ndarray, SidsInfo]:
+    """Measure codes, and append conflict levels if the info has `conflict_level`."""
+    sizes = info.codebook_sizes
     measures = {
-        **measures,
+        **info.measures,
         **measure_collisions(codes),
         "levels": measure_levels(codes, sizes),
     }
-    if conflict:
+    if info.conflict_level:
         codes = add_conflict_levels(codes)
         sizes = [*sizes, *(codes[:, len(sizes) :].max(0) + 1).tolist()]
         if measures["largest_group"] > MAX_CONFLICT_CODES:
@@ -261,29 +220,7 @@ def _make_unique(
                 f"note: {measures['largest_group']} items share their codes, so the "
                 f"conflict code takes two levels of {MAX_CONFLICT_CODES} codes"
             )
-    measures["branching"] = branching(codes)
-    return _Codes(codes, sizes, conflict, measures)
-
-
-def _trained_codes(
-    embeddings: Table[EmbeddingsInfo],
-    tokenizer: Tokenizer,
-    say: Say,
-    sequences: Table[RetrievalInfo] | None,
-) -> _Codes:
-    """Train the tokenizer on the embeddings, and make the codes unique."""
-    fit_items = find_train_items(sequences) if sequences else None
-    trained = train_codes(read_embeddings(embeddings), tokenizer, say, fit_items)
-    num_levels, codebook_size, _ = trained.arrays["codebooks"].shape
-    has_duplicates = bool(measure_collisions(trained.codes)["duplicates"])
-    unique_codes = _make_unique(
-        trained.codes,
-        [codebook_size] * num_levels,
-        has_duplicates or not tokenizer.separates_items,
-        trained.measures,
-        say,
-    )
-    return replace(unique_codes, arrays=trained.arrays)
+    return codes, replace(info, codebook_sizes=sizes, measures=measures)
 
 
 def write_quantizer(uri: str, arrays: dict[str, np.ndarray], **manifest: Any) -> None:
@@ -374,49 +311,6 @@ def write_trie(
     )
 
 
-def _write_embeddings(
-    paths: TokenizerPaths,
-    source: EmbeddingSource,
-    overwrite: bool,
-    say: Say,
-    start_ray: Callable[[], None],
-) -> Table[EmbeddingsInfo]:
-    """Write the embeddings unless they are up to date."""
-    uri, shared = paths.embeddings, paths.shared_embeddings
-    if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
-        raise UserError(f"{paths.sids} was made from other embeddings", "settings")
-    earlier = find_table(shared, EmbeddingsInfo) if shared else None
-    origin = embed_origin(paths.items, source)
-    if earlier and earlier.fingerprint == fingerprint(*origin):
-        say(f"{uri}: up to date")
-        return earlier
-    lock: AbstractContextManager[object] = nullcontext()
-    if shared not in ("", paths.output):
-        lock = writing(uri)
-    with lock:
-        return embed_items(paths.items, uri, source, overwrite, say, start_ray)
-
-
-def check_items(
-    items: Table[ItemsInfo], tokenizer: Tokenizer, embed: EmbedConfig | None
-) -> None:
-    """Check that the catalogue has enough items and texts.
-
-    Args:
-        items: The `items` table.
-        tokenizer: The tokenizer.
-        embed: Options of text embeddings; None if no texts are embedded.
-    """
-    codebook_size = getattr(tokenizer.config, "codebook_size", 0)
-    if items.rows < codebook_size:
-        raise UserError(
-            f"{tokenizer.name}.codebook_size is {codebook_size}, more than the "
-            f"{items.rows} items of {items.uri}"
-        )
-    if embed:
-        item_texts(items.read(), embed)
-
-
 def settings_of_codes(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the options that the codes depend on, for the manifest."""
     options = asdict(tokenizer.config)
@@ -449,22 +343,35 @@ def tokenize(
         The tables `sids` and `trie`, and whether anything was written.
     """
     started = time.monotonic()
-    inputs = {"items": paths.items.hash}
-    embeddings = sequences = None
+    items, settings = paths.items, settings_of_codes(tokenizer)
+    inputs = {"items": items.hash}
+    embeddings = sequences = sids = trie = None
     with writing(paths.output):
         if overwrite:
             check_replaceable(paths.embeddings, "embeddings")
         if tokenizer.reads_file:
             published_sids, inputs["published"] = read_published(published)
         else:
+            uri, shared = paths.embeddings, paths.shared_embeddings
+            if not overwrite and not has_manifest(uri) and has_manifest(paths.sids):
+                raise UserError(
+                    f"{paths.sids} was made from other embeddings", "settings"
+                )
             source = source or EmbeddingSource()
-            embeddings = _write_embeddings(paths, source, overwrite, say, start_ray)
+            embeddings = find_table(shared, EmbeddingsInfo) if shared else None
+            origin = fingerprint(*embed_origin(items, source))
+            if embeddings and embeddings.fingerprint == origin:
+                say(f"{uri}: up to date")
+            else:
+                is_elsewhere = shared not in ("", paths.output)
+                with writing(uri) if is_elsewhere else nullcontext():
+                    embeddings = embed_items(
+                        items, uri, source, overwrite, say, start_ray
+                    )
             inputs["embeddings"] = embeddings.hash
         if tokenizer.on_train_items:
             sequences = open_table(paths.sequences, RetrievalInfo)
             inputs["sequences"] = sequences.hash
-        settings = settings_of_codes(tokenizer)
-        sids = trie = None
         if not overwrite:
             sids = find_finished(paths.sids, SidsInfo, settings, inputs)
             trie = find_table(paths.trie, TrieInfo) if sids else None
@@ -472,34 +379,36 @@ def tokenize(
                 trie = None
         if sids is None:
             if embeddings is None:
-                item_ids = paths.items.read(["item_id"])["item_id"].to_pylist()
+                item_ids = items.read(["item_id"])["item_id"].to_pylist()
                 codes = catalogue_codes(published_sids, item_ids, published)
                 # over all SIDs of the file, so that sizes do not depend on the k-core
                 sizes = (np.array(list(published_sids.values())).max(0) + 1).tolist()
-                unique = _make_unique(
-                    codes,
-                    sizes,
-                    bool(measure_collisions(codes)["duplicates"]),
-                    {"unused_published": len(published_sids) - len(codes)},
-                    say,
-                )
+                measures = {"unused_published": len(published_sids) - len(codes)}
             else:
                 if os.environ.get("RAY_ADDRESS"):
                     start_ray()
-                unique = _trained_codes(embeddings, tokenizer, say, sequences)
-                write_quantizer(
-                    paths.quantizer, unique.arrays, config=settings, inputs=inputs
+                fit_items = find_train_items(sequences) if sequences else None
+                trained = train_codes(
+                    read_embeddings(embeddings), tokenizer, say, fit_items
                 )
+                codes, measures = trained.codes, trained.measures
+                num_levels, codebook_size, _ = trained.arrays["codebooks"].shape
+                sizes = [codebook_size] * num_levels
+                write_quantizer(
+                    paths.quantizer, trained.arrays, config=settings, inputs=inputs
+                )
+            has_duplicates = bool(measure_collisions(codes)["duplicates"])
             info = SidsInfo(
-                codebook_sizes=unique.sizes,
+                codebook_sizes=sizes,
                 tokenizer=tokenizer.name,
-                items_hash=paths.items.hash,
-                conflict_level=unique.conflict_level,
-                measures=unique.measures,
+                items_hash=items.hash,
+                conflict_level=has_duplicates or not tokenizer.separates_items,
+                measures=measures,
             )
+            codes, info = _make_unique(codes, info, say)
             sids = write_sids(
                 paths.sids,
-                unique.codes,
+                codes,
                 config=settings,
                 inputs=inputs,
                 info=info,

@@ -12,7 +12,6 @@ Shapes: N items, C levels.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -30,16 +29,11 @@ def collision_groups(codes: np.ndarray) -> np.ndarray:
 
     Equal rows share a group. Groups are numbered in the order of their codes.
     """
+    order = np.lexsort(codes.T[::-1])
+    ordered = codes[order]
     groups = np.zeros(len(codes), dtype=np.int64)
-    max_groups = 1
-    for level_codes in codes.T.astype(np.int64):
-        size = int(level_codes.max(initial=0)) + 1
-        if max_groups * size >= 2**62:  # renumber before int64 overflows
-            present, groups = np.unique(groups, return_inverse=True)
-            max_groups = len(present)
-        groups = groups * size + level_codes
-        max_groups *= size
-    return np.unique(groups, return_inverse=True)[1].reshape(-1)
+    groups[order[1:]] = (ordered[1:] != ordered[:-1]).any(1).cumsum()
+    return groups
 
 
 def conflict_ranks(codes: np.ndarray) -> np.ndarray:
@@ -123,12 +117,3 @@ def measure_collisions(codes: np.ndarray) -> dict[str, Any]:
         "duplicates": int(len(codes) - len(sizes)),
         "largest_group": int(sizes.max()),
     }
-
-
-def branching(codes: np.ndarray) -> list[float]:
-    """Return the mean number of valid next codes per level (Table 7 of SID-MLP)."""
-    ordered = codes[np.argsort(collision_groups(codes), kind="stable")]
-    # (N - 1, C): whether the prefix differs from the prefix of the row before
-    changed = np.logical_or.accumulate(ordered[1:] != ordered[:-1], axis=1)
-    prefixes = [1, *(changed.sum(0) + 1).tolist()]
-    return [after / before for before, after in itertools.pairwise(prefixes)]

@@ -22,7 +22,7 @@ from torch import Tensor
 from core.errors import UserError
 from models.retrieval.tokenizers.codes import collision_groups, measure_collisions
 from models.retrieval.tokenizers.rqkmeans import Rqkmeans
-from models.retrieval.tokenizers.tokenizer import Progress, Quantized, Training
+from models.retrieval.tokenizers.tokenizer import Quantized, Training
 
 WIDTH = 8
 """Number of nearest centroids per level to combine; doubled for an item without free
@@ -39,14 +39,11 @@ class Psid(Rqkmeans):
         """Return True, as codes are unique."""
         return True
 
-    def fit(
-        self, embeddings: Tensor, chosen: Tensor | None = None
-    ) -> Training[Quantized]:
+    def fit(self, embeddings: Tensor, chosen: Tensor | None = None) -> Training:
         """Train the codebooks, and relax the codes of items with equal codes."""
         quantized = yield from super().fit(embeddings, chosen)
         collisions = measure_collisions(quantized.codes.numpy())
-        duplicates = collisions["duplicates"]
-        yield Progress(1, 1, f"relaxing the codes of {duplicates} duplicate items")
+        yield f"relaxing the codes of {collisions['duplicates']} duplicate items"
         codes = torch.from_numpy(assign_unique_codes(quantized))
         measures = {
             "collision_rate_before": collisions["collision_rate"],

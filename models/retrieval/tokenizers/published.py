@@ -48,7 +48,30 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
     Returns:
         Codes by item_id.
     """
-    rows = _parse_rows(content, uri)
+    name = uri.lower().removesuffix(".gz")
+    if not name.endswith((".json", ".csv")):
+        raise UserError(f"{uri} is neither .json nor .csv, with .gz or without")
+    try:
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        text = content.decode("utf-8-sig")
+        rows: Any
+        if name.endswith(".csv"):
+            lines = [line for line in csv.reader(io.StringIO(text)) if line]
+            header = lines[0] if lines else []
+            rows = [(item, codes) for item, *codes in lines[1:]]
+        else:
+            header = ["item_id"]
+            # pairs keep repeated keys, unlike a dict
+            rows = json.loads(text, object_pairs_hook=list)
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(
+            f"{uri} is damaged or not UTF-8 text of its layout ({error})"
+        ) from error
+    if header[:1] != ["item_id"]:
+        raise UserError(
+            f"{uri} has the header {','.join(header)!r}; it must be 'item_id,c1,c2,...'"
+        )
     sids: dict[str, list[int]] = {}
     for row in rows if isinstance(rows, list) else [rows]:
         if not (isinstance(row, tuple) and isinstance(row[1], list)):
@@ -63,36 +86,6 @@ def parse_published(content: bytes, uri: str) -> dict[str, list[int]]:
             f"{uri} has SIDs of {sorted(depths)} codes, not of one number of codes"
         )
     return sids
-
-
-def _parse_rows(content: bytes, uri: str) -> Any:
-    """Decompress and parse a file; arguments are as in `parse_published`."""
-    name = uri.lower().removesuffix(".gz")
-    if not name.endswith((".json", ".csv")):
-        raise UserError(f"{uri} is neither .json nor .csv, with .gz or without")
-    try:
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-        text = content.decode("utf-8-sig")
-        if name.endswith(".csv"):
-            return _csv_rows(text, uri)
-        # pairs keep repeated keys, unlike a dict
-        return json.loads(text, object_pairs_hook=list)
-    except (OSError, EOFError, ValueError) as error:
-        raise UserError(
-            f"{uri} is damaged or not UTF-8 text of its layout ({error})"
-        ) from error
-
-
-def _csv_rows(text: str, uri: str) -> list[tuple[str, list[object]]]:
-    """Return the item_id and the codes of each row of a CSV text."""
-    rows = [row for row in csv.reader(io.StringIO(text)) if row]
-    header = rows[0] if rows else []
-    if header[:1] != ["item_id"]:
-        raise UserError(
-            f"{uri} has the header {','.join(header)!r}; it must be 'item_id,c1,c2,...'"
-        )
-    return [(row[0], list(row[1:])) for row in rows[1:]]
 
 
 def read_published(uri: str) -> tuple[dict[str, list[int]], str]:

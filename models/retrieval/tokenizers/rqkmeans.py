@@ -1,8 +1,8 @@
 """RQ-KMeans: one k-means per level on the residuals of the levels above.
 
 Codebooks of a large catalogue are fitted on a sample with as many points per centroid
-as in faiss; then all items get their nearest codes. Training is a generator that yields
-`Progress` and returns the result. `rqvae` uses functions of this module.
+as in faiss; then all items get their nearest codes. `rqvae` uses functions of this
+module.
 
 Shapes: N items, D width of the quantised space, C levels, K codes per level.
 """
@@ -10,10 +10,6 @@ Shapes: N items, D width of the quantised space, C levels, K codes per level.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,13 +17,7 @@ from torch.nn import functional as F
 
 from core.errors import UserError
 from models.retrieval.tokenizers.config import RqkmeansConfig
-from models.retrieval.tokenizers.tokenizer import (
-    Progress,
-    Quantized,
-    T,
-    Tokenizer,
-    Training,
-)
+from models.retrieval.tokenizers.tokenizer import Quantized, Tokenizer, Training
 
 CHUNK_ROWS = 16384
 """Rows of a chunk in steps that compute a rows x K matrix."""
@@ -35,30 +25,6 @@ BLOCK_ROWS = 64 * CHUNK_ROWS
 """Rows of a chunk in steps that compute rows x D matrices."""
 ITEMS_PER_CODE = 256
 """Most items per code to fit a level on: 65,536 items for codebooks of 256."""
-PROGRESS_INTERVAL_S = 30.0
-"""Least seconds between two progress messages within a step."""
-WITHIN_A_STEP = Progress(0, 1, "", within=True)
-"""Progress of a training of one step."""
-
-
-def limit_progress(
-    training: Training[T], clock: Callable[[], float] = time.monotonic
-) -> Training[T]:
-    """Drop progress within steps that follows another message too soon.
-
-    Args:
-        training: Training whose progress is limited.
-        clock: Returns the time in seconds.
-    """
-    last = clock()
-    while True:
-        try:
-            progress = next(training)
-        except StopIteration as end:
-            return cast(T, end.value)
-        if not progress.within or clock() - last >= PROGRESS_INTERVAL_S:
-            yield progress
-            last = clock()
 
 
 class Rqkmeans(Tokenizer):
@@ -73,9 +39,7 @@ class Rqkmeans(Tokenizer):
         """Whether codebooks are fitted on the items of training requests only."""
         return self.config.train_items
 
-    def fit(
-        self, embeddings: Tensor, chosen: Tensor | None = None
-    ) -> Training[Quantized]:
+    def fit(self, embeddings: Tensor, chosen: Tensor | None = None) -> Training:
         """Train the codebooks by k-means, and yield the progress.
 
         If there are more than `ITEMS_PER_CODE` items per code, a random sample is used.
@@ -89,17 +53,14 @@ class Rqkmeans(Tokenizer):
             sample = sample[order[:max_items].to(sample.device)]
         residual, codebooks = sample, []
         for level in range(config.levels):
-            prefix = f"level {level + 1}: "
-            progress = Progress(level, config.levels, prefix, within=True)
-            codebook = yield from kmeans(
-                residual, config.codebook_size, generator, config.iterations, progress
+            codebook = kmeans(
+                residual, config.codebook_size, generator, config.iterations
             )  # (K, D)
             codes, _ = nearest_centres(residual, codebook)
             residual = residual - codebook[codes]
             codebooks.append(codebook)
             error = unexplained_variance(sample, sample - residual)
-            message = f"unexplained variance {error:.4f}"
-            yield Progress(level + 1, config.levels, message)
+            yield f"{level + 1}/{config.levels}: unexplained variance {error:.4f}"
         stacked = torch.stack(codebooks)
         codes, quantized = quantize_vectors(embeddings, stacked)
         error = unexplained_variance(embeddings, quantized)
@@ -159,8 +120,7 @@ def kmeans(
     k: int,
     generator: torch.Generator,
     iterations: int = 100,
-    progress: Progress = WITHIN_A_STEP,
-) -> Training[Tensor]:
+) -> Tensor:
     """Run Lloyd's k-means from greedy k-means++ seeds.
 
     An empty cluster restarts at the point farthest from its centre.
@@ -170,7 +130,6 @@ def kmeans(
         k: Number of centres.
         generator: CPU generator. Equal seeds give equal centres.
         iterations: Most iterations.
-        progress: Progress of the training; its message is the prefix of all messages.
 
     Returns:
         (k, D) centres.
@@ -179,9 +138,9 @@ def kmeans(
         raise UserError(
             f"{k} codes per level need at least {k} items, there are {len(points)}"
         )
-    centres = yield from _seed_centres(points, k, generator, progress)
+    centres = _seed_centres(points, k, generator)
     previous = torch.full((len(points),), -1, device=points.device)
-    for iteration in range(iterations):
+    for _ in range(iterations):
         codes, distances = nearest_centres(points, centres)
         counts = torch.bincount(codes, minlength=k)
         empty = (counts == 0).nonzero().flatten()
@@ -201,14 +160,10 @@ def kmeans(
             far = distances.sort(descending=True, stable=True).indices[: len(empty)]
             far = far[distances[far] > 0]
             centres[empty[: len(far)]] = points[far]
-        message = f"k-means iteration {iteration + 1} of at most {iterations}"
-        yield replace(progress, message=progress.message + message)
     return centres
 
 
-def _seed_centres(
-    points: Tensor, k: int, generator: torch.Generator, progress: Progress
-) -> Training[Tensor]:
+def _seed_centres(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Choose initial centres (k, D) by greedy k-means++."""
     num_candidates = 2 + int(math.log(k))
     uniform = torch.rand(k, num_candidates, generator=generator, dtype=torch.float64)
@@ -228,8 +183,6 @@ def _seed_centres(
         seeds.append(int(candidates[best]))
         distances = new_distances[:, best].clone()
         distances[seeds[-1]] = 0
-        message = f"k-means seed {len(seeds)} of {k}"
-        yield replace(progress, message=progress.message + message)
     return points[seeds]
 
 

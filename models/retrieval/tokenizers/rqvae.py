@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from core.errors import pluralize
 from models.retrieval.tokenizers.config import RqvaeConfig
 from models.retrieval.tokenizers.rqkmeans import (
     CHUNK_ROWS,
@@ -33,18 +33,16 @@ from models.retrieval.tokenizers.rqkmeans import (
     quantize_vectors,
     unexplained_variance,
 )
-from models.retrieval.tokenizers.tokenizer import (
-    Progress,
-    Quantized,
-    Tokenizer,
-    Training,
-)
+from models.retrieval.tokenizers.tokenizer import Quantized, Tokenizer, Training
 
 COMMITMENT = 0.25
 """Weight of the commitment loss, beta (TIGER, Sec. 3.1)."""
 
 REPORT_EVERY = 50
-"""Epochs between messages with the losses."""
+"""Most epochs between messages with the losses."""
+
+REPORT_INTERVAL_S = 30.0
+"""Most seconds between messages with the losses, if an epoch does not take longer."""
 
 RESTART_EVERY = 10
 """Epochs between restarts of unused codes."""
@@ -115,19 +113,11 @@ class Rqvae(nn.Module):
 
     def initialise_codebooks(
         self, embeddings: Tensor, generator: torch.Generator
-    ) -> Training[None]:
-        """Initialise the codebooks by k-means of the residuals (TIGER, Sec. 3.1).
-
-        Yields:
-            The progress of the k-means.
-        """
+    ) -> None:
+        """Initialise the codebooks by k-means of the residuals (TIGER, Sec. 3.1)."""
         residual = self.latents(embeddings)
-        for level, codebook in enumerate(self.codebooks.data):
-            prefix = f"first codes of level {level + 1}: "
-            progress = Progress(0, self.config.epochs, prefix, within=True)
-            centres = yield from kmeans(
-                residual, self.config.codebook_size, generator, progress=progress
-            )
+        for codebook in self.codebooks.data:
+            centres = kmeans(residual, self.config.codebook_size, generator)
             codebook.copy_(centres)  # (K, D), keeps the layout of the codebook
             code, _ = nearest_centres(residual, centres)
             residual = residual - centres[code]
@@ -204,9 +194,7 @@ class RqvaeTokenizer(Tokenizer):
         """Whether optimal transport and `separate_equal_codes` spread the items."""
         return self.config.sinkhorn > 0
 
-    def fit(
-        self, embeddings: Tensor, chosen: Tensor | None = None
-    ) -> Training[Quantized]:
+    def fit(self, embeddings: Tensor, chosen: Tensor | None = None) -> Training:
         """Train an RQ-VAE, and yield its progress.
 
         Equal seeds give equal codes on the same hardware.
@@ -217,7 +205,7 @@ class RqvaeTokenizer(Tokenizer):
             torch.manual_seed(config.seed)
             model = Rqvae(embeddings.shape[1], config)
         model.to(embeddings.device)
-        yield from model.initialise_codebooks(embeddings, generator)
+        model.initialise_codebooks(embeddings, generator)
         layers = [*model.encoder.parameters(), *model.decoder.parameters()]
         optimizer = torch.optim.AdamW(
             [
@@ -226,10 +214,11 @@ class RqvaeTokenizer(Tokenizer):
             ],
             lr=config.lr,
         )
+        reported_at = time.monotonic()
         for epoch in range(1, config.epochs + 1):
             sums = dict.fromkeys(("reconstruction", "quantization"), 0.0)
             order = torch.randperm(len(embeddings), generator=generator)
-            for step, rows in enumerate(order.split(config.batch_size), 1):
+            for rows in order.split(config.batch_size):
                 losses = model(embeddings[rows.to(embeddings.device)])
                 optimizer.zero_grad(set_to_none=True)
                 losses["loss"].backward()
@@ -238,21 +227,14 @@ class RqvaeTokenizer(Tokenizer):
                     sums[name] += (
                         float(losses[name].detach()) * len(rows) / len(embeddings)
                     )
-                yield Progress(
-                    epoch - 1,
-                    config.epochs,
-                    f"{pluralize(step, 'step')} of epoch {epoch}",
-                    within=True,
-                )
             # no restart near the end: a moved code needs some epochs to settle
             if epoch <= 0.9 * config.epochs and epoch % RESTART_EVERY == 0:
                 model.restart_dead_codes(embeddings, generator, optimizer)
-            if epoch % REPORT_EVERY == 0 or epoch == config.epochs:
-                yield Progress(
-                    epoch,
-                    config.epochs,
-                    ", ".join(f"{name} {value:.4f}" for name, value in sums.items()),
-                )
+            is_due = time.monotonic() - reported_at > REPORT_INTERVAL_S
+            if epoch == config.epochs or epoch % REPORT_EVERY == 0 or is_due:
+                losses_of_epoch = (f"{name} {sums[name]:.4f}" for name in sums)
+                yield f"{epoch}/{config.epochs}: {', '.join(losses_of_epoch)}"
+                reported_at = time.monotonic()
         weights = model.encoder.state_dict()
         self.arrays = {name: weight.cpu() for name, weight in weights.items()}
         return model.quantize(embeddings)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -35,24 +35,8 @@ class Quantized:
     """Further measures of the codes, for the manifest."""
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a tokenizer's training."""
-
-    step: int
-    """Number of finished steps: epochs or levels."""
-    steps: int
-    """Number of all steps."""
-    message: str
-    """Message, such as the losses."""
-    within: bool = False
-    """Whether the message is sent within a step; `limit_progress` drops most of
-    them."""
-
-
-T = TypeVar("T")
-Training = Generator[Progress, None, T]
-"""A training that yields its progress and returns a result."""
+Training = Generator[str, None, Quantized]
+"""A training that yields messages on its progress and returns the codes."""
 
 
 class Tokenizer:
@@ -84,9 +68,7 @@ class Tokenizer:
         """Whether codebooks are fitted on the items of training requests only."""
         return False
 
-    def fit(
-        self, embeddings: Tensor, chosen: Tensor | None = None
-    ) -> Training[Quantized]:
+    def fit(self, embeddings: Tensor, chosen: Tensor | None = None) -> Training:
         """Train on embeddings and set `arrays`, and yield the progress.
 
         Args:
@@ -109,3 +91,8 @@ class Published(Tokenizer):
     name = "published"
     config_class = NamedConfig
     reads_file = True
+
+    @property
+    def separates_items(self) -> bool:
+        """Return True, as published codes are usually unique."""
+        return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from models.retrieval.tokenizers.rqvae import (
     assign_evenly,
     separate_equal_codes,
 )
-from models.retrieval.tokenizers.tokenizer import Progress
+from models.retrieval.tokenizers.tokenizer import Training
 from tests.fixtures.golden import check_golden
 
 BRANCHES = (4, 3, 2)
@@ -35,7 +34,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def finish(training: Generator[Progress, None, Any]) -> Any:
+def finish(training: Training) -> Any:
     """Run a training and return its result."""
     while True:
         try:
