@@ -42,7 +42,7 @@ from models.cpu.matmul import use_exact_onednn
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.student import Student
-from models.retrieval.tiger import TigerConfig
+from models.retrieval.tiger.tiger import TigerConfig
 
 MODELS = {
     **dict.fromkeys(("hf_nocache", "hf", "tiger_shared_kv"), "tiger"),
@@ -148,11 +148,10 @@ def make_steps(
             lambda batch: model.recommend(batch, TOP_K, **options),
         )
 
+    @torch.no_grad()
     def search(batch: HistoryBatch) -> Any:
-        model.backbone.pack = False  # SID-MLP++ also computes padding, as published
-        found = Student.recommend(model, batch, TOP_K, **options)
-        model.backbone.pack = True
-        return found
+        history = model.encode(batch)
+        return Student.search(model, history, TOP_K, beam, None, None, None)
 
     return model.encode, search
 

@@ -1,4 +1,4 @@
-"""Decoding by `generate` of `transformers`, to compare with `decoders/t5.py`.
+"""Decoding by `generate` of `transformers`, to compare with `tiger/decoder.py`.
 
     library = to_transformers(tiger)
     items, scores = generate(tiger, library, batch, k=10, beam=50)
@@ -18,7 +18,7 @@ from torch import Tensor
 from models.retrieval.data import HistoryBatch
 from models.retrieval.parts import real_positions
 from models.retrieval.search.topk import top_k
-from models.retrieval.tiger import Tiger
+from models.retrieval.tiger.tiger import Tiger
 
 MIN_MODEL_SCORE = -1e8
 """Lowest score that the model can give: the library starts all beams but one at

@@ -32,7 +32,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Workers without Ray Train are forked from a process that has imported the loop. It
 # starts with the first of them.
 multiprocessing.set_forkserver_preload(
-    ["pipelines.training.worker", "models.retrieval.tiger", "models.actions.fusions"]
+    [
+        "pipelines.training.worker",
+        "models.retrieval.tiger.tiger",
+        "models.actions.fusions",
+    ]
 )
 
 LONG_FIXTURES = {"ray_local", "trained", "taught", "s3"}

@@ -234,31 +234,6 @@ void packed_attention(const float* qkv, const int64_t* begin, int64_t users, int
     }
 }
 
-void packed_readout(const float* queries, const float* states, const int64_t* begin, int64_t users, int64_t heads,
-                    int64_t width, float* out) {
-#pragma omp parallel
-    {
-        std::vector<float> weights;
-#pragma omp for collapse(2) schedule(dynamic, 4)
-        for (int64_t user = 0; user < users; user++)
-            for (int64_t head = 0; head < heads; head++) {
-                const int64_t size = begin[user + 1] - begin[user];
-                const float *q = queries + (user * heads + head) * width, *user_states = states + begin[user] * width;
-                float* mixed = out + (user * heads + head) * width;
-                weights.resize(num_lanes(size) * LANES);
-                for (int64_t j = 0; j < size; j++) weights[j] = dot(q, user_states + j * width, width);
-                softmax(weights.data(), size);
-                std::fill_n(mixed, width, 0.0f);
-                for (int64_t j = 0; j < size; j++) {
-                    const float* v = user_states + j * width;
-                    const float weight = weights[j];
-#pragma omp simd
-                    for (int64_t d = 0; d < width; d++) mixed[d] += weight * v[d];
-                }
-            }
-    }
-}
-
 void scaled_rows(const float* x, int64_t rows, int64_t width, float epsilon, float* out) {
 #pragma omp parallel for if (rows > 64)
     for (int64_t r = 0; r < rows; r++) {

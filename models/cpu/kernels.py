@@ -4,8 +4,8 @@
         y = kernels.packed_attention(...)
 
 The kernels compute small ragged operations for which PyTorch needs padding and many
-passes on a CPU: attention within histories, from a query of each user to a history, and
-from a beam to its ancestors; norms; and the whole search of a student through a trie.
+passes on a CPU: attention within histories, and from a beam to its ancestors; norms;
+and the whole search of a student through a trie.
 
 The library is built on first use with the machine's C++ compiler ($CXX, or c++) and
 stored in the user's cache folder. Without a compiler, callers compute the same results
@@ -30,7 +30,7 @@ import shlex
 import subprocess
 import warnings
 from collections.abc import Sequence
-from ctypes import POINTER, c_bool, c_float, c_int64, c_void_p
+from ctypes import c_bool, c_float, c_int64, c_void_p
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -46,41 +46,10 @@ from models.cpu.matmul import is_plain_inference
 # in the archive of a served model, the source is not a file
 SOURCE = resources.files("models.cpu") / "kernels.cpp"
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-march=native")
+C_TYPES: dict[type, Any] = {bool: c_bool, int: c_int64, float: c_float}
+"""C types of the kernels' numbers; other arguments are addresses."""
 
-ARGUMENTS: dict[str, list[Any]] = {
-    "packed_attention": [
-        c_void_p,
-        c_void_p,
-        *[c_int64] * 3,
-        c_void_p,
-        c_int64,
-        c_void_p,
-    ],
-    "packed_readout": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p],
-    "scaled_rows": [c_void_p, c_int64, c_int64, c_float, c_void_p],
-    "beam_attention": [
-        c_void_p,
-        POINTER(c_void_p),
-        POINTER(c_void_p),
-        *[c_int64] * 4,
-        c_void_p,
-        c_void_p,
-    ],
-    "log_softmax_part": [c_void_p, *[c_int64] * 4, c_void_p],
-    "beam_search": [
-        c_void_p,
-        POINTER(c_void_p),
-        POINTER(c_int64),
-        *[c_int64] * 3,
-        c_float,
-        c_int64,
-        c_int64,
-        c_bool,
-        c_void_p,
-        c_void_p,
-    ],
-}
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-march=native")
 
 
 def ready(*tensors: Tensor) -> bool:
@@ -111,9 +80,6 @@ def library() -> ctypes.CDLL | None:
             stacklevel=3,
         )
         return None
-    for name, types in ARGUMENTS.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = types, None
     return loaded
 
 
@@ -213,27 +179,6 @@ def packed_attention(qkv: Tensor, begin: Tensor, bias: Tensor, heads: int) -> Te
         bias.shape[-1],
         out,
     )
-    return out
-
-
-def packed_readout(query: Tensor, states: Tensor, begin: Tensor) -> Tensor:
-    """Attend from a query per user and head to the states of the user, unscaled.
-
-    Args:
-        query: (B, H, D) queries.
-        states: (n, D) states of all users.
-        begin: (B + 1,) offsets: user u has the rows `begin[u] : begin[u + 1]`.
-
-    Returns:
-        (B, H, D)
-    """
-    begin, _ = _check_spans(begin, len(states))
-    query = _check_tensor(
-        "query", query, len(begin) - 1, *query.shape[1:2], states.shape[-1]
-    )
-    states = _check_tensor("states", states, len(states), query.shape[-1])
-    out = torch.empty_like(query)
-    _call("packed_readout", query, states, begin, *query.shape, out)
     return out
 
 
@@ -398,6 +343,13 @@ def _addresses(tensors: Sequence[Tensor | None]) -> Any:
 
 def _call(name: str, *arguments: Any) -> None:
     """Call a kernel with the addresses of tensors, which the caller keeps alive."""
-    getattr(library(), name)(
-        *(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
-    )
+    function = getattr(library(), name)
+    function.restype = None
+    values = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            values.append(c_void_p(x.data_ptr()))
+        else:
+            to_c = C_TYPES.get(type(x))
+            values.append(to_c(x) if to_c else x)
+    function(*values)

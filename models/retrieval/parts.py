@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -172,10 +172,6 @@ class Backbone(nn.Module):
     def infer(self, batch: HistoryBatch) -> History:
         """Return the states of `encode`, up to rounding, as fast as possible."""
         return self.encode(batch)
-
-    def packed_encoder(self) -> Any:
-        """Return an encoder of unpadded histories, or None (`models/cpu`)."""
-        return None
 
 
 class Scorer(Protocol):

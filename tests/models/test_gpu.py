@@ -22,7 +22,6 @@ from models import registry
 from models.actions.catalogue import ActionsCatalogue
 from models.actions.data import ActionsDataset
 from models.build import build_model
-from models.cpu import fast
 from models.dataset.batch import Batch, bucket_size
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
@@ -135,8 +134,6 @@ def to_meta(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         return autocast(device, *args, **options)
 
     monkeypatch.setattr(torch, "autocast", autocast_unless_meta)
-    # weights are checked once, when derived weights are computed
-    monkeypatch.setattr(fast, "check_finite", lambda weights, *rest: weights)
 
     def move(batch: Batch, *modules: Any) -> Batch:
         for outer in modules:

@@ -24,13 +24,13 @@ from torch.nn import functional
 from core.errors import UserError
 from core.options import STRICT
 from models.layers.t5 import Block, dropout
-from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.teacher import build_teacher, require
 from models.retrieval.parts import History, padding_mask
 from models.retrieval.students.joint import Joint, JointConfig
-from models.retrieval.tiger import Tiger
+from models.retrieval.tiger.decoder import T5Decoder
+from models.retrieval.tiger.encoder import ExtendedT5, T5Backbone
+from models.retrieval.tiger.tiger import Tiger
 
 NUM_REGISTERS = 2
 """Number of learned embeddings around a history."""

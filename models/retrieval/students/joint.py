@@ -12,11 +12,11 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT
-from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.teacher import TaughtModel, TeacherConfig, require
 from models.retrieval.retriever import Retriever
-from models.retrieval.tiger import Tiger
+from models.retrieval.tiger.decoder import T5Decoder
+from models.retrieval.tiger.encoder import T5Backbone
+from models.retrieval.tiger.tiger import Tiger
 
 
 @dataclass(config=STRICT)

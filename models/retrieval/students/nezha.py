@@ -36,12 +36,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.options import STRICT
-from models.retrieval.backbones.t5 import ExtendedT5, T5Backbone
 from models.retrieval.data import Catalogue, HistoryBatch
 from models.retrieval.distillation.teacher import build_teacher, require
 from models.retrieval.parts import Backbone, Decoder, History
 from models.retrieval.students.joint import Joint, JointConfig
-from models.retrieval.tiger import Tiger
+from models.retrieval.tiger.encoder import ExtendedT5, T5Backbone
+from models.retrieval.tiger.tiger import Tiger
 
 PARAMETER_PREFIXES = {
     "head": ("decoder.heads",),

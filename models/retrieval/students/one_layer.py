@@ -15,11 +15,11 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from core.options import STRICT
-from models.retrieval.backbones.t5 import T5Backbone
-from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.distillation.teacher import require
 from models.retrieval.retriever import Retriever
+from models.retrieval.tiger.decoder import T5Decoder
+from models.retrieval.tiger.encoder import T5Backbone
 
 
 @dataclass(config=STRICT)

@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.build import build_model
-from models.retrieval.decoders.t5 import T5Decoder, T5Target
-from models.retrieval.retriever import Retriever
-from models.retrieval.search import speculative
-from models.retrieval.search.speculative import Tree
-from models.retrieval.students.atspeed import (
+from models.retrieval.atspeed import speculative
+from models.retrieval.atspeed.atspeed import (
     TOP_CODES,
     AtSpeed,
+    T5Target,
     relaxed_loss,
     strict_loss,
 )
+from models.retrieval.atspeed.speculative import Tree
+from models.retrieval.retriever import Retriever
+from models.retrieval.tiger.decoder import T5Decoder
 from tests.fixtures.small_retrieval import (
     FIRST,
     SIZES,

@@ -24,11 +24,10 @@ from models.build import build_model, load_model
 from models.cpu import kernels
 from models.dataset.encoding import PAD
 from models.retrieval.data import Catalogue, InteractionBatch, RequestBatch
-from models.retrieval.decoders.t5 import T5Decoder
-from models.retrieval.distillation.student import ReusesDecoder, Student
+from models.retrieval.distillation.student import ReusesDecoder
 from models.retrieval.distillation.teacher import TaughtModel, build_teacher
 from models.retrieval.parts import History
-from models.retrieval.students.sid_mlp import SidMlp
+from models.retrieval.tiger.decoder import T5Decoder
 from models.training import checkpoint
 from tests.fixtures.golden import check_golden
 from tests.fixtures.small_retrieval import (
@@ -220,15 +219,9 @@ def test_compiled_kernels_and_the_fast_path_change_no_ranking(
         items, scores = model.recommend(batch, ITEMS + 2, **options)
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "ready", lambda *tensors: False)
-            recommends = [type(model).recommend]
-            if isinstance(model, SidMlp):  # its fast path and that of all students
-                recommends.append(Student.recommend)
-            for recommend in recommends:
-                plain_items, plain_scores = recommend(
-                    model, batch, ITEMS + 2, **options
-                )
-                torch.testing.assert_close(plain_scores, scores, rtol=1e-4, atol=1e-5)
-                assert plain_items.tolist() == items.tolist()
+            plain_items, plain_scores = model.recommend(batch, ITEMS + 2, **options)
+        torch.testing.assert_close(plain_scores, scores, rtol=1e-4, atol=1e-5)
+        assert plain_items.tolist() == items.tolist()
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from core.schemas import Inputs
-from models.retrieval.language.lc_rec import LcRec
-from models.retrieval.language.prompts import (
+from models.retrieval.lc_rec.lc_rec import LcRec
+from models.retrieval.lc_rec.prompts import (
     INSTRUCTIONS,
     TASKS,
     TEMPLATE,

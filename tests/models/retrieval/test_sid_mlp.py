@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.build import build_model
-from models.retrieval.decoders.sid_mlp import CrossAttention
 from models.retrieval.distillation.student import Student
 from models.retrieval.parts import History
+from models.retrieval.sid_mlp.decoder import CrossAttention
 from tests.fixtures.small_retrieval import (
     FIRST,
     SIZES,

@@ -17,15 +17,15 @@ from torch.nn import functional
 from core.errors import UserError
 from core.schemas import Inputs
 from models.build import load_model
-from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone, RoleTokens
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.students.sid_mlp_pp import (
+from models.retrieval.sid_mlp.mlp_encoder import EncoderSizes, MlpBackbone, RoleTokens
+from models.retrieval.sid_mlp.sid_mlp_pp import (
     SidMlpPp,
     SidMlpPpConfig,
     SidMlpPpEncoder,
     SidMlpPpEncoderConfig,
 )
-from models.retrieval.tiger import Tiger, TigerConfig
+from models.retrieval.tiger.tiger import Tiger, TigerConfig
 from models.training import checkpoint
 from pipelines.evaluation.ranking import evaluate
 from tests.fixtures.small_retrieval import make_requests_with_lengths

@@ -18,8 +18,8 @@ from core.schemas import Inputs
 from models.build import load_model
 from models.registry import build_model_config
 from models.retrieval.data import Catalogue
-from models.retrieval.decoders.sid_mlp import SidMlpConfig
-from models.retrieval.students.sid_mlp import SidMlp
+from models.retrieval.sid_mlp.decoder import SidMlpConfig
+from models.retrieval.sid_mlp.sid_mlp import SidMlp
 from models.training import checkpoint
 from models.training.fit_config import FitConfig
 from models.training.loop import Report

@@ -13,7 +13,7 @@ from benchmarks.generate import generate, to_transformers
 from models.dataset.encoding import PAD
 from models.layers.t5 import _ReluDropout, dropout
 from models.retrieval.data import HistoryBatch
-from models.retrieval.tiger import Tiger, TigerConfig
+from models.retrieval.tiger.tiger import Tiger, TigerConfig
 from tests.fixtures import small_retrieval
 
 SMALL = {

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.cpu import kernels, t5_packed
 from models.layers.t5 import T5Sizes
-from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue
 from models.retrieval.parts import SidTokens, padding_mask
+from models.retrieval.tiger import encoder as packed
+from models.retrieval.tiger.encoder import T5Backbone
 
 SIZES = T5Sizes(
     vocabulary=20,
@@ -62,12 +62,9 @@ def encode_padded(
     st.lists(st.integers(1, 40), min_size=1, max_size=30),
     st.integers(0, 3),
     st.sampled_from([1, 50, 10_000]),
-    st.booleans(),
 )
 @torch.no_grad()
-def test_states_equal_those_of_the_padded_encoder(
-    lengths, extra_padding, max_tokens, compiled
-):
+def test_states_equal_those_of_the_padded_encoder(lengths, extra_padding, max_tokens):
     lengths = torch.tensor(lengths)
     width = int(lengths.max()) + extra_padding
     is_real = torch.arange(width) < lengths[:, None]
@@ -75,9 +72,7 @@ def test_states_equal_those_of_the_padded_encoder(
     tokens = torch.randint(0, 20, (len(lengths), width), generator=generator)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(t5_packed, "MAX_CHUNK_TOKENS", max_tokens)
-        if not compiled:
-            patch.setattr(kernels, "library", lambda: None)
+        patch.setattr(packed, "MAX_CHUNK_TOKENS", max_tokens)
         states = MODEL.packed_encoder()(tokens, lengths)
 
     expected = encode_padded(MODEL, tokens, lengths)

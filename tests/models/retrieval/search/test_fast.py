@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.cpu import kernels
 from models.retrieval.data import HistoryBatch
 from models.retrieval.distillation.student import Student
-from models.retrieval.students.sid_mlp import SidMlp
+from models.retrieval.sid_mlp.sid_mlp import SidMlp
 from tests.fixtures import small_retrieval
 from tests.fixtures.search_problems import catalogues
 from tests.fixtures.small_students import SIZES, build_student, draw_published_codes
@@ -28,7 +27,9 @@ def check_paths_agree(
 ) -> None:
     """Assert that the fast and the plain path rank alike up to rounding."""
     options = {"beam": beam, "scores": scores}
-    items, plain_scores = Student.recommend(model, batch, k, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SidMlp, "search", Student.search)
+        items, plain_scores = model.recommend(batch, k, **options)
     fast_items, fast_scores = model.recommend(batch, k, **options)
 
     torch.testing.assert_close(
@@ -58,9 +59,6 @@ def test_paths_agree_on_any_trie(catalogue, scores, k, beam, seed):
     model = build_student(torch.tensor(codes), sizes, seed)
     batch = make_requests(5, len(codes), seed, longest=4)
     check_paths_agree(model, batch, k, beam, scores)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "library", lambda: None)
-        check_paths_agree(model, batch, k, beam, scores)
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +67,9 @@ def large_student() -> SidMlp:
     return build_student(draw_published_codes(6000), SIZES)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("scores", ["children", "codebook"])
 @pytest.mark.parametrize(("k", "beam"), [(10, 1), (10, 10), (50, 50), (70, 20)])
-def test_paths_agree_on_a_catalogue_of_realistic_shape(
-    large_student, scores, k, beam, compiled, monkeypatch
-):
-    if not compiled:
-        monkeypatch.setattr(kernels, "library", lambda: None)
+def test_paths_agree_on_a_catalogue_of_realistic_shape(large_student, scores, k, beam):
     check_paths_agree(large_student, make_requests(40, 6000), k, beam, scores)
 
 
@@ -91,7 +84,9 @@ def test_both_paths_break_ties_alike(scores):
     batch = make_requests(6, 300)
     for k, beam in ((10, 50), (50, 7), (300, 300)):
         options = {"beam": beam, "scores": scores}
-        items, plain_scores = Student.recommend(model, batch, k, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SidMlp, "search", Student.search)
+            items, plain_scores = model.recommend(batch, k, **options)
         fast_items, fast_scores = model.recommend(batch, k, **options)
         torch.testing.assert_close(fast_scores, plain_scores, rtol=0, atol=1e-5)
         assert fast_items.tolist() == items.tolist()

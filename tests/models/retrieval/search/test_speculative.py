@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.retrieval.search.beam import beam_search
-from models.retrieval.search.speculative import (
+from models.retrieval.atspeed.speculative import (
     Speculation,
     SpeculativeResult,
     Tree,
     speculative_search,
 )
+from models.retrieval.search.beam import beam_search
 from models.retrieval.search.trie import Trie
 from tests.fixtures.search_problems import (
     Codes,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from core.errors import UserError
-from models.retrieval.backbones.causal_lm import LmBackbone
+from models.retrieval.lc_rec.backbone import LmBackbone
 from models.retrieval.parts import Decoder, History, Memory
 
 

@@ -9,7 +9,7 @@ r"""SID-MLP++ (Guo et al., 2026, Sec. 3.5): SID-MLP with an encoder of MLPs.
 
 Stage 1 (`sid_mlp_pp_encoder`) trains MLPs to match the encoder states of the frozen
 teacher by squared error. Stage 2 (`sid_mlp_pp`) freezes the MLPs and trains SID-MLP's
-readout and heads on their states by equation 3. The encoder is in `backbones/mlp.py`.
+readout and heads on their states by equation 3. The encoder is in `mlp_encoder.py`.
 
 Shapes: `B` requests, `S` tokens of a history, `D` width.
 """
@@ -27,10 +27,7 @@ from torch import Tensor
 from core.errors import UserError
 from core.options import STRICT
 from models.build import build_model
-from models.retrieval.backbones.mlp import EncoderSizes, MlpBackbone
-from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
-from models.retrieval.decoders.sid_mlp import SidMlpConfig
 from models.retrieval.distillation.teacher import (
     TaughtModel,
     TeacherConfig,
@@ -41,7 +38,10 @@ from models.retrieval.distillation.teacher import (
 from models.retrieval.distillation.teacher_cache import CachedStates, TeacherOutput
 from models.retrieval.parts import History, real_positions
 from models.retrieval.retriever import Retriever
-from models.retrieval.students.sid_mlp import SidMlp
+from models.retrieval.sid_mlp.decoder import SidMlpConfig
+from models.retrieval.sid_mlp.mlp_encoder import EncoderSizes, MlpBackbone
+from models.retrieval.sid_mlp.sid_mlp import SidMlp
+from models.retrieval.tiger.encoder import T5Backbone
 from models.training import checkpoint
 from models.training.distributed import global_mean
 

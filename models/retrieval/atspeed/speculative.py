@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -109,8 +109,7 @@ class Speculation:
     """(E,) mask of the edges that lead to allowed items, as in `beam_search`."""
 
 
-@dataclass(frozen=True)
-class SpeculativeResult:
+class SpeculativeResult(NamedTuple):
     """Items and scores of a search, and the cost of the search."""
 
     items: Tensor
@@ -126,8 +125,7 @@ class SpeculativeResult:
     """(B,) number of accepted steps."""
 
 
-@dataclass(frozen=True)
-class Beams:
+class Beams(NamedTuple):
     """The target's beams, of equal length for all R requests."""
 
     rows: Tensor
@@ -139,15 +137,8 @@ class Beams:
     score: Tensor
     """(R, W) sums of log-probabilities, -inf for missing beams."""
 
-    def select(self, index: Tensor) -> Beams:
-        """Return the beams of some requests, by index or mask."""
-        return Beams(
-            self.rows[index], self.codes[index], self.node[index], self.score[index]
-        )
 
-
-@dataclass(frozen=True)
-class Drafts:
+class Drafts(NamedTuple):
     """Drafted prefixes of one length; at the start of a pass, the target's beams."""
 
     node: Tensor
@@ -161,15 +152,6 @@ class Drafts:
     log_probs: Tensor
     """(R, N, C) log-probabilities of the draft for the next code; C = 0 for the longest
     prefixes."""
-
-    def select(self, row: Tensor, index: Tensor) -> Drafts:
-        """Return the prefixes `index` (R', W) of the requests `row` (R',)."""
-        return Drafts(
-            node=self.node[row].gather(1, index),
-            parent=self.parent[row].gather(1, index),
-            score=self.score[row].gather(1, index),
-            log_probs=_take_rows(self.log_probs[row], index),
-        )
 
 
 def speculative_search(
@@ -194,237 +176,149 @@ def speculative_search(
             search.
     """
     device = trie.leaves.device
-
-    def zeros() -> Tensor:
-        return torch.zeros(num_requests, dtype=torch.long, device=device)
-
+    counts = torch.zeros((3, num_requests), dtype=torch.long, device=device)
     result = SpeculativeResult(
-        items=torch.full((num_requests, k), -1, device=device),
-        scores=torch.full((num_requests, k), -torch.inf, device=device),
-        passes=zeros(),
-        drafted=zeros(),
-        accepted=zeros(),
+        torch.full((num_requests, k), -1, device=device),
+        torch.full((num_requests, k), -torch.inf, device=device),
+        *counts,
     )
-    root = zeros().unsqueeze(1)
-    all_requests = Beams(
-        rows=torch.arange(num_requests, device=device),
-        codes=root[..., None][..., :0],
-        node=root,
-        score=root.float(),
-    )
+    all_rows = torch.arange(num_requests, device=device)
+    root = torch.zeros_like(all_rows).unsqueeze(1)
     # per length: beams from which a pass has to start
     waiting: list[list[Beams]] = [[] for _ in range(trie.levels)]
-    waiting[0].append(all_requests)
-    for length in range(trie.levels):
-        parts = [beams for beams in waiting[length] if len(beams.rows)]
-        if not parts:
-            continue
-        beams = Beams(
-            rows=torch.cat([part.rows for part in parts]),
-            codes=torch.cat([part.codes for part in parts]),
-            node=torch.cat([part.node for part in parts]),
-            score=torch.cat([part.score for part in parts]),
-        )
-        noise = None if keys is None else Noise(keys[beams.rows], length)
-        search = _Pass(target, draft, trie, options, noise)
-        search.run(beams, waiting, result)
+    waiting[0].append(Beams(all_rows, root[..., None][..., :0], root, root.float()))
+    for length, parts in enumerate(waiting):
+        columns = zip(*(part for part in parts if len(part.rows)), strict=True)
+        joined = [torch.cat(column) for column in columns]
+        if joined:
+            beams = Beams(*joined)
+            noise = None if keys is None else Noise(keys[beams.rows], length)
+            _run_pass(target, draft, trie, options, noise, beams, waiting, result)
     return result
 
 
-@dataclass(frozen=True)
-class _Pairs:
-    """Pairs of a beam and one of its children, ordered by beam and child."""
-
-    scores: Tensor
-    """(R, P) sums of log-probabilities of the target, -inf if there is no child."""
-    edge: Tensor
-    """(R, P) edges of the trie."""
-    code: Tensor
-    """(R, P) codes of the children."""
-    per_beam: int
-    """Number of pairs of a beam."""
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """A pass of the target over a drafted tree."""
-
-    target: Target
-    draft: Draft
-    trie: Trie
-    options: Speculation
-    noise: Noise | None
-
-    def run(
-        self, beams: Beams, waiting: list[list[Beams]], result: SpeculativeResult
-    ) -> None:
-        """Draft, verify, and advance each request as far as its drafts are accepted."""
-        length = beams.codes.shape[2]
-        tree, drafts = _draft(self.draft, self.trie, beams, self.options, self.noise)
-        verified = self.target(beams.rows, tree, length)
-        result.passes[beams.rows] += 1
-        result.drafted[beams.rows] += len(drafts) - 1
-        # (R,) index of each advancing request among the requests of the pass
-        row = torch.arange(len(beams.rows), device=beams.rows.device)
-        # (R, W) index of each beam among the tree's prefixes of its length
-        prefix = torch.arange(beams.node.shape[1], device=row.device)
-        prefix = prefix.expand(beams.node.shape)
-        for step, tree_log_probs in enumerate(verified):
-            level = length + step
-            log_probs = _take_rows(tree_log_probs[row], prefix)
-            pairs = self._score_pairs(level, beams, log_probs)
-            noise = None if self.noise is None else self.noise.at_level(row, level)
-            if level == self.trie.levels - 1:
-                _finish(self.trie, pairs, beams.rows, self.options, noise, result)
-                return
-            if step + 1 == len(drafts):  # nothing is drafted for the next step
-                position = self._choose(level, pairs, noise)
-                waiting[level + 1].append(_extend(beams, pairs, position))
-                return
-            pair_of_draft = self._locate_drafts(
-                level, drafts[step : step + 2], row, prefix, beams, pairs
-            )
-            if noise is None:
-                position = self._choose(level, pairs, noise)
-            else:
-                beam_drafts = drafts[step].select(row, prefix)
-                position = select_published(
-                    p=_softmax(pairs.scores),
-                    q=_softmax(self._score_drafts(level, beams, beam_drafts, pairs)),
-                    pair_of_draft=pair_of_draft,
-                    beam=self._width(level),
-                    noise=noise,
-                    edge=pairs.edge,
-                )
-            beams = _extend(beams, pairs, position)
-            prefix = _invert(pair_of_draft, pairs.scores.shape[1]).gather(1, position)
-            accepted = ((prefix >= 0) | (beams.score == -torch.inf)).all(1)
-            waiting[level + 1].append(beams.select(~accepted))
-            beams = beams.select(accepted)
-            row = row[accepted]
-            prefix = prefix[accepted].clamp(min=0)
-            result.accepted[beams.rows] += 1
-            if not len(row):
-                return
-
-    def _score_pairs(self, level: int, beams: Beams, log_probs: Tensor) -> _Pairs:
-        """Score the children of the beams by `log_probs` (R, W, C_level)."""
-        options, trie = self.options, self.trie
+def _run_pass(
+    target: Target,
+    draft: Draft,
+    trie: Trie,
+    options: Speculation,
+    noise: Noise | None,
+    beams: Beams,
+    waiting: list[list[Beams]],
+    result: SpeculativeResult,
+) -> None:
+    """Draft, verify, and advance each request as far as its drafts are accepted."""
+    length = beams.codes.shape[2]
+    tree, drafts = _draft(draft, trie, beams, options, noise)
+    verified = target(beams.rows, tree, length)
+    result.passes[beams.rows] += 1
+    result.drafted[beams.rows] += len(drafts) - 1
+    # (R,) index of each advancing request among the requests of the pass
+    row = torch.arange(len(beams.rows), device=beams.rows.device)
+    # (R, W) index of each beam among the tree's prefixes of its length
+    beam = torch.arange(beams.node.shape[1], device=row.device)
+    prefix = beam.expand(beams.node.shape)
+    for step, tree_log_probs in enumerate(verified):
+        level = length + step
+        level_noise = None if noise is None else noise.at_level(row, level)
+        # pairs of a beam and one of its children, ordered by beam and child: (R, P)
         scores, edge, code = score_pairs(
             trie,
             level,
             beams.node,
             beams.score,
-            log_probs,
+            _take_rows(tree_log_probs[row], prefix),
             options.children,
             options.allowed,
         )
-        per_beam = scores.shape[1] // beams.node.shape[1]
-        missing = self._width(level) - scores.shape[1]
-        if missing > 0 and level < trie.levels - 1:
-            # requests of other passes may have more pairs: one width for all
-            scores = functional.pad(scores, (0, missing), value=-torch.inf)
-            edge = functional.pad(edge, (0, missing))
-            code = functional.pad(code, (0, missing))
-        return _Pairs(scores, edge, code, per_beam)
-
-    def _width(self, level: int) -> int:
-        """Return the number of beams after a level."""
-        return min(self.options.beam, self.trie.edges[level])
-
-    def _choose(self, level: int, pairs: _Pairs, noise: Noise | None) -> Tensor:
-        """Return the pairs (R, W) of the next beams, without regard to drafts."""
-        scores = pairs.scores
-        if noise is not None:
-            scores = scores + noise.gumbel(pairs.edge)
-        return select(scores, self._width(level))
-
-    def _score_drafts(
-        self, level: int, beams: Beams, drafts: Drafts, pairs: _Pairs
-    ) -> Tensor:
-        """Return the draft's scores (R, P) of all pairs."""
-        scores, _, _ = score_pairs(
-            self.trie,
-            level,
-            beams.node,
-            drafts.score,
-            drafts.log_probs,
-            self.options.children,
-            self.options.allowed,
+        num_beams = beams.node.shape[1]
+        per_beam = scores.shape[1] // num_beams
+        if level == trie.levels - 1:
+            k = result.items.shape[1]
+            count = max(options.beam, k)
+            if level_noise is not None and count < scores.shape[1]:
+                sampled = select(scores + level_noise.gumbel(edge), count)
+                others = torch.full_like(scores, -torch.inf)
+                scores = others.scatter_(1, sampled, scores.gather(1, sampled))
+            position, score = top_k(scores, k)
+            item = trie.leaves[edge.gather(1, position.clamp(min=0))]
+            result.items[beams.rows] = torch.where(score == -torch.inf, -1, item)
+            result.scores[beams.rows] = score
+            return
+        width = min(options.beam, trie.edges[level])
+        # requests of other passes may have more pairs: one width for all
+        missing = (0, max(0, width - scores.shape[1]))
+        scores = functional.pad(scores, missing, value=-torch.inf)
+        edge, code = functional.pad(edge, missing), functional.pad(code, missing)
+        num_pairs = scores.shape[1]
+        is_drafted = step + 1 < len(drafts)
+        if is_drafted:
+            current, following = drafts[step], drafts[step + 1]
+            # (R, N): beam of each drafted prefix, -1 for none; missing beams go to an
+            # extra column
+            num_prefixes = current.node.shape[1]
+            index = torch.where(beams.score > -torch.inf, prefix, num_prefixes)
+            beam_of_prefix = prefix.new_full((len(row), num_prefixes + 1), -1)
+            beam = torch.arange(num_beams, device=row.device).expand(prefix.shape)
+            beam_of_prefix = beam_of_prefix.scatter_(1, index, beam)[:, :-1]
+            parent = following.parent[row]
+            parent_beam = beam_of_prefix.gather(1, parent)
+            parent_node = current.node[row].gather(1, parent)
+            child = following.node[row] - trie.offsets(level)[parent_node]
+            is_pair = (parent_beam >= 0) & (following.score[row] > -torch.inf)
+            # (R, N): pair of each drafted prefix of the next length, P for none
+            pair_of_draft = torch.where(
+                is_pair, parent_beam * per_beam + child, num_pairs
+            )
+        if is_drafted and level_noise is not None:
+            draft_scores, _, _ = score_pairs(
+                trie,
+                level,
+                beams.node,
+                current.score[row].gather(1, prefix),
+                _take_rows(current.log_probs[row], prefix),
+                options.children,
+                options.allowed,
+            )
+            missing = (0, num_pairs - draft_scores.shape[1])
+            draft_scores = functional.pad(draft_scores, missing)
+            draft_scores = draft_scores.masked_fill(scores == -torch.inf, -torch.inf)
+            position = select_published(
+                p=_softmax(scores),
+                q=_softmax(draft_scores),
+                pair_of_draft=pair_of_draft,
+                beam=width,
+                noise=level_noise,
+                edge=edge,
+            )
+        elif level_noise is not None:
+            position = select(scores + level_noise.gumbel(edge), width)
+        else:
+            position = select(scores, width)
+        parent = (position // per_beam).clamp(max=num_beams - 1)
+        newest = code.gather(1, position).unsqueeze(-1)
+        beams = Beams(
+            rows=beams.rows,
+            codes=torch.cat([_take_rows(beams.codes, parent), newest], -1),
+            node=edge.gather(1, position),
+            score=scores.gather(1, position),
         )
-        missing = pairs.scores.shape[1] - scores.shape[1]
-        scores = functional.pad(scores, (0, missing))
-        return scores.masked_fill(pairs.scores == -torch.inf, -torch.inf)
-
-    def _locate_drafts(
-        self,
-        level: int,
-        drafts: list[Drafts],
-        row: Tensor,
-        prefix: Tensor,
-        beams: Beams,
-        pairs: _Pairs,
-    ) -> Tensor:
-        """Find the target's pair of each drafted prefix of the next length."""
-        current, following = drafts
-        num_prefixes, num_pairs = current.node.shape[1], pairs.scores.shape[1]
-        beam = torch.arange(prefix.shape[1], device=prefix.device).expand(prefix.shape)
-        # (R, N): beam of each drafted prefix, -1 for none; missing beams go to an extra
-        # column
-        index = torch.where(beams.score > -torch.inf, prefix, num_prefixes)
-        beam_of_prefix = prefix.new_full((len(row), num_prefixes + 1), -1)
-        beam_of_prefix = beam_of_prefix.scatter_(1, index, beam)[:, :-1]
-        parent = following.parent[row]
-        parent_beam = beam_of_prefix.gather(1, parent)
-        parent_node = current.node[row].gather(1, parent)
-        child = following.node[row] - self.trie.offsets(level)[parent_node]
-        pair = parent_beam * pairs.per_beam + child
-        is_pair = (parent_beam >= 0) & (following.score[row] > -torch.inf)
-        return torch.where(is_pair, pair, num_pairs)
-
-
-def _extend(beams: Beams, pairs: _Pairs, position: Tensor) -> Beams:
-    """Return the beams of the pairs at `position` (R, W), one code longer."""
-    parent = (position // pairs.per_beam).clamp(max=beams.node.shape[1] - 1)
-    code = pairs.code.gather(1, position).unsqueeze(-1)
-    return Beams(
-        rows=beams.rows,
-        codes=torch.cat([_take_rows(beams.codes, parent), code], -1),
-        node=pairs.edge.gather(1, position),
-        score=pairs.scores.gather(1, position),
-    )
-
-
-def _invert(pair_of_draft: Tensor, num_pairs: int) -> Tensor:
-    """Return the drafted prefix (R, P) of each pair, -1 for pairs without a draft."""
-    index = torch.arange(pair_of_draft.shape[1], device=pair_of_draft.device)
-    draft_of_pair = pair_of_draft.new_full((len(pair_of_draft), num_pairs + 1), -1)
-    draft_of_pair.scatter_(1, pair_of_draft, index.expand(pair_of_draft.shape))
-    return draft_of_pair[:, :-1]
-
-
-def _finish(
-    trie: Trie,
-    pairs: _Pairs,
-    rows: Tensor,
-    options: Speculation,
-    noise: Noise | None,
-    result: SpeculativeResult,
-) -> None:
-    """Write the items of the last level to `result`, ranked by the target's score."""
-    k = result.items.shape[1]
-    scores = pairs.scores
-    count = max(options.beam, k)
-    if noise is not None and count < scores.shape[1]:
-        sampled = select(scores + noise.gumbel(pairs.edge), count)
-        sampled_scores = scores.gather(1, sampled)
-        scores = torch.full_like(scores, -torch.inf).scatter_(
-            1, sampled, sampled_scores
-        )
-    position, score = top_k(scores, k)
-    item = trie.leaves[pairs.edge.gather(1, position.clamp(min=0))]
-    result.items[rows] = torch.where(score == -torch.inf, -1, item)
-    result.scores[rows] = score
+        if not is_drafted:
+            waiting[level + 1].append(beams)
+            return
+        # (R, P): drafted prefix of each pair, -1 for pairs without a draft
+        draft_of_pair = prefix.new_full((len(row), num_pairs + 1), -1)
+        index = torch.arange(pair_of_draft.shape[1], device=row.device)
+        draft_of_pair.scatter_(1, pair_of_draft, index.expand(pair_of_draft.shape))
+        prefix = draft_of_pair[:, :-1].gather(1, position)
+        accepted = ((prefix >= 0) | (beams.score == -torch.inf)).all(1)
+        waiting[level + 1].append(Beams(*(x[~accepted] for x in beams)))
+        beams = Beams(*(x[accepted] for x in beams))
+        row = row[accepted]
+        prefix = prefix[accepted].clamp(min=0)
+        result.accepted[beams.rows] += 1
+        if not len(row):
+            return
 
 
 def _draft(

@@ -178,7 +178,7 @@ class LmBackbone(Backbone):
             Last states (B, S, D), and the keys and values of each layer.
         """
         # imported here, as it imports transformers
-        from models.retrieval.backbones.lm_cache import to_cache, to_memory
+        from models.retrieval.lc_rec.cache import to_cache, to_memory
 
         cache = to_cache(memory)
         output = cast(Any, self.lm).base_model(

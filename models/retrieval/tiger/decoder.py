@@ -7,20 +7,13 @@ projection is folded into the keys and the output projection into the values:
 per code, and a beam looks them up by its ancestors. In contrast, the cache of
 `transformers` holds cross-attention once per beam and copies it at every step.
 
-To verify drafts (`search/speculative.py`), one pass reads a tree of prefixes. All
-prefixes of a user are positions of one sequence. A mask restricts the attention of each
-prefix to itself and its ancestors, and the relative position bias depends on the
-prefix's length instead of its position.
-
 Shapes: `B` users, `L` levels, `W` beams, `N = B * W`, `S` source positions, `D` width,
-`H` heads, `K` width of a head, `V` vocabulary; `R` users of a tree, `T` prefixes of a
-user, `W_l` of them with l codes.
+`H` heads, `K` width of a head, `V` vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +24,6 @@ from models.cpu.derived import cache_until_changed
 from models.cpu.matmul import PackedLinear
 from models.layers.t5 import Stack, T5Sizes
 from models.retrieval.parts import Decoder, History, SidTokens
-from models.retrieval.search.speculative import Tree
-
-MAX_TREE_SCORES = 2**26
-"""Most attention scores of a layer over trees at once; larger batches are split by
-user."""
 
 
 class T5Decoder(Decoder):
@@ -149,8 +137,16 @@ class PackedDecoder:
         self.q: list[PackedLinear] = []
         self.kv: list[PackedLinear] = []
         self.o: list[PackedLinear] = []
+        for block in blocks if self.has_attention else []:
+            attention, norm = block.attention, block.get_norm(0).weight
+            self.q.append(PackedLinear(attention.q.weight * norm))
+            kv = torch.cat([attention.k.weight, attention.v.weight])
+            self.kv.append(PackedLinear(kv * norm))
+            self.o.append(PackedLinear(attention.o.weight))
         if self.has_attention:
-            self._pack_self_attention(blocks)
+            # (V, ...): queries, keys and values of every token in block 0
+            token = self.normalize(embedding.weight)
+            self.first_q, self.first_kv = self.q[0](token), self.kv[0](token)
         self.wi = [
             PackedLinear(block.feedforward.wi.weight * block.get_norm(-1).weight)
             for block in blocks
@@ -162,35 +158,17 @@ class PackedDecoder:
         # projections of q and o folded in
         self.keys: list[PackedLinear] = []
         self.values: list[PackedLinear] = []
-        if self.has_cross_attention:
-            for block in blocks:
-                self._fold_cross_attention(
-                    block.cross_attention, block.get_norm(1).weight
-                )
-
-    def _pack_self_attention(self, blocks: Any) -> None:
-        """Pack the projections of self-attention, and apply block 0's to all tokens."""
-        for block in blocks:
-            attention, norm = block.attention, block.get_norm(0).weight
-            self.q.append(PackedLinear(attention.q.weight * norm))
-            kv = torch.cat([attention.k.weight, attention.v.weight])
-            self.kv.append(PackedLinear(kv * norm))
-            self.o.append(PackedLinear(attention.o.weight))
-        # (V, ...): queries, keys and values of every token in block 0
-        token = self.normalize(self.embedding.weight)
-        self.first_q, self.first_kv = self.q[0](token), self.kv[0](token)
-
-    def _fold_cross_attention(self, cross: Any, norm: Tensor) -> None:
-        """Append a block's folded projections to keys and values of the history."""
-        heads = (cross.heads, -1)
-        q = cross.q.weight.unflatten(0, heads) * norm  # (H, K, D)
-        k = cross.k.weight.unflatten(0, heads)
-        v = cross.v.weight.unflatten(0, heads)
-        o = cross.o.weight.unflatten(1, heads)  # (D, H, K)
-        keys = torch.einsum("hkd,hke->hde", q, k).flatten(0, 1)
-        values = torch.einsum("dhk,hke->hde", o, v).flatten(0, 1)
-        self.keys.append(PackedLinear(keys))
-        self.values.append(PackedLinear(values))
+        for block in blocks if self.has_cross_attention else []:
+            cross, heads = block.cross_attention, (self.heads, -1)
+            norm = block.get_norm(1).weight
+            q = cross.q.weight.unflatten(0, heads) * norm  # (H, K, D)
+            k = cross.k.weight.unflatten(0, heads)
+            v = cross.v.weight.unflatten(0, heads)
+            o = cross.o.weight.unflatten(1, heads)  # (D, H, K)
+            keys = torch.einsum("hkd,hke->hde", q, k).flatten(0, 1)
+            values = torch.einsum("dhk,hke->hde", o, v).flatten(0, 1)
+            self.keys.append(PackedLinear(keys))
+            self.values.append(PackedLinear(values))
 
 
 class SharedKV:
@@ -322,83 +300,3 @@ class SharedKV:
         for level, value in enumerate(values[1:], start=1):
             mixed = mixed + weights[..., level] * value
         return mixed.flatten(1)
-
-
-class T5Target:
-    """A `Target` of speculative search over a T5 decoder and encoded histories."""
-
-    def __init__(self, decoder: T5Decoder, history: History) -> None:
-        self.decoder, self.history = decoder, history
-
-    @torch.no_grad()
-    def __call__(self, rows: Tensor, tree: Tree, first: int) -> list[Tensor]:
-        """Return log-probabilities of the next code, as `Target.__call__`.
-
-        Log-probabilities are normalised as by the decoder's scorer.
-        """
-        num_prefixes = 1 + sum(codes.shape[1] for codes in tree.codes)
-        scores_per_user = self.decoder.stack.sizes.num_heads * num_prefixes**2
-        num_users = max(1, MAX_TREE_SCORES // scores_per_user)
-        parts = []
-        for part in torch.arange(len(rows), device=rows.device).split(num_users):
-            part_tree = Tree(
-                [parents[part] for parents in tree.parents],
-                [codes[part] for codes in tree.codes],
-            )
-            users = rows[part]
-            history = History(self.history.states[users], self.history.lengths[users])
-            parts.append(self._log_probs(history, part_tree, first))
-        return [torch.cat(level_parts) for level_parts in zip(*parts, strict=True)]
-
-    def _log_probs(self, history: History, tree: Tree, first: int) -> list[Tensor]:
-        """Return the result of `__call__` for all users of `history` at once."""
-        decoder = self.decoder
-        widths = [1, *(codes.shape[1] for codes in tree.codes)]
-        # T5's start token is padding, 0
-        inputs = [torch.zeros_like(history.lengths).unsqueeze(1)]
-        for level, codes in enumerate(tree.codes):
-            inputs.append(codes + decoder.tokens.first[level])
-        bias = None
-        if decoder.stack.blocks[0].has_attention:
-            bias = self._bias(tree, widths)
-        embedded = decoder.embedding(torch.cat(inputs, 1))  # (R, T, D)
-        states = decoder.stack(embedded, bias, 0.0, history.states, history.padding)
-        scale = decoder.stack.sizes.d_model**-0.5  # as in T5 with tied embeddings
-        states_by_length = states.split(widths, 1)
-        return [
-            self._normalize_level(states_by_length[length] * scale, length)
-            for length in range(first, len(widths))
-        ]
-
-    def _normalize_level(self, hidden: Tensor, level: int) -> Tensor:
-        """Return the log-probabilities (R, W_level, C_level) of scaled states."""
-        weight, tokens = self.decoder.embedding.weight, self.decoder.tokens
-        first, size = tokens.first[level], tokens.sizes[level]
-        if self.decoder.codebook_scores:
-            logits = functional.linear(hidden, weight.narrow(0, first, size))
-            return logits.float().log_softmax(-1)
-        logits = functional.linear(hidden, weight)
-        return logits.float().log_softmax(-1).narrow(-1, first, size)
-
-    def _bias(self, tree: Tree, widths: list[int]) -> Tensor:
-        """Return the attention bias (R, H, T, T) over the prefixes of a tree."""
-        device = self.decoder.embedding.weight.device
-        lengths = [
-            torch.full((width,), length, device=device)
-            for length, width in enumerate(widths)
-        ]
-        length = torch.cat(lengths)  # (T,)
-        length_bias = self.decoder.stack.position_bias(len(widths))[0]
-        bias = length_bias[:, length[:, None], length]  # (H, T, T)
-        num_users = len(tree.codes[0]) if tree.codes else 1
-        is_ancestor = torch.eye(len(length), dtype=torch.bool, device=device)
-        is_ancestor = is_ancestor.repeat(num_users, 1, 1)  # (R, T, T)
-        parent_rows = is_ancestor[:, :1]  # of the prefixes one code shorter
-        first = 1
-        for parents in tree.parents:
-            end = first + parents.shape[1]
-            index = parents.unsqueeze(-1).expand(-1, -1, len(length))
-            is_ancestor[:, first:end] |= parent_rows.gather(1, index)
-            parent_rows = is_ancestor[:, first:end]
-            first = end
-        return bias.masked_fill(~is_ancestor.unsqueeze(1), -torch.inf)

@@ -5,7 +5,7 @@ r"""AtSpeed (Lin et al., 2025) on TIGER: a T5 draft whose beams the teacher veri
         --model.teacher runs/tiger
 
 AtSpeed-S recommends the items of its teacher, up to the order of exactly tied scores
-(strict search of `search/speculative.py`). AtSpeed-R samples beams from the teacher's
+(strict search of `speculative.py`). AtSpeed-R samples beams from the teacher's
 probabilities (relaxed search). The better the draft, the fewer passes of the teacher a
 search needs.
 
@@ -34,22 +34,27 @@ from torch.nn import functional
 from core.options import STRICT
 from models.metrics.scores import check_finite
 from models.retrieval import metrics
-from models.retrieval.backbones.t5 import T5Backbone
+from models.retrieval.atspeed.speculative import (
+    Speculation,
+    SpeculativeResult,
+    Tree,
+    mix_bits,
+    speculative_search,
+)
 from models.retrieval.data import Catalogue, HistoryBatch, RequestBatch
-from models.retrieval.decoders.t5 import T5Decoder, T5Target
 from models.retrieval.distillation.student import Student, StudentConfig
 from models.retrieval.distillation.teacher import require
 from models.retrieval.options import AtSpeedOptions, Scores
 from models.retrieval.parts import History, Scorer, real_positions
 from models.retrieval.recommend import drop_history_items, recommender, truncate_history
 from models.retrieval.retriever import Retriever
-from models.retrieval.search.speculative import (
-    Speculation,
-    SpeculativeResult,
-    mix_bits,
-    speculative_search,
-)
+from models.retrieval.tiger.decoder import T5Decoder
+from models.retrieval.tiger.encoder import T5Backbone
 from models.training.distributed import global_mean
+
+MAX_TREE_SCORES = 2**26
+"""Most attention scores of a layer over trees at once; larger batches are split by
+user."""
 
 TOP_CODES = 20
 """Number K of the draft's likeliest codes that `strict_loss` aligns (the AtSpeed
@@ -140,6 +145,85 @@ def relaxed_loss(draft: Tensor, teacher: Tensor) -> Tensor:
     """
     difference = draft.float().softmax(-1) - teacher.float().softmax(-1)
     return 0.5 * difference.abs().sum(-1).mean()
+
+
+class T5Target:
+    """A `Target` of speculative search over a T5 decoder and encoded histories.
+
+    One pass reads a tree of prefixes. All prefixes of a user are positions of one
+    sequence. A mask restricts the attention of each prefix to itself and its ancestors,
+    and the relative position bias depends on the prefix's length instead of its
+    position.
+
+    Shapes: `R` users of a tree, `T` prefixes of a user, `W_l` of them with l codes.
+    """
+
+    def __init__(self, decoder: T5Decoder, history: History) -> None:
+        self.decoder, self.history = decoder, history
+
+    @torch.no_grad()
+    def __call__(self, rows: Tensor, tree: Tree, first: int) -> list[Tensor]:
+        """Return log-probabilities of the next code, as `Target.__call__`.
+
+        Log-probabilities are normalised as by the decoder's scorer.
+        """
+        num_prefixes = 1 + sum(codes.shape[1] for codes in tree.codes)
+        scores_per_user = self.decoder.stack.sizes.num_heads * num_prefixes**2
+        num_users = max(1, MAX_TREE_SCORES // scores_per_user)
+        parts = []
+        for part in torch.arange(len(rows), device=rows.device).split(num_users):
+            part_tree = Tree(
+                [parents[part] for parents in tree.parents],
+                [codes[part] for codes in tree.codes],
+            )
+            users = rows[part]
+            history = History(self.history.states[users], self.history.lengths[users])
+            parts.append(self._log_probs(history, part_tree, first))
+        return [torch.cat(level_parts) for level_parts in zip(*parts, strict=True)]
+
+    def _log_probs(self, history: History, tree: Tree, first: int) -> list[Tensor]:
+        """Return the result of `__call__` for all users of `history` at once."""
+        decoder, tokens = self.decoder, self.decoder.tokens
+        device = history.lengths.device
+        widths = [1, *(codes.shape[1] for codes in tree.codes)]
+        # T5's start token is padding, 0
+        inputs = [torch.zeros_like(history.lengths).unsqueeze(1)]
+        for level, codes in enumerate(tree.codes):
+            inputs.append(codes + tokens.first[level])
+        bias = None
+        if decoder.stack.blocks[0].has_attention:
+            lengths = [
+                torch.full((width,), length, device=device)
+                for length, width in enumerate(widths)
+            ]
+            length = torch.cat(lengths)  # (T,) number of codes of each prefix
+            is_ancestor = torch.eye(len(length), dtype=torch.bool, device=device)
+            is_ancestor = is_ancestor.repeat(len(history.lengths), 1, 1)  # (R, T, T)
+            parent_rows = is_ancestor[:, :1]  # of the prefixes one code shorter
+            begin = 1
+            for parents in tree.parents:
+                end = begin + parents.shape[1]
+                index = parents.unsqueeze(-1).expand(-1, -1, len(length))
+                is_ancestor[:, begin:end] |= parent_rows.gather(1, index)
+                parent_rows = is_ancestor[:, begin:end]
+                begin = end
+            length_bias = decoder.stack.position_bias(len(widths))[0]
+            bias = length_bias[:, length[:, None], length]  # (H, T, T)
+            bias = bias.masked_fill(~is_ancestor.unsqueeze(1), -torch.inf)
+        embedded = decoder.embedding(torch.cat(inputs, 1))  # (R, T, D)
+        states = decoder.stack(embedded, bias, 0.0, history.states, history.padding)
+        scale = decoder.stack.sizes.d_model**-0.5  # as in T5 with tied embeddings
+        by_length = (states * scale).split(widths, 1)
+        log_probs = []
+        for level in range(first, len(widths)):
+            logits = functional.linear(by_length[level], decoder.embedding.weight)
+            logits = logits.float()
+            codebook = tokens.first[level], tokens.sizes[level]
+            if decoder.codebook_scores:
+                log_probs.append(logits.narrow(-1, *codebook).log_softmax(-1))
+            else:
+                log_probs.append(logits.log_softmax(-1).narrow(-1, *codebook))
+        return log_probs
 
 
 class AtSpeed(Student):

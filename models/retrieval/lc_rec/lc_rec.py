@@ -31,14 +31,14 @@ from torch.nn import functional
 
 from core.errors import UserError
 from core.options import STRICT, Dropout, NamedConfig, Share
-from models.retrieval.backbones.causal_lm import (
+from models.retrieval.data import Catalogue, RequestBatch
+from models.retrieval.lc_rec.backbone import (
     LmBackbone,
     Segment,
     concat_segments,
 )
-from models.retrieval.data import Catalogue, RequestBatch
-from models.retrieval.decoders.causal_lm import LmDecoder
-from models.retrieval.language.prompts import (
+from models.retrieval.lc_rec.decoder import LmDecoder
+from models.retrieval.lc_rec.prompts import (
     TASKS,
     Pretrained,
     Tokenizer,

@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from core.options import STRICT, Dropout, NamedConfig
 from models.layers.t5 import T5Sizes
-from models.retrieval.backbones.t5 import T5Backbone
 from models.retrieval.data import Catalogue, RequestBatch
-from models.retrieval.decoders.t5 import T5Decoder
 from models.retrieval.parts import SidTokens
 from models.retrieval.retriever import Retriever
+from models.retrieval.tiger.decoder import T5Decoder
+from models.retrieval.tiger.encoder import T5Backbone
 
 
 @dataclass(config=STRICT)

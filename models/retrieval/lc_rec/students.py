@@ -35,14 +35,14 @@ from torch import Tensor, nn
 from core.errors import UserError
 from core.options import STRICT, Dropout
 from models.cpu.derived import cache_until_changed
-from models.retrieval.backbones.causal_lm import LmBackbone, Segment
 from models.retrieval.data import Catalogue, HistoryBatch
-from models.retrieval.decoders.sid_mlp import SidMlpConfig, SidMlpDecoder
 from models.retrieval.distillation.student import ReusesDecoder, Student, StudentConfig
 from models.retrieval.distillation.teacher import build_teacher, require
-from models.retrieval.language.lc_rec import LcRec
+from models.retrieval.lc_rec.backbone import LmBackbone, Segment
+from models.retrieval.lc_rec.lc_rec import LcRec
 from models.retrieval.parts import History
 from models.retrieval.retriever import Retriever
+from models.retrieval.sid_mlp.decoder import SidMlpConfig, SidMlpDecoder
 from models.retrieval.students.joint import Joint
 from models.retrieval.students.nezha import NezhaConfig, NezhaDecoder, last_positions
 from models.text import language_model

@@ -117,15 +117,15 @@ class CrossAttention(nn.Module):
     def forward(self, query: Tensor, states: Tensor, padding: Tensor | None) -> Tensor:
         """Return the output (B, W, D) of queries that attend to states.
 
-        Scores are scaled by 1 / sqrt(K). In training with one query per user,
-        `attend_once` computes the same output without keys and values.
+        Scores are scaled by 1 / sqrt(K). With one query per user, `attend_once`
+        computes the same output without keys and values.
 
         Args:
             query: (B, W, D) queries.
             states: (B, S, D) states.
             padding: (B, 1, 1, S) padding mask to add to scores, or None.
         """
-        if self.training and query.shape[1] == 1:
+        if query.shape[1] == 1:
             return self.attend_once(query[:, 0], states, padding).unsqueeze(1)
         q = self._split_heads(self.q(query))  # (B, H, W, K)
         k = self._split_heads(self.k(states))  # (B, H, S, K)

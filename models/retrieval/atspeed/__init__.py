@@ -1,0 +1,1 @@
+"""AtSpeed: speculative beam search."""

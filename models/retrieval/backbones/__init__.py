@@ -1,1 +1,0 @@
-"""Backbones, which encode the history of a request; see `parts.py`."""

@@ -1,1 +1,0 @@
-"""Decoders, which score the next code of a semantic ID; see `parts.py`."""

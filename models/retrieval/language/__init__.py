@@ -1,1 +1,0 @@
-"""LC-Rec and its students: language models as backbones."""

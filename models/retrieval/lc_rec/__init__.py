@@ -1,0 +1,1 @@
+"""LC-Rec, a language model of semantic IDs, and its students."""

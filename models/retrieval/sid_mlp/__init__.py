@@ -1,0 +1,1 @@
+"""SID-MLP and SID-MLP++, students of MLPs."""

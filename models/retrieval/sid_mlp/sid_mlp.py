@@ -1,0 +1,128 @@
+r"""SID-MLP (Guo et al., 2026): TIGER's decoder distilled into a readout and MLPs.
+
+    python -m jobs.train --config jobs/configs/retrieval/sid_mlp.yaml --tables TABLES \
+        --sids SIDS --storage runs --name sid_mlp --model.teacher runs/tiger
+
+One attention readout per user and an MLP per level replace the decoder. The decoder is
+in `decoders/sid_mlp.py`, the loss in `distillation/student.py`, the fast search in
+`models/retrieval/sid_mlp/fast.py`.
+
+Shapes: `B` requests.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.cpu import kernels
+from models.cpu.derived import cache_until_changed
+from models.metrics.scores import check_finite
+from models.retrieval.distillation.student import Student
+from models.retrieval.options import Scores
+from models.retrieval.parts import History
+from models.retrieval.retriever import Retriever
+from models.retrieval.sid_mlp.decoder import SidMlpConfig, SidMlpDecoder
+
+
+class SidMlp(Student):
+    """SID-MLP and its ablations, with a fast search for the paper's main model."""
+
+    name = "sid_mlp"
+    config_class: ClassVar[type] = SidMlpConfig
+    config: SidMlpConfig
+    decoder: SidMlpDecoder
+
+    @staticmethod
+    def build_decoder(config: SidMlpConfig, teacher: Retriever) -> SidMlpDecoder:
+        """Return SID-MLP's decoder on the teacher's backbone."""
+        return SidMlpDecoder(config, teacher.backbone)
+
+    def supports_fast_search(self) -> bool:
+        """Return whether fast search covers the model: the paper's main model."""
+        config = self.config
+        return (
+            config.m == 0
+            and config.prefix == "concat"
+            and config.readout == "attention"
+            and config.logits == "codebook"
+            and config.context_ffn
+        )
+
+    def search(
+        self,
+        history: History,
+        k: int,
+        beam: int | None,
+        scores: Scores | None,
+        constrained: bool | None,
+        allowed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Search as `Student.search` does, on a CPU by one compiled call.
+
+        The call keeps a hidden layer in the core's cache, and does not run the head of
+        a prefix with a single child. Items and scores are equal up to rounding.
+        """
+        if (
+            constrained is False
+            or not self.supports_fast_search()
+            or not kernels.ready(history.states)
+        ):
+            return super().search(history, k, beam, scores, constrained, allowed)
+        heads = cache_until_changed(
+            self, "folded_heads", lambda: FoldedHeads(self.decoder)
+        )
+        z = cast(Tensor, self.decoder.context(history))
+        hidden = functional.linear(z, heads.z_weight, heads.z_bias)  # (B, L * N)
+        check_finite(hidden)  # the kernel's comparisons would ignore NaN
+        trie = self.trie
+        node, score = kernels.beam_search(
+            hidden,
+            heads.levels,
+            [(trie.offsets(level), trie.tokens(level)) for level in range(trie.levels)],
+            self.tokens.sizes,
+            heads.epsilon,
+            self.config.beam if beam is None else beam,
+            k,
+            self.normalizes_children(scores),
+            () if allowed is None else allowed.split(trie.edges),
+        )
+        return torch.where(score == -torch.inf, -1, trie.leaves[node]), score
+
+
+class FoldedHeads:
+    """The heads' weights for the compiled search.
+
+    The first layer of a head is the sum of a part that depends on z, computed once per
+    user, and of a table row per earlier code:
+    [z; e(c1); e(c2)] W + b = (z Wz + b) + T1[c1] + T2[c2].
+    """
+
+    @torch.no_grad()
+    def __init__(self, decoder: SidMlpDecoder) -> None:
+        tokens, embedding = decoder.tokens, decoder.embedding()
+        dim = embedding.shape[1]
+        heads = [cast(nn.Sequential, head) for head in decoder.heads]
+        first_layers = [cast(nn.Linear, head[0]) for head in heads]
+        weights = [layer.weight[:, :dim] for layer in first_layers]
+        self.z_weight = torch.cat(weights)  # (L * N, D)
+        self.z_bias = torch.cat([layer.bias for layer in first_layers])
+        codes = [
+            embedding.narrow(0, first, size)
+            for first, size in zip(tokens.first, tokens.sizes, strict=True)
+        ]
+        # the argument `heads` of `kernels.beam_search`
+        self.levels = []
+        for level, (layer, norm, *_, output) in enumerate(heads):
+            parts = layer.weight.split(dim, 1)[1:]
+            # (C_0 + ... + C_(l-1), N): contribution of each earlier code
+            rows = [code @ w.T for code, w in zip(codes[:level], parts, strict=True)]
+            table = torch.cat(rows) if rows else layer.weight.new_zeros(0)
+            weights = [table, norm.weight, norm.bias, output.weight, output.bias]
+            for weight in weights:
+                check_finite(weight)
+            self.levels.append(tuple(weights))
+        self.epsilon = heads[0][1].eps

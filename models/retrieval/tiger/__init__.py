@@ -1,0 +1,1 @@
+"""TIGER: a T5 encoder and decoder of semantic IDs."""
