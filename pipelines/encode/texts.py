@@ -348,7 +348,9 @@ def _write_texts(
     width = vectors.shape[1]
     num_unknown = int((~vectors.any(axis=1)).sum())
     info = EmbeddingsInfo(
-        width, distinct_texts=len(set(texts)), texts_without_known_word=num_unknown
+        width=width,
+        distinct_texts=len(set(texts)),
+        texts_without_known_word=num_unknown,
     )
     note = f", {num_unknown:,} without a known word (zeros)" if num_unknown else ""
     say(
