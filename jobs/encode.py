@@ -22,7 +22,6 @@ from core.tables import open_table
 from jobs import cli
 from pipelines.encode.config import TextConfig
 from pipelines.prepare.kinds.registry import KINDS
-from pipelines.start import start_ray
 
 
 @dataclass(config=STRICT)
@@ -59,7 +58,6 @@ def run(config: Config) -> None:
         config.embed,
         config.overwrite,
         say,
-        start_ray,
     )
     counts = ", ".join(
         f"{written[name].rows:,} {name}"

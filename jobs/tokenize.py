@@ -30,7 +30,6 @@ from jobs import cli
 from models import registry
 from pipelines.encode.config import EmbedConfig
 from pipelines.encode.precomputed import SUFFIXES, read_precomputed
-from pipelines.start import start_ray
 
 SMALL_CATALOGUE = 1000
 """Number of items below which the small TIGER is the suggested model."""
@@ -166,7 +165,6 @@ def run(config: Config) -> None:
             source,
             config.overwrite,
             say,
-            start_ray,
         )
     else:
         sids, trie, is_new = tokenize(
@@ -176,7 +174,6 @@ def run(config: Config) -> None:
             config.published,
             config.overwrite,
             say,
-            start_ray,
         )
     lines = describe_quality(sids, trie)
     if sids.info.drift:

@@ -47,6 +47,7 @@ from pipelines import cluster
 from pipelines.encode.config import EmbedConfig
 from pipelines.encode.precomputed import PrecomputedEmbeddings
 from pipelines.prepare.executor import quiet_ray_data
+from pipelines.start import start_ray
 
 Say = Callable[[str], None]
 
@@ -158,6 +159,7 @@ def run_in_actors(
         say: Prints a message.
         gpus: Whether an actor can use a GPU.
     """
+    start_ray()
     quiet_ray_data()
     use_gpu = config.use_gpu
     if use_gpu == "auto":
@@ -430,7 +432,6 @@ def embed_items(
     source: EmbeddingSource,
     overwrite: bool = False,
     say: Say = print,
-    start_ray: Callable[[], None] = lambda: None,
 ) -> Table[EmbeddingsInfo]:
     """Write the `embeddings` table of the `items` table, unless it is up to date.
 
@@ -440,7 +441,6 @@ def embed_items(
         source: Encoder or precomputed embeddings, and options.
         overwrite: Whether to replace an existing table.
         say: Prints a message.
-        start_ray: Called before texts are encoded in Ray actors.
     """
     config = source.config
     settings, inputs = embed_origin(items, source)
@@ -459,7 +459,6 @@ def embed_items(
         info.distinct_texts = len(set(texts))
         if source.encoder != "tfidf":
             check_encoder(source.encoder, *config.encoder_options())
-            start_ray()
         blocks = embed_ranges(texts, source.encoder, config, say)
     if source.pca_width:
         vectors = np.concatenate(list(blocks))

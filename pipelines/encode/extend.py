@@ -13,7 +13,6 @@ training items of the codebooks is measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -76,7 +75,6 @@ def extend_embeddings(
     num_old: int,
     source: EmbeddingSource,
     say: Say,
-    start_ray: Callable[[], None],
 ) -> Table[EmbeddingsInfo]:
     """Write the embeddings of old and new items, unless they are up to date.
 
@@ -87,7 +85,6 @@ def extend_embeddings(
         num_old: Number of items that have codes; they come first.
         source: Origin of the new embeddings, the same as of the old embeddings.
         say: Prints a message.
-        start_ray: Called before texts are encoded in Ray actors.
     """
     settings, inputs = embed_origin(items, source)
     earlier = open_table(old_uri, EmbeddingsInfo)
@@ -115,8 +112,6 @@ def extend_embeddings(
     else:
         texts = item_texts(rows, source.config)
         info.distinct_texts = len(set(texts))
-        if not is_compared:
-            start_ray()
         if len(texts) > num_old:
             new_texts = texts if is_compared else texts[num_old:]
             ranges = embed_ranges(
@@ -217,7 +212,6 @@ def extend(
     source: EmbeddingSource,
     overwrite: bool = False,
     say: Say = print,
-    start_ray: Callable[[], None] = lambda: None,
 ) -> tuple[Table[SidsInfo], Table[TrieInfo], bool]:
     """Write SIDs and a trie that add the new items of `paths.items` to existing SIDs.
 
@@ -228,7 +222,6 @@ def extend(
         source: Origin of the embeddings, the same as for the existing SIDs.
         overwrite: Whether to replace other SIDs in the output.
         say: Prints a message.
-        start_ray: Called before texts are encoded in Ray actors.
 
     Returns:
         The tables `sids` and `trie`, and whether anything was written.
@@ -255,9 +248,7 @@ def extend(
         old_trie = open_table(old_paths.trie, TrieInfo)
         trie = old_trie if is_in_place else find_table(paths.trie, TrieInfo)
         if sids is None or not is_current:
-            sids = _write_extended(
-                paths, old_paths, old, tokenizer, source, say, start_ray
-            )
+            sids = _write_extended(paths, old_paths, old, tokenizer, source, say)
         elif trie and trie.inputs == {"sids": sids.hash}:
             return sids, trie, False
         return sids, write_trie(paths.trie, sids, old_trie.ancestry), True
@@ -270,7 +261,6 @@ def _write_extended(
     tokenizer: Tokenizer,
     source: EmbeddingSource,
     say: Say,
-    start_ray: Callable[[], None],
 ) -> Table[SidsInfo]:
     """Write the tables `embeddings`, `quantizer` and `sids` of old and new items."""
     started = time.monotonic()
@@ -281,7 +271,6 @@ def _write_extended(
         old.rows,
         source,
         say,
-        start_ray,
     )
     arrays = read_quantizer(old_paths.quantizer)
     if paths.output != old_paths.output:

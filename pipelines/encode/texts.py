@@ -70,6 +70,7 @@ from pipelines.encode.embed import (
 from pipelines.prepare.events.columns import sorted_unique
 from pipelines.prepare.executor import Executor
 from pipelines.prepare.kinds.registry import KINDS
+from pipelines.start import start_ray
 
 Say = Callable[[str], None]
 
@@ -208,7 +209,6 @@ def encode_log(
     config: TextConfig | None = None,
     overwrite: bool = False,
     say: Say = print,
-    start_ray: Callable[[], None] = lambda: None,
 ) -> dict[str, Table]:
     """Write the text embeddings that the log's kind of requests needs.
 
@@ -222,7 +222,6 @@ def encode_log(
         config: Options of the encoder; by default `TextConfig()`.
         overwrite: Whether to replace existing tables.
         say: Prints a message.
-        start_ray: Called before the first use of Ray, if Ray is used.
 
     Returns:
         The tables, by name.
@@ -291,7 +290,6 @@ def encode_log(
             vectors = tfidf.encode(missing_texts)
         else:
             check_encoder(encoder, *config.encoder_options())
-            start_ray()
             vectors = encode_texts(missing_texts, encoder, config, say)
         for name in missing:
             uri, origin = join(output_uri, name), origins[name]
@@ -308,7 +306,6 @@ def encode_log(
                     tfidf or encoder,
                     config,
                     say,
-                    start_ray,
                     origin,
                 )
             else:
@@ -413,7 +410,6 @@ def _write_pairs(
     encoder: str | TfidfEncoder,
     config: TextConfig,
     say: Say,
-    start_ray: Callable[[], None],
     manifest: dict[str, Any],
 ) -> Table:
     """Write the pairs, sorted by item, then query; -1 is the empty query."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -65,6 +65,7 @@ from pipelines.encode.embed import (
     find_finished,
     read_embeddings,
 )
+from pipelines.start import start_ray
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ def train_codes(
     """
     stream: Iterable[str | TrainedCodes]
     if os.environ.get("RAY_ADDRESS"):
+        start_ray()
         has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
         cpus_of_nodes = [
             node["Resources"].get("CPU", 0)
@@ -326,7 +328,6 @@ def tokenize(
     published: str = "",
     overwrite: bool = False,
     say: Say = print,
-    start_ray: Callable[[], None] = lambda: None,
 ) -> tuple[Table[SidsInfo], Table[TrieInfo], bool]:
     """Write `embeddings` (unless SIDs are published), `sids` and `trie`.
 
@@ -337,7 +338,6 @@ def tokenize(
         published: File of published SIDs, for a tokenizer that reads a file.
         overwrite: Whether to replace existing tables.
         say: Prints a message.
-        start_ray: Called before the first use of Ray, if Ray is used.
 
     Returns:
         The tables `sids` and `trie`, and whether anything was written.
@@ -365,9 +365,7 @@ def tokenize(
             else:
                 is_elsewhere = shared not in ("", paths.output)
                 with writing(uri) if is_elsewhere else nullcontext():
-                    embeddings = embed_items(
-                        items, uri, source, overwrite, say, start_ray
-                    )
+                    embeddings = embed_items(items, uri, source, overwrite, say)
             inputs["embeddings"] = embeddings.hash
         if tokenizer.on_train_items:
             sequences = open_table(paths.sequences, RetrievalInfo)
@@ -385,8 +383,6 @@ def tokenize(
                 sizes = (np.array(list(published_sids.values())).max(0) + 1).tolist()
                 measures = {"unused_published": len(published_sids) - len(codes)}
             else:
-                if os.environ.get("RAY_ADDRESS"):
-                    start_ray()
                 fit_items = find_train_items(sequences) if sequences else None
                 trained = train_codes(
                     read_embeddings(embeddings), tokenizer, say, fit_items

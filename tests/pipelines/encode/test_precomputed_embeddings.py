@@ -13,6 +13,7 @@ import pytest
 from core.errors import UserError
 from core.tables import Table, read_manifest
 from jobs import cli, tokenize
+from pipelines.encode import embed
 from pipelines.encode.embed import EmbeddingSource, embed_items
 from pipelines.encode.precomputed import read_precomputed
 from tests.fixtures.item_tables import read_vectors, write_items
@@ -56,7 +57,10 @@ def items(tmp_path: Path) -> Table:
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "npy"])
-def test_each_item_gets_its_row(layout: str, items: Table, tmp_path: Path) -> None:
+def test_each_item_gets_its_row(
+    layout: str, items: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed, "start_ray", lambda: pytest.fail("Ray starts"))
     if layout == "npy":
         file = write_npy(tmp_path, VECTORS.astype(np.float64), "\n".join(IDS) + "\n")
     else:
@@ -70,7 +74,6 @@ def test_each_item_gets_its_row(layout: str, items: Table, tmp_path: Path) -> No
         out,
         source,
         say=lines.append,
-        start_ray=lambda: pytest.fail("Ray starts"),
     )
 
     np.testing.assert_allclose(read_vectors(out), EXPECTED)
